@@ -1,0 +1,1 @@
+"""Accelerator and NIC backends behind common contracts (see :mod:`mkernel.backends.base`)."""

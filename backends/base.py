@@ -1,0 +1,282 @@
+"""The two contracts: what an accelerator backend and a NIC backend must provide.
+
+A backend is a class that an entry point names (groups ``mkernel.accelerators`` and
+``mkernel.nics``); it is constructed without arguments, cheaply, and imports what it needs lazily,
+so that ``mkernel doctor`` can ask every backend what it lacks.
+
+Who does what: the *world* owns symmetric memory, signal pads, epochs and failure handling; the
+*accelerator backend* runs kernels on it; the *NIC backend* moves bytes between nodes. Addresses are
+plain integers of this process's address space.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from mkernel.errors import NicError
+from mkernel.plan.model import DtypeName, LaunchPlan
+from mkernel.settings import NicSettings
+from mkernel.topology.model import Accelerator, Model, Nic
+
+View = Literal["pipelined", "sequential", "compute_only"]
+"""How a call is run. ``pipelined``: both kernels at once, the product. ``sequential``: the
+communication kernel first, compute after it on every rank. ``compute_only``: no communication at
+all; chunks of other ranks count as present, so results are meaningless and only the time counts."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether a backend or provider can be used here; if not, why, and the one thing to do."""
+
+    usable: bool
+    detail: str
+    remedy: str = ""
+
+
+class AcceleratorCapabilities(Model):
+    """What an accelerator backend claims; the conformance kit holds it to exactly this."""
+
+    ops: tuple[str, ...]
+    dtypes: tuple[DtypeName, ...]
+    out_dtypes: tuple[DtypeName, ...]
+    b_layouts: tuple[Literal["row", "column"], ...]
+    alignment_bytes: int
+    transfer_paths: tuple[str, ...]
+    peer_access: bool
+    multicast: bool = False
+    simulated: bool = False
+    compute_cores: int
+    comm_cores: int
+
+
+class NicCapabilities(Model):
+    """What an opened NIC does. ``ordered``: puts to one peer become visible in order."""
+
+    ordered: bool
+    max_message_bytes: int
+    max_inline_bytes: int
+    immediate_data: bool
+    max_sge: int
+    atomics: bool
+    dmabuf: bool
+
+
+class SymmetricMemory(ABC):
+    """One rank's piece of a symmetric allocation, or a mapping of a peer's."""
+
+    address: int
+    nbytes: int
+
+    @abstractmethod
+    def export(self) -> dict[str, Any]:
+        """JSON-safe descriptor that a rank of the *same node* passes to ``attach``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the mapping and the memory. Twice is harmless. Nothing may use it any more."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What one plan needs on every rank: ``nbytes`` of zeroed symmetric memory and a run of
+    ``signals`` consecutive counters in the signal pad."""
+
+    nbytes: int
+    signals: int
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """A same-node peer as kernels see it: its signal pad and workspace, mapped here."""
+
+    pad: int
+    workspace: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch of a plan on one rank.
+
+    Attributes:
+        plan: the decisions; ``rank``: whose part to run.
+        tensors: by the op's argument names, outputs included (``a``, ``b``, ``out``).
+        epoch: 1 for the plan's first call in this world, then one more each call.
+        number: the call's number in the world, for diagnosis.
+        pad, workspace: addresses of this rank's own; ``signal_base``: first counter of the plan.
+        peers: same-node ranks. A rank that is absent here is reached through ``fifo`` only.
+        region: the workspace's region number for NIC puts.
+        fifo: address of the ``FifoDevice`` handle; 0 where the world has one node.
+        timeout_s: every wait of the call ends after this long. trace: record instructions.
+    """
+
+    plan: LaunchPlan
+    rank: int
+    tensors: Mapping[str, torch.Tensor]
+    epoch: int
+    number: int
+    pad: int
+    workspace: int
+    signal_base: int
+    peers: Mapping[int, PeerMemory]
+    region: int
+    fifo: int
+    timeout_s: float
+    view: View = "pipelined"
+    trace: bool = False
+
+
+@dataclass
+class LaunchTimes:
+    """Host wall time of a finished launch, in seconds, by kernel (``comm``, ``compute``)."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Launch(ABC):
+    """A running call. The world waits on it in slices, so that Ctrl-C and aborts are seen."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """True once every kernel of the call has returned (also after an abort or a time-out: the
+        world reads the abort record of the signal pad for the outcome)."""
+
+    @abstractmethod
+    def times(self) -> LaunchTimes:
+        """Wall times; only after ``wait`` returned True."""
+
+    @abstractmethod
+    def trace(self) -> bytes | None:
+        """This rank's instruction record for the timed model, or None where none was asked for."""
+
+
+class AcceleratorBackend(ABC):
+    """Runs the ops on one kind of device."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def status(self) -> Status:
+        """Whether it can run here. Never raises."""
+
+    @abstractmethod
+    def probe(self) -> tuple[Accelerator, ...]:
+        """The devices of this machine that it would use; empty where it is not usable. A simulator
+        returns one prototype; the world makes as many as it has local ranks."""
+
+    @abstractmethod
+    def capabilities(self) -> AcceleratorCapabilities:
+        """What it claims. The planner and the validation read this, nothing else."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        """Zeroed memory that peers of the node can map and a NIC can register."""
+
+    @abstractmethod
+    def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
+        """Map what a same-node peer exported. Raises PeerFailure-free OSError where it is gone."""
+
+    @abstractmethod
+    def workspace(self, plan: LaunchPlan) -> Workspace:
+        """Symmetric memory and signals that ``launch`` of this plan uses, the same on all ranks."""
+
+    @abstractmethod
+    def launch(self, call: Call) -> Launch:
+        """Start the kernels of one call and return at once."""
+
+
+@dataclass(frozen=True)
+class NicStatistics:
+    """Counters of one rank's proxy since ``start``."""
+
+    puts: int
+    put_bytes: int
+    signals_sent: int
+    signals_raised: int
+    queue_depth: int
+    stalls: int
+
+
+class NicSession(ABC):
+    """One rank's opened NIC with its proxy thread and command FIFO.
+
+    Order of use: ``address`` for each peer → exchange → ``connect`` → ``start`` → (``register`` →
+    exchange → ``bind``) for each region → puts → ``close``. Regions may be added while running.
+    """
+
+    @abstractmethod
+    def capabilities(self) -> NicCapabilities:
+        """Of the opened device and provider."""
+
+    @abstractmethod
+    def address(self, peer: int) -> str:
+        """Opaque text that rank ``peer`` hands to its own ``connect`` to reach this rank."""
+
+    @abstractmethod
+    def connect(self, peer: int, address: str) -> None:
+        """Connect to ``peer`` by what its ``address(this rank)`` returned."""
+
+    @abstractmethod
+    def register(self, region: int, address: int, nbytes: int) -> str:
+        """Register memory under a world-wide region number; returns the key for the peers."""
+
+    @abstractmethod
+    def bind(self, region: int, peer: int, key: str) -> None:
+        """Tell where ``region`` lies at ``peer``: what its ``register`` returned."""
+
+    @abstractmethod
+    def start(self, pad: int, cpus: tuple[int, ...]) -> None:
+        """Start the proxy thread. Signals that peers raise here are added to the pad at ``pad``."""
+
+    @property
+    @abstractmethod
+    def fifo(self) -> int:
+        """Address of the ``FifoDevice`` handle (``backends/nics/fifo_device.hpp``)."""
+
+    @abstractmethod
+    def put(
+        self, peer: int, region: int, local: int, remote: int, nbytes: int, signal: int, value: int
+    ) -> None:
+        """Queue one put-with-signal from the host, as a kernel would through the FIFO. Offsets are
+        relative to the region; ``nbytes`` 0 raises only the signal."""
+
+    @abstractmethod
+    def flush(self, timeout_s: float) -> bool:
+        """True once every put queued before is complete locally; False at the deadline or when the
+        session has failed (then ``failure`` says how)."""
+
+    @abstractmethod
+    def statistics(self) -> NicStatistics:
+        """Counters so far."""
+
+    @abstractmethod
+    def failure(self) -> NicError | None:
+        """The first error the NIC reported, or None."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drain nothing, stop the proxy, destroy every queue pair and registration. Twice is
+        harmless. Returns within a second even when the network is broken."""
+
+
+class NicBackend(ABC):
+    """Moves bytes between nodes."""
+
+    name: ClassVar[str]
+    providers: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def status(self, verbs: str) -> Status:
+        """Whether it can run here on that verbs provider. Never raises."""
+
+    @abstractmethod
+    def probe(self, verbs: str) -> tuple[Nic, ...]:
+        """The devices that provider offers; empty where it is not usable."""
+
+    @abstractmethod
+    def open(self, device: str, verbs: str, rank: int, settings: NicSettings) -> NicSession:
+        """Open a device by its probed ``name``. Raises BackendUnavailable."""

@@ -1,0 +1,149 @@
+// A rank's signal pad in host memory: 64-bit monotonic counters that peers add to.
+//
+// `SignalPad` is the plain handle that kernels, proxies and simulators get by value; the memory is
+// a symmetric segment that the world owns. Layout: one header, then `capacity` counters.
+//
+//   add(i, v)   release: everything the caller wrote before is visible to whoever sees the counter.
+//   wait(i, v)  acquire: returns `ok` once counter i >= v; `aborted` once the abort word is set;
+//               `timed_out` at the deadline, after writing the diagnostic record and the abort word.
+//
+// Any number of threads and processes may add and wait. A waiter spins briefly, then sleeps on a
+// futex shared between processes (the *bell* of its counter), so that waiting costs no CPU on a
+// machine with fewer cores than waiters. Writers that cannot ring (a NIC writing memory by itself)
+// are still seen: sleeps are bounded by `max_sleep_ns`.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+
+#include "backends/runtime/diagnosis.hpp"
+
+namespace mkernel::runtime {
+
+inline std::uint64_t monotonic_ns() {
+    timespec now{};
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000u +
+           static_cast<std::uint64_t>(now.tv_nsec);
+}
+
+struct alignas(64) Bell {
+    std::uint32_t rung = 0;
+    std::uint32_t sleepers = 0;
+};
+
+struct alignas(64) SignalPadHeader {
+    static constexpr std::uint64_t kMagic = 0x6d6b5f7369676e31;  // "mk_sign1"
+    static constexpr std::uint32_t kBells = 64;
+
+    std::uint64_t magic = kMagic;
+    std::uint32_t capacity = 0;
+    std::uint32_t reserved = 0;
+    alignas(64) AbortRecord abort{};
+    Bell bells[kBells]{};
+};
+
+enum class WaitResult : std::uint32_t { ok = 0, aborted = 1, timed_out = 2 };
+
+class SignalPad {
+  public:
+    static constexpr std::uint64_t kMaxSleepNs = 2'000'000;
+    static constexpr int kSpins = 64;
+
+    SignalPad() = default;
+    // `memory` holds at least bytes(capacity) and was formatted by `format`.
+    explicit SignalPad(void* memory)
+        : header_(static_cast<SignalPadHeader*>(memory)),
+          counters_(reinterpret_cast<std::uint64_t*>(header_ + 1)) {}
+
+    static constexpr std::size_t bytes(std::uint32_t capacity) {
+        return sizeof(SignalPadHeader) + std::size_t{capacity} * sizeof(std::uint64_t);
+    }
+
+    // Once, by the owner, before any peer maps the segment. The memory must be zero.
+    static SignalPad format(void* memory, std::uint32_t capacity) {
+        auto* header = new (memory) SignalPadHeader;
+        header->capacity = capacity;
+        return SignalPad(memory);
+    }
+
+    [[nodiscard]] bool valid() const {
+        return header_ != nullptr && header_->magic == SignalPadHeader::kMagic;
+    }
+    [[nodiscard]] std::uint32_t capacity() const { return header_->capacity; }
+    [[nodiscard]] AbortRecord& abort_record() const { return header_->abort; }
+    [[nodiscard]] AbortCode aborted() const { return abort_code(header_->abort); }
+
+    [[nodiscard]] std::uint64_t load(std::uint32_t index) const {
+        return std::atomic_ref(counters_[index]).load(std::memory_order_acquire);
+    }
+
+    void add(std::uint32_t index, std::uint64_t value) const {
+        std::atomic_ref(counters_[index]).fetch_add(value, std::memory_order_release);
+        ring(bell(index));
+    }
+
+    // Sets the abort word (the first caller's diagnosis stays) and wakes every waiter.
+    bool abort(AbortCode code, const Diagnosis& diagnosis) const {
+        const bool first = claim_abort(header_->abort, code, diagnosis);
+        for (auto& each : header_->bells) ring(each);
+        return first;
+    }
+
+    // `deadline_ns` is on monotonic_ns()'s clock. `who` says what to record if it passes.
+    WaitResult wait(std::uint32_t index, std::uint64_t wanted, std::uint64_t deadline_ns,
+                    Diagnosis who) const {
+        for (int spin = 0; spin < kSpins; ++spin) {
+            if (load(index) >= wanted) return WaitResult::ok;
+        }
+        Bell& own = bell(index);
+        while (true) {
+            const std::uint32_t rung = std::atomic_ref(own.rung).load(std::memory_order_seq_cst);
+            std::atomic_ref(own.sleepers).fetch_add(1, std::memory_order_seq_cst);
+            const std::uint64_t seen = load(index);
+            const AbortCode code = aborted();
+            const std::uint64_t now = monotonic_ns();
+            const bool sleep =
+                seen < wanted && code == AbortCode::none && now < deadline_ns;
+            if (sleep) {
+                const std::uint64_t left = deadline_ns - now;
+                const std::uint64_t pause = left < kMaxSleepNs ? left : kMaxSleepNs;
+                const timespec limit{0, static_cast<long>(pause)};
+                syscall(SYS_futex, &own.rung, FUTEX_WAIT, rung, &limit, nullptr, 0);
+            }
+            std::atomic_ref(own.sleepers).fetch_sub(1, std::memory_order_seq_cst);
+            if (sleep) continue;
+            if (seen >= wanted) return WaitResult::ok;
+            if (code != AbortCode::none) return WaitResult::aborted;
+            who.signal = index;
+            who.seen = seen;
+            who.wanted = wanted;
+            abort(AbortCode::timeout, who);
+            return WaitResult::timed_out;
+        }
+    }
+
+  private:
+    [[nodiscard]] Bell& bell(std::uint32_t index) const {
+        return header_->bells[index % SignalPadHeader::kBells];
+    }
+
+    static void ring(Bell& bell) {
+        std::atomic_ref(bell.rung).fetch_add(1, std::memory_order_seq_cst);
+        if (std::atomic_ref(bell.sleepers).load(std::memory_order_seq_cst) != 0) {
+            syscall(SYS_futex, &bell.rung, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+        }
+    }
+
+    SignalPadHeader* header_ = nullptr;
+    std::uint64_t* counters_ = nullptr;
+};
+
+}  // namespace mkernel::runtime

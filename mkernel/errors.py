@@ -1,0 +1,211 @@
+"""Every error that mkernel raises on purpose.
+
+All derive from :class:`MkernelError`. A message names the thing, the value and what to do. Errors
+that end a world (:class:`WorldError`) are raised by *every* rank of it, with the same type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class MkernelError(Exception):
+    """Base of all mkernel errors."""
+
+
+class ArgumentError(MkernelError, ValueError):
+    """An argument outside its legal range. Nothing was started.
+
+    Attributes:
+        argument: the argument's name as the caller wrote it.
+        value: what was passed (shortened for tensors: shape, dtype, strides).
+        legal: the legal range, in words.
+    """
+
+    def __init__(self, argument: str, value: Any, legal: str, *, why: str = "") -> None:
+        self.argument = argument
+        self.value = value
+        self.legal = legal
+        self.why = why
+        reason = f" ({why})" if why else ""
+        super().__init__(f"{argument} = {value!s} is not legal{reason}; expected {legal}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild_argument_error, (type(self), self.argument, self.value, self.legal, self.why))
+
+
+def _rebuild_argument_error(
+    cls: type[ArgumentError], argument: str, value: Any, legal: str, why: str
+) -> ArgumentError:
+    return cls(argument, value, legal, why=why)
+
+
+class ShapeError(ArgumentError):
+    """A tensor's shape does not fit the op, another argument or the world."""
+
+
+class DtypeError(ArgumentError, TypeError):
+    """A dtype that the op or backend does not take, or two that do not match."""
+
+
+class LayoutError(ArgumentError):
+    """Strides or memory layout that the backend cannot read without a copy."""
+
+
+class InputFileError(MkernelError, ValueError):
+    """An input file is missing, unreadable, or lacks the wanted tensors."""
+
+
+class UnknownOp(ArgumentError):
+    """No op of that name."""
+
+
+class UnknownBackend(ArgumentError):
+    """No accelerator, NIC or verbs provider of that name is installed."""
+
+
+class Unsupported(MkernelError, NotImplementedError):
+    """The backend is there, but does not claim this op, dtype or path."""
+
+
+class BackendUnavailable(MkernelError, RuntimeError):
+    """The backend is installed but cannot run here; the message says why and what to do."""
+
+
+class NotInitialized(MkernelError, RuntimeError):
+    """A call that needs a world was made outside one."""
+
+
+class AlreadyInitialized(MkernelError, RuntimeError):
+    """``init`` was called inside a live world."""
+
+
+class PlanMismatch(MkernelError, RuntimeError):
+    """Two ranks hold different plans for the same call. Nothing was launched.
+
+    Attributes:
+        ranks: the two ranks.
+        field: dotted path of the first field that differs.
+        values: that field's value on each of the two.
+    """
+
+    def __init__(self, ranks: tuple[int, int], field: str, values: tuple[Any, Any]) -> None:
+        self.ranks = ranks
+        self.field = field
+        self.values = values
+        super().__init__(
+            f"ranks {ranks[0]} and {ranks[1]} hold different plans: {field} is {values[0]!r} on rank "
+            f"{ranks[0]} and {values[1]!r} on rank {ranks[1]}; call the same op with the same shapes, "
+            "dtypes and options on every rank"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (PlanMismatch, (self.ranks, self.field, self.values))
+
+
+class NoRoute(MkernelError, RuntimeError):
+    """Two ranks have no path between them; the message names both ends and what is missing."""
+
+
+class WorldError(MkernelError, RuntimeError):
+    """The world is broken: finalize it and make a new one. Every rank raises the same type."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Who waited for what when a world broke (one record per rank, the first failure's).
+
+    Attributes:
+        rank: the rank that waited.
+        waiter: ``comm_kernel``, ``compute_kernel``, ``proxy`` or ``host``.
+        core: block index of the waiting kernel.
+        signal: index in the rank's signal pad.
+        seen: the counter's value. wanted: the least value that would have ended the wait.
+        op: call number in the world. chunk: chunk index, or None. peer: rank that should have raised it.
+    """
+
+    rank: int
+    waiter: str
+    core: int
+    signal: int
+    seen: int
+    wanted: int
+    op: int
+    chunk: int | None
+    peer: int
+
+    def __str__(self) -> str:
+        chunk = "" if self.chunk is None else f" for chunk {self.chunk}"
+        return (
+            f"rank {self.rank} {self.waiter} (block {self.core}) waited{chunk} of rank {self.peer} on "
+            f"signal {self.signal}: saw {self.seen}, wanted {self.wanted}, call {self.op}"
+        )
+
+
+class Timeout(WorldError, TimeoutError):
+    """A wait passed its deadline."""
+
+    def __init__(self, message: str, diagnosis: Diagnosis | None = None) -> None:
+        self.diagnosis = diagnosis
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Timeout, (str(self), self.diagnosis))
+
+
+class PeerFailure(WorldError):
+    """A rank died, or raised while others depended on it.
+
+    Attributes:
+        peer: the rank that failed first.
+    """
+
+    def __init__(self, message: str, peer: int) -> None:
+        self.peer = peer
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (PeerFailure, (str(self), self.peer))
+
+
+class NicError(WorldError):
+    """A NIC reported an error completion or an asynchronous event.
+
+    Attributes:
+        status: the completion status or event name, as verbs spells it (``REM_ACCESS_ERR``, …).
+        qp: queue pair number. wr_id: work request id. vendor_err: the vendor's code. peer: rank.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: str = "",
+        qp: int = 0,
+        wr_id: int = 0,
+        vendor_err: int = 0,
+        peer: int = -1,
+    ) -> None:
+        self.status = status
+        self.qp = qp
+        self.wr_id = wr_id
+        self.vendor_err = vendor_err
+        self.peer = peer
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (
+            _rebuild_nic_error,
+            (str(self), self.status, self.qp, self.wr_id, self.vendor_err, self.peer),
+        )
+
+
+def _rebuild_nic_error(
+    message: str, status: str, qp: int, wr_id: int, vendor_err: int, peer: int
+) -> NicError:
+    return NicError(message, status=status, qp=qp, wr_id=wr_id, vendor_err=vendor_err, peer=peer)
+
+
+class Cancelled(WorldError):
+    """The user stopped the run."""

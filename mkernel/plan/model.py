@@ -1,0 +1,171 @@
+"""Everything decided before launch, as validated data.
+
+A :class:`LaunchPlan` is what ``mkernel plan`` prints and what a backend's ``launch`` reads; there
+is no second copy of these decisions anywhere. Plans are frozen, round-trip exactly through JSON and
+have a content hash, which all ranks of a world must share.
+Times are microseconds and *predicted*; sizes are bytes unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from mkernel.topology.model import Model
+
+DtypeName = Literal["float16", "bfloat16", "float32"]
+DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+class GemmShape(Model):
+    """C [m, n] = A [m, k] @ B [k, n], as one rank sees B; ``m`` counts all ranks' rows."""
+
+    m: int = Field(ge=1)
+    n: int = Field(ge=1)
+    k: int = Field(ge=1)
+
+
+class Placement(Model):
+    """Where one rank runs: node, local rank, accelerator, NICs (best first), proxy CPUs."""
+
+    rank: int = Field(ge=0)
+    node: int = Field(ge=0)
+    local_rank: int = Field(ge=0)
+    accelerator: str
+    nics: tuple[str, ...] = ()
+    proxy_cpus: tuple[int, ...] = ()
+
+
+class Route(Model):
+    """How bytes go from rank ``src`` to rank ``dst``: ``p2p`` (scale-up fabric) or ``nic``."""
+
+    src: int = Field(ge=0)
+    dst: int = Field(ge=0)
+    kind: Literal["p2p", "nic"]
+    src_nic: str | None = None
+    dst_nic: str | None = None
+    bandwidth_gbs: float = Field(gt=0, description="GB/s, one direction")
+    latency_us: float = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _nic_named(self) -> Route:
+        if (self.kind == "nic") != (self.src_nic is not None and self.dst_nic is not None):
+            raise ValueError(f"route {self.src}→{self.dst}: kind {self.kind!r} with NICs "
+                             f"{self.src_nic!r}, {self.dst_nic!r}")
+        return self
+
+
+class Chunking(Model):
+    """How a rank's rows of A are cut: tiles of ``tile_m`` x ``tile_k``, chunks of whole tiles.
+
+    Tiles are numbered row-group by row-group, K fastest; chunk c holds tiles
+    [c * tiles_per_chunk, (c + 1) * tiles_per_chunk). ``tile_n`` is the output tile's width,
+    ``step_k`` the depth of one matrix instruction step.
+    """
+
+    tile_m: int = Field(ge=1)
+    tile_n: int = Field(ge=1)
+    tile_k: int = Field(ge=1)
+    step_k: int = Field(ge=1)
+    tiles_per_chunk: int = Field(ge=1)
+    chunks_per_rank: int = Field(ge=1)
+
+
+class Resources(Model):
+    """Blocks (cores) given to each kernel of one rank."""
+
+    compute_blocks: int = Field(ge=1)
+    comm_blocks: int = Field(ge=1)
+
+
+class Prediction(Model):
+    """The cost model's times of one call, in microseconds, and where its constants came from."""
+
+    compute_us: float = Field(ge=0)
+    comm_us: float = Field(ge=0)
+    sequential_us: float = Field(ge=0)
+    pipelined_us: float = Field(ge=0)
+    constants: str
+
+
+class LaunchPlan(Model):
+    """One op, one shape, one world: all decisions. The same object on every rank."""
+
+    schema_version: Literal[1] = 1
+    op: Literal["all_gather_gemm"]
+    shape: GemmShape
+    dtype: DtypeName
+    out_dtype: DtypeName
+    b_layout: Literal["row", "column"]
+    nodes: int = Field(ge=1)
+    ranks_per_node: int = Field(ge=1)
+    accelerator: str
+    nic: str | None
+    verbs: str | None
+    placement: tuple[Placement, ...]
+    routes: tuple[Route, ...]
+    chunking: Chunking
+    order: tuple[tuple[int, ...], ...] = Field(
+        description="per rank: the ranks whose rows it consumes, first to last (itself first)"
+    )
+    resources: Resources
+    prediction: Prediction
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: nodes * ranks_per_node."""
+        return self.nodes * self.ranks_per_node
+
+    def route(self, src: int, dst: int) -> Route:
+        """The route of the ordered pair. KeyError if ``src == dst`` or out of range."""
+        world = self.world_size
+        if src == dst or not (0 <= src < world and 0 <= dst < world):
+            raise KeyError(f"no route from rank {src} to rank {dst} in a world of {world}")
+        return self.routes[src * (world - 1) + dst - (dst > src)]
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON (hex); equal exactly when all decisions are equal."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @model_validator(mode="after")
+    def _complete(self) -> LaunchPlan:
+        world = self.world_size
+        if [p.rank for p in self.placement] != list(range(world)):
+            raise ValueError(f"placement must list ranks 0 to {world - 1} in order")
+        pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
+        if [(r.src, r.dst) for r in self.routes] != pairs:
+            raise ValueError("routes must list every ordered pair of ranks once, in order")
+        if self.shape.m % world:
+            raise ValueError(f"shape.m = {self.shape.m} is not a multiple of {world} ranks")
+        for rank, order in enumerate(self.order):
+            if sorted(order) != list(range(world)) or order[0] != rank:
+                raise ValueError(f"order[{rank}] = {order} is not a permutation that starts at {rank}")
+        if len(self.order) != world:
+            raise ValueError(f"order has {len(self.order)} entries for {world} ranks")
+        return self
+
+
+def first_difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """Dotted path and both values of the first field (model order) in which two dumps differ."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in [*left, *(k for k in right if k not in left)]:
+            where = f"{path}.{key}" if path else str(key)
+            if key not in left or key not in right:
+                return where, left.get(key), right.get(key)
+            found = first_difference(left[key], right[key], where)
+            if found:
+                return found
+        return None
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        if len(left) != len(right):
+            return f"{path}.length", len(left), len(right)
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            found = first_difference(one, other, f"{path}[{index}]")
+            if found:
+                return found
+        return None
+    return None if left == right else (path, left, right)

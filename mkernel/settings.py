@@ -1,0 +1,44 @@
+"""All settings, in one documented model; each is also read from ``MKERNEL_<NAME>``.
+
+``mkernel doctor --settings`` prints them with their values and where each came from.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class NicSettings(BaseModel):
+    """How NIC sessions are made. Times follow the InfiniBand encoding where noted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fifo_slots: int = Field(1024, ge=2, description="command FIFO length; rounded up to a power of 2")
+    queue_depth: int = Field(128, ge=4, le=8192, description="send work requests in flight per QP")
+    qp_timeout: int = Field(14, ge=1, le=31, description="time-out a try is 4.096 us * 2^this")
+    retry_count: int = Field(6, ge=0, le=7, description="tries before RETRY_EXC_ERR")
+    rnr_retry: int = Field(6, ge=0, le=6, description="receiver-not-ready tries; 7 (for ever) is refused")
+    gid_index: int | None = Field(None, ge=0, description="GID table index; None picks by type")
+    soft_library: str | None = Field(None, description="path of the software provider's library")
+    system_library: str = Field("libibverbs.so.1", description="name or path of the system's verbs")
+
+
+class Settings(BaseSettings):
+    """mkernel's settings. Precedence: argument, environment, default."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="MKERNEL_", env_nested_delimiter="__", frozen=True, extra="forbid"
+    )
+
+    timeout_s: float = Field(30.0, gt=0, description="deadline of every wait, in seconds")
+    heartbeat_s: float = Field(0.2, gt=0, description="how often a rank reports that it lives")
+    nodes: int | None = Field(None, ge=1, description="emulated nodes under torchrun; None: real hosts")
+    accelerator: str = Field("ascend", description="accelerator backend")
+    nic: str = Field("cx7", description="NIC backend between nodes")
+    verbs: str = Field("soft", description="verbs provider: soft, system, or a library's path")
+    signals: int = Field(65536, ge=64, le=1 << 24, description="counters in a rank's signal pad")
+    job_secret: SecretStr = Field(
+        SecretStr(""), description="key that signs bootstrap messages; `launch` makes one per world"
+    )
+    nic_settings: NicSettings = Field(default_factory=lambda: NicSettings())
