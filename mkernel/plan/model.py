@@ -14,7 +14,20 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from mkernel.topology.model import Model
+from mkernel.topology.model import Model, Placement, Route
+
+__all__ = [
+    "DTYPE_BYTES",
+    "Chunking",
+    "DtypeName",
+    "GemmShape",
+    "LaunchPlan",
+    "Placement",
+    "Prediction",
+    "Resources",
+    "Route",
+    "first_difference",
+]
 
 DtypeName = Literal["float16", "bfloat16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -26,36 +39,6 @@ class GemmShape(Model):
     m: int = Field(ge=1)
     n: int = Field(ge=1)
     k: int = Field(ge=1)
-
-
-class Placement(Model):
-    """Where one rank runs: node, local rank, accelerator, NICs (best first), proxy CPUs."""
-
-    rank: int = Field(ge=0)
-    node: int = Field(ge=0)
-    local_rank: int = Field(ge=0)
-    accelerator: str
-    nics: tuple[str, ...] = ()
-    proxy_cpus: tuple[int, ...] = ()
-
-
-class Route(Model):
-    """How bytes go from rank ``src`` to rank ``dst``: ``p2p`` (scale-up fabric) or ``nic``."""
-
-    src: int = Field(ge=0)
-    dst: int = Field(ge=0)
-    kind: Literal["p2p", "nic"]
-    src_nic: str | None = None
-    dst_nic: str | None = None
-    bandwidth_gbs: float = Field(gt=0, description="GB/s, one direction")
-    latency_us: float = Field(ge=0)
-
-    @model_validator(mode="after")
-    def _nic_named(self) -> Route:
-        if (self.kind == "nic") != (self.src_nic is not None and self.dst_nic is not None):
-            raise ValueError(f"route {self.src}→{self.dst}: kind {self.kind!r} with NICs "
-                             f"{self.src_nic!r}, {self.dst_nic!r}")
-        return self
 
 
 class Chunking(Model):
@@ -143,7 +126,9 @@ class LaunchPlan(Model):
             raise ValueError(f"shape.m = {self.shape.m} is not a multiple of {world} ranks")
         for rank, order in enumerate(self.order):
             if sorted(order) != list(range(world)) or order[0] != rank:
-                raise ValueError(f"order[{rank}] = {order} is not a permutation that starts at {rank}")
+                raise ValueError(
+                    f"order[{rank}] = {order} is not a permutation that starts at {rank}"
+                )
         if len(self.order) != world:
             raise ValueError(f"order has {len(self.order)} entries for {world} ranks")
         return self
@@ -154,9 +139,12 @@ def first_difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, A
     if isinstance(left, dict) and isinstance(right, dict):
         for key in [*left, *(k for k in right if k not in left)]:
             where = f"{path}.{key}" if path else str(key)
-            if key not in left or key not in right:
-                return where, left.get(key), right.get(key)
-            found = first_difference(left[key], right[key], where)
+            both = key in left and key in right
+            found = (
+                first_difference(left[key], right[key], where)
+                if both
+                else (where, left.get(key), right.get(key))
+            )
             if found:
                 return found
         return None

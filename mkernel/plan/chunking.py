@@ -1,0 +1,57 @@
+"""How a rank's rows of A are cut into tiles and chunks, and in which order ranks are consumed."""
+
+from __future__ import annotations
+
+from mkernel.plan.model import DTYPE_BYTES, Chunking, DtypeName
+
+MAX_CHUNKS = 128
+"""Chunks a source that the default aims to stay within; past it signals cost more than they hide."""
+MIN_TILES, MAX_TILES = 4, 64
+"""Default tiles a chunk: in steps of 4, so that a chunk is a whole number of 256 KiB."""
+
+_TILE_BYTES_K = 512
+_STEP_BYTES_K = 128
+
+
+def chunking(rows: int, k: int, dtype: DtypeName, chunk: int | None = None) -> Chunking:
+    """Chunking of one rank's A [rows, k].
+
+    A tile is 128 rows by 512 bytes of K (64 KiB), an output tile 128 x 256, a matrix step 128 bytes
+    of K. A chunk is 4 tiles; where that gives more than 128 chunks it is ceil(tiles / 128) rounded
+    up to a multiple of 4, at most 64 tiles (then with as many chunks as it takes). ``chunk``
+    overrides the tiles of a chunk; a chunk is never larger than all tiles.
+    """
+    itemsize = DTYPE_BYTES[dtype]
+    tile_m, tile_n, tile_k = 128, 256, _TILE_BYTES_K // itemsize
+    tiles = -(-rows // tile_m) * -(-k // tile_k)
+    if chunk is None:
+        chunk = MIN_TILES
+        if -(-tiles // chunk) > MAX_CHUNKS:
+            least = -(-tiles // MAX_CHUNKS)
+            chunk = min(MAX_TILES, -(-least // MIN_TILES) * MIN_TILES)
+    tiles_per_chunk = min(chunk, tiles)
+    return Chunking(
+        tile_m=tile_m,
+        tile_n=tile_n,
+        tile_k=tile_k,
+        step_k=_STEP_BYTES_K // itemsize,
+        tiles_per_chunk=tiles_per_chunk,
+        chunks_per_rank=-(-tiles // tiles_per_chunk),
+    )
+
+
+def consumption_order(nodes: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
+    """Per rank: the ranks whose rows it consumes: itself, its node's peers, then other nodes.
+
+    Rotated, so that at every step each source is wanted by exactly one rank: rank (n, l) takes
+    (n + i mod N, l + j mod L) for i, then j, from 0 upwards.
+    """
+    return tuple(
+        tuple(
+            (node + i) % nodes * ranks_per_node + (local + j) % ranks_per_node
+            for i in range(nodes)
+            for j in range(ranks_per_node)
+        )
+        for node in range(nodes)
+        for local in range(ranks_per_node)
+    )

@@ -1,0 +1,38 @@
+"""The ops' names: five canonical ones, and the short aliases users know from elsewhere."""
+
+from __future__ import annotations
+
+import difflib
+
+from mkernel.errors import UnknownOp
+
+ALIASES: dict[str, str] = {
+    "ag_gemm": "all_gather_gemm",
+    "gemm_ar": "gemm_all_reduce",
+    "gemm_rs": "gemm_reduce_scatter",
+    "dispatch_gemm": "moe_dispatch_gemm",
+}
+OPS: tuple[str, ...] = (
+    "all_gather_gemm",
+    "gemm_all_reduce",
+    "gemm_reduce_scatter",
+    "moe_dispatch_gemm",
+    "ring_attention",
+)
+
+
+def canonical(name: str) -> str:
+    """The op's canonical name, from it or an alias; ``-`` counts as ``_``, case does not matter.
+
+    Raises:
+        UnknownOp: no op of that name; the message lists all and suggests the closest.
+    """
+    plain = name.strip().lower().replace("-", "_")
+    plain = ALIASES.get(plain, plain)
+    if plain in OPS:
+        return plain
+    short = {full: alias for alias, full in ALIASES.items()}
+    legal = ", ".join(f"{op} ({short[op]})" if op in short else op for op in OPS)
+    close = difflib.get_close_matches(plain, [*OPS, *ALIASES], n=1)
+    why = f"did you mean {close[0]!r}?" if close else ""
+    raise UnknownOp("op", repr(name), f"one of: {legal}", why=why)

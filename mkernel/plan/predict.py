@@ -1,0 +1,118 @@
+"""Predicted times of a plan, from the closed-form model. Modelled, never measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    Chunking,
+    DtypeName,
+    GemmShape,
+    Placement,
+    Prediction,
+    Resources,
+    Route,
+)
+from mkernel.topology.cost import (
+    MachineConstants,
+    gemm_tile_us,
+    gemm_us,
+    shared_link_us,
+    transfer_us,
+)
+
+
+def all_gather_gemm(
+    shape: GemmShape,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    placement: Sequence[Placement],
+    routes: Sequence[Route],
+    chunking: Chunking,
+    resources: Resources,
+    constants: MachineConstants,
+) -> Prediction:
+    """AllGather+GEMM: T_c = 2·M·K·N_r/C in waves, T_m = (W-1)/W·M·K·s/B over the slowest link.
+
+    Links: every ordered pair inside a node has its own (a full mesh); all routes through one NIC
+    share it, each direction by itself; and all of a rank's sends share its communication blocks.
+    Each chunk adds a signal, spread over the blocks that serve one destination.
+
+    sequential = T_c + T_m. pipelined = max(T_c + wait for the first remote chunk that local rows do
+    not cover, T_m + the last tile): never below max(T_c, T_m), never above sequential. Both also
+    include one launch; T_c and T_m do not.
+    """
+    world = len(placement)
+    rate = constants.tflops_per_core(dtype)
+    compute = gemm_us(
+        shape.m,
+        shape.n,
+        shape.k,
+        tile_m=chunking.tile_m,
+        tile_n=chunking.tile_n,
+        cores=resources.compute_blocks,
+        tflops_per_core=rate,
+        memory_gbs=constants.memory_gbs,
+        itemsize=DTYPE_BYTES[dtype],
+        out_itemsize=DTYPE_BYTES[out_dtype],
+    )
+    launch = constants.launch_us
+    if world == 1:
+        return Prediction(
+            compute_us=compute,
+            comm_us=0.0,
+            sequential_us=compute + launch,
+            pipelined_us=compute + launch,
+            constants=constants.name,
+        )
+
+    shard = shape.m // world * shape.k * DTYPE_BYTES[dtype]
+    blocks_each = max(1.0, resources.comm_blocks / (world - 1))
+    signals = chunking.chunks_per_rank * constants.signal_us / blocks_each
+    comm = max(_link_times(shard, placement, routes, resources, constants)) + signals
+
+    chunk_bytes = shard / chunking.chunks_per_rank
+    first = constants.signal_us + min(
+        transfer_us(chunk_bytes, route.bandwidth_gbs, route.latency_us) for route in routes
+    )
+    exposed = max(0.0, min(first, comm) - compute / world)
+    tile = gemm_tile_us(chunking.tile_m, chunking.tile_n, shape.k, rate)
+    pipelined = max(compute + exposed, comm + min(tile, compute))
+    return Prediction(
+        compute_us=compute,
+        comm_us=comm,
+        sequential_us=compute + comm + launch,
+        pipelined_us=pipelined + launch,
+        constants=constants.name,
+    )
+
+
+def _link_times(
+    shard: int,
+    placement: Sequence[Placement],
+    routes: Sequence[Route],
+    resources: Resources,
+    constants: MachineConstants,
+) -> list[float]:
+    """Busy time of each p2p link, each NIC direction and each rank's communication blocks."""
+    times = []
+    through_nic: defaultdict[tuple[str, int, str | None], list[Route]] = defaultdict(list)
+    for route in routes:
+        if route.kind == "p2p":
+            times.append(transfer_us(shard, route.bandwidth_gbs, route.latency_us))
+        else:
+            through_nic["out", placement[route.src].node, route.src_nic].append(route)
+            through_nic["in", placement[route.dst].node, route.dst_nic].append(route)
+    times += [
+        shared_link_us(
+            [shard] * len(users),
+            min(route.bandwidth_gbs for route in users),
+            max(route.latency_us for route in users),
+        )
+        for users in through_nic.values()
+    ]
+    copy_rate = resources.comm_blocks * constants.comm_block_gbs
+    times.append(transfer_us(shard * (len(placement) - 1), copy_rate, 0.0))
+    return times

@@ -1,0 +1,131 @@
+"""What things cost: alpha-beta links, compute with wave quantisation, signals.
+
+Times are microseconds, sizes bytes, bandwidths GB/s (so 1 GB/s moves 1000 bytes a microsecond).
+The constants of a machine are data (:class:`MachineConstants`); the formulae are here, each with
+its source. Every result is a *prediction*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from mkernel.errors import ArgumentError, InputFileError
+from mkernel.topology.model import Model
+
+_DATA = Path(__file__).parent / "data"
+_FALLBACK = "ascend"
+
+
+class MachineConstants(Model):
+    """Rates and latencies of one kind of machine.
+
+    The defaults of a kind lie in ``topology/data/<accelerator>.json``. For the Ascend-style device:
+    one cube core does 16·16·16 half-precision multiply-adds a cycle at about 1.8 GHz, that is
+    14.7 TFLOP/s; float32 runs at a quarter of it (estimate). An HCCS link between two chips gives
+    25 to 28 GB/s, a NIC 50 GB/s (400 Gb/s), HBM 1.6 TB/s. ``comm_block_gbs`` is HBM shared by 48
+    vector cores, read and written (estimate). Latencies are estimates of the right magnitude.
+    """
+
+    name: str
+    source: str = Field(description="where the numbers come from, in words")
+    float16_tflops_per_core: float = Field(gt=0)
+    bfloat16_tflops_per_core: float = Field(gt=0)
+    float32_tflops_per_core: float = Field(gt=0)
+    memory_gbs: float = Field(gt=0, description="device memory, all cores together")
+    p2p_gbs: float = Field(gt=0, description="one scale-up link to one peer, one direction")
+    p2p_latency_us: float = Field(ge=0)
+    nic_gbs: float = Field(gt=0, description="a NIC of unknown speed, one direction")
+    nic_latency_us: float = Field(ge=0, description="command to visible signal, proxies included")
+    comm_block_gbs: float = Field(gt=0, description="copy rate of one communication block")
+    signal_us: float = Field(ge=0, description="fence and notify after one chunk, by one block")
+    launch_us: float = Field(ge=0, description="starting the kernels of one call")
+
+    def tflops_per_core(self, dtype: str) -> float:
+        """Matrix rate of one core in TFLOP/s. ArgumentError for a dtype without a rate."""
+        rates = {
+            "float16": self.float16_tflops_per_core,
+            "bfloat16": self.bfloat16_tflops_per_core,
+            "float32": self.float32_tflops_per_core,
+        }
+        if dtype not in rates:
+            raise ArgumentError("dtype", repr(dtype), f"one of: {', '.join(rates)}")
+        return rates[dtype]
+
+
+def load_constants(path: Path) -> MachineConstants:
+    """Constants from a JSON file. InputFileError where it is missing or does not validate."""
+    try:
+        return MachineConstants.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise InputFileError(
+            f"constants file {path} cannot be read: {error.strerror or error}"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise InputFileError(f"constants file {path}: {where}: {first['msg']}") from error
+
+
+@cache
+def default_constants(accelerator: str) -> MachineConstants:
+    """The shipped constants of an accelerator backend.
+
+    A backend without a file of its own gets the Ascend-style numbers under a name that says so:
+    a plan must be possible on any backend, and a prediction must not claim to be measured.
+    """
+    for path in sorted(_DATA.glob("*.json")):
+        if path.stem == accelerator:
+            return load_constants(path)
+    stand_in = load_constants(_DATA / f"{_FALLBACK}.json")
+    return stand_in.model_copy(
+        update={"name": f"{_FALLBACK} (stand-in: no constants for {accelerator!r})"}
+    )
+
+
+def transfer_us(nbytes: float, bandwidth_gbs: float, latency_us: float) -> float:
+    """Time of one message: alpha + n/beta (the alpha-beta or Hockney model)."""
+    return latency_us + nbytes / (bandwidth_gbs * 1e3)
+
+
+def shared_link_us(loads: Iterable[float], bandwidth_gbs: float, latency_us: float) -> float:
+    """Time until a link that several senders share has carried all of their bytes.
+
+    Latencies of pipelined messages overlap, bytes do not: alpha + (sum of n)/beta. No load: 0.
+    """
+    total = sum(loads)
+    return transfer_us(total, bandwidth_gbs, latency_us) if total else 0.0
+
+
+def gemm_tile_us(tile_m: int, tile_n: int, k: int, tflops_per_core: float) -> float:
+    """Time of one output tile on one core: 2·tile_m·tile_n·K / C."""
+    return 2.0 * tile_m * tile_n * k / (tflops_per_core * 1e6)
+
+
+def gemm_us(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    tile_m: int,
+    tile_n: int,
+    cores: int,
+    tflops_per_core: float,
+    memory_gbs: float,
+    itemsize: int,
+    out_itemsize: int,
+) -> float:
+    """Time of C [m, n] = A [m, k] @ B [k, n] on one device.
+
+    T_c = 2·M·K·N / C, quantised to waves: ceil(tiles / cores) rounds of one whole output tile a
+    core, edge tiles counted in full. Never below the time to read A and B and write C once
+    (roofline: Williams, Waterman, Patterson, CACM 2009).
+    """
+    tiles = -(-m // tile_m) * -(-n // tile_n)
+    waves = -(-tiles // cores)
+    compute = waves * gemm_tile_us(tile_m, tile_n, k, tflops_per_core)
+    traffic = (m * k + k * n) * itemsize + m * n * out_itemsize
+    return max(compute, traffic / (memory_gbs * 1e3))

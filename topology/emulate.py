@@ -1,0 +1,144 @@
+"""Makes worlds out of one machine: split it into emulated nodes, or repeat it as equal nodes."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+from mkernel.errors import ArgumentError
+from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+
+_Device = TypeVar("_Device", Accelerator, Nic)
+
+
+def emulate(
+    topology: Topology,
+    nodes: int,
+    ranks_per_node: int,
+    accelerator: Accelerator | None,
+    nic: Nic | None,
+) -> Topology:
+    """Splits one machine into ``nodes`` nodes of ``ranks_per_node`` accelerators and a NIC each.
+
+    Args:
+        topology: one machine, as :func:`mkernel.topology.discover.discover` returns it.
+        nodes: number of nodes; marked ``emulated`` where it is more than one.
+        ranks_per_node: accelerators of each node.
+        accelerator: what the ranks run on. An *emulated* one is a prototype: each node gets copies
+            with the ids ``<id>0``, ``<id>1``, …. A real one stands for its kind: the machine's
+            devices of that kind are dealt out. None: the machine's real devices, whatever kind.
+        nic: the same for NICs; real ones are shared where there are fewer than nodes. None: no NIC.
+
+    CPUs are dealt out evenly, in NUMA order, where there is at least one for each rank; otherwise
+    every node sees all of them, because pinning would only make ranks queue behind each other.
+
+    Raises:
+        ArgumentError: not one machine, numbers below 1, or too few real accelerators.
+    """
+    if len(topology.nodes) != 1:
+        raise ArgumentError("topology", f"{len(topology.nodes)} nodes", "one machine to split")
+    for name, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
+        if value < 1:
+            raise ArgumentError(name, value, "1 or more")
+    machine = topology.nodes[0]
+    numa_shares = _deal_cpus(machine.numa, nodes, nodes * ranks_per_node)
+    made = []
+    for index in range(nodes):
+        numa = numa_shares[index]
+        made.append(
+            Node(
+                id=index,
+                hostname=machine.hostname,
+                emulated=nodes > 1,
+                numa=numa,
+                accelerators=_accelerators(
+                    machine, index, nodes, ranks_per_node, accelerator, numa
+                ),
+                nics=_nics(machine, index, nodes, nic, numa),
+            )
+        )
+    return Topology(nodes=tuple(made))
+
+
+def replicate(topology: Topology, nodes: int) -> Topology:
+    """``nodes`` machines, each equal to the one of ``topology``. ArgumentError if it is not one."""
+    if len(topology.nodes) != 1:
+        raise ArgumentError("topology", f"{len(topology.nodes)} nodes", "one machine to repeat")
+    if nodes < 1:
+        raise ArgumentError("nodes", nodes, "1 or more")
+    machine = topology.nodes[0]
+    copies = tuple(
+        machine.model_copy(update={"id": i, "hostname": f"{machine.hostname}-{i}"})
+        for i in range(nodes)
+    )
+    return Topology(nodes=copies if nodes > 1 else (machine,))
+
+
+def _accelerators(
+    machine: Node,
+    index: int,
+    nodes: int,
+    ranks: int,
+    prototype: Accelerator | None,
+    numa: tuple[NumaNode, ...],
+) -> tuple[Accelerator, ...]:
+    if prototype is not None and prototype.emulated:
+        stem = re.sub(r"\d+$", "", prototype.id)
+        return tuple(
+            _near(prototype, numa).model_copy(update={"id": f"{stem}{i}", "index": i})
+            for i in range(ranks)
+        )
+    kind = prototype.kind if prototype is not None else None
+    real = [a for a in machine.accelerators if not a.emulated and kind in (None, a.kind)]
+    if len(real) < nodes * ranks:
+        raise ArgumentError(
+            "ranks_per_node",
+            ranks,
+            f"nodes * ranks_per_node of at most {len(real)}, the number of {kind or 'real'} "
+            f"accelerators of {machine.hostname}",
+            why=f"{nodes} * {ranks} were asked for",
+        )
+    return tuple(real[index * ranks : (index + 1) * ranks])
+
+
+def _nics(
+    machine: Node, index: int, nodes: int, prototype: Nic | None, numa: tuple[NumaNode, ...]
+) -> tuple[Nic, ...]:
+    if prototype is None:
+        return ()
+    if prototype.emulated:
+        return (_near(prototype, numa),)
+    real = [n for n in machine.nics if not n.emulated and n.kind == prototype.kind] or [prototype]
+    if len(real) < nodes:
+        return (real[index % len(real)],)
+    return tuple(real[len(real) * index // nodes : len(real) * (index + 1) // nodes])
+
+
+def _near(device: _Device, numa: tuple[NumaNode, ...]) -> _Device:
+    """The device on the emulated node's first NUMA node, unless it already lies on one of them."""
+    here = [n.id for n in numa]
+    if device.numa_node in here or not here:
+        return device
+    return device.model_copy(update={"numa_node": here[0]})
+
+
+def _deal_cpus(
+    numa: tuple[NumaNode, ...], nodes: int, ranks: int
+) -> tuple[tuple[NumaNode, ...], ...]:
+    cpus = [(part.id, cpu) for part in numa for cpu in part.cpus]
+    if nodes == 1 or len(cpus) < ranks:
+        return (numa,) * nodes
+    shares = []
+    for index in range(nodes):
+        slice_ = cpus[len(cpus) * index // nodes : len(cpus) * (index + 1) // nodes]
+        parts = []
+        for part in numa:
+            own = tuple(cpu for where, cpu in slice_ if where == part.id)
+            if not own:
+                continue
+            memory = part.memory_bytes
+            if memory is not None:
+                memory = memory * len(own) // len(part.cpus)
+            parts.append(NumaNode(id=part.id, cpus=own, memory_bytes=memory))
+        shares.append(tuple(parts))
+    return tuple(shares)
