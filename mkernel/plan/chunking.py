@@ -5,7 +5,7 @@ from __future__ import annotations
 from mkernel.plan.model import DTYPE_BYTES, Chunking, DtypeName
 
 MAX_CHUNKS = 128
-"""Chunks a source that the default aims to stay within; past it signals cost more than they hide."""
+"""Chunks a source that the default aims to stay within: each chunk costs a signal."""
 MIN_TILES, MAX_TILES = 4, 64
 """Default tiles a chunk: in steps of 4, so that a chunk is a whole number of 256 KiB."""
 

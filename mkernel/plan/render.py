@@ -1,0 +1,147 @@
+"""A topology and a plan as rich renderables, in at most 15 lines each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.tree import Tree
+
+from mkernel.plan.model import LaunchPlan
+from mkernel.topology.model import Accelerator, Nic, Node, Topology
+
+_Device = TypeVar("_Device", Accelerator, Nic)
+
+MAX_LINES = 15
+
+
+def topology_tree(topology: Topology) -> RenderableType:
+    """Nodes with their CPUs, accelerators and NICs; equal devices share a line.
+
+    Where not all fits into 15 lines, the first nodes are shown and the rest is counted.
+    """
+    count = len(topology.nodes)
+    tree = Tree(f"[bold]topology[/] · {count} {'node' if count == 1 else 'nodes'}")
+    left = MAX_LINES - 2  # the title, and the line that counts what is not shown
+    for shown, node in enumerate(topology.nodes):
+        lines = _node_lines(node)
+        if shown and len(lines) > left:
+            tree.add(f"… and {count - shown} more nodes")
+            break
+        branch = tree.add(lines[0])
+        room = max(1, left - 1)
+        rest = lines[1:]
+        for line in rest if len(rest) <= room else rest[: room - 1]:
+            branch.add(line)
+        if len(rest) > room:
+            branch.add(f"… and {len(rest) - room + 1} more")
+        left -= len(lines)
+    return tree
+
+
+def plan_summary(plan: LaunchPlan) -> RenderableType:
+    """What was decided, one decision a line. Times are predictions and say so."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    shape, cut, times = plan.shape, plan.chunking, plan.prediction
+    grid.add_row(
+        "plan",
+        f"{plan.op} · M {shape.m} x N {shape.n} x K {shape.k} · {plan.dtype} → {plan.out_dtype}",
+    )
+    grid.add_row(
+        "world",
+        f"{plan.nodes} nodes x {plan.ranks_per_node} ranks on {plan.accelerator}"
+        + (f", {plan.nic} over {plan.verbs} verbs between nodes" if plan.nic else ""),
+    )
+    grid.add_row("ranks", _shorten([_rank(plan, node) for node in range(plan.nodes)], 4, "nodes"))
+    kinds = Counter(route.kind for route in plan.routes)
+    grid.add_row(
+        "routes", ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed"
+    )
+    grid.add_row(
+        "chunks",
+        f"{cut.chunks_per_rank} a rank of {cut.tiles_per_chunk} tiles "
+        f"({cut.tile_m} x {cut.tile_k}); output tiles {cut.tile_m} x {cut.tile_n}",
+    )
+    grid.add_row(
+        "blocks",
+        f"{plan.resources.compute_blocks} compute, {plan.resources.comm_blocks} communication",
+    )
+    grid.add_row(
+        "predicted",
+        f"pipelined {times.pipelined_us:.0f} us, sequential {times.sequential_us:.0f} us "
+        f"(compute {times.compute_us:.0f}, communication {times.comm_us:.0f}; "
+        f"constants: {times.constants})",
+    )
+    grid.add_row("digest", plan.digest()[:16])
+    return grid
+
+
+def _rank(plan: LaunchPlan, node: int) -> str:
+    first = node * plan.ranks_per_node
+    own = plan.placement[first : first + plan.ranks_per_node]
+    ranks = f"{first}" if len(own) == 1 else f"{first}-{first + len(own) - 1}"
+    devices = _shorten([place.accelerator for place in own], 4, "devices")
+    nics = sorted({nic for place in own for nic in place.nics[:1]})
+    return f"{ranks} on node {node} ({devices}{'; ' + _shorten(nics, 4, 'NICs') if nics else ''})"
+
+
+def _node_lines(node: Node) -> list[str]:
+    kind = "emulated node" if node.emulated else "node"
+    memory = sum(part.memory_bytes or 0 for part in node.numa)
+    cpus = f"CPUs {ranges(node.cpus) or 'unknown'} on {len(node.numa)} NUMA"
+    lines = [f"{kind} {node.id} · {node.hostname} · {cpus}"]
+    if memory:
+        lines[0] += f" · {memory / 2**30:.1f} GiB"
+    lines += _grouped(node.accelerators, _accelerator)
+    lines += _grouped(node.nics, _nic)
+    if not node.accelerators:
+        lines.append("no accelerator")
+    if not node.nics:
+        lines.append("no NIC")
+    return lines
+
+
+def _accelerator(device: Accelerator) -> str:
+    what = f"{device.name} [{device.kind}{', simulated' if device.emulated else ''}]"
+    return what + _where(device)
+
+
+def _nic(device: Nic) -> str:
+    speed = f" {device.speed_gbps:g} Gb/s" if device.speed_gbps else ""
+    state = "" if device.active else " DOWN"
+    emulated = ", emulated" if device.emulated else ""
+    return f"NIC [{device.kind}{emulated}]{speed}{state}" + _where(device)
+
+
+def _where(device: Accelerator | Nic) -> str:
+    return "" if device.numa_node is None else f" · NUMA {device.numa_node}"
+
+
+def _grouped(devices: Sequence[_Device], describe: Callable[[_Device], str]) -> list[str]:
+    """One line for all devices of the same description."""
+    groups: dict[str, list[str]] = {}
+    for device in devices:
+        groups.setdefault(describe(device), []).append(device.id)
+    return [f"{_shorten(ids, 4, 'devices')}: {what}" for what, ids in groups.items()]
+
+
+def _shorten(parts: Sequence[str], most: int, what: str) -> str:
+    if len(parts) <= most:
+        return ", ".join(parts)
+    return ", ".join(parts[: most - 1]) + f", … {parts[-1]} ({len(parts)} {what})"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """(0, 1, 2, 5) → ``0-2,5``. The numbers must be sorted."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,93 @@
+"""CPUs and memory by NUMA node, from sysfs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkernel.topology.model import Note, NumaNode
+from mkernel.topology.sources.files import children, read_text
+
+SOURCE = "sysfs cpu"
+_MOST_CPUS = 65536
+_ALLOWED = ("cpuset.cpus.effective", "cpuset/cpuset.effective_cpus")
+"""What a container may use, in control groups version 2 and version 1. Not this process's own
+affinity: every rank of a machine must find the same topology."""
+
+
+def read(root: Path = Path("/")) -> tuple[tuple[NumaNode, ...], tuple[Note, ...]]:
+    """NUMA nodes with the CPUs that may be used, and notes.
+
+    Only CPUs that are online, and that the control group of this machine or container allows, are
+    listed. A machine that shows no NUMA nodes is one node. Memory-only nodes are kept, without
+    CPUs.
+    """
+    system = root / "sys/devices/system"
+    notes: list[Note] = []
+    online = _cpu_file(system / "cpu/online", notes)
+    allowed = None
+    for name in _ALLOWED:
+        allowed = allowed or _cpu_file(root / "sys/fs/cgroup" / name, notes)
+    found: list[NumaNode] = []
+    owner: dict[int, int] = {}
+    for folder in children(system / "node"):
+        match = re.fullmatch(r"node(0|[1-9]\d{0,5})", folder.name)
+        if match is None:
+            continue
+        node = int(match[1])
+        cpus = _cpu_file(folder / "cpulist", notes) or frozenset()
+        twice = [cpu for cpu in sorted(cpus) if owner.setdefault(cpu, node) != node]
+        if twice:
+            others = sorted({owner[cpu] for cpu in twice})
+            notes.append(
+                _note(f"node {node} lists CPU {twice[0]}, which node {others[0]} has too; ignored")
+            )
+        own = {cpu for cpu in cpus if owner[cpu] == node}
+        if online is not None:
+            own &= online
+        if allowed is not None:
+            own &= allowed
+        found.append(
+            NumaNode(id=node, cpus=tuple(sorted(own)), memory_bytes=_memory(folder / "meminfo"))
+        )
+    if not found and online:
+        notes.append(_note("no NUMA nodes are listed; all CPUs count as node 0"))
+        usable = online if allowed is None else online & allowed
+        found.append(NumaNode(id=0, cpus=tuple(sorted(usable))))
+    if not any(node.cpus for node in found):
+        notes.append(_note(f"no usable CPU is listed under {system}"))
+    return tuple(sorted(found, key=lambda node: node.id)), tuple(notes)
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """``0-3,8`` → {0, 1, 2, 3, 8}. ValueError for anything else, or for more than 65,536 CPUs."""
+    cpus: set[int] = set()
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
+        if match is None:
+            raise ValueError(f"{part[:40]!r} is no CPU range")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last >= _MOST_CPUS:
+            raise ValueError(f"{part!r} is no CPU range below {_MOST_CPUS}")
+        cpus.update(range(first, last + 1))
+    return frozenset(cpus)
+
+
+def _cpu_file(path: Path, notes: list[Note]) -> frozenset[int] | None:
+    text = read_text(path)
+    if text is None:
+        return None
+    try:
+        return parse_cpu_list(text)
+    except ValueError as error:
+        notes.append(_note(f"{path}: {error}; ignored"))
+        return None
+
+
+def _memory(path: Path) -> int | None:
+    match = re.search(r"MemTotal:\s*(\d{1,15})\s*kB", read_text(path) or "")
+    return int(match[1]) * 1024 if match else None
+
+
+def _note(message: str) -> Note:
+    return Note(source=SOURCE, message=message)
