@@ -12,7 +12,7 @@ plain integers of this process's address space.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -137,6 +137,39 @@ class LaunchTimes:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Span:
+    """One instruction in a modelled timeline. Times in microseconds from the launch."""
+
+    name: str
+    start_us: float
+    duration_us: float
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one core of one rank did. ``kind`` is ``comm`` or ``compute``."""
+
+    rank: int
+    name: str
+    kind: Literal["comm", "compute"]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class ModelledRun:
+    """A call on the modelled machine: *predicted* times in microseconds, never measured ones.
+
+    ``total_us``: launch to the last rank's end; ``kernel_us``: by kernel, of the slowest rank.
+    """
+
+    machine: str
+    total_us: float
+    kernel_us: Mapping[str, float]
+    lanes: tuple[Lane, ...]
+
+
 class Launch(ABC):
     """A running call. The world waits on it in slices, so that Ctrl-C and aborts are seen."""
 
@@ -187,6 +220,13 @@ class AcceleratorBackend(ABC):
     @abstractmethod
     def launch(self, call: Call) -> Launch:
         """Start the kernels of one call and return at once."""
+
+    def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
+        """Replay the traces of all ranks of one call on a model of the machine.
+
+        None where the backend keeps no modelled time (it runs on a real device).
+        """
+        return None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,47 @@
+# `make run` runs the main job, `make test` the tests; each does all the set-up it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+PACKAGE_FILES := $(shell find mkernel backends topology -type f \
+	\( -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name 'py.typed' -o -name '*.[ch]pp' \
+	-o -name '*.h' -o -name 'CMakeLists.txt' \) 2>/dev/null) \
+	$(shell find tests/native -type f 2>/dev/null) \
+	pyproject.toml CMakeLists.txt README.md LICENSE
+
+.PHONY: run test lint format bench clean
+
+run: $(VENV)/.installed
+	@mkernel run all_gather_gemm
+
+test: $(VENV)/.installed
+	pytest
+
+lint: $(VENV)/.installed
+	ruff check .
+	ruff format --check .
+	mypy --strict -p mkernel
+	git ls-files '*.cpp' '*.hpp' | xargs clang-format --dry-run -Werror
+
+format: $(VENV)/.dependencies
+	ruff check --fix .
+	ruff format .
+	git ls-files '*.cpp' '*.hpp' | xargs clang-format -i
+
+bench: $(VENV)/.installed
+	python bench/main_job.py
+	python bench/ascend_gemm.py
+
+$(VENV)/.dependencies: scripts/setup.sh pyproject.toml
+	@PYTHON=$(PYTHON) VENV=$(VENV) scripts/setup.sh
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.dependencies $(PACKAGE_FILES)
+	@echo "building mkernel"
+	@pip install --quiet --no-deps --no-build-isolation --force-reinstall . \
+		|| { echo "the build failed; 'pip install -v .' in $(VENV) shows why" >&2; exit 1; }
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist

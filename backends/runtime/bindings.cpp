@@ -1,0 +1,108 @@
+// Python's view of a signal pad: format it, read and write its counters and its abort record.
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "backends/runtime/signal_pad.hpp"
+
+namespace py = pybind11;
+using namespace mkernel::runtime;
+
+namespace {
+
+SignalPad checked(std::uintptr_t address) {
+    SignalPad pad(reinterpret_cast<void*>(address));
+    if (address == 0 || !pad.valid()) {
+        throw std::invalid_argument("no signal pad at address " + std::to_string(address) +
+                                    "; format it first");
+    }
+    return pad;
+}
+
+SignalPad checked(std::uintptr_t address, std::uint32_t index) {
+    SignalPad pad = checked(address);
+    if (index >= pad.capacity()) {
+        throw std::out_of_range("signal " + std::to_string(index) + " of a pad of " +
+                                std::to_string(pad.capacity()));
+    }
+    return pad;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_runtime, module) {
+    module.doc() = "Signal pads in host memory (see signal_pad.hpp).";
+
+    py::enum_<AbortCode>(module, "AbortCode")
+        .value("none", AbortCode::none)
+        .value("timeout", AbortCode::timeout)
+        .value("peer_failure", AbortCode::peer_failure)
+        .value("nic_error", AbortCode::nic_error)
+        .value("cancelled", AbortCode::cancelled);
+    py::enum_<Waiter>(module, "Waiter")
+        .value("none", Waiter::none)
+        .value("comm_kernel", Waiter::comm_kernel)
+        .value("compute_kernel", Waiter::compute_kernel)
+        .value("proxy", Waiter::proxy)
+        .value("host", Waiter::host);
+    py::enum_<WaitResult>(module, "WaitResult")
+        .value("ok", WaitResult::ok)
+        .value("aborted", WaitResult::aborted)
+        .value("timed_out", WaitResult::timed_out);
+    py::class_<Diagnosis>(module, "Diagnosis")
+        .def(py::init<>())
+        .def_readwrite("waiter", &Diagnosis::waiter)
+        .def_readwrite("core", &Diagnosis::core)
+        .def_readwrite("signal", &Diagnosis::signal)
+        .def_readwrite("peer", &Diagnosis::peer)
+        .def_readwrite("chunk", &Diagnosis::chunk)
+        .def_readwrite("op", &Diagnosis::op)
+        .def_readwrite("seen", &Diagnosis::seen)
+        .def_readwrite("wanted", &Diagnosis::wanted);
+
+    module.def("pad_bytes", &SignalPad::bytes, py::arg("capacity"));
+    module.def(
+        "pad_format",
+        [](std::uintptr_t address, std::uint32_t capacity) {
+            SignalPad::format(reinterpret_cast<void*>(address), capacity);
+        },
+        py::arg("address"), py::arg("capacity"));
+    module.def(
+        "pad_load",
+        [](std::uintptr_t address, std::uint32_t index) {
+            return checked(address, index).load(index);
+        },
+        py::arg("address"), py::arg("index"));
+    module.def(
+        "pad_add",
+        [](std::uintptr_t address, std::uint32_t index, std::uint64_t value) {
+            checked(address, index).add(index, value);
+        },
+        py::arg("address"), py::arg("index"), py::arg("value"));
+    module.def(
+        "pad_wait",
+        [](std::uintptr_t address, std::uint32_t index, std::uint64_t wanted, double timeout_s,
+           const Diagnosis& who) {
+            const SignalPad pad = checked(address, index);
+            const auto limit = static_cast<std::uint64_t>(timeout_s * 1e9);
+            const py::gil_scoped_release released;
+            return pad.wait(index, wanted, monotonic_ns() + limit, who);
+        },
+        py::arg("address"), py::arg("index"), py::arg("wanted"), py::arg("timeout_s"),
+        py::arg("who") = Diagnosis{});
+    module.def(
+        "pad_abort",
+        [](std::uintptr_t address, AbortCode code, const Diagnosis& who) {
+            return checked(address).abort(code, who);
+        },
+        py::arg("address"), py::arg("code"), py::arg("who") = Diagnosis{});
+    module.def(
+        "pad_outcome",
+        [](std::uintptr_t address) {
+            const SignalPad pad = checked(address);
+            const AbortCode code = pad.aborted();
+            return py::make_tuple(code, pad.abort_record().diagnosis);
+        },
+        py::arg("address"));
+}

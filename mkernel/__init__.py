@@ -1,0 +1,41 @@
+"""mkernel: fused communication+compute kernels behind one Python API.
+
+    import mkernel
+
+    def step():
+        world = mkernel.world()
+        a = torch.randn(512, 2048, dtype=torch.float16)   # this rank's rows
+        b = torch.randn(2048, 1024, dtype=torch.float16)
+        return mkernel.all_gather_gemm(a, b)              # [512 * world.size, 1024]
+
+    mkernel.launch(step, nodes=2, ranks_per_node=2)
+
+``docs/architecture.md`` says how a call travels through the packages below.
+"""
+
+from mkernel import errors
+from mkernel.api import capabilities, plan
+from mkernel.launch import launch
+from mkernel.ops.all_gather_gemm import all_gather_gemm
+from mkernel.plan.model import LaunchPlan
+from mkernel.settings import Settings
+from mkernel.world import World, finalize, init, is_initialized
+from mkernel.world import current as world
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LaunchPlan",
+    "Settings",
+    "World",
+    "__version__",
+    "all_gather_gemm",
+    "capabilities",
+    "errors",
+    "finalize",
+    "init",
+    "is_initialized",
+    "launch",
+    "plan",
+    "world",
+]

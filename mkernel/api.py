@@ -1,0 +1,96 @@
+"""``mkernel.plan`` and ``mkernel.capabilities``: ask before (or without) launching."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mkernel import world as _world
+from mkernel.backends import registry
+from mkernel.backends.base import AcceleratorCapabilities
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.planner import plan as _plan
+from mkernel.settings import Settings
+from mkernel.topology.model import Topology
+
+
+def capabilities(accelerator: str | None = None) -> AcceleratorCapabilities:
+    """What an accelerator backend claims: ops, dtypes, alignments, paths.
+
+    Args:
+        accelerator: its name; default: the world's, else the setting's.
+
+    Raises:
+        UnknownBackend, BackendUnavailable.
+    """
+    if accelerator is None and _world.is_initialized():
+        accelerator = _world.current().backends.accelerator
+    return registry.accelerator(accelerator or Settings().accelerator).capabilities()
+
+
+def plan(
+    op: str,
+    *,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str = "float16",
+    out_dtype: str | None = None,
+    b_layout: Literal["row", "column"] = "row",
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    accelerator: str | None = None,
+    nic: str | None = None,
+    verbs: str | None = None,
+    topology: Topology | None = None,
+    chunk: int | None = None,
+) -> LaunchPlan:
+    """Every decision of one call, before anything is launched.
+
+    Inside a world the world's size, backends and topology are the defaults, and the result equals
+    what the op would use; outside, this machine is split into ``nodes`` emulated nodes.
+
+    Args:
+        op: name or alias (``ag_gemm``, …).
+        m, n, k: C [m, n] = A [m, k] @ B [k, n]; ``m`` counts the rows of all ranks.
+        dtype: of A and B; out_dtype: of C, default float32. Names: float16, bfloat16, float32.
+        chunk: tiles a chunk; default: the planner's choice.
+
+    Raises:
+        UnknownOp, Unsupported, ShapeError, DtypeError, ArgumentError, NoRoute.
+    """
+    if _world.is_initialized():
+        live = _world.current()
+        nodes = nodes or live.identity.nodes
+        ranks_per_node = ranks_per_node or live.identity.ranks_per_node
+        backends, found = live.backends, live.topology
+        if (nodes, ranks_per_node) == (live.identity.nodes, live.identity.ranks_per_node):
+            topology = topology or found
+    else:
+        nodes, ranks_per_node = nodes or 1, ranks_per_node or 1
+        settings = Settings()
+        apart = nodes > 1
+        backends = _world.Backends(
+            accelerator or settings.accelerator,
+            (nic or settings.nic) if apart else None,
+            (verbs or settings.verbs) if apart else None,
+        )
+    if topology is None:
+        machine = _world.machine_topology(backends)
+        topology = _world.emulated_topology(machine, backends, nodes, ranks_per_node)
+    return _plan(
+        op,
+        m=m,
+        n=n,
+        k=k,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        b_layout=b_layout,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        accelerator=backends.accelerator,
+        capabilities=registry.accelerator(backends.accelerator).capabilities(),
+        nic=backends.nic,
+        verbs=backends.verbs,
+        topology=topology,
+        chunk=chunk,
+    )

@@ -1,0 +1,124 @@
+"""Small messages between ranks before and beside the data path, over torch.distributed's store.
+
+Messages are JSON, signed with the job's secret (HMAC-SHA256) where one is set, so that a stranger
+who reaches the store cannot inject an address or an abort. Every wait has a deadline and looks at a
+``check`` callback in between, through which a broken world interrupts it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.distributed import Store
+
+from mkernel.errors import MkernelError, Timeout, WorldError
+
+_SIGNATURE_CHARS = 2 * hashlib.sha256().digest_size
+_POLL_FIRST_S = 0.0005
+_POLL_MOST_S = 0.01
+
+
+class StoreLost(WorldError):
+    """The bootstrap store does not answer."""
+
+
+class Untrusted(MkernelError, PermissionError):
+    """A bootstrap message is not signed with this job's secret."""
+
+
+class Bootstrap:
+    """Keys of one world in a store. Thread-safe: one lock serialises this client's requests.
+
+    Args:
+        store: a client of its own (a blocking request of another user would hold up this one).
+        secret: key of the signature; empty: messages are not signed, the store alone is trusted.
+    """
+
+    def __init__(self, store: Store, secret: bytes = b"") -> None:
+        self._store = store
+        self._secret = secret
+        self._lock = threading.Lock()
+
+    def _seal(self, key: str, value: Any) -> str:
+        body = json.dumps(value)
+        return self._signature(key, body) + body
+
+    def _open(self, key: str, sealed: bytes) -> Any:
+        text = sealed.decode("ascii", errors="replace")
+        signature, body = text[:_SIGNATURE_CHARS], text[_SIGNATURE_CHARS:]
+        if not hmac.compare_digest(self._signature(key, body).encode(), signature.encode()):
+            raise Untrusted(
+                f"bootstrap message {key!r} is not signed with this job's secret; give every rank "
+                "the same MKERNEL_JOB_SECRET, and keep strangers from the store's port"
+            )
+        return json.loads(body)
+
+    def _signature(self, key: str, body: str) -> str:
+        return hmac.new(self._secret, f"{key}\0{body}".encode(), hashlib.sha256).hexdigest()
+
+    def _request(self, action: Callable[[], Any]) -> Any:
+        try:
+            with self._lock:
+                return action()
+        except RuntimeError as error:  # torch raises DistStoreError and kin, all RuntimeErrors
+            raise StoreLost(
+                f"the bootstrap store does not answer ({str(error).splitlines()[0]}); the process "
+                "that hosts it is gone"
+            ) from error
+
+    def publish(self, key: str, value: Any) -> None:
+        """Set ``key`` to a JSON-safe value. StoreLost."""
+        sealed = self._seal(key, value)
+        self._request(lambda: self._store.set(key, sealed))
+
+    def publish_first(self, key: str, value: Any) -> Any:
+        """Set ``key`` unless it is set; return what it holds now. StoreLost, Untrusted."""
+        sealed = self._seal(key, value)
+        return self._open(key, self._request(lambda: self._store.compare_set(key, "", sealed)))
+
+    def peek(self, key: str) -> Any | None:
+        """The value of ``key`` or None where it is not set. Does not wait. StoreLost, Untrusted."""
+        sealed = self._request(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if sealed is None else self._open(key, sealed)
+
+    def collect(
+        self,
+        key: str,
+        ranks: Iterable[int],
+        timeout_s: float,
+        check: Callable[[set[int]], None] = lambda missing: None,
+    ) -> dict[int, Any]:
+        """Values of ``key/<rank>`` for all ranks, waiting for those that are not there yet.
+
+        Args:
+            check: called with the ranks still missing between polls; raises to end the wait.
+
+        Raises:
+            Timeout: names the ranks that did not publish within ``timeout_s``.
+        """
+        missing = set(ranks)
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        pause = _POLL_FIRST_S
+        while True:
+            for rank in sorted(missing):
+                value = self.peek(f"{key}/{rank}")
+                if value is not None:
+                    found[rank] = value
+            missing -= found.keys()
+            if not missing:
+                return found
+            check(missing)
+            if time.monotonic() > deadline:
+                raise Timeout(
+                    f"ranks {sorted(missing)} did not reach {key!r} within {timeout_s:g} s; look at "
+                    "what they do instead, or raise MKERNEL_TIMEOUT_S"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_MOST_S)

@@ -1,0 +1,1 @@
+"""The ``mkernel`` command: one module a subcommand, mounted by ``main``."""

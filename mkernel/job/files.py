@@ -1,0 +1,39 @@
+"""A modelled timeline as a Perfetto trace (Trace Event Format; open it at ui.perfetto.dev)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkernel.backends.base import ModelledRun
+
+
+def write_trace(run: ModelledRun, path: Path) -> None:
+    """One process a rank, one thread a core; times are modelled microseconds."""
+    content = {
+        "displayTimeUnit": "ns",
+        "otherData": {"clock": f"modelled, {run.machine}; not measured"},
+        "traceEvents": list(_events(run)),
+    }
+    path.write_text(json.dumps(content))
+
+
+def _events(run: ModelledRun) -> Iterator[dict[str, Any]]:
+    for rank in sorted({lane.rank for lane in run.lanes}):
+        name = f"rank {rank} (modelled time, {run.machine})"
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
+    for thread, lane in enumerate(run.lanes):
+        where = {"pid": lane.rank, "tid": thread}
+        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": lane.name}}
+        for span in lane.spans:
+            yield {
+                "ph": "X",
+                "name": span.name,
+                "cat": lane.kind,
+                **where,
+                "ts": span.start_us,
+                "dur": span.duration_us,
+                "args": {} if span.chunk is None else {"chunk": span.chunk},
+            }

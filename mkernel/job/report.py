@@ -1,0 +1,146 @@
+"""A job's outcome as data: what ``--json`` prints and what the terminal shows.
+
+Two clocks, never mixed: *wall* is this machine's time, *modelled* is what the accelerator's machine
+model predicts. Formulae (docs/architecture.md): speed-up = sequential / pipelined; overlap
+efficiency = (T_comm + T_compute - T_pipelined) / min(T_comm, T_compute).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mkernel.backends.base import ModelledRun, View
+from mkernel.job.rank import VIEWS, RankResult
+from mkernel.job.spec import JobSpec
+from mkernel.job.verify import TOLERANCE, Verdict
+from mkernel.plan.model import LaunchPlan
+from mkernel.topology.model import Model, Topology
+
+
+class Clock(Model):
+    """The three views on one clock, in milliseconds; the slowest rank's, median of iterations."""
+
+    compute_only_ms: float
+    comm_only_ms: float
+    sequential_ms: float
+    pipelined_ms: float
+    speedup: float
+    overlap_efficiency: float
+
+
+class Verification(Model):
+    """The worst rank's relative Frobenius error against float64, and the bar."""
+
+    passed: bool
+    error: float
+    tolerance: float
+    error_by_rank: tuple[float, ...]
+
+
+class JobReport(Model):
+    """Everything that a job found."""
+
+    op: str
+    passed: bool
+    verification: Verification
+    wall: Clock
+    modelled: Clock | None
+    modelled_machine: str | None
+    nic_bytes: int
+    iterations: int
+    plan: LaunchPlan
+    topology: Topology
+
+
+def clock(compute: float, comm: float, sequential: float, pipelined: float) -> Clock:
+    """A :class:`Clock` from times in milliseconds."""
+    hidden = compute + comm - pipelined
+    least = min(compute, comm)
+    return Clock(
+        compute_only_ms=compute,
+        comm_only_ms=comm,
+        sequential_ms=sequential,
+        pipelined_ms=pipelined,
+        speedup=sequential / pipelined if pipelined else 0.0,
+        overlap_efficiency=hidden / least if least else 0.0,
+    )
+
+
+def slowest(samples: Sequence[Sequence[float]]) -> float:
+    """Median over iterations of the slowest rank; ``samples[rank][iteration]``."""
+    return statistics.median(max(each) for each in zip(*samples, strict=True))
+
+
+def build(
+    spec: JobSpec,
+    plan: LaunchPlan,
+    topology: Topology,
+    results: Sequence[RankResult],
+    modelled: dict[View, ModelledRun],
+) -> JobReport:
+    """The report of a finished job from its ranks' results."""
+    times = {view: 1e3 * slowest([r.seconds[view] for r in results]) for view in VIEWS}
+    comm = 1e3 * slowest([r.comm_seconds[-spec.iterations :] for r in results])
+    tolerance = TOLERANCE[spec.out_dtype]
+    errors = tuple(max(r.errors.values()) for r in results)
+    verdict = Verdict(max(errors), tolerance)
+    model = None
+    if modelled:
+        model = clock(
+            modelled["compute_only"].total_us / 1e3,
+            modelled["sequential"].kernel_us.get("comm", 0.0) / 1e3,
+            modelled["sequential"].total_us / 1e3,
+            modelled["pipelined"].total_us / 1e3,
+        )
+    return JobReport(
+        op=spec.op,
+        passed=verdict.passed,
+        verification=Verification(
+            passed=verdict.passed,
+            error=verdict.error,
+            tolerance=tolerance,
+            error_by_rank=errors,
+        ),
+        wall=clock(times["compute_only"], comm, times["sequential"], times["pipelined"]),
+        modelled=model,
+        modelled_machine=modelled["pipelined"].machine if modelled else None,
+        nic_bytes=sum(r.nic_bytes for r in results),
+        iterations=spec.iterations,
+        plan=plan,
+        topology=topology,
+    )
+
+
+def render(report: JobReport) -> RenderableType:
+    """The report for a terminal."""
+    table = Table(title="three views (slowest rank, median)", title_justify="left")
+    table.add_column("view")
+    clocks = [("wall time on this host", report.wall)]
+    if report.modelled is not None:
+        clocks.append((f"modelled time on {report.modelled_machine}", report.modelled))
+    for name, _ in clocks:
+        table.add_column(name, justify="right")
+    rows = (
+        ("compute only", "compute_only_ms", "{:.3f} ms"),
+        ("communication only", "comm_only_ms", "{:.3f} ms"),
+        ("sequential", "sequential_ms", "{:.3f} ms"),
+        ("pipelined", "pipelined_ms", "{:.3f} ms"),
+        ("speed-up over sequential", "speedup", "{:.2f}x"),
+        ("overlap efficiency", "overlap_efficiency", "{:.0%}"),
+    )
+    for label, attribute, form in rows:
+        table.add_row(label, *(form.format(getattr(each, attribute)) for _, each in clocks))
+    word, style = ("PASSED", "bold green") if report.passed else ("FAILED", "bold red")
+    verdict = Text.assemble(
+        (word, style),
+        f"  relative error {report.verification.error:.2e} against float64 "
+        f"(tolerance {report.verification.tolerance:.0e}), "
+        f"{len(report.verification.error_by_rank)} ranks, "
+        f"{report.nic_bytes / 1e6:.1f} MB through the NIC",
+    )
+    return Group(table, verdict)

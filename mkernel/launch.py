@@ -1,0 +1,326 @@
+"""Ranks as processes of this machine: ``launch`` starts them, waits, and cleans up whatever happens.
+
+Processes come from a fork server that has imported mkernel once, so that starting a rank costs
+milliseconds. The launcher hosts the bootstrap store on a loopback socket of its own, so a rank's
+death cannot take the store along.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import secrets
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import torch
+from pydantic import SecretStr
+from torch.distributed import TCPStore
+
+from mkernel import world
+from mkernel.errors import ArgumentError, MkernelError, PeerFailure
+from mkernel.settings import Settings
+
+T = TypeVar("T")
+
+_GRACE_S = 5.0
+"""After the first failure the other ranks get this long beyond a heartbeat to report theirs."""
+
+
+class RankTraceback(Exception):
+    """The cause of an error that ``launch`` re-raises: the traceback text of the rank."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a rank process gets."""
+
+    rank: int
+    nodes: int
+    ranks_per_node: int
+    port: int
+    backends: tuple[str | None, str | None, str | None]
+    settings: Settings
+    work: bytes  # pickled (fn, args, kwargs)
+
+
+class _Channel:
+    """The rank's end of the pipe to its launcher."""
+
+    connection: Connection | None = None
+
+
+def report(payload: Any) -> None:
+    """From inside a rank: hand ``payload`` (picklable) to the launcher's ``on_report``.
+
+    Does nothing in a process that ``launch`` did not start.
+    """
+    if _Channel.connection is not None:
+        _Channel.connection.send_bytes(pickle.dumps(("report", payload)))
+
+
+def launch(
+    fn: Callable[..., T],
+    *args: Any,
+    nodes: int = 1,
+    ranks_per_node: int = 1,
+    accelerator: str | None = None,
+    nic: str | None = None,
+    verbs: str | None = None,
+    timeout_s: float | None = None,
+    settings: Settings | None = None,
+    on_report: Callable[[int, Any], None] = lambda rank, payload: None,
+    **kwargs: Any,
+) -> list[T]:
+    """Run ``fn(*args, **kwargs)`` on nodes x ranks_per_node ranks of this machine.
+
+    Each rank is a process in an initialized world (:func:`mkernel.world` gives it). With more than
+    one node, ranks of different nodes talk only through the NIC.
+
+    Args:
+        fn: importable by name from a module (it travels by pickle, as do arguments and results).
+        timeout_s: deadline of every wait inside the world, in seconds.
+        on_report: called here with (rank, payload) for each :func:`report` of a rank.
+
+    Returns:
+        The ranks' results, in rank order.
+
+    Raises:
+        The first failure among the ranks, with that rank's traceback as its cause. PeerFailure
+        where a rank died without a word. No process, socket or shared memory is left behind.
+    """
+    for name, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
+        if not isinstance(value, int) or value < 1:
+            raise ArgumentError(name, repr(value), "an integer of at least 1")
+    settings = settings or Settings()
+    if timeout_s is not None:
+        if timeout_s <= 0:
+            raise ArgumentError("timeout_s", timeout_s, "a number of seconds above 0")
+        settings = settings.model_copy(update={"timeout_s": timeout_s})
+    settings = settings.model_copy(update={"job_secret": SecretStr(secrets.token_hex(32))})
+    try:
+        work = pickle.dumps((fn, args, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ArgumentError(
+            "fn", repr(fn), "a function and arguments that pickle (module level, no lambdas)",
+            why=str(error),
+        ) from error
+
+    size = nodes * ranks_per_node
+    store, port = _host_store(size, settings.timeout_s)
+    ranks: list[_Rank] = []
+    try:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["mkernel"])
+        for rank in range(size):
+            job = _Job(
+                rank, nodes, ranks_per_node, port, (accelerator, nic, verbs), settings, work
+            )
+            ranks.append(_Rank.start(context, job))
+        _supervise(ranks, on_report, settings)
+        return [rank.result() for rank in ranks]
+    finally:
+        _clean_up(ranks)
+        del store
+
+
+class _Rank:
+    """A rank process as its launcher sees it."""
+
+    def __init__(self, number: int, process: BaseProcess, connection: Connection) -> None:
+        self.number = number
+        self.process = process
+        self.connection = connection
+        self.outcome: tuple[str, Any] | None = None
+
+    @classmethod
+    def start(cls, context: Any, job: _Job) -> _Rank:
+        """Start the process of one rank."""
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_rank_main, args=(job, theirs), name=f"mkernel-rank{job.rank}", daemon=True
+        )
+        process.start()
+        theirs.close()
+        return cls(job.rank, process, ours)
+
+    def receive(self, on_report: Callable[[int, Any], None]) -> None:
+        """Take what the rank sent; note its death where it sent nothing more."""
+        try:
+            while self.outcome is None and self.connection.poll():
+                kind, payload = pickle.loads(self.connection.recv_bytes())
+                if kind == "report":
+                    on_report(self.number, payload)
+                else:
+                    self.outcome = (kind, payload)
+        except (EOFError, ConnectionError):
+            self._died()
+            return
+        if self.outcome is None and not self.process.is_alive() and not self.connection.poll():
+            self._died()
+
+    def _died(self) -> None:
+        self.process.join(_GRACE_S)
+        code = self.process.exitcode
+        how = f"exit code {code}"
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+        self.outcome = ("died", f"rank {self.number} (process {self.process.pid}) died: {how}")
+
+    def result(self) -> Any:
+        """The function's result; only after supervision ended without failure."""
+        assert self.outcome is not None and self.outcome[0] == "result"
+        return pickle.loads(self.outcome[1])
+
+    def error(self) -> BaseException:
+        """The failure as the exception to raise here."""
+        assert self.outcome is not None
+        kind, payload = self.outcome
+        if kind == "died":
+            return PeerFailure(payload, self.number)
+        pickled, text = payload
+        error: BaseException
+        try:
+            error = pickle.loads(pickled)
+        except Exception:
+            error = MkernelError(f"rank {self.number} raised an error that does not unpickle")
+        error.__cause__ = RankTraceback(f"rank {self.number}:\n{text}")
+        return error
+
+
+def _supervise(
+    ranks: list[_Rank], on_report: Callable[[int, Any], None], settings: Settings
+) -> None:
+    """Wait for all ranks; raise the first failure once the others had a chance to report theirs."""
+    first: _Rank | None = None
+    deadline = float("inf")
+    while True:
+        running = [rank for rank in ranks if rank.outcome is None]
+        if not running or time.monotonic() > deadline:
+            break
+        sources = [r.connection for r in running] + [r.process.sentinel for r in running]
+        wait(sources, timeout=0.5)
+        for rank in running:
+            rank.receive(on_report)
+            if rank.outcome is not None and rank.outcome[0] != "result" and first is None:
+                first = rank
+                deadline = time.monotonic() + _GRACE_S + 2 * settings.heartbeat_s
+    if first is None:
+        return
+    # A rank that was only told of a failure may report before the one that failed.
+    for rank in ranks:
+        if rank.outcome is not None and rank.outcome[0] == "died":
+            first = rank
+    if first.outcome is not None and first.outcome[0] == "error":
+        error = first.error()
+        origin = error.peer if isinstance(error, PeerFailure) else first.number
+        if 0 <= origin < len(ranks):
+            outcome = ranks[origin].outcome
+            if outcome is not None and outcome[0] != "result":
+                first = ranks[origin]
+    raise first.error()
+
+
+def _clean_up(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        if rank.process.is_alive() and (rank.outcome is None or rank.outcome[0] != "result"):
+            rank.process.terminate()
+    for rank in ranks:
+        rank.process.join(_GRACE_S)
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.connection.close()
+        rank.process.close()
+
+
+def _host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:
+    """A store that only this machine can reach."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    with listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+    return store, port
+
+
+def _rank_main(job: _Job, connection: Connection) -> None:
+    """A rank process, from start to end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    threading.Thread(target=_die_with_launcher, args=(os.getppid(),), daemon=True).start()
+    _Channel.connection = connection
+    size = job.nodes * job.ranks_per_node
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    os.environ.update(
+        RANK=str(job.rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(job.rank),
+        LOCAL_WORLD_SIZE=str(size),
+    )
+    try:
+        timeout = timedelta(seconds=job.settings.timeout_s)
+        stores = [
+            TCPStore("127.0.0.1", job.port, timeout=timeout, wait_for_workers=False)
+            for _ in range(2)
+        ]
+        fn, args, kwargs = pickle.loads(job.work)
+        accelerator, nic, verbs = job.backends
+        world.init(
+            nodes=job.nodes,
+            ranks_per_node=job.ranks_per_node,
+            accelerator=accelerator,
+            nic=nic,
+            verbs=verbs,
+            settings=job.settings,
+            stores=(stores[0], stores[1]),
+        )
+        try:
+            result = fn(*args, **kwargs)
+        except BaseException as error:
+            with suppress(MkernelError):
+                world.finalize(error)
+            raise
+        world.finalize()
+        message = ("result", pickle.dumps(result))
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:
+            pickled = pickle.dumps(MkernelError(f"{type(error).__name__}: {error}"))
+        message = ("error", (pickled, text))
+    with suppress(BrokenPipeError):
+        connection.send_bytes(pickle.dumps(message))
+    connection.close()
+
+
+def _die_with_launcher(fork_server: int) -> None:
+    """End this process when the fork server is gone, which ends with the launcher.
+
+    A rank without its launcher has nobody to report to, and would outlive the user's shell.
+    """
+    while os.getppid() == fork_server:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)

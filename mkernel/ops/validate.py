@@ -1,0 +1,94 @@
+"""Checks of arguments that several ops share. Each failure names the argument, value, legal range."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from mkernel.backends.base import AcceleratorCapabilities
+from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
+from mkernel.plan.model import DtypeName
+
+_NAMES: dict[torch.dtype, DtypeName] = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
+DTYPES: dict[DtypeName, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """A tensor in an error message."""
+    return f"Tensor(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, strides={tensor.stride()})"
+
+
+def matrix(name: str, value: object) -> torch.Tensor:
+    """A 2-D tensor without empty dimensions. TypeError-like DtypeError, ShapeError."""
+    if not isinstance(value, torch.Tensor):
+        raise DtypeError(name, type(value).__name__, "a torch.Tensor")
+    if value.dim() != 2:
+        raise ShapeError(name, describe(value), "a matrix (2 dimensions)", why=f"{value.dim()}-D")
+    if 0 in value.shape:
+        raise ShapeError(name, describe(value), "at least 1 row and 1 column", why="empty")
+    return value
+
+
+def dtype_name(name: str, dtype: torch.dtype, legal: tuple[DtypeName, ...]) -> DtypeName:
+    """The plan's name of a dtype that the backend takes. DtypeError."""
+    found = _NAMES.get(dtype)
+    if found is None or found not in legal:
+        raise DtypeError(name, dtype, "one of " + ", ".join(legal))
+    return found
+
+
+def same_dtype(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) -> None:
+    """DtypeError where two arguments must not differ in dtype."""
+    if tensor.dtype != like.dtype:
+        raise DtypeError(
+            name, tensor.dtype, f"{like.dtype}, the dtype of {other}", why="dtypes must not mix"
+        )
+
+
+def on_cpu(name: str, tensor: torch.Tensor) -> None:
+    """ArgumentError where a simulated accelerator would be handed another device's memory."""
+    if tensor.device.type != "cpu":
+        raise ArgumentError(
+            f"{name}.device", tensor.device, "cpu", why="this accelerator is simulated on the host"
+        )
+
+
+def row_major(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A matrix whose rows are contiguous and packed. LayoutError."""
+    if not tensor.is_contiguous():
+        raise LayoutError(
+            name, describe(tensor), "a contiguous row-major matrix", why="call .contiguous()"
+        )
+    return tensor
+
+
+def layout(
+    name: str, tensor: torch.Tensor, capabilities: AcceleratorCapabilities
+) -> Literal["row", "column"]:
+    """``row`` for a packed row-major matrix, ``column`` for the transpose of one (an ``nn.Linear``
+    weight seen as [K, N]). LayoutError where the backend reads neither."""
+    found: Literal["row", "column"] | None = None
+    if tensor.is_contiguous():
+        found = "row"
+    elif tensor.t().is_contiguous():
+        found = "column"
+    if found is None or found not in capabilities.b_layouts:
+        legal = " or ".join(f"{kind}-major packed" for kind in capabilities.b_layouts)
+        raise LayoutError(name, describe(tensor), legal, why="call .contiguous()")
+    return found
+
+
+def output(
+    name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """A caller's output tensor. ShapeError, DtypeError, LayoutError."""
+    if tuple(tensor.shape) != shape:
+        raise ShapeError(name, describe(tensor), f"shape {shape}")
+    if tensor.dtype != dtype:
+        raise DtypeError(name, tensor.dtype, str(dtype))
+    return row_major(name, tensor)

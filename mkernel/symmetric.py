@@ -1,0 +1,81 @@
+"""Symmetric buffers: one allocation a rank, named alike on all, mapped or registered by the peers.
+
+A same-node peer gets the descriptor that maps the memory; a rank of another node gets a NIC key and
+nothing else, so it has no other way to the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mkernel.backends.base import AcceleratorBackend, NicSession, SymmetricMemory
+from mkernel.bootstrap import Bootstrap
+
+Check = Callable[[set[int]], None]
+
+
+@dataclass(frozen=True)
+class SymmetricBuffer:
+    """One rank's view. ``peers``: same-node ranks' memory, mapped here; ``region``: number for NIC
+    puts; ``nbytes`` is the same on every rank."""
+
+    region: int
+    nbytes: int
+    local: SymmetricMemory
+    peers: Mapping[int, SymmetricMemory]
+
+    def close(self) -> None:
+        """Unmap the peers' memory and free the own. The NIC must have let go of it before."""
+        for memory in (*self.peers.values(), self.local):
+            memory.close()
+
+
+def allocate(
+    region: int,
+    nbytes: int,
+    *,
+    rank: int,
+    node_of: tuple[int, ...],
+    backend: AcceleratorBackend,
+    session: NicSession | None,
+    bootstrap: Bootstrap,
+    timeout_s: float,
+    check: Check,
+    prepare: Callable[[int], None] = lambda address: None,
+) -> SymmetricBuffer:
+    """Allocate, exchange and connect one buffer. Collective: every rank, in the same order.
+
+    Args:
+        prepare: called with the local address before any peer can reach the memory.
+
+    Raises:
+        Timeout: a rank did not take part. OSError: no memory.
+    """
+    near = [r for r, node in enumerate(node_of) if node == node_of[rank] and r != rank]
+    far = [r for r, node in enumerate(node_of) if node != node_of[rank]]
+    with contextlib.ExitStack() as undo:
+        local = backend.allocate(nbytes)
+        undo.callback(local.close)
+        prepare(local.address)
+        if session is not None:
+            key = session.register(region, local.address, nbytes)
+            bootstrap.publish(f"region/{region}/nic/{rank}", key)
+        bootstrap.publish(f"region/{region}/node{node_of[rank]}/{rank}", local.export())
+
+        peers: dict[int, SymmetricMemory] = {}
+        told = bootstrap.collect(f"region/{region}/node{node_of[rank]}", near, timeout_s, check)
+        for peer in near:
+            peers[peer] = backend.attach(told[peer])
+            undo.callback(peers[peer].close)
+        if session is not None:
+            keys = bootstrap.collect(f"region/{region}/nic", far, timeout_s, check)
+            for peer in far:
+                session.bind(region, peer, keys[peer])
+        # A peer may put here as soon as it has the key; it must not before all are bound, so that
+        # a failure above leaves nobody writing into freed memory.
+        bootstrap.publish(f"region/{region}/ready/{rank}", True)
+        bootstrap.collect(f"region/{region}/ready", range(len(node_of)), timeout_s, check)
+        undo.pop_all()
+    return SymmetricBuffer(region, nbytes, local, peers)

@@ -1,0 +1,220 @@
+"""Who lives, who failed: one thread a rank, out of band of the data path.
+
+Each rank reports a heartbeat (with the call it is in) and looks for three things: an abort notice,
+the death of a process on this host (pidfd, at once), the silence of a rank on another host. The
+first notice in a world wins and every rank raises that kind of error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mkernel.bootstrap import Bootstrap, StoreLost, Untrusted
+from mkernel.errors import Cancelled, Diagnosis, NicError, PeerFailure, Timeout, WorldError
+
+NoticeKind = Literal["PeerFailure", "Timeout", "NicError", "Cancelled"]
+
+_SILENCE_HEARTBEATS = 50
+"""A rank on another host that has not reported for this many heartbeats counts as lost."""
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly when pids of one mean the same to the other."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Why a world ended. ``rank``: the one that failed; ``details``: fields of the error type."""
+
+    kind: NoticeKind
+    rank: int
+    message: str
+    details: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-safe form."""
+        return {
+            "kind": self.kind,
+            "rank": self.rank,
+            "message": self.message,
+            "details": self.details,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Notice:
+        """Inverse of ``to_json``."""
+        return cls(data["kind"], int(data["rank"]), str(data["message"]), dict(data["details"]))
+
+    @classmethod
+    def from_error(cls, rank: int, error: BaseException) -> Notice:
+        """The notice that tells the other ranks of an error raised on ``rank``."""
+        if isinstance(error, Timeout):
+            details = {} if error.diagnosis is None else {"diagnosis": vars(error.diagnosis)}
+            return cls("Timeout", rank, str(error), details)
+        if isinstance(error, NicError):
+            fields = ("status", "qp", "wr_id", "vendor_err", "peer")
+            return cls("NicError", rank, str(error), {f: getattr(error, f) for f in fields})
+        if isinstance(error, PeerFailure):
+            return cls("PeerFailure", error.peer, str(error), {})
+        if isinstance(error, Cancelled | KeyboardInterrupt):
+            return cls("Cancelled", rank, f"rank {rank} was stopped by its user", {})
+        text = f"rank {rank} failed: {type(error).__name__}: {error}"
+        return cls("PeerFailure", rank, text, {})
+
+    def error(self) -> WorldError:
+        """The exception that every rank raises."""
+        if self.kind == "Timeout":
+            found = self.details.get("diagnosis")
+            return Timeout(self.message, Diagnosis(**found) if found else None)
+        if self.kind == "NicError":
+            return NicError(self.message, **self.details)
+        if self.kind == "Cancelled":
+            return Cancelled(self.message)
+        return PeerFailure(self.message, self.rank)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank as its ``hello`` introduced it."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+class Watchdog:
+    """Runs until ``stop``. ``on_notice`` is called once, on the watchdog's thread.
+
+    Args:
+        bootstrap: a client of its own, so that no other request delays it.
+        status: returns what the heartbeat carries (JSON-safe).
+    """
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        rank: int,
+        peers: Mapping[int, Peer],
+        heartbeat_s: float,
+        status: Callable[[], dict[str, Any]],
+        on_notice: Callable[[Notice], None],
+    ) -> None:
+        self._bootstrap = bootstrap
+        self._rank = rank
+        self._peers = {r: p for r, p in peers.items() if r != rank}
+        self._heartbeat_s = heartbeat_s
+        self._status = status
+        self._on_notice = on_notice
+        self._beat = 0
+        self._last: dict[int, tuple[int, float]] = {}
+        self._left: set[int] = set()
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._stopping = threading.Event()
+        self._pidfds: dict[int, int] = {}  # fd → rank
+        host = peers[rank].host
+        for peer in self._peers.values():
+            if peer.host == host:
+                with contextlib.suppress(ProcessLookupError, OSError):
+                    self._pidfds[os.pidfd_open(peer.pid)] = peer.rank
+        self._thread = threading.Thread(target=self._run, name="mkernel-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Report the first heartbeat and start watching."""
+        self._last = {peer: (0, time.monotonic()) for peer in self._peers}
+        self._report("live")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Say that this rank leaves on purpose, and end the thread. Twice is harmless."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        os.write(self._wake_write, b"x")
+        if self._thread.ident is not None:
+            self._thread.join()
+        with contextlib.suppress(StoreLost):
+            self._report("left")
+        for fd in (*self._pidfds, self._wake_read, self._wake_write):
+            os.close(fd)
+
+    def left(self) -> set[int]:
+        """Ranks that have left the world on purpose, as far as seen."""
+        return set(self._left)
+
+    def raise_alarm(self, notice: Notice) -> Notice:
+        """Publish a failure; returns the world's first notice, which may be another's. Any thread."""
+        try:
+            return Notice.from_json(self._bootstrap.publish_first("abort", notice.to_json()))
+        except (StoreLost, Untrusted):
+            return notice
+
+    def _report(self, state: str) -> None:
+        self._beat += 1
+        self._bootstrap.publish(
+            f"heartbeat/{self._rank}", {"beat": self._beat, "state": state, **self._status()}
+        )
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
+        for fd in self._pidfds:
+            poller.register(fd, select.POLLIN)
+        while not self._stopping.is_set():
+            notice: Notice | None = None
+            try:
+                ready = [fd for fd, _ in poller.poll(1000 * self._heartbeat_s)]
+                if self._stopping.is_set():
+                    return
+                for fd in ready:
+                    if fd in self._pidfds:
+                        poller.unregister(fd)
+                notice = self._look([self._pidfds[fd] for fd in ready if fd in self._pidfds])
+            except (StoreLost, Untrusted) as error:
+                notice = Notice("PeerFailure", 0, str(error), {})
+            if notice is not None:
+                self._on_notice(notice)
+                return
+
+    def _look(self, dead: list[int]) -> Notice | None:
+        for rank in dead:
+            if not self._has_left(rank):
+                text = (
+                    f"rank {rank} (process {self._peers[rank].pid}) died; look at its own output or "
+                    "at the kernel log for the reason"
+                )
+                return self.raise_alarm(Notice("PeerFailure", rank, text, {}))
+        told = self._bootstrap.peek("abort")
+        if told is not None:
+            return Notice.from_json(told)
+        self._report("live")
+        now = time.monotonic()
+        local = set(self._pidfds.values())
+        for rank in self._peers:
+            if rank in self._left or self._has_left(rank):
+                continue
+            silent_s = now - self._last[rank][1]
+            if rank not in local and silent_s > _SILENCE_HEARTBEATS * self._heartbeat_s:
+                text = f"rank {rank} has been silent for {silent_s:.1f} s; its host may be down"
+                return self.raise_alarm(Notice("PeerFailure", rank, text, {}))
+        return None
+
+    def _has_left(self, rank: int) -> bool:
+        told = self._bootstrap.peek(f"heartbeat/{rank}")
+        if told is None:
+            return False
+        if self._last[rank][0] != told["beat"]:
+            self._last[rank] = (told["beat"], time.monotonic())
+        if told["state"] == "left":
+            self._left.add(rank)
+        return rank in self._left
