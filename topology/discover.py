@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def discover(
     numa, notes = cpu.read(root)
     found_nics, more = infiniband.read(root)
     notes += more
+    found_nics, more = merge((), found_nics, infiniband.SOURCE)  # a recorded tree may repeat itself
+    notes += more
     found_accelerators: tuple[Accelerator, ...] = ()
     if root == _REAL_ROOT:
         found_accelerators, more = nvml.read(root)
@@ -72,8 +75,6 @@ def load(path: Path) -> Topology:
     Raises:
         InputFileError: missing, unreadable, above 64 MiB, or not a topology; says which field.
     """
-    import json
-
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)

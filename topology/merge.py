@@ -39,11 +39,10 @@ def _same(one: _Device, other: _Device) -> bool:
         return False
     if one.pci is not None and other.pci is not None:
         return one.pci == other.pci
-    return (
-        one.kind == other.kind
-        and (one.id == other.id or one.name == other.name != "")
-        and (isinstance(one, Nic) or one.id == other.id)
-    )
+    if one.kind != other.kind:
+        return False
+    # An RDMA device's name is unique on a machine; an accelerator's is only its model.
+    return one.id == other.id or (isinstance(one, Nic) and one.name == other.name)
 
 
 def _combine(known: _Device, device: _Device, source: str, notes: list[Note]) -> _Device:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -111,6 +112,10 @@ class LaunchPlan(Model):
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON (hex); equal exactly when all decisions are equal."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
 from mkernel.plan.model import LaunchPlan
@@ -18,67 +19,61 @@ _Device = TypeVar("_Device", Accelerator, Nic)
 MAX_LINES = 15
 
 
-def topology_tree(topology: Topology) -> RenderableType:
+def topology(world: Topology) -> RenderableType:
     """Nodes with their CPUs, accelerators and NICs; equal devices share a line.
 
     Where not all fits into 15 lines, the first nodes are shown and the rest is counted.
     """
-    count = len(topology.nodes)
-    tree = Tree(f"[bold]topology[/] · {count} {'node' if count == 1 else 'nodes'}")
+    count = len(world.nodes)
+    tree = Tree(_line(f"topology · {count} {'node' if count == 1 else 'nodes'}", "bold"))
     left = MAX_LINES - 2  # the title, and the line that counts what is not shown
-    for shown, node in enumerate(topology.nodes):
+    for shown, node in enumerate(world.nodes):
         lines = _node_lines(node)
         if shown and len(lines) > left:
-            tree.add(f"… and {count - shown} more nodes")
+            tree.add(_line(f"… and {count - shown} more nodes"))
             break
-        branch = tree.add(lines[0])
+        branch = tree.add(_line(lines[0]))
         room = max(1, left - 1)
         rest = lines[1:]
         for line in rest if len(rest) <= room else rest[: room - 1]:
-            branch.add(line)
+            branch.add(_line(line))
         if len(rest) > room:
-            branch.add(f"… and {len(rest) - room + 1} more")
+            branch.add(_line(f"… and {len(rest) - room + 1} more"))
         left -= len(lines)
     return tree
 
 
-def plan_summary(plan: LaunchPlan) -> RenderableType:
+def plan(made: LaunchPlan) -> RenderableType:
     """What was decided, one decision a line. Times are predictions and say so."""
+    shape, cut, times = made.shape, made.chunking, made.prediction
+    kinds = Counter(route.kind for route in made.routes)
+    between = f", {made.nic} over {made.verbs} verbs between nodes" if made.nic else ""
+    rows = {
+        "plan": f"{made.op} · M {shape.m} x N {shape.n} x K {shape.k} · "
+        f"{made.dtype} → {made.out_dtype}",
+        "world": f"{made.nodes} nodes x {made.ranks_per_node} ranks on {made.accelerator}{between}",
+        "ranks": _shorten([_rank(made, node) for node in range(made.nodes)], 4, "nodes"),
+        "routes": ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed",
+        "chunks": f"{cut.chunks_per_rank} a rank of {cut.tiles_per_chunk} tiles "
+        f"({cut.tile_m} x {cut.tile_k}); output tiles {cut.tile_m} x {cut.tile_n}",
+        "blocks": f"{made.resources.compute_blocks} compute, "
+        f"{made.resources.comm_blocks} communication",
+        "predicted": f"pipelined {times.pipelined_us:.0f} us, sequential "
+        f"{times.sequential_us:.0f} us (compute {times.compute_us:.0f}, communication "
+        f"{times.comm_us:.0f}; constants: {times.constants})",
+        "digest": made.digest()[:16],
+    }
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    shape, cut, times = plan.shape, plan.chunking, plan.prediction
-    grid.add_row(
-        "plan",
-        f"{plan.op} · M {shape.m} x N {shape.n} x K {shape.k} · {plan.dtype} → {plan.out_dtype}",
-    )
-    grid.add_row(
-        "world",
-        f"{plan.nodes} nodes x {plan.ranks_per_node} ranks on {plan.accelerator}"
-        + (f", {plan.nic} over {plan.verbs} verbs between nodes" if plan.nic else ""),
-    )
-    grid.add_row("ranks", _shorten([_rank(plan, node) for node in range(plan.nodes)], 4, "nodes"))
-    kinds = Counter(route.kind for route in plan.routes)
-    grid.add_row(
-        "routes", ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed"
-    )
-    grid.add_row(
-        "chunks",
-        f"{cut.chunks_per_rank} a rank of {cut.tiles_per_chunk} tiles "
-        f"({cut.tile_m} x {cut.tile_k}); output tiles {cut.tile_m} x {cut.tile_n}",
-    )
-    grid.add_row(
-        "blocks",
-        f"{plan.resources.compute_blocks} compute, {plan.resources.comm_blocks} communication",
-    )
-    grid.add_row(
-        "predicted",
-        f"pipelined {times.pipelined_us:.0f} us, sequential {times.sequential_us:.0f} us "
-        f"(compute {times.compute_us:.0f}, communication {times.comm_us:.0f}; "
-        f"constants: {times.constants})",
-    )
-    grid.add_row("digest", plan.digest()[:16])
+    for name, value in rows.items():
+        grid.add_row(name, Text(value))
     return grid
+
+
+def _line(text: str, style: str = "") -> Text:
+    """One line, whatever the text: names come from devices and files and are no markup."""
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _rank(plan: LaunchPlan, node: int) -> str:
@@ -107,7 +102,7 @@ def _node_lines(node: Node) -> list[str]:
 
 
 def _accelerator(device: Accelerator) -> str:
-    what = f"{device.name} [{device.kind}{', simulated' if device.emulated else ''}]"
+    what = f"{device.name} ({device.kind}{', simulated' if device.emulated else ''})"
     return what + _where(device)
 
 
@@ -115,7 +110,7 @@ def _nic(device: Nic) -> str:
     speed = f" {device.speed_gbps:g} Gb/s" if device.speed_gbps else ""
     state = "" if device.active else " DOWN"
     emulated = ", emulated" if device.emulated else ""
-    return f"NIC [{device.kind}{emulated}]{speed}{state}" + _where(device)
+    return f"NIC ({device.kind}{emulated}){speed}{state}" + _where(device)
 
 
 def _where(device: Accelerator | Nic) -> str:

@@ -1,0 +1,127 @@
+"""``mkernel plan OP``: what would be launched, without launching it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from mkernel.backends import registry
+from mkernel.backends.base import AcceleratorBackend
+from mkernel.errors import BackendUnavailable, UnknownBackend
+from mkernel.plan import ops, render
+from mkernel.plan.planner import plan
+from mkernel.settings import Settings
+from mkernel.topology.discover import discover, emulate, load, replicate
+from mkernel.topology.model import Accelerator, Nic, Topology
+
+
+def world_topology(
+    backend: AcceleratorBackend,
+    nic: str | None,
+    verbs: str | None,
+    nodes: int,
+    ranks_per_node: int,
+    file: Path | None = None,
+) -> Topology:
+    """The nodes of a world that would run on this machine, or on the machines of a file.
+
+    A file with ``nodes`` nodes is taken as it is; one machine in a file is repeated ``nodes``
+    times. A file without accelerators gets the backend's own.
+
+    Raises:
+        BackendUnavailable: there is no device to plan for; the message says what to do.
+    """
+    if file is not None:
+        topology = load(file)
+        if any(node.accelerators for node in topology.nodes):
+            one = len(topology.nodes) == 1
+            return replicate(topology, nodes) if one and nodes > 1 else topology
+    accelerators = _accelerators(backend)
+    nics = _nics(nic, verbs) if nodes > 1 else ()
+    if file is None:
+        topology = discover(accelerators=accelerators, nics=nics).topology
+    return emulate(topology, nodes, ranks_per_node, accelerators[0], nics[0] if nics else None)
+
+
+def _accelerators(backend: AcceleratorBackend) -> tuple[Accelerator, ...]:
+    devices = backend.probe()
+    if devices:
+        return devices
+    status = backend.status()
+    raise BackendUnavailable(
+        f"accelerator {backend.name!r} has no device here: {status.detail}"
+        + (f"; {status.remedy}" if status.remedy else "")
+        + "; to plan for another machine, give its topology with --topology"
+    )
+
+
+def _nics(nic: str | None, verbs: str | None) -> tuple[Nic, ...]:
+    """Devices of the chosen provider; none where no NIC is named, which the planner reports."""
+    if not nic or not verbs:
+        return ()
+    backend = registry.nic(nic)
+    # Any other provider is the path of a library, which is the system's verbs by another name.
+    if verbs not in backend.providers and "/" not in verbs:
+        raise UnknownBackend("verbs", repr(verbs), f"one of: {', '.join(backend.providers)}")
+    devices = backend.probe(verbs)
+    if devices:
+        return devices
+    status = backend.status(verbs)
+    raise BackendUnavailable(
+        f"nic {nic!r} has no device on verbs provider {verbs!r}: {status.detail}"
+        + (f"; {status.remedy}" if status.remedy else "")
+    )
+
+
+def command(  # noqa: PLR0913, PLR0917 - one parameter an option
+    op: Annotated[str, typer.Argument(metavar="OP", help="An op or its alias, as `ag_gemm`.")],
+    m: Annotated[int, typer.Option("--m", help="Rows of A, all ranks together.")] = 2048,
+    n: Annotated[int, typer.Option("--n", help="Columns of B on one rank.")] = 1024,
+    k: Annotated[int, typer.Option("--k", help="Columns of A, rows of B.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    nodes: Annotated[int, typer.Option(help="Number of (emulated) nodes.")] = 2,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks on each node.")] = 2,
+    accelerator: Annotated[str | None, typer.Option(help="Accelerator backend.")] = None,
+    nic: Annotated[str | None, typer.Option(help="NIC backend between nodes.")] = None,
+    verbs: Annotated[str | None, typer.Option(help="Verbs provider of the NIC.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tiles in a chunk.")] = None,
+    topology: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Plan for this machine: `mkernel probe --json` output."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+) -> None:
+    """Print the launch plan of an op: placement, routes, chunks, order, predicted time."""
+    name = ops.canonical(op)  # before a backend is loaded: a typo should not wait for that
+    settings = Settings()
+    accelerator = accelerator or settings.accelerator
+    nic = nic or settings.nic
+    verbs = verbs or settings.verbs
+    backend = registry.accelerator(accelerator)
+    world = world_topology(backend, nic, verbs, nodes, ranks_per_node, topology)
+    made = plan(
+        name,
+        m=m,
+        n=n,
+        k=k,
+        dtype=dtype,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        accelerator=accelerator,
+        capabilities=backend.capabilities(),
+        nic=nic,
+        verbs=verbs,
+        topology=world,
+        chunk=chunk,
+    )
+    if as_json:
+        typer.echo(made.model_dump_json(indent=2))
+        return
+    console = Console()
+    console.print(render.topology(world))
+    console.print(render.plan(made))

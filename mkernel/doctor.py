@@ -1,0 +1,295 @@
+"""What can run on this machine, what cannot, why not, and the one thing to do about it.
+
+Nothing here raises: a backend that does not import, or whose own check fails, is a row like any
+other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from mkernel.errors import ArgumentError
+from mkernel.settings import Settings
+from mkernel.topology.model import Model
+from mkernel.topology.sources.files import read_text
+
+if TYPE_CHECKING:
+    from mkernel.backends.base import AcceleratorBackend, NicBackend
+
+Kind = Literal["accelerator", "nic", "library", "build", "cpu", "memory"]
+Source = Literal["argument", "environment", "default"]
+
+MASK = "********"
+_REINSTALL = "reinstall the package that ships it"
+
+
+class Row(Model):
+    """One thing that can be usable or not. ``remedy`` is empty where nothing needs doing."""
+
+    kind: Kind
+    name: str
+    usable: bool
+    detail: str
+    remedy: str = ""
+
+
+class Report(Model):
+    """All rows. ``healthy``: at least one accelerator and one NIC path are usable."""
+
+    rows: tuple[Row, ...]
+    healthy: bool
+
+
+class SettingRow(Model):
+    """One setting as it stands: dotted name, value (secrets masked), where it came from."""
+
+    name: str
+    value: Any
+    source: Source
+    environment: str
+    description: str
+
+
+def examine() -> Report:
+    """Asks every backend and looks at what building and running need. Never raises."""
+    rows = [*accelerator_rows(), *nic_rows(), *machine_rows()]
+    usable = {row.kind for row in rows if row.usable}
+    return Report(rows=tuple(rows), healthy={"accelerator", "nic"} <= usable)
+
+
+def accelerator_rows() -> list[Row]:
+    """A row for every installed accelerator backend."""
+    return list(_backend_rows("accelerator", "ACCELERATORS", _ask_accelerator))
+
+
+def nic_rows() -> list[Row]:
+    """A row for every installed NIC backend on each of its verbs providers."""
+    return list(_backend_rows("nic", "NICS", _ask_nic))
+
+
+def _backend_rows(
+    kind: Literal["accelerator", "nic"], group: str, ask: Callable[[Any, str], Iterator[Row]]
+) -> Iterator[Row]:
+    try:
+        from mkernel.backends import registry
+
+        names = registry.names(getattr(registry, group))
+    except Exception as error:
+        detail = f"backends cannot be listed: {_sentence(error)}"
+        yield Row(kind=kind, name="-", usable=False, detail=detail, remedy="reinstall mkernel")
+        return
+    if not names:
+        yield Row(
+            kind=kind,
+            name="-",
+            usable=False,
+            detail=f"no {kind} backend is installed",
+            remedy="reinstall mkernel",
+        )
+    for name in names:
+        try:
+            yield from ask(getattr(registry, kind)(name), name)
+        except Exception as error:  # noqa: PERF203 - one that fails must not hide the others
+            yield Row(
+                kind=kind, name=name, usable=False, detail=_sentence(error), remedy=_REINSTALL
+            )
+
+
+def _ask_accelerator(backend: AcceleratorBackend, name: str) -> Iterator[Row]:
+    status = backend.status()
+    yield Row(
+        kind="accelerator",
+        name=name,
+        usable=status.usable,
+        detail=status.detail,
+        remedy=status.remedy,
+    )
+
+
+def _ask_nic(backend: NicBackend, name: str) -> Iterator[Row]:
+    for provider in backend.providers:
+        path = f"{name} on {provider}"
+        try:
+            status = backend.status(provider)
+        except Exception as error:  # one provider's fault must not hide the others
+            yield Row(
+                kind="nic", name=path, usable=False, detail=_sentence(error), remedy=_REINSTALL
+            )
+            continue
+        yield Row(
+            kind="nic",
+            name=path,
+            usable=status.usable,
+            detail=status.detail,
+            remedy=status.remedy,
+        )
+
+
+def machine_rows(root: Path = Path("/")) -> list[Row]:
+    """Libraries, build tools, CPU and shared memory. ``root`` is where /usr and /proc are."""
+    checks: tuple[tuple[Kind, str, Callable[[], tuple[bool, str, str]]], ...] = (
+        ("library", "torch", _torch),
+        ("build", "C++ compiler", _compiler),
+        ("build", "nvcc", _nvcc),
+        ("build", "libibverbs headers", lambda: _verbs_headers(root)),
+        ("cpu", platform.machine() or "CPU", lambda: _cpu(root)),
+        ("memory", "shared memory", lambda: _shared_memory(root)),
+    )
+    rows = []
+    for kind, name, check in checks:
+        try:
+            usable, detail, remedy = check()
+        except Exception as error:
+            usable, detail, remedy = False, _sentence(error), ""
+        rows.append(
+            Row(
+                kind=kind,
+                name=name,
+                usable=usable,
+                detail=detail,
+                remedy="" if usable else remedy,
+            )
+        )
+    return rows
+
+
+def _torch() -> tuple[bool, str, str]:
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return False, "not installed", "pip install torch"
+    try:
+        import torch
+    except Exception as error:
+        return False, f"{version} does not import: {_sentence(error)}", "reinstall torch"
+    cuda = torch.version.cuda
+    return True, f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'without CUDA'})", ""
+
+
+def _compiler() -> tuple[bool, str, str]:
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        found = shutil.which(name)
+        if found:
+            return True, f"{found} (needed only to build)", ""
+    return False, "none found; needed only to build", "install g++ or clang++"
+
+
+def _nvcc() -> tuple[bool, str, str]:
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    if found:
+        return True, found, ""
+    return False, "not found; CUDA kernels are not built", "install the CUDA toolkit to build them"
+
+
+def _verbs_headers(root: Path) -> tuple[bool, str, str]:
+    for folder in ("usr/include", "usr/local/include"):
+        if (root / folder / "infiniband/verbs.h").is_file():
+            return True, f"/{folder}/infiniband/verbs.h", ""
+    return False, "infiniband/verbs.h not found; needed only to build", "install libibverbs-dev"
+
+
+def _cpu(root: Path) -> tuple[bool, str, str]:
+    wanted = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd")
+    flags: set[str] = set()
+    for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in {"flags", "Features"}:
+            flags = set(value.split())
+            break
+    count = os.cpu_count() or 0
+    named = ", ".join(flag for flag in wanted if flag in flags) or "no vector extension found"
+    return True, f"{count} CPUs; {named}", ""
+
+
+def _shared_memory(root: Path) -> tuple[bool, str, str]:
+    """Ranks of a node share memory through memfd, or through /dev/shm."""
+    if hasattr(os, "memfd_create"):
+        try:
+            handle = os.memfd_create("mkernel-doctor", os.MFD_CLOEXEC)
+        except OSError:
+            pass
+        else:
+            try:
+                os.ftruncate(handle, mmap.PAGESIZE)
+                mmap.mmap(handle, mmap.PAGESIZE).close()
+            finally:
+                os.close(handle)
+            return True, "memfd works", ""
+    shm = root / "dev/shm"
+    if shm.is_dir() and os.access(shm, os.W_OK):
+        free = shutil.disk_usage(shm).free
+        return True, f"/dev/shm is writable, {free / 2**20:.0f} MiB free", ""
+    return False, "neither memfd nor a writable /dev/shm", "mount a tmpfs at /dev/shm"
+
+
+def setting_rows(settings: Settings | None = None) -> list[SettingRow]:
+    """Every setting with its value and where it came from; secrets masked.
+
+    Args:
+        settings: the settings in force. None: those that the environment gives.
+
+    Raises:
+        ArgumentError: a variable of the environment holds no legal value.
+    """
+    try:
+        from_environment = Settings()
+    except ValidationError as error:
+        raise _bad_setting(error) from None
+    present = {key.upper() for key in os.environ}
+    return list(_walk(settings or from_environment, from_environment, (), present))
+
+
+def _walk(
+    model: BaseModel, other: BaseModel, path: tuple[str, ...], present: set[str]
+) -> Iterator[SettingRow]:
+    """Rows of a model. ``other`` is the same model as the environment alone gives it."""
+    for name, field in type(model).model_fields.items():
+        where = (*path, name)
+        value, theirs = getattr(model, name), getattr(other, name)
+        if isinstance(value, BaseModel):
+            yield from _walk(value, theirs, where, present)
+            continue
+        source: Source = "default"
+        if name in model.model_fields_set:
+            # A whole group may also be given as one JSON value.
+            named = any(_variable(where[: i + 1]) in present for i in range(len(where)))
+            source = "environment" if named and value == theirs else "argument"
+        if isinstance(value, SecretStr):
+            value = MASK if value.get_secret_value() else ""
+        yield SettingRow(
+            name=".".join(where),
+            value=value,
+            source=source,
+            environment=_variable(where),
+            description=field.description or "",
+        )
+
+
+def _variable(path: tuple[str, ...]) -> str:
+    return "MKERNEL_" + "__".join(path).upper()
+
+
+def _bad_setting(error: ValidationError) -> ArgumentError:
+    first = error.errors(include_input=True)[0]
+    path = tuple(str(part) for part in first["loc"])
+    secret = path[:1] == ("job_secret",)
+    shown = MASK if secret else repr(first.get("input"))[:80]
+    return ArgumentError(
+        _variable(path), shown, "what `mkernel doctor --settings` documents", why=first["msg"]
+    )
+
+
+def _sentence(error: BaseException) -> str:
+    """One line about an error."""
+    text = " ".join(str(error).split())
+    return text[:300] or type(error).__name__
