@@ -15,12 +15,13 @@
 
 from mkernel import errors
 from mkernel.api import capabilities, plan
+from mkernel.current import current as world
+from mkernel.current import finalize, init, is_initialized
 from mkernel.launch import launch
 from mkernel.ops.all_gather_gemm import all_gather_gemm
 from mkernel.plan.model import LaunchPlan
 from mkernel.settings import Settings
-from mkernel.world import World, finalize, init, is_initialized
-from mkernel.world import current as world
+from mkernel.world import World
 
 __version__ = "0.1.0"
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mkernel import world as _world
+from mkernel import current as _current
+from mkernel import machine
 from mkernel.backends import registry
 from mkernel.backends.base import AcceleratorCapabilities
+from mkernel.identity import Backends
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan as _plan
 from mkernel.settings import Settings
@@ -22,8 +24,8 @@ def capabilities(accelerator: str | None = None) -> AcceleratorCapabilities:
     Raises:
         UnknownBackend, BackendUnavailable.
     """
-    if accelerator is None and _world.is_initialized():
-        accelerator = _world.current().backends.accelerator
+    if accelerator is None and _current.is_initialized():
+        accelerator = _current.current().backends.accelerator
     return registry.accelerator(accelerator or Settings().accelerator).capabilities()
 
 
@@ -58,8 +60,8 @@ def plan(
     Raises:
         UnknownOp, Unsupported, ShapeError, DtypeError, ArgumentError, NoRoute.
     """
-    if _world.is_initialized():
-        live = _world.current()
+    if _current.is_initialized():
+        live = _current.current()
         nodes = nodes or live.identity.nodes
         ranks_per_node = ranks_per_node or live.identity.ranks_per_node
         backends, found = live.backends, live.topology
@@ -69,14 +71,14 @@ def plan(
         nodes, ranks_per_node = nodes or 1, ranks_per_node or 1
         settings = Settings()
         apart = nodes > 1
-        backends = _world.Backends(
+        backends = Backends(
             accelerator or settings.accelerator,
             (nic or settings.nic) if apart else None,
             (verbs or settings.verbs) if apart else None,
         )
     if topology is None:
-        machine = _world.machine_topology(backends)
-        topology = _world.emulated_topology(machine, backends, nodes, ranks_per_node)
+        whole = machine.machine_topology(backends)
+        topology = machine.emulated_topology(whole, backends, nodes, ranks_per_node)
     return _plan(
         op,
         m=m,

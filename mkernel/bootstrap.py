@@ -117,8 +117,8 @@ class Bootstrap:
             check(missing)
             if time.monotonic() > deadline:
                 raise Timeout(
-                    f"ranks {sorted(missing)} did not reach {key!r} within {timeout_s:g} s; look at "
-                    "what they do instead, or raise MKERNEL_TIMEOUT_S"
+                    f"ranks {sorted(missing)} did not reach {key!r} within {timeout_s:g} s; look "
+                    "at what they do instead, or raise MKERNEL_TIMEOUT_S"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _POLL_MOST_S)

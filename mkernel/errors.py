@@ -32,7 +32,10 @@ class ArgumentError(MkernelError, ValueError):
         super().__init__(f"{argument} = {value!s} is not legal{reason}; expected {legal}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild_argument_error, (type(self), self.argument, self.value, self.legal, self.why))
+        return (
+            _rebuild_argument_error,
+            (type(self), self.argument, self.value, self.legal, self.why),
+        )
 
 
 def _rebuild_argument_error(
@@ -95,9 +98,9 @@ class PlanMismatch(MkernelError, RuntimeError):
         self.field = field
         self.values = values
         super().__init__(
-            f"ranks {ranks[0]} and {ranks[1]} hold different plans: {field} is {values[0]!r} on rank "
-            f"{ranks[0]} and {values[1]!r} on rank {ranks[1]}; call the same op with the same shapes, "
-            "dtypes and options on every rank"
+            f"ranks {ranks[0]} and {ranks[1]} hold different plans: {field} is {values[0]!r} on "
+            f"rank {ranks[0]} and {values[1]!r} on rank {ranks[1]}; call the same op with the same "
+            "shapes, dtypes and options on every rank"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,7 +125,8 @@ class Diagnosis:
         core: block index of the waiting kernel.
         signal: index in the rank's signal pad.
         seen: the counter's value. wanted: the least value that would have ended the wait.
-        op: call number in the world. chunk: chunk index, or None. peer: rank that should have raised it.
+        op: call number in the world. chunk: chunk index, or None.
+        peer: rank that should have raised the signal.
     """
 
     rank: int
@@ -138,8 +142,8 @@ class Diagnosis:
     def __str__(self) -> str:
         chunk = "" if self.chunk is None else f" for chunk {self.chunk}"
         return (
-            f"rank {self.rank} {self.waiter} (block {self.core}) waited{chunk} of rank {self.peer} on "
-            f"signal {self.signal}: saw {self.seen}, wanted {self.wanted}, call {self.op}"
+            f"rank {self.rank} {self.waiter} (block {self.core}) waited{chunk} of rank {self.peer} "
+            f"on signal {self.signal}: saw {self.seen}, wanted {self.wanted}, call {self.op}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: ``launch`` starts them, waits, and cleans up whatever happens.
+"""Ranks as processes of this machine: ``launch`` starts them, waits, cleans up whatever happens.
 
 Processes come from a fork server that has imported mkernel once, so that starting a rank costs
 milliseconds. The launcher hosts the bootstrap store on a loopback socket of its own, so a rank's
@@ -28,7 +28,7 @@ import torch
 from pydantic import SecretStr
 from torch.distributed import TCPStore
 
-from mkernel import world
+from mkernel import current
 from mkernel.errors import ArgumentError, MkernelError, PeerFailure
 from mkernel.settings import Settings
 
@@ -116,7 +116,9 @@ def launch(
         work = pickle.dumps((fn, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ArgumentError(
-            "fn", repr(fn), "a function and arguments that pickle (module level, no lambdas)",
+            "fn",
+            repr(fn),
+            "a function and arguments that pickle (module level, no lambdas)",
             why=str(error),
         ) from error
 
@@ -127,9 +129,7 @@ def launch(
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["mkernel"])
         for rank in range(size):
-            job = _Job(
-                rank, nodes, ranks_per_node, port, (accelerator, nic, verbs), settings, work
-            )
+            job = _Job(rank, nodes, ranks_per_node, port, (accelerator, nic, verbs), settings, work)
             ranks.append(_Rank.start(context, job))
         _supervise(ranks, on_report, settings)
         return [rank.result() for rank in ranks]
@@ -183,7 +183,7 @@ class _Rank:
 
     def result(self) -> Any:
         """The function's result; only after supervision ended without failure."""
-        assert self.outcome is not None and self.outcome[0] == "result"
+        assert self.outcome is not None
         return pickle.loads(self.outcome[1])
 
     def error(self) -> BaseException:
@@ -286,7 +286,7 @@ def _rank_main(job: _Job, connection: Connection) -> None:
         ]
         fn, args, kwargs = pickle.loads(job.work)
         accelerator, nic, verbs = job.backends
-        world.init(
+        current.init(
             nodes=job.nodes,
             ranks_per_node=job.ranks_per_node,
             accelerator=accelerator,
@@ -299,10 +299,10 @@ def _rank_main(job: _Job, connection: Connection) -> None:
             result = fn(*args, **kwargs)
         except BaseException as error:
             with suppress(MkernelError):
-                world.finalize(error)
+                current.finalize(error)
             raise
-        world.finalize()
-        message = ("result", pickle.dumps(result))
+        current.finalize()
+        message: tuple[str, Any] = ("result", pickle.dumps(result))
     except BaseException as error:
         text = traceback.format_exc()
         try:

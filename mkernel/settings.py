@@ -14,11 +14,15 @@ class NicSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    fifo_slots: int = Field(1024, ge=2, description="command FIFO length; rounded up to a power of 2")
+    fifo_slots: int = Field(
+        1024, ge=2, description="command FIFO length; rounded up to a power of 2"
+    )
     queue_depth: int = Field(128, ge=4, le=8192, description="send work requests in flight per QP")
     qp_timeout: int = Field(14, ge=1, le=31, description="time-out a try is 4.096 us * 2^this")
     retry_count: int = Field(6, ge=0, le=7, description="tries before RETRY_EXC_ERR")
-    rnr_retry: int = Field(6, ge=0, le=6, description="receiver-not-ready tries; 7 (for ever) is refused")
+    rnr_retry: int = Field(
+        6, ge=0, le=6, description="receiver-not-ready tries; 7 (for ever) is refused"
+    )
     gid_index: int | None = Field(None, ge=0, description="GID table index; None picks by type")
     soft_library: str | None = Field(None, description="path of the software provider's library")
     system_library: str = Field("libibverbs.so.1", description="name or path of the system's verbs")
@@ -33,7 +37,9 @@ class Settings(BaseSettings):
 
     timeout_s: float = Field(30.0, gt=0, description="deadline of every wait, in seconds")
     heartbeat_s: float = Field(0.2, gt=0, description="how often a rank reports that it lives")
-    nodes: int | None = Field(None, ge=1, description="emulated nodes under torchrun; None: real hosts")
+    nodes: int | None = Field(
+        None, ge=1, description="emulated nodes under torchrun; None: real hosts"
+    )
     accelerator: str = Field("ascend", description="accelerator backend")
     nic: str = Field("cx7", description="NIC backend between nodes")
     verbs: str = Field("soft", description="verbs provider: soft, system, or a library's path")
@@ -41,4 +47,4 @@ class Settings(BaseSettings):
     job_secret: SecretStr = Field(
         SecretStr(""), description="key that signs bootstrap messages; `launch` makes one per world"
     )
-    nic_settings: NicSettings = Field(default_factory=lambda: NicSettings())
+    nic_settings: NicSettings = Field(default_factory=NicSettings)

@@ -153,7 +153,7 @@ class Watchdog:
         return set(self._left)
 
     def raise_alarm(self, notice: Notice) -> Notice:
-        """Publish a failure; returns the world's first notice, which may be another's. Any thread."""
+        """Publish a failure; returns the world's first notice, maybe another's. Any thread."""
         try:
             return Notice.from_json(self._bootstrap.publish_first("abort", notice.to_json()))
         except (StoreLost, Untrusted):
@@ -190,8 +190,8 @@ class Watchdog:
         for rank in dead:
             if not self._has_left(rank):
                 text = (
-                    f"rank {rank} (process {self._peers[rank].pid}) died; look at its own output or "
-                    "at the kernel log for the reason"
+                    f"rank {rank} (process {self._peers[rank].pid}) died; look at its own output "
+                    "or at the kernel log for the reason"
                 )
                 return self.raise_alarm(Notice("PeerFailure", rank, text, {}))
         told = self._bootstrap.peek("abort")

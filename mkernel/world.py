@@ -1,8 +1,9 @@
 """A world: the ranks that call ops together, and what they share.
 
-``init`` builds it (bootstrap → topology → symmetric signal pad → NIC sessions), ``finalize`` takes
-it down; several worlds may follow one another in one process. The world owns symmetric memory,
-signal numbers, epochs and failure handling; backends only run kernels and move bytes.
+Building one goes bootstrap → topology → symmetric signal pad → NIC session. The world owns
+symmetric memory, signal numbers, epochs and failure handling; backends only run kernels and move
+bytes.
+Several worlds may follow one another in one process (``mkernel.current``).
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
-from mkernel import symmetric
+from mkernel import machine, symmetric
 from mkernel.backends import registry
 from mkernel.backends.base import (
-    AcceleratorBackend,
     Call,
     LaunchTimes,
     NicSession,
@@ -30,21 +30,18 @@ from mkernel.backends.base import (
 from mkernel.backends.runtime import _runtime
 from mkernel.bootstrap import Bootstrap
 from mkernel.errors import (
-    AlreadyInitialized,
     ArgumentError,
     BackendUnavailable,
     Diagnosis,
     MkernelError,
-    NotInitialized,
     PeerFailure,
     PlanMismatch,
     Timeout,
     WorldError,
 )
+from mkernel.identity import Backends, Identity
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.settings import Settings
-from mkernel.topology.discover import discover
-from mkernel.topology.emulate import emulate
 from mkernel.topology.model import Topology
 from mkernel.watch import Notice, Peer, Watchdog, host_identity
 
@@ -67,57 +64,22 @@ class _PlanState:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """Outcome of one finished call: wall seconds by kernel, and the trace where one was asked for."""
+    """A finished call: wall seconds by kernel, and the trace where one was asked for."""
 
     times: LaunchTimes
     trace: bytes | None
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Where a rank stands. ``rank`` = ``node * ranks_per_node + local_rank``."""
-
-    rank: int
-    nodes: int
-    ranks_per_node: int
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.nodes * self.ranks_per_node
-
-    @property
-    def node(self) -> int:
-        """Index of this rank's node."""
-        return self.rank // self.ranks_per_node
-
-    @property
-    def local_rank(self) -> int:
-        """Index of this rank in its node."""
-        return self.rank % self.ranks_per_node
-
-    @property
-    def node_of(self) -> tuple[int, ...]:
-        """Node of every rank."""
-        return tuple(rank // self.ranks_per_node for rank in range(self.size))
-
-
-@dataclass(frozen=True)
-class Backends:
-    """Names of what a world runs on. ``nic`` and ``verbs`` are None in a world of one node."""
-
-    accelerator: str
-    nic: str | None
-    verbs: str | None
-
-
 @dataclass
 class _State:
-    """What changes during a world's life; read by the watchdog's thread."""
+    """What changes during a world's life; read by the watchdog's thread.
 
-    calls: int = 0
+    ``call`` is (number of the latest call, digest of its plan), replaced as one so that a
+    heartbeat never pairs one call's number with another's plan.
+    """
+
+    call: tuple[int, str] = (0, "")
     agreements: int = 0
-    plan: str = ""
     notice: Notice | None = None
     noticed: threading.Event = field(default_factory=threading.Event)
 
@@ -129,7 +91,11 @@ class World:
     """
 
     def __init__(
-        self, identity: Identity, backends: Backends, settings: Settings, stores: tuple[Store, Store]
+        self,
+        identity: Identity,
+        backends: Backends,
+        settings: Settings,
+        stores: tuple[Store, Store],
     ) -> None:
         self.identity = identity
         self.backends = backends
@@ -182,7 +148,7 @@ class World:
         )
         self._watchdog.start()
 
-        self.accelerator = _usable_accelerator(self.backends.accelerator)
+        self.accelerator = machine.usable_accelerator(self.backends.accelerator)
         self.topology = self._gather_topology(peers)
         self._open_pad()
         if self.backends.nic is not None and self.backends.verbs is not None:
@@ -208,8 +174,8 @@ class World:
                 for node in range(me.nodes)
                 if peers[node * me.ranks_per_node].host == peers[me.rank].host
             ]
-            machine = machine_topology(self.backends)
-            split = emulated_topology(machine, self.backends, len(here), me.ranks_per_node)
+            whole = machine.machine_topology(self.backends)
+            split = machine.emulated_topology(whole, self.backends, len(here), me.ranks_per_node)
             own = split.nodes[here.index(me.node)].model_copy(update={"id": me.node})
             self._bootstrap.publish(f"topology/{me.node}", own.model_dump(mode="json"))
         nodes = self._bootstrap.collect(
@@ -300,9 +266,9 @@ class World:
             WorldError: PeerFailure, Timeout, NicError or Cancelled, the same kind on every rank.
         """
         self._raise_if_broken()
-        self._state.calls += 1
-        self._state.plan = plan.digest()
-        state = self._plans.get(self._state.plan) or self._adopt(plan)
+        number, digest = self._state.call[0] + 1, plan.digest()
+        self._state.call = (number, digest)
+        state = self._plans.get(digest) or self._adopt(plan, digest)
         if view != "compute_only":  # raises no signals, so it must not advance what waits expect
             state.epoch += 1
         launch = self.accelerator.launch(
@@ -311,7 +277,7 @@ class World:
                 rank=self.rank,
                 tensors=tensors,
                 epoch=max(1, state.epoch),
-                number=self._state.calls,
+                number=number,
                 pad=self._pad.local.address,
                 workspace=state.buffer.local.address,
                 signal_base=state.signal_base,
@@ -335,9 +301,9 @@ class World:
             raise
         code, who = _runtime.pad_outcome(self._pad.local.address)
         flushed = self._session is None or (
-            code is _runtime.AbortCode.none and self._session.flush(self.settings.timeout_s)
+            code == _runtime.AbortCode.none and self._session.flush(self.settings.timeout_s)
         )
-        if code is not _runtime.AbortCode.none or not flushed:
+        if code != _runtime.AbortCode.none or not flushed:
             raise self._failure(code, who)
         return CallRecord(launch.times(), launch.trace())
 
@@ -349,9 +315,9 @@ class World:
             f"barrier/{number}", range(self.size), self.settings.timeout_s, self._check_peers
         )
 
-    def _adopt(self, plan: LaunchPlan) -> _PlanState:
+    def _adopt(self, plan: LaunchPlan, digest: str) -> _PlanState:
         """First call of a plan: agree on it with every rank, then allocate its workspace."""
-        self._agree(plan)
+        self._agree(plan, digest)
         needs = self.accelerator.workspace(plan)
         if self._signals + needs.signals > self.settings.signals:
             raise ArgumentError(
@@ -361,12 +327,11 @@ class World:
             )
         base, self._signals = self._signals, self._signals + needs.signals
         state = _PlanState(self._allocate(needs.nbytes), base)
-        self._plans[plan.digest()] = state
+        self._plans[digest] = state
         return state
 
-    def _agree(self, plan: LaunchPlan) -> None:
+    def _agree(self, plan: LaunchPlan, digest: str) -> None:
         number, self._state.agreements = self._state.agreements, self._state.agreements + 1
-        digest = plan.digest()
         self._bootstrap.publish(f"plans/{digest}", plan.model_dump(mode="json"))
         self._bootstrap.publish(f"plan/{number}/{self.rank}", digest)
 
@@ -374,7 +339,7 @@ class World:
             self._check_peers(missing)
             for rank in sorted(missing):  # not here: is it in the same call with another plan?
                 told = self._bootstrap.peek(f"heartbeat/{rank}")
-                if told and told["call"] == self._state.calls and told["plan"] != digest:
+                if told and told["call"] == self._state.call[0] and told["plan"] != digest:
                     self._refuse(rank, digest, told["plan"])
 
         told = self._bootstrap.collect(
@@ -396,7 +361,8 @@ class World:
     # ---- failure -----------------------------------------------------------------------------
 
     def _status(self) -> dict[str, Any]:
-        return {"call": self._state.calls, "plan": self._state.plan}
+        number, digest = self._state.call
+        return {"call": number, "plan": digest}
 
     def _on_notice(self, notice: Notice) -> None:
         """Take the world's first failure and end every wait of this rank. Any thread."""
@@ -434,7 +400,7 @@ class World:
         nic = self._session.failure() if self._session else None
         if nic is not None:
             return nic
-        if code is _runtime.AbortCode.timeout:
+        if code == _runtime.AbortCode.timeout:
             diagnosis = Diagnosis(
                 rank=self.rank,
                 waiter=who.waiter.name,
@@ -489,153 +455,3 @@ class World:
         if hasattr(self, "_watchdog"):
             self._watchdog.stop()
         self._undo.close()
-
-
-def machine_topology(backends: Backends) -> Topology:
-    """This machine as sysfs, NVML and the chosen backends see it (one node)."""
-    accelerator = registry.accelerator(backends.accelerator)
-    nics = () if not backends.nic else registry.nic(backends.nic).probe(backends.verbs or "system")
-    return discover(accelerators=accelerator.probe(), nics=nics).topology
-
-
-def emulated_topology(
-    machine: Topology, backends: Backends, nodes: int, ranks_per_node: int
-) -> Topology:
-    """``machine`` split into emulated nodes for a world on it."""
-    accelerator = registry.accelerator(backends.accelerator).probe()[0]
-    nic = None
-    if backends.nic:
-        found = registry.nic(backends.nic).probe(backends.verbs or "system")
-        nic = found[0] if found else None
-    return emulate(machine, nodes, ranks_per_node, accelerator, nic)
-
-
-def _usable_accelerator(name: str) -> AcceleratorBackend:
-    backend = registry.accelerator(name)
-    status = backend.status()
-    if not status.usable:
-        raise BackendUnavailable(f"accelerator {name!r}: {status.detail}; {status.remedy}")
-    return backend
-
-
-class _Current:
-    """The process's world, and how many it has had (each gets its own key prefix)."""
-
-    world: World | None = None
-    generation: int = 0
-
-
-def init(
-    *,
-    nodes: int | None = None,
-    ranks_per_node: int | None = None,
-    accelerator: str | None = None,
-    nic: str | None = None,
-    verbs: str | None = None,
-    timeout_s: float | None = None,
-    settings: Settings | None = None,
-    stores: tuple[Store, Store] | None = None,
-) -> World:
-    """Join the world that this process was started for. Collective.
-
-    Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` as
-    torchrun sets them; :func:`mkernel.launch` sets them too. Without them the world is this one
-    process.
-
-    Args:
-        nodes: number of nodes; more than there are hosts splits each host into emulated nodes,
-            whose ranks talk only through the NIC. Default: MKERNEL_NODES, else the hosts as found.
-        ranks_per_node: checked against the world size where given.
-        accelerator, nic, verbs: names of backends and provider. Defaults: settings.
-        timeout_s: deadline of every wait, in seconds.
-        stores: two clients of one torch store (one for the watchdog); default: env:// rendezvous.
-
-    Raises:
-        AlreadyInitialized: this process is in a world. ArgumentError: the world size does not
-        match nodes x ranks. UnknownBackend, BackendUnavailable. PlanMismatch: ranks were started
-        with different options. Timeout: a rank did not come. PeerFailure: a rank failed.
-    """
-    if _Current.world is not None:
-        raise AlreadyInitialized("this process is already in a world; call mkernel.finalize() first")
-    settings = settings or Settings()
-    if timeout_s is not None:
-        if timeout_s <= 0:
-            raise ArgumentError("timeout_s", timeout_s, "a number of seconds above 0")
-        settings = settings.model_copy(update={"timeout_s": timeout_s})
-    identity = _identity(nodes if nodes is not None else settings.nodes, ranks_per_node)
-    apart = identity.nodes > 1
-    backends = Backends(
-        accelerator or settings.accelerator,
-        (nic or settings.nic) if apart else None,
-        (verbs or settings.verbs) if apart else None,
-    )
-    _Current.generation += 1
-    prefix = "/".join(
-        ["mkernel", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), str(_Current.generation)]
-    )
-    one, two = stores or _rendezvous(identity)
-    _Current.world = World(
-        identity, backends, settings, (PrefixStore(prefix, one), PrefixStore(prefix, two))
-    )
-    return _Current.world
-
-
-def finalize(error: BaseException | None = None) -> None:
-    """Leave the world and free all it holds; harmless without one.
-
-    Args:
-        error: why this rank stops early; the others then raise PeerFailure instead of waiting.
-    """
-    world, _Current.world = _Current.world, None
-    if world is not None:
-        world.close(error)
-
-
-def current() -> World:
-    """The world of this process. NotInitialized."""
-    if _Current.world is None:
-        raise NotInitialized("no world; call mkernel.init() first, or run inside mkernel.launch(...)")
-    return _Current.world
-
-
-def is_initialized() -> bool:
-    """Whether this process is in a world."""
-    return _Current.world is not None
-
-
-def _environment_int(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentError(name, repr(text), "an integer, as torchrun sets it") from None
-
-
-def _identity(nodes: int | None, ranks_per_node: int | None) -> Identity:
-    rank, size = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
-    if size < 1 or not 0 <= rank < size:
-        raise ArgumentError("RANK", rank, f"0 to WORLD_SIZE - 1 = {size - 1}")
-    per_host = _environment_int("LOCAL_WORLD_SIZE", size)
-    if nodes is None:
-        nodes = size // (ranks_per_node or per_host) or 1
-    each = ranks_per_node or max(1, size // max(1, nodes))
-    if nodes < 1 or nodes * each != size:
-        raise ArgumentError(
-            "nodes",
-            nodes,
-            f"nodes x ranks_per_node = WORLD_SIZE = {size}",
-            why=f"{nodes} x {each} ranks = {nodes * each}",
-        )
-    return Identity(rank, nodes, each)
-
-
-def _rendezvous(identity: Identity) -> tuple[Store, Store]:
-    """Two store clients: requests of one client wait for each other, and the watchdog must not."""
-    if identity.size == 1 and "MASTER_ADDR" not in os.environ:
-        store = torch.distributed.HashStore()
-        return store, store
-    one, two = (
-        next(torch.distributed.rendezvous("env://", identity.rank, identity.size))[0]
-        for _ in range(2)
-    )
-    return one, two

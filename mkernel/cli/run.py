@@ -11,10 +11,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mkernel import api, world
+from mkernel import api, machine
 from mkernel.backends import registry
 from mkernel.backends.base import ModelledRun, View
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch, ShapeError
+from mkernel.identity import Backends
 from mkernel.job import files, inputs, rank, report, timeline
 from mkernel.job.rank import VIEWS, RankResult
 from mkernel.job.spec import JobSpec
@@ -70,13 +71,13 @@ def command(  # one option a parameter: this is the command line
     )  # fmt: skip
     console = Console(quiet=json, highlight=False)
     settings = Settings()
-    backends = world.Backends(
+    backends = Backends(
         accelerator or settings.accelerator,
         (nic or settings.nic) if nodes > 1 else None,
         (verbs or settings.verbs) if nodes > 1 else None,
     )
-    topology = world.emulated_topology(
-        world.machine_topology(backends), backends, nodes, ranks_per_node
+    topology = machine.emulated_topology(
+        machine.machine_topology(backends), backends, nodes, ranks_per_node
     )
     plan = api.plan(
         name,
@@ -162,8 +163,10 @@ def _spec(  # the command line's options, made consistent
     if not replicate:
         if n % world_size:
             raise ShapeError(
-                "n", n, f"a multiple of {world_size} ranks", why="B is sharded by columns; "
-                "--replicate-b keeps it whole",
+                "n",
+                n,
+                f"a multiple of {world_size} ranks",
+                why="B is sharded by columns; --replicate-b keeps it whole",
             )
         n //= world_size
     seed, warmup, iterations = counts

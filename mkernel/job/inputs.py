@@ -88,7 +88,9 @@ def load(files: tuple[Path, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """
     for file in files:
         if not file.is_file():
-            raise InputFileError(f"--input {file}: no such file; give an existing .safetensors or .npy")
+            raise InputFileError(
+                f"--input {file}: no such file; give an existing .safetensors or .npy"
+            )
     suffixes = [file.suffix for file in files]
     if suffixes == [".safetensors"]:
         a, b = _from_safetensors(files[0])
@@ -96,8 +98,8 @@ def load(files: tuple[Path, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = (_from_npy(file) for file in files)
     else:
         raise InputFileError(
-            f"--input {' '.join(map(str, files))}: expected one .safetensors file with keys 'a' and "
-            "'b', or two .npy files (--input a.npy --input b.npy)"
+            f"--input {' '.join(map(str, files))}: expected one .safetensors file with keys 'a' "
+            "and 'b', or two .npy files (--input a.npy --input b.npy)"
         )
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dim() != 2 or 0 in tensor.shape:

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 from mkernel.backends.base import View
+from mkernel.current import current
 from mkernel.job import verify
 from mkernel.job.inputs import open_inputs
 from mkernel.job.spec import JobSpec
 from mkernel.launch import report
 from mkernel.ops import all_gather_gemm
 from mkernel.ops.validate import DTYPES
-from mkernel.world import current
 
 VIEWS: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
 
@@ -29,7 +29,8 @@ class RankResult:
         seconds: per view, wall time of each timed call (from a common barrier to the result).
         comm_seconds: the communication kernel's wall time in each sequential call.
         errors: relative Frobenius error by view, of the last timed call.
-        trace: instruction record of one pipelined call. nic_bytes: bytes put through the NIC in all.
+        trace: instruction record of one pipelined call.
+        nic_bytes: bytes put through the NIC in all.
     """
 
     digest: str = ""

@@ -73,7 +73,7 @@ def clock(compute: float, comm: float, sequential: float, pipelined: float) -> C
 
 def slowest(samples: Sequence[Sequence[float]]) -> float:
     """Median over iterations of the slowest rank; ``samples[rank][iteration]``."""
-    return statistics.median(max(each) for each in zip(*samples, strict=True))
+    return float(statistics.median(max(each) for each in zip(*samples, strict=True)))
 
 
 def build(

@@ -1,7 +1,7 @@
 """Judges a result against float64, computed from the same inputs.
 
-Tolerances are relative Frobenius errors (design: one rounding to bfloat16 gives 1.7e-3, partial sums
-kept in bfloat16 2.4e-3 and more with atomics). A NaN or infinity must stand exactly where the
+Tolerances are relative Frobenius errors (one rounding to bfloat16 gives 1.7e-3; partial sums kept
+in bfloat16 give 2.4e-3, and more with atomics). A NaN or infinity must stand exactly where the
 reference has one; the error is taken over the rest.
 """
 
@@ -56,7 +56,9 @@ def all_gather_gemm(
     squared_error = squared_norm = 0.0
     done = 0
     for source in range(world_size):
-        for rows in inputs.a(source, iteration).split(_ROWS):
+        shard = inputs.a(source, iteration)
+        for first in range(0, len(shard), _ROWS):
+            rows = shard[first : first + _ROWS]
             part = result[done : done + len(rows)]
             error, norm = compare(part, rows.to(torch.float64) @ b)
             squared_error, squared_norm = squared_error + error, squared_norm + norm

@@ -1,1 +1,1 @@
-"""The ops. Each module opens with its data flow; validation that several share is in ``validate``."""
+"""The ops. Each module opens with its data flow; shared checks are in ``validate``."""

@@ -15,11 +15,12 @@ from typing import Literal, overload
 import torch
 
 from mkernel.backends.base import AcceleratorCapabilities, View
+from mkernel.current import current
 from mkernel.errors import ShapeError
 from mkernel.ops import validate
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan as make_plan
-from mkernel.world import CallRecord, World, current
+from mkernel.world import CallRecord, World
 
 NAME = "all_gather_gemm"
 

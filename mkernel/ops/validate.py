@@ -1,4 +1,4 @@
-"""Checks of arguments that several ops share. Each failure names the argument, value, legal range."""
+"""Argument checks that several ops share. A failure names the argument, value, legal range."""
 
 from __future__ import annotations
 

@@ -1,0 +1,140 @@
+"""The world of this process: ``init`` joins it, ``finalize`` leaves it, ``current`` is it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized
+from mkernel.identity import Backends, Identity
+from mkernel.settings import Settings
+from mkernel.world import World
+
+
+class _Current:
+    """The process's world, and how many it has had (each gets its own key prefix)."""
+
+    world: World | None = None
+    generation: int = 0
+
+
+def init(
+    *,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    accelerator: str | None = None,
+    nic: str | None = None,
+    verbs: str | None = None,
+    timeout_s: float | None = None,
+    settings: Settings | None = None,
+    stores: tuple[Store, Store] | None = None,
+) -> World:
+    """Join the world that this process was started for. Collective.
+
+    Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` as
+    torchrun sets them; :func:`mkernel.launch` sets them too. Without them the world is this one
+    process.
+
+    Args:
+        nodes: number of nodes; more than there are hosts splits each host into emulated nodes,
+            whose ranks talk only through the NIC. Default: MKERNEL_NODES, else the hosts as found.
+        ranks_per_node: checked against the world size where given.
+        accelerator, nic, verbs: names of backends and provider. Defaults: settings.
+        timeout_s: deadline of every wait, in seconds.
+        stores: two clients of one torch store (one for the watchdog); default: env:// rendezvous.
+
+    Raises:
+        AlreadyInitialized: this process is in a world. ArgumentError: the world size does not
+        match nodes x ranks. UnknownBackend, BackendUnavailable. PlanMismatch: ranks were started
+        with different options. Timeout: a rank did not come. PeerFailure: a rank failed.
+    """
+    if _Current.world is not None:
+        raise AlreadyInitialized(
+            "this process is already in a world; call mkernel.finalize() first"
+        )
+    settings = settings or Settings()
+    if timeout_s is not None:
+        if timeout_s <= 0:
+            raise ArgumentError("timeout_s", timeout_s, "a number of seconds above 0")
+        settings = settings.model_copy(update={"timeout_s": timeout_s})
+    identity = _identity(nodes if nodes is not None else settings.nodes, ranks_per_node)
+    apart = identity.nodes > 1
+    backends = Backends(
+        accelerator or settings.accelerator,
+        (nic or settings.nic) if apart else None,
+        (verbs or settings.verbs) if apart else None,
+    )
+    _Current.generation += 1
+    prefix = "/".join(
+        ["mkernel", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), str(_Current.generation)]
+    )
+    one, two = stores or _rendezvous(identity)
+    _Current.world = World(
+        identity, backends, settings, (PrefixStore(prefix, one), PrefixStore(prefix, two))
+    )
+    return _Current.world
+
+
+def finalize(error: BaseException | None = None) -> None:
+    """Leave the world and free all it holds; harmless without one.
+
+    Args:
+        error: why this rank stops early; the others then raise PeerFailure instead of waiting.
+    """
+    world, _Current.world = _Current.world, None
+    if world is not None:
+        world.close(error)
+
+
+def current() -> World:
+    """The world of this process. NotInitialized."""
+    if _Current.world is None:
+        raise NotInitialized(
+            "no world; call mkernel.init() first, or run inside mkernel.launch(...)"
+        )
+    return _Current.world
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a world."""
+    return _Current.world is not None
+
+
+def _environment_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(name, repr(text), "an integer, as torchrun sets it") from None
+
+
+def _identity(nodes: int | None, ranks_per_node: int | None) -> Identity:
+    rank, size = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
+    if size < 1 or not 0 <= rank < size:
+        raise ArgumentError("RANK", rank, f"0 to WORLD_SIZE - 1 = {size - 1}")
+    per_host = _environment_int("LOCAL_WORLD_SIZE", size)
+    if nodes is None:
+        nodes = size // (ranks_per_node or per_host) or 1
+    each = ranks_per_node or max(1, size // max(1, nodes))
+    if nodes < 1 or nodes * each != size:
+        raise ArgumentError(
+            "nodes",
+            nodes,
+            f"nodes x ranks_per_node = WORLD_SIZE = {size}",
+            why=f"{nodes} x {each} ranks = {nodes * each}",
+        )
+    return Identity(rank, nodes, each)
+
+
+def _rendezvous(identity: Identity) -> tuple[Store, Store]:
+    """Two store clients: requests of one client wait for each other, and the watchdog must not."""
+    if identity.size == 1 and "MASTER_ADDR" not in os.environ:
+        store = torch.distributed.HashStore()
+        return store, store
+    one, two = (
+        next(torch.distributed.rendezvous("env://", identity.rank, identity.size))[0]
+        for _ in range(2)
+    )
+    return one, two

@@ -1,0 +1,43 @@
+"""Where a rank stands in its world, and what the world runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Where a rank stands. ``rank`` = ``node * ranks_per_node + local_rank``."""
+
+    rank: int
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def node(self) -> int:
+        """Index of this rank's node."""
+        return self.rank // self.ranks_per_node
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this rank in its node."""
+        return self.rank % self.ranks_per_node
+
+    @property
+    def node_of(self) -> tuple[int, ...]:
+        """Node of every rank."""
+        return tuple(rank // self.ranks_per_node for rank in range(self.size))
+
+
+@dataclass(frozen=True)
+class Backends:
+    """Names of what a world runs on. ``nic`` and ``verbs`` are None in a world of one node."""
+
+    accelerator: str
+    nic: str | None
+    verbs: str | None
