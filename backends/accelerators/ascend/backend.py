@@ -1,0 +1,262 @@
+"""The ascend backend: AllGather+GEMM as a comm and a compute kernel on simulated NPU cores."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from mkernel.backends.accelerators.ascend.memory import HostMemory
+from mkernel.backends.base import (
+    AcceleratorBackend,
+    AcceleratorCapabilities,
+    Call,
+    Launch,
+    LaunchTimes,
+    Status,
+    SymmetricMemory,
+    Workspace,
+)
+from mkernel.errors import BackendUnavailable, DtypeError, LayoutError, ShapeError, Unsupported
+from mkernel.plan.model import LaunchPlan
+from mkernel.topology.model import Accelerator
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.ascend import _ascend
+
+COMPUTE_CORES = 24
+"""Cube cores (AIC) of the simulated chip."""
+COMM_CORES = 48
+"""Vector cores (AIV) of the simulated chip."""
+
+_TORCH_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+
+
+def _native() -> Any:
+    try:
+        from mkernel.backends.accelerators.ascend import _ascend
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the ascend simulator's native module does not import: {error}; reinstall mkernel"
+        ) from error
+    return _ascend
+
+
+def _geometry(plan: LaunchPlan) -> _ascend.AgGemmGeometry:
+    if plan.op != "all_gather_gemm":
+        raise Unsupported(f"accelerator 'ascend' does not run {plan.op}")
+    chunking = plan.chunking
+    geometry: _ascend.AgGemmGeometry = _native().AgGemmGeometry(
+        world=plan.world_size,
+        m_local=plan.shape.m // plan.world_size,
+        n=plan.shape.n,
+        k=plan.shape.k,
+        dtype=plan.dtype,
+        tile_m=chunking.tile_m,
+        tile_n=chunking.tile_n,
+        tile_k=chunking.tile_k,
+        step_k=chunking.step_k,
+        tiles_per_chunk=chunking.tiles_per_chunk,
+    )
+    if geometry.chunks != chunking.chunks_per_rank:
+        raise ValueError(
+            f"plan.chunking.chunks_per_rank = {chunking.chunks_per_rank}, but {chunking} cuts "
+            f"{plan.shape.m // plan.world_size} x {plan.shape.k} rows into {geometry.chunks} chunks"
+        )
+    return geometry
+
+
+def _matrix(
+    call: Call, name: str, shape: tuple[int, int], dtype: str, *, column_major: bool = False
+) -> tuple[int, int, int]:
+    """(address, row stride, column stride) of an argument that fits the plan, else an error."""
+    tensor = call.tensors[name]
+    if tensor.dtype != _TORCH_DTYPES[dtype]:
+        raise DtypeError(name, tensor.dtype, f"{dtype}, as planned")
+    if tuple(tensor.shape) != shape:
+        raise ShapeError(name, tuple(tensor.shape), f"{shape}, as planned")
+    if tensor.device.type != "cpu":
+        raise LayoutError(name, tensor.device, "a tensor in host memory: the device is simulated")
+    row, col = tensor.stride()
+    # torch leaves the strides of dimensions of size 1 open.
+    if column_major:
+        row, lead = 1, (col if shape[1] > 1 else shape[0])
+        legal = shape[0] == 1 or tensor.stride(0) == 1
+    else:
+        col, lead = 1, (row if shape[0] > 1 else shape[1])
+        legal = shape[1] == 1 or tensor.stride(1) == 1
+    shortest = shape[0] if column_major else shape[1]
+    if not legal or lead < shortest:
+        wanted = "columns" if column_major else "rows"
+        raise LayoutError(name, f"strides {tensor.stride()}", f"contiguous {wanted}, as planned")
+    return (tensor.data_ptr(), 1, lead) if column_major else (tensor.data_ptr(), lead, 1)
+
+
+_in_flight: set[AscendLaunch] = set()
+"""Launches whose kernels may still run. They stay here, and so keep their tensors, even if the
+caller drops them."""
+
+
+class AscendLaunch(Launch):
+    """A call that runs on simulated cores."""
+
+    def __init__(self, native: _ascend.Launch, call: Call) -> None:
+        """Called by ``AscendAccelerator.launch``."""
+        self._native = native
+        self._tensors = tuple(call.tensors.values())
+        self._traced = call.trace
+        for other in tuple(_in_flight):
+            other._finished(0.0)
+        _in_flight.add(self)
+
+    def _finished(self, timeout_s: float) -> bool:
+        done = True
+        try:
+            done = self._native.wait(timeout_s)
+        except RuntimeError:
+            pass  # is for its owner to hear, in its own `wait`
+        if done:
+            _in_flight.discard(self)
+        return done
+
+    def wait(self, timeout_s: float) -> bool:
+        """True once both kernels have returned. RuntimeError where the simulator refused an
+        instruction (names core, instruction and buffer range); the kernels have returned then."""
+        try:
+            done = self._native.wait(timeout_s)
+        except RuntimeError:
+            _in_flight.discard(self)
+            raise
+        if done:
+            _in_flight.discard(self)
+        return done
+
+    def times(self) -> LaunchTimes:
+        """Host wall time of each kernel; a kernel that the view leaves out took 0 s."""
+        return LaunchTimes(
+            {"comm": self._native.comm_seconds, "compute": self._native.compute_seconds}
+        )
+
+    def trace(self) -> bytes | None:
+        """Instruction record for :mod:`.timeline`, or None."""
+        return self._native.trace() if self._traced else None
+
+
+class AscendAccelerator(AcceleratorBackend):
+    """Simulated A2/A3-class NPUs: one process a rank, host threads as cores.
+
+    ``slots`` bounds how many simulated cores of this process run at the same time; the others wait
+    their turn. By default the process's CPUs divided by the ranks of the plan, at least 1.
+    """
+
+    name: ClassVar[str] = "ascend"
+
+    def __init__(self, slots: int | None = None) -> None:
+        if slots is not None and slots < 1:
+            raise ValueError(f"slots = {slots} is not legal; expected at least 1")
+        self._slots = slots
+
+    def status(self) -> Status:
+        """Usable wherever the native module imports. Says what it knows of a real NPU."""
+        try:
+            unit = _native().matrix_unit()
+        except BackendUnavailable as error:
+            return Status(False, str(error), "reinstall mkernel with a C++20 compiler at hand")
+        npu = "torch_npu is installed" if _has_torch_npu() else "no torch_npu"
+        return Status(True, f"simulator ({unit} matrix unit); real NPU: {npu}, not used")
+
+    def probe(self) -> tuple[Accelerator, ...]:
+        """One prototype of the simulated chip."""
+        if not self.status().usable:
+            return ()
+        return (
+            Accelerator(
+                id="ascend-sim0",
+                kind="ascend",
+                name=f"simulated A3 ({COMPUTE_CORES} AIC, {COMM_CORES} AIV)",
+                index=0,
+                emulated=True,
+            ),
+        )
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        """AllGather+GEMM in three dtypes, both layouts of b, p2p in a node, NIC between nodes."""
+        return AcceleratorCapabilities(
+            ops=("all_gather_gemm",),
+            dtypes=("float16", "bfloat16", "float32"),
+            out_dtypes=("float32", "float16", "bfloat16"),
+            b_layouts=("row", "column"),
+            alignment_bytes=16,
+            transfer_paths=("p2p", "nic"),
+            peer_access=True,
+            simulated=True,
+            compute_cores=COMPUTE_CORES,
+            comm_cores=COMM_CORES,
+        )
+
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        """Zeroed shared host pages."""
+        return HostMemory.create(nbytes)
+
+    def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
+        """Map a same-node peer's pages. OSError where they are gone."""
+        return HostMemory.attach(descriptor)
+
+    def workspace(self, plan: LaunchPlan) -> Workspace:
+        """Staging slots and chunk flags. ValueError for tiles that the buffers cannot hold."""
+        geometry = _geometry(plan)
+        return Workspace(nbytes=geometry.workspace_bytes, signals=geometry.signals)
+
+    def launch(self, call: Call) -> AscendLaunch:
+        """Start both kernels and return at once."""
+        plan, native = call.plan, _native()
+        geometry = _geometry(plan)
+        cores = plan.resources
+        if cores.compute_blocks > COMPUTE_CORES or cores.comm_blocks > COMM_CORES:
+            raise Unsupported(
+                f"plan.resources asks for {cores.compute_blocks} compute and {cores.comm_blocks} comm "
+                f"blocks; the chip has {COMPUTE_CORES} AIC and {COMM_CORES} AIV cores"
+            )
+        m_local, n, k = plan.shape.m // plan.world_size, plan.shape.n, plan.shape.k
+        native.set_slots(self._slots or max(1, len(os.sched_getaffinity(0)) // plan.world_size))
+        peers = [(0, 0)] * plan.world_size
+        peers[call.rank] = (call.pad, call.workspace)
+        for rank, peer in call.peers.items():
+            peers[rank] = (peer.pad, peer.workspace)
+        started = native.launch_ag_gemm(
+            geometry=geometry,
+            rank=call.rank,
+            a=_matrix(call, "a", (m_local, k), plan.dtype),
+            b=_matrix(call, "b", (k, n), plan.dtype, column_major=plan.b_layout == "column"),
+            out=_matrix(call, "out", (plan.shape.m, n), plan.out_dtype),
+            out_dtype=plan.out_dtype,
+            epoch=call.epoch,
+            number=call.number & 0xFFFFFFFF,
+            pad=call.pad,
+            workspace=call.workspace,
+            signal_base=call.signal_base,
+            region=call.region,
+            peers=peers,
+            source_order=list(plan.order[call.rank]),
+            compute_blocks=cores.compute_blocks,
+            comm_blocks=cores.comm_blocks,
+            node=plan.placement[call.rank].node,
+            fifo=call.fifo,
+            timeout_s=call.timeout_s,
+            view=call.view,
+            trace=call.trace,
+        )
+        return AscendLaunch(started, call)
+
+
+def _has_torch_npu() -> bool:
+    # Only looked for: importing it needs CANN, and it registers itself with torch.
+    return importlib.util.find_spec("torch_npu") is not None
+
+

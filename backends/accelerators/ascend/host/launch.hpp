@@ -1,0 +1,80 @@
+// One running call of AllGather+GEMM on one rank: starts the two kernels on simulated cores, keeps
+// what they use alive, and collects outcome, times and traces.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/ascend/kernels/ag_gemm/args.hpp"
+#include "backends/accelerators/ascend/sim/core.hpp"
+
+namespace mkernel::ascend::host {
+
+enum class View : std::uint32_t { pipelined = 0, sequential = 1, compute_only = 2 };
+
+struct Call {
+    ag_gemm::Args args;  // pointers into this struct's vectors are set by the launch
+    std::vector<ag_gemm::Peer> peers;
+    std::vector<std::uint32_t> source_order;
+    std::uint32_t compute_blocks = 1, comm_blocks = 1;
+    std::uint32_t number = 0;
+    std::uint32_t node = 0;
+    const nics::FifoDevice* fifo = nullptr;
+    std::uint64_t timeout_ns = 0;
+    View view = View::pipelined;
+    bool trace = false;
+};
+
+// Refuses (std::invalid_argument) tile sizes that the on-chip buffers cannot hold.
+void check_tiles(const ag_gemm::Geometry& geometry);
+
+class Launch : public std::enable_shared_from_this<Launch> {
+  public:
+    static std::shared_ptr<Launch> start(Call call);
+
+    // True once both kernels have returned. Rethrows what an instruction of them reported.
+    bool wait(std::uint64_t timeout_ns);
+    // Seconds; meaningful once wait returned true. 0 for a kernel that the view leaves out.
+    [[nodiscard]] double comm_seconds() const { return comm_.seconds(); }
+    [[nodiscard]] double compute_seconds() const { return compute_.seconds(); }
+    // Trace blob (sim/trace.hpp); empty where none was asked for.
+    [[nodiscard]] std::string trace() const;
+
+    // Aborts every launch of this process that is still running, so that its cores can be joined.
+    static void cancel_all();
+
+  private:
+    struct Kernel {
+        sim::CoreKind kind = sim::CoreKind::aic;
+        std::uint32_t blocks = 0;
+        std::vector<std::vector<sim::Record>> records;
+        std::atomic<std::uint32_t> left{0};
+        std::uint64_t start_ns = 0, end_ns = 0;
+        [[nodiscard]] double seconds() const {
+            return end_ns > start_ns ? static_cast<double>(end_ns - start_ns) * 1e-9 : 0.0;
+        }
+    };
+
+    explicit Launch(Call call);
+    void submit(Kernel& kernel);
+    void run_core(Kernel& kernel, std::uint32_t index);
+    void kernel_ended(Kernel& kernel);
+    void count_chunks_as_present();
+
+    Call call_;
+    sim::Environment environment_;
+    std::vector<std::uint32_t> send_order_;
+    Kernel comm_, compute_;
+
+    std::mutex mutex_;
+    std::condition_variable ended_;
+    std::uint32_t kernels_left_ = 0;
+    std::string error_;
+};
+
+}  // namespace mkernel::ascend::host

@@ -1,0 +1,164 @@
+// Python bindings of the ascend backend. Everything that blocks releases the GIL; no native thread
+// ever calls Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/ascend/host/launch.hpp"
+#include "backends/accelerators/ascend/sim/matrix_unit.hpp"
+#include "backends/accelerators/ascend/sim/scheduler.hpp"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mkernel::ascend {
+namespace {
+
+isa::DType dtype_named(const std::string& name) {
+    for (const auto dtype : {isa::DType::float16, isa::DType::bfloat16, isa::DType::float32}) {
+        if (name == isa::name_of(dtype)) return dtype;
+    }
+    throw py::value_error("dtype = " + name + "; expected float16, bfloat16 or float32");
+}
+
+template <class T>
+T* pointer(std::uint64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+std::uint64_t nanoseconds(double seconds) {
+    return static_cast<std::uint64_t>(std::llround(std::min(std::max(seconds, 0.0), 1e9) * 1e9));
+}
+
+ag_gemm::Geometry geometry(std::uint32_t world, std::uint32_t m_local, std::uint32_t n,
+                           std::uint32_t k, const std::string& dtype, std::uint32_t tile_m,
+                           std::uint32_t tile_n, std::uint32_t tile_k, std::uint32_t step_k,
+                           std::uint32_t tiles_per_chunk) {
+    const ag_gemm::Geometry made{.world = world,
+                                 .m_local = m_local,
+                                 .n = n,
+                                 .k = k,
+                                 .tile_m = tile_m,
+                                 .tile_n = tile_n,
+                                 .tile_k = tile_k,
+                                 .step_k = step_k,
+                                 .tiles_per_chunk = tiles_per_chunk,
+                                 .dtype = dtype_named(dtype)};
+    host::check_tiles(made);
+    return made;
+}
+
+using Matrix = std::tuple<std::uint64_t, std::int64_t, std::int64_t>;  // address, strides
+
+isa::GlobalView view(const Matrix& matrix, isa::DType dtype, std::uint32_t rows,
+                     std::uint32_t cols) {
+    return {pointer<std::byte>(std::get<0>(matrix)),
+            dtype,
+            rows,
+            cols,
+            std::get<1>(matrix),
+            std::get<2>(matrix)};
+}
+
+std::shared_ptr<host::Launch> launch(
+    const ag_gemm::Geometry& g, std::uint32_t rank, const Matrix& a, const Matrix& b,
+    const Matrix& out, const std::string& out_dtype, std::uint64_t epoch, std::uint32_t number,
+    std::uint64_t pad, std::uint64_t workspace, std::uint32_t signal_base, std::uint32_t region,
+    const std::vector<std::pair<std::uint64_t, std::uint64_t>>& peers,
+    std::vector<std::uint32_t> source_order, std::uint32_t compute_blocks,
+    std::uint32_t comm_blocks, std::uint32_t node, std::uint64_t fifo, double timeout_s,
+    const std::string& view_name, bool trace) {
+    host::Call call;
+    call.args.geometry = g;
+    call.args.rank = rank;
+    call.args.epoch = epoch;
+    call.args.a = view(a, g.dtype, g.m_local, g.k);
+    call.args.b = view(b, g.dtype, g.k, g.n);
+    call.args.out = view(out, dtype_named(out_dtype), g.m_local * g.world, g.n);
+    call.args.pad = pointer<std::byte>(pad);
+    call.args.workspace = pointer<std::byte>(workspace);
+    call.args.signal_base = signal_base;
+    call.args.region = region;
+    for (const auto& [peer_pad, peer_workspace] : peers) {
+        call.peers.push_back({pointer<std::byte>(peer_pad), pointer<std::byte>(peer_workspace)});
+    }
+    call.source_order = std::move(source_order);
+    call.compute_blocks = compute_blocks;
+    call.comm_blocks = comm_blocks;
+    call.number = number;
+    call.node = node;
+    call.fifo = pointer<const nics::FifoDevice>(fifo);
+    call.timeout_ns = nanoseconds(timeout_s);
+    call.trace = trace;
+    call.view = view_name == "sequential"     ? host::View::sequential
+                : view_name == "compute_only" ? host::View::compute_only
+                                              : host::View::pipelined;
+    if (call.peers.size() != g.world || call.source_order.size() != g.world || rank >= g.world) {
+        throw py::value_error("peers and source_order must have one entry a rank of the world");
+    }
+    if (compute_blocks == 0 || comm_blocks == 0 || epoch == 0) {
+        throw py::value_error("compute_blocks, comm_blocks and epoch must be at least 1");
+    }
+    if (!runtime::SignalPad(call.args.pad).valid()) {
+        throw py::value_error("pad does not hold a formatted signal pad");
+    }
+    if (signal_base + std::uint64_t{g.signals()} > runtime::SignalPad(call.args.pad).capacity()) {
+        throw py::value_error("the plan needs signals up to " +
+                              std::to_string(signal_base + std::uint64_t{g.signals()}) +
+                              ", the signal pad has " +
+                              std::to_string(runtime::SignalPad(call.args.pad).capacity()) +
+                              "; raise the setting `signals`");
+    }
+    return host::Launch::start(std::move(call));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_ascend, module) {
+    module.doc() = "Simulator and kernels of the ascend backend.";
+
+    py::class_<ag_gemm::Geometry>(module, "AgGemmGeometry")
+        .def(py::init(&geometry), py::kw_only(), "world"_a, "m_local"_a, "n"_a, "k"_a, "dtype"_a,
+             "tile_m"_a, "tile_n"_a, "tile_k"_a, "step_k"_a, "tiles_per_chunk"_a)
+        .def_property_readonly("chunks", &ag_gemm::Geometry::chunks)
+        .def_property_readonly("workspace_bytes", &ag_gemm::Geometry::workspace_bytes)
+        .def_property_readonly("signals", &ag_gemm::Geometry::signals)
+        .def("flag", &ag_gemm::Geometry::flag, "parity"_a, "source"_a, "chunk"_a)
+        .def("summary", &ag_gemm::Geometry::summary, "parity"_a, "source"_a)
+        .def("released", &ag_gemm::Geometry::released, "rank"_a)
+        .def("slot_offset", &ag_gemm::Geometry::slot_offset, "parity"_a, "source"_a);
+
+    py::class_<host::Launch, std::shared_ptr<host::Launch>>(module, "Launch")
+        .def(
+            "wait",
+            [](host::Launch& self, double timeout_s) { return self.wait(nanoseconds(timeout_s)); },
+            "timeout_s"_a, py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("comm_seconds", &host::Launch::comm_seconds)
+        .def_property_readonly("compute_seconds", &host::Launch::compute_seconds)
+        .def("trace", [](const host::Launch& self) { return py::bytes(self.trace()); });
+
+    module.def("launch_ag_gemm", &launch, py::kw_only(), "geometry"_a, "rank"_a, "a"_a, "b"_a,
+               "out"_a, "out_dtype"_a, "epoch"_a, "number"_a, "pad"_a, "workspace"_a,
+               "signal_base"_a, "region"_a, "peers"_a, "source_order"_a, "compute_blocks"_a,
+               "comm_blocks"_a, "node"_a, "fifo"_a, "timeout_s"_a, "view"_a, "trace"_a,
+               py::call_guard<py::gil_scoped_release>());
+
+    module.def("matrix_unit", [] { return std::string(sim::matrix_unit().name); });
+    module.def(
+        "set_slots", [](unsigned slots) { sim::Scheduler::process().set_slots(slots); }, "slots"_a,
+        py::call_guard<py::gil_scoped_release>());
+    module.def("slots", [] { return sim::Scheduler::process().slots(); });
+
+    // At interpreter exit: end what still runs, join the host threads of the simulated cores.
+    py::module_::import("atexit").attr("register")(py::cpp_function([] {
+        const py::gil_scoped_release release;
+        host::Launch::cancel_all();
+        sim::Scheduler::shutdown_process();
+    }));
+}
+
+}  // namespace mkernel::ascend

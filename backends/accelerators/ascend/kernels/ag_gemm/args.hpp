@@ -1,0 +1,165 @@
+// AllGather+GEMM: what both kernels get, and the geometry that they must agree on.
+//
+// Rows of A are cut into tiles of tile_m x tile_k, numbered row group by row group, K fastest; a
+// chunk is `tiles_per_chunk` consecutive tiles, the last one shorter. A rank's packed form of its
+// rows (the *staging slot*) holds its tiles one after another, each dense in its valid size: slot
+// bytes are exactly m_local * k elements and a chunk is one contiguous range.
+//
+// Workspace of a rank: [2 parities][world slots]. Slot s of parity (epoch & 1) receives rank s's
+// rows; the own slot, which receives nothing, is where chunks are packed for NIC puts, so that
+// local and remote offsets of a put are equal.
+//
+// Signals of the plan, from `signal_base`; counters only grow. `uses` is how many calls up to this
+// one had its parity.
+//   flag(p, s, c)   +1 by rank s when chunk c of parity p is in place here; ready: >= uses
+//   summary(p, s)   +1 for each chunk of rank s, by same-node ranks only: a second message through
+//   a
+//                   NIC that does not keep order could overtake the data; all ready: >= uses *
+//                   chunks
+//   released(s)     +1 by rank s when it has finished a call, so that slots of its workspace may be
+//                   written again: a put of epoch e waits for >= e - 2
+//   finished        +1 by each compute block of this rank; block 0 releases once all have
+// Flags have a parity because epoch e+1 may send before epoch e is consumed: on a NIC without order
+// a flag of e+1 must not be taken for one of e.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "backends/accelerators/ascend/isa/tile.hpp"
+
+namespace mkernel::ascend::ag_gemm {
+
+inline constexpr std::uint32_t kMaxWorld = 64;
+inline constexpr std::uint32_t kSlotAlignment = 512;  // bytes
+
+// A same-node rank, mapped here; both null for a rank of another node.
+struct Peer {
+    std::byte* pad = nullptr;
+    std::byte* workspace = nullptr;
+};
+
+struct Range {
+    std::uint64_t offset = 0, bytes = 0;
+};
+
+struct Geometry {
+    std::uint32_t world = 1;
+    std::uint32_t m_local = 0, n = 0, k = 0;
+    std::uint32_t tile_m = 0, tile_n = 0, tile_k = 0, step_k = 0, tiles_per_chunk = 1;
+    isa::DType dtype = isa::DType::float16;
+
+    static constexpr std::uint32_t divide_up(std::uint32_t a, std::uint32_t b) {
+        return (a + b - 1) / b;
+    }
+    [[nodiscard]] constexpr std::uint32_t row_groups() const { return divide_up(m_local, tile_m); }
+    [[nodiscard]] constexpr std::uint32_t k_tiles() const { return divide_up(k, tile_k); }
+    [[nodiscard]] constexpr std::uint32_t n_tiles() const { return divide_up(n, tile_n); }
+    [[nodiscard]] constexpr std::uint32_t tiles() const { return row_groups() * k_tiles(); }
+    [[nodiscard]] constexpr std::uint32_t chunks() const {
+        return divide_up(tiles(), tiles_per_chunk);
+    }
+    [[nodiscard]] constexpr std::uint32_t chunk_of(std::uint32_t tile) const {
+        return tile / tiles_per_chunk;
+    }
+    [[nodiscard]] constexpr std::uint32_t chunk_end(std::uint32_t chunk) const {
+        const std::uint32_t end = (chunk + 1) * tiles_per_chunk;
+        return end < tiles() ? end : tiles();
+    }
+    [[nodiscard]] constexpr std::uint32_t rows_of(std::uint32_t row_group) const {
+        const std::uint32_t left = m_local - row_group * tile_m;
+        return left < tile_m ? left : tile_m;
+    }
+    [[nodiscard]] constexpr std::uint32_t depth_of(std::uint32_t k_tile) const {
+        const std::uint32_t left = k - k_tile * tile_k;
+        return left < tile_k ? left : tile_k;
+    }
+
+    // Bytes from the start of a slot to tile (row_group, k_tile).
+    [[nodiscard]] constexpr std::uint64_t tile_offset(std::uint32_t row_group,
+                                                      std::uint32_t k_tile) const {
+        const std::uint64_t elements = std::uint64_t{row_group} * tile_m * k +
+                                       std::uint64_t{rows_of(row_group)} * k_tile * tile_k;
+        return elements * isa::bytes_of(dtype);
+    }
+    [[nodiscard]] constexpr Range chunk_range(std::uint32_t chunk) const {
+        const auto start_of = [this](std::uint32_t tile) {
+            return tile == tiles() ? std::uint64_t{m_local} * k * isa::bytes_of(dtype)
+                                   : tile_offset(tile / k_tiles(), tile % k_tiles());
+        };
+        const std::uint64_t begin = start_of(chunk * tiles_per_chunk);
+        return {begin, start_of(chunk_end(chunk)) - begin};
+    }
+    [[nodiscard]] constexpr std::uint64_t slot_bytes() const {
+        const std::uint64_t bytes = std::uint64_t{m_local} * k * isa::bytes_of(dtype);
+        return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+    }
+    [[nodiscard]] constexpr std::uint64_t slot_offset(std::uint32_t parity,
+                                                      std::uint32_t source) const {
+        return (std::uint64_t{parity} * world + source) * slot_bytes();
+    }
+    [[nodiscard]] constexpr std::uint64_t workspace_bytes() const {
+        return world == 1 ? 0 : slot_offset(2, 0);
+    }
+
+    // Signal indices relative to the plan's first.
+    [[nodiscard]] constexpr std::uint32_t flag(std::uint32_t parity, std::uint32_t source,
+                                               std::uint32_t chunk) const {
+        return (parity * world + source) * chunks() + chunk;
+    }
+    [[nodiscard]] constexpr std::uint32_t summary(std::uint32_t parity,
+                                                  std::uint32_t source) const {
+        return flag(2, 0, 0) + parity * world + source;
+    }
+    [[nodiscard]] constexpr std::uint32_t released(std::uint32_t rank) const {
+        return summary(2, 0) + rank;
+    }
+    [[nodiscard]] constexpr std::uint32_t finished() const { return released(world); }
+    [[nodiscard]] constexpr std::uint32_t signals() const { return finished() + 1; }
+};
+
+struct Args {
+    Geometry geometry;
+    std::uint32_t rank = 0;
+    std::uint64_t epoch = 1;
+    isa::GlobalView a;               // [m_local, k], rows contiguous
+    isa::GlobalView b;               // [k, n], rows or columns contiguous
+    isa::GlobalView out;             // [world * m_local, n], rows contiguous
+    std::byte* pad = nullptr;        // the own rank's
+    std::byte* workspace = nullptr;  // the own rank's
+    const Peer* peers = nullptr;     // [world]
+    std::uint32_t signal_base = 0;
+    std::uint32_t region = 0;                     // of the workspace, for NIC puts
+    const std::uint32_t* source_order = nullptr;  // [world]: whose rows to consume, itself first
+    const std::uint32_t* send_order = nullptr;    // [chunks]: the order in which chunks leave
+    bool wait_all_first = false;  // sequential view: compute starts when every chunk is here
+    bool ignore_chunks = false;   // compute-only view: chunks count as present
+
+    [[nodiscard]] constexpr std::uint32_t parity() const {
+        return static_cast<std::uint32_t>(epoch & 1);
+    }
+    [[nodiscard]] constexpr std::uint64_t uses() const { return (epoch + 1) / 2; }
+    [[nodiscard]] constexpr bool same_node(std::uint32_t other) const {
+        return peers[other].pad != nullptr;
+    }
+    // Tile (row_group, k_tile) of `source`'s rows in a workspace.
+    [[nodiscard]] constexpr isa::GlobalView staged(std::byte* base, std::uint32_t source,
+                                                   std::uint32_t row_group,
+                                                   std::uint32_t k_tile) const {
+        const Geometry& g = geometry;
+        return {base + g.slot_offset(parity(), source) + g.tile_offset(row_group, k_tile),
+                g.dtype,
+                g.rows_of(row_group),
+                g.depth_of(k_tile),
+                g.depth_of(k_tile),
+                1};
+    }
+    [[nodiscard]] constexpr isa::GlobalView own_tile(std::uint32_t row_group,
+                                                     std::uint32_t k_tile) const {
+        const Geometry& g = geometry;
+        return a.sub(std::int64_t{row_group} * g.tile_m, std::int64_t{k_tile} * g.tile_k,
+                     g.rows_of(row_group), g.depth_of(k_tile));
+    }
+};
+
+}  // namespace mkernel::ascend::ag_gemm

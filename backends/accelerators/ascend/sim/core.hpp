@@ -1,0 +1,136 @@
+// A simulated core: the tile ISA as kernels call it, executed by the issuing host thread.
+//
+// Functional form: an instruction takes effect at once, in issue order, so pipes need no waiting;
+// flags are still counted, and a flag that is waited for without having been set (a certain
+// deadlock on hardware), set twice or left over at the end is an error. With a trace vector each
+// instruction is also recorded for the timed model.
+//
+// A kernel is a template over the core type and uses only the public members up to "host side", so
+// that another core type (strict simulation, a real device) can run the same source.
+//
+// Signals, fences and puts:
+//   fence()    all pipes of the core are drained and what they wrote is visible to whoever sees a
+//              later tnotify/nic_put of this core.
+//   tnotify    adds to a 64-bit counter of the pad of any same-node rank; release.
+//   twait      returns true once the own pad's counter is >= value (acquire), false when the call
+//   is
+//              aborted or its deadline passed; the kernel then returns at once.
+//   nic_put    queues a put-with-signal to a rank of another node; false as twait.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/ascend/isa/pipe.hpp"
+#include "backends/accelerators/ascend/isa/tile.hpp"
+#include "backends/accelerators/ascend/sim/scheduler.hpp"
+#include "backends/accelerators/ascend/sim/trace.hpp"
+#include "backends/nics/fifo_device.hpp"
+#include "backends/runtime/signal_pad.hpp"
+
+namespace mkernel::ascend::sim {
+
+// An instruction that hardware would punish: names core, instruction and buffer range.
+class IsaError : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+// Global memory that a kernel may touch.
+struct GmRange {
+    const std::byte* base = nullptr;
+    std::size_t bytes = 0;
+    bool writable = false;
+};
+
+// What all cores of one kernel launch share. Outlives them.
+struct Environment {
+    runtime::SignalPad pad;                  // the own rank's
+    const nics::FifoDevice* fifo = nullptr;  // null where the world has one node
+    std::uint64_t deadline_ns = 0;           // of every wait
+    std::uint32_t rank = 0;
+    std::uint32_t op = 0;  // call number, for diagnosis
+    std::vector<GmRange> memory;
+    Scheduler* scheduler = nullptr;
+};
+
+// On-chip memory of one core; a host thread keeps one and lends it to the core it runs.
+// L0 buffers hold float32 (matrix_unit.hpp) at twice the tile's byte offset: tiles that do not
+// overlap on hardware do not overlap here.
+class OnChip {
+  public:
+    OnChip();
+    [[nodiscard]] std::byte* at(isa::Buffer buffer, std::uint32_t offset) const;
+
+  private:
+    struct Free {
+        void operator()(std::byte* memory) const;
+    };
+    std::unique_ptr<std::byte, Free> memory_[isa::kBuffers];
+};
+
+class Core {
+  public:
+    Core(const Environment& environment, CoreKind kind, std::uint32_t index, std::uint32_t count,
+         OnChip& memory, std::vector<Record>* trace);
+
+    [[nodiscard]] std::uint32_t index() const { return index_; }
+    [[nodiscard]] std::uint32_t count() const { return count_; }
+
+    // Names the chunk that the following instructions work for: in diagnosis and timelines only.
+    void annotate(std::uint32_t chunk) { chunk_ = chunk; }
+
+    void tload(const isa::Tile& to, const isa::GlobalView& from);   // MTE2
+    void tstore(const isa::GlobalView& to, const isa::Tile& from);  // MTE3; L0C: FIX
+    void textract(const isa::Tile& to, const isa::Tile& from, std::uint32_t row,
+                  std::uint32_t col);                                          // MTE1
+    void tmatmul(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b);  // M
+    void tmatmul_acc(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b);
+    // Copies `from` to `to`, which lies at rank `peer` (may be the own rank), row blocks
+    // alternating between the two UB tiles. A macro of MTE2 and MTE3 instructions with their own
+    // flags.
+    void tput(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from,
+              const isa::Tile& ping, const isa::Tile& pong);
+
+    void set_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
+    void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
+    void pipe_barrier(isa::Pipe pipe);
+    void fence();
+
+    void tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value);
+    [[nodiscard]] bool twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer);
+    // True if the counter is >= value now. A traced core answers false: the trace must not depend
+    // on how the host interleaved the ranks, so it always takes the path that waits.
+    [[nodiscard]] bool ttest(std::uint32_t signal, std::uint64_t value);
+    [[nodiscard]] bool nic_put(const nics::PutCommand& command);
+
+    // --- host side ---
+    // After the kernel returned normally (`complete`) or early: flags left over are an error.
+    void finish(bool complete);
+
+  private:
+    [[noreturn]] void fail(const char* instruction, const std::string& what) const;
+    std::byte* check(const char* instruction, const isa::Tile& tile) const;
+    void check(const char* instruction, const isa::GlobalView& view, bool write) const;
+    void multiply(const char* instruction, const isa::Tile& c, const isa::Tile& a,
+                  const isa::Tile& b, bool accumulate);
+    void record(const Record& record) {
+        if (trace_ != nullptr) trace_->push_back(record);
+    }
+    [[nodiscard]] runtime::Diagnosis diagnosis(std::uint32_t peer) const;
+    [[nodiscard]] int priority() const { return kind_ == CoreKind::aiv ? 0 : 1; }
+
+    const Environment& environment_;
+    CoreKind kind_;
+    std::uint32_t index_, count_;
+    OnChip& memory_;
+    std::vector<Record>* trace_;
+    std::uint32_t chunk_ = kNoChunk;
+    std::uint8_t flags_[isa::kPipes][isa::kPipes][isa::kEvents] = {};
+};
+
+}  // namespace mkernel::ascend::sim

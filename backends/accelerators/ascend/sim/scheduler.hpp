@@ -1,0 +1,68 @@
+// Runs simulated cores on host threads, few at a time.
+//
+// A rank has up to 72 cores and a host may have two CPUs, so only `slots` cores of a process *run*
+// at once; the others are not started yet, or sleep on a signal. A running core keeps its slot, and
+// so its warm caches, until it blocks. Vector cores (priority 0) go before cube cores (priority 1):
+// peers depend on what they send. A thread exists only while a core on it is running or blocked, or
+// is kept idle for the next launch; none is created on the steady path.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace mkernel::ascend::sim {
+
+class Scheduler {
+  public:
+    static constexpr int kPriorities = 2;
+    using Task = std::function<void()>;  // must not throw
+
+    explicit Scheduler(unsigned slots) : slots_(slots > 0 ? slots : 1) {}
+    Scheduler(const Scheduler&) = delete;
+    Scheduler& operator=(const Scheduler&) = delete;
+    // Every task must be able to end by itself (waits have deadlines); the destructor joins.
+    ~Scheduler();
+
+    void submit(int priority, std::vector<Task> tasks);
+
+    // From a running task only: give the slot up before sleeping, take it back after.
+    void begin_block();
+    void end_block(int priority);
+    // From a running task: let tasks of more urgent priority that are ready run first.
+    void yield(int priority);
+
+    void set_slots(unsigned slots);
+    [[nodiscard]] unsigned slots();
+
+    // The process's scheduler. A forked child gets a fresh one. Lives until `shutdown_process`.
+    static Scheduler& process();
+    static void shutdown_process();
+
+  private:
+    struct Ticket {
+        std::condition_variable granted_signal;
+        bool granted = false;
+    };
+
+    void dispatch();  // with mutex_ held: fill free slots
+    void take_slot(int priority, std::unique_lock<std::mutex>& lock);
+    void work();
+
+    std::mutex mutex_;
+    std::condition_variable work_ready_;
+    std::deque<Task> fresh_[kPriorities];        // not yet started
+    std::deque<Ticket*> resuming_[kPriorities];  // want their slot back
+    std::deque<Task> started_;                   // have a slot, wait for a thread
+    std::vector<std::thread> threads_;
+    unsigned slots_;
+    unsigned running_ = 0;
+    unsigned idle_ = 0;
+    bool stopping_ = false;
+};
+
+}  // namespace mkernel::ascend::sim

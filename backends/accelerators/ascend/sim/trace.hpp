@@ -1,0 +1,86 @@
+// What a traced core writes down, and the form in which a rank hands it on.
+//
+// A trace is the *schedule*: instructions in issue order with their sizes, flags and signals,
+// without any time in it. The timed model (replay.hpp) adds the times of a machine description. It
+// does not depend on how the host interleaved the cores.
+//
+// Blob of one rank, little-endian as the host writes it, read only on the same kind of host:
+//   TraceHeader, `baselines` x TraceBaseline, then per core: TraceCore, `records` x Record.
+#pragma once
+
+#include <cstdint>
+
+#include "backends/accelerators/ascend/isa/pipe.hpp"
+
+namespace mkernel::ascend::sim {
+
+enum class Kind : std::uint8_t {
+    tload = 0,
+    tstore = 1,
+    textract = 2,
+    tmatmul = 3,
+    tmatmul_acc = 4,
+    tput = 5,
+    tnotify = 6,
+    twait = 7,
+    nic_put = 8,
+    set_flag = 9,
+    wait_flag = 10,
+    barrier = 11,  // pipe_barrier of one pipe, or (pipe ALL) of the core
+    fence = 12,
+};
+inline constexpr int kKinds = 13;
+
+constexpr const char* name_of(Kind kind) {
+    constexpr const char* kNames[] = {
+        "TLOAD", "TSTORE",  "TEXTRACT", "TMATMUL",   "TMATMUL_ACC",  "TPUT", "TNOTIFY",
+        "TWAIT", "NIC_PUT", "SET_FLAG", "WAIT_FLAG", "PIPE_BARRIER", "FENCE"};
+    return kNames[static_cast<int>(kind)];
+}
+
+inline constexpr std::uint32_t kNoChunk = 0xffffffff;
+
+struct Record {
+    Kind kind = Kind::fence;
+    isa::Pipe pipe = isa::Pipe::S;   // executes it; for flags the source pipe
+    isa::Pipe other = isa::Pipe::S;  // flags: the waiting pipe
+    std::uint8_t event = 0;
+    std::uint32_t chunk = kNoChunk;
+    std::uint32_t signal = 0;
+    std::uint32_t peer = 0;    // rank written to, notified or waited for; own rank: local
+    std::uint64_t amount = 0;  // bytes; multiply-adds (padded to 16) of a matmul; value of a signal
+    std::uint32_t value = 0;   // nic_put: what is added to the signal
+    std::uint32_t width = 0;   // textract: bytes a source element; matmul: the same
+};
+static_assert(sizeof(Record) == 32);
+
+struct TraceHeader {
+    static constexpr std::uint32_t kMagic = 0x31546b6d;  // "mkT1"
+    std::uint32_t magic = kMagic;
+    std::uint32_t rank = 0;
+    std::uint32_t world = 0;
+    std::uint32_t node = 0;
+    std::uint32_t baselines = 0;
+    std::uint32_t cores = 0;
+};
+
+// Signals [first, first + count) of this rank stood at `value` before the call.
+struct TraceBaseline {
+    std::uint32_t first = 0;
+    std::uint32_t count = 0;
+    std::uint64_t value = 0;
+};
+
+enum class CoreKind : std::uint32_t { aic = 0, aiv = 1 };
+
+constexpr const char* name_of(CoreKind kind) {
+    return kind == CoreKind::aic ? "AIC" : "AIV";
+}
+
+struct TraceCore {
+    CoreKind kind = CoreKind::aic;
+    std::uint32_t index = 0;
+    std::uint64_t records = 0;
+};
+
+}  // namespace mkernel::ascend::sim

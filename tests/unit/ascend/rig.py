@@ -1,0 +1,344 @@
+"""A world of ranks inside one process: memory, plans by hand, and a stand-in for the NIC."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch
+from mkernel.backends.base import Call, PeerMemory, SymmetricMemory, View
+from mkernel.plan.model import (
+    Chunking,
+    GemmShape,
+    LaunchPlan,
+    Placement,
+    Prediction,
+    Resources,
+    Route,
+)
+
+TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+LIMIT = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
+"""Relative Frobenius error allowed, by output dtype."""
+
+# The signal pad's layout (backends/runtime/signal_pad.hpp).
+_MAGIC = 0x6D6B5F7369676E31
+_HEADER_BYTES = 4224
+_ABORT = struct.Struct("<IIIIIIIIQQ")
+SIGNALS = 4096
+SIGNAL_BASE = 17
+REGION = 5
+
+
+def up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def make_plan(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    nodes: int = 1,
+    ranks_per_node: int = 1,
+    dtype: str = "float16",
+    out_dtype: str = "float32",
+    b_layout: str = "row",
+    tiles_per_chunk: int = 4,
+    compute_blocks: int = 24,
+    comm_blocks: int = 48,
+    tile_m: int = 128,
+    tile_n: int = 256,
+    tile_k: int | None = None,
+    step_k: int | None = None,
+) -> LaunchPlan:
+    world = nodes * ranks_per_node
+    wide = dtype == "float32"
+    tile_k = tile_k or (128 if wide else 256)
+    step_k = step_k or (32 if wide else 64)
+    tiles = up(m // world, tile_m) * up(k, tile_k)
+    return LaunchPlan(
+        op="all_gather_gemm",
+        shape=GemmShape(m=m, n=n, k=k),
+        dtype=dtype,
+        out_dtype=out_dtype,
+        b_layout=b_layout,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        accelerator="ascend",
+        nic="cx7" if nodes > 1 else None,
+        verbs="soft" if nodes > 1 else None,
+        placement=tuple(
+            Placement(
+                rank=r,
+                node=r // ranks_per_node,
+                local_rank=r % ranks_per_node,
+                accelerator=f"ascend-sim{r % ranks_per_node}",
+            )
+            for r in range(world)
+        ),
+        routes=tuple(
+            Route(
+                src=a,
+                dst=b,
+                kind="p2p" if a // ranks_per_node == b // ranks_per_node else "nic",
+                src_nic=None if a // ranks_per_node == b // ranks_per_node else "soft0",
+                dst_nic=None if a // ranks_per_node == b // ranks_per_node else "soft0",
+                bandwidth_gbs=14.0,
+                latency_us=1.0,
+            )
+            for a in range(world)
+            for b in range(world)
+            if a != b
+        ),
+        chunking=Chunking(
+            tile_m=tile_m,
+            tile_n=tile_n,
+            tile_k=tile_k,
+            step_k=step_k,
+            tiles_per_chunk=tiles_per_chunk,
+            chunks_per_rank=up(tiles, tiles_per_chunk),
+        ),
+        order=tuple(tuple((r + i) % world for i in range(world)) for r in range(world)),
+        resources=Resources(compute_blocks=compute_blocks, comm_blocks=comm_blocks),
+        prediction=Prediction(
+            compute_us=1, comm_us=1, sequential_us=2, pipelined_us=1, constants="none"
+        ),
+    )
+
+
+class _Slot(ctypes.Structure):
+    _fields_ = (
+        ("local", ctypes.c_uint64),
+        ("remote", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("peer", ctypes.c_uint32),
+        ("region", ctypes.c_uint32),
+        ("signal", ctypes.c_uint32),
+        ("value", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint64 * 2),
+        ("commit", ctypes.c_uint64),
+    )
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (
+        ("slots", ctypes.c_void_p),
+        ("head", ctypes.c_void_p),
+        ("tail", ctypes.c_void_p),
+        ("waiting", ctypes.c_void_p),
+        ("sleeping", ctypes.c_void_p),
+        ("capacity", ctypes.c_uint64),
+        ("wake_fd", ctypes.c_int),
+    )
+
+
+@dataclass
+class Put:
+    peer: int
+    region: int
+    nbytes: int
+    signal: int
+    value: int
+
+
+class Fifo:
+    """The ring of one rank as kernels see it (backends/nics/fifo_device.hpp), drained by polling."""
+
+    def __init__(self, capacity: int = 16) -> None:
+        self.capacity = capacity
+        self.slots = (_Slot * capacity)()
+        self.words = (ctypes.c_uint64 * 4)()
+        at = ctypes.addressof(self.words)
+        self.device = _Device(
+            ctypes.addressof(self.slots), at, at + 8, at + 16, at + 24, capacity, -1
+        )
+        self.next = 0
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.device)
+
+    def pop(self) -> _Slot | None:
+        slot = self.slots[self.next % self.capacity]
+        if slot.commit >> 63 != (self.next // self.capacity + 1) & 1:
+            return None
+        return slot
+
+    def release(self) -> None:
+        self.next += 1
+        self.words[1] = self.next
+
+
+@dataclass
+class Rank:
+    pad: SymmetricMemory
+    workspace: SymmetricMemory
+    fifo: Fifo
+
+
+@dataclass
+class Outcome:
+    """Why a rank's call ended: the pad's abort record."""
+
+    code: int
+    waiter: int
+    core: int
+    signal: int
+    peer: int
+    chunk: int
+    op: int
+    seen: int
+    wanted: int
+
+
+@dataclass
+class World:
+    """All ranks of a plan in this process. Use as a context manager."""
+
+    plan: LaunchPlan
+    slots: int | None = None
+    ranks: list[Rank] = field(default_factory=list)
+    puts: list[tuple[int, Put]] = field(default_factory=list)
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        self.backend = AscendAccelerator(slots=self.slots)
+        need = self.backend.workspace(self.plan)
+        assert SIGNAL_BASE + need.signals <= SIGNALS
+        for _ in range(self.plan.world_size):
+            pad = self.backend.allocate(_HEADER_BYTES + 8 * SIGNALS)
+            ctypes.memmove(pad.address, struct.pack("<QI", _MAGIC, SIGNALS), 12)
+            self.ranks.append(Rank(pad, self.backend.allocate(max(need.nbytes, 1)), Fifo()))
+        self._stop = threading.Event()
+        self._nic = threading.Thread(target=self._drain, daemon=True)
+        self._nic.start()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._nic.join()
+        for rank in self.ranks:
+            rank.pad.close()
+            rank.workspace.close()
+
+    def _drain(self) -> None:
+        while not self._stop.is_set():
+            idle = True
+            for source, rank in enumerate(self.ranks):
+                while (slot := rank.fifo.pop()) is not None:
+                    idle = False
+                    target = self.ranks[slot.peer]
+                    ctypes.memmove(
+                        target.workspace.address + slot.remote,
+                        rank.workspace.address + slot.local,
+                        slot.bytes,
+                    )
+                    # Only the proxy adds to signals of NIC peers here, so a plain add will do.
+                    self.counter(slot.peer, slot.signal).value += slot.value
+                    self.puts.append(
+                        (source, Put(slot.peer, slot.region, slot.bytes, slot.signal, slot.value))
+                    )
+                    rank.fifo.release()
+            if idle:
+                time.sleep(0.0005)
+
+    def counter(self, rank: int, signal: int) -> ctypes.c_uint64:
+        return ctypes.c_uint64.from_address(
+            self.ranks[rank].pad.address + _HEADER_BYTES + 8 * signal
+        )
+
+    def outcome(self, rank: int) -> Outcome:
+        raw = ctypes.string_at(self.ranks[rank].pad.address + 64, _ABORT.size)
+        _, code, *rest = _ABORT.unpack(raw)
+        return Outcome(code, *rest)
+
+    def abort(self, rank: int, code: int) -> None:
+        at = self.ranks[rank].pad.address + 64
+        ctypes.memmove(at + 4, struct.pack("<I", code), 4)
+
+    def poison(self) -> None:
+        """Fill every workspace with NaN (any dtype)."""
+        for rank in self.ranks:
+            ctypes.memset(rank.workspace.address, 0xFF, rank.workspace.nbytes)
+
+    def launch(
+        self,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        view: View = "pipelined",
+        trace: bool = False,
+        timeout_s: float = 20.0,
+    ) -> AscendLaunch:
+        node = self.plan.placement[rank].node
+        peers = {
+            r: PeerMemory(self.ranks[r].pad.address, self.ranks[r].workspace.address)
+            for r in range(self.plan.world_size)
+            if r != rank and self.plan.placement[r].node == node
+        }
+        own = self.ranks[rank]
+        return self.backend.launch(
+            Call(
+                plan=self.plan,
+                rank=rank,
+                tensors=tensors,
+                epoch=self.epoch,
+                number=100 + self.epoch,
+                pad=own.pad.address,
+                workspace=own.workspace.address,
+                signal_base=SIGNAL_BASE,
+                peers=peers,
+                region=REGION,
+                fifo=own.fifo.address if self.plan.nodes > 1 else 0,
+                timeout_s=timeout_s,
+                view=view,
+                trace=trace,
+            )
+        )
+
+    def tensors(self, seed: int) -> list[dict[str, torch.Tensor]]:
+        """Fresh random inputs and NaN-filled outputs of every rank."""
+        plan, made = self.plan, []
+        generator = torch.Generator().manual_seed(seed)
+        dtype = TORCH[plan.dtype]
+        for _ in range(plan.world_size):
+            a = torch.randn(
+                plan.shape.m // plan.world_size, plan.shape.k, generator=generator
+            ).to(dtype)
+            if plan.b_layout == "row":
+                b = torch.randn(plan.shape.k, plan.shape.n, generator=generator).to(dtype)
+            else:
+                b = torch.randn(plan.shape.n, plan.shape.k, generator=generator).to(dtype).t()
+            out = torch.full(
+                (plan.shape.m, plan.shape.n), float("nan"), dtype=TORCH[plan.out_dtype]
+            )
+            made.append({"a": a, "b": b, "out": out})
+        return made
+
+    def call(
+        self, tensors: list[dict[str, torch.Tensor]], *, view: View = "pipelined"
+    ) -> list[torch.Tensor]:
+        """One epoch on all ranks; the outputs."""
+        self.epoch += 1
+        launches = [self.launch(r, t, view=view) for r, t in enumerate(tensors)]
+        for rank, launch in enumerate(launches):
+            assert launch.wait(30.0), f"rank {rank} did not return"
+            assert self.outcome(rank).code == 0, self.outcome(rank)
+        return [t["out"] for t in tensors]
+
+
+def error(tensors: list[dict[str, torch.Tensor]], rank: int) -> float:
+    """Relative Frobenius error of a rank's output against float64."""
+    a = np.concatenate([t["a"].float().numpy().astype(np.float64) for t in tensors])
+    want = a @ tensors[rank]["b"].float().numpy().astype(np.float64)
+    got = tensors[rank]["out"].float().numpy().astype(np.float64)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
