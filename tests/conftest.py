@@ -1,0 +1,56 @@
+"""Shared fixtures: nothing a test started may outlive it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def _rank_processes() -> set[int]:
+    """Rank processes of this test session: children of its fork server."""
+    mine = os.getpid()
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            fields = stat.rpartition(")")[2].split()
+            if fields[0] != "Z":
+                parents[int(entry.name)] = int(fields[1])
+    servers = {pid for pid, parent in parents.items() if parent == mine}
+    return {pid for pid, parent in parents.items() if parent in servers}
+
+
+def _shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def _own_memfds() -> list[str]:
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue
+        if "memfd:mkernel" in target:
+            found.append(target)
+    return found
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    """Fail where the test left a rank process, shared memory or a symmetric segment behind."""
+    before = _rank_processes(), _shared_memory(), len(_own_memfds())
+    yield
+    deadline = time.monotonic() + 5
+    while _rank_processes() - before[0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _rank_processes() - before[0], "rank processes are left"
+    assert not _shared_memory() - before[1], "shared memory segments are left"
+    assert len(_own_memfds()) <= before[2], "symmetric segments are left open"

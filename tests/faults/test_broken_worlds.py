@@ -1,0 +1,195 @@
+"""Worlds that break: every rank raises the same kind of error within the deadline, and says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import mkernel
+from mkernel.errors import PeerFailure, PlanMismatch, Timeout, WorldError
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+SHAPE = (256, 512, 512)  # rows, k, n
+
+
+def call(rows: int = SHAPE[0], n: int = SHAPE[2]) -> torch.Tensor:
+    k = SHAPE[1]
+    return mkernel.all_gather_gemm(
+        torch.randn(rows, k).half(), torch.randn(k, n).half(), out_dtype=torch.float32
+    )
+
+
+def outcome(action: str, victim: int) -> tuple[str, float, str]:
+    """(error type, seconds until it was raised, message) of a rank in a world that breaks."""
+    world = mkernel.world()
+    call()
+    world.barrier()
+    start = time.monotonic()
+    try:
+        if world.rank == victim:
+            if action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if action == "raise":
+                raise RuntimeError("planted")
+            if action == "shape":
+                call(n=256)
+            if action == "absent":
+                time.sleep(6)
+        while True:
+            call()
+    except WorldError as error:
+        return type(error).__name__, time.monotonic() - start, str(error)
+
+
+def survivors(action: str, victim: int, nodes: int, timeout_s: float) -> list[tuple[str, float, str]]:
+    """Outcomes of the ranks that live on, gathered through the launcher's reports."""
+    seen: dict[int, tuple[str, float, str]] = {}
+    with pytest.raises(BaseException):  # noqa: B017,PT011 - whatever launch raises, the ranks judge
+        mkernel.launch(
+            report_outcome, action, victim, nodes=nodes, ranks_per_node=2, timeout_s=timeout_s,
+            on_report=lambda rank, payload: seen.update({rank: payload}),
+        )  # fmt: skip
+    assert sorted(seen) == [rank for rank in range(2 * nodes) if rank != victim]
+    return list(seen.values())
+
+
+def report_outcome(action: str, victim: int) -> None:
+    from mkernel.launch import report
+
+    result = outcome(action, victim)
+    if mkernel.world().rank != victim:
+        report(result)
+    raise RuntimeError("the launcher need not wait")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_rank_is_a_peer_failure_everywhere(nodes: int, victim: int) -> None:
+    for kind, seconds, message in survivors("kill", victim, nodes, timeout_s=20):
+        assert kind == "PeerFailure"
+        assert f"rank {victim}" in message
+        assert seconds < 5
+
+
+def test_raising_rank_is_a_peer_failure_everywhere() -> None:
+    for kind, seconds, message in survivors("raise", 1, 2, timeout_s=20):
+        assert kind == "PeerFailure"
+        assert "RuntimeError: planted" in message
+        assert seconds < 5
+
+
+def test_absent_rank_is_a_time_out_everywhere_and_is_named() -> None:
+    results = survivors("absent", 3, 2, timeout_s=2)
+    for kind, seconds, message in results:
+        assert kind == "Timeout"
+        assert 1.5 < seconds < 5
+        assert "of rank 3" in message
+        assert "signal" in message
+    assert len({message for _, _, message in results}) == 1
+
+
+def first_call_differs(argument: str) -> None:
+    rank = mkernel.world().rank
+    if argument == "n":
+        call(n=512 if rank == 0 else 256)
+    elif argument == "m":
+        call(rows=256 if rank == 0 else 128)
+
+
+@pytest.mark.parametrize("argument", ["m", "n"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_that_call_other_shapes_are_refused(argument: str, nodes: int) -> None:
+    with pytest.raises(PlanMismatch) as caught:
+        mkernel.launch(first_call_differs, argument, nodes=nodes, ranks_per_node=2, timeout_s=10)
+    assert caught.value.field == f"shape.{argument}"
+    assert caught.value.ranks[0] == 0
+
+
+def later_call_differs() -> None:
+    rank = mkernel.world().rank
+    call()
+    call(n=512 if rank else 256)  # rank 0's plan is new, the others' is known and starts at once
+
+
+def test_a_rank_in_another_known_call_is_found() -> None:
+    start = time.monotonic()
+    with pytest.raises(PlanMismatch) as caught:
+        mkernel.launch(later_call_differs, nodes=2, ranks_per_node=2, timeout_s=20)
+    assert caught.value.field == "shape.n"
+    assert time.monotonic() - start < 10
+
+
+def differs_then_goes_on() -> float:
+    with pytest.raises(PlanMismatch):
+        first_call_differs("n")
+    return float(call().abs().sum())
+
+
+def test_a_refused_call_leaves_the_world_usable() -> None:
+    assert all(value > 0 for value in mkernel.launch(differs_then_goes_on, nodes=2, timeout_s=10))
+
+
+def leave_early() -> None:
+    if mkernel.world().rank == 1:
+        return
+    call()
+
+
+def test_a_rank_that_left_is_named() -> None:
+    with pytest.raises((PeerFailure, Timeout), match="rank"):
+        mkernel.launch(leave_early, nodes=1, ranks_per_node=3, timeout_s=4)
+
+
+def broken_world_stays_broken(victim: int) -> tuple[str, str]:
+    world = mkernel.world()
+    call()
+    if world.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kinds = []
+    for _ in range(2):
+        try:
+            while True:
+                call()
+        except WorldError as error:
+            kinds.append(type(error).__name__)
+    return kinds[0], kinds[1]
+
+
+def report_stays_broken() -> None:
+    from mkernel.launch import report
+
+    report(broken_world_stays_broken(1))
+
+
+def test_later_calls_raise_the_same_error() -> None:
+    seen = []
+    with pytest.raises(PeerFailure):
+        mkernel.launch(
+            report_stays_broken, ranks_per_node=2, timeout_s=20,
+            on_report=lambda rank, payload: seen.append(payload),
+        )  # fmt: skip
+    assert seen == [("PeerFailure", "PeerFailure")]
+
+
+def kill_while_calling(victim: int) -> None:
+    if mkernel.world().rank == victim:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        call(rows=1024)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_rank_killed_in_mid_kernel(victim: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(PeerFailure) as caught:
+        mkernel.launch(kill_while_calling, victim, nodes=2, ranks_per_node=2, timeout_s=20)
+    assert caught.value.peer == victim
+    assert time.monotonic() - start < 10
+    for value in mkernel.launch(differs_then_goes_on, nodes=2, timeout_s=10):
+        assert value > 0  # the next world of this process works

@@ -1,0 +1,209 @@
+"""``launch``: results in rank order, the first failure with its traceback, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import mkernel
+from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, PeerFailure
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+
+def where(offset: int) -> tuple[int, int, int, int]:
+    world = mkernel.world()
+    me = world.identity
+    return world.rank + offset, world.size, me.node, me.local_rank
+
+
+def fail_on(rank: int, what: str) -> None:
+    world = mkernel.world()
+    if world.rank == rank:
+        if what == "raise":
+            raise KeyError("planted failure")
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "exit":
+            os._exit(3)
+    world.barrier()
+
+
+def init_again() -> None:
+    mkernel.init()
+
+
+class Unpicklable(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def raise_unpicklable() -> None:
+    raise Unpicklable(1, 2)
+
+
+def report_twice() -> None:
+    from mkernel.launch import report
+
+    report("first")
+    report("second")
+
+
+def test_results_come_in_rank_order() -> None:
+    results = mkernel.launch(where, 10, nodes=2, ranks_per_node=2)
+    assert results == [(10, 4, 0, 0), (11, 4, 0, 1), (12, 4, 1, 0), (13, 4, 1, 1)]
+
+
+def test_worlds_follow_one_another() -> None:
+    for nodes, ranks in ((1, 1), (1, 3), (2, 1)):
+        assert len(mkernel.launch(where, 0, nodes=nodes, ranks_per_node=ranks)) == nodes * ranks
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_first_failure_is_raised_with_its_traceback(rank: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="planted failure") as caught:
+        mkernel.launch(fail_on, rank, "raise", ranks_per_node=3, timeout_s=20)
+    assert f"rank {rank}" in str(caught.value.__cause__)
+    assert "in fail_on" in str(caught.value.__cause__)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(("what", "how"), [("kill", "SIGKILL"), ("exit", "exit code 3")])
+def test_dead_rank_is_a_peer_failure(what: str, how: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(PeerFailure, match=how) as caught:
+        mkernel.launch(fail_on, 1, what, nodes=2, ranks_per_node=2, timeout_s=20)
+    assert caught.value.peer == 1
+    assert time.monotonic() - start < 10
+
+
+def test_error_that_does_not_unpickle_keeps_its_text() -> None:
+    with pytest.raises(mkernel.errors.MkernelError, match="Unpicklable: 1 and 2"):
+        mkernel.launch(raise_unpicklable)
+
+
+def test_second_init_is_refused() -> None:
+    with pytest.raises(AlreadyInitialized):
+        mkernel.launch(init_again)
+
+
+def test_reports_reach_the_launcher_in_order() -> None:
+    seen: list[tuple[int, str]] = []
+    mkernel.launch(report_twice, ranks_per_node=2, on_report=lambda r, p: seen.append((r, p)))
+    for rank in range(2):
+        assert [payload for r, payload in seen if r == rank] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"nodes": 0}, "nodes"),
+        ({"ranks_per_node": -1}, "ranks_per_node"),
+        ({"nodes": 1.5}, "nodes"),
+        ({"timeout_s": 0}, "timeout_s"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, float], named: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        mkernel.launch(where, 0, **arguments)  # type: ignore[arg-type]
+    assert caught.value.argument == named
+
+
+def test_function_that_does_not_pickle_is_named() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        mkernel.launch(lambda: None)
+    assert caught.value.argument == "fn"
+
+
+def test_unknown_backends_are_named() -> None:
+    for argument in ("accelerator", "nic"):
+        with pytest.raises(mkernel.errors.UnknownBackend) as caught:
+            mkernel.launch(where, 0, nodes=2, **{argument: "tpu"})
+        assert caught.value.argument == argument
+
+
+def test_no_world_outside_one() -> None:
+    with pytest.raises(NotInitialized):
+        mkernel.world()
+    mkernel.finalize()  # harmless
+
+
+SCRIPT = """
+import sys, time
+import mkernel
+
+def body():
+    from mkernel.launch import report
+    report("started")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    try:
+        mkernel.launch(
+            body, nodes=1, ranks_per_node=2, timeout_s=30,
+            on_report=lambda rank, what: print(what, flush=True),
+        )
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        sys.exit(130)
+"""
+
+
+def descendants(pid: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found, todo = set(), [pid]
+    while todo:
+        for child in children.get(todo.pop(), []):
+            found.add(child)
+            todo.append(child)
+    return found
+
+
+def alive(pids: set[int]) -> set[int]:
+    living = set()
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            living.add(pid)
+    return living
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_launcher_takes_its_ranks_along(tmp_path: Path, how: signal.Signals) -> None:
+    script = tmp_path / "stopped.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+    started = descendants(process.pid)
+    assert len(started) >= 3  # the fork server and two ranks
+    process.send_signal(how)
+    process.wait(10)
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert process.stdout.read() == "interrupted\n"
+    process.stdout.close()
+    deadline = time.monotonic() + 5
+    while alive(started) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(started)

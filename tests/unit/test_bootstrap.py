@@ -1,0 +1,78 @@
+"""Bootstrap messages: signed, waited for with a deadline, first writer wins."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from mkernel.bootstrap import Bootstrap, Untrusted
+from mkernel.errors import Timeout
+
+
+@pytest.fixture
+def store() -> HashStore:
+    return HashStore()
+
+
+def test_values_round_trip(store: HashStore) -> None:
+    one, other = Bootstrap(store, b"secret"), Bootstrap(store, b"secret")
+    assert other.peek("key") is None
+    value = {"a": [1, "zwölf", None], "b": {"c": 2.5}}
+    one.publish("key", value)
+    assert other.peek("key") == value
+
+
+@pytest.mark.parametrize("secret", [b"", b"other"])
+def test_a_stranger_is_refused(store: HashStore, secret: bytes) -> None:
+    Bootstrap(store, secret).publish("nic/0/1", "a forged address")
+    with pytest.raises(Untrusted, match="nic/0/1"):
+        Bootstrap(store, b"secret").peek("nic/0/1")
+
+
+@pytest.mark.parametrize("raw", [b"", b"not signed", b"\xff\x00" * 40, b"0" * 64 + b"{}"])
+def test_garbage_is_refused(store: HashStore, raw: bytes) -> None:
+    store.set("key", raw)
+    with pytest.raises(Untrusted):
+        Bootstrap(store, b"secret").peek("key")
+
+
+def test_a_message_moved_to_another_key_is_refused(store: HashStore) -> None:
+    Bootstrap(store, b"secret").publish("one", 1)
+    store.set("two", store.get("one"))
+    with pytest.raises(Untrusted, match="two"):
+        Bootstrap(store, b"secret").peek("two")
+
+
+def test_first_writer_wins(store: HashStore) -> None:
+    one, other = Bootstrap(store, b"s"), Bootstrap(store, b"s")
+    assert one.publish_first("abort", {"rank": 1}) == {"rank": 1}
+    assert other.publish_first("abort", {"rank": 2}) == {"rank": 1}
+
+
+def test_collect_waits_for_all(store: HashStore) -> None:
+    bootstrap = Bootstrap(store)
+    bootstrap.publish("x/0", "zero")
+    timer = threading.Timer(0.1, lambda: bootstrap.publish("x/1", "one"))
+    timer.start()
+    assert bootstrap.collect("x", range(2), 5) == {0: "zero", 1: "one"}
+    timer.join()
+
+
+def test_collect_names_who_is_missing(store: HashStore) -> None:
+    bootstrap = Bootstrap(store)
+    bootstrap.publish("x/1", True)
+    start = time.monotonic()
+    with pytest.raises(Timeout, match=r"ranks \[0, 2\] did not reach 'x'"):
+        bootstrap.collect("x", range(3), 0.2)
+    assert 0.2 <= time.monotonic() - start < 2
+
+
+def test_collect_can_be_interrupted(store: HashStore) -> None:
+    def check(missing: set[int]) -> None:
+        raise RuntimeError(f"broken while {missing} missing")
+
+    with pytest.raises(RuntimeError, match="{0} missing"):
+        Bootstrap(store).collect("x", range(1), 10, check)
