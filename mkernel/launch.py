@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import secrets
+import select
 import signal
 import socket
 import threading
@@ -49,6 +50,7 @@ class RankTraceback(Exception):
 class _Job:
     """What a rank process gets."""
 
+    launcher: int  # process id
     rank: int
     nodes: int
     ranks_per_node: int
@@ -129,7 +131,16 @@ def launch(
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["mkernel"])
         for rank in range(size):
-            job = _Job(rank, nodes, ranks_per_node, port, (accelerator, nic, verbs), settings, work)
+            job = _Job(
+                os.getpid(),
+                rank,
+                nodes,
+                ranks_per_node,
+                port,
+                (accelerator, nic, verbs),
+                settings,
+                work,
+            )
             ranks.append(_Rank.start(context, job))
         _supervise(ranks, on_report, settings)
         return [rank.result() for rank in ranks]
@@ -268,7 +279,7 @@ def _host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:
 def _rank_main(job: _Job, connection: Connection) -> None:
     """A rank process, from start to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
-    threading.Thread(target=_die_with_launcher, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_die_with, args=(job.launcher,), daemon=True).start()
     _Channel.connection = connection
     size = job.nodes * job.ranks_per_node
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
@@ -316,11 +327,14 @@ def _rank_main(job: _Job, connection: Connection) -> None:
     connection.close()
 
 
-def _die_with_launcher(fork_server: int) -> None:
-    """End this process when the fork server is gone, which ends with the launcher.
+def _die_with(launcher: int) -> None:
+    """End this process when its launcher is gone.
 
-    A rank without its launcher has nobody to report to, and would outlive the user's shell.
+    A rank without its launcher has nobody to report to, and would outlive the user's shell. (The
+    fork server is no help: every rank holds the pipe that keeps it alive.)
     """
-    while os.getppid() == fork_server:
-        time.sleep(0.5)
+    with suppress(ProcessLookupError):
+        gone = select.poll()
+        gone.register(os.pidfd_open(launcher), select.POLLIN)
+        gone.poll()
     os.kill(os.getpid(), signal.SIGKILL)

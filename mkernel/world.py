@@ -326,7 +326,7 @@ class World:
                 f"at least {self._signals + needs.signals} for the plans of this world",
             )
         base, self._signals = self._signals, self._signals + needs.signals
-        state = _PlanState(self._allocate(needs.nbytes), base)
+        state = _PlanState(self._allocate(max(1, needs.nbytes)), base)  # a world of one needs none
         self._plans[digest] = state
         return state
 

@@ -8,23 +8,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from mkernel import machine
 from mkernel.backends import registry
-from mkernel.backends.base import AcceleratorBackend
+from mkernel.backends.base import Status
 from mkernel.errors import BackendUnavailable, UnknownBackend
+from mkernel.identity import Backends
 from mkernel.plan import ops, render
 from mkernel.plan.planner import plan
 from mkernel.settings import Settings
-from mkernel.topology.discover import discover, emulate, load, replicate
-from mkernel.topology.model import Accelerator, Nic, Topology
+from mkernel.topology.discover import load, replicate
+from mkernel.topology.model import Topology
 
 
 def world_topology(
-    backend: AcceleratorBackend,
-    nic: str | None,
-    verbs: str | None,
-    nodes: int,
-    ranks_per_node: int,
-    file: Path | None = None,
+    backends: Backends, nodes: int, ranks_per_node: int, file: Path | None = None
 ) -> Topology:
     """The nodes of a world that would run on this machine, or on the machines of a file.
 
@@ -34,49 +31,48 @@ def world_topology(
     Raises:
         BackendUnavailable: there is no device to plan for; the message says what to do.
     """
+    topology = None
     if file is not None:
         topology = load(file)
         if any(node.accelerators for node in topology.nodes):
             one = len(topology.nodes) == 1
             return replicate(topology, nodes) if one and nodes > 1 else topology
-    accelerators = _accelerators(backend)
-    nics = _nics(nic, verbs) if nodes > 1 else ()
-    if file is None:
-        topology = discover(accelerators=accelerators, nics=nics).topology
-    return emulate(topology, nodes, ranks_per_node, accelerators[0], nics[0] if nics else None)
+    _check_accelerator(backends.accelerator)
+    _check_nic(backends)
+    if topology is None:
+        topology = machine.machine_topology(backends)
+    return machine.emulated_topology(topology, backends, nodes, ranks_per_node)
 
 
-def _accelerators(backend: AcceleratorBackend) -> tuple[Accelerator, ...]:
-    devices = backend.probe()
-    if devices:
-        return devices
-    status = backend.status()
-    raise BackendUnavailable(
-        f"accelerator {backend.name!r} has no device here: {status.detail}"
-        + (f"; {status.remedy}" if status.remedy else "")
-        + "; to plan for another machine, give its topology with --topology"
-    )
+def _check_accelerator(name: str) -> None:
+    backend = registry.accelerator(name)
+    if not backend.probe():
+        raise BackendUnavailable(
+            f"accelerator {name!r} has no device here: {_reason(backend.status())}; "
+            "to plan for another machine, give its topology with --topology"
+        )
 
 
-def _nics(nic: str | None, verbs: str | None) -> tuple[Nic, ...]:
-    """Devices of the chosen provider; none where no NIC is named, which the planner reports."""
-    if not nic or not verbs:
-        return ()
-    backend = registry.nic(nic)
+def _check_nic(backends: Backends) -> None:
+    name, verbs = backends.nic, backends.verbs
+    if name is None or verbs is None:
+        return
+    backend = registry.nic(name)
     # Any other provider is the path of a library, which is the system's verbs by another name.
     if verbs not in backend.providers and "/" not in verbs:
         raise UnknownBackend("verbs", repr(verbs), f"one of: {', '.join(backend.providers)}")
-    devices = backend.probe(verbs)
-    if devices:
-        return devices
-    status = backend.status(verbs)
-    raise BackendUnavailable(
-        f"nic {nic!r} has no device on verbs provider {verbs!r}: {status.detail}"
-        + (f"; {status.remedy}" if status.remedy else "")
-    )
+    if not backend.probe(verbs):
+        raise BackendUnavailable(
+            f"nic {name!r} has no device on verbs provider {verbs!r}: "
+            f"{_reason(backend.status(verbs))}"
+        )
 
 
-def command(  # noqa: PLR0913, PLR0917 - one parameter an option
+def _reason(status: Status) -> str:
+    return f"{status.detail}; {status.remedy}" if status.remedy else status.detail
+
+
+def command(
     op: Annotated[str, typer.Argument(metavar="OP", help="An op or its alias, as `ag_gemm`.")],
     m: Annotated[int, typer.Option("--m", help="Rows of A, all ranks together.")] = 2048,
     n: Annotated[int, typer.Option("--n", help="Columns of B on one rank.")] = 1024,
@@ -99,11 +95,14 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter an option
     """Print the launch plan of an op: placement, routes, chunks, order, predicted time."""
     name = ops.canonical(op)  # before a backend is loaded: a typo should not wait for that
     settings = Settings()
-    accelerator = accelerator or settings.accelerator
-    nic = nic or settings.nic
-    verbs = verbs or settings.verbs
-    backend = registry.accelerator(accelerator)
-    world = world_topology(backend, nic, verbs, nodes, ranks_per_node, topology)
+    apart = nodes > 1
+    backends = Backends(
+        accelerator or settings.accelerator,
+        (nic or settings.nic) if apart else None,
+        (verbs or settings.verbs) if apart else None,
+    )
+    backend = registry.accelerator(backends.accelerator)
+    world = world_topology(backends, nodes, ranks_per_node, topology)
     made = plan(
         name,
         m=m,
@@ -112,10 +111,10 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter an option
         dtype=dtype,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
-        accelerator=accelerator,
+        accelerator=backends.accelerator,
         capabilities=backend.capabilities(),
-        nic=nic,
-        verbs=verbs,
+        nic=backends.nic,
+        verbs=backends.verbs,
         topology=world,
         chunk=chunk,
     )

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from mkernel.topology.model import Model, Placement, Route
 
@@ -118,6 +120,12 @@ class LaunchPlan(Model):
     def _digest(self) -> str:
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields replaced, not validated. Its digest is its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("_digest", None)  # the cached one is of the original's decisions
+        return copied
 
     @model_validator(mode="after")
     def _complete(self) -> LaunchPlan:

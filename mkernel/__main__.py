@@ -1,0 +1,6 @@
+"""``python -m mkernel``: the ``mkernel`` command."""
+
+from mkernel.cli.main import main
+
+if __name__ == "__main__":
+    main()

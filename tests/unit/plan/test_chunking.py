@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mkernel.plan.chunking import chunking, consumption_order
+from mkernel.plan.model import DtypeName
+
+dtypes: st.SearchStrategy[DtypeName] = st.sampled_from(["float16", "bfloat16", "float32"])
+
+
+def tiles(rows: int, k: int, dtype: DtypeName) -> int:
+    tile_k = 128 if dtype == "float32" else 256
+    return -(-rows // 128) * -(-k // tile_k)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tile_k", "step_k"),
+    [("float16", 256, 64), ("bfloat16", 256, 64), ("float32", 128, 32)],
+)
+def test_tiles_by_dtype(dtype: DtypeName, tile_k: int, step_k: int) -> None:
+    cut = chunking(512, 2048, dtype)
+    assert (cut.tile_m, cut.tile_n, cut.tile_k, cut.step_k) == (128, 256, tile_k, step_k)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "per_chunk", "chunks"),
+    [
+        (512, 2048, 4, 8),  # the main job: 32 tiles
+        (128, 256, 1, 1),  # a single tile is a single chunk
+        (128 * 512, 256, 4, 128),  # 512 tiles: 128 chunks are still within the aim
+        (128 * 513, 256, 8, 65),  # one more: ceil(513 / 128) = 5, rounded up to 8
+        (128 * 8192, 256, 64, 128),
+        (128 * 8193, 256, 64, 129),  # the cap: as many chunks as it takes
+    ],
+)
+def test_default_rule(rows: int, k: int, per_chunk: int, chunks: int) -> None:
+    cut = chunking(rows, k, "float16")
+    assert (cut.tiles_per_chunk, cut.chunks_per_rank) == (per_chunk, chunks)
+
+
+@given(st.integers(1, 200_000), st.integers(1, 20_000), dtypes, st.none() | st.integers(1, 10**9))
+def test_chunks_cover_all_tiles_and_none_is_empty(
+    rows: int, k: int, dtype: DtypeName, chunk: int | None
+) -> None:
+    cut = chunking(rows, k, dtype, chunk)
+    total = tiles(rows, k, dtype)
+    assert cut.chunks_per_rank * cut.tiles_per_chunk >= total
+    assert (cut.chunks_per_rank - 1) * cut.tiles_per_chunk < total
+    assert cut.chunks_per_rank <= total
+    if chunk is not None:
+        assert cut.tiles_per_chunk == min(chunk, total)
+    elif cut.tiles_per_chunk < 64:
+        assert cut.chunks_per_rank <= 128
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_order_starts_at_home_and_never_collides(nodes: int, ranks: int) -> None:
+    order = consumption_order(nodes, ranks)
+    world = nodes * ranks
+    assert len(order) == world
+    for rank, own in enumerate(order):
+        assert own[0] == rank
+        assert sorted(own) == list(range(world))
+        assert {other // ranks for other in own[:ranks]} == {rank // ranks}, "own node first"
+    for step in range(world):
+        assert len({own[step] for own in order}) == world, "each source wanted by one rank"

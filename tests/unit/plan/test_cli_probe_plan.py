@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import typer
+from plan_worlds import CAPABILITIES, SIM, SOFT, make, world
+from typer.testing import CliRunner
+
+from mkernel.backends import registry
+from mkernel.backends.base import Status
+from mkernel.cli import plan as plan_command
+from mkernel.cli import probe as probe_command
+from mkernel.errors import ArgumentError, BackendUnavailable, ShapeError, UnknownBackend, UnknownOp
+from mkernel.plan.model import LaunchPlan
+from mkernel.topology.model import Topology
+
+
+class FakeAscend:
+    name = "ascend"
+    devices: ClassVar[tuple[Any, ...]] = (SIM,)
+
+    def status(self) -> Status:
+        return Status(bool(self.devices), "no simulator", "build it")
+
+    def probe(self) -> tuple[Any, ...]:
+        return self.devices
+
+    def capabilities(self) -> Any:
+        return CAPABILITIES
+
+
+class FakeCx7:
+    name = "cx7"
+    providers: ClassVar[tuple[str, ...]] = ("system", "soft")
+
+    def status(self, verbs: str) -> Status:
+        return Status(verbs == "soft", "no library", "install it")
+
+    def probe(self, verbs: str) -> tuple[Any, ...]:
+        return (SOFT,) if verbs == "soft" else ()
+
+
+@pytest.fixture(autouse=True)
+def backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {registry.ACCELERATORS: ("ascend", "broken"), registry.NICS: ("cx7",)}
+
+    def accelerator(name: str) -> Any:
+        if name == "broken":
+            raise BackendUnavailable("does not import")
+        return FakeAscend()
+
+    monkeypatch.setattr(registry, "names", lambda group: names[group])
+    monkeypatch.setattr(registry, "accelerator", accelerator)
+    monkeypatch.setattr(registry, "nic", lambda name: FakeCx7())
+    for name in ("NODES", "ACCELERATOR", "NIC", "VERBS"):
+        monkeypatch.delenv(f"MKERNEL_{name}", raising=False)
+
+
+def run(command: Any, *arguments: str, code: int = 0) -> Any:
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code
+    return result
+
+
+def test_plan_json_is_the_plan_and_nothing_else(tmp_path: Path) -> None:
+    result = run(plan_command.command, "ag_gemm", "--json")
+    file = tmp_path / "plan.json"
+    file.write_text(result.stdout)
+    loaded = LaunchPlan.model_validate_json(file.read_text())
+    assert (loaded.op, loaded.nodes, loaded.ranks_per_node) == ("all_gather_gemm", 2, 2)
+    assert (loaded.nic, loaded.verbs) == ("cx7", "soft")
+    assert loaded.digest() == LaunchPlan.model_validate_json(loaded.model_dump_json()).digest()
+
+
+def test_plan_options_reach_the_planner() -> None:
+    options = {"m": 3072, "n": 512, "k": 1024, "nodes": 3, "ranks-per-node": 2, "chunk": 2}
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    text = run(plan_command.command, "ag_gemm", *flags, "--dtype", "bfloat16", "--json").stdout
+    made = LaunchPlan.model_validate_json(text)
+    assert (made.shape.m, made.shape.n, made.shape.k) == (3072, 512, 1024)
+    assert (made.nodes, made.ranks_per_node, made.dtype) == (3, 2, "bfloat16")
+    assert made.chunking.tiles_per_chunk == 2
+
+
+def test_plan_for_people() -> None:
+    shown = run(plan_command.command, "ag_gemm").stdout
+    assert "topology" in shown
+    assert "predicted" in shown
+
+
+def test_plan_of_a_world_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "world.json"
+    file.write_text(world(2, 2).model_dump_json())
+    text = run(plan_command.command, "ag_gemm", "--topology", str(file), "--json").stdout
+    assert LaunchPlan.model_validate_json(text) == make()
+
+
+def test_plan_repeats_the_machine_of_a_file(tmp_path: Path) -> None:
+    one = world(1, 4)
+    file = tmp_path / "machine.json"
+    file.write_text(one.model_dump_json())
+    flags = ("--topology", str(file), "--nodes", "3", "--ranks-per-node", "4", "--m", "12000")
+    text = run(plan_command.command, "ag_gemm", *flags, "--json").stdout
+    made = LaunchPlan.model_validate_json(text)
+    assert (made.world_size, made.placement[11].accelerator) == (12, "ascend-sim3")
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "message"),
+    [
+        (("ag_gem",), UnknownOp, "did you mean"),
+        (("ag_gemm", "--m", "2047"), ShapeError, "m = 2047"),
+        (("ag_gemm", "--verbs", "sotf"), UnknownBackend, "one of: system, soft"),
+        (("ag_gemm", "--verbs", "system"), BackendUnavailable, "no library; install it"),
+        (("ag_gemm", "--nodes", "0"), ArgumentError, "nodes = 0"),
+    ],
+)
+def test_plan_errors_are_raised(flags: tuple[str, ...], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        run(plan_command.command, *flags)
+
+
+def test_plan_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeAscend, "devices", ())
+    with pytest.raises(BackendUnavailable, match=r"no simulator; build it.*--topology"):
+        run(plan_command.command, "ag_gemm")
+
+
+def test_probe_json_has_the_keys_that_tools_rely_on() -> None:
+    data = json.loads(run(probe_command.command, "--json").stdout)
+    assert data["accelerators"][-1] == {
+        "id": "ascend-sim0",
+        "kind": "ascend",
+        "pci": None,
+        "numa_node": None,
+    }
+    assert data["nics"][-1] == {
+        "id": "soft0",
+        "kind": "soft",
+        "pci": None,
+        "numa_node": None,
+        "speed_gbps": None,
+    }
+    assert data["affinity"]["ascend-sim0"]
+    Topology.model_validate(data["topology"])
+    assert any("does not import" in note["message"] for note in data["notes"])
+    assert probe_command.ProbeReport.model_validate(data)
+
+
+def test_probe_of_a_recorded_tree_asks_nobody_else(tmp_path: Path) -> None:
+    node = tmp_path / "sys/devices/system/node/node0"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text("0-63\n")
+    text = run(probe_command.command, "--sysfs-root", str(tmp_path), "--json").stdout
+    data = json.loads(text)
+    assert (data["accelerators"], data["nics"]) == ([], [])
+    assert len(data["topology"]["nodes"][0]["numa"][0]["cpus"]) == 64
+    shown = run(probe_command.command, "--sysfs-root", str(tmp_path)).stdout
+    assert "CPUs 0-63" in shown
+    assert "note:" in shown
+
+
+def test_probe_output_can_be_planned_for(tmp_path: Path) -> None:
+    file = tmp_path / "probe.json"
+    file.write_text(run(probe_command.command, "--json").stdout)
+    flags = ("--topology", str(file), "--ranks-per-node", "1", "--json")
+    made = LaunchPlan.model_validate_json(run(plan_command.command, "ag_gemm", *flags).stdout)
+    assert made.world_size == 2
+
+
+def test_probe_refuses_a_folder_without_sys(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="root"):
+        run(probe_command.command, "--sysfs-root", str(tmp_path))

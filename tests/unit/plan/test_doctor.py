@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mkernel import doctor
+from mkernel.backends import registry
+from mkernel.backends.base import Status
+from mkernel.cli import doctor as command
+from mkernel.errors import ArgumentError, BackendUnavailable
+from mkernel.settings import NicSettings, Settings
+
+
+class FakeAccelerator:
+    def __init__(self, status: Status | Exception) -> None:
+        self._status = status
+
+    def status(self) -> Status:
+        if isinstance(self._status, Exception):
+            raise self._status
+        return self._status
+
+
+class FakeNic:
+    providers: ClassVar[tuple[str, ...]] = ("system", "soft")
+
+    def __init__(self, usable: tuple[str, ...] = (), broken: tuple[str, ...] = ()) -> None:
+        self._usable, self._broken = usable, broken
+
+    def status(self, verbs: str) -> Status:
+        if verbs in self._broken:
+            raise RuntimeError(f"{verbs}\n is broken")
+        usable = verbs in self._usable
+        return Status(usable, "here" if usable else "absent", "" if usable else "install it")
+
+
+Install = Callable[[dict[str, Any], dict[str, Any]], None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Replaces the installed backends: name → backend, or the exception that loading raises."""
+
+    def put(accelerators: dict[str, Any], nics: dict[str, Any]) -> None:
+        groups = {registry.ACCELERATORS: accelerators, registry.NICS: nics}
+
+        def load(found: dict[str, Any], name: str) -> Any:
+            if isinstance(found[name], Exception):
+                raise found[name]
+            return found[name]
+
+        monkeypatch.setattr(registry, "names", lambda group: tuple(groups[group]))
+        monkeypatch.setattr(registry, "accelerator", lambda name: load(accelerators, name))
+        monkeypatch.setattr(registry, "nic", lambda name: load(nics, name))
+
+    return put
+
+
+GOOD = Status(True, "simulator, 2 threads")
+
+
+def test_every_backend_and_provider_is_a_row(install: Install) -> None:
+    install(
+        {"ascend": FakeAccelerator(GOOD), "hopper": FakeAccelerator(Status(False, "no", "buy"))},
+        {"cx7": FakeNic(usable=("soft",))},
+    )
+    report = doctor.examine()
+    rows = {(row.kind, row.name): row for row in report.rows}
+    assert rows["accelerator", "ascend"].usable
+    assert rows["accelerator", "hopper"].remedy == "buy"
+    assert rows["nic", "cx7 on soft"].usable
+    assert not rows["nic", "cx7 on system"].usable
+    assert rows["nic", "cx7 on system"].remedy == "install it"
+    assert {"library", "build", "cpu", "memory"} <= {kind for kind, _ in rows}
+    assert report.healthy
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "nics"),
+    [
+        ({"ascend": FakeAccelerator(Status(False, "no"))}, {"cx7": FakeNic(usable=("soft",))}),
+        ({"ascend": FakeAccelerator(GOOD)}, {"cx7": FakeNic()}),
+        ({}, {"cx7": FakeNic(usable=("soft",))}),
+        ({"ascend": FakeAccelerator(GOOD)}, {}),
+    ],
+)
+def test_unhealthy_without_an_accelerator_or_a_nic(
+    install: Install, accelerators: dict[str, Any], nics: dict[str, Any]
+) -> None:
+    install(accelerators, nics)
+    assert not doctor.examine().healthy
+
+
+def test_whatever_fails_is_a_row(install: Install) -> None:
+    install(
+        {
+            "gone": BackendUnavailable("'gone' is installed but does not import: x.so"),
+            "odd": FakeAccelerator(ValueError()),
+            "ascend": FakeAccelerator(GOOD),
+        },
+        {"cx7": FakeNic(usable=("soft",), broken=("system",)), "efa": SystemError("bad")},
+    )
+    report = doctor.examine()
+    rows = {row.name: row for row in report.rows}
+    assert "does not import: x.so" in rows["gone"].detail
+    assert rows["odd"].detail == "ValueError"
+    assert rows["cx7 on system"].detail == "system is broken"
+    assert rows["cx7 on soft"].usable
+    assert rows["efa"].detail == "bad"
+    for name in ("gone", "odd", "cx7 on system", "efa"):
+        assert not rows[name].usable
+        assert rows[name].remedy
+    assert report.healthy
+
+
+def test_a_registry_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(group: str) -> Any:
+        raise OSError("no metadata")
+
+    monkeypatch.setattr(registry, "names", fail)
+    report = doctor.examine()
+    assert [row.detail for row in report.rows[:2]] == ["backends cannot be listed: no metadata"] * 2
+    assert not report.healthy
+
+
+def test_a_check_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail() -> Any:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(doctor, "_nvcc", fail)
+    rows = {row.name: row for row in doctor.machine_rows(tmp_path)}
+    assert (rows["nvcc"].usable, rows["nvcc"].detail) == (False, "no such thing")
+    assert rows["libibverbs headers"].remedy == "install libibverbs-dev"
+    header = tmp_path / "usr/include/infiniband/verbs.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    rows = {row.name: row for row in doctor.machine_rows(tmp_path)}
+    assert rows["libibverbs headers"].usable
+
+
+def run(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(command.command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_exit_codes_and_json(install: Install) -> None:
+    install({"ascend": FakeAccelerator(GOOD)}, {"cx7": FakeNic(usable=("soft",))})
+    result = run("--json")
+    assert result.exit_code == 0
+    assert doctor.Report.model_validate_json(result.stdout).healthy
+    install({"ascend": FakeAccelerator(GOOD)}, {"cx7": FakeNic()})
+    result = run()
+    assert result.exit_code == 1
+    assert "cx7 on soft" in result.stdout
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    import os
+
+    for name in [key for key in os.environ if key.upper().startswith("MKERNEL_")]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def sources(rows: list[doctor.SettingRow]) -> dict[str, str]:
+    return {row.name: row.source for row in rows if row.source != "default"}
+
+
+def test_every_setting_is_listed_with_its_meaning(clean: pytest.MonkeyPatch) -> None:
+    rows = {row.name: row for row in doctor.setting_rows()}
+    wanted = set(Settings.model_fields) - {"nic_settings"}
+    wanted |= {f"nic_settings.{name}" for name in NicSettings.model_fields}
+    assert set(rows) == wanted
+    assert all(row.description for row in rows.values())
+    assert sources(list(rows.values())) == {}
+    assert rows["nic_settings.qp_timeout"].environment == "MKERNEL_NIC_SETTINGS__QP_TIMEOUT"
+
+
+def test_where_a_setting_came_from(clean: pytest.MonkeyPatch) -> None:
+    clean.setenv("MKERNEL_TIMEOUT_S", "5")
+    clean.setenv("mkernel_nic_settings__fifo_slots", "64")
+    clean.setenv("MKERNEL_NIC", "efa")
+    rows = doctor.setting_rows(Settings(nic="cx7", verbs="system"))
+    assert sources(rows) == {
+        "timeout_s": "environment",
+        "nic_settings.fifo_slots": "environment",
+        "nic": "argument",
+        "verbs": "argument",
+    }
+    values = {row.name: row.value for row in rows}
+    assert (values["timeout_s"], values["nic_settings.fifo_slots"]) == (5.0, 64)
+    assert values["nic"] == "cx7"
+
+
+def test_a_group_given_as_one_value(clean: pytest.MonkeyPatch) -> None:
+    clean.setenv("MKERNEL_NIC_SETTINGS", '{"retry_count": 2}')
+    assert sources(doctor.setting_rows()) == {"nic_settings.retry_count": "environment"}
+    clean.delenv("MKERNEL_NIC_SETTINGS")
+    given = Settings(nic_settings=NicSettings(retry_count=2))
+    assert sources(doctor.setting_rows(given)) == {"nic_settings.retry_count": "argument"}
+
+
+def test_secrets_never_show(clean: pytest.MonkeyPatch) -> None:
+    clean.setenv("MKERNEL_JOB_SECRET", "hunter2")
+    for arguments in (("--settings",), ("--settings", "--json")):
+        result = run(*arguments)
+        assert result.exit_code == 0
+        assert "hunter2" not in result.stdout
+        assert doctor.MASK in result.stdout
+    rows = json.loads(run("--settings", "--json").stdout)["settings"]
+    assert {row["source"] for row in rows if row["name"] == "job_secret"} == {"environment"}
+
+
+def test_an_illegal_variable_is_named(clean: pytest.MonkeyPatch) -> None:
+    clean.setenv("MKERNEL_NIC_SETTINGS__QP_TIMEOUT", "99")
+    with pytest.raises(ArgumentError, match=r"MKERNEL_NIC_SETTINGS__QP_TIMEOUT = '99'"):
+        doctor.setting_rows()

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_worlds import make
+from pydantic import ValidationError
+
+from mkernel.plan.model import LaunchPlan, first_difference
+from mkernel.topology.model import Route, Topology
+
+PLAN = make()
+DUMP: dict[str, Any] = PLAN.model_dump(mode="json")
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all scalars in a dump."""
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in leaves(value[key], (*path, key))]
+    if isinstance(value, list):
+        return [leaf for i, item in enumerate(value) for leaf in leaves(item, (*path, i))]
+    return [path]
+
+
+def planted(path: tuple[Any, ...]) -> dict[str, Any]:
+    """The dump with another value at ``path``."""
+    changed = copy.deepcopy(DUMP)
+    place: Any = changed
+    for part in path[:-1]:
+        place = place[part]
+    old = place[path[-1]]
+    place[path[-1]] = f"{old}-other" if isinstance(old, str) else (old or 0) + 1
+    return changed
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+LEAVES = leaves(DUMP)
+
+
+@given(st.sampled_from(LEAVES))
+def test_first_difference_finds_the_planted_field(path: tuple[Any, ...]) -> None:
+    changed = planted(path)
+    found = first_difference(DUMP, changed)
+    assert found is not None
+    assert found[0] == dotted(path)
+    assert found[1] != found[2]
+
+
+@given(st.sampled_from(LEAVES), st.sampled_from(LEAVES))
+def test_of_two_differences_the_first_in_model_order_is_found(
+    one: tuple[Any, ...], other: tuple[Any, ...]
+) -> None:
+    changed = planted(one)
+    both = copy.deepcopy(changed)
+    place: Any = both
+    for part in other[:-1]:
+        place = place[part]
+    place[other[-1]] = "planted"
+    found = first_difference(DUMP, both)
+    assert found is not None
+    assert found[0] == dotted(min(one, other, key=LEAVES.index))
+
+
+def test_first_difference_of_shapes() -> None:
+    assert first_difference(DUMP, DUMP) is None
+    assert first_difference({"a": [1]}, {"a": [1, 2]}) == ("a.length", 1, 2)
+    assert first_difference({"a": 1}, {"a": 1, "b": 2}) == ("b", None, 2)
+
+
+@given(st.sampled_from(LEAVES))
+def test_the_digest_depends_on_every_field(path: tuple[Any, ...]) -> None:
+    def build(data: Any) -> Any:  # without validation: the change may be illegal
+        return LaunchPlan.model_construct(**data)
+
+    assert build(DUMP).digest() == PLAN.digest()
+    assert build(planted(path)).digest() != PLAN.digest()
+
+
+def test_the_digest_is_stable() -> None:
+    """The same on every machine and in every process; it changes only when the model does."""
+    again = LaunchPlan.model_validate(dict(reversed(DUMP.items())))
+    assert again.digest() == PLAN.digest()
+    assert len(PLAN.digest()) == 64
+
+
+def test_a_copy_has_its_own_digest() -> None:
+    before = PLAN.digest()
+    assert PLAN.model_copy(update={"nic": "efa"}).digest() != before
+    assert PLAN.model_copy().digest() == before == PLAN.digest()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("placement", 0, "rank"), 1, "placement must list"),
+        (("routes", 0, "dst"), 2, "every ordered pair"),
+        (("shape", "m"), 2047, "not a multiple"),
+        (("order", 1), [0, 1, 2, 3], "not a permutation"),
+        (("order", 1), [], "not a permutation"),
+        (("order",), [], "order has 0 entries"),
+        (("routes", 0, "src_nic"), "soft0", "with NICs"),
+        (("routes", 1, "dst_nic"), None, "with NICs"),
+        (("routes", 0, "bandwidth_gbs"), 0, "greater than 0"),
+        (("schema_version",), 2, "Input should be 1"),
+        (("extra",), 1, "Extra inputs"),
+    ],
+)
+def test_a_broken_plan_file_is_refused(path: tuple[Any, ...], value: Any, message: str) -> None:
+    changed = copy.deepcopy(DUMP)
+    place: Any = changed
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    with pytest.raises(ValidationError, match=message):
+        LaunchPlan.model_validate(changed)
+
+
+def test_route_looks_up_every_pair_and_nothing_else() -> None:
+    for src in range(4):
+        for dst in range(4):
+            if src != dst:
+                assert (PLAN.route(src, dst).src, PLAN.route(src, dst).dst) == (src, dst)
+    for src, dst in ((0, 0), (-1, 0), (0, 4)):
+        with pytest.raises(KeyError):
+            PLAN.route(src, dst)
+
+
+def test_models_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        PLAN.nic = "efa"  # type: ignore[misc]
+
+
+def test_a_half_named_route_is_refused() -> None:
+    with pytest.raises(ValidationError, match="with NICs"):
+        Route(src=0, dst=1, kind="nic", src_nic="a", bandwidth_gbs=1, latency_us=1)
+
+
+def test_topology_wants_nodes_in_order() -> None:
+    node = {"id": 1, "hostname": "h", "numa": []}
+    with pytest.raises(ValidationError, match=r"expected 0 to 0 in order"):
+        Topology.model_validate({"nodes": [node]})

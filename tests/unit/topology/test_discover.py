@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sysfs_tree import SysfsTree
+
+from mkernel.errors import ArgumentError, InputFileError
+from mkernel.topology.discover import discover, load
+from mkernel.topology.merge import merge
+from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+
+SIM = Accelerator(id="ascend-sim0", kind="ascend", name="simulator", index=0, emulated=True)
+SOFT = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
+
+
+def cx(**fields: object) -> Nic:
+    return Nic.model_validate({"id": "mlx5_0", "kind": "cx", "name": "mlx5_0", **fields})
+
+
+def recorded(tmp_path: Path) -> SysfsTree:
+    tree = SysfsTree(tmp_path)
+    tree.numa(0, "0-3")
+    tree.write("proc/sys/kernel/hostname", "node-a\n")
+    tree.rdma("mlx5_0", tree.pci("pci0000:00/0000:00:05.0", numa="0"))
+    return tree
+
+
+def test_a_recorded_machine(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    found = discover(tmp_path, accelerators=[SIM], nics=[SOFT])
+    (node,) = found.topology.nodes
+    assert (node.hostname, node.cpus) == ("node-a", (0, 1, 2, 3))
+    assert [a.id for a in node.accelerators] == ["ascend-sim0"]
+    assert [n.id for n in node.nics] == ["mlx5_0", "soft0"]
+    assert Topology.model_validate_json(found.topology.model_dump_json()) == found.topology
+
+
+def test_the_same_pci_address_is_the_same_device(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    found = discover(tmp_path, nics=[cx(id="cx-a", name="a", pci="0000:00:05.0", speed_gbps=400)])
+    assert [n.id for n in found.topology.nodes[0].nics] == ["mlx5_0"]
+    assert found.notes == ()
+
+
+def test_a_contradiction_is_reported_not_averaged(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    found = discover(tmp_path, nics=[cx(pci="0000:00:05.0", speed_gbps=200, numa_node=1)])
+    (nic,) = found.topology.nodes[0].nics
+    assert (nic.speed_gbps, nic.numa_node) == (400.0, 0)
+    fields = [note.message.split()[1] for note in found.notes]
+    assert sorted(fields) == ["numa_node", "speed_gbps"]
+
+
+def test_gaps_are_filled() -> None:
+    (nic,), notes = merge([cx(numa_node=1)], [cx(pci="0000:00:05.0", speed_gbps=100)], "backend")
+    assert (nic.pci, nic.numa_node, nic.speed_gbps) == ("0000:00:05.0", 1, 100)
+    assert notes == ()
+
+
+def test_same_id_on_another_address_is_another_device() -> None:
+    nics, notes = merge([cx(pci="0000:00:05.0")], [cx(pci="0000:00:06.0")], "backend")
+    assert [n.id for n in nics] == ["mlx5_0", "mlx5_0-2"]
+    assert len(notes) == 1
+
+
+def test_ports_of_one_device_stay_apart() -> None:
+    one, two = cx(id="a:1", pci="0000:00:05.0"), cx(id="a:2", pci="0000:00:05.0", port=2)
+    nics, _ = merge([one], [two, two], "backend")
+    assert nics == (one, two)
+
+
+def test_two_gpus_of_one_model_stay_apart() -> None:
+    gpus = [Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(2)]
+    merged, _ = merge((), gpus, "backend")
+    assert merged == tuple(gpus)
+
+
+def test_nothing_at_all_is_still_a_machine(tmp_path: Path) -> None:
+    (tmp_path / "sys").mkdir()
+    found = discover(tmp_path)
+    assert found.topology.nodes[0].hostname == "unknown"
+    assert {note.source for note in found.notes} == {"sysfs cpu", "sysfs infiniband"}
+
+
+def test_a_root_without_sys_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="root"):
+        discover(tmp_path)
+
+
+def test_this_machine_does_not_crash() -> None:
+    assert discover(accelerators=[SIM], nics=[SOFT]).topology.nodes[0].cpus
+
+
+def test_load_takes_a_topology_or_a_probe_report(tmp_path: Path) -> None:
+    node = Node(id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0,)),), accelerators=(SIM,))
+    topology = Topology(nodes=(node,))
+    for text in (topology.model_dump_json(), f'{{"topology": {topology.model_dump_json()}}}'):
+        (tmp_path / "t.json").write_text(text)
+        assert load(tmp_path / "t.json") == topology
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "the file"),
+        ('{"nodes": []}', "nodes"),
+        ('{"nodes": [{"id": 0, "hostname": "h", "numa": [], "gpu": 1}]}', "nodes.0.gpu"),
+        ('{"schema_version": 2, "nodes": []}', "schema_version"),
+    ],
+)
+def test_load_names_what_is_wrong(tmp_path: Path, text: str, named: str) -> None:
+    file = tmp_path / "t.json"
+    file.write_text(text)
+    with pytest.raises(InputFileError, match=named):
+        load(file)
+
+
+def test_load_of_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match="No such file"):
+        load(tmp_path / "gone.json")

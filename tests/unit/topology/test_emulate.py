@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mkernel.errors import ArgumentError
+from mkernel.topology.discover import emulate, replicate
+from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+
+SIM = Accelerator(id="ascend-sim", kind="ascend", name="simulator", index=0, emulated=True)
+SOFT = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
+
+
+def machine(cpus: tuple[int, ...] = (4, 4), gpus: int = 0, nics: int = 0) -> Topology:
+    numa, first = [], 0
+    for number, count in enumerate(cpus):
+        part = tuple(range(first, first + count))
+        numa.append(NumaNode(id=number, cpus=part, memory_bytes=1000 * count))
+        first += count
+    node = Node(
+        id=0,
+        hostname="h",
+        numa=tuple(numa),
+        accelerators=tuple(
+            Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(gpus)
+        ),
+        nics=tuple(Nic(id=f"mlx5_{i}", kind="cx", name=f"mlx5_{i}") for i in range(nics)),
+    )
+    return Topology(nodes=(node,))
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    st.integers(1, 5),
+    st.integers(1, 4),
+)
+def test_every_node_is_complete(cpus: list[int], nodes: int, ranks: int) -> None:
+    whole = machine(tuple(cpus))
+    world = emulate(whole, nodes, ranks, SIM, SOFT)
+    assert len(world.nodes) == nodes
+    for node in world.nodes:
+        assert [a.id for a in node.accelerators] == [f"ascend-sim{i}" for i in range(ranks)]
+        assert [a.index for a in node.accelerators] == list(range(ranks))
+        assert [n.name for n in node.nics] == ["soft0"]
+        assert node.emulated == (nodes > 1)
+    everything = whole.nodes[0].cpus
+    if len(everything) >= nodes * ranks:
+        dealt = [cpu for node in world.nodes for cpu in node.cpus]
+        sizes = [len(node.cpus) for node in world.nodes]
+        assert sorted(dealt) == list(everything)
+        assert max(sizes) - min(sizes) <= 1
+    else:
+        assert all(node.cpus == everything for node in world.nodes)
+    assert Topology.model_validate_json(world.model_dump_json()) == world
+
+
+def test_shares_follow_numa_nodes_and_carry_memory() -> None:
+    one, two = emulate(machine((4, 4)), 2, 2, SIM, SOFT).nodes
+    assert [(n.id, n.cpus, n.memory_bytes) for n in one.numa] == [(0, (0, 1, 2, 3), 4000)]
+    assert [(n.id, n.cpus) for n in two.numa] == [(1, (4, 5, 6, 7))]
+    assert two.nics[0].numa_node == two.accelerators[1].numa_node == 1
+
+
+def test_a_numbered_prototype_is_renumbered() -> None:
+    prototype = SIM.model_copy(update={"id": "ascend-sim0"})
+    (node,) = emulate(machine(), 1, 2, prototype, None).nodes
+    assert [a.id for a in node.accelerators] == ["ascend-sim0", "ascend-sim1"]
+    assert node.nics == ()
+
+
+def test_real_devices_are_dealt_out() -> None:
+    whole = machine(gpus=4, nics=4)
+    gpu, nic = whole.nodes[0].accelerators[0], whole.nodes[0].nics[0]
+    one, two = emulate(whole, 2, 2, gpu, nic).nodes
+    assert [a.id for a in one.accelerators + two.accelerators] == [f"cuda{i}" for i in range(4)]
+    assert [n.id for n in one.nics] == ["mlx5_0", "mlx5_1"]
+    assert [n.id for n in two.nics] == ["mlx5_2", "mlx5_3"]
+
+
+def test_real_nics_are_shared_where_there_are_fewer_than_nodes() -> None:
+    whole = machine(gpus=3, nics=1)
+    world = emulate(whole, 3, 1, None, whole.nodes[0].nics[0])
+    assert [[n.id for n in node.nics] for node in world.nodes] == [["mlx5_0"]] * 3
+
+
+def test_too_few_real_devices() -> None:
+    with pytest.raises(ArgumentError, match="at most 3, the number of cuda accelerators of h"):
+        emulate(machine(gpus=3), 2, 2, machine(gpus=1).nodes[0].accelerators[0], None)
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "name"), [(0, 1, "nodes"), (1, -1, "ranks_per_node")])
+def test_numbers_below_one(nodes: int, ranks: int, name: str) -> None:
+    with pytest.raises(ArgumentError, match=name):
+        emulate(machine(), nodes, ranks, SIM, SOFT)
+
+
+def test_only_one_machine_can_be_split_or_repeated() -> None:
+    world = emulate(machine(), 2, 1, SIM, SOFT)
+    with pytest.raises(ArgumentError, match="one machine"):
+        emulate(world, 2, 1, SIM, SOFT)
+    with pytest.raises(ArgumentError, match="one machine"):
+        replicate(world, 2)
+
+
+def test_replicate_repeats_the_whole_machine() -> None:
+    whole = machine(gpus=2, nics=1)
+    world = replicate(whole, 3)
+    assert [node.id for node in world.nodes] == [0, 1, 2]
+    assert {node.accelerators for node in world.nodes} == {whole.nodes[0].accelerators}
+    assert Topology.model_validate_json(world.model_dump_json()) == world
+    assert replicate(whole, 1) == whole

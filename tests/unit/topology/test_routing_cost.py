@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mkernel.errors import ArgumentError, InputFileError, NoRoute
+from mkernel.topology.cost import (
+    MachineConstants,
+    default_constants,
+    gemm_tile_us,
+    gemm_us,
+    load_constants,
+    shared_link_us,
+    transfer_us,
+)
+from mkernel.topology.emulate import emulate
+from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+from mkernel.topology.placement import place
+from mkernel.topology.routing import routes
+
+CONSTANTS = default_constants("ascend")
+SIM = Accelerator(id="sim", kind="ascend", name="simulator", index=0, emulated=True)
+MACHINE = Topology(nodes=(Node(id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0, 1)),)),))
+
+
+def soft(**fields: object) -> Nic:
+    base = {"id": "soft0", "kind": "soft", "name": "soft0", "emulated": True}
+    return Nic.model_validate({**base, **fields})
+
+
+def pair(left: tuple[Nic, ...], right: tuple[Nic, ...]) -> Topology:
+    nodes = emulate(MACHINE, 2, 2, SIM, None).nodes
+    changed = [
+        n.model_copy(update={"nics": nics}) for n, nics in zip(nodes, (left, right), strict=True)
+    ]
+    return Topology(nodes=tuple(changed))
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_every_ordered_pair_has_its_route(nodes: int, ranks: int) -> None:
+    world = emulate(MACHINE, nodes, ranks, SIM, soft())
+    placed = place(world, ranks)
+    found = routes(world, placed, CONSTANTS)
+    total = nodes * ranks
+    assert [(r.src, r.dst) for r in found] == [
+        (a, b) for a in range(total) for b in range(total) if a != b
+    ]
+    for route in found:
+        inside = placed[route.src].node == placed[route.dst].node
+        assert route.kind == ("p2p" if inside else "nic")
+        assert (route.src_nic, route.dst_nic) == ((None,) * 2 if inside else ("soft0",) * 2)
+    back = {(r.dst, r.src): r.bandwidth_gbs for r in found}
+    assert all(back[r.src, r.dst] == r.bandwidth_gbs for r in found)
+
+
+def test_bandwidth_is_the_slower_port_or_the_constant() -> None:
+    fast, slow = soft(speed_gbps=400), soft(speed_gbps=100)
+    world = pair((fast,), (slow,))
+    found = routes(world, place(world, 2), CONSTANTS)
+    assert {r.bandwidth_gbs for r in found if r.kind == "nic"} == {12.5}
+    world = pair((soft(),), (soft(),))
+    found = routes(world, place(world, 2), CONSTANTS)
+    assert {r.bandwidth_gbs for r in found if r.kind == "nic"} == {CONSTANTS.nic_gbs}
+    assert {r.bandwidth_gbs for r in found if r.kind == "p2p"} == {CONSTANTS.p2p_gbs}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "missing"),
+    [
+        ((soft(),), (), r"node 1 has no NIC"),
+        ((soft(),), (soft(active=False),), r"node 1 has no active RDMA NIC \(soft0 is down\)"),
+        ((soft(kind="ethernet"),), (soft(),), r"node 0 .*soft0 is plain Ethernet"),
+        ((soft(kind="cx"),), (soft(kind="efa"),), r"no common protocol"),
+        (
+            (soft(kind="cx", link_layer="InfiniBand"),),
+            (soft(kind="cx", link_layer="Ethernet"),),
+            r"same link layer",
+        ),
+    ],
+)
+def test_a_missing_path_names_both_ends(
+    left: tuple[Nic, ...], right: tuple[Nic, ...], missing: str
+) -> None:
+    world = pair(left, right)
+    ends = r"rank 0 \(node 0, sim0\) has no route to rank 2 \(node 1, sim0\): "
+    with pytest.raises(NoRoute, match=ends + ".*" + missing):
+        routes(world, place(world, 2), CONSTANTS)
+
+
+def test_a_down_nic_is_no_obstacle_inside_a_node() -> None:
+    world = Topology(nodes=(pair((soft(active=False),), ()).nodes[0],))
+    assert {r.kind for r in routes(world, place(world, 2), CONSTANTS)} == {"p2p"}
+
+
+def test_alpha_beta_by_hand() -> None:
+    assert transfer_us(50_000, 50, 2) == 3.0  # 1 us of bytes and 2 us of latency
+    assert shared_link_us([50_000, 150_000], 50, 2) == 6.0
+    assert shared_link_us([], 50, 2) == 0.0
+
+
+def test_waves_are_whole() -> None:
+    """2·128·256·1024 / 14.7 TFLOP/s = 4.565 us a tile; 24 cores take 24 tiles in one wave."""
+    tile = gemm_tile_us(128, 256, 1024, 14.7)
+    assert tile == pytest.approx(4.5653, rel=1e-4)
+
+    def time(m: int) -> float:
+        return gemm_us(
+            m,
+            256,
+            1024,
+            tile_m=128,
+            tile_n=256,
+            cores=24,
+            tflops_per_core=14.7,
+            memory_gbs=1e9,
+            itemsize=2,
+            out_itemsize=4,
+        )
+
+    assert time(128) == time(24 * 128) == pytest.approx(tile)
+    assert time(24 * 128 + 1) == pytest.approx(2 * tile)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 48))
+def test_compute_is_never_below_its_floors(m: int, n: int, k: int, cores: int) -> None:
+    got = gemm_us(
+        m,
+        n,
+        k,
+        tile_m=128,
+        tile_n=256,
+        cores=cores,
+        tflops_per_core=10,
+        memory_gbs=100,
+        itemsize=2,
+        out_itemsize=4,
+    )
+    assert got >= 2 * m * n * k / (cores * 10e6) * (1 - 1e-12)
+    assert got >= (2 * (m * k + k * n) + 4 * m * n) / 100e3 * (1 - 1e-12)
+
+
+def test_the_shipped_constants_are_the_documented_ones() -> None:
+    assert CONSTANTS.float16_tflops_per_core == 14.7
+    assert 25 <= CONSTANTS.p2p_gbs <= 28
+    assert CONSTANTS.nic_gbs == 50
+    with pytest.raises(ArgumentError, match="dtype"):
+        CONSTANTS.tflops_per_core("int8")
+
+
+def test_an_unknown_machine_does_not_pretend_to_be_known() -> None:
+    other = default_constants("third-party")
+    assert "stand-in" in other.name
+    assert "third-party" in other.name
+
+
+def test_constants_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(CONSTANTS.model_dump_json())
+    assert load_constants(file) == CONSTANTS
+    data = json.loads(CONSTANTS.model_dump_json())
+    file.write_text(json.dumps({**data, "nic_gbs": 0}))
+    with pytest.raises(InputFileError, match="nic_gbs"):
+        load_constants(file)
+    with pytest.raises(InputFileError, match="cannot be read"):
+        load_constants(tmp_path / "gone.json")
+
+
+def test_constants_key_a_cache() -> None:
+    again = MachineConstants.model_validate(CONSTANTS.model_dump())
+    other = CONSTANTS.model_copy(update={"nic_gbs": 51.0})
+    assert hash(again) == hash(CONSTANTS)
+    assert other not in {CONSTANTS}
