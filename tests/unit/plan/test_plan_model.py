@@ -76,6 +76,7 @@ def test_first_difference_of_shapes() -> None:
     assert first_difference({"a": 1}, {"a": 1, "b": 2}) == ("b", None, 2)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: the change may be illegal
 @given(st.sampled_from(LEAVES))
 def test_the_digest_depends_on_every_field(path: tuple[Any, ...]) -> None:
     def build(data: Any) -> Any:  # without validation: the change may be illegal
