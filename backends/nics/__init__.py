@@ -1,0 +1,1 @@
+"""NIC backends: how bytes move between nodes."""

@@ -1,0 +1,161 @@
+// The Python module `_nics`: sessions and device lists as plain values; typed in _nics.pyi.
+// Whatever can block or take long runs without the GIL. Native threads never call Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "backends/nics/cx7/rc_nic.hpp"
+#include "backends/nics/session.hpp"
+#include "backends/nics/verbs/devices.hpp"
+#include "backends/nics/verbs/loader.hpp"
+
+namespace py = pybind11;
+namespace nics = mkernel::nics;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+PYBIND11_MODULE(_nics, m) {
+    m.doc() = "NIC sessions, verbs providers and the signal pad helpers of mkernel";
+
+    py::register_exception<nics::SetupError>(m, "SetupError", PyExc_RuntimeError);
+    py::register_exception<nics::verbs::LoadError>(m, "LoadError", PyExc_OSError);
+
+    py::class_<nics::verbs::DeviceInfo>(m, "DeviceInfo")
+        .def_readonly("name", &nics::verbs::DeviceInfo::name)
+        .def_readonly("sysfs", &nics::verbs::DeviceInfo::sysfs)
+        .def_readonly("firmware", &nics::verbs::DeviceInfo::firmware)
+        .def_readonly("vendor_id", &nics::verbs::DeviceInfo::vendor_id)
+        .def_readonly("vendor_part_id", &nics::verbs::DeviceInfo::vendor_part_id)
+        .def_readonly("port", &nics::verbs::DeviceInfo::port)
+        .def_readonly("active", &nics::verbs::DeviceInfo::active)
+        .def_readonly("link_layer", &nics::verbs::DeviceInfo::link_layer)
+        .def_readonly("speed_gbps", &nics::verbs::DeviceInfo::speed_gbps);
+
+    py::class_<nics::Endpoint>(m, "Endpoint")
+        .def(py::init([](std::uint32_t qp_num, std::uint32_t psn, std::uint32_t lid,
+                         std::uint32_t mtu, std::string gid, bool ethernet) {
+                 return nics::Endpoint{qp_num, psn, lid, mtu, std::move(gid), ethernet};
+             }),
+             py::kw_only(), py::arg("qp_num"), py::arg("psn"), py::arg("lid"), py::arg("mtu"),
+             py::arg("gid"), py::arg("ethernet"))
+        .def_readonly("qp_num", &nics::Endpoint::qp_num)
+        .def_readonly("psn", &nics::Endpoint::psn)
+        .def_readonly("lid", &nics::Endpoint::lid)
+        .def_readonly("mtu", &nics::Endpoint::mtu)
+        .def_readonly("gid", &nics::Endpoint::gid)
+        .def_readonly("ethernet", &nics::Endpoint::ethernet);
+
+    py::class_<nics::RemoteKey>(m, "RemoteKey")
+        .def(py::init([](std::uint64_t address, std::uint64_t bytes, std::uint32_t rkey) {
+                 return nics::RemoteKey{address, bytes, rkey};
+             }),
+             py::kw_only(), py::arg("address"), py::arg("bytes"), py::arg("rkey"))
+        .def_readonly("address", &nics::RemoteKey::address)
+        .def_readonly("bytes", &nics::RemoteKey::bytes)
+        .def_readonly("rkey", &nics::RemoteKey::rkey);
+
+    py::class_<nics::Failure>(m, "Failure")
+        .def_readonly("status", &nics::Failure::status)
+        .def_readonly("qp", &nics::Failure::qp)
+        .def_readonly("wr_id", &nics::Failure::wr_id)
+        .def_readonly("vendor_err", &nics::Failure::vendor_err)
+        .def_readonly("peer", &nics::Failure::peer)
+        .def_readonly("message", &nics::Failure::message);
+
+    py::class_<nics::Capabilities>(m, "Capabilities")
+        .def_readonly("ordered", &nics::Capabilities::ordered)
+        .def_readonly("max_message_bytes", &nics::Capabilities::max_message_bytes)
+        .def_readonly("max_inline_bytes", &nics::Capabilities::max_inline_bytes)
+        .def_readonly("immediate_data", &nics::Capabilities::immediate_data)
+        .def_readonly("max_sge", &nics::Capabilities::max_sge)
+        .def_readonly("atomics", &nics::Capabilities::atomics)
+        .def_readonly("dmabuf", &nics::Capabilities::dmabuf)
+        .def_readonly("max_signal", &nics::Capabilities::max_signal)
+        .def_readonly("max_value", &nics::Capabilities::max_value);
+
+    py::class_<nics::ProxyStatistics>(m, "Statistics")
+        .def_readonly("puts", &nics::ProxyStatistics::puts)
+        .def_readonly("put_bytes", &nics::ProxyStatistics::put_bytes)
+        .def_readonly("signals_sent", &nics::ProxyStatistics::signals_sent)
+        .def_readonly("signals_raised", &nics::ProxyStatistics::signals_raised)
+        .def_readonly("queue_depth", &nics::ProxyStatistics::queue_depth)
+        .def_readonly("stalls", &nics::ProxyStatistics::stalls)
+        .def_readonly("sleeps", &nics::ProxyStatistics::sleeps);
+
+    py::class_<nics::Session>(m, "Session")
+        .def("capabilities", [](nics::Session& s) { return s.nic().capabilities(); })
+        .def(
+            "add_peer", [](nics::Session& s, std::uint32_t peer) { return s.nic().add_peer(peer); },
+            py::arg("peer"), Unlocked())
+        .def(
+            "connect",
+            [](nics::Session& s, std::uint32_t peer, const nics::Endpoint& remote) {
+                s.nic().connect(peer, remote);
+            },
+            py::arg("peer"), py::arg("remote"), Unlocked())
+        .def(
+            "register",
+            [](nics::Session& s, std::uint32_t region, std::uint64_t address, std::uint64_t bytes) {
+                return s.nic().register_memory(region, address, bytes);
+            },
+            py::arg("region"), py::arg("address"), py::arg("nbytes"), Unlocked())
+        .def(
+            "bind",
+            [](nics::Session& s, std::uint32_t region, std::uint32_t peer,
+               const nics::RemoteKey& key) { s.nic().bind(region, peer, key); },
+            py::arg("region"), py::arg("peer"), py::arg("key"))
+        .def(
+            "inject_failure",
+            [](nics::Session& s, std::uint32_t peer) { s.nic().inject_failure(peer); },
+            py::arg("peer"), Unlocked())
+        .def("start", &nics::Session::start, py::arg("pad"), py::arg("cpus"), Unlocked())
+        .def_property_readonly("fifo", &nics::Session::fifo)
+        .def(
+            "put",
+            [](nics::Session& s, std::uint32_t peer, std::uint32_t region, std::uint64_t local,
+               std::uint64_t remote, std::uint64_t bytes, std::uint32_t signal, std::uint32_t value,
+               double timeout_s) {
+                nics::PutCommand command;
+                command.local_offset = local;
+                command.remote_offset = remote;
+                command.bytes = bytes;
+                command.peer = peer;
+                command.region = region;
+                command.signal = signal;
+                command.value = value;
+                return static_cast<int>(s.put(command, timeout_s));
+            },
+            py::arg("peer"), py::arg("region"), py::arg("local"), py::arg("remote"),
+            py::arg("nbytes"), py::arg("signal"), py::arg("value"), py::arg("timeout_s"),
+            Unlocked())
+        .def("flush", &nics::Session::flush, py::arg("timeout_s"), Unlocked())
+        .def("statistics", &nics::Session::statistics)
+        .def("failure", &nics::Session::failure)
+        .def("close", &nics::Session::close, Unlocked());
+
+    m.def(
+        "devices",
+        [](const std::string& library) {
+            return nics::verbs::list_devices(*nics::verbs::Verbs::load(library));
+        },
+        py::arg("library"), Unlocked());
+
+    m.def(
+        "open_cx7",
+        [](const std::string& library, const std::string& device, std::uint8_t port,
+           std::uint32_t queue_depth, std::uint8_t qp_timeout, std::uint8_t retry_count,
+           std::uint8_t rnr_retry, std::optional<int> gid_index, std::uint64_t fifo_slots) {
+            nics::cx7::Options options;
+            options.port = port;
+            options.queue_depth = queue_depth;
+            options.qp_timeout = qp_timeout;
+            options.retry_count = retry_count;
+            options.rnr_retry = rnr_retry;
+            options.gid_index = gid_index;
+            return std::make_unique<nics::Session>(
+                std::make_unique<nics::cx7::RcNic>(nics::verbs::Verbs::load(library), device,
+                                                   options),
+                fifo_slots);
+        },
+        py::kw_only(), py::arg("library"), py::arg("device"), py::arg("port"),
+        py::arg("queue_depth"), py::arg("qp_timeout"), py::arg("retry_count"), py::arg("rnr_retry"),
+        py::arg("gid_index"), py::arg("fifo_slots"), Unlocked());
+}

@@ -1,0 +1,159 @@
+// The NIC contract: what a NIC backend gives the proxy and the session.
+//
+// Threads. Set-up calls (add_peer, connect, register_memory, bind, inject_failure, close) come from
+// one thread at a time, the session's; add_peer and connect end before the proxy starts, close
+// comes after it has stopped, register_memory and bind may run beside it. The data path (put, ring,
+// poll, mark, reached_mark, arm, settle) belongs to the proxy thread alone. capabilities() and
+// failure() may be called by any thread.
+//
+// The data path neither allocates nor locks, except once, when it records the first failure.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "backends/nics/fifo_device.hpp"
+
+namespace mkernel::nics {
+
+// Bring-up went wrong; the message names the call, the value and what to do.
+class SetupError : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+// The first error of a NIC. `status` is spelt as verbs spells it without its prefix: a completion
+// status (REM_ACCESS_ERR), an asynchronous event (DEVICE_FATAL), or one of ours: INVALID_PUT (a
+// command that names no bound memory, or a signal or value outside its range), POST_FAILED.
+struct Failure {
+    std::string status;
+    std::uint32_t qp = 0;
+    std::uint64_t wr_id = 0;
+    std::uint32_t vendor_err = 0;
+    std::int64_t peer = -1;  // rank; -1: not known
+    std::string message;
+};
+
+struct Capabilities {
+    bool ordered = false;  // puts to one peer become visible in the order they were made
+    std::uint64_t max_message_bytes = 0;
+    std::uint32_t max_inline_bytes = 0;
+    bool immediate_data = false;
+    std::uint32_t max_sge = 0;
+    bool atomics = false;
+    bool dmabuf = false;
+    std::uint32_t max_signal = 0;  // largest signal index a put may name
+    std::uint32_t max_value = 0;   // largest value one put may add
+};
+
+// What a peer must know to reach memory registered here.
+struct RemoteKey {
+    std::uint64_t address = 0;
+    std::uint64_t bytes = 0;
+    std::uint32_t rkey = 0;
+};
+
+// What a peer must know to connect to a queue pair made for it.
+struct Endpoint {
+    std::uint32_t qp_num = 0;
+    std::uint32_t psn = 0;  // RC: first packet number; SRD: the queue key
+    std::uint32_t lid = 0;
+    std::uint32_t mtu = 0;  // bytes
+    std::string gid;        // 32 hexadecimal digits
+    bool ethernet = false;
+};
+
+// Region numbers are below this, so that their tables never move while the proxy reads them.
+inline constexpr std::uint32_t kMaxRegions = 1024;
+
+// How far a put has got: zero before the first call of Nic::put for a command.
+struct PutCursor {
+    std::uint64_t bytes = 0;  // of the payload, handed to the NIC
+    std::uint32_t value = 0;  // of the signal's value, handed to the NIC
+    bool begun = false;       // the command was checked
+};
+
+enum class PutResult {
+    done,    // all of it is staged; ring() makes the NIC see it
+    busy,    // queue full: poll, then call again with the same cursor
+    failed,  // failure() says why
+};
+
+// Where arrived signals go. Called by poll() on the proxy thread, once a put's bytes are all
+// visible.
+class SignalSink {
+  public:
+    // False: no such signal here; the NIC then fails with INVALID_PUT.
+    virtual bool raise(std::uint32_t peer, std::uint32_t signal, std::uint64_t value) = 0;
+
+  protected:
+    ~SignalSink() = default;
+};
+
+class Nic {
+  public:
+    Nic() = default;
+    virtual ~Nic() = default;
+    Nic(const Nic&) = delete;
+    Nic& operator=(const Nic&) = delete;
+
+    [[nodiscard]] virtual Capabilities capabilities() const = 0;
+
+    // Makes what `peer` will connect to; then connects to what the peer made for us. SetupError.
+    virtual Endpoint add_peer(std::uint32_t peer) = 0;
+    virtual void connect(std::uint32_t peer, const Endpoint& remote) = 0;
+
+    virtual RemoteKey register_memory(std::uint32_t region, std::uint64_t address,
+                                      std::uint64_t bytes) = 0;
+    virtual void bind(std::uint32_t region, std::uint32_t peer, const RemoteKey& key) = 0;
+
+    // Makes the path to `peer` fail, through the NIC's own error machinery. For tests.
+    virtual void inject_failure(std::uint32_t peer) = 0;
+
+    // Stages a put-with-signal, cut into messages the NIC takes. Whoever sees the signal sees every
+    // byte of the put.
+    virtual PutResult put(const PutCommand& command, PutCursor& cursor) = 0;
+    // Hands everything staged to the NIC.
+    virtual void ring() = 0;
+    // Takes completions and arrivals; returns how many. 0 once failed.
+    virtual int poll(SignalSink& sink) = 0;
+
+    // mark() remembers what is posted; reached_mark(): all of that is complete locally.
+    virtual void mark() = 0;
+    [[nodiscard]] virtual bool reached_mark() const = 0;
+
+    // Sleeping: arm(), poll once more, ppoll on descriptors(), settle(). settle() reads pending
+    // asynchronous events too.
+    virtual void arm() = 0;
+    [[nodiscard]] virtual std::span<const int> descriptors() const = 0;
+    virtual void settle() = 0;
+
+    // Releases everything. Twice is harmless.
+    virtual void close() = 0;
+
+    [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire); }
+    [[nodiscard]] std::optional<Failure> failure() const {
+        const std::lock_guard lock(failure_mutex_);
+        return failure_;
+    }
+
+  protected:
+    // The first one stays.
+    void fail(Failure failure) {
+        const std::lock_guard lock(failure_mutex_);
+        if (failure_) return;
+        failure_ = std::move(failure);
+        failed_.store(true, std::memory_order_release);
+    }
+
+  private:
+    mutable std::mutex failure_mutex_;
+    std::optional<Failure> failure_;
+    std::atomic<bool> failed_{false};
+};
+
+}  // namespace mkernel::nics

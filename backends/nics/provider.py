@@ -1,0 +1,129 @@
+"""Verbs providers: which library a provider's name stands for, and what devices it offers.
+
+``system`` is libibverbs, ``soft`` the software RDMA device that is installed beside the native
+module, anything else a path.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from mkernel.backends.base import Status
+from mkernel.backends.nics import _nics
+from mkernel.settings import NicSettings
+from mkernel.topology.model import Nic, NicKind
+
+SOFT = "soft"
+SYSTEM = "system"
+SOFT_VENDOR = 0
+MELLANOX_VENDORS = frozenset({0x02C9, 0x15B3})
+AMAZON_VENDOR = 0x1D0F
+
+_INSTALL = "apt-get install libibverbs1 ibverbs-providers"
+
+
+def library_of(verbs: str, settings: NicSettings | None = None) -> str:
+    """Name or path of the library behind a provider's name."""
+    chosen = settings or NicSettings()
+    if verbs == SYSTEM:
+        return chosen.system_library
+    if verbs != SOFT:
+        return verbs
+    if chosen.soft_library is not None:
+        return chosen.soft_library
+    # Beside the native module, which an editable install keeps apart from the Python files.
+    return str(Path(_nics.__file__).parent / "softverbs" / "libmkernel_softverbs.so")
+
+
+def provider_status(verbs: str, settings: NicSettings | None = None) -> Status:
+    """Whether the provider has a device to use. Never raises."""
+    library = library_of(verbs, settings)
+    try:
+        devices = _nics.devices(library)
+    except (OSError, RuntimeError) as error:
+        return Status(False, str(error), _remedy(verbs, library, str(error)))
+    if not devices:
+        return Status(
+            False,
+            f"no RDMA device in {library}",
+            "load the card's driver and check `ls /sys/class/infiniband`, or use the soft provider",
+        )
+    active = [device for device in devices if device.active]
+    described = ", ".join(
+        f"{d.name} port {d.port} {'up' if d.active else 'down'}, {d.link_layer}, "
+        f"firmware {d.firmware or 'unknown'}"
+        for d in devices
+    )
+    if not active:
+        return Status(False, described, "bring a port's link up (ip link, or the switch and cable)")
+    return Status(True, described)
+
+
+def _remedy(verbs: str, library: str, detail: str) -> str:
+    if "No such file" not in detail:
+        return f"check that {library} is a verbs library of this machine's architecture"
+    if verbs == SYSTEM:
+        return _INSTALL
+    if verbs == SOFT:
+        return "reinstall mkernel (make install): its software RDMA library is missing"
+    return "name an existing library, `soft` or `system`"
+
+
+def list_nics(verbs: str, settings: NicSettings | None = None) -> tuple[Nic, ...]:
+    """Every port of the provider's devices; empty where it is not usable."""
+    try:
+        devices = _nics.devices(library_of(verbs, settings))
+    except (OSError, RuntimeError):
+        return ()
+    several = {d.name for d in devices if d.port > 1}
+    return tuple(_nic(device, device.name in several) for device in devices)
+
+
+def _nic(device: _nics.DeviceInfo, several: bool) -> Nic:
+    soft = device.firmware.startswith("softverbs")
+    pci, numa = _placement(device.sysfs)
+    return Nic(
+        id=f"{device.name}:{device.port}" if several else device.name,
+        kind=_kind(device, soft),
+        name=device.name,
+        port=device.port,
+        pci=pci,
+        numa_node=numa,
+        speed_gbps=device.speed_gbps or None,
+        link_layer=_link_layer(device.link_layer),
+        active=device.active,
+        emulated=soft,
+    )
+
+
+def _kind(device: _nics.DeviceInfo, soft: bool) -> NicKind:
+    if soft:
+        return "soft"
+    if device.vendor_id in MELLANOX_VENDORS:
+        return "cx"
+    if device.vendor_id == AMAZON_VENDOR:
+        return "efa"
+    return "infiniband"
+
+
+def _link_layer(name: str) -> Literal["InfiniBand", "Ethernet", "Unspecified"]:
+    if name == "InfiniBand":
+        return "InfiniBand"
+    return "Ethernet" if name == "Ethernet" else "Unspecified"
+
+
+def _placement(sysfs: str) -> tuple[str | None, int | None]:
+    """PCI address and NUMA node from the device's sysfs folder, where it has them."""
+    if not sysfs:
+        return None, None
+    device = Path(sysfs) / "device"
+    try:
+        pci = device.resolve(strict=True).name
+    except OSError:
+        return None, None
+    try:
+        numa = int((device / "numa_node").read_text())
+    except (OSError, ValueError):
+        numa = -1
+    return (pci if pci.count(":") == 2 else None), (numa if numa >= 0 else None)

@@ -1,0 +1,50 @@
+// One rank's opened NIC with its command FIFO and proxy: what the Python session drives. Any
+// backend.
+//
+// Calls come from one thread at a time, except put, flush, statistics and failure, which any thread
+// may make between start and close.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "backends/nics/fifo.hpp"
+#include "backends/nics/nic.hpp"
+#include "backends/nics/proxy.hpp"
+
+namespace mkernel::nics {
+
+class Session {
+  public:
+    Session(std::unique_ptr<Nic> nic, std::uint64_t fifo_slots);
+    ~Session();
+
+    // The opened NIC. Throws SetupError after close.
+    Nic& nic() const;
+
+    // `pad` is the address of this rank's signal pad.
+    void start(std::uint64_t pad, const std::vector<int>& cpus);
+    [[nodiscard]] bool started() const { return proxy_ != nullptr; }
+
+    // Address of the FifoDevice handle.
+    [[nodiscard]] std::uint64_t fifo() const;
+
+    runtime::WaitResult put(const PutCommand& command, double timeout_s);
+    bool flush(double timeout_s);
+    [[nodiscard]] ProxyStatistics statistics() const;
+    [[nodiscard]] std::optional<Failure> failure() const;
+    void close();
+
+  private:
+    std::unique_ptr<Nic> nic_;
+    Fifo fifo_;
+    runtime::SignalPad pad_;
+    std::unique_ptr<Proxy> proxy_;
+    bool closed_ = false;
+    // Kept from before close.
+    ProxyStatistics last_statistics_;
+};
+
+}  // namespace mkernel::nics

@@ -1,0 +1,52 @@
+#include "backends/nics/softverbs/completion.hpp"
+
+#include "backends/nics/softverbs/queue_pair.hpp"
+
+namespace mkernel::nics::softverbs {
+
+bool Cq::push(const Entry& entry, bool solicited) {
+    const std::uint64_t at = head.load(std::memory_order_relaxed);
+    if (overrun.load(std::memory_order_relaxed)) return false;
+    if (at - tail.load(std::memory_order_acquire) >= entries.size()) {
+        overrun.store(true, std::memory_order_relaxed);
+        return false;
+    }
+    entries[at & (entries.size() - 1)] = entry;
+    // seq_cst: ordered before the look at `armed`, as the poller arms before it looks again.
+    head.store(at + 1, std::memory_order_seq_cst);
+    const int wanted = armed.load(std::memory_order_seq_cst);
+    if (channel != nullptr && (wanted == 1 || (wanted == 2 && solicited)) &&
+        armed.exchange(0, std::memory_order_acq_rel) != 0) {
+        ibv_cq* self = this;
+        [[maybe_unused]] const ssize_t written =
+            ::write(static_cast<Channel*>(channel)->write_end.get(), &self, sizeof(self));
+    }
+    return true;
+}
+
+int Cq::poll(int count, ibv_wc* out) {
+    const std::lock_guard lock(poll_lock);
+    std::uint64_t at = tail.load(std::memory_order_relaxed);
+    const std::uint64_t end = head.load(std::memory_order_seq_cst);
+    int got = 0;
+    while (at != end && got < count) {
+        const Entry& entry = entries[at & (entries.size() - 1)];
+        ++at;
+        if (entry.qp == nullptr) continue;
+        if (entry.reclaim_to != 0) entry.qp->reclaim(entry.reclaim_to);
+        out[got++] = entry.wc;
+    }
+    tail.store(at, std::memory_order_release);
+    return got;
+}
+
+void Cq::forget(const Qp* qp) {
+    const std::lock_guard lock(poll_lock);
+    const std::uint64_t end = head.load(std::memory_order_acquire);
+    for (std::uint64_t at = tail.load(std::memory_order_relaxed); at != end; ++at) {
+        Entry& entry = entries[at & (entries.size() - 1)];
+        if (entry.qp == qp) entry.qp = nullptr;
+    }
+}
+
+}  // namespace mkernel::nics::softverbs

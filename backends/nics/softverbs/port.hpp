@@ -1,0 +1,92 @@
+// The two ends of a port's shared memory: LocalPort owns it, RemotePort maps a peer's.
+//
+// Nothing lies in the file system: the memory is an anonymous memfd that lives as long as a process
+// holds it, and a peer opens it through /proc/<pid>/fd. Both ends need the same user.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+
+#include "backends/nics/softverbs/wire.hpp"
+
+namespace mkernel::nics::softverbs {
+
+// A file descriptor that closes itself.
+class Fd {
+  public:
+    explicit Fd(int fd = -1) : fd_(fd) {}
+    ~Fd();
+    Fd(Fd&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
+    Fd& operator=(Fd&& other) noexcept;
+    [[nodiscard]] int get() const { return fd_; }
+
+  private:
+    int fd_;
+};
+
+// A mapping that unmaps itself.
+class Mapping {
+  public:
+    Mapping() = default;
+    // Throws std::system_error.
+    Mapping(int fd, std::size_t bytes, bool writable);
+    ~Mapping();
+    Mapping(Mapping&& other) noexcept;
+    Mapping& operator=(Mapping&& other) noexcept;
+    [[nodiscard]] std::byte* data() const { return data_; }
+    [[nodiscard]] std::size_t bytes() const { return bytes_; }
+
+  private:
+    std::byte* data_ = nullptr;
+    std::size_t bytes_ = 0;
+};
+
+class LocalPort {
+  public:
+    // Throws std::system_error.
+    LocalPort();
+
+    [[nodiscard]] PortHeader& header() const { return *reinterpret_cast<PortHeader*>(map_.data()); }
+    [[nodiscard]] Ring& ring(std::uint32_t index) const {
+        return *reinterpret_cast<Ring*>(map_.data() + kRingsOffset + index * kRingStride);
+    }
+    [[nodiscard]] PortAddress address() const { return address_; }
+    // Gives a ring's memory back and zeroes it.
+    void reset_ring(std::uint32_t index) const;
+
+  private:
+    Fd fd_;
+    Mapping map_;
+    PortAddress address_;
+};
+
+// A peer's port. Used by one engine only.
+class RemotePort {
+  public:
+    // Throws std::system_error: ENOENT-like where the process or port is gone.
+    explicit RemotePort(const PortAddress& address);
+
+    [[nodiscard]] PortHeader& header() const { return *reinterpret_cast<PortHeader*>(map_.data()); }
+    [[nodiscard]] Ring& ring(std::uint32_t index) const {
+        return *reinterpret_cast<Ring*>(map_.data() + kRingsOffset + index * kRingStride);
+    }
+    // Whether its process runs. Asks the kernel at most once a millisecond; dead stays dead.
+    bool alive(std::uint64_t now);
+
+    // `length` bytes at `offset` of the file that is `fd` there and has this inode; null where it
+    // cannot be mapped. Valid until the owner deregisters the memory.
+    const std::byte* reference(std::int32_t fd, std::uint64_t inode, std::uint64_t offset,
+                               std::uint64_t length);
+
+  private:
+    PortAddress address_;
+    Mapping map_;
+    Fd pidfd_;
+    bool dead_ = false;
+    std::uint64_t asked_at_ = 0;
+    std::uint64_t maps_of_ = 0;  // header().dropped_maps when `maps_` was last valid
+    std::unordered_map<std::uint64_t, Mapping> maps_;  // by inode
+};
+
+}  // namespace mkernel::nics::softverbs

@@ -1,0 +1,161 @@
+// An RC queue pair: its queues, its requester and its responder.
+//
+// Threads: post_send and post_recv by any thread (a lock each); step() by the engine, which holds
+// the context's control lock; everything else under that lock. A message is one send request;
+// messages are numbered from 1 on each connection, and `acked` of the peer's ring counts the
+// executed ones.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "backends/nics/softverbs/completion.hpp"
+#include "backends/nics/softverbs/memory.hpp"
+#include "backends/nics/softverbs/port.hpp"
+#include "backends/nics/softverbs/wire.hpp"
+
+namespace mkernel::nics::softverbs {
+
+struct Context;
+
+inline constexpr std::uint32_t kMaxSge = 4;
+inline constexpr std::uint32_t kMaxInline = 256;
+inline constexpr std::uint32_t kMaxWr = 16384;
+
+struct SendRequest {
+    std::uint64_t wr_id;
+    std::uint64_t remote_addr;
+    std::uint32_t rkey;
+    std::uint32_t imm;
+    std::uint32_t total;
+    std::uint16_t pieces;
+    bool inlined;
+    bool signaled;
+    bool solicited;
+    ibv_wr_opcode opcode;
+    ibv_sge sge[kMaxSge];
+};
+
+struct ReceiveRequest {
+    std::uint64_t wr_id;
+    std::uint32_t pieces;
+    ibv_sge sge[kMaxSge];
+};
+
+struct Qp : ibv_qp {
+    Qp(Context& context, const ibv_qp_init_attr& init, std::uint32_t number);
+    ~Qp();
+
+    int post_send(ibv_send_wr* wr, ibv_send_wr** bad);
+    int post_recv(ibv_recv_wr* wr, ibv_recv_wr** bad);
+    // Called by poll: send requests numbered up to `to` have left the queue.
+    void reclaim(std::uint64_t to) { sq_reclaimed_.store(to, std::memory_order_release); }
+
+    // 0 or an errno, as ibv_modify_qp.
+    int modify(const ibv_qp_attr& attr, int mask);
+    void query(ibv_qp_attr& attr, ibv_qp_init_attr& init) const;
+
+    // Does what can be done now; whether that was anything. `wake_at` is lowered to the moment at
+    // which something falls due by itself.
+    bool step(std::uint64_t now, std::uint64_t& wake_at);
+
+    // To ERR, by `status` where it was an error of the queue pair itself.
+    void enter_error();
+
+  private:
+    Ring& inbound() const;
+    Ring& outbound() const;
+    int to_init(const ibv_qp_attr& attr, int mask);
+    int to_rtr(const ibv_qp_attr& attr, int mask);
+    int to_rts(const ibv_qp_attr& attr, int mask);
+    void to_reset();
+    void disconnect();
+
+    // Requester.
+    bool send(std::uint64_t now);
+    bool send_message(const SendRequest& request, std::uint64_t now);
+    bool take_acks(std::uint64_t now);
+    void check_timers(std::uint64_t now, std::uint64_t& wake_at);
+    bool peer_responsive(std::uint64_t now);
+    std::byte* reserve(std::uint32_t bytes);
+    bool claim();
+    bool sound(const SendRequest& request);
+    void complete_send(std::uint64_t number, ibv_wc_status status, std::uint32_t vendor_err);
+    void fail_send(std::uint64_t number, ibv_wc_status status, std::uint32_t vendor_err);
+
+    // Responder.
+    bool receive(std::uint64_t now, std::uint64_t& wake_at);
+    // Whether the packet was executed; if not it stays at the head of the ring.
+    bool execute(const Packet& packet, const std::byte* payload, std::uint64_t now,
+                 std::uint64_t& wake_at);
+    bool may_write(const Packet& packet) const;
+    bool scatter(const Packet& packet, const std::byte* source);
+    bool have_receive(std::uint64_t now, std::uint64_t& wake_at);
+    ReceiveRequest take_receive();
+    void complete_receive(const ReceiveRequest& request, ibv_wc_status status, ibv_wc_opcode opcode,
+                          const Packet& packet);
+    void refuse(ibv_wc_status at_requester, ibv_event_type event);
+    void publish_executed();
+
+    bool flush_queues();
+    void push(Cq* queue, const Cq::Entry& entry, bool solicited);
+
+    Context& context_;
+    ibv_qp_cap cap_;
+    bool signal_all_;
+    std::uint32_t index_;
+    std::uint64_t token_;
+    std::atomic<int> state_{IBV_QPS_RESET};  // mirrors ibv_qp::state for the posting threads
+
+    // Attributes.
+    unsigned int access_ = 0;
+    std::uint32_t dest_qp_num_ = 0;
+    ::ibv_gid dest_gid_{};
+    std::uint8_t timeout_ = 0, retry_cnt_ = 0, rnr_retry_ = 0, min_rnr_timer_ = 0;
+    ibv_mtu mtu_ = IBV_MTU_1024;
+    std::shared_ptr<RemotePort> remote_;
+
+    // Send queue: numbers of requests, each counts up for ever.
+    std::mutex sq_lock_;
+    std::vector<SendRequest> sq_;
+    std::vector<std::byte> inline_data_;
+    std::atomic<std::uint64_t> sq_posted_{0};
+    std::atomic<std::uint64_t> sq_reclaimed_{0};
+    std::uint64_t sq_sent_ = 0;       // engine
+    std::uint64_t sq_completed_ = 0;  // engine
+
+    // Receive queue.
+    std::mutex rq_lock_;
+    std::vector<ReceiveRequest> rq_;
+    std::atomic<std::uint64_t> rq_posted_{0};
+    std::atomic<std::uint64_t> rq_taken_{0};
+
+    // Requester (engine).
+    bool claimed_ = false;    // we are the producer of the peer's ring
+    bool link_dead_ = false;  // Config::drop_after
+    std::uint64_t head_ = 0;  // bytes written to the peer's ring
+    std::uint64_t published_ = 0;
+    std::uint64_t acked_base_ = 0;      // peer's `acked` when the connection began
+    std::uint64_t sq_base_ = 0;         // requests before the connection
+    std::uint32_t cursor_ = 0;          // bytes of the current message already sent
+    std::uint64_t progress_at_ = 0;     // last time the peer was seen to answer, while it owed us
+    std::uint64_t local_error_at_ = 0;  // request that failed here before it was sent; 0: none
+    ibv_wc_status local_error_ = IBV_WC_SUCCESS;
+
+    // Responder (engine).
+    std::uint64_t tail_ = 0;      // bytes of our ring consumed
+    std::uint64_t executed_ = 0;  // messages
+    std::uint64_t rnr_until_ = 0;
+    std::uint64_t rnr_count_ = 0;
+    bool deaf_ = false;         // the peer died in mid-message: nothing more comes
+    ReceiveRequest current_{};  // receive of a SEND in progress
+    bool receiving_ = false;
+    std::uint32_t placed_ = 0;  // bytes of the current message already placed
+};
+
+}  // namespace mkernel::nics::softverbs

@@ -1,0 +1,48 @@
+// What a verbs provider offers: its devices and ports, and the GID to use on a port.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backends/nics/verbs/loader.hpp"
+
+namespace mkernel::nics::verbs {
+
+struct DeviceInfo {
+    std::string name;
+    std::string sysfs;  // the device's folder under /sys/class/infiniband, or empty
+    std::string firmware;
+    std::uint32_t vendor_id = 0;
+    std::uint32_t vendor_part_id = 0;
+    std::uint8_t port = 1;
+    bool active = false;
+    std::string link_layer;  // InfiniBand, Ethernet or Unspecified
+    double speed_gbps = 0;   // 0: not known
+};
+
+// Every port of every device. A device that cannot be opened is left out.
+std::vector<DeviceInfo> list_devices(const Verbs& verbs);
+
+// Opens a device by name. Throws SetupError, naming the devices there are.
+std::shared_ptr<ibv_context> open_device(std::shared_ptr<const Verbs> verbs,
+                                         const std::string& name);
+
+struct GidChoice {
+    ::ibv_gid gid{};
+    int index = 0;
+};
+
+// The GID of a port: entry `wanted` where given. Else, on Ethernet, RoCE v2 before v1, and there
+// IPv4-mapped before global IPv6 before link-local; on InfiniBand entry 0. Throws SetupError.
+GidChoice choose_gid(const Verbs& verbs, ibv_context* context, std::uint8_t port,
+                     const ibv_port_attr& attributes, std::optional<int> wanted);
+
+std::string gid_text(const ::ibv_gid& gid);  // 32 hexadecimal digits
+std::optional<::ibv_gid> parse_gid(const std::string& text);
+
+}  // namespace mkernel::nics::verbs
