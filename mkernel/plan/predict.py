@@ -96,7 +96,10 @@ def _link_times(
     resources: Resources,
     constants: MachineConstants,
 ) -> list[float]:
-    """Busy time of each p2p link, each NIC direction and each rank's communication blocks."""
+    """Busy time of each p2p link, each NIC direction and each rank's communication blocks.
+
+    A NIC is as fast as the fastest of its routes: a slow peer's own NIC is the one it holds up.
+    """
     times = []
     through_nic: defaultdict[tuple[str, int, str | None], list[Route]] = defaultdict(list)
     for route in routes:
@@ -108,7 +111,7 @@ def _link_times(
     times += [
         shared_link_us(
             [shard] * len(users),
-            min(route.bandwidth_gbs for route in users),
+            max(route.bandwidth_gbs for route in users),
             max(route.latency_us for route in users),
         )
         for users in through_nic.values()

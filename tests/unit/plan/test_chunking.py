@@ -55,6 +55,15 @@ def test_chunks_cover_all_tiles_and_none_is_empty(
         assert cut.chunks_per_rank <= 128
 
 
+def test_order_by_hand() -> None:
+    assert consumption_order(3, 2)[:4] == (
+        (0, 1, 2, 3, 4, 5),
+        (1, 0, 3, 2, 5, 4),
+        (2, 3, 4, 5, 0, 1),
+        (3, 2, 5, 4, 1, 0),
+    )
+
+
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_order_starts_at_home_and_never_collides(nodes: int, ranks: int) -> None:
     order = consumption_order(nodes, ranks)

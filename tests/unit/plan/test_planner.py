@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_worlds import CAPABILITIES, make, world
+from plan_worlds import CAPABILITIES, SOFT, make, world
 
 from mkernel.errors import (
     ArgumentError,
@@ -93,6 +93,21 @@ def test_prediction_by_hand() -> None:
     assert times.comm_us == pytest.approx(5.0 + 4 * 2**21 / 50e3 + 8 * 1.0 / 16)
     assert times.sequential_us == pytest.approx(times.compute_us + times.comm_us + 5.0)
     assert times.constants == "ascend"
+
+
+def test_the_slowest_nic_decides_and_only_for_what_it_carries() -> None:
+    """Node 0 has two NICs of 100 Gb/s, 4 shards each way on each; the others one of 400 Gb/s, with
+    8 shards. 4 / 12.5 is more than 8 / 50; a fast NIC is not slowed by its slow peers."""
+    slow = tuple(SOFT.model_copy(update={"id": f"soft{i}", "speed_gbps": 100.0}) for i in (0, 1))
+    fast = (SOFT.model_copy(update={"speed_gbps": 400.0}),)
+    nodes = tuple(
+        node.model_copy(update={"nics": slow if node.id == 0 else fast})
+        for node in world(3, 2).nodes
+    )
+    made = make(3, 2, m=3072, topology=Topology(nodes=nodes))
+    shard, blocks_each = 512 * 2048 * 2, 48 / 5
+    signals = made.chunking.chunks_per_rank / blocks_each
+    assert made.prediction.comm_us == pytest.approx(5.0 + 4 * shard / 12.5e3 + signals)
 
 
 def test_predictions_follow_the_constants() -> None:

@@ -48,8 +48,8 @@ def test_path_classes() -> None:
     base = gpu(0, switch(0, 0), numa=0)
     host = "pci0000:00"
     assert classify(base, nic(0, switch(0, 1), numa=0)) == "PIX"
-    deeper = (*switch(0, 1), "0003:00:00.0", "0003:00:01.0")
-    assert classify(base, nic(0, deeper, numa=0)) == "PXB"
+    for below in (("0003:00:00.0",), ("0003:00:00.0", "0003:00:01.0")):
+        assert classify(base, nic(0, (*switch(0, 1), *below), numa=0)) == "PXB"
     assert classify(base, nic(0, (host, "0000:00:02.0"), numa=0)) == "PHB"
     assert classify(base, nic(0, switch(1, 0), numa=0)) == "NODE"
     assert classify(base, nic(0, switch(1, 0), numa=1)) == "SYS"

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sysfs_tree import SysfsTree
 
 from mkernel.topology.sources import infiniband
+from mkernel.topology.sources.files import resolve
 
 SWITCH = "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0"
 
@@ -92,6 +93,16 @@ def test_broken_entries_are_notes(tmp_path: Path) -> None:
     assert nics == ()
     named = {note.message.split(":")[0] for note in notes}
     assert named == {"gone0", "loop0", "out0", "bare0"}
+
+
+def test_links_do_not_lead_out_of_the_tree(tmp_path: Path) -> None:
+    tree = SysfsTree(tmp_path / "tree")
+    (tmp_path / "outside").mkdir()
+    for name, target in (("up", "../outside"), ("absolute", str(tmp_path / "outside"))):
+        (tree.root / name).symlink_to(target)
+        assert resolve(tree.root / name, tree.root) is None
+    (tree.root / "inside").symlink_to("/sys")
+    assert resolve(tree.root / "inside", tree.root) == (tree.root / "sys").resolve()
 
 
 def test_absolute_links_stay_in_the_tree(tmp_path: Path) -> None:
