@@ -58,6 +58,44 @@ def launch_ag_gemm(
     view: str,
     trace: bool,
 ) -> Launch: ...
+def record_ag_gemm(
+    *,
+    geometry: AgGemmGeometry,
+    rank: int,
+    same_node: list[bool],
+    source_order: list[int],
+    out_dtype: str,
+    b_column_major: bool,
+    compute_blocks: int,
+    comm_blocks: int,
+    node: int,
+) -> bytes: ...
 def matrix_unit() -> str: ...
 def set_slots(slots: int) -> None: ...
 def slots() -> int: ...
+
+class Machine:
+    launch_ns: float
+    issue_ns: float
+    signal_ns: float
+    macs_per_ns_16: float
+    macs_per_ns_32: float
+    matmul_ns: float
+    extract_rate: float
+    extract_ns: float
+    load_rate: float
+    store_rate: float
+    put_rate: float
+    memory_ns: float
+    memory_rate: float
+    link_rate: float
+    link_ns: float
+    egress_rate: float
+    ingress_rate: float
+    proxy_ns: float
+    nic_rate: float
+    nic_ns: float
+
+def replay(
+    traces: list[bytes], machine: Machine, view: str, keep_spans: bool
+) -> tuple[float, list[tuple[int, str, float, float]], bytes]: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -117,10 +118,9 @@ class AscendLaunch(Launch):
 
     def _finished(self, timeout_s: float) -> bool:
         done = True
-        try:
+        # What went wrong is for the owner to hear, in its own `wait`.
+        with contextlib.suppress(RuntimeError):
             done = self._native.wait(timeout_s)
-        except RuntimeError:
-            pass  # is for its owner to hear, in its own `wait`
         if done:
             _in_flight.discard(self)
         return done
@@ -220,8 +220,8 @@ class AscendAccelerator(AcceleratorBackend):
         cores = plan.resources
         if cores.compute_blocks > COMPUTE_CORES or cores.comm_blocks > COMM_CORES:
             raise Unsupported(
-                f"plan.resources asks for {cores.compute_blocks} compute and {cores.comm_blocks} comm "
-                f"blocks; the chip has {COMPUTE_CORES} AIC and {COMM_CORES} AIV cores"
+                f"plan.resources asks for {cores.compute_blocks} compute and {cores.comm_blocks} "
+                f"comm blocks; the chip has {COMPUTE_CORES} AIC and {COMM_CORES} AIV cores"
             )
         m_local, n, k = plan.shape.m // plan.world_size, plan.shape.n, plan.shape.k
         native.set_slots(self._slots or max(1, len(os.sched_getaffinity(0)) // plan.world_size))
@@ -255,8 +255,24 @@ class AscendAccelerator(AcceleratorBackend):
         return AscendLaunch(started, call)
 
 
+def record(plan: LaunchPlan, rank: int) -> bytes:
+    """The trace that ``rank`` would leave in a call of ``plan``, without running it: no tensors, no
+    peers, no arithmetic. For :func:`.timeline.model` on shapes and worlds beyond this machine."""
+    node = plan.placement[rank].node
+    trace: bytes = _native().record_ag_gemm(
+        geometry=_geometry(plan),
+        rank=rank,
+        same_node=[placement.node == node for placement in plan.placement],
+        source_order=list(plan.order[rank]),
+        out_dtype=plan.out_dtype,
+        b_column_major=plan.b_layout == "column",
+        compute_blocks=plan.resources.compute_blocks,
+        comm_blocks=plan.resources.comm_blocks,
+        node=node,
+    )
+    return trace
+
+
 def _has_torch_npu() -> bool:
     # Only looked for: importing it needs CANN, and it registers itself with torch.
     return importlib.util.find_spec("torch_npu") is not None
-
-

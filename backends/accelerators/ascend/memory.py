@@ -13,7 +13,7 @@ from typing import Any
 
 from mkernel.backends.base import SymmetricMemory
 
-# After the usable bytes, so that an attacher can tell this allocation from whatever else the
+# After the usable bytes, so that who attaches can tell this allocation from whatever else the
 # process may have behind the same descriptor number by then.
 _COOKIE_BYTES = 16
 
@@ -66,13 +66,13 @@ class HostMemory(SymmetricMemory):
             size = os.fstat(fd).st_size
             if nbytes < 1 or size != _page_up(nbytes + _COOKIE_BYTES):
                 raise OSError(
-                    f"process {pid} no longer shares the {nbytes} bytes it exported: its descriptor "
-                    f"{number} holds {size}; was the world finalized there?"
+                    f"process {pid} no longer shares the {nbytes} bytes it exported: its "
+                    f"descriptor {number} holds {size}; was the world finalized there?"
                 )
             if os.pread(fd, _COOKIE_BYTES, nbytes) != cookie:
                 raise OSError(
-                    f"descriptor {number} of process {pid} holds another allocation than the one it "
-                    "exported; was the world finalized there?"
+                    f"descriptor {number} of process {pid} holds another allocation than the one "
+                    "it exported; was the world finalized there?"
                 )
         except BaseException:
             os.close(fd)

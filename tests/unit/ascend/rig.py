@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
 from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch
 from mkernel.backends.base import Call, PeerMemory, SymmetricMemory, View
 from mkernel.plan.model import (
@@ -149,7 +150,7 @@ class Put:
 
 
 class Fifo:
-    """The ring of one rank as kernels see it (backends/nics/fifo_device.hpp), drained by polling."""
+    """The ring of one rank as kernels see it (nics/fifo_device.hpp), drained by polling."""
 
     def __init__(self, capacity: int = 16) -> None:
         self.capacity = capacity
@@ -311,9 +312,9 @@ class World:
         generator = torch.Generator().manual_seed(seed)
         dtype = TORCH[plan.dtype]
         for _ in range(plan.world_size):
-            a = torch.randn(
-                plan.shape.m // plan.world_size, plan.shape.k, generator=generator
-            ).to(dtype)
+            a = torch.randn(plan.shape.m // plan.world_size, plan.shape.k, generator=generator).to(
+                dtype
+            )
             if plan.b_layout == "row":
                 b = torch.randn(plan.shape.k, plan.shape.n, generator=generator).to(dtype)
             else:

@@ -71,7 +71,10 @@ Launch::Launch(Call call) : call_(std::move(call)) {
     const Geometry& g = args.geometry;
     args.peers = call_.peers.data();
     args.source_order = call_.source_order.data();
-    send_order_ = ag_gemm::send_order(g, call_.compute_blocks);
+    const auto near = static_cast<std::uint32_t>(
+        std::count_if(call_.peers.begin(), call_.peers.end(),
+                      [](const ag_gemm::Peer& peer) { return peer.pad != nullptr; }));
+    send_order_ = ag_gemm::send_order(g, call_.compute_blocks, near - 1);
     args.send_order = send_order_.data();
     args.wait_all_first = call_.view == View::sequential;
     args.ignore_chunks = call_.view == View::compute_only;
@@ -141,14 +144,18 @@ void Launch::submit(Kernel& kernel) {
     environment_.scheduler->submit(kernel.kind == sim::CoreKind::aiv ? 0 : 1, std::move(tasks));
 }
 
+void Launch::run_kernel(Kernel& kernel, std::uint32_t index) {
+    sim::Core core(environment_, kernel.kind, index, kernel.blocks, thread_memory(),
+                   call_.trace ? &kernel.records[index] : nullptr);
+    const bool complete = kernel.kind == sim::CoreKind::aiv
+                              ? ag_gemm::Comm(core, call_.args).run()
+                              : ag_gemm::Compute(core, call_.args).run();
+    core.finish(complete);
+}
+
 void Launch::run_core(Kernel& kernel, std::uint32_t index) {
     try {
-        sim::Core core(environment_, kernel.kind, index, kernel.blocks, thread_memory(),
-                       call_.trace ? &kernel.records[index] : nullptr);
-        const bool complete = kernel.kind == sim::CoreKind::aiv
-                                  ? ag_gemm::Comm(core, call_.args).run()
-                                  : ag_gemm::Compute(core, call_.args).run();
-        core.finish(complete);
+        run_kernel(kernel, index);
     } catch (const std::exception& error) {
         {
             const std::lock_guard lock(mutex_);
@@ -177,6 +184,32 @@ void Launch::kernel_ended(Kernel& kernel) {
         g_running.erase(this);
     }
     ended_.notify_all();
+}
+
+std::string record(Call call) {
+    check_tiles(call.args.geometry);
+    const Geometry& g = call.args.geometry;
+    // Distinct ranges that nobody dereferences.
+    std::uintptr_t next = std::uintptr_t{1} << 44;
+    const auto invent = [&next] {
+        return reinterpret_cast<std::byte*>(next += std::uintptr_t{1} << 40);
+    };
+    for (isa::GlobalView* tensor : {&call.args.a, &call.args.b, &call.args.out}) {
+        tensor->base = invent();
+    }
+    call.args.pad = call.args.workspace = invent();
+    for (std::uint32_t peer = 0; peer < g.world; ++peer) {
+        if (call.peers[peer].pad == nullptr) continue;
+        call.peers[peer].workspace = peer == call.args.rank ? call.args.workspace : invent();
+    }
+    call.trace = true;
+    Launch launch(std::move(call));
+    launch.environment_.dry = true;
+    for (Launch::Kernel* kernel : {&launch.comm_, &launch.compute_}) {
+        kernel->records.resize(kernel->blocks);
+        for (std::uint32_t i = 0; i < kernel->blocks; ++i) launch.run_kernel(*kernel, i);
+    }
+    return launch.trace();
 }
 
 bool Launch::wait(std::uint64_t timeout_ns) {

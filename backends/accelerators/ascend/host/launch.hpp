@@ -30,6 +30,11 @@ struct Call {
     bool trace = false;
 };
 
+// The trace blob (sim/trace.hpp) of a rank's call without running it: no memory is touched, no
+// signal awaited, addresses in `call` are ignored. The same schedule as a traced launch of the
+// call.
+std::string record(Call call);
+
 // Refuses (std::invalid_argument) tile sizes that the on-chip buffers cannot hold.
 void check_tiles(const ag_gemm::Geometry& geometry);
 
@@ -60,8 +65,11 @@ class Launch : public std::enable_shared_from_this<Launch> {
         }
     };
 
+    friend std::string record(Call call);
+
     explicit Launch(Call call);
     void submit(Kernel& kernel);
+    void run_kernel(Kernel& kernel, std::uint32_t index);
     void run_core(Kernel& kernel, std::uint32_t index);
     void kernel_ended(Kernel& kernel);
     void count_chunks_as_present();

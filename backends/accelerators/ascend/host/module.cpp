@@ -10,6 +10,7 @@
 
 #include "backends/accelerators/ascend/host/launch.hpp"
 #include "backends/accelerators/ascend/sim/matrix_unit.hpp"
+#include "backends/accelerators/ascend/sim/replay.hpp"
 #include "backends/accelerators/ascend/sim/scheduler.hpp"
 
 namespace py = pybind11;
@@ -116,6 +117,58 @@ std::shared_ptr<host::Launch> launch(
     return host::Launch::start(std::move(call));
 }
 
+py::bytes record(const ag_gemm::Geometry& g, std::uint32_t rank, const std::vector<bool>& same_node,
+                 std::vector<std::uint32_t> source_order, const std::string& out_dtype,
+                 bool b_column_major, std::uint32_t compute_blocks, std::uint32_t comm_blocks,
+                 std::uint32_t node) {
+    if (same_node.size() != g.world || source_order.size() != g.world || rank >= g.world) {
+        throw py::value_error("same_node and source_order must have one entry a rank of the world");
+    }
+    host::Call call;
+    call.args.geometry = g;
+    call.args.rank = rank;
+    call.args.epoch = 1;
+    call.args.a = {nullptr, g.dtype, g.m_local, g.k, g.k, 1};
+    call.args.b = b_column_major ? isa::GlobalView{nullptr, g.dtype, g.k, g.n, 1, g.k}
+                                 : isa::GlobalView{nullptr, g.dtype, g.k, g.n, g.n, 1};
+    call.args.out = {nullptr, dtype_named(out_dtype), g.m_local * g.world, g.n, g.n, 1};
+    for (const bool near : same_node) {
+        call.peers.push_back({near ? pointer<std::byte>(1) : nullptr, nullptr});
+    }
+    call.source_order = std::move(source_order);
+    call.compute_blocks = compute_blocks;
+    call.comm_blocks = comm_blocks;
+    call.node = node;
+    std::string blob;
+    {
+        const py::gil_scoped_release release;
+        blob = host::record(std::move(call));
+    }
+    return py::bytes(blob);
+}
+
+// (total, [(rank, kernel, start, end)], spans as bytes); times in ns.
+using ReplayResult =
+    std::tuple<double, std::vector<std::tuple<std::uint32_t, std::string, double, double>>,
+               std::string>;
+
+ReplayResult replay(const std::vector<std::string>& traces, const sim::Machine& machine,
+                    const std::string& view_name, bool keep_spans) {
+    const auto view = view_name == "sequential"     ? sim::ReplayView::sequential
+                      : view_name == "compute_only" ? sim::ReplayView::compute_only
+                                                    : sim::ReplayView::pipelined;
+    const sim::Replay run = sim::replay(traces, machine, view, keep_spans);
+    ReplayResult result{run.total_ns, {}, {}};
+    for (const auto& kernel : run.kernels) {
+        std::get<1>(result).emplace_back(kernel.rank,
+                                         kernel.kind == sim::CoreKind::aiv ? "comm" : "compute",
+                                         kernel.start_ns, kernel.end_ns);
+    }
+    std::get<2>(result).assign(reinterpret_cast<const char*>(run.spans.data()),
+                               run.spans.size() * sizeof(sim::Span));
+    return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_ascend, module) {
@@ -146,6 +199,48 @@ PYBIND11_MODULE(_ascend, module) {
                "signal_base"_a, "region"_a, "peers"_a, "source_order"_a, "compute_blocks"_a,
                "comm_blocks"_a, "node"_a, "fifo"_a, "timeout_s"_a, "view"_a, "trace"_a,
                py::call_guard<py::gil_scoped_release>());
+
+    module.def("record_ag_gemm", &record, py::kw_only(), "geometry"_a, "rank"_a, "same_node"_a,
+               "source_order"_a, "out_dtype"_a, "b_column_major"_a, "compute_blocks"_a,
+               "comm_blocks"_a, "node"_a);
+
+    py::class_<sim::Machine> machine(module, "Machine");
+    machine.def(py::init());
+#define MKERNEL_FIELD(NAME) machine.def_readwrite(#NAME, &sim::Machine::NAME)
+    MKERNEL_FIELD(launch_ns);
+    MKERNEL_FIELD(issue_ns);
+    MKERNEL_FIELD(signal_ns);
+    MKERNEL_FIELD(macs_per_ns_16);
+    MKERNEL_FIELD(macs_per_ns_32);
+    MKERNEL_FIELD(matmul_ns);
+    MKERNEL_FIELD(extract_rate);
+    MKERNEL_FIELD(extract_ns);
+    MKERNEL_FIELD(load_rate);
+    MKERNEL_FIELD(store_rate);
+    MKERNEL_FIELD(put_rate);
+    MKERNEL_FIELD(memory_ns);
+    MKERNEL_FIELD(memory_rate);
+    MKERNEL_FIELD(link_rate);
+    MKERNEL_FIELD(link_ns);
+    MKERNEL_FIELD(egress_rate);
+    MKERNEL_FIELD(ingress_rate);
+    MKERNEL_FIELD(proxy_ns);
+    MKERNEL_FIELD(nic_rate);
+    MKERNEL_FIELD(nic_ns);
+#undef MKERNEL_FIELD
+    module.def(
+        "replay",
+        [](const std::vector<std::string>& traces, const sim::Machine& machine,
+           const std::string& view, bool keep_spans) {
+            ReplayResult result;
+            {
+                const py::gil_scoped_release release;
+                result = replay(traces, machine, view, keep_spans);
+            }
+            return std::tuple(std::get<0>(result), std::get<1>(result),
+                              py::bytes(std::get<2>(result)));
+        },
+        "traces"_a, "machine"_a, "view"_a, "keep_spans"_a);
 
     module.def("matrix_unit", [] { return std::string(sim::matrix_unit().name); });
     module.def(

@@ -118,6 +118,12 @@ void Core::check(const char* instruction, const GlobalView& view, bool write) co
                           " bytes of global memory outside the call's tensors and workspaces");
 }
 
+void Core::copy(std::byte* to, std::int64_t to_stride, const std::byte* from,
+                std::int64_t from_stride, std::size_t lines, std::size_t line_bytes) const {
+    if (environment_.dry) return;
+    copy_rectangle(to, to_stride, from, from_stride, lines, line_bytes);
+}
+
 void Core::tload(const Tile& to, const GlobalView& from) {
     std::byte* tile = check("TLOAD", to);
     check("TLOAD", from, false);
@@ -132,16 +138,14 @@ void Core::tload(const Tile& to, const GlobalView& from) {
     const std::size_t size = bytes_of(to.dtype);
     if (to.layout == Layout::row) {
         if (from.col_stride != 1) fail("TLOAD", "a row-major tile needs contiguous rows in memory");
-        copy_rectangle(tile, static_cast<std::int64_t>(to.cols * size), from.base,
-                       from.row_stride * static_cast<std::int64_t>(size), from.rows,
-                       from.cols * size);
+        copy(tile, static_cast<std::int64_t>(to.cols * size), from.base,
+             from.row_stride * static_cast<std::int64_t>(size), from.rows, from.cols * size);
     } else {
         if (from.row_stride != 1) {
             fail("TLOAD", "a column-major tile needs contiguous columns in memory");
         }
-        copy_rectangle(tile, static_cast<std::int64_t>(to.rows * size), from.base,
-                       from.col_stride * static_cast<std::int64_t>(size), from.cols,
-                       from.rows * size);
+        copy(tile, static_cast<std::int64_t>(to.rows * size), from.base,
+             from.col_stride * static_cast<std::int64_t>(size), from.cols, from.rows * size);
     }
     record({.kind = Kind::tload,
             .pipe = Pipe::MTE2,
@@ -161,11 +165,12 @@ void Core::tstore(const GlobalView& to, const Tile& from) {
     const std::size_t size = bytes_of(to.dtype);
     if (from.buffer == Buffer::L0C) {
         const MatrixUnit& unit = matrix_unit();
-        unit.unpack_c(to.base, to.dtype, to.row_stride, reinterpret_cast<const float*>(tile),
-                      from.rows / unit.mr, to.rows, to.cols);
+        if (!environment_.dry)
+            unit.unpack_c(to.base, to.dtype, to.row_stride, reinterpret_cast<const float*>(tile),
+                          from.rows / unit.mr, to.rows, to.cols);
     } else if (from.buffer == Buffer::UB && from.dtype == to.dtype) {
-        copy_rectangle(to.base, to.row_stride * static_cast<std::int64_t>(size), tile,
-                       static_cast<std::int64_t>(from.cols * size), to.rows, to.cols * size);
+        copy(to.base, to.row_stride * static_cast<std::int64_t>(size), tile,
+             static_cast<std::int64_t>(from.cols * size), to.rows, to.cols * size);
     } else {
         fail("TSTORE", describe(from) + ": stores come from UB (same dtype) or L0C");
     }
@@ -175,7 +180,7 @@ void Core::tstore(const GlobalView& to, const Tile& from) {
             .peer = environment_.rank,
             .amount = std::uint64_t{to.rows} * to.cols * size});
     // A cube core has just finished an output tile: a good place to let urgent cores run.
-    if (kind_ == CoreKind::aic) environment_.scheduler->yield(priority());
+    if (kind_ == CoreKind::aic && !environment_.dry) environment_.scheduler->yield(priority());
 }
 
 void Core::textract(const Tile& to, const Tile& from, std::uint32_t row, std::uint32_t col) {
@@ -201,7 +206,9 @@ void Core::textract(const Tile& to, const Tile& from, std::uint32_t row, std::ui
     if (to.rows % 16 != 0 || to.cols % (to.buffer == Buffer::L0B ? 32 : 16) != 0) {
         fail("TEXTRACT", describe(to) + ": L0A tiles are multiples of 16x16, L0B tiles of 16x32");
     }
-    if (to.buffer == Buffer::L0A) {
+    if (environment_.dry) {
+        // recorded below
+    } else if (to.buffer == Buffer::L0A) {
         unit.pack_a(reinterpret_cast<float*>(out), to.cols, source, to.valid_rows, to.valid_cols);
     } else {
         unit.pack_b(reinterpret_cast<float*>(out), source, to.valid_rows, to.valid_cols);
@@ -231,10 +238,11 @@ void Core::multiply(const char* instruction, const Tile& c, const Tile& a, const
              "shapes do not match: " + describe(a) + ", " + describe(b) + ", " + describe(c));
     }
     const MatrixUnit& unit = matrix_unit();
-    unit.multiply(reinterpret_cast<float*>(sum), c.rows / unit.mr,
-                  reinterpret_cast<const float*>(left), a.cols,
-                  reinterpret_cast<const float*>(right), a.valid_rows, b.valid_cols, a.valid_cols,
-                  accumulate);
+    if (!environment_.dry)
+        unit.multiply(reinterpret_cast<float*>(sum), c.rows / unit.mr,
+                      reinterpret_cast<const float*>(left), a.cols,
+                      reinterpret_cast<const float*>(right), a.valid_rows, b.valid_cols,
+                      a.valid_cols, accumulate);
     record({.kind = accumulate ? Kind::tmatmul_acc : Kind::tmatmul,
             .pipe = Pipe::M,
             .chunk = chunk_,
@@ -272,8 +280,8 @@ void Core::tput(std::uint32_t peer, const GlobalView& to, const GlobalView& from
     const auto packed = static_cast<std::int64_t>(line);
     for (std::uint32_t row = 0, half = 0; row < from.rows; row += step, half ^= 1) {
         const std::uint32_t rows = std::min(step, from.rows - row);
-        copy_rectangle(halves[half], packed, from.at(row, 0), from.row_stride * size, rows, line);
-        copy_rectangle(to.at(row, 0), to.row_stride * size, halves[half], packed, rows, line);
+        copy(halves[half], packed, from.at(row, 0), from.row_stride * size, rows, line);
+        copy(to.at(row, 0), to.row_stride * size, halves[half], packed, rows, line);
     }
     record({.kind = Kind::tput,
             .pipe = Pipe::MTE3,
@@ -324,7 +332,7 @@ void Core::fence() {
 }
 
 void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value) {
-    runtime::SignalPad(pad).add(signal, value);
+    if (!environment_.dry) runtime::SignalPad(pad).add(signal, value);
     record({.kind = Kind::tnotify,
             .pipe = Pipe::S,
             .chunk = chunk_,
@@ -349,6 +357,7 @@ bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer) 
             .signal = signal,
             .peer = peer,
             .amount = value});
+    if (environment_.dry) return true;
     if (environment_.pad.load(signal) >= value) {
         // A core that never has to sleep must still see an abort between two waits.
         return environment_.pad.aborted() == runtime::AbortCode::none;
@@ -365,7 +374,7 @@ bool Core::ttest(std::uint32_t signal, std::uint64_t value) {
 }
 
 bool Core::nic_put(const nics::PutCommand& command) {
-    if (environment_.fifo == nullptr) {
+    if (environment_.fifo == nullptr && !environment_.dry) {
         fail("NIC_PUT", "rank " + std::to_string(command.peer) +
                             " is on another node, but the call has no command FIFO");
     }
@@ -376,6 +385,7 @@ bool Core::nic_put(const nics::PutCommand& command) {
             .peer = command.peer,
             .amount = command.bytes,
             .value = command.value});
+    if (environment_.dry) return true;
     const nics::FifoDevice& fifo = *environment_.fifo;
     const auto load = [](std::uint64_t* word) {
         return std::atomic_ref(*word).load(std::memory_order_acquire);

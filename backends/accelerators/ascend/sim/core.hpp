@@ -56,6 +56,10 @@ struct Environment {
     std::uint32_t op = 0;  // call number, for diagnosis
     std::vector<GmRange> memory;
     Scheduler* scheduler = nullptr;
+    // Instructions are checked and recorded but have no effect; waits succeed at once and no
+    // address is touched. For traces of worlds and shapes that this machine could not run in
+    // reasonable time.
+    bool dry = false;
 };
 
 // On-chip memory of one core; a host thread keeps one and lends it to the core it runs.
@@ -116,6 +120,8 @@ class Core {
     [[noreturn]] void fail(const char* instruction, const std::string& what) const;
     std::byte* check(const char* instruction, const isa::Tile& tile) const;
     void check(const char* instruction, const isa::GlobalView& view, bool write) const;
+    void copy(std::byte* to, std::int64_t to_stride, const std::byte* from,
+              std::int64_t from_stride, std::size_t lines, std::size_t line_bytes) const;
     void multiply(const char* instruction, const isa::Tile& c, const isa::Tile& a,
                   const isa::Tile& b, bool accumulate);
     void record(const Record& record) {

@@ -20,6 +20,7 @@
 
 #include "backends/accelerators/ascend/isa/pipe.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/args.hpp"
+#include "backends/accelerators/ascend/kernels/ag_gemm/consumption.hpp"
 #include "backends/nics/fifo_device.hpp"
 
 namespace mkernel::ascend::ag_gemm {
@@ -37,11 +38,9 @@ class Compute {
             core_.set_flag(Pipe::M, Pipe::MTE1, half);
         }
         core_.set_flag(Pipe::FIX, Pipe::M, 0);
-        const std::uint32_t per_source = g_.row_groups() * g_.n_tiles();
-        for (std::uint32_t i = core_.index(); i < per_source * g_.world; i += core_.count()) {
-            const std::uint32_t source = args_.source_order[i / per_source];
-            const std::uint32_t within = i % per_source;
-            if (!output_tile(source, within / g_.n_tiles(), within % g_.n_tiles())) return false;
+        const Consumption tiles(args_);
+        for (std::uint32_t i = core_.index(); i < tiles.size(); i += core_.count()) {
+            if (!output_tile(tiles[i])) return false;
         }
         for (std::uint32_t half = 0; half < 2; ++half) {
             core_.wait_flag(Pipe::MTE1, Pipe::MTE2, half);
@@ -56,7 +55,8 @@ class Compute {
     using Tile = isa::Tile;
     static constexpr std::uint32_t kNone = 0xffffffff;
 
-    bool output_tile(std::uint32_t source, std::uint32_t row_group, std::uint32_t n_tile) {
+    bool output_tile(const OutputTile& tile) {
+        const auto [source, row_group, n_tile] = tile;
         const std::uint32_t n_left = g_.n - n_tile * g_.tile_n;
         const std::uint32_t width = n_left < g_.tile_n ? n_left : g_.tile_n;
         const std::uint32_t rows = g_.rows_of(row_group);

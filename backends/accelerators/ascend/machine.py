@@ -1,0 +1,118 @@
+"""Machine descriptions for the timed model: what a modelled chip, its fabric and its NIC can do.
+
+``a3.json`` beside this file is the default. A user's own file has the same fields; unknown fields
+and values out of range are refused. Rates are GB/s (1e9 bytes a second) in one direction.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field, ValidationError
+
+from mkernel.errors import InputFileError
+from mkernel.topology.model import Model
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.ascend import _ascend
+
+
+class Cube(Model):
+    """The matrix unit of an AIC core."""
+
+    macs_per_cycle_16bit: float = Field(gt=0, description="multiply-adds a cycle, 16-bit inputs")
+    macs_per_cycle_32bit: float = Field(gt=0, description="the same for float32 inputs")
+    startup_cycles: float = Field(ge=0, description="cycles added to each matrix instruction")
+
+
+class Pipes(Model):
+    """Rates and latencies of one core's pipes."""
+
+    issue_ns: float = Field(ge=0, description="time the scalar pipe takes to issue an instruction")
+    mte1_gbs: float = Field(gt=0, description="L1 to L0A/L0B")
+    mte1_latency_ns: float = Field(ge=0)
+    mte2_gbs: float = Field(gt=0, description="memory to L1, one core, through the L2 cache")
+    fix_gbs: float = Field(gt=0, description="L0C to memory, one core")
+    mte3_gbs: float = Field(gt=0, description="one AIV core's puts, if no link is slower")
+    memory_latency_ns: float = Field(ge=0, description="of a load or store; overlaps with others")
+
+
+class Chip(Model):
+    """What the cores of a rank share."""
+
+    memory_gbs: float = Field(gt=0, description="all loads and stores together: HBM through L2")
+    launch_us: float = Field(ge=0, description="from the host's call to the first instruction")
+
+
+class Fabric(Model):
+    """Links between the ranks of a node."""
+
+    link_gbs: float = Field(gt=0, description="one ordered pair of ranks")
+    link_latency_us: float = Field(ge=0)
+    egress_gbs: float = Field(gt=0, description="all that a rank sends")
+    ingress_gbs: float = Field(gt=0, description="all that a rank receives")
+    signal_latency_us: float = Field(ge=0, description="from raising to being seen at a peer")
+
+
+class NicModel(Model):
+    """The NIC of a node, shared by its ranks, each direction by itself."""
+
+    gbs: float = Field(gt=0)
+    latency_us: float = Field(ge=0, description="last byte sent to signal seen")
+    proxy_us: float = Field(ge=0, description="command pushed to transfer started")
+
+
+class Machine(Model):
+    """One kind of machine, as the timed model sees it."""
+
+    name: str
+    source: str = Field(description="where the numbers come from")
+    clock_ghz: float = Field(gt=0)
+    aic_cores: int = Field(ge=1)
+    aiv_cores: int = Field(ge=1)
+    cube: Cube
+    pipes: Pipes
+    chip: Chip
+    fabric: Fabric
+    nic: NicModel
+
+    def native(self) -> _ascend.Machine:
+        """The same numbers in the replay's units (ns, bytes a ns)."""
+        from mkernel.backends.accelerators.ascend import _ascend
+
+        made = _ascend.Machine()
+        made.launch_ns = self.chip.launch_us * 1e3
+        made.issue_ns = self.pipes.issue_ns
+        made.signal_ns = self.fabric.signal_latency_us * 1e3
+        made.macs_per_ns_16 = self.cube.macs_per_cycle_16bit * self.clock_ghz
+        made.macs_per_ns_32 = self.cube.macs_per_cycle_32bit * self.clock_ghz
+        made.matmul_ns = self.cube.startup_cycles / self.clock_ghz
+        made.extract_rate = self.pipes.mte1_gbs
+        made.extract_ns = self.pipes.mte1_latency_ns
+        made.load_rate = self.pipes.mte2_gbs
+        made.store_rate = self.pipes.fix_gbs
+        made.put_rate = self.pipes.mte3_gbs
+        made.memory_ns = self.pipes.memory_latency_ns
+        made.memory_rate = self.chip.memory_gbs
+        made.link_rate = self.fabric.link_gbs
+        made.link_ns = self.fabric.link_latency_us * 1e3
+        made.egress_rate = self.fabric.egress_gbs
+        made.ingress_rate = self.fabric.ingress_gbs
+        made.proxy_ns = self.nic.proxy_us * 1e3
+        made.nic_rate = self.nic.gbs
+        made.nic_ns = self.nic.latency_us * 1e3
+        return made
+
+
+def load_machine(path: str | Path | None = None) -> Machine:
+    """A machine description; ``None``: the A3-class default. InputFileError names the bad field."""
+    file = Path(path) if path is not None else Path(__file__).with_name("a3.json")
+    try:
+        return Machine.model_validate_json(file.read_text())
+    except OSError as error:
+        raise InputFileError(f"machine description {file}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "file"
+        raise InputFileError(f"machine description {file}: {field}: {first['msg']}") from error

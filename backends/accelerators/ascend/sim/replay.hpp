@@ -1,0 +1,79 @@
+// The timed model: replays the traces of all ranks of a call against a machine description and says
+// how long the same schedule would take there. A deterministic discrete-event simulation; no
+// threads, no clocks of the host. Times are nanoseconds of the modelled machine.
+//
+// What is modelled
+//   - A core's S pipe issues its instructions one by one (`issue_ns` each) and itself executes
+//   signals,
+//     fences and NIC puts. Every other pipe executes what it was issued, in order.
+//   - set_flag takes effect when everything before it on its pipe is done; wait_flag holds its
+//   pipe.
+//   - An instruction occupies its pipe for bytes / rate (or multiply-adds / rate) and is done a
+//   fixed
+//     latency later, so that a pipe overlaps latencies but not transfers.
+//   - Transfers also occupy what they share, in order of their start: the rank's memory, the link
+//   of
+//     the ordered pair of ranks, the rank's egress and ingress, the node's NIC in each direction.
+//   - A signal is seen `signal_ns` after it was raised; one that a NIC put carries, when the data
+//   is
+//     there. Counters start where they stood before the call.
+// What is not: limits of issue queues, bank conflicts, contention inside a core, clock throttling.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/ascend/sim/trace.hpp"
+
+namespace mkernel::ascend::sim {
+
+// Rates in bytes per ns (= GB/s) unless named otherwise. See a3.json for their meaning.
+struct Machine {
+    double launch_ns = 0, issue_ns = 0, signal_ns = 0;
+    double macs_per_ns_16 = 1, macs_per_ns_32 = 1, matmul_ns = 0;
+    double extract_rate = 1, extract_ns = 0;
+    double load_rate = 1, store_rate = 1, put_rate = 1, memory_ns = 0, memory_rate = 1;
+    double link_rate = 1, link_ns = 0, egress_rate = 1, ingress_rate = 1;
+    double proxy_ns = 0, nic_rate = 1, nic_ns = 0;
+};
+
+enum class ReplayView : std::uint32_t { pipelined = 0, sequential = 1, compute_only = 2 };
+
+// One executed instruction. `core`: index in its kind. Plain data, handed on as bytes.
+struct Span {
+    std::uint32_t rank = 0;
+    CoreKind core_kind = CoreKind::aic;
+    std::uint32_t core = 0;
+    Kind kind = Kind::tload;
+    isa::Pipe pipe = isa::Pipe::S;
+    std::uint16_t reserved = 0;
+    std::uint32_t chunk = kNoChunk;
+    std::uint32_t peer = 0;
+    double start_ns = 0, duration_ns = 0;
+};
+static_assert(sizeof(Span) == 40);
+
+struct KernelTime {
+    std::uint32_t rank = 0;
+    CoreKind kind = CoreKind::aic;
+    double start_ns = 0, end_ns = 0;
+};
+
+struct Replay {
+    double total_ns = 0;  // launch of the call to the end of its last kernel on any rank
+    std::vector<KernelTime> kernels;
+    std::vector<Span> spans;  // only where asked for
+};
+
+// A wait that nobody satisfies, or blobs that are not the traces of one call.
+class ReplayError : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+Replay replay(const std::vector<std::string>& traces, const Machine& machine, ReplayView view,
+              bool keep_spans);
+
+}  // namespace mkernel::ascend::sim
