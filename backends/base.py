@@ -26,7 +26,8 @@ from mkernel.topology.model import Accelerator, Model, Nic
 View = Literal["pipelined", "sequential", "compute_only"]
 """How a call is run. ``pipelined``: both kernels at once, the product. ``sequential``: the
 communication kernel first, compute after it on every rank. ``compute_only``: no communication at
-all; chunks of other ranks count as present, so results are meaningless and only the time counts."""
+all; chunks of other ranks count as present, so results are meaningless and only the time counts.
+Every view uses up an epoch, so views may follow one another in any order."""
 
 
 @dataclass(frozen=True)

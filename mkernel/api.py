@@ -11,7 +11,7 @@ from mkernel.backends.base import AcceleratorCapabilities
 from mkernel.identity import Backends
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan as _plan
-from mkernel.settings import Settings
+from mkernel.settings import load as load_settings
 from mkernel.topology.model import Topology
 
 
@@ -26,7 +26,7 @@ def capabilities(accelerator: str | None = None) -> AcceleratorCapabilities:
     """
     if accelerator is None and _current.is_initialized():
         accelerator = _current.current().backends.accelerator
-    return registry.accelerator(accelerator or Settings().accelerator).capabilities()
+    return registry.accelerator(accelerator or load_settings().accelerator).capabilities()
 
 
 def plan(
@@ -69,7 +69,7 @@ def plan(
             topology = topology or found
     else:
         nodes, ranks_per_node = nodes or 1, ranks_per_node or 1
-        settings = Settings()
+        settings = load_settings()
         apart = nodes > 1
         backends = Backends(
             accelerator or settings.accelerator,

@@ -10,6 +10,7 @@ from torch.distributed import PrefixStore, Store
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized
 from mkernel.identity import Backends, Identity
 from mkernel.settings import Settings
+from mkernel.settings import load as load_settings
 from mkernel.world import World
 
 
@@ -54,7 +55,7 @@ def init(
         raise AlreadyInitialized(
             "this process is already in a world; call mkernel.finalize() first"
         )
-    settings = settings or Settings()
+    settings = settings or load_settings()
     if timeout_s is not None:
         if timeout_s <= 0:
             raise ArgumentError("timeout_s", timeout_s, "a number of seconds above 0")

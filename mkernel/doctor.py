@@ -15,10 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr
 
-from mkernel.errors import ArgumentError
-from mkernel.settings import Settings
+from mkernel.settings import MASK, Settings, load, variable
 from mkernel.topology.model import Model
 from mkernel.topology.sources.files import read_text
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 Kind = Literal["accelerator", "nic", "library", "build", "cpu", "memory"]
 Source = Literal["argument", "environment", "default"]
 
-MASK = "********"
 _REINSTALL = "reinstall the package that ships it"
 
 
@@ -241,10 +239,7 @@ def setting_rows(settings: Settings | None = None) -> list[SettingRow]:
     Raises:
         ArgumentError: a variable of the environment holds no legal value.
     """
-    try:
-        from_environment = Settings()
-    except ValidationError as error:
-        raise _bad_setting(error) from None
+    from_environment = load()
     present = {key.upper() for key in os.environ}
     return list(_walk(settings or from_environment, from_environment, (), present))
 
@@ -262,7 +257,7 @@ def _walk(
         source: Source = "default"
         if name in model.model_fields_set:
             # A whole group may also be given as one JSON value.
-            named = any(_variable(where[: i + 1]) in present for i in range(len(where)))
+            named = any(variable(where[: i + 1]) in present for i in range(len(where)))
             source = "environment" if named and value == theirs else "argument"
         if isinstance(value, SecretStr):
             value = MASK if value.get_secret_value() else ""
@@ -270,23 +265,9 @@ def _walk(
             name=".".join(where),
             value=value,
             source=source,
-            environment=_variable(where),
+            environment=variable(where),
             description=field.description or "",
         )
-
-
-def _variable(path: tuple[str, ...]) -> str:
-    return "MKERNEL_" + "__".join(path).upper()
-
-
-def _bad_setting(error: ValidationError) -> ArgumentError:
-    first = error.errors(include_input=True)[0]
-    path = tuple(str(part) for part in first["loc"])
-    secret = path[:1] == ("job_secret",)
-    shown = MASK if secret else repr(first.get("input"))[:80]
-    return ArgumentError(
-        _variable(path), shown, "what `mkernel doctor --settings` documents", why=first["msg"]
-    )
 
 
 def _sentence(error: BaseException) -> str:

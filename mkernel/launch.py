@@ -32,6 +32,7 @@ from torch.distributed import TCPStore
 from mkernel import current
 from mkernel.errors import ArgumentError, MkernelError, PeerFailure
 from mkernel.settings import Settings
+from mkernel.settings import load as load_settings
 
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ def launch(
     for name, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
         if not isinstance(value, int) or value < 1:
             raise ArgumentError(name, repr(value), "an integer of at least 1")
-    settings = settings or Settings()
+    settings = settings or load_settings()
     if timeout_s is not None:
         if timeout_s <= 0:
             raise ArgumentError("timeout_s", timeout_s, "a number of seconds above 0")

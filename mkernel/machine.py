@@ -22,12 +22,16 @@ def emulated_topology(
     machine: Topology, backends: Backends, nodes: int, ranks_per_node: int
 ) -> Topology:
     """``machine`` split into emulated nodes for a world on it."""
-    accelerator = registry.accelerator(backends.accelerator).probe()[0]
+    devices = usable_accelerator(backends.accelerator).probe()
+    if not devices:
+        raise BackendUnavailable(
+            f"accelerator {backends.accelerator!r} finds no device; see `mkernel doctor`"
+        )
     nic = None
     if backends.nic:
         found = registry.nic(backends.nic).probe(backends.verbs or "system")
         nic = found[0] if found else None
-    return emulate(machine, nodes, ranks_per_node, accelerator, nic)
+    return emulate(machine, nodes, ranks_per_node, devices[0], nic)
 
 
 def usable_accelerator(name: str) -> AcceleratorBackend:

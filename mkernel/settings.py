@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from mkernel.errors import ArgumentError
+
+MASK = "********"
 
 
 class NicSettings(BaseModel):
@@ -48,3 +52,22 @@ class Settings(BaseSettings):
         SecretStr(""), description="key that signs bootstrap messages; `launch` makes one per world"
     )
     nic_settings: NicSettings = Field(default_factory=NicSettings)
+
+
+def load() -> Settings:
+    """The settings as the environment gives them. ArgumentError: names the variable."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors(include_input=True)[0]
+        path = tuple(str(part) for part in first["loc"])
+        shown = MASK if path[:1] == ("job_secret",) else repr(first.get("input"))[:80]
+        raise ArgumentError(
+            variable(path), shown, "what `mkernel doctor --settings` documents", why=first["msg"]
+        ) from None
+
+
+def variable(path: tuple[str, ...]) -> str:
+    """The environment variable of a setting: ``("nic_settings", "queue_depth")`` →
+    ``MKERNEL_NIC_SETTINGS__QUEUE_DEPTH``."""
+    return "MKERNEL_" + "__".join(path).upper()

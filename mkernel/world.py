@@ -269,14 +269,13 @@ class World:
         number, digest = self._state.call[0] + 1, plan.digest()
         self._state.call = (number, digest)
         state = self._plans.get(digest) or self._adopt(plan, digest)
-        if view != "compute_only":  # raises no signals, so it must not advance what waits expect
-            state.epoch += 1
+        state.epoch += 1
         launch = self.accelerator.launch(
             Call(
                 plan=plan,
                 rank=self.rank,
                 tensors=tensors,
-                epoch=max(1, state.epoch),
+                epoch=state.epoch,
                 number=number,
                 pad=self._pad.local.address,
                 workspace=state.buffer.local.address,

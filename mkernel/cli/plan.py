@@ -15,7 +15,7 @@ from mkernel.errors import BackendUnavailable, UnknownBackend
 from mkernel.identity import Backends
 from mkernel.plan import ops, render
 from mkernel.plan.planner import plan
-from mkernel.settings import Settings
+from mkernel.settings import load as load_settings
 from mkernel.topology.discover import load, replicate
 from mkernel.topology.model import Topology
 
@@ -94,7 +94,7 @@ def command(
 ) -> None:
     """Print the launch plan of an op: placement, routes, chunks, order, predicted time."""
     name = ops.canonical(op)  # before a backend is loaded: a typo should not wait for that
-    settings = Settings()
+    settings = load_settings()
     apart = nodes > 1
     backends = Backends(
         accelerator or settings.accelerator,

@@ -23,7 +23,7 @@ from mkernel.launch import launch
 from mkernel.ops.validate import DTYPES, dtype_name
 from mkernel.plan import ops, render
 from mkernel.plan.model import LaunchPlan
-from mkernel.settings import Settings
+from mkernel.settings import load as load_settings
 
 _DEFAULT_SIZES = {"m": 2048, "n": 1024, "k": 2048}
 
@@ -70,7 +70,7 @@ def command(  # one option a parameter: this is the command line
         (seed, warmup, iterations), nodes * ranks_per_node,
     )  # fmt: skip
     console = Console(quiet=json, highlight=False)
-    settings = Settings()
+    settings = load_settings()
     backends = Backends(
         accelerator or settings.accelerator,
         (nic or settings.nic) if nodes > 1 else None,

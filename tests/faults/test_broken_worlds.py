@@ -47,7 +47,9 @@ def outcome(action: str, victim: int) -> tuple[str, float, str]:
         return type(error).__name__, time.monotonic() - start, str(error)
 
 
-def survivors(action: str, victim: int, nodes: int, timeout_s: float) -> list[tuple[str, float, str]]:
+def survivors(
+    action: str, victim: int, nodes: int, timeout_s: float
+) -> list[tuple[str, float, str]]:
     """Outcomes of the ranks that live on, gathered through the launcher's reports."""
     seen: dict[int, tuple[str, float, str]] = {}
     with pytest.raises(BaseException):  # noqa: B017,PT011 - whatever launch raises, the ranks judge

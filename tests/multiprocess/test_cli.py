@@ -118,7 +118,9 @@ def test_wrong_keys_are_refused(tmp_path: Path) -> None:
 
 
 def test_sharded_b_must_divide(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(8, 8).half(), "b": torch.ones(8, 6).half()}, tmp_path / "x.safetensors")
+    save_file(
+        {"a": torch.ones(8, 8).half(), "b": torch.ones(8, 6).half()}, tmp_path / "x.safetensors"
+    )
     assert "--replicate-b" in refused("ag_gemm", "--input", str(tmp_path / "x.safetensors"))
 
 

@@ -74,5 +74,5 @@ def test_collect_can_be_interrupted(store: HashStore) -> None:
     def check(missing: set[int]) -> None:
         raise RuntimeError(f"broken while {missing} missing")
 
-    with pytest.raises(RuntimeError, match="{0} missing"):
+    with pytest.raises(RuntimeError, match=r"\{0\} missing"):
         Bootstrap(store).collect("x", range(1), 10, check)
