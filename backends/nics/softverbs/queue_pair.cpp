@@ -88,7 +88,7 @@ Ring& Qp::outbound() const {
 // ---- posting: any thread
 // -------------------------------------------------------------------------
 
-int Qp::post_send(ibv_send_wr* wr, ibv_send_wr** bad) {
+int Qp::enqueue(ibv_send_wr* wr, ibv_send_wr** bad) {
     const std::lock_guard lock(sq_lock_);
     const int now = state_.load(std::memory_order_acquire);
     std::uint64_t posted = sq_posted_.load(std::memory_order_relaxed);
@@ -145,6 +145,21 @@ int Qp::post_send(ibv_send_wr* wr, ibv_send_wr** bad) {
     if (error != 0 && bad != nullptr) *bad = wr;
     // seq_cst: before the look at the engine's `sleeping`.
     sq_posted_.store(posted, std::memory_order_seq_cst);
+    return error;
+}
+
+// Where the engine sleeps and nobody holds the lock, the caller sends by itself, as a doorbell with
+// the request in it does on a card: one thread switch less on the way. The engine is left asleep;
+// the acknowledgement wakes it.
+int Qp::post_send(ibv_send_wr* wr, ibv_send_wr** bad) {
+    const int error = enqueue(wr, bad);
+    if (context_.port.header().sleeping.load(std::memory_order_seq_cst) == 0) return error;
+    std::unique_lock lock(context_.control, std::try_to_lock);
+    if (lock.owns_lock() && state == IBV_QPS_RTS) {
+        send(now_ns());
+        if (sq_sent_ == sq_posted_.load(std::memory_order_relaxed)) return error;
+    }
+    if (lock.owns_lock()) lock.unlock();
     context_.wake();
     return error;
 }

@@ -68,6 +68,7 @@ struct Qp : ibv_qp {
     void enter_error();
 
   private:
+    int enqueue(ibv_send_wr* wr, ibv_send_wr** bad);
     Ring& inbound() const;
     Ring& outbound() const;
     int to_init(const ibv_qp_attr& attr, int mask);

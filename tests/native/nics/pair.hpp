@@ -1,0 +1,104 @@
+// Two ranks for native tests and benchmarks: each a session on the software device with one
+// registered memfd buffer and a signal pad.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "backends/nics/cx7/rc_nic.hpp"
+#include "backends/nics/session.hpp"
+#include "backends/nics/verbs/loader.hpp"
+#include "backends/runtime/signal_pad.hpp"
+
+namespace mkernel::nics::testing {
+
+class Memory {
+  public:
+    explicit Memory(std::size_t bytes, bool shared = true) : bytes_(bytes) {
+        if (shared) {
+            fd_ = ::memfd_create("test", MFD_CLOEXEC);
+            if (fd_ < 0 || ::ftruncate(fd_, static_cast<off_t>(bytes)) != 0) throw std::bad_alloc();
+        }
+        void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                            shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd_, 0);
+        if (data == MAP_FAILED) throw std::bad_alloc();
+        data_ = static_cast<std::byte*>(data);
+    }
+    ~Memory() {
+        ::munmap(data_, bytes_);
+        if (fd_ >= 0) ::close(fd_);
+    }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+    [[nodiscard]] std::byte* data() const { return data_; }
+    [[nodiscard]] std::size_t bytes() const { return bytes_; }
+    [[nodiscard]] std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(data_); }
+
+  private:
+    std::byte* data_ = nullptr;
+    std::size_t bytes_;
+    int fd_ = -1;
+};
+
+inline constexpr std::uint32_t kSignals = 1024;
+
+// One rank. Order: endpoint() and key() → exchange → join().
+class Rank {
+  public:
+    Rank(const std::string& library, std::uint32_t rank, std::uint32_t peer, std::size_t bytes,
+         const cx7::Options& options = {}, bool shared = true, std::uint64_t slots = 1024)
+        : memory(bytes, shared),
+          pad_memory_(runtime::SignalPad::bytes(kSignals)),
+          pad(runtime::SignalPad::format(pad_memory_.data(), kSignals)),
+          session(std::make_unique<cx7::RcNic>(verbs::Verbs::load(library), "soft0", options),
+                  slots),
+          peer_(peer) {
+        static_cast<void>(rank);
+        endpoint = session.nic().add_peer(peer);
+        key = session.nic().register_memory(0, memory.address(), memory.bytes());
+    }
+    void join(const Endpoint& remote, const RemoteKey& remote_key) {
+        session.nic().connect(peer_, remote);
+        session.nic().bind(0, peer_, remote_key);
+        session.start(reinterpret_cast<std::uint64_t>(pad_memory_.data()), {});
+    }
+    runtime::WaitResult put(std::uint64_t bytes, std::uint32_t signal, std::uint32_t value = 1,
+                            std::uint64_t local = 0, std::uint64_t remote = 0) {
+        PutCommand c;
+        c.local_offset = local;
+        c.remote_offset = remote;
+        c.bytes = bytes;
+        c.peer = peer_;
+        c.signal = signal;
+        c.value = value;
+        return session.put(c, 10);
+    }
+    bool wait(std::uint32_t signal, std::uint64_t value, double seconds = 10) {
+        return pad.wait(signal, value,
+                        runtime::monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9),
+                        {}) == runtime::WaitResult::ok;
+    }
+
+    Memory memory;
+
+  private:
+    Memory pad_memory_;
+
+  public:
+    runtime::SignalPad pad;
+    Session session;
+    Endpoint endpoint;
+    RemoteKey key;
+
+  private:
+    std::uint32_t peer_;
+};
+
+}  // namespace mkernel::nics::testing

@@ -1,0 +1,184 @@
+// How fast puts are on the software device, between two processes of this machine. Not a test: run
+// it by hand or from bench/. Usage: put_benchmark LIBRARY [megabytes moved per size]
+//
+// Prints one JSON object: round-trip latency of an 8-byte put-with-signal in microseconds,
+// bandwidth of 256 KiB and 1 MiB puts with the ratio to one memcpy of the same bytes by one thread,
+// commands per second through the FIFO to a proxy that only drains, 0-byte puts per second, and the
+// CPU time of an idle pair of sessions.
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "pair.hpp"
+
+using namespace mkernel::nics;
+using mkernel::runtime::monotonic_ns;
+
+namespace {
+
+constexpr std::size_t kBuffer = 64u << 20;
+constexpr int kRounds = 2000;
+
+struct Hello {
+    Endpoint endpoint;
+    RemoteKey key;
+};
+
+void say(int fd, const Endpoint& e, const RemoteKey& k) {
+    std::array<char, 32> gid{};
+    e.gid.copy(gid.data(), gid.size());
+    const std::uint64_t numbers[] = {e.qp_num,   e.psn,     e.lid,   e.mtu,
+                                     e.ethernet, k.address, k.bytes, k.rkey};
+    if (::write(fd, gid.data(), gid.size()) < 0 || ::write(fd, numbers, sizeof(numbers)) < 0) {
+        throw std::runtime_error("pipe");
+    }
+}
+
+Hello hear(int fd) {
+    std::array<char, 32> gid{};
+    std::uint64_t n[8];
+    if (::read(fd, gid.data(), gid.size()) != 32 || ::read(fd, n, sizeof(n)) != sizeof(n)) {
+        throw std::runtime_error("pipe");
+    }
+    Hello h;
+    h.endpoint = {static_cast<std::uint32_t>(n[0]), static_cast<std::uint32_t>(n[1]),
+                  static_cast<std::uint32_t>(n[2]), static_cast<std::uint32_t>(n[3]),
+                  std::string(gid.data(), 32),      n[4] != 0};
+    h.key = {n[5], n[6], static_cast<std::uint32_t>(n[7])};
+    return h;
+}
+
+double cpu_seconds() {
+    rusage use{};
+    getrusage(RUSAGE_SELF, &use);
+    return static_cast<double>(use.ru_utime.tv_sec + use.ru_stime.tv_sec) +
+           static_cast<double>(use.ru_utime.tv_usec + use.ru_stime.tv_usec) / 1e6;
+}
+
+double memcpy_gbps(std::size_t size, std::size_t total) {
+    const testing::Memory from(kBuffer);
+    const testing::Memory to(kBuffer);
+    std::memset(from.data(), 1, kBuffer);
+    std::memset(to.data(), 2, kBuffer);
+    const std::uint64_t start = monotonic_ns();
+    for (std::size_t done = 0; done < total; done += size) {
+        std::memcpy(to.data() + done % kBuffer, from.data() + done % kBuffer, size);
+    }
+    return static_cast<double>(total) / static_cast<double>(monotonic_ns() - start);
+}
+
+// A FIFO whose proxy only drains: the cost of the ring itself.
+double fifo_rate() {
+    Fifo fifo(1024);
+    const testing::Memory memory(mkernel::runtime::SignalPad::bytes(64));
+    const auto pad = mkernel::runtime::SignalPad::format(memory.data(), 64);
+    constexpr std::uint64_t kCommands = 4'000'000;
+    const std::uint64_t start = monotonic_ns();
+    std::thread producer([&] {
+        PutCommand c;
+        for (std::uint64_t i = 0; i < kCommands; ++i) {
+            c.bytes = i;
+            fifo.device().push(c, pad, monotonic_ns() + 10'000'000'000u, {});
+        }
+    });
+    std::uint64_t drained = 0;
+    PutCommand c;
+    while (drained < kCommands) {
+        int n = 0;
+        while (n < 32 && fifo.pop(c)) ++n;
+        fifo.release();
+        drained += static_cast<std::uint64_t>(n);
+    }
+    producer.join();
+    return static_cast<double>(kCommands) * 1e9 / static_cast<double>(monotonic_ns() - start);
+}
+
+void echo(testing::Rank& me) {
+    for (int i = 1; i <= kRounds; ++i) {
+        if (!me.wait(0, static_cast<std::uint64_t>(i))) return;
+        me.put(8, 0);
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc < 2) return std::fprintf(stderr, "usage: put_benchmark LIBRARY [MB]\n"), 2;
+    const std::string library = argv[1];
+    const std::size_t total = (argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 2048) << 20;
+    int to_child[2];
+    int to_parent[2];
+    if (::pipe(to_child) != 0 || ::pipe(to_parent) != 0) return 1;
+    const pid_t child = ::fork();
+    const std::uint32_t rank = child == 0 ? 1 : 0;
+    const int out = child == 0 ? to_parent[1] : to_child[1];
+    const int in = child == 0 ? to_child[0] : to_parent[0];
+    {
+        testing::Rank me(library, rank, 1 - rank, kBuffer);
+        std::memset(me.memory.data(), static_cast<int>(rank + 1), kBuffer);
+        say(out, me.endpoint, me.key);
+        const Hello peer = hear(in);
+        me.join(peer.endpoint, peer.key);
+        if (child == 0) {
+            echo(me);
+            me.wait(2, 1, 300);
+            me.session.close();
+            return 0;
+        }
+        std::vector<double> trips;
+        for (int i = 1; i <= kRounds; ++i) {
+            const std::uint64_t start = monotonic_ns();
+            me.put(8, 0);
+            if (!me.wait(0, static_cast<std::uint64_t>(i))) return 1;
+            trips.push_back(static_cast<double>(monotonic_ns() - start) / 1e3);
+        }
+        std::sort(trips.begin(), trips.end());
+
+        const double before = cpu_seconds();
+        ::usleep(1'000'000);
+        const double idle = cpu_seconds() - before;
+
+        double rates[2] = {};
+        double copies[2] = {};
+        const std::size_t sizes[2] = {256 << 10, 1 << 20};
+        for (int s = 0; s < 2; ++s) {
+            copies[s] = memcpy_gbps(sizes[s], total);
+            for (int warm = 1; warm >= 0; --warm) {
+                const std::size_t moved = warm != 0 ? kBuffer : total;
+                const std::uint64_t start = monotonic_ns();
+                for (std::size_t done = 0; done < moved; done += sizes[s]) {
+                    me.put(sizes[s], 1, 1, done % kBuffer, done % kBuffer);
+                }
+                if (!me.session.flush(60)) return 1;
+                rates[s] = static_cast<double>(moved) / static_cast<double>(monotonic_ns() - start);
+            }
+        }
+        constexpr int kSmall = 400'000;
+        const std::uint64_t start = monotonic_ns();
+        for (int i = 0; i < kSmall; ++i) me.put(0, 1);
+        if (!me.session.flush(60)) return 1;
+        const double small = kSmall * 1e9 / static_cast<double>(monotonic_ns() - start);
+        me.put(0, 2);
+        me.session.flush(10);
+        me.session.close();
+        std::printf(
+            "{\"round_trip_us\": {\"p10\": %.2f, \"median\": %.2f, \"p99\": %.2f}, "
+            "\"put_256KiB_GBps\": %.2f, \"put_256KiB_vs_memcpy\": %.2f, "
+            "\"put_1MiB_GBps\": %.2f, \"put_1MiB_vs_memcpy\": %.2f, "
+            "\"fifo_commands_per_s\": %.0f, \"empty_puts_per_s\": %.0f, \"idle_cpu\": %.4f}\n",
+            trips[trips.size() / 10], trips[trips.size() / 2], trips[trips.size() * 99 / 100],
+            rates[0], rates[0] / copies[0], rates[1], rates[1] / copies[1], fifo_rate(), small,
+            idle);
+    }
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    return status == 0 ? 0 : 1;
+}

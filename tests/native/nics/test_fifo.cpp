@@ -1,0 +1,174 @@
+// The command FIFO: order, laps, producers in parallel, back-pressure, deadlines and aborts.
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "backends/nics/fifo.hpp"
+#include "check.hpp"
+#include "pair.hpp"
+
+using namespace mkernel::nics;
+using mkernel::runtime::AbortCode;
+using mkernel::runtime::Diagnosis;
+using mkernel::runtime::monotonic_ns;
+using mkernel::runtime::SignalPad;
+using mkernel::runtime::WaitResult;
+
+namespace {
+
+struct Bench {
+    explicit Bench(std::uint64_t slots)
+        : fifo(slots), memory(SignalPad::bytes(8)), pad(SignalPad::format(memory.data(), 8)) {}
+    WaitResult push(std::uint64_t tag, std::uint32_t producer = 0, double seconds = 10) {
+        PutCommand c;
+        c.bytes = tag;
+        c.peer = producer;
+        c.local_offset = tag * 3;
+        c.remote_offset = ~tag;
+        return fifo.device().push(c, pad,
+                                  monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9), {});
+    }
+    Fifo fifo;
+    testing::Memory memory;
+    SignalPad pad;
+};
+
+bool whole(const PutCommand& c) {
+    return c.local_offset == c.bytes * 3 && c.remote_offset == ~c.bytes;
+}
+
+void capacity_is_a_power_of_two() {
+    CHECK(Fifo(2).device().capacity == 2);
+    CHECK(Fifo(3).device().capacity == 4);
+    CHECK(Fifo(1000).device().capacity == 1024);
+}
+
+void empty_memory_is_an_empty_ring() {
+    Bench b(4);
+    PutCommand c;
+    CHECK(!b.fifo.ready());
+    CHECK(!b.fifo.pop(c));
+    CHECK(b.fifo.depth() == 0);
+}
+
+void a_lap_does_not_show_the_last_one_again() {
+    Bench b(4);
+    PutCommand c;
+    for (std::uint64_t i = 0; i < 1000; ++i) {
+        CHECK(b.push(i) == WaitResult::ok);
+        CHECK(b.fifo.depth() == 1);
+        CHECK(b.fifo.pop(c) && c.bytes == i && whole(c));
+        CHECK(!b.fifo.pop(c));  // the old command lies there still, with the other parity
+        b.fifo.release();
+    }
+    CHECK(b.fifo.popped() == 1000);
+}
+
+void many_producers_many_laps() {
+    constexpr std::uint32_t kProducers = 4;
+    constexpr std::uint64_t kEach = 50'000;
+    Bench b(16);
+    std::vector<std::thread> producers;
+    for (std::uint32_t p = 0; p < kProducers; ++p) {
+        producers.emplace_back([&b, p] {
+            for (std::uint64_t i = 0; i < kEach; ++i) {
+                if (b.push(i, p) != WaitResult::ok) return;
+            }
+        });
+    }
+    std::uint64_t next[kProducers] = {};
+    bool ordered = true;
+    std::uint64_t got = 0;
+    const std::uint64_t deadline = monotonic_ns() + 60'000'000'000u;
+    PutCommand c;
+    while (got < kProducers * kEach && monotonic_ns() < deadline) {
+        int n = 0;
+        for (; n < 8 && b.fifo.pop(c); ++n) {
+            ordered = ordered && c.peer < kProducers && c.bytes == next[c.peer]++ && whole(c);
+        }
+        got += static_cast<std::uint64_t>(n);
+        b.fifo.release();
+        if (n == 0) std::this_thread::yield();
+    }
+    for (auto& each : producers) each.join();
+    CHECK(ordered);
+    CHECK(got == kProducers * kEach);
+    CHECK(b.fifo.depth() == 0);
+}
+
+void full_ring_waits_and_loses_nothing() {
+    Bench b(2);
+    CHECK(b.push(0) == WaitResult::ok);
+    CHECK(b.push(1) == WaitResult::ok);
+    std::atomic<bool> through{false};
+    std::thread producer([&] {
+        CHECK(b.push(2) == WaitResult::ok);
+        through = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK(!through);
+    PutCommand c;
+    CHECK(b.fifo.pop(c) && c.bytes == 0);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    CHECK(!through);  // popped, but its slot is not released yet
+    b.fifo.release();
+    producer.join();
+    CHECK(b.fifo.pop(c) && c.bytes == 1);
+    CHECK(b.fifo.pop(c) && c.bytes == 2);
+}
+
+void deadline_aborts_and_leaves_no_hole() {
+    Bench b(2);
+    b.push(0);
+    b.push(1);
+    const std::uint64_t start = monotonic_ns();
+    CHECK(b.push(2, 0, 0.03) == WaitResult::timed_out);
+    const double waited = static_cast<double>(monotonic_ns() - start) / 1e9;
+    CHECK(waited >= 0.03 && waited < 1);
+    CHECK(b.pad.aborted() == AbortCode::timeout);
+    CHECK(b.push(3) == WaitResult::aborted);
+    CHECK(b.fifo.pushed() == 2);  // no ticket was taken that nobody fills
+}
+
+void abort_wakes_a_waiting_producer() {
+    Bench b(2);
+    b.push(0);
+    b.push(1);
+    WaitResult result = WaitResult::ok;
+    std::thread producer([&] { result = b.push(2, 0, 30); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    const std::uint64_t start = monotonic_ns();
+    b.pad.abort(AbortCode::peer_failure, Diagnosis{});
+    producer.join();
+    CHECK(result == WaitResult::aborted);
+    CHECK(monotonic_ns() - start < 1'000'000'000u);
+}
+
+void push_ends_the_proxys_sleep() {
+    Bench b(4);
+    std::uint64_t count = 0;
+    b.push(0);
+    CHECK(::read(b.fifo.wake_fd(), &count, 8) < 0);  // nobody slept: no system call was made
+    b.fifo.prepare_sleep();
+    b.push(1);
+    CHECK(::read(b.fifo.wake_fd(), &count, 8) == 8 && count == 1);
+    b.push(2);
+    CHECK(::read(b.fifo.wake_fd(), &count, 8) < 0);  // one wake is enough
+    b.fifo.end_sleep();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    return testing::run(
+        {{"capacity_is_a_power_of_two", capacity_is_a_power_of_two},
+         {"empty_memory_is_an_empty_ring", empty_memory_is_an_empty_ring},
+         {"a_lap_does_not_show_the_last_one_again", a_lap_does_not_show_the_last_one_again},
+         {"many_producers_many_laps", many_producers_many_laps},
+         {"full_ring_waits_and_loses_nothing", full_ring_waits_and_loses_nothing},
+         {"deadline_aborts_and_leaves_no_hole", deadline_aborts_and_leaves_no_hole},
+         {"abort_wakes_a_waiting_producer", abort_wakes_a_waiting_producer},
+         {"push_ends_the_proxys_sleep", push_ends_the_proxys_sleep}},
+        argc > 1 ? argv[1] : nullptr);
+}

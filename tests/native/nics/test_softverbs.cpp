@@ -1,0 +1,561 @@
+// The software RDMA device against the rules of RC, through verbs alone: what passes here should
+// pass on a real card. Two devices of one process talk to each other. argv[1]: the library.
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/wait.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "backends/nics/verbs/devices.hpp"
+#include "backends/nics/verbs/loader.hpp"
+#include "backends/runtime/signal_pad.hpp"
+#include "check.hpp"
+#include "pair.hpp"
+
+using namespace mkernel::nics;
+using mkernel::runtime::monotonic_ns;
+
+namespace {
+
+std::string library;
+
+struct Limits {
+    std::uint32_t sends = 16;
+    std::uint32_t receives = 16;
+    int cqe = 64;
+    std::uint8_t timeout = 8;  // about 1 ms a try
+    std::uint8_t retries = 3;
+    std::uint8_t rnr_retry = 2;
+    std::uint8_t rnr_timer = 14;  // 1.28 ms
+    unsigned int qp_access = IBV_ACCESS_REMOTE_WRITE;
+    unsigned int mr_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+    bool shared = true;  // memory in a memfd: payloads go by reference
+};
+
+constexpr std::size_t kBytes = 1 << 20;
+
+struct End {
+    explicit End(const Limits& limits = {})
+        : limits(limits),
+          v(verbs::Verbs::load(library)),
+          context(verbs::open_device(v, "soft0")),
+          memory(kBytes, limits.shared) {
+        pd = v->alloc_pd(context.get());
+        cq = v->create_cq(context.get(), limits.cqe, nullptr, nullptr, 0);
+        mr = v->reg_mr(pd, memory.data(), kBytes, static_cast<int>(limits.mr_access));
+        ibv_qp_init_attr init{};
+        init.qp_type = IBV_QPT_RC;
+        init.send_cq = init.recv_cq = cq;
+        init.cap = {limits.sends, limits.receives, 4, 4, 64};
+        qp = v->create_qp(pd, &init);
+        ::fcntl(context->async_fd, F_SETFL, O_NONBLOCK);
+    }
+    ~End() {
+        drop_qp();
+        if (mr != nullptr) v->dereg_mr(mr);
+        v->destroy_cq(cq);
+        v->dealloc_pd(pd);
+    }
+    End(const End&) = delete;
+    End& operator=(const End&) = delete;
+
+    void drop_qp() {
+        if (qp != nullptr) v->destroy_qp(qp);
+        qp = nullptr;
+    }
+    int init() {
+        ibv_qp_attr a{};
+        a.qp_state = IBV_QPS_INIT;
+        a.port_num = 1;
+        a.qp_access_flags = limits.qp_access;
+        return v->modify_qp(qp, &a,
+                            IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+    }
+    int rtr(const End& peer) {
+        ibv_qp_attr a{};
+        a.qp_state = IBV_QPS_RTR;
+        a.path_mtu = IBV_MTU_4096;
+        a.dest_qp_num = peer.qp->qp_num;
+        a.min_rnr_timer = limits.rnr_timer;
+        a.ah_attr.is_global = 1;
+        a.ah_attr.port_num = 1;
+        v->query_gid(peer.context.get(), 1, 1, &a.ah_attr.grh.dgid);
+        return v->modify_qp(qp, &a,
+                            IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
+                                IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+    }
+    int rts() {
+        ibv_qp_attr a{};
+        a.qp_state = IBV_QPS_RTS;
+        a.timeout = limits.timeout;
+        a.retry_cnt = limits.retries;
+        a.rnr_retry = limits.rnr_retry;
+        return v->modify_qp(qp, &a,
+                            IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+                                IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
+    }
+    int to(ibv_qp_state state) {
+        ibv_qp_attr a{};
+        a.qp_state = state;
+        return v->modify_qp(qp, &a, IBV_QP_STATE);
+    }
+    [[nodiscard]] ibv_send_wr write(ibv_sge& sge, const End& peer, std::uint64_t id) const {
+        ibv_send_wr wr{};
+        wr.wr_id = id;
+        wr.sg_list = &sge;
+        wr.num_sge = sge.length != 0 ? 1 : 0;
+        wr.opcode = IBV_WR_RDMA_WRITE;
+        wr.send_flags = IBV_SEND_SIGNALED;
+        wr.wr.rdma.remote_addr = peer.memory.address();
+        wr.wr.rdma.rkey = peer.mr->rkey;
+        return wr;
+    }
+    [[nodiscard]] ibv_sge sge(std::uint32_t length, std::uint64_t offset = 0) const {
+        return {memory.address() + offset, length, mr->lkey};
+    }
+    int post(ibv_send_wr wr) {
+        ibv_send_wr* bad = nullptr;
+        return ibv_post_send(qp, &wr, &bad);
+    }
+    int receive(std::uint64_t id, std::uint32_t length = 0) {
+        ibv_sge s = sge(length);
+        ibv_recv_wr wr{};
+        wr.wr_id = id;
+        wr.sg_list = &s;
+        wr.num_sge = length != 0 ? 1 : 0;
+        ibv_recv_wr* bad = nullptr;
+        return ibv_post_recv(qp, &wr, &bad);
+    }
+    std::optional<ibv_wc> poll(double seconds = 5) {
+        const std::uint64_t deadline = monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9);
+        ibv_wc wc{};
+        while (monotonic_ns() < deadline) {
+            if (ibv_poll_cq(cq, 1, &wc) > 0) return wc;
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
+        }
+        return std::nullopt;
+    }
+    // The next completion is this one.
+    bool completes(std::uint64_t id, ibv_wc_status status) {
+        const auto wc = poll();
+        if (wc && wc->wr_id == id && wc->status == status && wc->qp_num == qp->qp_num) return true;
+        if (!wc) std::printf("  no completion, expected %s\n", verbs::status_name(status));
+        if (wc) {
+            std::printf("  wr_id %llu %s, expected %llu %s\n",
+                        static_cast<unsigned long long>(wc->wr_id), verbs::status_name(wc->status),
+                        static_cast<unsigned long long>(id), verbs::status_name(status));
+        }
+        return false;
+    }
+    std::optional<ibv_event_type> event(double seconds = 2) {
+        pollfd wait{context->async_fd, POLLIN, 0};
+        if (::poll(&wait, 1, static_cast<int>(seconds * 1e3)) <= 0) return std::nullopt;
+        ibv_async_event e{};
+        if (v->get_async_event(context.get(), &e) != 0) return std::nullopt;
+        v->ack_async_event(&e);
+        return e.event_type;
+    }
+
+    Limits limits;
+    std::shared_ptr<const verbs::Verbs> v;
+    std::shared_ptr<ibv_context> context;
+    testing::Memory memory;
+    ibv_pd* pd;
+    ibv_cq* cq;
+    ibv_mr* mr;
+    ibv_qp* qp;
+};
+
+struct Pair {
+    explicit Pair(const Limits& la = {}, const Limits& lb = {}) : a(la), b(lb) {
+        CHECK(a.init() == 0 && b.init() == 0);
+        CHECK(a.rtr(b) == 0 && b.rtr(a) == 0);
+        CHECK(a.rts() == 0 && b.rts() == 0);
+    }
+    End a;
+    End b;
+};
+
+void fill(End& end, std::size_t length, unsigned seed) {
+    for (std::size_t i = 0; i < length; ++i) {
+        end.memory.data()[i] = static_cast<std::byte>((i * 31 + seed) >> 3);
+    }
+}
+
+void writes_of_all_sizes(bool shared) {
+    Limits limits;
+    limits.shared = shared;
+    Pair p(limits, limits);
+    unsigned seed = 1;
+    for (const std::uint32_t length :
+         {1u, 7u, 63u, 64u, 65u, 1023u, 1024u, 4097u, 32768u, 32769u, 262144u, 300001u, 1048576u}) {
+        fill(p.a, length, ++seed);
+        std::memset(p.b.memory.data(), 0xee, kBytes);
+        ibv_sge s = p.a.sge(length);
+        CHECK(p.a.post(p.a.write(s, p.b, length)) == 0);
+        CHECK(p.a.completes(length, IBV_WC_SUCCESS));
+        CHECK(std::memcmp(p.a.memory.data(), p.b.memory.data(), length) == 0);
+        CHECK(length == kBytes || p.b.memory.data()[length] == std::byte{0xee});
+    }
+}
+
+void immediate_follows_its_data() {
+    Pair p;
+    for (std::uint64_t i = 0; i < 16; ++i) CHECK(p.b.receive(100 + i) == 0);
+    for (std::uint32_t i = 0; i < 16; ++i) {
+        const std::uint32_t length = i % 2 == 0 ? 70'000 : 0;
+        fill(p.a, length, i);
+        ibv_sge s = p.a.sge(length);
+        ibv_send_wr wr = p.a.write(s, p.b, i);
+        wr.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+        wr.imm_data = htonl(0xabc0 + i);
+        CHECK(p.a.post(wr) == 0);
+        const auto wc = p.b.poll();
+        CHECK(wc && wc->wr_id == 100 + i && wc->opcode == IBV_WC_RECV_RDMA_WITH_IMM);
+        CHECK(wc && ntohl(wc->imm_data) == 0xabc0 + i && wc->byte_len == length);
+        CHECK(wc && (wc->wc_flags & IBV_WC_WITH_IMM) != 0);
+        CHECK(std::memcmp(p.a.memory.data(), p.b.memory.data(), length) == 0);
+        CHECK(p.a.completes(i, IBV_WC_SUCCESS));
+    }
+}
+
+void send_scatters_into_its_receive() {
+    Pair p;
+    fill(p.a, 50'000, 9);
+    ibv_sge pieces[3] = {p.b.sge(10, 100'000), p.b.sge(40'000, 200'000), p.b.sge(20'000, 300'000)};
+    ibv_recv_wr r{};
+    r.wr_id = 5;
+    r.sg_list = pieces;
+    r.num_sge = 3;
+    ibv_recv_wr* bad = nullptr;
+    CHECK(ibv_post_recv(p.b.qp, &r, &bad) == 0);
+    ibv_sge s = p.a.sge(50'000);
+    ibv_send_wr wr = p.a.write(s, p.b, 1);
+    wr.opcode = IBV_WR_SEND;
+    CHECK(p.a.post(wr) == 0);
+    const auto wc = p.b.poll();
+    CHECK(wc && wc->status == IBV_WC_SUCCESS && wc->byte_len == 50'000 &&
+          wc->opcode == IBV_WC_RECV);
+    const std::byte* from = p.a.memory.data();
+    const std::byte* to = p.b.memory.data();
+    CHECK(std::memcmp(from, to + 100'000, 10) == 0);
+    CHECK(std::memcmp(from + 10, to + 200'000, 40'000) == 0);
+    CHECK(std::memcmp(from + 40'010, to + 300'000, 9'990) == 0);
+    CHECK(p.a.completes(1, IBV_WC_SUCCESS));
+}
+
+void inline_data_is_taken_when_posted() {
+    Pair p;
+    std::uint64_t value = 0x1122334455667788;
+    ibv_sge s{reinterpret_cast<std::uint64_t>(&value), 8, 0};  // no key: it is copied at once
+    ibv_send_wr wr = p.a.write(s, p.b, 1);
+    wr.send_flags |= IBV_SEND_INLINE;
+    CHECK(p.a.post(wr) == 0);
+    value = 0;
+    CHECK(p.a.completes(1, IBV_WC_SUCCESS));
+    std::uint64_t got = 0;
+    std::memcpy(&got, p.b.memory.data(), 8);
+    CHECK(got == 0x1122334455667788);
+    ibv_sge large = p.a.sge(65);
+    wr = p.a.write(large, p.b, 2);
+    wr.send_flags |= IBV_SEND_INLINE;
+    CHECK(p.a.post(wr) == EINVAL);
+}
+
+void unsignaled_complete_silently_and_hold_their_slots() {
+    Limits limits;
+    limits.sends = 8;
+    Pair p(limits, limits);
+    ibv_sge s = p.a.sge(8);
+    for (std::uint64_t i = 0; i < 7; ++i) {
+        ibv_send_wr wr = p.a.write(s, p.b, i);
+        wr.send_flags = 0;
+        CHECK(p.a.post(wr) == 0);
+    }
+    CHECK(!p.a.poll(0.05));
+    CHECK(p.a.post(p.a.write(s, p.b, 7)) == 0);
+    CHECK(p.a.post(p.a.write(s, p.b, 8)) == ENOMEM);  // full until the signaled one is polled
+    CHECK(p.a.completes(7, IBV_WC_SUCCESS));
+    CHECK(p.a.post(p.a.write(s, p.b, 8)) == 0);
+    CHECK(p.a.completes(8, IBV_WC_SUCCESS));
+}
+
+// The request fails at the requester, the queue pair of both goes to ERR, nothing is written.
+void access_error(const Limits& at_b, void (*spoil)(Pair&, ibv_send_wr&), ibv_wc_status wanted) {
+    Pair p({}, at_b);
+    std::memset(p.b.memory.data(), 0, kBytes);
+    fill(p.a, 4096, 3);
+    CHECK(p.b.receive(77) == 0);
+    ibv_sge s = p.a.sge(4096);
+    ibv_send_wr wr = p.a.write(s, p.b, 1);
+    spoil(p, wr);
+    CHECK(p.a.post(wr) == 0);
+    CHECK(p.a.post(p.a.write(s, p.b, 2)) == 0);
+    CHECK(p.a.completes(1, wanted));
+    CHECK(p.a.completes(2, IBV_WC_WR_FLUSH_ERR));
+    CHECK(p.b.completes(77, IBV_WC_WR_FLUSH_ERR));
+    const auto event = p.b.event();
+    CHECK(event == IBV_EVENT_QP_ACCESS_ERR || event == IBV_EVENT_QP_REQ_ERR);
+    bool untouched = true;
+    for (std::size_t i = 0; i < kBytes; ++i) {
+        untouched = untouched && p.b.memory.data()[i] == std::byte{0};
+    }
+    CHECK(untouched);
+    // Posting in ERR is accepted, and flushed.
+    CHECK(p.a.post(p.a.write(s, p.b, 3)) == 0);
+    CHECK(p.a.completes(3, IBV_WC_WR_FLUSH_ERR));
+    CHECK(p.b.receive(78) == 0);
+    CHECK(p.b.completes(78, IBV_WC_WR_FLUSH_ERR));
+}
+
+void bad_rkey() {
+    access_error({}, [](Pair&, ibv_send_wr& wr) { wr.wr.rdma.rkey ^= 1; }, IBV_WC_REM_ACCESS_ERR);
+}
+void write_past_the_end() {
+    access_error(
+        {}, [](Pair&, ibv_send_wr& wr) { wr.wr.rdma.remote_addr += kBytes - 4095; },
+        IBV_WC_REM_ACCESS_ERR);
+}
+void write_before_the_start() {
+    access_error(
+        {}, [](Pair&, ibv_send_wr& wr) { wr.wr.rdma.remote_addr -= 1; }, IBV_WC_REM_ACCESS_ERR);
+}
+void write_to_a_region_without_the_right() {
+    Limits limits;
+    limits.mr_access = IBV_ACCESS_LOCAL_WRITE;
+    access_error(limits, [](Pair&, ibv_send_wr&) {}, IBV_WC_REM_ACCESS_ERR);
+}
+void write_to_a_queue_pair_without_the_right() {
+    Limits limits;
+    limits.qp_access = 0;
+    access_error(limits, [](Pair&, ibv_send_wr&) {}, IBV_WC_REM_INV_REQ_ERR);
+}
+void write_to_a_deregistered_region() {
+    access_error(
+        {},
+        [](Pair& p, ibv_send_wr& wr) {
+            wr.wr.rdma.rkey = p.b.mr->rkey;
+            CHECK(p.b.v->dereg_mr(p.b.mr) == 0);
+            p.b.mr = p.b.v->reg_mr(p.b.pd, p.b.memory.data(), kBytes, 7);
+            CHECK(p.b.mr->rkey != wr.wr.rdma.rkey);  // keys are not used again at once
+        },
+        IBV_WC_REM_ACCESS_ERR);
+}
+
+void local_protection_comes_after_what_precedes_it() {
+    Pair p;
+    ibv_sge s = p.a.sge(100'000);
+    CHECK(p.a.post(p.a.write(s, p.b, 1)) == 0);
+    s.lkey ^= 1;
+    CHECK(p.a.post(p.a.write(s, p.b, 2)) == 0);
+    CHECK(p.a.completes(1, IBV_WC_SUCCESS));
+    CHECK(p.a.completes(2, IBV_WC_LOC_PROT_ERR));
+    s = p.a.sge(8);
+    CHECK(p.a.post(p.a.write(s, p.b, 3)) == 0);
+    CHECK(p.a.completes(3, IBV_WC_WR_FLUSH_ERR));
+}
+
+void receiver_not_ready_gives_up() {
+    Pair p;
+    ibv_sge s = p.a.sge(8);
+    ibv_send_wr wr = p.a.write(s, p.b, 1);
+    wr.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+    const std::uint64_t start = monotonic_ns();
+    CHECK(p.a.post(wr) == 0);
+    CHECK(p.a.post(p.a.write(s, p.b, 2)) == 0);
+    CHECK(p.a.completes(1, IBV_WC_RNR_RETRY_EXC_ERR));
+    CHECK(monotonic_ns() - start >= 2u * 1'280'000);  // two retries after the first refusal
+    CHECK(p.a.completes(2, IBV_WC_WR_FLUSH_ERR));
+}
+
+void receiver_not_ready_is_retried() {
+    Limits patient;
+    patient.rnr_retry = 6;
+    Limits slow;
+    slow.rnr_timer = 20;  // 10.24 ms
+    Pair p(patient, slow);
+    ibv_sge s = p.a.sge(8);
+    ibv_send_wr wr = p.a.write(s, p.b, 1);
+    wr.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+    CHECK(p.a.post(wr) == 0);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    CHECK(p.b.receive(9) == 0);
+    CHECK(p.b.completes(9, IBV_WC_SUCCESS));
+    CHECK(p.a.completes(1, IBV_WC_SUCCESS));
+}
+
+void vanished_peer_exhausts_the_retries() {
+    Limits limits;
+    limits.timeout = 12;  // 16.8 ms a try
+    Pair p(limits, limits);
+    p.b.drop_qp();
+    ibv_sge s = p.a.sge(8);
+    const std::uint64_t start = monotonic_ns();
+    CHECK(p.a.post(p.a.write(s, p.b, 1)) == 0);
+    CHECK(p.a.completes(1, IBV_WC_RETRY_EXC_ERR));
+    const double waited = static_cast<double>(monotonic_ns() - start) / 1e6;
+    CHECK(waited >= 67 && waited < 1000);
+}
+
+void error_state_flushes_everything() {
+    Pair p;
+    for (std::uint64_t i = 0; i < 3; ++i) CHECK(p.a.receive(i) == 0);
+    CHECK(p.a.to(IBV_QPS_ERR) == 0);
+    for (std::uint64_t i = 0; i < 3; ++i) CHECK(p.a.completes(i, IBV_WC_WR_FLUSH_ERR));
+    CHECK(p.a.rts() == EINVAL);
+}
+
+void states_come_in_order_and_complete() {
+    End a;
+    End b;
+    ibv_sge s = a.sge(8);
+    CHECK(a.receive(1) == EINVAL);
+    CHECK(a.rtr(b) == EINVAL);
+    CHECK(a.rts() == EINVAL);
+    CHECK(a.init() == 0);
+    CHECK(a.init() == EINVAL);
+    CHECK(a.receive(1) == 0);
+    CHECK(a.post(a.write(s, b, 1)) == EINVAL);
+    ibv_qp_attr attr{};
+    attr.qp_state = IBV_QPS_RTR;
+    CHECK(a.v->modify_qp(a.qp, &attr, IBV_QP_STATE) == EINVAL);  // attributes are missing
+    CHECK(a.rtr(b) == 0);
+    CHECK(a.post(a.write(s, b, 1)) == EINVAL);
+    CHECK(a.rts() == 0);
+    CHECK(a.v->destroy_cq(a.cq) == EBUSY);
+    CHECK(a.v->dealloc_pd(a.pd) == EBUSY);
+    CHECK(a.to(IBV_QPS_RESET) == 0);
+    CHECK(!a.poll(0.02));  // reset drops, it does not flush
+}
+
+void overrun_queue_is_an_error() {
+    Limits limits;
+    limits.cqe = 2;
+    Pair p(limits);
+    ibv_sge s = p.a.sge(8);
+    for (std::uint64_t i = 0; i < 4; ++i) CHECK(p.a.post(p.a.write(s, p.b, i)) == 0);
+    CHECK(p.a.event() == IBV_EVENT_CQ_ERR);
+}
+
+void registration_is_checked() {
+    End a;
+    CHECK(a.v->reg_mr(a.pd, a.memory.data(), kBytes, IBV_ACCESS_REMOTE_WRITE) == nullptr);
+    CHECK(errno == EINVAL);
+    CHECK(a.v->reg_mr(a.pd, reinterpret_cast<void*>(4096), 4096, IBV_ACCESS_LOCAL_WRITE) ==
+          nullptr);
+    CHECK(errno == EFAULT);
+}
+
+void a_wrong_gid_does_not_connect() {
+    End a;
+    End b;
+    CHECK(a.init() == 0);
+    ibv_qp_attr attr{};
+    attr.qp_state = IBV_QPS_RTR;
+    attr.path_mtu = IBV_MTU_4096;
+    attr.ah_attr.is_global = 1;
+    attr.ah_attr.port_num = 1;
+    a.v->query_gid(b.context.get(), 1, 1, &attr.ah_attr.grh.dgid);
+    attr.ah_attr.grh.dgid.raw[15] ^= 1;  // the cookie of another port
+    const int mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+    CHECK(a.v->modify_qp(a.qp, &attr, mask) == EHOSTUNREACH);
+}
+
+void latency_delays_delivery() {
+    ::setenv("MKERNEL_SOFTVERBS_LATENCY_NS", "20000000", 1);
+    {
+        Pair p;
+        ibv_sge s = p.a.sge(8);
+        const std::uint64_t start = monotonic_ns();
+        CHECK(p.a.post(p.a.write(s, p.b, 1)) == 0);
+        CHECK(p.a.completes(1, IBV_WC_SUCCESS));
+        CHECK(monotonic_ns() - start >= 20'000'000);
+    }
+    ::unsetenv("MKERNEL_SOFTVERBS_LATENCY_NS");
+}
+
+void a_cut_link_exhausts_the_retries() {
+    ::setenv("MKERNEL_SOFTVERBS_DROP_AFTER", "3", 1);
+    {
+        Pair p;
+        ibv_sge s = p.a.sge(8);
+        for (std::uint64_t i = 0; i < 5; ++i) CHECK(p.a.post(p.a.write(s, p.b, i)) == 0);
+        for (std::uint64_t i = 0; i < 3; ++i) CHECK(p.a.completes(i, IBV_WC_SUCCESS));
+        CHECK(p.a.completes(3, IBV_WC_RETRY_EXC_ERR));
+        CHECK(p.a.completes(4, IBV_WC_WR_FLUSH_ERR));
+    }
+    ::unsetenv("MKERNEL_SOFTVERBS_DROP_AFTER");
+}
+
+void completion_channel_tells_once() {
+    End a;
+    ibv_comp_channel* channel = a.v->create_comp_channel(a.context.get());
+    ibv_cq* cq = a.v->create_cq(a.context.get(), 16, &a, channel, 0);
+    ibv_qp_init_attr init{};
+    init.qp_type = IBV_QPT_RC;
+    init.send_cq = init.recv_cq = cq;
+    init.cap = {4, 4, 1, 1, 0};
+    a.drop_qp();
+    a.qp = a.v->create_qp(a.pd, &init);
+    CHECK(a.v->destroy_comp_channel(channel) == EBUSY);
+    CHECK(a.init() == 0);
+    CHECK(a.receive(1) == 0 && a.receive(2) == 0);
+    CHECK(ibv_req_notify_cq(cq, 0) == 0);
+    CHECK(a.to(IBV_QPS_ERR) == 0);
+    pollfd wait{channel->fd, POLLIN, 0};
+    CHECK(::poll(&wait, 1, 2000) == 1);
+    ibv_cq* which = nullptr;
+    void* tag = nullptr;
+    CHECK(a.v->get_cq_event(channel, &which, &tag) == 0 && which == cq && tag == &a);
+    a.v->ack_cq_events(cq, 1);
+    CHECK(::poll(&wait, 1, 20) == 0);
+    ibv_wc wc[4];
+    CHECK(ibv_poll_cq(cq, 4, wc) == 2);
+    a.drop_qp();
+    CHECK(a.v->destroy_cq(cq) == 0);
+    CHECK(a.v->destroy_comp_channel(channel) == 0);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc < 2) return std::printf("usage: test_softverbs LIBRARY [TEST]\n"), 2;
+    library = argv[1];
+    return testing::run(
+        {{"writes_of_all_sizes_by_reference", [] { writes_of_all_sizes(true); }},
+         {"writes_of_all_sizes_through_the_ring", [] { writes_of_all_sizes(false); }},
+         {"immediate_follows_its_data", immediate_follows_its_data},
+         {"send_scatters_into_its_receive", send_scatters_into_its_receive},
+         {"inline_data_is_taken_when_posted", inline_data_is_taken_when_posted},
+         {"unsignaled_complete_silently_and_hold_their_slots",
+          unsignaled_complete_silently_and_hold_their_slots},
+         {"bad_rkey", bad_rkey},
+         {"write_past_the_end", write_past_the_end},
+         {"write_before_the_start", write_before_the_start},
+         {"write_to_a_region_without_the_right", write_to_a_region_without_the_right},
+         {"write_to_a_queue_pair_without_the_right", write_to_a_queue_pair_without_the_right},
+         {"write_to_a_deregistered_region", write_to_a_deregistered_region},
+         {"local_protection_comes_after_what_precedes_it",
+          local_protection_comes_after_what_precedes_it},
+         {"receiver_not_ready_gives_up", receiver_not_ready_gives_up},
+         {"receiver_not_ready_is_retried", receiver_not_ready_is_retried},
+         {"vanished_peer_exhausts_the_retries", vanished_peer_exhausts_the_retries},
+         {"error_state_flushes_everything", error_state_flushes_everything},
+         {"states_come_in_order_and_complete", states_come_in_order_and_complete},
+         {"overrun_queue_is_an_error", overrun_queue_is_an_error},
+         {"registration_is_checked", registration_is_checked},
+         {"a_wrong_gid_does_not_connect", a_wrong_gid_does_not_connect},
+         {"latency_delays_delivery", latency_delays_delivery},
+         {"a_cut_link_exhausts_the_retries", a_cut_link_exhausts_the_retries},
+         {"completion_channel_tells_once", completion_channel_tells_once}},
+        argc > 2 ? argv[2] : nullptr);
+}
