@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch
+from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch, _ascend
 from mkernel.backends.base import Call, PeerMemory, SymmetricMemory, View
 from mkernel.plan.model import (
     Chunking,
@@ -111,6 +111,23 @@ def make_plan(
         prediction=Prediction(
             compute_us=1, comm_us=1, sequential_us=2, pipelined_us=1, constants="none"
         ),
+    )
+
+
+def geometry(plan: LaunchPlan) -> _ascend.AgGemmGeometry:
+    """Where a plan's staging slots and signals lie."""
+    chunking = plan.chunking
+    return _ascend.AgGemmGeometry(
+        world=plan.world_size,
+        m_local=plan.shape.m // plan.world_size,
+        n=plan.shape.n,
+        k=plan.shape.k,
+        dtype=plan.dtype,
+        tile_m=chunking.tile_m,
+        tile_n=chunking.tile_n,
+        tile_k=chunking.tile_k,
+        step_k=chunking.step_k,
+        tiles_per_chunk=chunking.tiles_per_chunk,
     )
 
 
@@ -257,6 +274,15 @@ class World:
             self.ranks[rank].pad.address + _HEADER_BYTES + 8 * signal
         )
 
+    @staticmethod
+    def view(memory: SymmetricMemory) -> ctypes.Array[ctypes.c_ubyte]:
+        """The bytes of a symmetric allocation, in place."""
+        return (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)
+
+    def bytes_of(self, rank: int) -> ctypes.Array[ctypes.c_ubyte]:
+        """A rank's workspace, in place."""
+        return self.view(self.ranks[rank].workspace)
+
     def outcome(self, rank: int) -> Outcome:
         raw = ctypes.string_at(self.ranks[rank].pad.address + 64, _ABORT.size)
         _, code, *rest = _ABORT.unpack(raw)
@@ -279,6 +305,7 @@ class World:
         view: View = "pipelined",
         trace: bool = False,
         timeout_s: float = 20.0,
+        with_fifo: bool = True,
     ) -> AscendLaunch:
         node = self.plan.placement[rank].node
         peers = {
@@ -299,7 +326,7 @@ class World:
                 signal_base=SIGNAL_BASE,
                 peers=peers,
                 region=REGION,
-                fifo=own.fifo.address if self.plan.nodes > 1 else 0,
+                fifo=own.fifo.address if self.plan.nodes > 1 and with_fifo else 0,
                 timeout_s=timeout_s,
                 view=view,
                 trace=trace,

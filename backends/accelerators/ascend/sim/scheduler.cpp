@@ -15,7 +15,17 @@ Scheduler::~Scheduler() {
         stopping_ = true;
         work_ready_.notify_all();
     }
-    for (auto& thread : threads_) thread.join();
+    // Tasks that still run may make threads: each is listed before the one that made it ends.
+    while (true) {
+        std::thread thread;
+        {
+            const std::lock_guard lock(mutex_);
+            if (threads_.empty()) return;
+            thread = std::move(threads_.back());
+            threads_.pop_back();
+        }
+        thread.join();
+    }
 }
 
 void Scheduler::submit(int priority, std::vector<Task> tasks) {
@@ -62,6 +72,7 @@ void Scheduler::work() {
             lock.lock();
             --running_;
             dispatch();
+            if (stopping_) work_ready_.notify_all();
             continue;
         }
         if (stopping_ && fresh_[0].empty() && fresh_[1].empty()) return;

@@ -1,0 +1,249 @@
+// The tile ISA as the functional core executes it: results, and what it refuses.
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "backends/accelerators/ascend/sim/core.hpp"
+#include "backends/accelerators/ascend/sim/matrix_unit.hpp"
+#include "tests/native/ascend/check.hpp"
+
+using namespace mkernel;
+using namespace mkernel::ascend;
+using isa::Buffer;
+using isa::DType;
+using isa::GlobalView;
+using isa::Pipe;
+using isa::Tile;
+using sim::IsaError;
+using test::thrown;
+
+namespace {
+
+float half_to_float(std::uint16_t bits) {
+    const int sign = bits >> 15, exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const double value = exponent == 31  ? (mantissa == 0 ? INFINITY : NAN)
+                         : exponent == 0 ? std::ldexp(mantissa, -24)
+                                         : std::ldexp(1024 + mantissa, exponent - 25);
+    return static_cast<float>(sign != 0 ? -value : value);
+}
+
+bool same(float a, float b) {
+    return (std::isnan(a) && std::isnan(b)) || a == b;
+}
+
+struct Bench {
+    explicit Bench(sim::CoreKind kind, std::vector<sim::Record>* trace = nullptr)
+        : pad_memory(runtime::SignalPad::bytes(64)),
+          scheduler(1),
+          core((fill(), environment), kind, 3, 24, memory, trace) {}
+
+    void fill() {
+        environment.pad = runtime::SignalPad::format(
+            reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(pad_memory.data()) + 63) &
+                                    ~63ull),
+            8);
+        environment.scheduler = &scheduler;
+        environment.rank = 1;
+        environment.memory.push_back(
+            {reinterpret_cast<std::byte*>(gm.data()), gm.size() * 4, true});
+        environment.memory.push_back({reinterpret_cast<std::byte*>(rom), sizeof(rom), false});
+    }
+    GlobalView view(DType dtype, std::uint32_t rows, std::uint32_t cols) {
+        return {reinterpret_cast<std::byte*>(gm.data()), dtype, rows, cols, cols, 1};
+    }
+
+    std::vector<std::byte> pad_memory;
+    std::vector<float> gm = std::vector<float>(1 << 16);
+    float rom[64] = {};
+    sim::Scheduler scheduler;
+    sim::Environment environment;
+    sim::OnChip memory;
+    sim::Core core;
+};
+
+void conversions_are_exact() {
+    const auto& unit = sim::matrix_unit();
+    std::vector<std::uint16_t> all(65536);
+    for (int i = 0; i < 65536; ++i) all[i] = static_cast<std::uint16_t>(i);
+    std::vector<float> out(65536);
+    for (const auto dtype : {DType::float16, DType::bfloat16}) {
+        unit.pack_a(out.data(), 256, {reinterpret_cast<std::byte*>(all.data()), dtype, 256, 1}, 256,
+                    256);
+        int wrong = 0;
+        for (int i = 0; i < 65536; ++i) {
+            const float want = dtype == DType::float16
+                                   ? half_to_float(all[i])
+                                   : std::bit_cast<float>(static_cast<std::uint32_t>(i) << 16);
+            wrong += same(out[i], want) ? 0 : 1;
+        }
+        CHECK(wrong == 0);
+    }
+}
+
+// One random product through every instruction of the path, against float64.
+void product(std::uint32_t m, std::uint32_t n, std::uint32_t k, isa::Layout b_layout, DType out) {
+    Bench bench(sim::CoreKind::aic);
+    std::mt19937 random(m * 7919 + n * 31 + k);
+    std::uniform_real_distribution<float> uniform(-1, 1);
+    std::vector<float>& gm = bench.gm;
+    float *a = gm.data(), *b = a + m * k, *c = b + k * n;
+    for (std::uint32_t i = 0; i < m * k + k * n; ++i) gm[i] = uniform(random);
+    auto& core = bench.core;
+    const Tile a1{Buffer::L1, DType::float32, isa::Layout::row, 0, 64, 64, m, k};
+    const Tile b1{Buffer::L1, DType::float32, b_layout, 64 * 64 * 4, 64, 96, k, n};
+    const Tile c0{Buffer::L0C, DType::float32, isa::Layout::row, 0, 64, 96, m, n};
+    core.tload(a1, {reinterpret_cast<std::byte*>(a), DType::float32, m, k, k, 1});
+    if (b_layout == isa::Layout::row) {
+        core.tload(b1, {reinterpret_cast<std::byte*>(b), DType::float32, k, n, n, 1});
+    } else {
+        core.tload(b1, {reinterpret_cast<std::byte*>(b), DType::float32, k, n, 1, k});
+    }
+    const std::uint32_t step = 16;
+    for (std::uint32_t at = 0; at < k; at += step) {
+        const std::uint32_t depth = std::min(step, k - at);
+        const Tile a0{Buffer::L0A, DType::float32, isa::Layout::row, 4096, 64, 16, m, depth};
+        const Tile b0{Buffer::L0B, DType::float32, isa::Layout::row, 8192, 16, 96, depth, n};
+        core.textract(a0, a1, 0, at);
+        core.textract(b0, b1, at, 0);
+        if (at == 0) {
+            core.tmatmul(c0, a0, b0);
+        } else {
+            core.tmatmul_acc(c0, a0, b0);
+        }
+    }
+    core.tstore({reinterpret_cast<std::byte*>(c), out, m, n, n, 1}, c0);
+    double worst = 0;
+    for (std::uint32_t i = 0; i < m; ++i) {
+        for (std::uint32_t j = 0; j < n; ++j) {
+            double want = 0;
+            for (std::uint32_t p = 0; p < k; ++p) {
+                const float right = b_layout == isa::Layout::row ? b[p * n + j] : b[j * k + p];
+                want += static_cast<double>(a[i * k + p]) * right;
+            }
+            double got;
+            const std::size_t at = std::size_t{i} * n + j;
+            if (out == DType::float32) {
+                got = c[at];
+            } else {
+                const std::uint16_t bits = reinterpret_cast<std::uint16_t*>(c)[at];
+                got = out == DType::float16 ? half_to_float(bits)
+                                            : std::bit_cast<float>(std::uint32_t{bits} << 16);
+            }
+            worst = std::max(worst, std::abs(got - want) / (1 + std::abs(want)));
+        }
+    }
+    CHECK(worst < (out == DType::float32 ? 1e-5 : out == DType::float16 ? 1e-3 : 1e-2));
+}
+
+void refusals() {
+    Bench cube(sim::CoreKind::aic), vector(sim::CoreKind::aiv);
+    const Tile tile{Buffer::L1, DType::float16, isa::Layout::row, 0, 16, 32, 16, 32};
+    const auto says = [](const std::string& text, const char* part) {
+        const bool found = text.find(part) != std::string::npos;
+        if (!found) std::fprintf(stderr, "  got: %s\n", text.c_str());
+        return found;
+    };
+    const auto load = [&](Tile t, GlobalView v) {
+        return thrown<IsaError>([&] { cube.core.tload(t, v); });
+    };
+    const GlobalView good = cube.view(DType::float16, 16, 32);
+    CHECK(load(tile, good).empty());
+
+    Tile late = tile;
+    late.offset = (512 << 10) - 512;
+    CHECK(says(load(late, good), "rank 1 AIC core 3, TLOAD: L1[523776, 524800) 16x32 float16"));
+    CHECK(says(load(late, good), "ends beyond the buffer's 524288 bytes"));
+    CHECK(says(load(tile.with_valid(17, 32), good), "valid part is larger"));
+    CHECK(says(load(tile.with_valid(8, 32), good), "the view is 16x32"));
+    CHECK(says(load(tile, cube.view(DType::bfloat16, 16, 32)), "another dtype"));
+    CHECK(says(
+        load(tile, {cube.view(DType::float16, 16, 32).at(8191, 0), DType::float16, 16, 32, 32, 1}),
+        "outside the call's tensors"));
+    late.offset = 8;
+    CHECK(says(load(late, good), "not 32-byte aligned"));
+    CHECK(says(
+        thrown<IsaError>([&] { vector.core.tload(tile, vector.view(DType::float16, 16, 32)); }),
+        "this kind of core has no such buffer"));
+
+    const Tile ub{Buffer::UB, DType::float32, isa::Layout::row, 0, 8, 8, 8, 8};
+    const GlobalView rom{reinterpret_cast<std::byte*>(vector.rom), DType::float32, 8, 8, 8, 1};
+    CHECK(thrown<IsaError>([&] { vector.core.tload(ub, rom); }).empty());
+    CHECK(says(thrown<IsaError>([&] { vector.core.tstore(rom, ub); }), "writes 256 bytes"));
+
+    const Tile l0a{Buffer::L0A, DType::float16, isa::Layout::row, 0, 16, 16, 16, 16};
+    CHECK(says(thrown<IsaError>([&] { cube.core.textract(l0a, tile, 0, 17); }),
+               "reads beyond the valid part"));
+    const Tile l0b{Buffer::L0B, DType::float16, isa::Layout::row, 0, 32, 32, 32, 32};
+    const Tile l0c{Buffer::L0C, DType::float32, isa::Layout::row, 0, 16, 32, 16, 32};
+    CHECK(says(thrown<IsaError>([&] { cube.core.tmatmul(l0c, l0a, l0b); }), "shapes do not match"));
+    CHECK(says(thrown<IsaError>([&] { cube.core.tmatmul(l0c, l0b, l0a); }), "takes L0A and L0B"));
+
+    // Flags.
+    CHECK(says(thrown<IsaError>([&] { cube.core.wait_flag(Pipe::MTE2, Pipe::MTE1, 2); }),
+               "MTE2→MTE1 event 2 was not set before"));
+    cube.core.set_flag(Pipe::MTE2, Pipe::MTE1, 2);
+    CHECK(says(thrown<IsaError>([&] { cube.core.set_flag(Pipe::MTE2, Pipe::MTE1, 2); }),
+               "already set"));
+    CHECK(says(thrown<IsaError>([&] { cube.core.finish(true); }), "never waited for"));
+    CHECK(thrown<IsaError>([&] { cube.core.finish(false); }).empty());
+    cube.core.wait_flag(Pipe::MTE2, Pipe::MTE1, 2);
+    CHECK(thrown<IsaError>([&] { cube.core.finish(true); }).empty());
+    CHECK(says(thrown<IsaError>([&] { cube.core.set_flag(Pipe::M, Pipe::FIX, 8); }), "event 8"));
+}
+
+void puts_copy_and_leave_the_rest() {
+    Bench bench(sim::CoreKind::aiv);
+    float* gm = bench.gm.data();
+    for (int i = 0; i < 5000; ++i) gm[i] = static_cast<float>(i);
+    // 100 rows of 37 out of a stride of 50, through two UB tiles of 16 rows each.
+    const GlobalView from{reinterpret_cast<std::byte*>(gm), DType::float32, 100, 37, 50, 1};
+    const GlobalView to{reinterpret_cast<std::byte*>(gm + 10000), DType::float32, 100, 37, 40, 1};
+    const Tile ping{Buffer::UB, DType::float32, isa::Layout::row, 0, 16, 40, 0, 0};
+    Tile pong = ping;
+    pong.offset = ping.bytes();
+    bench.core.tput(1, to, from, ping, pong);
+    int wrong = 0;
+    for (int r = 0; r < 100; ++r) {
+        for (int c = 0; c < 40; ++c) {
+            const float want = c < 37 ? static_cast<float>(r * 50 + c) : 0.0f;
+            wrong += gm[10000 + r * 40 + c] == want ? 0 : 1;
+        }
+    }
+    CHECK(wrong == 0);
+}
+
+void a_traced_core_never_takes_the_short_cut() {
+    std::vector<sim::Record> trace;
+    Bench traced(sim::CoreKind::aic, &trace), plain(sim::CoreKind::aic);
+    for (auto* bench : {&traced, &plain}) bench->environment.pad.add(2, 5);
+    CHECK(plain.core.ttest(2, 5));
+    CHECK(!plain.core.ttest(2, 6));
+    CHECK(!traced.core.ttest(2, 5));
+    traced.core.annotate(9);
+    CHECK(traced.core.twait(2, 5, 1));
+    CHECK(trace.size() == 1 && trace[0].kind == sim::Kind::twait && trace[0].chunk == 9 &&
+          trace[0].amount == 5);
+    traced.environment.pad.abort(runtime::AbortCode::cancelled, {});
+    CHECK(!traced.core.twait(2, 5, 1));
+}
+
+}  // namespace
+
+int main() {
+    conversions_are_exact();
+    for (const auto layout : {isa::Layout::row, isa::Layout::column}) {
+        for (const auto out : {DType::float32, DType::float16, DType::bfloat16}) {
+            product(64, 96, 64, layout, out);
+            product(1, 1, 1, layout, out);
+            product(7, 33, 19, layout, out);
+            product(63, 95, 61, layout, out);
+        }
+    }
+    refusals();
+    puts_copy_and_leave_the_rest();
+    a_traced_core_never_takes_the_short_cut();
+    return test::finish();
+}

@@ -1,0 +1,175 @@
+"""What ends a call early, and what is refused before it starts."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+
+from mkernel.backends.accelerators.ascend import AscendAccelerator
+from mkernel.backends.accelerators.ascend.memory import HostMemory
+from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
+
+from .rig import SIGNAL_BASE, World, geometry, make_plan
+
+COMM, COMPUTE = 1, 2  # runtime::Waiter
+TIMEOUT, CANCELLED = 1, 4  # runtime::AbortCode
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_missing_peer_times_out(nodes: int) -> None:
+    plan = make_plan(3 * 256, 256, 512, nodes=nodes, ranks_per_node=3 // nodes, tiles_per_chunk=1)
+    with World(plan) as world:
+        world.epoch = 1
+        tensors = world.tensors(seed=1)
+        start = time.monotonic()
+        launches = [world.launch(r, tensors[r], timeout_s=0.5) for r in (0, 2)]
+        assert not launches[0].wait(0.05)
+        assert all(launch.wait(5) for launch in launches)
+        assert 0.4 < time.monotonic() - start < 2.0
+        for rank in (0, 2):
+            seen = world.outcome(rank)
+            assert (seen.code, seen.waiter, seen.peer, seen.op) == (TIMEOUT, COMPUTE, 1, 101)
+            assert (seen.seen, seen.wanted) == (0, 1)
+            assert seen.signal == SIGNAL_BASE + geometry(plan).flag(1, 1, seen.chunk)
+            assert seen.core < 24
+
+
+def test_staging_is_not_overwritten_before_it_is_released() -> None:
+    """The comm kernel of call 3 waits for a peer that has not finished call 1."""
+    plan = make_plan(512, 256, 512, ranks_per_node=2)
+    shape = geometry(plan)
+    with World(plan) as world:
+        tensors = world.tensors(seed=1)
+        for world.epoch in (1, 2):
+            assert world.launch(0, tensors[0], view="compute_only").wait(5)
+        for chunk in range(shape.chunks):  # so that only the comm kernel has to wait
+            world.counter(0, SIGNAL_BASE + shape.flag(1, 1, chunk)).value += 1
+        world.epoch = 3
+        world.poison()
+        launch = world.launch(0, tensors[0], timeout_s=0.3)
+        assert launch.wait(5)
+        seen = world.outcome(0)
+        assert (seen.code, seen.waiter, seen.peer) == (TIMEOUT, COMM, 1)
+        assert seen.signal == SIGNAL_BASE + shape.released(1)
+        assert (seen.seen, seen.wanted) == (0, 1)
+        staging = (torch.frombuffer(world.bytes_of(1), dtype=torch.uint8) == 0xFF).all()
+        assert staging, "the peer's staging was written"
+
+
+def test_abort_ends_a_call() -> None:
+    with World(make_plan(4 * 256, 256, 512, nodes=2, ranks_per_node=2)) as world:
+        world.epoch = 1
+        launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=60)
+        assert not launch.wait(0.1)
+        start = time.monotonic()
+        world.abort(0, CANCELLED)
+        assert launch.wait(5)
+        assert time.monotonic() - start < 1.0
+        assert world.outcome(0).code == CANCELLED
+
+
+def test_a_launch_that_is_dropped_keeps_its_tensors() -> None:
+    with World(make_plan(512, 256, 512, ranks_per_node=2)) as world:
+        world.epoch = 1
+        world.launch(0, world.tensors(seed=1)[0], timeout_s=0.3)
+        gc.collect()
+        deadline = time.monotonic() + 5
+        while world.outcome(0).code == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_wrong_tensors_are_refused() -> None:
+    with World(make_plan(512, 256, 512, ranks_per_node=2)) as world:
+        world.epoch = 1
+        good = world.tensors(seed=1)[0]
+        with pytest.raises(DtypeError, match=r"a = torch\.float32"):
+            world.launch(0, {**good, "a": good["a"].float()})
+        with pytest.raises(ShapeError, match=r"b = \(512, 128\)"):
+            world.launch(0, {**good, "b": good["b"][:, :128]})
+        with pytest.raises(LayoutError, match="out = strides"):
+            world.launch(0, {**good, "out": good["out"].t().contiguous().t()})
+        with pytest.raises(LayoutError, match="b = strides"):
+            world.launch(0, {**good, "b": good["b"].t().contiguous().t()})
+        with pytest.raises(LayoutError, match="a = strides"):
+            world.launch(0, {**good, "a": good["a"][:1].expand(256, 512)})
+
+
+def test_wrong_plans_are_refused() -> None:
+    backend = AscendAccelerator()
+    with pytest.raises(ValueError, match="takes 589824 bytes of L1, which has 524288"):
+        backend.workspace(make_plan(512, 512, 512, tile_m=128, tile_k=256, tile_n=448))
+    with pytest.raises(ValueError, match="tile_m must be a multiple of 16"):
+        backend.workspace(make_plan(512, 512, 512, tile_m=100))
+    plan = make_plan(512, 512, 512)
+    chunking = plan.chunking.model_copy(update={"chunks_per_rank": 3})
+    with pytest.raises(ValueError, match="chunks_per_rank = 3"):
+        backend.workspace(plan.model_copy(update={"chunking": chunking}))
+    with World(make_plan(512, 256, 512, comm_blocks=49)) as world:
+        world.epoch = 1
+        with pytest.raises(Unsupported, match="48 AIV"):
+            world.launch(0, world.tensors(seed=1)[0])
+
+
+def test_no_signals_left() -> None:
+    plan = make_plan(2 * 128 * 64, 256, 256 * 32, ranks_per_node=2, tiles_per_chunk=1)
+    need = AscendAccelerator().workspace(plan).signals
+    assert need > 2 * 2 * 64 * 32
+    with World(make_plan(512, 256, 512, ranks_per_node=2)) as world:
+        world.epoch, world.plan = 1, plan
+        tensors = {
+            "a": torch.zeros(128 * 64, 256 * 32, dtype=torch.float16),
+            "b": torch.zeros(256 * 32, 256, dtype=torch.float16),
+            "out": torch.zeros(2 * 128 * 64, 256),
+        }
+        with pytest.raises(ValueError, match="raise the setting `signals`"):
+            world.launch(0, tensors)
+
+
+def test_instructions_outside_the_workspace_are_reported() -> None:
+    """A planted fault: a fifo is missing, so a NIC put cannot be made; the call ends, by name."""
+    with World(make_plan(512, 256, 512, nodes=2)) as world:
+        world.epoch = 1
+        launch = world.launch(0, world.tensors(seed=1)[0], with_fifo=False)
+        with pytest.raises(RuntimeError, match=r"rank 0 AIV core \d+, NIC_PUT: rank 1 is on"):
+            launch.wait(5)
+
+
+def test_memory() -> None:
+    memory = HostMemory.create(5000)
+    assert memory.address % 4096 == 0
+    again = HostMemory.attach(memory.export())
+    assert again.nbytes == 5000
+    assert again.address != memory.address
+    first = (torch.frombuffer(World.view(memory), dtype=torch.uint8), World.view(again))
+    assert int(first[0].sum()) == 0
+    first[0][17] = 99
+    assert bytes(first[1])[17] == 99
+    described = memory.export()
+    with pytest.raises(ValueError, match="only the rank that allocated"):
+        again.export()
+    for wrong in ({"cookie": "00" * 16}, {"nbytes": 50000}, {"fd": 0}):
+        with pytest.raises(OSError, match=r"was the world finalized there\?|denied|No such|device"):
+            HostMemory.attach({**described, **wrong})
+    again.close()
+    again.close()
+    memory.close()
+    with pytest.raises(OSError, match=r"."):
+        HostMemory.attach(described)
+    with pytest.raises(ValueError, match="nbytes = 0"):
+        HostMemory.create(0)
+
+
+def test_what_the_backend_says_of_itself() -> None:
+    backend = AscendAccelerator()
+    assert backend.status().usable
+    assert "torch_npu" in backend.status().detail
+    (device,) = backend.probe()
+    assert (device.id, device.kind, device.emulated) == ("ascend-sim0", "ascend", True)
+    assert backend.capabilities().simulated
+    assert AscendAccelerator().workspace(make_plan(256, 256, 256)).nbytes == 0
+    with pytest.raises(ValueError, match="slots = 0"):
+        AscendAccelerator(slots=0)

@@ -1,0 +1,203 @@
+"""Record and replay: traces are the schedule's, modelled time follows the machine description."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from mkernel.backends.accelerators.ascend.backend import record
+from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
+from mkernel.backends.accelerators.ascend.timeline import ModelledRun, model
+from mkernel.errors import InputFileError
+from mkernel.plan.model import LaunchPlan
+
+from .rig import SIGNAL_BASE, World, make_plan
+
+A3 = load_machine()
+HEADER = struct.Struct("<6I")
+BASELINE = struct.Struct("<IIQ")
+CORE = struct.Struct("<IIQ")
+RECORD_BYTES = 32
+TNOTIFY = 6
+
+
+def traces(plan: LaunchPlan) -> list[bytes]:
+    return [record(plan, rank) for rank in range(plan.world_size)]
+
+
+def changed(machine: Machine, **parts: dict[str, float]) -> Machine:
+    data = machine.model_dump()
+    for part, fields in parts.items():
+        data[part].update(fields)
+    return Machine.model_validate(data)
+
+
+def test_recording_without_running_gives_the_trace_of_a_run() -> None:
+    """Instruction for instruction, although the run's cores were interleaved by the host."""
+    plan = make_plan(
+        4 * 300, 520, 1032, nodes=2, ranks_per_node=2, dtype="bfloat16", b_layout="column"
+    )
+    with World(plan) as world:
+        world.epoch = 1
+        tensors = world.tensors(seed=1)
+        launches = [world.launch(r, tensors[r], trace=True) for r in range(4)]
+        assert all(launch.wait(20) for launch in launches)
+        ran = [launch.trace() for launch in launches]
+    for rank in range(4):
+        dry, real = record(plan, rank), ran[rank]
+        assert real is not None
+        assert len(dry) == len(real) > 10_000
+        # Signals are numbered from the plan's first: SIGNAL_BASE there, 0 here.
+        assert _signals(dry) == {s - SIGNAL_BASE for s in _signals(real)}
+    assert model([t for t in ran if t], A3) == model(traces(plan), A3)
+
+
+def test_later_epochs_model_the_same() -> None:
+    plan = make_plan(512, 256, 512, ranks_per_node=2)
+    runs = []
+    with World(plan) as world:
+        tensors = world.tensors(seed=1)
+        for world.epoch in (1, 2, 3, 4):
+            launches = [world.launch(r, tensors[r], trace=True) for r in range(2)]
+            assert all(launch.wait(20) for launch in launches)
+            runs.append(model([launch.trace() or b"" for launch in launches], A3).total_us)
+    assert runs[0] == pytest.approx(runs[1], rel=0.02)  # no release to wait for in calls 1 and 2
+    assert runs[2] == runs[3]
+
+
+def _records(blob: bytes) -> list[tuple[int, int]]:
+    """(offset, kind) of every record of a trace."""
+    _, _, _, _, baselines, cores = HEADER.unpack_from(blob)
+    at, found = HEADER.size + baselines * BASELINE.size, []
+    for _ in range(cores):
+        _, _, count = CORE.unpack_from(blob, at)
+        at += CORE.size
+        found += [(at + i * RECORD_BYTES, blob[at + i * RECORD_BYTES]) for i in range(count)]
+        at += count * RECORD_BYTES
+    assert at == len(blob)
+    return found
+
+
+def _signals(blob: bytes) -> set[int]:
+    return {
+        struct.unpack_from("<I", blob, at + 8)[0]
+        for at, kind in _records(blob)
+        if kind in (6, 7, 8)
+    }
+
+
+def test_a_signal_that_is_never_raised_is_reported() -> None:
+    """Planted fault: one notification goes to another signal. The model must not hang."""
+    plan = make_plan(512, 256, 512, ranks_per_node=2)
+    good = traces(plan)
+    broken = bytearray(good[0])
+    at = next(at for at, kind in _records(good[0]) if kind == TNOTIFY)
+    (signal,) = struct.unpack_from("<I", broken, at + 8)
+    struct.pack_into("<I", broken, at + 8, 4000)
+    with pytest.raises(
+        RuntimeError, match=rf"rank 1 AIC core \d+ waits for signal {signal} of rank 0"
+    ):
+        model([bytes(broken), good[1]], A3)
+    assert model([bytes(broken), good[1]], A3, "compute_only").total_us > 0
+
+
+def test_wrong_traces_are_refused() -> None:
+    plan = make_plan(512, 256, 512, ranks_per_node=2)
+    one, two = traces(plan)
+    for wrong, why in (
+        ([], "no traces"),
+        ([one], "every rank"),
+        ([one, one], "every rank"),
+        ([one, two[:-1]], "cut short"),
+        ([one, b"\0" * 100], "not a trace"),
+        ([one, two[: HEADER.size + 64] + b"\xff" * (len(two) - HEADER.size - 64)], "trace"),
+    ):
+        with pytest.raises(RuntimeError, match=why):
+            model(wrong, A3)
+    assert model([two, one], A3) == model([one, two], A3)
+
+
+def run(plan: LaunchPlan, machine: Machine = A3) -> tuple[ModelledRun, ModelledRun, ModelledRun]:
+    recorded = traces(plan)
+    return (
+        model(recorded, machine, "pipelined"),
+        model(recorded, machine, "sequential"),
+        model(recorded, machine, "compute_only"),
+    )
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_views_are_ordered_and_bounded(nodes: int) -> None:
+    plan = make_plan(4 * 512, 1024, 2048, nodes=nodes, ranks_per_node=4 // nodes, comm_blocks=8)
+    pipelined, sequential, compute = run(plan)
+    comm_us = pipelined.kernel_us("comm")
+    assert compute.kernel_us("comm") == 0
+    assert max(compute.total_us, comm_us) <= pipelined.total_us <= sequential.total_us
+    assert sequential.total_us >= comm_us + compute.total_us - A3.chip.launch_us
+    # Bytes over the slowest resource, and multiply-adds over the matrix units, from below.
+    bytes_of_a_rank = 512 * 2048 * 2
+    if nodes == 1:
+        floor_us = bytes_of_a_rank / A3.fabric.link_gbs / 1e3
+        assert floor_us <= comm_us <= 1.05 * floor_us + 5
+    else:
+        floor_us = 4 * bytes_of_a_rank / A3.nic.gbs / 1e3
+        assert pipelined.total_us >= floor_us
+    macs = 2048 * 1024 * 2048
+    rate = A3.cube.macs_per_cycle_16bit * A3.clock_ghz * 1e3 * A3.aic_cores
+    assert compute.total_us >= macs / rate
+
+
+def test_time_follows_the_machine() -> None:
+    plan = make_plan(2 * 1024, 1024, 2048, ranks_per_node=2)
+    base = run(plan)
+    slow_link = run(plan, changed(A3, fabric={"link_gbs": A3.fabric.link_gbs / 2}))
+    assert slow_link[0].total_us > 1.8 * base[0].total_us
+    assert slow_link[2].total_us == base[2].total_us
+    slow_cube = run(plan, changed(A3, cube={"macs_per_cycle_16bit": 256.0}))
+    assert slow_cube[2].total_us > 5 * base[2].total_us
+    far = make_plan(2 * 1024, 1024, 2048, nodes=2)
+    slow_nic = changed(A3, nic={"gbs": A3.nic.gbs / 4})
+    assert run(far, slow_nic)[0].total_us > 2.5 * run(far)[0].total_us
+    assert run(plan, slow_nic)[0].total_us == base[0].total_us
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_lanes(nodes: int) -> None:
+    plan = make_plan(4 * 256, 512, 1024, nodes=nodes, ranks_per_node=4 // nodes, comm_blocks=8)
+    result = model(traces(plan), A3)
+    names = {(lane.rank, lane.name) for lane in result.lanes}
+    assert {(r, f"AIC {k}") for r in range(4) for k in range(4)} <= names
+    assert any(name.startswith("AIV") for _, name in names)
+    kinds = {piece.name for lane in result.lanes for piece in lane.slices}
+    assert {"TMATMUL", "TSTORE", "TPUT", "TWAIT"} <= kinds
+    assert ("NIC_PUT" in kinds) == (nodes == 2)
+    for lane in result.lanes:
+        end = 0.0
+        for piece in lane.slices:
+            assert piece.duration_us >= 0
+            assert piece.start_us >= end - 1e-6, (lane.rank, lane.name, piece)
+            assert -1 <= piece.chunk < plan.chunking.chunks_per_rank
+            end = piece.start_us + piece.duration_us
+        assert end <= result.total_us + 1e-6
+    assert not model(traces(plan), A3, lanes=False).lanes
+
+
+def test_machine_files(tmp_path: Path) -> None:
+    data = A3.model_dump()
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    assert load_machine(path) == A3
+    data["fabric"]["link_gbs"] = -1
+    path.write_text(json.dumps(data))
+    with pytest.raises(InputFileError, match=r"fabric\.link_gbs: Input should be greater than 0"):
+        load_machine(path)
+    data["fabric"]["link_gbs"] = 1
+    data["pipes"]["warp"] = 9
+    path.write_text(json.dumps(data))
+    with pytest.raises(InputFileError, match=r"pipes\.warp: Extra inputs"):
+        load_machine(path)
+    with pytest.raises(InputFileError, match="No such file"):
+        load_machine(tmp_path / "absent.json")
