@@ -34,6 +34,7 @@ from mkernel.errors import (
     BackendUnavailable,
     Diagnosis,
     MkernelError,
+    NoRoute,
     PeerFailure,
     PlanMismatch,
     Timeout,
@@ -43,6 +44,7 @@ from mkernel.identity import Backends, Identity
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
+from mkernel.topology.placement import place
 from mkernel.watch import Notice, Peer, Watchdog, host_identity
 
 _WAIT_SLICE_S = 0.05
@@ -198,7 +200,14 @@ class World:
         status = backend.status(verbs)
         if not status.usable:
             raise BackendUnavailable(f"nic {name!r} on {verbs!r}: {status.detail}; {status.remedy}")
-        device = self.topology.nodes[me.node].nics[0].name
+        here = place(self.topology, me.ranks_per_node)[me.rank]
+        if not here.nics:
+            raise NoRoute(
+                f"rank {me.rank} on node {me.node} has no active NIC towards other nodes; "
+                "see `mkernel doctor`"
+            )
+        nics = {nic.id: nic for nic in self.topology.nodes[me.node].nics}
+        device = nics[here.nics[0]].name
         session = backend.open(device, verbs, me.rank, self.settings.nic_settings)
         self._undo.callback(session.close)
         far = [r for r, node in enumerate(me.node_of) if node != me.node]
@@ -207,7 +216,7 @@ class World:
         addresses = self._bootstrap.collect(f"nic/{me.rank}", far, timeout_s, self._check_peers)
         for peer in far:
             session.connect(peer, addresses[peer])
-        session.start(self._pad.local.address, ())
+        session.start(self._pad.local.address, here.proxy_cpus)
         self._session = session
         self.barrier()  # nobody puts before every queue pair is ready to receive
 

@@ -46,7 +46,7 @@ def report_table(report: Report) -> Table:
     for name in ("kind", "name", "usable"):
         table.add_column(name, no_wrap=True)
     for name in ("detail", "what to do"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, min_width=28)
     for row in report.rows:
         usable = Text("yes", style="green") if row.usable else Text("no", style="red")
         table.add_row(row.kind, Text(row.name), usable, Text(row.detail), Text(row.remedy))

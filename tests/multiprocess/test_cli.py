@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-MKERNEL = [sys.executable, "-m", "mkernel"]
+MKERNEL = [str(Path(sys.executable).parent / "mkernel")]
 SMALL = ["--m", "256", "--n", "128", "--k", "256", "--warmup", "0", "--iterations", "1"]
 
 
