@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -14,6 +13,8 @@ import torch
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch, _ascend
 from mkernel.backends.base import Call, PeerMemory, SymmetricMemory, View
+from mkernel.backends.runtime import _runtime
+from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
 from mkernel.plan.model import (
     Chunking,
     GemmShape,
@@ -28,10 +29,6 @@ TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.
 LIMIT = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
 """Relative Frobenius error allowed, by output dtype."""
 
-# The signal pad's layout (backends/runtime/signal_pad.hpp).
-_MAGIC = 0x6D6B5F7369676E31
-_HEADER_BYTES = 4224
-_ABORT = struct.Struct("<IIIIIIIIQQ")
 SIGNALS = 4096
 SIGNAL_BASE = 17
 REGION = 5
@@ -202,21 +199,6 @@ class Rank:
 
 
 @dataclass
-class Outcome:
-    """Why a rank's call ended: the pad's abort record."""
-
-    code: int
-    waiter: int
-    core: int
-    signal: int
-    peer: int
-    chunk: int
-    op: int
-    seen: int
-    wanted: int
-
-
-@dataclass
 class World:
     """All ranks of a plan in this process. Use as a context manager."""
 
@@ -231,8 +213,8 @@ class World:
         need = self.backend.workspace(self.plan)
         assert SIGNAL_BASE + need.signals <= SIGNALS
         for _ in range(self.plan.world_size):
-            pad = self.backend.allocate(_HEADER_BYTES + 8 * SIGNALS)
-            ctypes.memmove(pad.address, struct.pack("<QI", _MAGIC, SIGNALS), 12)
+            pad = self.backend.allocate(_runtime.pad_bytes(SIGNALS))
+            _runtime.pad_format(pad.address, SIGNALS)
             self.ranks.append(Rank(pad, self.backend.allocate(max(need.nbytes, 1)), Fifo()))
         self._stop = threading.Event()
         self._nic = threading.Thread(target=self._drain, daemon=True)
@@ -260,19 +242,13 @@ class World:
                         rank.workspace.address + slot.local,
                         slot.bytes,
                     )
-                    # Only the proxy adds to signals of NIC peers here, so a plain add will do.
-                    self.counter(slot.peer, slot.signal).value += slot.value
+                    _runtime.pad_add(target.pad.address, slot.signal, slot.value)
                     self.puts.append(
                         (source, Put(slot.peer, slot.region, slot.bytes, slot.signal, slot.value))
                     )
                     rank.fifo.release()
             if idle:
                 time.sleep(0.0005)
-
-    def counter(self, rank: int, signal: int) -> ctypes.c_uint64:
-        return ctypes.c_uint64.from_address(
-            self.ranks[rank].pad.address + _HEADER_BYTES + 8 * signal
-        )
 
     @staticmethod
     def view(memory: SymmetricMemory) -> ctypes.Array[ctypes.c_ubyte]:
@@ -283,14 +259,17 @@ class World:
         """A rank's workspace, in place."""
         return self.view(self.ranks[rank].workspace)
 
-    def outcome(self, rank: int) -> Outcome:
-        raw = ctypes.string_at(self.ranks[rank].pad.address + 64, _ABORT.size)
-        _, code, *rest = _ABORT.unpack(raw)
-        return Outcome(code, *rest)
+    def add(self, rank: int, signal: int, value: int = 1) -> None:
+        """Raise one of the plan's signals at a rank, as a peer would."""
+        _runtime.pad_add(self.ranks[rank].pad.address, SIGNAL_BASE + signal, value)
 
-    def abort(self, rank: int, code: int) -> None:
-        at = self.ranks[rank].pad.address + 64
-        ctypes.memmove(at + 4, struct.pack("<I", code), 4)
+    def outcome(self, rank: int) -> tuple[AbortCode, Diagnosis]:
+        """Why a rank's call ended: the pad's abort record."""
+        return _runtime.pad_outcome(self.ranks[rank].pad.address)
+
+    def abort(self, rank: int, code: AbortCode) -> None:
+        """End a rank's call, as the world does."""
+        _runtime.pad_abort(self.ranks[rank].pad.address, code)
 
     def poison(self) -> None:
         """Fill every workspace with NaN (any dtype)."""
@@ -360,7 +339,7 @@ class World:
         launches = [self.launch(r, t, view=view) for r, t in enumerate(tensors)]
         for rank, launch in enumerate(launches):
             assert launch.wait(30.0), f"rank {rank} did not return"
-            assert self.outcome(rank).code == 0, self.outcome(rank)
+            assert self.outcome(rank)[0] == AbortCode.none, self.outcome(rank)
         return [t["out"] for t in tensors]
 
 

@@ -10,12 +10,10 @@ import torch
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator
 from mkernel.backends.accelerators.ascend.memory import HostMemory
+from mkernel.backends.runtime._runtime import AbortCode, Waiter
 from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
 
 from .rig import SIGNAL_BASE, World, geometry, make_plan
-
-COMM, COMPUTE = 1, 2  # runtime::Waiter
-TIMEOUT, CANCELLED = 1, 4  # runtime::AbortCode
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
@@ -30,8 +28,9 @@ def test_missing_peer_times_out(nodes: int) -> None:
         assert all(launch.wait(5) for launch in launches)
         assert 0.4 < time.monotonic() - start < 2.0
         for rank in (0, 2):
-            seen = world.outcome(rank)
-            assert (seen.code, seen.waiter, seen.peer, seen.op) == (TIMEOUT, COMPUTE, 1, 101)
+            code, seen = world.outcome(rank)
+            assert code == AbortCode.timeout
+            assert (seen.waiter, seen.peer, seen.op) == (Waiter.compute_kernel, 1, 101)
             assert (seen.seen, seen.wanted) == (0, 1)
             assert seen.signal == SIGNAL_BASE + geometry(plan).flag(1, 1, seen.chunk)
             assert seen.core < 24
@@ -46,13 +45,13 @@ def test_staging_is_not_overwritten_before_it_is_released() -> None:
         for world.epoch in (1, 2):
             assert world.launch(0, tensors[0], view="compute_only").wait(5)
         for chunk in range(shape.chunks):  # so that only the comm kernel has to wait
-            world.counter(0, SIGNAL_BASE + shape.flag(1, 1, chunk)).value += 1
+            world.add(0, shape.flag(1, 1, chunk))
         world.epoch = 3
         world.poison()
         launch = world.launch(0, tensors[0], timeout_s=0.3)
         assert launch.wait(5)
-        seen = world.outcome(0)
-        assert (seen.code, seen.waiter, seen.peer) == (TIMEOUT, COMM, 1)
+        code, seen = world.outcome(0)
+        assert (code, seen.waiter, seen.peer) == (AbortCode.timeout, Waiter.comm_kernel, 1)
         assert seen.signal == SIGNAL_BASE + shape.released(1)
         assert (seen.seen, seen.wanted) == (0, 1)
         staging = (torch.frombuffer(world.bytes_of(1), dtype=torch.uint8) == 0xFF).all()
@@ -65,10 +64,10 @@ def test_abort_ends_a_call() -> None:
         launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=60)
         assert not launch.wait(0.1)
         start = time.monotonic()
-        world.abort(0, CANCELLED)
+        world.abort(0, AbortCode.cancelled)
         assert launch.wait(5)
         assert time.monotonic() - start < 1.0
-        assert world.outcome(0).code == CANCELLED
+        assert world.outcome(0)[0] == AbortCode.cancelled
 
 
 def test_a_launch_that_is_dropped_keeps_its_tensors() -> None:
@@ -77,7 +76,7 @@ def test_a_launch_that_is_dropped_keeps_its_tensors() -> None:
         world.launch(0, world.tensors(seed=1)[0], timeout_s=0.3)
         gc.collect()
         deadline = time.monotonic() + 5
-        while world.outcome(0).code == 0:
+        while world.outcome(0)[0] == AbortCode.none:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

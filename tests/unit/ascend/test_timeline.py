@@ -21,7 +21,7 @@ HEADER = struct.Struct("<6I")
 BASELINE = struct.Struct("<IIQ")
 CORE = struct.Struct("<IIQ")
 RECORD_BYTES = 32
-TNOTIFY = 6
+TNOTIFY, TWAIT, NIC_PUT = 6, 7, 8  # sim/trace.hpp: Kind
 
 
 def traces(plan: LaunchPlan) -> list[bytes]:
@@ -97,9 +97,8 @@ def test_a_signal_that_is_never_raised_is_reported() -> None:
     at = next(at for at, kind in _records(good[0]) if kind == TNOTIFY)
     (signal,) = struct.unpack_from("<I", broken, at + 8)
     struct.pack_into("<I", broken, at + 8, 4000)
-    with pytest.raises(
-        RuntimeError, match=rf"rank 1 AIC core \d+ waits for signal {signal} of rank 0"
-    ):
+    why = rf"rank 1 AIC core \d+ waits for signal {signal} of rank 0"
+    with pytest.raises(RuntimeError, match=why):
         model([bytes(broken), good[1]], A3)
     assert model([bytes(broken), good[1]], A3, "compute_only").total_us > 0
 

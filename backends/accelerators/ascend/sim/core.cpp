@@ -329,7 +329,7 @@ void Core::pipe_barrier(Pipe pipe) {
 }
 
 void Core::fence() {
-    std::atomic_thread_fence(std::memory_order_seq_cst);
+    // Instructions took effect in this thread already; tnotify and the FIFO's commit word release.
     record({.kind = Kind::fence, .pipe = Pipe::S, .chunk = chunk_});
 }
 
