@@ -11,7 +11,9 @@ from typing import Literal
 
 from mkernel.backends.base import Status
 from mkernel.backends.nics import _nics
+from mkernel.errors import MkernelError
 from mkernel.settings import NicSettings
+from mkernel.settings import load as load_settings
 from mkernel.topology.model import Nic, NicKind
 
 SOFT = "soft"
@@ -25,7 +27,7 @@ _INSTALL = "apt-get install libibverbs1 ibverbs-providers"
 
 def library_of(verbs: str, settings: NicSettings | None = None) -> str:
     """Name or path of the library behind a provider's name."""
-    chosen = settings or NicSettings()
+    chosen = settings or load_settings().nic_settings
     if verbs == SYSTEM:
         return chosen.system_library
     if verbs != SOFT:
@@ -38,7 +40,10 @@ def library_of(verbs: str, settings: NicSettings | None = None) -> str:
 
 def provider_status(verbs: str, settings: NicSettings | None = None) -> Status:
     """Whether the provider has a device to use. Never raises."""
-    library = library_of(verbs, settings)
+    try:
+        library = library_of(verbs, settings)
+    except MkernelError as error:
+        return Status(False, str(error), "correct that environment variable")
     try:
         devices = _nics.devices(library)
     except (OSError, RuntimeError) as error:
@@ -74,7 +79,7 @@ def list_nics(verbs: str, settings: NicSettings | None = None) -> tuple[Nic, ...
     """Every port of the provider's devices; empty where it is not usable."""
     try:
         devices = _nics.devices(library_of(verbs, settings))
-    except (OSError, RuntimeError):
+    except (MkernelError, OSError, RuntimeError):
         return ()
     several = {d.name for d in devices if d.port > 1}
     return tuple(_nic(device, device.name in several) for device in devices)

@@ -155,7 +155,8 @@ class NativeSession(NicSession):
 
     @property
     def fifo(self) -> int:
-        """Address of the ``FifoDevice`` handle; valid until ``close``."""
+        """Address of the ``FifoDevice`` handle; valid while this object lives, also after ``close``
+        (nothing drains it then)."""
         return self._native.fifo
 
     def put(

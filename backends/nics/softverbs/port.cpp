@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 
 #include <cerrno>
+#include <mutex>
 #include <new>
 #include <random>
 #include <string>
@@ -22,6 +23,30 @@ namespace {
 
 std::string fd_path(std::int32_t pid, std::int32_t fd) {
     return "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+}
+
+// The ports of this process, by cookie.
+class OwnPorts {
+  public:
+    void add(std::uint64_t cookie, const std::shared_ptr<Mapping>& map) {
+        const std::lock_guard lock(mutex_);
+        std::erase_if(ports_, [](const auto& each) { return each.second.expired(); });
+        ports_[cookie] = map;
+    }
+    std::shared_ptr<Mapping> find(std::uint64_t cookie) {
+        const std::lock_guard lock(mutex_);
+        const auto found = ports_.find(cookie);
+        return found != ports_.end() ? found->second.lock() : nullptr;
+    }
+
+  private:
+    std::mutex mutex_;
+    std::unordered_map<std::uint64_t, std::weak_ptr<Mapping>> ports_;
+};
+
+OwnPorts& own_ports() {
+    static OwnPorts ports;
+    return ports;
 }
 
 }  // namespace
@@ -58,15 +83,16 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 LocalPort::LocalPort() : fd_(::memfd_create("mkernel-softverbs", MFD_CLOEXEC)) {
     if (fd_.get() < 0) raise_errno("memfd_create");
     if (::ftruncate(fd_.get(), static_cast<off_t>(kPortBytes)) != 0) raise_errno("ftruncate");
-    map_ = Mapping(fd_.get(), kPortBytes, true);
+    map_ = std::make_shared<Mapping>(fd_.get(), kPortBytes, true);
     std::random_device random;
     address_.pid = ::getpid();
     address_.fd = fd_.get();
     address_.cookie = (std::uint64_t{random()} << 32) | random();
-    auto* header = new (map_.data()) PortHeader{};
+    auto* header = new (map_->data()) PortHeader{};
     header->magic = kPortMagic;
     header->cookie = address_.cookie;
     header->pid = address_.pid;
+    own_ports().add(address_.cookie, map_);
 }
 
 void LocalPort::reset_ring(std::uint32_t index) const {
@@ -85,7 +111,8 @@ RemotePort::RemotePort(const PortAddress& address) : address_(address) {
         raise_errno("the peer's descriptor is not a port");
     }
     pidfd_ = Fd(static_cast<int>(::syscall(SYS_pidfd_open, address.pid, 0)));
-    map_ = Mapping(fd.get(), kPortBytes, true);
+    if (address.pid == ::getpid()) map_ = own_ports().find(address.cookie);
+    if (!map_) map_ = std::make_shared<Mapping>(fd.get(), kPortBytes, true);
     // After pidfd_open: the cookie proves that the process which we now watch still has the port.
     if (header().magic != kPortMagic || header().cookie != address.cookie) {
         errno = EHOSTUNREACH;

@@ -47,9 +47,11 @@ class LocalPort {
     // Throws std::system_error.
     LocalPort();
 
-    [[nodiscard]] PortHeader& header() const { return *reinterpret_cast<PortHeader*>(map_.data()); }
+    [[nodiscard]] PortHeader& header() const {
+        return *reinterpret_cast<PortHeader*>(map_->data());
+    }
     [[nodiscard]] Ring& ring(std::uint32_t index) const {
-        return *reinterpret_cast<Ring*>(map_.data() + kRingsOffset + index * kRingStride);
+        return *reinterpret_cast<Ring*>(map_->data() + kRingsOffset + index * kRingStride);
     }
     [[nodiscard]] PortAddress address() const { return address_; }
     // Gives a ring's memory back and zeroes it.
@@ -57,19 +59,22 @@ class LocalPort {
 
   private:
     Fd fd_;
-    Mapping map_;
+    std::shared_ptr<Mapping> map_;
     PortAddress address_;
 };
 
-// A peer's port. Used by one engine only.
+// A peer's port. Used by one engine only. A port of this very process is not mapped a second time:
+// one address for one word is what lets a race detector follow the two ends.
 class RemotePort {
   public:
     // Throws std::system_error: ENOENT-like where the process or port is gone.
     explicit RemotePort(const PortAddress& address);
 
-    [[nodiscard]] PortHeader& header() const { return *reinterpret_cast<PortHeader*>(map_.data()); }
+    [[nodiscard]] PortHeader& header() const {
+        return *reinterpret_cast<PortHeader*>(map_->data());
+    }
     [[nodiscard]] Ring& ring(std::uint32_t index) const {
-        return *reinterpret_cast<Ring*>(map_.data() + kRingsOffset + index * kRingStride);
+        return *reinterpret_cast<Ring*>(map_->data() + kRingsOffset + index * kRingStride);
     }
     // Whether its process runs. Asks the kernel at most once a millisecond; dead stays dead.
     bool alive(std::uint64_t now);
@@ -81,7 +86,7 @@ class RemotePort {
 
   private:
     PortAddress address_;
-    Mapping map_;
+    std::shared_ptr<Mapping> map_;
     Fd pidfd_;
     bool dead_ = false;
     std::uint64_t asked_at_ = 0;

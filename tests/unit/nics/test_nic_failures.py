@@ -1,0 +1,197 @@
+"""Failures: each has its own status, sets the abort word in time, and the session still closes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from nic_ranks import DEADLINE_S, Processes, Rank, join, local_ranks
+
+from mkernel.backends.runtime import _runtime as runtime
+from mkernel.errors import NicError
+
+
+def failed(rank: Rank) -> NicError:
+    """The session's failure; the abort word must say nic_error."""
+    assert rank.wait_abort() == runtime.AbortCode.nic_error
+    failure = rank.session.failure()
+    assert failure is not None
+    return failure
+
+
+def closes_at_once(rank: Rank) -> None:
+    start = time.monotonic()
+    rank.close()
+    assert time.monotonic() - start < 1.0
+
+
+def spoiled_rkey(key: str) -> str:
+    parsed = json.loads(key)
+    parsed["rkey"] ^= 1
+    return json.dumps(parsed)
+
+
+def too_long(key: str) -> str:
+    parsed = json.loads(key)
+    parsed["nbytes"] *= 2
+    return json.dumps(parsed)
+
+
+@pytest.mark.parametrize(("change", "offset"), [(spoiled_rkey, 0), (too_long, 1 << 20)])
+def test_forbidden_access_fails_both_sides(change, offset: int) -> None:
+    a, b = Rank(0), Rank(1)
+    join([a, b], change)
+    before = b.fill(b.memory.nbytes)
+    a.fill(100)
+    a.session.put(1, 0, 0, offset, 100, 3, 1)
+    failure = failed(a)
+    assert (failure.status, failure.peer) == ("REM_ACCESS_ERR", 1)
+    assert failure.qp > 0
+    assert failure.vendor_err > 0
+    assert "REM_ACCESS_ERR" in str(failure)
+    assert failed(b).status in ("QP_ACCESS_ERR", "WR_FLUSH_ERR")
+    assert b.read(b.memory.nbytes) == before
+    assert b.count(3) == 0
+    assert not a.session.flush(DEADLINE_S)
+    with pytest.raises(NicError, match="REM_ACCESS_ERR"):
+        a.session.put(1, 0, 0, 0, 8, 0, 1)
+    closes_at_once(a)
+    closes_at_once(b)
+
+
+def test_the_right_key_does_not_fail() -> None:
+    """The case above fails because of the key, not because of the test."""
+    with local_ranks() as (a, b):
+        a.session.put(1, 0, 0, 0, 100, 3, 1)
+        assert b.wait(3, 1)
+        assert a.session.failure() is None
+        assert b.session.failure() is None
+
+
+def test_a_queue_pair_in_error_is_reported() -> None:
+    with local_ranks() as (a, b):
+        a.inject_failure(1)
+        failure = failed(a)
+        assert (failure.status, failure.peer) == ("WR_FLUSH_ERR", 1)
+        assert b.session.failure() is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (1, 0, 0, (1 << 20) - 99, 100, 0, 1),
+        (1, 0, (1 << 20) - 99, 0, 100, 0, 1),
+        (1, 0, 1 << 62, 0, 100, 0, 1),
+        (1, 7, 0, 0, 100, 0, 1),
+        (2, 0, 0, 0, 100, 0, 1),
+        (0, 0, 0, 0, 100, 0, 1),
+    ],
+    ids=["remote-end", "local-end", "overflow", "region", "unknown-peer", "self"],
+)
+def test_commands_outside_what_is_bound_are_refused(command: tuple[int, ...]) -> None:
+    with local_ranks() as (a, b):
+        before = b.fill(b.memory.nbytes)
+        a.session.put(*command)
+        failure = failed(a)
+        assert failure.status == "INVALID_PUT"
+        assert failure.peer == command[0]
+        assert b.read(b.memory.nbytes) == before
+
+
+def test_a_signal_that_the_peer_lacks_fails_there() -> None:
+    with local_ranks() as (a, b):
+        a.session.put(1, 0, 0, 0, 0, 1 << 20, 1)
+        assert failed(b).status == "INVALID_PUT"
+
+
+def test_an_aborted_world_is_left_alone() -> None:
+    with local_ranks() as (a, b):
+        runtime.pad_abort(a.pad, runtime.AbortCode.cancelled)
+        with pytest.raises(NicError, match="aborted"):
+            a.session.put(1, 0, 0, 0, 8, 0, 1)
+        assert a.session.failure() is None
+        time.sleep(0.05)
+        assert b.count(0) == 0
+
+
+def test_the_first_error_stays() -> None:
+    a, b = Rank(0), Rank(1)
+    join([a, b], spoiled_rkey)
+    for _ in range(50):
+        a.session.put(1, 0, 0, 0, 8, 0, 1)
+    assert failed(a).status == "REM_ACCESS_ERR"
+    time.sleep(0.05)  # fifty flushes come after it
+    failure = a.session.failure()
+    assert failure is not None
+    assert failure.status == "REM_ACCESS_ERR"
+    a.close()
+    b.close()
+    assert a.session.failure() is not None
+
+
+def test_a_cut_link_exhausts_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_DROP_AFTER", "3")
+    with local_ranks(qp_timeout=10, retry_count=2) as (a, b):
+        for _ in range(6):
+            a.session.put(1, 0, 0, 0, 8, 0, 1)
+        assert failed(a).status == "RETRY_EXC_ERR"
+        assert b.count(0) == 3
+
+
+def victim(me: Rank, size: int) -> str:
+    """Rank 1 is killed in the middle; the others put to it until they fail, then report."""
+    del size
+    if me.rank == 1:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    sent = 0
+    try:
+        while time.monotonic() - start < DEADLINE_S:
+            me.session.put(1, 0, 0, 0, 100_000, 0, 1)
+            sent += 1
+    except NicError:
+        pass
+    failure = me.session.failure()
+    assert failure is not None, f"no failure after {sent} puts"
+    waited = time.monotonic() - start
+    before = time.monotonic()
+    me.session.close()
+    assert time.monotonic() - before < 1.0
+    assert runtime.pad_outcome(me.pad)[0] == runtime.AbortCode.nic_error
+    assert waited < 5.0
+    return f"{failure.status} {failure.peer}"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("shared", [True, False], ids=["by-reference", "through-ring"])
+def test_a_killed_peer_exhausts_the_retries(shared: bool) -> None:
+    ranks = Processes(victim, 3, shared=shared)
+    assert ranks.result(0) == "RETRY_EXC_ERR 1"
+    assert ranks.result(2) == "RETRY_EXC_ERR 1"
+    ranks.finish()
+
+
+def receiver_of_the_killed(me: Rank, size: int) -> bool:
+    """Rank 0 is killed while it sends; rank 1, which only receives, sees no error of its own."""
+    del size
+    if me.rank == 0:
+        for _ in range(50):
+            me.session.put(1, 0, 0, 0, 500_000, 0, 1)
+        assert me.session.flush(DEADLINE_S)
+        for _ in range(200):
+            me.session.put(1, 0, 0, 0, 500_000, 0, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert me.wait(0, 50)
+    time.sleep(1.0)
+    return me.session.failure() is None
+
+
+@pytest.mark.multiprocess
+def test_a_killed_sender_is_silence() -> None:
+    ranks = Processes(receiver_of_the_killed, 2)
+    assert ranks.result(1) is True
+    ranks.finish()
