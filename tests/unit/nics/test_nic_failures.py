@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 from nic_ranks import DEADLINE_S, Processes, Rank, join, local_ranks
@@ -120,8 +121,9 @@ def test_an_aborted_world_is_left_alone() -> None:
 def test_the_first_error_stays() -> None:
     a, b = Rank(0), Rank(1)
     join([a, b], spoiled_rkey)
-    for _ in range(50):
-        a.session.put(1, 0, 0, 0, 8, 0, 1)
+    with suppress(NicError):  # once the first has failed
+        for _ in range(50):
+            a.session.put(1, 0, 0, 0, 8, 0, 1)
     assert failed(a).status == "REM_ACCESS_ERR"
     time.sleep(0.05)  # fifty flushes come after it
     failure = a.session.failure()
@@ -162,7 +164,7 @@ def victim(me: Rank, size: int) -> str:
     me.session.close()
     assert time.monotonic() - before < 1.0
     assert runtime.pad_outcome(me.pad)[0] == runtime.AbortCode.nic_error
-    assert waited < 5.0
+    assert waited < 10.0
     return f"{failure.status} {failure.peer}"
 
 
