@@ -64,8 +64,7 @@ struct Bench {
     sim::Core core;
 };
 
-void conversions_are_exact() {
-    const auto& unit = sim::matrix_unit();
+void conversions_are_exact(const sim::MatrixUnit& unit) {
     std::vector<std::uint16_t> all(65536);
     for (int i = 0; i < 65536; ++i) all[i] = static_cast<std::uint16_t>(i);
     std::vector<float> out(65536);
@@ -78,6 +77,48 @@ void conversions_are_exact() {
                                    ? half_to_float(all[i])
                                    : std::bit_cast<float>(static_cast<std::uint32_t>(i) << 16);
             wrong += same(out[i], want) ? 0 : 1;
+        }
+        CHECK(wrong == 0);
+    }
+}
+
+// Each unit by itself, the fallbacks included: small integers, so that every order of sums is
+// exact.
+void units_multiply_exactly(const sim::MatrixUnit& unit) {
+    constexpr std::uint32_t kM = 29, kN = 71, kK = 45, kRows = 32, kCols = 96;
+    std::vector<std::uint16_t> a(kM * kK), b(kK * kN), b_t(kK * kN);  // bfloat16
+    const auto small = [](std::uint32_t i) { return static_cast<float>(i * 7919 % 15) - 7.0f; };
+    const auto bits = [](float x) {
+        return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x) >> 16);
+    };
+    for (std::uint32_t i = 0; i < a.size(); ++i) a[i] = bits(small(i));
+    for (std::uint32_t p = 0; p < kK; ++p) {
+        for (std::uint32_t j = 0; j < kN; ++j) {
+            b[p * kN + j] = b_t[j * kK + p] = bits(small(p * 131 + j));
+        }
+    }
+    std::vector<float> left(kRows * kK), right(kK * kCols), sum(kRows * kCols, NAN), out(kM * kN);
+    const auto* bytes_a = reinterpret_cast<std::byte*>(a.data());
+    unit.pack_a(left.data(), kK, {bytes_a, DType::bfloat16, kK, 1}, kM, kK);
+    for (const bool transposed : {false, true}) {
+        auto& source = transposed ? b_t : b;
+        unit.pack_b(right.data(),
+                    {reinterpret_cast<std::byte*>(source.data()), DType::bfloat16,
+                     transposed ? 1 : std::int64_t{kN}, transposed ? std::int64_t{kK} : 1},
+                    kK, kN);
+        unit.multiply(sum.data(), kRows / unit.mr, left.data(), kK, right.data(), kM, kN, kK,
+                      false);
+        unit.multiply(sum.data(), kRows / unit.mr, left.data(), kK, right.data(), kM, kN, kK, true);
+        unit.unpack_c(reinterpret_cast<std::byte*>(out.data()), DType::float32, kN, sum.data(),
+                      kRows / unit.mr, kM, kN);
+        int wrong = 0;
+        for (std::uint32_t i = 0; i < kM; ++i) {
+            for (std::uint32_t j = 0; j < kN; ++j) {
+                float want = 0;
+                for (std::uint32_t p = 0; p < kK; ++p)
+                    want += small(i * kK + p) * small(p * 131 + j);
+                wrong += out[i * kN + j] == 2 * want ? 0 : 1;
+            }
         }
         CHECK(wrong == 0);
     }
@@ -233,7 +274,12 @@ void a_traced_core_never_takes_the_short_cut() {
 }  // namespace
 
 int main() {
-    conversions_are_exact();
+    CHECK(std::string(sim::matrix_units().back()->name) == "portable");
+    for (const auto* unit : sim::matrix_units()) {
+        std::printf("%s\n", unit->name);
+        conversions_are_exact(*unit);
+        units_multiply_exactly(*unit);
+    }
     for (const auto layout : {isa::Layout::row, isa::Layout::column}) {
         for (const auto out : {DType::float32, DType::float16, DType::bfloat16}) {
             product(64, 96, 64, layout, out);

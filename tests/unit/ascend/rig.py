@@ -204,6 +204,7 @@ class World:
 
     plan: LaunchPlan
     slots: int | None = None
+    fifo_slots: int = 16
     ranks: list[Rank] = field(default_factory=list)
     puts: list[tuple[int, Put]] = field(default_factory=list)
     epoch: int = 0
@@ -215,7 +216,9 @@ class World:
         for _ in range(self.plan.world_size):
             pad = self.backend.allocate(_runtime.pad_bytes(SIGNALS))
             _runtime.pad_format(pad.address, SIGNALS)
-            self.ranks.append(Rank(pad, self.backend.allocate(max(need.nbytes, 1)), Fifo()))
+            self.ranks.append(
+                Rank(pad, self.backend.allocate(max(need.nbytes, 1)), Fifo(self.fifo_slots))
+            )
         self._stop = threading.Event()
         self._nic = threading.Thread(target=self._drain, daemon=True)
         self._nic.start()

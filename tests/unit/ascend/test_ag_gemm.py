@@ -189,6 +189,13 @@ def test_between_nodes_everything_goes_through_the_nic() -> None:
             assert sorted(rest) == [(peer, released) for peer in far]
 
 
+def test_a_full_command_ring_holds_back_and_loses_nothing() -> None:
+    plan = make_plan(4 * 512, 64, 2048, nodes=4, tiles_per_chunk=1, comm_blocks=48)
+    with World(plan, fifo_slots=2) as world:
+        check(world, epochs=3)
+        assert len(world.puts) == 3 * 4 * 3 * (32 + 1)
+
+
 def test_the_check_catches_a_kernel_that_skips_its_waits() -> None:
     """Planted fault: the same call with every wait left out must not pass `check`."""
     with World(make_plan(512, 256, 512, ranks_per_node=2)) as world:

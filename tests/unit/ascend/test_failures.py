@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +140,51 @@ def test_instructions_outside_the_workspace_are_reported() -> None:
         launch = world.launch(0, world.tensors(seed=1)[0], with_fifo=False)
         with pytest.raises(RuntimeError, match=r"rank 0 AIV core \d+, NIC_PUT: rank 1 is on"):
             launch.wait(5)
+
+
+_EXITS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from ascend.rig import World, make_plan
+world = World(make_plan(512, 256, 512, ranks_per_node=2))
+world.epoch = 1
+launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=60)
+assert not launch.wait(0.1)
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    "last", ["", "raise SystemExit(0)", "import os; sys.exit(os.fork() and 0)"]
+)
+def test_a_process_ends_cleanly_with_a_call_in_flight(last: str) -> None:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", _EXITS.format(last=last), str(Path(__file__).parents[1])],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - start < 20
+
+
+def test_a_forked_child_can_launch() -> None:
+    """The child has none of the parent's threads and makes its own."""
+    with World(make_plan(256, 256, 256)) as world:
+        tensors = world.tensors(seed=1)  # before the fork: torch's own threads do not survive it
+        world.call(tensors)
+        world.epoch += 1
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            status = 1
+            try:
+                status = 0 if world.launch(0, tensors[0]).wait(10) else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_memory() -> None:

@@ -225,6 +225,7 @@ bool Launch::wait(std::uint64_t timeout_ns) {
 void Launch::cancel_all() {
     const std::lock_guard lock(g_running_mutex);
     for (Launch* launch : g_running) {
+        if (launch->process_ != getpid()) continue;
         launch->environment_.pad.abort(runtime::AbortCode::cancelled,
                                        {.waiter = runtime::Waiter::host,
                                         .peer = launch->environment_.rank,

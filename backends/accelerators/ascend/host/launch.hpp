@@ -2,6 +2,8 @@
 // what they use alive, and collects outcome, times and traces.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -50,7 +52,8 @@ class Launch : public std::enable_shared_from_this<Launch> {
     // Trace blob (sim/trace.hpp); empty where none was asked for.
     [[nodiscard]] std::string trace() const;
 
-    // Aborts every launch of this process that is still running, so that its cores can be joined.
+    // Aborts every launch that this process started and that still runs, so that its cores can be
+    // joined. A forked child leaves its parent's alone.
     static void cancel_all();
 
   private:
@@ -74,6 +77,7 @@ class Launch : public std::enable_shared_from_this<Launch> {
     void kernel_ended(Kernel& kernel);
     void count_chunks_as_present();
 
+    pid_t process_ = getpid();
     Call call_;
     sim::Environment environment_;
     std::vector<std::uint32_t> send_order_;

@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <vector>
 
 // One body, instantiated for each CPU kind inside a function that carries the target attribute; the
 // bodies are always inlined there. This file is compiled with -ffp-contract=fast, so that products
@@ -279,19 +280,24 @@ MKERNEL_MATRIX_UNIT(avx2, __attribute__((target("arch=x86-64-v3"))), 8, 4, 2)
 MKERNEL_MATRIX_UNIT(avx512, __attribute__((target("arch=x86-64-v4"))), 16, 8, 2)
 #endif
 
-const MatrixUnit& choose() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("x86-64-v4")) return k_avx512;
-    if (__builtin_cpu_supports("x86-64-v3")) return k_avx2;
-#endif
-    return k_portable;
-}
-
 }  // namespace
 
+std::span<const MatrixUnit* const> matrix_units() {
+    static const std::vector<const MatrixUnit*> units = [] {
+        std::vector<const MatrixUnit*> found;
+#if defined(__x86_64__)
+        __builtin_cpu_init();
+        if (__builtin_cpu_supports("x86-64-v4")) found.push_back(&k_avx512);
+        if (__builtin_cpu_supports("x86-64-v3")) found.push_back(&k_avx2);
+#endif
+        found.push_back(&k_portable);
+        return found;
+    }();
+    return units;
+}
+
 const MatrixUnit& matrix_unit() {
-    static const MatrixUnit& unit = choose();
+    static const MatrixUnit& unit = *matrix_units().front();
     return unit;
 }
 

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "backends/accelerators/ascend/isa/tile.hpp"
 
@@ -43,5 +44,8 @@ struct MatrixUnit {
 
 // The fastest unit this CPU runs; the same one for the whole life of the process.
 const MatrixUnit& matrix_unit();
+
+// Every unit that this CPU runs, fastest first; the last one is portable.
+std::span<const MatrixUnit* const> matrix_units();
 
 }  // namespace mkernel::ascend::sim
