@@ -16,6 +16,7 @@ run: $(VENV)/.installed
 	@mkernel run all_gather_gemm
 
 test: $(VENV)/.installed
+	ctest --test-dir build/native --output-on-failure --timeout 120
 	pytest
 
 lint: $(VENV)/.installed

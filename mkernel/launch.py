@@ -59,6 +59,7 @@ class _Job:
     backends: tuple[str | None, str | None, str | None]
     settings: Settings
     work: bytes  # pickled (fn, args, kwargs)
+    environment: dict[str, str]  # the launcher's of now; the fork server's is older
 
 
 class _Channel:
@@ -141,6 +142,7 @@ def launch(
                 (accelerator, nic, verbs),
                 settings,
                 work,
+                dict(os.environ),
             )
             ranks.append(_Rank.start(context, job))
         _supervise(ranks, on_report, settings)
@@ -284,7 +286,9 @@ def _rank_main(job: _Job, connection: Connection) -> None:
     _Channel.connection = connection
     size = job.nodes * job.ranks_per_node
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    os.environ.clear()
     os.environ.update(
+        job.environment,
         RANK=str(job.rank),
         WORLD_SIZE=str(size),
         LOCAL_RANK=str(job.rank),

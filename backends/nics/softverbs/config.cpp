@@ -28,6 +28,7 @@ Config Config::from_environment() {
     config.drop_after = number("MKERNEL_SOFTVERBS_DROP_AFTER", 0, 0, kAny);
     config.max_message = static_cast<std::uint32_t>(
         number("MKERNEL_SOFTVERBS_MAX_MESSAGE", config.max_message, 1, 1u << 30));
+    config.scramble = static_cast<std::uint8_t>(number("MKERNEL_SOFTVERBS_SCRAMBLE", 0, 0, 255));
     config.by_reference = number("MKERNEL_SOFTVERBS_BY_REFERENCE", 1, 0, 1) != 0;
     return config;
 }

@@ -11,7 +11,9 @@ struct Config {
     std::uint64_t drop_after = 0;  // MKERNEL_SOFTVERBS_DROP_AFTER: a QP's link dies after so many
                                    // messages; 0: never
     std::uint32_t max_message = 1u << 30;  // MKERNEL_SOFTVERBS_MAX_MESSAGE: bytes
-    bool by_reference = true;  // MKERNEL_SOFTVERBS_BY_REFERENCE=0: copy through the rings
+    std::uint8_t scramble = 0;  // MKERNEL_SOFTVERBS_SCRAMBLE: every payload byte is XORed with it,
+                                // so that a test can see which bytes this device carried
+    bool by_reference = true;   // MKERNEL_SOFTVERBS_BY_REFERENCE=0: copy through the rings
 
     static Config from_environment();
 };

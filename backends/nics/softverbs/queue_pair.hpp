@@ -95,6 +95,7 @@ struct Qp : ibv_qp {
     bool execute(const Packet& packet, const std::byte* payload, std::uint64_t now,
                  std::uint64_t& wake_at);
     bool may_write(const Packet& packet) const;
+    void deliver(std::uint64_t address, const std::byte* source, std::size_t bytes) const;
     bool scatter(const Packet& packet, const std::byte* source);
     bool have_receive(std::uint64_t now, std::uint64_t& wake_at);
     ReceiveRequest take_receive();
