@@ -22,7 +22,7 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	ruff check .
 	ruff format --check .
-	mypy --strict -p mkernel
+	cd build && mypy --strict --config-file ../pyproject.toml -p mkernel # the installed package
 	git ls-files '*.cpp' '*.hpp' | xargs clang-format --dry-run -Werror
 
 format: $(VENV)/.dependencies

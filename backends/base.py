@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -138,9 +138,8 @@ class LaunchTimes:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Span:
-    """One instruction in a modelled timeline. Times in microseconds from the launch."""
+class Span(NamedTuple):
+    """One piece of work on a lane of a modelled timeline. Microseconds from the launch."""
 
     name: str
     start_us: float
@@ -148,27 +147,41 @@ class Span:
     chunk: int | None = None
 
 
-@dataclass(frozen=True)
-class Lane:
-    """What one core of one rank did. ``kind`` is ``comm`` or ``compute``."""
+class Lane(NamedTuple):
+    """What one core did. ``kernel`` is ``comm`` or ``compute``."""
 
     rank: int
     name: str
-    kind: Literal["comm", "compute"]
-    spans: tuple[Span, ...]
+    kernel: str
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class KernelSpan:
+    """When a kernel (``comm`` or ``compute``) of a rank ran."""
+
+    rank: int
+    kernel: str
+    start_us: float
+    end_us: float
 
 
 @dataclass(frozen=True)
 class ModelledRun:
-    """A call on the modelled machine: *predicted* times in microseconds, never measured ones.
+    """A call on the modelled machine: *predicted* times, never measured ones.
 
-    ``total_us``: launch to the last rank's end; ``kernel_us``: by kernel, of the slowest rank.
+    ``total_us``: launch to the end of the last kernel of any rank.
     """
 
     machine: str
+    view: View
     total_us: float
-    kernel_us: Mapping[str, float]
+    kernels: tuple[KernelSpan, ...]
     lanes: tuple[Lane, ...]
+
+    def kernel_us(self, kernel: str) -> float:
+        """Longest duration of that kernel over the ranks; 0 where it did not run."""
+        return max((k.end_us - k.start_us for k in self.kernels if k.kernel == kernel), default=0.0)
 
 
 class Launch(ABC):

@@ -32,7 +32,7 @@ def provenance() -> dict[str, Any]:
     """Commit, hardware and versions of this run."""
     return {
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results")),
+        "dirty": bool(_git("status", "--porcelain", "-uno", "--", ":!bench/results")),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "hardware": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0))},
         "software": {"python": platform.python_version(), "torch": torch.__version__},
@@ -40,9 +40,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 

@@ -19,7 +19,13 @@ enum class AbortCode : std::uint32_t {
 };
 
 // Who waited. Mirrored by mkernel.errors.Waiter.
-enum class Waiter : std::uint32_t { none = 0, comm_kernel = 1, compute_kernel = 2, proxy = 3, host = 4 };
+enum class Waiter : std::uint32_t {
+    none = 0,
+    comm_kernel = 1,
+    compute_kernel = 2,
+    proxy = 3,
+    host = 4
+};
 
 struct Diagnosis {
     Waiter waiter = Waiter::none;

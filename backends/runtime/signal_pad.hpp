@@ -5,7 +5,8 @@
 //
 //   add(i, v)   release: everything the caller wrote before is visible to whoever sees the counter.
 //   wait(i, v)  acquire: returns `ok` once counter i >= v; `aborted` once the abort word is set;
-//               `timed_out` at the deadline, after writing the diagnostic record and the abort word.
+//               `timed_out` at the deadline, after writing the diagnostic record and the abort
+//               word.
 //
 // Any number of threads and processes may add and wait. A waiter spins briefly, then sleeps on a
 // futex shared between processes (the *bell* of its counter), so that waiting costs no CPU on a
@@ -110,8 +111,7 @@ class SignalPad {
             const std::uint64_t seen = load(index);
             const AbortCode code = aborted();
             const std::uint64_t now = monotonic_ns();
-            const bool sleep =
-                seen < wanted && code == AbortCode::none && now < deadline_ns;
+            const bool sleep = seen < wanted && code == AbortCode::none && now < deadline_ns;
             if (sleep) {
                 const std::uint64_t left = deadline_ns - now;
                 const std::uint64_t pause = left < kMaxSleepNs ? left : kMaxSleepNs;

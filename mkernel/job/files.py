@@ -31,7 +31,7 @@ def _events(run: ModelledRun) -> Iterator[dict[str, Any]]:
             yield {
                 "ph": "X",
                 "name": span.name,
-                "cat": lane.kind,
+                "cat": lane.kernel,
                 **where,
                 "ts": span.start_us,
                 "dur": span.duration_us,

@@ -93,7 +93,7 @@ def build(
     if modelled:
         model = clock(
             modelled["compute_only"].total_us / 1e3,
-            modelled["sequential"].kernel_us.get("comm", 0.0) / 1e3,
+            modelled["sequential"].kernel_us("comm") / 1e3,
             modelled["sequential"].total_us / 1e3,
             modelled["pipelined"].total_us / 1e3,
         )

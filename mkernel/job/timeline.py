@@ -22,11 +22,11 @@ def write_timeline(run: ModelledRun, path: Path) -> None:
     from matplotlib import pyplot
 
     rows = sorted(
-        {(lane.rank, lane.kind) for lane in run.lanes}, key=lambda r: (r[0], r[1] == "comm")
+        {(lane.rank, lane.kernel) for lane in run.lanes}, key=lambda r: (r[0], r[1] == "comm")
     )
     figure, axes = pyplot.subplots(figsize=(11, 1.2 + 0.45 * len(rows)), constrained_layout=True)
     for row, (rank, kind) in enumerate(rows):
-        lanes = [lane for lane in run.lanes if (lane.rank, lane.kind) == (rank, kind)]
+        lanes = [lane for lane in run.lanes if (lane.rank, lane.kernel) == (rank, kind)]
         for lane in lanes:
             for waiting in (True, False):
                 spans = [

@@ -40,6 +40,19 @@ def chunking(rows: int, k: int, dtype: DtypeName, chunk: int | None = None) -> C
     )
 
 
+BLOCKS_PER_DESTINATION = 4
+
+
+def comm_blocks(nodes: int, ranks_per_node: int, cores: int) -> int:
+    """Blocks of the communication kernel: 4 a destination, all other nodes together being one.
+
+    More do not help: they start every chunk at once and share one link, so that all of them arrive
+    late, while few bring the first chunks early.
+    """
+    destinations = ranks_per_node - 1 + (nodes > 1)
+    return max(1, min(cores, BLOCKS_PER_DESTINATION * destinations))
+
+
 def consumption_order(nodes: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
     """Per rank: the ranks whose rows it consumes: itself, its node's peers, then other nodes.
 

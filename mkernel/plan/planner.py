@@ -11,8 +11,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError, Unsupported
-from mkernel.plan import predict
-from mkernel.plan.chunking import chunking, consumption_order
+from mkernel.plan import chunking, predict
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, LaunchPlan, Resources
 from mkernel.plan.ops import canonical
 from mkernel.topology.cost import MachineConstants, default_constants
@@ -65,7 +64,8 @@ def plan(  # noqa: PLR0913 - everything a plan depends on, by name
         nic, verbs: NIC backend and verbs provider between nodes. In a world of one node both are
             dropped from the plan.
         chunk: tiles per chunk. None: see :func:`mkernel.plan.chunking.chunking`.
-        compute_blocks, comm_blocks: cores of each kernel. None: all that the backend has.
+        compute_blocks, comm_blocks: cores of each kernel. None: all compute cores, and as many
+            for communication as :func:`mkernel.plan.chunking.comm_blocks` says.
         constants: of the cost model. None: the shipped ones of the accelerator.
 
     Raises:
@@ -97,7 +97,12 @@ def plan(  # noqa: PLR0913 - everything a plan depends on, by name
         _check_integer(ArgumentError, "chunk", chunk, MAX_DIMENSION)
     resources = Resources(
         compute_blocks=_blocks("compute_blocks", compute_blocks, capabilities.compute_cores),
-        comm_blocks=_blocks("comm_blocks", comm_blocks, capabilities.comm_cores),
+        comm_blocks=_blocks(
+            "comm_blocks",
+            comm_blocks,
+            capabilities.comm_cores,
+            default=chunking.comm_blocks(nodes, ranks_per_node, capabilities.comm_cores),
+        ),
     )
     if nodes > 1:
         for argument, given, what in (("nic", nic, "NIC backend"), ("verbs", verbs, "provider")):
@@ -140,7 +145,7 @@ def _plan(
     nodes = len(topology.nodes)
     placement = place(topology, ranks_per_node, nics=nodes > 1)
     paths = routes(topology, placement, constants)
-    cut = chunking(shape.m // len(placement), shape.k, dtype, chunk)
+    cut = chunking.chunking(shape.m // len(placement), shape.k, dtype, chunk)
     return LaunchPlan(
         op="all_gather_gemm",
         shape=shape,
@@ -155,7 +160,7 @@ def _plan(
         placement=placement,
         routes=paths,
         chunking=cut,
-        order=consumption_order(nodes, ranks_per_node),
+        order=chunking.consumption_order(nodes, ranks_per_node),
         resources=resources,
         prediction=predict.all_gather_gemm(
             shape, dtype, out_dtype, placement, paths, cut, resources, constants
@@ -235,8 +240,8 @@ def _check_shape(
             )
 
 
-def _blocks(argument: str, value: int | None, cores: int) -> int:
+def _blocks(argument: str, value: int | None, cores: int, default: int | None = None) -> int:
     if value is None:
-        return cores
+        return default or cores
     _check_integer(ArgumentError, argument, value, cores)
     return value

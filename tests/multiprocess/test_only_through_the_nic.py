@@ -60,8 +60,6 @@ def test_without_the_fault_all_arrive_intact() -> None:
         assert arrived == ["intact"] * 4
 
 
-
-
 def test_dead_links_end_in_an_error_not_in_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_SOFTVERBS_DROP_AFTER", "3")
     with pytest.raises((mkernel.errors.NicError, Timeout)):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from mkernel.backends.accelerators.ascend.gathered import unpack_gathered
 from mkernel.backends.accelerators.ascend.memory import HostMemory
 from mkernel.backends.base import (
     AcceleratorBackend,
@@ -16,8 +19,10 @@ from mkernel.backends.base import (
     Call,
     Launch,
     LaunchTimes,
+    ModelledRun,
     Status,
     SymmetricMemory,
+    View,
     Workspace,
 )
 from mkernel.errors import BackendUnavailable, DtypeError, LayoutError, ShapeError, Unsupported
@@ -107,9 +112,12 @@ caller drops them."""
 class AscendLaunch(Launch):
     """A call that runs on simulated cores."""
 
-    def __init__(self, native: _ascend.Launch, call: Call) -> None:
-        """Called by ``AscendAccelerator.launch``."""
+    def __init__(
+        self, native: _ascend.Launch, call: Call, after: Callable[[], None] | None = None
+    ) -> None:
+        """Called by ``AscendAccelerator.launch``. ``after`` runs once, when both kernels ended."""
         self._native = native
+        self._after = after
         self._tensors = tuple(call.tensors.values())
         self._traced = call.trace
         for other in tuple(_in_flight):
@@ -135,6 +143,9 @@ class AscendLaunch(Launch):
             raise
         if done:
             _in_flight.discard(self)
+            after, self._after = self._after, None
+            if after is not None:
+                after()
         return done
 
     def times(self) -> LaunchTimes:
@@ -213,6 +224,13 @@ class AscendAccelerator(AcceleratorBackend):
         geometry = _geometry(plan)
         return Workspace(nbytes=geometry.workspace_bytes, signals=geometry.signals)
 
+    def model(self, traces: Sequence[bytes], view: View) -> ModelledRun:
+        """Replay on the default machine description (``a3.json``)."""
+        from mkernel.backends.accelerators.ascend.machine import load_machine
+        from mkernel.backends.accelerators.ascend.timeline import model
+
+        return model(traces, load_machine(), view)
+
     def launch(self, call: Call) -> AscendLaunch:
         """Start both kernels and return at once."""
         plan, native = call.plan, _native()
@@ -252,7 +270,10 @@ class AscendAccelerator(AcceleratorBackend):
             view=call.view,
             trace=call.trace,
         )
-        return AscendLaunch(started, call)
+        gather = None
+        if "gathered" in call.tensors:
+            gather = partial(unpack_gathered, call, geometry)
+        return AscendLaunch(started, call, gather)
 
 
 def record(plan: LaunchPlan, rank: int) -> bytes:

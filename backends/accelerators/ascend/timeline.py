@@ -7,14 +7,12 @@ measurement. Times are microseconds from the launch of the call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mkernel.backends.accelerators.ascend.machine import Machine
-from mkernel.backends.base import View
+from mkernel.backends.base import KernelSpan, Lane, ModelledRun, Span, View
 
 _SPAN = np.dtype(
     [
@@ -37,48 +35,6 @@ _SAME_RUN_US = 2.0
 """Instructions of one chunk that are closer than this are one slice of the timeline."""
 
 _Spans = npt.NDArray[np.void]
-
-
-class Slice(NamedTuple):
-    """One piece of work on a lane. ``chunk`` is -1 where the work belongs to no remote chunk."""
-
-    name: str
-    start_us: float
-    duration_us: float
-    chunk: int
-
-
-class Lane(NamedTuple):
-    """What one simulated core did: ``AIC k`` computes, ``AIV k`` communicates."""
-
-    rank: int
-    name: str
-    slices: list[Slice]
-
-
-@dataclass(frozen=True)
-class KernelSpan:
-    """When a kernel (``comm`` or ``compute``) of a rank ran."""
-
-    rank: int
-    kernel: str
-    start_us: float
-    end_us: float
-
-
-@dataclass(frozen=True)
-class ModelledRun:
-    """A replayed call. ``total_us``: launch to the end of the last kernel of any rank."""
-
-    machine: str
-    view: View
-    total_us: float
-    kernels: tuple[KernelSpan, ...]
-    lanes: tuple[Lane, ...]
-
-    def kernel_us(self, kernel: str) -> float:
-        """Longest duration of that kernel over the ranks; 0 where it did not run."""
-        return max((k.end_us - k.start_us for k in self.kernels if k.kernel == kernel), default=0.0)
 
 
 def model(
@@ -118,9 +74,9 @@ def _lanes(spans: _Spans) -> tuple[Lane, ...]:
         if not len(group):
             continue
         aiv = int(group["core_kind"][0]) == 1
-        slices = _comm_slices(group) if aiv else _compute_slices(group)
         name = f"{'AIV' if aiv else 'AIC'} {int(group['core'][0])}"
-        lanes.append(Lane(int(group["rank"][0]), name, slices))
+        busy = _comm_spans(group) if aiv else _compute_spans(group)
+        lanes.append(Lane(int(group["rank"][0]), name, "comm" if aiv else "compute", busy))
     return tuple(lanes)
 
 
@@ -128,7 +84,7 @@ def _of(spans: _Spans, *kinds: int) -> _Spans:
     return spans[np.isin(spans["kind"], kinds)]
 
 
-def _runs(name: str, spans: _Spans) -> list[Slice]:
+def _runs(name: str, spans: _Spans) -> list[Span]:
     """Consecutive spans of one chunk as one slice each."""
     if not len(spans):
         return []
@@ -138,16 +94,16 @@ def _runs(name: str, spans: _Spans) -> list[Slice]:
     first = np.concatenate(([0], np.flatnonzero(new) + 1))
     last = np.concatenate((first[1:] - 1, [len(spans) - 1]))
     return [
-        Slice(name, float(start[i]), float(end[j] - start[i]), _chunk(int(spans["chunk"][i])))
+        Span(name, float(start[i]), float(end[j] - start[i]), _chunk(int(spans["chunk"][i])))
         for i, j in zip(first, last, strict=True)
     ]
 
 
-def _chunk(value: int) -> int:
-    return -1 if value == _NO_CHUNK else value
+def _chunk(value: int) -> int | None:
+    return None if value == _NO_CHUNK else value
 
 
-def _waits(spans: _Spans, busy: list[Slice]) -> list[Slice]:
+def _waits(spans: _Spans, busy: list[Span]) -> list[Span]:
     """Waits for signals, less the time in which the core's other pipes still worked."""
     slices = []
     at = 0
@@ -161,18 +117,18 @@ def _waits(spans: _Spans, busy: list[Slice]) -> list[Slice]:
             start = max(start, busy[i].start_us + busy[i].duration_us)
             i += 1
         if end - start > 1e-3:
-            slices.append(Slice("TWAIT", start, end - start, _chunk(int(span["chunk"]))))
+            slices.append(Span("TWAIT", start, end - start, _chunk(int(span["chunk"]))))
     return slices
 
 
-def _compute_slices(spans: _Spans) -> list[Slice]:
+def _compute_spans(spans: _Spans) -> list[Span]:
     busy = _runs("TMATMUL", _of(spans, _TMATMUL, _TMATMUL_ACC))
     busy += _runs("TSTORE", _of(spans, _TSTORE))
     busy.sort(key=lambda each: each.start_us)
     return sorted(busy + _waits(spans, busy), key=lambda each: each.start_us)
 
 
-def _comm_slices(spans: _Spans) -> list[Slice]:
+def _comm_spans(spans: _Spans) -> list[Span]:
     busy = _runs("TPUT", _of(spans, _TPUT)) + _runs("NIC_PUT", _of(spans, _NIC_PUT))
     busy.sort(key=lambda each: each.start_us)
     return sorted(busy + _waits(spans, busy), key=lambda each: each.start_us)

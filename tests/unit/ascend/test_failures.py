@@ -161,6 +161,7 @@ def test_a_process_ends_cleanly_with_a_call_in_flight(last: str) -> None:
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", _EXITS.format(last=last), str(Path(__file__).parents[1])],
+        cwd=Path(sys.executable).parent,  # not the repository: its folders are no package
         capture_output=True,
         text=True,
         timeout=40,

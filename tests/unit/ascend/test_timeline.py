@@ -10,7 +10,8 @@ import pytest
 
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
-from mkernel.backends.accelerators.ascend.timeline import ModelledRun, model
+from mkernel.backends.accelerators.ascend.timeline import model
+from mkernel.backends.base import ModelledRun
 from mkernel.errors import InputFileError
 from mkernel.plan.model import LaunchPlan
 
@@ -170,15 +171,15 @@ def test_lanes(nodes: int) -> None:
     names = {(lane.rank, lane.name) for lane in result.lanes}
     assert {(r, f"AIC {k}") for r in range(4) for k in range(4)} <= names
     assert any(name.startswith("AIV") for _, name in names)
-    kinds = {piece.name for lane in result.lanes for piece in lane.slices}
+    kinds = {piece.name for lane in result.lanes for piece in lane.spans}
     assert {"TMATMUL", "TSTORE", "TPUT", "TWAIT"} <= kinds
     assert ("NIC_PUT" in kinds) == (nodes == 2)
     for lane in result.lanes:
         end = 0.0
-        for piece in lane.slices:
+        for piece in lane.spans:
             assert piece.duration_us >= 0
             assert piece.start_us >= end - 1e-6, (lane.rank, lane.name, piece)
-            assert -1 <= piece.chunk < plan.chunking.chunks_per_rank
+            assert piece.chunk is None or 0 <= piece.chunk < plan.chunking.chunks_per_rank
             end = piece.start_us + piece.duration_us
         assert end <= result.total_us + 1e-6
     assert not model(traces(plan), A3, lanes=False).lanes

@@ -82,8 +82,12 @@ def test_non_finite_values_must_match() -> None:
     nan, infinity = float("nan"), float("inf")
     reference = torch.tensor([1.0, nan, infinity, -infinity], dtype=torch.float64)
     assert verify.compare(reference.float(), reference)[0] == 0
-    for wrong in ([nan, nan, infinity, -infinity], [1.0, 2.0, infinity, -infinity],
-                  [1.0, nan, -infinity, -infinity], [1.0, infinity, infinity, -infinity]):  # fmt: skip
+    for wrong in (
+        [nan, nan, infinity, -infinity],
+        [1.0, 2.0, infinity, -infinity],
+        [1.0, nan, -infinity, -infinity],
+        [1.0, infinity, infinity, -infinity],
+    ):
         assert verify.compare(torch.tensor(wrong), reference)[0] == infinity
 
 

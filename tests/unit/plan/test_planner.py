@@ -28,7 +28,7 @@ def test_the_main_job() -> None:
     assert (made.dtype, made.out_dtype, made.b_layout) == ("float16", "float32", "row")
     assert (made.nic, made.verbs, made.world_size) == ("cx7", "soft", 4)
     assert made.chunking.chunks_per_rank == 8
-    assert (made.resources.compute_blocks, made.resources.comm_blocks) == (24, 48)
+    assert (made.resources.compute_blocks, made.resources.comm_blocks) == (24, 8)
     assert made.order[3] == (3, 2, 1, 0)
     assert [made.route(0, dst).kind for dst in (1, 2, 3)] == ["p2p", "nic", "nic"]
 
@@ -54,6 +54,15 @@ def test_one_rank() -> None:
     made = make(1, 1)
     assert (made.routes, made.order) == ((), ((0,),))
     assert made.prediction.comm_us == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "blocks"),
+    [(1, 1, 1), (1, 2, 4), (2, 1, 4), (2, 2, 8), (3, 2, 8), (1, 40, 48)],
+)
+def test_four_blocks_a_destination(nodes: int, ranks: int, blocks: int) -> None:
+    """All other nodes together are one destination; never more blocks than cores."""
+    assert make(nodes, ranks, m=64 * nodes * ranks).resources.comm_blocks == blocks
 
 
 def test_options_are_taken() -> None:
@@ -88,7 +97,7 @@ def test_every_plan_is_complete_and_round_trips(
 def test_prediction_by_hand() -> None:
     """Main job: 64 output tiles in 3 waves of 2·128·256·2048/14.7 us = 9.130; 4 routes of 2 MiB
     each way through a NIC of 50 GB/s, and 8 signals over 16 blocks a destination."""
-    times = make().prediction
+    times = make(comm_blocks=48).prediction
     assert times.compute_us == pytest.approx(3 * 2 * 128 * 256 * 2048 / 14.7e6)
     assert times.comm_us == pytest.approx(5.0 + 4 * 2**21 / 50e3 + 8 * 1.0 / 16)
     assert times.sequential_us == pytest.approx(times.compute_us + times.comm_us + 5.0)
@@ -104,7 +113,7 @@ def test_the_slowest_nic_decides_and_only_for_what_it_carries() -> None:
         node.model_copy(update={"nics": slow if node.id == 0 else fast})
         for node in world(3, 2).nodes
     )
-    made = make(3, 2, m=3072, topology=Topology(nodes=nodes))
+    made = make(3, 2, m=3072, topology=Topology(nodes=nodes), comm_blocks=48)
     shard, blocks_each = 512 * 2048 * 2, 48 / 5
     signals = made.chunking.chunks_per_rank / blocks_each
     assert made.prediction.comm_us == pytest.approx(5.0 + 4 * shard / 12.5e3 + signals)
