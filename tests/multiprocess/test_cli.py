@@ -167,3 +167,14 @@ def test_world_size_must_match_under_torchrun() -> None:
     )  # fmt: skip
     assert done.returncode != 0
     assert "nodes x ranks_per_node = WORLD_SIZE = 4" in done.stderr
+
+
+def test_times_wait_for_the_network() -> None:
+    """A NIC that takes 60 ms a message shows up in every view that communicates."""
+    done = mkernel("run", "ag_gemm", "--json", "--nodes", "2", "--ranks-per-node", "1", *SMALL,
+                   env={**os.environ, "MKERNEL_SOFTVERBS_LATENCY_NS": "60000000"})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    wall = json.loads(done.stdout)["wall"]
+    for view in ("comm_only_ms", "sequential_ms", "pipelined_ms"):
+        assert wall[view] >= 60
+    assert wall["compute_only_ms"] < 60

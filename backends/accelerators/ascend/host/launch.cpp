@@ -7,6 +7,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "backends/accelerators/ascend/kernels/ag_gemm/arrival.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/comm.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/compute.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/send_order.hpp"
@@ -76,7 +77,6 @@ Launch::Launch(Call call) : call_(std::move(call)) {
                       [](const ag_gemm::Peer& peer) { return peer.pad != nullptr; }));
     send_order_ = ag_gemm::send_order(g, call_.compute_blocks, near - 1);
     args.send_order = send_order_.data();
-    args.wait_all_first = call_.view == View::sequential;
     args.ignore_chunks = call_.view == View::compute_only;
 
     environment_.pad = runtime::SignalPad(args.pad);
@@ -154,8 +154,13 @@ void Launch::run_kernel(Kernel& kernel, std::uint32_t index) {
 }
 
 void Launch::run_core(Kernel& kernel, std::uint32_t index) {
+    guarded(kernel, index, [&] { run_kernel(kernel, index); });
+    if (--kernel.left == 0) kernel_ended(kernel);
+}
+
+void Launch::guarded(const Kernel& kernel, std::uint32_t index, const std::function<void()>& body) {
     try {
-        run_kernel(kernel, index);
+        body();
     } catch (const std::exception& error) {
         {
             const std::lock_guard lock(mutex_);
@@ -171,12 +176,28 @@ void Launch::run_core(Kernel& kernel, std::uint32_t index) {
              .chunk = sim::kNoChunk,
              .op = environment_.op});
     }
-    if (--kernel.left == 0) kernel_ended(kernel);
 }
 
 void Launch::kernel_ended(Kernel& kernel) {
+    if (&kernel == &comm_ && call_.view == View::sequential) {
+        environment_.scheduler->submit(0, {[self = shared_from_this()] { self->arrived(); }});
+    } else {
+        count_ended(kernel);
+    }
+}
+
+// Sequential view: communication has ended here when the other ranks' chunks are in place too.
+void Launch::arrived() {
+    guarded(comm_, 0, [this] {
+        sim::Core core(environment_, comm_.kind, 0, 1, thread_memory(), nullptr);
+        core.finish(ag_gemm::await_arrival(core, call_.args));
+    });
+    submit(compute_);
+    count_ended(comm_);
+}
+
+void Launch::count_ended(Kernel& kernel) {
     kernel.end_ns = monotonic_ns();
-    if (&kernel == &comm_ && call_.view == View::sequential) submit(compute_);
     const std::lock_guard lock(mutex_);
     if (--kernels_left_ > 0) return;
     {

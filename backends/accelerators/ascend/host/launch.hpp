@@ -7,6 +7,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -46,7 +47,8 @@ class Launch : public std::enable_shared_from_this<Launch> {
 
     // True once both kernels have returned. Rethrows what an instruction of them reported.
     bool wait(std::uint64_t timeout_ns);
-    // Seconds; meaningful once wait returned true. 0 for a kernel that the view leaves out.
+    // Seconds; meaningful once wait returned true. 0 for a kernel that the view leaves out. In the
+    // sequential view communication ends when the other ranks' chunks have arrived here.
     [[nodiscard]] double comm_seconds() const { return comm_.seconds(); }
     [[nodiscard]] double compute_seconds() const { return compute_.seconds(); }
     // Trace blob (sim/trace.hpp); empty where none was asked for.
@@ -74,7 +76,10 @@ class Launch : public std::enable_shared_from_this<Launch> {
     void submit(Kernel& kernel);
     void run_kernel(Kernel& kernel, std::uint32_t index);
     void run_core(Kernel& kernel, std::uint32_t index);
+    void guarded(const Kernel& kernel, std::uint32_t index, const std::function<void()>& body);
     void kernel_ended(Kernel& kernel);
+    void arrived();
+    void count_ended(Kernel& kernel);
     void count_chunks_as_present();
 
     pid_t process_ = getpid();

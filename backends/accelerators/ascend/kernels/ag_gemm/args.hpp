@@ -132,8 +132,7 @@ struct Args {
     std::uint32_t region = 0;                     // of the workspace, for NIC puts
     const std::uint32_t* source_order = nullptr;  // [world]: whose rows to consume, itself first
     const std::uint32_t* send_order = nullptr;    // [chunks]: the order in which chunks leave
-    bool wait_all_first = false;  // sequential view: compute starts when every chunk is here
-    bool ignore_chunks = false;   // compute-only view: chunks count as present
+    bool ignore_chunks = false;                   // compute-only view: chunks count as present
 
     [[nodiscard]] constexpr std::uint32_t parity() const {
         return static_cast<std::uint32_t>(epoch & 1);

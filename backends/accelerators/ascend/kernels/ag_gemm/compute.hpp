@@ -32,7 +32,6 @@ class Compute {
 
     // False if a wait was aborted or timed out.
     bool run() {
-        if (args_.wait_all_first && !wait_all()) return false;
         for (std::uint32_t half = 0; half < 2; ++half) {
             core_.set_flag(Pipe::MTE1, Pipe::MTE2, half);
             core_.set_flag(Pipe::M, Pipe::MTE1, half);
@@ -170,16 +169,6 @@ class Compute {
         }
         waited_source_ = source;
         waited_chunk_ = chunk;
-        return true;
-    }
-
-    bool wait_all() {
-        for (std::uint32_t i = 1; i < g_.world; ++i) {
-            for (std::uint32_t chunk = 0; chunk < g_.chunks(); ++chunk) {
-                core_.annotate(chunk);
-                if (!wait_chunk(args_.source_order[i], chunk)) return false;
-            }
-        }
         return true;
     }
 
