@@ -99,6 +99,9 @@ class Watchdog:
     Args:
         bootstrap: a client of its own, so that no other request delays it.
         status: returns what the heartbeat carries (JSON-safe).
+        own_failure: returns the notice of a failure that this rank's kernels or NIC have recorded,
+            or None. It is told to the others once it has stood for a heartbeat: a dead peer shows
+            up as one too, and its death is the better word.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Watchdog:
         peers: Mapping[int, Peer],
         heartbeat_s: float,
         status: Callable[[], dict[str, Any]],
+        own_failure: Callable[[], Notice | None],
         on_notice: Callable[[Notice], None],
     ) -> None:
         self._bootstrap = bootstrap
@@ -115,6 +119,8 @@ class Watchdog:
         self._peers = {r: p for r, p in peers.items() if r != rank}
         self._heartbeat_s = heartbeat_s
         self._status = status
+        self._own_failure = own_failure
+        self._suspicious = False
         self._on_notice = on_notice
         self._beat = 0
         self._last: dict[int, tuple[int, float]] = {}
@@ -197,6 +203,10 @@ class Watchdog:
         told = self._bootstrap.peek("abort")
         if told is not None:
             return Notice.from_json(told)
+        own = self._own_failure()
+        if own is not None and self._suspicious:
+            return self.raise_alarm(own)
+        self._suspicious = own is not None
         self._report("live")
         now = time.monotonic()
         local = set(self._pidfds.values())

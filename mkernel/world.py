@@ -146,7 +146,13 @@ class World:
         peers = {r: Peer(r, h["host"], h["pid"]) for r, h in hellos.items()}
         self._check_hosts(peers)
         self._watchdog = Watchdog(
-            self._alarm, rank, peers, self.settings.heartbeat_s, self._status, self._on_notice
+            self._alarm,
+            rank,
+            peers,
+            self.settings.heartbeat_s,
+            self._status,
+            self._own_failure,
+            self._on_notice,
         )
         self._watchdog.start()
 
@@ -308,12 +314,24 @@ class World:
             launch.wait(_DRAIN_S)
             raise
         code, who = _runtime.pad_outcome(self._pad.local.address)
-        flushed = self._session is None or (
-            code == _runtime.AbortCode.none and self._session.flush(self.settings.timeout_s)
-        )
-        if code != _runtime.AbortCode.none or not flushed:
+        if code != _runtime.AbortCode.none or not self._may_reuse():
             raise self._failure(code, who)
         return CallRecord(launch.times(), launch.trace())
+
+    def _may_reuse(self) -> bool:
+        """Whether the memory that the call's puts read from may be written again.
+
+        On an ordered NIC a peer's release says so: it came after the data. Without order a put may
+        still be repeated after the peer has seen it, so local completion is awaited.
+        """
+        if self._session is None or self._session.capabilities().ordered:
+            return True
+        return self._session.flush(self.settings.timeout_s)
+
+    def _flush(self) -> None:
+        """Raise what the puts still under way come to."""
+        if self._session is not None and not self._session.flush(self.settings.timeout_s):
+            raise self._failure(*_runtime.pad_outcome(self._pad.local.address))
 
     def barrier(self) -> None:
         """Return once every rank has called it. Timeout, PeerFailure."""
@@ -428,6 +446,16 @@ class World:
             )
         return Timeout(f"the NIC did not complete its puts within {self.settings.timeout_s:g} s")
 
+    def _own_failure(self) -> Notice | None:
+        """What this rank's pad says went wrong, before anybody told. The watchdog's thread."""
+        pad = getattr(self, "_pad", None)
+        if pad is None or self._state.notice is not None:
+            return None
+        code, who = _runtime.pad_outcome(pad.local.address)
+        if code == _runtime.AbortCode.none:
+            return None
+        return Notice.from_error(self.rank, self._local_failure(code, who))
+
     def _look_for_abort(self) -> None:
         told = self._bootstrap.peek("abort")
         if told is not None:
@@ -454,6 +482,7 @@ class World:
             if error is not None and self._state.notice is None:
                 self._tell(error)
             if self._state.notice is None:
+                self._flush()
                 self.barrier()  # no rank unmaps while another still writes
         finally:
             self._release()

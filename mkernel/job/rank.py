@@ -85,7 +85,8 @@ def run(spec: JobSpec) -> RankResult:
                 check(view)
     call("pipelined", trace=True)
     check("pipelined")
-    result.nic_bytes = world.nic.statistics().put_bytes if world.nic else 0
+    if world.nic is not None and world.nic.flush(world.settings.timeout_s):
+        result.nic_bytes = world.nic.statistics().put_bytes
     if spec.output is not None:
         save_file({"c": out}, spec.output / f"rank{world.rank}.safetensors")
     return result

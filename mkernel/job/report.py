@@ -92,7 +92,7 @@ def slowest(samples: Sequence[Sequence[float]]) -> float:
 def spread(samples: Sequence[Sequence[float]]) -> float:
     """Largest minus smallest, over iterations, of the slowest rank's time."""
     each = [max(one) for one in zip(*samples, strict=True)]
-    return max(each) - min(each)
+    return float(max(each) - min(each))
 
 
 def build(

@@ -151,6 +151,7 @@ def test_a_rank_that_left_is_named() -> None:
 def broken_world_stays_broken(victim: int) -> tuple[str, str]:
     world = mkernel.world()
     call()
+    world.barrier()
     if world.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     return call_until_it_raises(), call_until_it_raises()

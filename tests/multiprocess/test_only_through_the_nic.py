@@ -28,6 +28,7 @@ def gathered_bytes() -> tuple[list[str], int, int]:
     b = torch.zeros(K, N, dtype=torch.float16)
     before = world.nic.statistics().put_bytes if world.nic else 0
     _, whole = mkernel.all_gather_gemm(shards[world.rank], b, return_gathered=True)
+    assert world.nic is None or world.nic.flush(5)
     put = (world.nic.statistics().put_bytes if world.nic else 0) - before
     arrived = []
     for rank, shard in enumerate(shards):
