@@ -53,6 +53,14 @@ class AcceleratorCapabilities(Model):
     simulated: bool = False
     compute_cores: int
     comm_cores: int
+    chunk_unit: Literal["tiles", "rows"] = "tiles"
+    """What the plan's chunks are made of."""
+    overlaps: bool = True
+    """Whether communication and compute run at the same time; else one chunk is best."""
+    chunk_invariant: bool = True
+    """Whether results are bit-identical for every chunk size."""
+    process_group: bool = False
+    """Whether calls need a torch.distributed group (``Call.group``)."""
 
 
 class NicCapabilities(Model):
@@ -113,6 +121,8 @@ class Call:
         region: the workspace's region number for NIC puts.
         fifo: address of the ``FifoDevice`` handle; 0 where the world has one node.
         timeout_s: every wait of the call ends after this long. trace: record instructions.
+        options: the op's scalars (``scale``) and, for ``moe_combine``, the dispatch's ``state``.
+        group: for backends whose capabilities ask for one.
     """
 
     plan: LaunchPlan
@@ -129,6 +139,8 @@ class Call:
     timeout_s: float
     view: View = "pipelined"
     trace: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    group: torch.distributed.ProcessGroup | None = None
 
 
 @dataclass
@@ -196,6 +208,10 @@ class Launch(ABC):
     def times(self) -> LaunchTimes:
         """Wall times; only after ``wait`` returned True."""
 
+    def results(self) -> Mapping[str, Any]:
+        """Outputs whose sizes only the call finds out (MoE); after ``wait`` returned True."""
+        return {}
+
     @abstractmethod
     def trace(self) -> bytes | None:
         """This rank's instruction record for the timed model, or None where none was asked for."""
@@ -205,6 +221,8 @@ class AcceleratorBackend(ABC):
     """Runs the ops on one kind of device."""
 
     name: ClassVar[str]
+    device: str = "cpu"
+    """torch's name of the device type whose tensors the ops take."""
 
     @abstractmethod
     def status(self) -> Status:

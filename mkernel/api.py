@@ -32,9 +32,6 @@ def capabilities(accelerator: str | None = None) -> AcceleratorCapabilities:
 def plan(
     op: str,
     *,
-    m: int,
-    n: int,
-    k: int,
     dtype: str = "float16",
     out_dtype: str | None = None,
     b_layout: Literal["row", "column"] = "row",
@@ -45,6 +42,7 @@ def plan(
     verbs: str | None = None,
     topology: Topology | None = None,
     chunk: int | None = None,
+    **sizes: int,
 ) -> LaunchPlan:
     """Every decision of one call, before anything is launched.
 
@@ -53,9 +51,12 @@ def plan(
 
     Args:
         op: name or alias (``ag_gemm``, …).
-        m, n, k: C [m, n] = A [m, k] @ B [k, n]; ``m`` counts the rows of all ranks.
-        dtype: of A and B; out_dtype: of C, default float32. Names: float16, bfloat16, float32.
-        chunk: tiles a chunk; default: the planner's choice.
+        dtype: of the inputs; out_dtype: of the result, default float32. Names: float16, bfloat16,
+            float32.
+        chunk: tiles (or rows) a chunk; default: the planner's choice.
+        sizes: the op's (:mod:`mkernel.plan.model`): ``m=, n=, k=`` for the GEMMs; ``tokens=,
+            hidden=, features=, experts=, top_k=`` for MoE; ``batch=, heads=, kv_heads=, sequence=,
+            head_dim=, causal=`` for ring attention.
 
     Raises:
         UnknownOp, Unsupported, ShapeError, DtypeError, ArgumentError, NoRoute.
@@ -81,9 +82,7 @@ def plan(
         topology = machine.emulated_topology(whole, backends, nodes, ranks_per_node)
     return _plan(
         op,
-        m=m,
-        n=n,
-        k=k,
+        sizes,
         dtype=dtype,
         out_dtype=out_dtype,
         b_layout=b_layout,

@@ -11,10 +11,12 @@ from rich.console import Console
 from mkernel import machine
 from mkernel.backends import registry
 from mkernel.backends.base import Status
+from mkernel.cli import sizes
 from mkernel.errors import BackendUnavailable, UnknownBackend
 from mkernel.identity import Backends
 from mkernel.plan import ops, render
 from mkernel.plan.planner import plan
+from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.settings import load as load_settings
 from mkernel.topology.discover import load, replicate
 from mkernel.topology.model import Topology
@@ -74,9 +76,20 @@ def _reason(status: Status) -> str:
 
 def command(
     op: Annotated[str, typer.Argument(metavar="OP", help="An op or its alias, as `ag_gemm`.")],
-    m: Annotated[int, typer.Option("--m", help="Rows of A, all ranks together.")] = 2048,
-    n: Annotated[int, typer.Option("--n", help="Columns of B on one rank.")] = 1024,
-    k: Annotated[int, typer.Option("--k", help="Columns of A, rows of B.")] = 2048,
+    m: sizes.M = None,
+    n: sizes.N = None,
+    k: sizes.K = None,
+    tokens: sizes.Tokens = None,
+    hidden: sizes.Hidden = None,
+    features: sizes.Features = None,
+    experts: sizes.Experts = None,
+    top_k: sizes.TopK = None,
+    batch: sizes.Batch = None,
+    heads: sizes.Heads = None,
+    kv_heads: sizes.KvHeads = None,
+    sequence: sizes.Sequence = None,
+    head_dim: sizes.HeadDim = None,
+    causal: sizes.Causal = False,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
     nodes: Annotated[int, typer.Option(help="Number of (emulated) nodes.")] = 2,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks on each node.")] = 2,
@@ -94,6 +107,25 @@ def command(
 ) -> None:
     """Print the launch plan of an op: placement, routes, chunks, order, predicted time."""
     name = ops.canonical(op)  # before a backend is loaded: a typo should not wait for that
+    chosen = sizes_or_defaults(
+        name,
+        {
+            "m": m,
+            "n": n,
+            "k": k,
+            "tokens": tokens,
+            "hidden": hidden,
+            "features": features,
+            "experts": experts,
+            "top_k": top_k,
+            "batch": batch,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "sequence": sequence,
+            "head_dim": head_dim,
+            "causal": causal,
+        },
+    )
     settings = load_settings()
     apart = nodes > 1
     backends = Backends(
@@ -105,9 +137,7 @@ def command(
     world = world_topology(backends, nodes, ranks_per_node, topology)
     made = plan(
         name,
-        m=m,
-        n=n,
-        k=k,
+        chosen,
         dtype=dtype,
         nodes=nodes,
         ranks_per_node=ranks_per_node,

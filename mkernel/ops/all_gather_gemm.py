@@ -14,68 +14,13 @@ from typing import Literal, overload
 
 import torch
 
-from mkernel.backends.base import AcceleratorCapabilities, View
+from mkernel.backends.base import View
 from mkernel.current import current
-from mkernel.errors import ShapeError
-from mkernel.ops import validate
+from mkernel.ops.gemm import GemmOp
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.planner import plan as make_plan
-from mkernel.world import CallRecord, World
+from mkernel.world import CallRecord
 
-NAME = "all_gather_gemm"
-
-
-def prepare(
-    world: World,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    chunk: int | None,
-) -> tuple[LaunchPlan, dict[str, torch.Tensor]]:
-    """Check the arguments, plan, and allocate the output where none was given."""
-    capabilities: AcceleratorCapabilities = world.accelerator.capabilities()
-    validate.matrix("a", a)
-    validate.matrix("b", b)
-    for name, tensor in (("a", a), ("b", b)):
-        validate.on_cpu(name, tensor)
-    dtype = validate.dtype_name("a.dtype", a.dtype, capabilities.dtypes)
-    validate.same_dtype("b.dtype", b, "a", a)
-    wanted = out_dtype or (out.dtype if out is not None else a.dtype)
-    out_name = validate.dtype_name("out_dtype", wanted, capabilities.out_dtypes)
-    if a.shape[1] != b.shape[0]:
-        raise ShapeError(
-            "b",
-            validate.describe(b),
-            f"[K, N] with K = {a.shape[1]}, the number of columns of a",
-            why=f"K differs: a has {a.shape[1]}, b has {b.shape[0]}",
-        )
-    validate.row_major("a", a)
-    b_layout = validate.layout("b", b, capabilities)
-    plan = make_plan(
-        NAME,
-        m=a.shape[0] * world.size,
-        n=b.shape[1],
-        k=a.shape[1],
-        dtype=dtype,
-        out_dtype=out_name,
-        b_layout=b_layout,
-        nodes=world.identity.nodes,
-        ranks_per_node=world.identity.ranks_per_node,
-        accelerator=world.backends.accelerator,
-        capabilities=capabilities,
-        nic=world.backends.nic,
-        verbs=world.backends.verbs,
-        topology=world.topology,
-        chunk=chunk,
-    )
-    shape = (plan.shape.m, plan.shape.n)
-    if out is None:
-        out = torch.empty(shape, dtype=wanted)
-    else:
-        validate.on_cpu("out", out)
-        validate.output("out", out, shape, wanted)
-    return plan, {"a": a, "b": b, "out": out}
+OP = GemmOp("all_gather_gemm", gathers=True)
 
 
 def execute(
@@ -89,7 +34,7 @@ def execute(
 ) -> tuple[LaunchPlan, CallRecord]:
     """One call with its plan and record: what ``mkernel run`` and the benchmarks measure."""
     world = current()
-    plan, tensors = prepare(world, a, b, out, None, chunk)
+    plan, tensors = OP.prepare(world, a, b, out, None, chunk)
     return plan, world.run(plan, tensors, view, trace)
 
 
@@ -153,8 +98,10 @@ def all_gather_gemm(
     Source of the decomposition: the dual-kernel AllGather+GEMM described in docs/architecture.md.
     """
     world = current()
-    plan, tensors = prepare(world, a, b, out, out_dtype, chunk)
+    plan, tensors = OP.prepare(world, a, b, out, out_dtype, chunk)
     if return_gathered:
-        tensors["gathered"] = torch.empty((plan.shape.m, plan.shape.k), dtype=a.dtype)
+        tensors["gathered"] = torch.empty(
+            (plan.gemm.m, plan.gemm.k), dtype=a.dtype, device=a.device
+        )
     world.run(plan, tensors)
     return (tensors["out"], tensors["gathered"]) if return_gathered else tensors["out"]

@@ -50,11 +50,11 @@ def same_dtype(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) 
         )
 
 
-def on_cpu(name: str, tensor: torch.Tensor) -> None:
-    """ArgumentError where a simulated accelerator would be handed another device's memory."""
-    if tensor.device.type != "cpu":
+def on_device(name: str, tensor: torch.Tensor, device: str) -> None:
+    """ArgumentError where a tensor is not in the memory that the accelerator reads."""
+    if tensor.device.type != device:
         raise ArgumentError(
-            f"{name}.device", tensor.device, "cpu", why="this accelerator is simulated on the host"
+            f"{name}.device", tensor.device, device, why="the accelerator reads this memory only"
         )
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from mkernel.plan.model import DTYPE_BYTES, Chunking, DtypeName
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    AttentionShape,
+    Chunking,
+    DtypeName,
+    GemmShape,
+    Shape,
+)
 
 MAX_CHUNKS = 128
 """Chunks a source that the default aims to stay within: each chunk costs a signal."""
@@ -38,6 +45,25 @@ def chunking(rows: int, k: int, dtype: DtypeName, chunk: int | None = None) -> C
         tiles_per_chunk=tiles_per_chunk,
         chunks_per_rank=-(-tiles // tiles_per_chunk),
     )
+
+
+ROW_CHUNKS = 4
+"""Chunks into which a backend that cuts by rows and overlaps cuts one rank's rows by default."""
+
+
+def row_chunk(shape: Shape, world: int, chunk: int | None, *, overlaps: bool) -> int:
+    """Rows (positions, tokens) a chunk for backends that cut by rows; at most one rank's rows.
+
+    Without overlap chunks only cost: the default is then everything at once.
+    """
+    if isinstance(shape, GemmShape):
+        rows = -(-shape.m // world)
+    elif isinstance(shape, AttentionShape):
+        rows = shape.sequence // world
+    else:
+        rows = shape.tokens
+    wanted = chunk or (-(-rows // ROW_CHUNKS) if overlaps else rows)
+    return min(rows, wanted)
 
 
 BLOCKS_PER_DESTINATION = 4

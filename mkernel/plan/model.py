@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -36,12 +36,62 @@ DtypeName = Literal["float16", "bfloat16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
-class GemmShape(Model):
-    """C [m, n] = A [m, k] @ B [k, n], as one rank sees B; ``m`` counts all ranks' rows."""
+OpName = Literal[
+    "all_gather_gemm",
+    "gemm_reduce_scatter",
+    "gemm_all_reduce",
+    "moe_dispatch_gemm",
+    "moe_combine",
+    "ring_attention",
+]
 
+
+class GemmShape(Model):
+    """C [m, n] = A [m, k] @ B [k, n]. AllGather+GEMM: ``m`` counts all ranks' rows, ``n`` is one
+    rank's columns of B. GEMM+ReduceScatter and GEMM+AllReduce: ``k`` is one rank's share of K."""
+
+    kind: Literal["gemm"] = "gemm"
     m: int = Field(ge=1)
     n: int = Field(ge=1)
     k: int = Field(ge=1)
+
+
+class MoeShape(Model):
+    """``tokens`` [tokens, hidden] on each rank go to ``top_k`` of ``experts`` (all ranks together),
+    each with a weight [hidden, features]."""
+
+    kind: Literal["moe"] = "moe"
+    tokens: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    features: int = Field(ge=1)
+    experts: int = Field(ge=1)
+    top_k: int = Field(ge=1)
+
+
+class CombineShape(Model):
+    """Results [rows, features] of experts go home to ``tokens`` on each rank."""
+
+    kind: Literal["combine"] = "combine"
+    tokens: int = Field(ge=1)
+    features: int = Field(ge=1)
+    experts: int = Field(ge=1)
+    top_k: int = Field(ge=1)
+
+
+class AttentionShape(Model):
+    """q [batch, heads, sequence / W, head_dim], k and v with ``kv_heads``; ``sequence`` counts all
+    ranks' positions."""
+
+    kind: Literal["attention"] = "attention"
+    batch: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    sequence: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    causal: bool = False
+
+
+Shape = Annotated[GemmShape | MoeShape | CombineShape | AttentionShape, Field(discriminator="kind")]
 
 
 class Chunking(Model):
@@ -81,8 +131,8 @@ class LaunchPlan(Model):
     """One op, one shape, one world: all decisions. The same object on every rank."""
 
     schema_version: Literal[1] = 1
-    op: Literal["all_gather_gemm"]
-    shape: GemmShape
+    op: OpName
+    shape: Shape
     dtype: DtypeName
     out_dtype: DtypeName
     b_layout: Literal["row", "column"]
@@ -93,7 +143,10 @@ class LaunchPlan(Model):
     verbs: str | None
     placement: tuple[Placement, ...]
     routes: tuple[Route, ...]
-    chunking: Chunking
+    chunking: Chunking | None = Field(description="tiles and chunks; None: not cut in tiles")
+    rows_per_chunk: int | None = Field(
+        None, ge=1, description="rows (positions, tokens) a chunk where backends cut by rows"
+    )
     order: tuple[tuple[int, ...], ...] = Field(
         description="per rank: the ranks whose rows it consumes, first to last (itself first)"
     )
@@ -104,6 +157,13 @@ class LaunchPlan(Model):
     def world_size(self) -> int:
         """Number of ranks: nodes * ranks_per_node."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def gemm(self) -> GemmShape:
+        """The shape of a GEMM op. TypeError for another op's plan."""
+        if not isinstance(self.shape, GemmShape):
+            raise TypeError(f"a plan of {self.op} has no GEMM shape")
+        return self.shape
 
     def route(self, src: int, dst: int) -> Route:
         """The route of the ordered pair. KeyError if ``src == dst`` or out of range."""
@@ -135,13 +195,14 @@ class LaunchPlan(Model):
         pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
         if [(r.src, r.dst) for r in self.routes] != pairs:
             raise ValueError("routes must list every ordered pair of ranks once, in order")
-        if self.shape.m % world:
-            raise ValueError(f"shape.m = {self.shape.m} is not a multiple of {world} ranks")
         for rank, order in enumerate(self.order):
             if sorted(order) != list(range(world)) or order[0] != rank:
                 raise ValueError(
                     f"order[{rank}] = {order} is not a permutation that starts at {rank}"
                 )
+        sharded = self.op in ("all_gather_gemm", "gemm_reduce_scatter")
+        if sharded and self.gemm.m % world:
+            raise ValueError(f"shape.m = {self.gemm.m} is not a multiple of {world} ranks")
         if len(self.order) != world:
             raise ValueError(f"order has {len(self.order)} entries for {world} ranks")
         return self

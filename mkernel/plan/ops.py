@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from typing import cast
 
 from mkernel.errors import UnknownOp
+from mkernel.plan.model import OpName
 
 ALIASES: dict[str, str] = {
     "ag_gemm": "all_gather_gemm",
@@ -19,9 +21,11 @@ OPS: tuple[str, ...] = (
     "moe_dispatch_gemm",
     "ring_attention",
 )
+COMPANIONS: tuple[str, ...] = ("moe_combine",)
+"""Planned and launched like ops, but only after one: ``moe_combine`` takes a dispatch's handle."""
 
 
-def canonical(name: str) -> str:
+def canonical(name: str) -> OpName:
     """The op's canonical name, from it or an alias; ``-`` counts as ``_``, case does not matter.
 
     Raises:
@@ -29,8 +33,8 @@ def canonical(name: str) -> str:
     """
     plain = name.strip().lower().replace("-", "_")
     plain = ALIASES.get(plain, plain)
-    if plain in OPS:
-        return plain
+    if plain in OPS or plain in COMPANIONS:
+        return cast(OpName, plain)
     short = {full: alias for alias, full in ALIASES.items()}
     legal = ", ".join(f"{op} ({short[op]})" if op in short else op for op in OPS)
     close = difflib.get_close_matches(plain, [*OPS, *ALIASES], n=1)

@@ -6,14 +6,16 @@ here, and everything that can be wrong with a call's sizes is found here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
 from typing import TYPE_CHECKING, Literal, get_args
 
-from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError, Unsupported
+from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
 from mkernel.plan import chunking, predict
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, LaunchPlan, Resources
+from mkernel.plan.model import DtypeName, GemmShape, LaunchPlan, OpName, Resources, Shape
 from mkernel.plan.ops import canonical
+from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.topology.cost import MachineConstants, default_constants
 from mkernel.topology.model import Topology
 from mkernel.topology.placement import place
@@ -22,18 +24,13 @@ from mkernel.topology.routing import routes
 if TYPE_CHECKING:
     from mkernel.backends.base import AcceleratorCapabilities
 
-MAX_DIMENSION = 2**31 - 1
-"""Kernels index rows and columns with 32-bit signed integers."""
-
 Layout = Literal["row", "column"]
 
 
-def plan(  # noqa: PLR0913 - everything a plan depends on, by name
+def plan(
     op: str,
+    sizes: Mapping[str, int],
     *,
-    m: int,
-    n: int,
-    k: int,
     dtype: str,
     out_dtype: str | None = None,
     b_layout: str = "row",
@@ -53,17 +50,19 @@ def plan(  # noqa: PLR0913 - everything a plan depends on, by name
 
     Args:
         op: canonical name or alias (``ag_gemm``).
-        m, n, k: C [m, n] = A [m, k] @ B [k, n]; m counts the rows of all ranks, n the columns of
-            the B that one rank holds.
-        dtype: of A and B: ``float16``, ``bfloat16`` or ``float32``.
-        out_dtype: of C. None: ``float32``.
+        sizes: those of the op's shape (:mod:`mkernel.plan.model`): ``m``, ``n``, ``k``; or
+            ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``; or ``batch``, ``heads``,
+            ``kv_heads``, ``sequence``, ``head_dim``, ``causal``.
+        dtype: of the inputs: ``float16``, ``bfloat16`` or ``float32``.
+        out_dtype: of the output. None: ``float32``.
         b_layout: ``row``: B is stored [k, n]; ``column``: [n, k], like an ``nn.Linear`` weight.
         nodes, ranks_per_node: the world; ``topology`` must have these nodes, each with at least
             this many accelerators that ranks may use.
         accelerator, capabilities: the backend's name and what it claims.
         nic, verbs: NIC backend and verbs provider between nodes. In a world of one node both are
             dropped from the plan.
-        chunk: tiles per chunk. None: see :func:`mkernel.plan.chunking.chunking`.
+        chunk: tiles (or rows, see ``capabilities.chunk_unit``) a chunk. None: the default of
+            :func:`mkernel.plan.chunking.chunking` or :func:`mkernel.plan.chunking.row_chunk`.
         compute_blocks, comm_blocks: cores of each kernel. None: all compute cores, and as many
             for communication as :func:`mkernel.plan.chunking.comm_blocks` says.
         constants: of the cost model. None: the shipped ones of the accelerator.
@@ -79,10 +78,8 @@ def plan(  # noqa: PLR0913 - everything a plan depends on, by name
             f"accelerator {accelerator!r} does not provide {name!r}; "
             f"it provides: {', '.join(capabilities.ops) or 'nothing'}"
         )
-    if name != "all_gather_gemm":
-        raise Unsupported(f"the planner cannot plan {name!r} yet; it plans: all_gather_gemm")
     for argument, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
-        _check_integer(ArgumentError, argument, value, MAX_DIMENSION)
+        check_integer(ArgumentError, argument, value, MAX_DIMENSION)
     if len(topology.nodes) != nodes:
         raise ArgumentError(
             "nodes", nodes, f"{len(topology.nodes)}, the topology's number of nodes"
@@ -92,9 +89,10 @@ def plan(  # noqa: PLR0913 - everything a plan depends on, by name
         "out_dtype", out_dtype or "float32", capabilities.out_dtypes, accelerator
     )
     layout = _check_layout(b_layout, capabilities, accelerator)
-    _check_shape(m, n, k, nodes * ranks_per_node, in_dtype, result_dtype, capabilities)
+    world = nodes * ranks_per_node
+    shape = shape_of(name, sizes, world, in_dtype, result_dtype, capabilities)
     if chunk is not None:
-        _check_integer(ArgumentError, "chunk", chunk, MAX_DIMENSION)
+        check_integer(ArgumentError, "chunk", chunk, MAX_DIMENSION)
     resources = Resources(
         compute_blocks=_blocks("compute_blocks", compute_blocks, capabilities.compute_cores),
         comm_blocks=_blocks(
@@ -111,33 +109,42 @@ def plan(  # noqa: PLR0913 - everything a plan depends on, by name
                     argument, given, f"the name of a {what}", why=f"the world has {nodes} nodes"
                 )
     return _plan(
-        GemmShape(m=m, n=n, k=k),
+        name,
+        shape,
         in_dtype,
         result_dtype,
         layout,
         ranks_per_node,
         accelerator,
-        nic if nodes > 1 else None,
-        verbs if nodes > 1 else None,
+        (nic, verbs) if nodes > 1 else (None, None),
         topology,
-        chunk,
+        _Cut(capabilities.chunk_unit, capabilities.overlaps, chunk),
         resources,
         constants if constants is not None else default_constants(accelerator),
     )
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """How the caller and the backend want chunks."""
+
+    unit: Literal["tiles", "rows"]
+    overlaps: bool
+    chunk: int | None
+
+
 @lru_cache(maxsize=256)
 def _plan(
-    shape: GemmShape,
+    op: OpName,
+    shape: Shape,
     dtype: DtypeName,
     out_dtype: DtypeName,
     b_layout: Layout,
     ranks_per_node: int,
     accelerator: str,
-    nic: str | None,
-    verbs: str | None,
+    between: tuple[str | None, str | None],
     topology: Topology,
-    chunk: int | None,
+    cut: _Cut,
     resources: Resources,
     constants: MachineConstants,
 ) -> LaunchPlan:
@@ -145,9 +152,14 @@ def _plan(
     nodes = len(topology.nodes)
     placement = place(topology, ranks_per_node, nics=nodes > 1)
     paths = routes(topology, placement, constants)
-    cut = chunking.chunking(shape.m // len(placement), shape.k, dtype, chunk)
+    tiles, rows = None, None
+    if cut.unit == "rows":
+        rows = chunking.row_chunk(shape, len(placement), cut.chunk, overlaps=cut.overlaps)
+    elif isinstance(shape, GemmShape):
+        own_rows = shape.m if op == "gemm_all_reduce" else shape.m // len(placement)
+        tiles = chunking.chunking(own_rows, shape.k, dtype, cut.chunk)
     return LaunchPlan(
-        op="all_gather_gemm",
+        op=op,
         shape=shape,
         dtype=dtype,
         out_dtype=out_dtype,
@@ -155,29 +167,18 @@ def _plan(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         accelerator=accelerator,
-        nic=nic,
-        verbs=verbs,
+        nic=between[0],
+        verbs=between[1],
         placement=placement,
         routes=paths,
-        chunking=cut,
+        chunking=tiles,
+        rows_per_chunk=rows,
         order=chunking.consumption_order(nodes, ranks_per_node),
         resources=resources,
-        prediction=predict.all_gather_gemm(
-            shape, dtype, out_dtype, placement, paths, cut, resources, constants
+        prediction=predict.predict(
+            op, shape, dtype, out_dtype, placement, paths, tiles, resources, constants
         ),
     )
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """The legal neighbours of a value that must be a positive multiple of ``step``, in words."""
-    below = value // step * step
-    above = below + step
-    return f"{below} or {above}" if below else f"{above}"
-
-
-def _check_integer(error: type[ArgumentError], argument: str, value: object, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise error(argument, repr(value), f"an integer from 1 to {most}")
 
 
 def _check_dtype(
@@ -208,40 +209,8 @@ def _check_layout(value: str, capabilities: AcceleratorCapabilities, accelerator
     return value
 
 
-def _check_shape(
-    m: int,
-    n: int,
-    k: int,
-    world: int,
-    dtype: DtypeName,
-    out_dtype: DtypeName,
-    capabilities: AcceleratorCapabilities,
-) -> None:
-    for argument, value in (("m", m), ("n", n), ("k", k)):
-        _check_integer(ShapeError, argument, value, MAX_DIMENSION)
-    if m % world:
-        raise ShapeError(
-            "m",
-            m,
-            f"a multiple of {world}, the number of ranks; nearest: {nearest_multiples(m, world)}",
-        )
-    # K is a row's length in A, N in C and in row-major B: every row must start aligned. The
-    # narrowest of the dtypes decides for N.
-    alignment = capabilities.alignment_bytes
-    narrow = min(dtype, out_dtype, key=DTYPE_BYTES.__getitem__)
-    for argument, value, of in (("k", k, dtype), ("n", n, narrow)):
-        step = alignment // gcd(alignment, DTYPE_BYTES[of])
-        if value % step:
-            raise ShapeError(
-                argument,
-                value,
-                f"a multiple of {step} ({alignment}-byte alignment of {of} rows); "
-                f"nearest: {nearest_multiples(value, step)}",
-            )
-
-
 def _blocks(argument: str, value: int | None, cores: int, default: int | None = None) -> int:
     if value is None:
         return default or cores
-    _check_integer(ArgumentError, argument, value, cores)
+    check_integer(ArgumentError, argument, value, cores)
     return value

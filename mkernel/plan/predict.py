@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from mkernel.plan.model import (
     DTYPE_BYTES,
     Chunking,
+    CombineShape,
     DtypeName,
     GemmShape,
+    MoeShape,
+    OpName,
     Placement,
     Prediction,
     Resources,
     Route,
+    Shape,
 )
 from mkernel.topology.cost import (
     MachineConstants,
@@ -22,6 +26,76 @@ from mkernel.topology.cost import (
     shared_link_us,
     transfer_us,
 )
+
+
+def predict(
+    op: OpName,
+    shape: Shape,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    placement: Sequence[Placement],
+    routes: Sequence[Route],
+    chunking: Chunking | None,
+    resources: Resources,
+    constants: MachineConstants,
+) -> Prediction:
+    """The prediction of any op: schedule-aware where tiles are planned, else the closed form."""
+    if op == "all_gather_gemm" and isinstance(shape, GemmShape) and chunking is not None:
+        return all_gather_gemm(
+            shape, dtype, out_dtype, placement, routes, chunking, resources, constants
+        )
+    return closed_form(op, shape, dtype, placement, routes, resources, constants)
+
+
+def closed_form(
+    op: OpName,
+    shape: Shape,
+    dtype: DtypeName,
+    placement: Sequence[Placement],
+    routes: Sequence[Route],
+    resources: Resources,
+    constants: MachineConstants,
+) -> Prediction:
+    """T_c = work / rate, T_m = bytes to every peer over the slowest link; s: bytes an element.
+
+    AllGather+GEMM: work 2·M·K·N, M/W·K·s a peer. GEMM+ReduceScatter: 2·M·N·K, M/W·N·s a peer;
+    GEMM+AllReduce: the same twice. MoE: 2·T·k·H·I, T·k/W·H·s a peer (uniform routing), a combine
+    T·k/W·I·s. Ring attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a peer.
+    pipelined = max(T_c, T_m) + launch, the floor; sequential = T_c + T_m + launch.
+    """
+    world = len(placement)
+    size = DTYPE_BYTES[dtype]
+    work = payload = 0.0
+    if isinstance(shape, GemmShape):
+        work = 2.0 * shape.m * shape.n * shape.k
+        if op == "all_gather_gemm":
+            payload = shape.m / world * shape.k * size
+        else:
+            payload = shape.m / world * shape.n * size * (2 if op == "gemm_all_reduce" else 1)
+    elif isinstance(shape, MoeShape):
+        rows = shape.tokens * shape.top_k
+        work = 2.0 * rows * shape.hidden * shape.features
+        payload = rows / world * shape.hidden * size
+    elif isinstance(shape, CombineShape):
+        payload = shape.tokens * shape.top_k / world * shape.features * size
+        work = 2.0 * shape.tokens * shape.top_k * shape.features
+    else:
+        own = shape.sequence / world
+        work = 4.0 * shape.batch * shape.heads * own * shape.sequence * shape.head_dim
+        work /= 2 if shape.causal else 1
+        payload = 2.0 * shape.batch * shape.kv_heads * own * shape.head_dim * size
+    rate = constants.tflops_per_core(dtype) * resources.compute_blocks * 1e6  # flop a microsecond
+    compute = work / rate
+    comm = 0.0
+    if world > 1:
+        comm = max(_link_times(payload, placement, routes, resources, constants))
+    return Prediction(
+        compute_us=compute,
+        comm_us=comm,
+        sequential_us=compute + comm + constants.launch_us,
+        pipelined_us=max(compute, comm) + constants.launch_us,
+        constants=constants.name,
+    )
 
 
 def all_gather_gemm(
@@ -90,7 +164,7 @@ def all_gather_gemm(
 
 
 def _link_times(
-    shard: int,
+    shard: float,
     placement: Sequence[Placement],
     routes: Sequence[Route],
     resources: Resources,

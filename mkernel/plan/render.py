@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import GemmShape, LaunchPlan
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
 
 _Device = TypeVar("_Device", Accelerator, Nic)
@@ -45,17 +45,18 @@ def topology(world: Topology) -> RenderableType:
 
 def plan(made: LaunchPlan) -> RenderableType:
     """What was decided, one decision a line. Times are predictions and say so."""
-    shape, cut, times = made.shape, made.chunking, made.prediction
+    cut, times = made.chunking, made.prediction
     kinds = Counter(route.kind for route in made.routes)
     between = f", {made.nic} over {made.verbs} verbs between nodes" if made.nic else ""
     rows = {
-        "plan": f"{made.op} · M {shape.m} x N {shape.n} x K {shape.k} · "
-        f"{made.dtype} → {made.out_dtype}",
+        "plan": f"{made.op} · {_sizes(made)} · {made.dtype} → {made.out_dtype}",
         "world": f"{made.nodes} nodes x {made.ranks_per_node} ranks on {made.accelerator}{between}",
         "ranks": _shorten([_rank(made, node) for node in range(made.nodes)], 4, "nodes"),
         "routes": ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed",
         "chunks": f"{cut.chunks_per_rank} a rank of {cut.tiles_per_chunk} tiles "
-        f"({cut.tile_m} x {cut.tile_k}); output tiles {cut.tile_m} x {cut.tile_n}",
+        f"({cut.tile_m} x {cut.tile_k}); output tiles {cut.tile_m} x {cut.tile_n}"
+        if cut
+        else f"of {made.rows_per_chunk} rows",
         "blocks": f"{made.resources.compute_blocks} compute, "
         f"{made.resources.comm_blocks} communication",
         "predicted": f"pipelined {times.pipelined_us:.0f} us, sequential "
@@ -69,6 +70,14 @@ def plan(made: LaunchPlan) -> RenderableType:
     for name, value in rows.items():
         grid.add_row(name, Text(value))
     return grid
+
+
+def _sizes(made: LaunchPlan) -> str:
+    """``M 2048 x N 1024 x K 2048``, or the named sizes of ops that are no GEMM."""
+    if isinstance(made.shape, GemmShape):
+        return f"M {made.shape.m} x N {made.shape.n} x K {made.shape.k}"
+    sizes = made.shape.model_dump(exclude={"kind"})
+    return ", ".join(f"{name} {value}" for name, value in sizes.items())
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -57,12 +57,14 @@ def _native() -> Any:
 def _geometry(plan: LaunchPlan) -> _ascend.AgGemmGeometry:
     if plan.op != "all_gather_gemm":
         raise Unsupported(f"accelerator 'ascend' does not run {plan.op}")
-    chunking = plan.chunking
+    shape, chunking = plan.gemm, plan.chunking
+    if chunking is None:
+        raise Unsupported("accelerator 'ascend' runs plans that are cut in tiles; this one is not")
     geometry: _ascend.AgGemmGeometry = _native().AgGemmGeometry(
         world=plan.world_size,
-        m_local=plan.shape.m // plan.world_size,
-        n=plan.shape.n,
-        k=plan.shape.k,
+        m_local=shape.m // plan.world_size,
+        n=shape.n,
+        k=shape.k,
         dtype=plan.dtype,
         tile_m=chunking.tile_m,
         tile_n=chunking.tile_n,
@@ -73,7 +75,7 @@ def _geometry(plan: LaunchPlan) -> _ascend.AgGemmGeometry:
     if geometry.chunks != chunking.chunks_per_rank:
         raise ValueError(
             f"plan.chunking.chunks_per_rank = {chunking.chunks_per_rank}, but {chunking} cuts "
-            f"{plan.shape.m // plan.world_size} x {plan.shape.k} rows into {geometry.chunks} chunks"
+            f"{shape.m // plan.world_size} x {shape.k} rows into {geometry.chunks} chunks"
         )
     return geometry
 
@@ -241,7 +243,8 @@ class AscendAccelerator(AcceleratorBackend):
                 f"plan.resources asks for {cores.compute_blocks} compute and {cores.comm_blocks} "
                 f"comm blocks; the chip has {COMPUTE_CORES} AIC and {COMM_CORES} AIV cores"
             )
-        m_local, n, k = plan.shape.m // plan.world_size, plan.shape.n, plan.shape.k
+        shape = plan.gemm
+        m_local, n, k = shape.m // plan.world_size, shape.n, shape.k
         native.set_slots(self._slots or max(1, len(os.sched_getaffinity(0)) // plan.world_size))
         peers = [(0, 0)] * plan.world_size
         peers[call.rank] = (call.pad, call.workspace)
@@ -252,7 +255,7 @@ class AscendAccelerator(AcceleratorBackend):
             rank=call.rank,
             a=_matrix(call, "a", (m_local, k), plan.dtype),
             b=_matrix(call, "b", (k, n), plan.dtype, column_major=plan.b_layout == "column"),
-            out=_matrix(call, "out", (plan.shape.m, n), plan.out_dtype),
+            out=_matrix(call, "out", (shape.m, n), plan.out_dtype),
             out_dtype=plan.out_dtype,
             epoch=call.epoch,
             number=call.number & 0xFFFFFFFF,

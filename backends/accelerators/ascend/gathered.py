@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def unpack_gathered(call: Call, geometry: _ascend.AgGemmGeometry) -> None:
     """Fill ``call.tensors["gathered"]`` [M, K]: own rows from ``a``, others from their slots."""
     whole, own = call.tensors["gathered"], call.tensors["a"]
-    rows = len(own)
+    rows, cut = len(own), call.plan.chunking
+    assert cut is not None, "the launch checked it"
     for source in range(call.plan.world_size):
         part = whole[source * rows : (source + 1) * rows]
         if source == call.rank:
             part.copy_(own)
         else:
-            cut = call.plan.chunking
             offset = geometry.slot_offset(call.epoch & 1, source)
             _unpack_slot(part, call.workspace + offset, cut.tile_m, cut.tile_k)
 

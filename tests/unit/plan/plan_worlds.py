@@ -49,4 +49,5 @@ def make(nodes: int = 2, ranks_per_node: int = 2, **options: Any) -> LaunchPlan:
     arguments.update(options)
     if "topology" not in arguments:
         arguments["topology"] = world(max(nodes, 1), max(ranks_per_node, 1))
-    return plan(arguments.pop("op"), **arguments)
+    sizes = {name: arguments.pop(name) for name in ("m", "n", "k")}
+    return plan(arguments.pop("op"), sizes, **arguments)

@@ -17,7 +17,7 @@ from mkernel.errors import (
     Unsupported,
 )
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.planner import nearest_multiples
+from mkernel.plan.shapes import nearest_multiples
 from mkernel.topology.cost import default_constants
 from mkernel.topology.model import Topology
 

@@ -1,0 +1,38 @@
+"""What every op does between checking its arguments and launching: plan for the current world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from mkernel.plan.model import DtypeName, LaunchPlan
+from mkernel.plan.planner import plan
+from mkernel.world import World
+
+
+def plan_for(
+    world: World,
+    op: str,
+    sizes: Mapping[str, int],
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    *,
+    b_layout: Literal["row", "column"] = "row",
+    chunk: int | None = None,
+) -> LaunchPlan:
+    """The plan of one call in a world. Raises what :func:`mkernel.plan.planner.plan` raises."""
+    return plan(
+        op,
+        sizes,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        b_layout=b_layout,
+        nodes=world.identity.nodes,
+        ranks_per_node=world.identity.ranks_per_node,
+        accelerator=world.backends.accelerator,
+        capabilities=world.accelerator.capabilities(),
+        nic=world.backends.nic,
+        verbs=world.backends.verbs,
+        topology=world.topology,
+        chunk=chunk,
+    )

@@ -1,0 +1,71 @@
+"""What the three GEMM ops share: the checks of a and b, the plan, the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mkernel.errors import ShapeError
+from mkernel.ops import validate
+from mkernel.ops.common import plan_for
+from mkernel.plan.model import LaunchPlan
+from mkernel.world import World
+
+
+@dataclass(frozen=True)
+class GemmOp:
+    """One of the GEMM ops: how the planned M and the output's rows follow from a's rows.
+
+    ``gathers``: M counts all ranks' rows of a. ``scatters``: each rank keeps M/W rows of C.
+    """
+
+    name: str
+    gathers: bool = False
+    scatters: bool = False
+
+    def prepare(
+        self,
+        world: World,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+        chunk: int | None,
+    ) -> tuple[LaunchPlan, dict[str, torch.Tensor]]:
+        """Check the arguments, plan, and allocate the output where none was given."""
+        capabilities = world.accelerator.capabilities()
+        validate.matrix("a", a)
+        validate.matrix("b", b)
+        validate.on_device("a", a, world.accelerator.device)
+        validate.on_device("b", b, world.accelerator.device)
+        dtype = validate.dtype_name("a.dtype", a.dtype, capabilities.dtypes)
+        validate.same_dtype("b.dtype", b, "a", a)
+        wanted = out_dtype or (out.dtype if out is not None else a.dtype)
+        out_name = validate.dtype_name("out_dtype", wanted, capabilities.out_dtypes)
+        if a.shape[1] != b.shape[0]:
+            raise ShapeError(
+                "b",
+                validate.describe(b),
+                f"[K, N] with K = {a.shape[1]}, the number of columns of a",
+                why=f"K differs: a has {a.shape[1]}, b has {b.shape[0]}",
+            )
+        validate.row_major("a", a)
+        b_layout = validate.layout("b", b, capabilities)
+        rows = a.shape[0] * (world.size if self.gathers else 1)
+        plan = plan_for(
+            world,
+            self.name,
+            {"m": rows, "n": b.shape[1], "k": a.shape[1]},
+            dtype,
+            out_name,
+            b_layout=b_layout,
+            chunk=chunk,
+        )
+        shape = (rows // world.size if self.scatters else rows, b.shape[1])
+        if out is None:
+            out = torch.empty(shape, dtype=wanted, device=a.device)
+        else:
+            validate.on_device("out", out, world.accelerator.device)
+            validate.output("out", out, shape, wanted)
+        return plan, {"a": a, "b": b, "out": out}

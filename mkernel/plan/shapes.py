@@ -1,0 +1,185 @@
+"""What sizes each op takes, and which of them are legal in a world on a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from mkernel.errors import ArgumentError, ShapeError
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    AttentionShape,
+    CombineShape,
+    DtypeName,
+    GemmShape,
+    MoeShape,
+    Shape,
+)
+
+if TYPE_CHECKING:
+    from mkernel.backends.base import AcceleratorCapabilities
+
+MAX_DIMENSION = 2**31 - 1
+"""Kernels index rows and columns with 32-bit signed integers."""
+
+SHAPES: dict[str, type[GemmShape | MoeShape | CombineShape | AttentionShape]] = {
+    "all_gather_gemm": GemmShape,
+    "gemm_reduce_scatter": GemmShape,
+    "gemm_all_reduce": GemmShape,
+    "moe_dispatch_gemm": MoeShape,
+    "moe_combine": CombineShape,
+    "ring_attention": AttentionShape,
+}
+
+
+DEFAULT_SIZES: dict[str, dict[str, int]] = {
+    "all_gather_gemm": {"m": 2048, "n": 1024, "k": 2048},
+    "gemm_reduce_scatter": {"m": 2048, "n": 1024, "k": 512},
+    "gemm_all_reduce": {"m": 2048, "n": 1024, "k": 512},
+    "moe_dispatch_gemm": {
+        "tokens": 512,
+        "hidden": 512,
+        "features": 256,
+        "experts": 24,
+        "top_k": 4,
+    },
+    "moe_combine": {"tokens": 512, "features": 256, "experts": 24, "top_k": 4},
+    "ring_attention": {"batch": 1, "heads": 8, "kv_heads": 2, "sequence": 1536, "head_dim": 64},
+}
+"""What the command line runs where it is not told otherwise: seconds on a laptop."""
+
+
+def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str, int]:
+    """The op's sizes: those given, else the defaults. ArgumentError: a size of another op."""
+    names = size_names(op)
+    for name, value in given.items():
+        if value is not None and value is not False and name not in names:
+            option = "--" + name.replace("_", "-")
+            raise ArgumentError(option, value, f"{op} takes {', '.join(names)}")
+    chosen = {n: v for n, v in given.items() if n in names and v is not None}
+    return {**DEFAULT_SIZES[op], **chosen}
+
+
+def size_names(op: str) -> tuple[str, ...]:
+    """The sizes that an op's plan takes, by name."""
+    return tuple(name for name in SHAPES[op].model_fields if name != "kind")
+
+
+def shape_of(
+    op: str,
+    sizes: Mapping[str, Any],
+    world: int,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    capabilities: AcceleratorCapabilities,
+) -> Shape:
+    """The checked shape of an op. ArgumentError, ShapeError: name, value, what is legal."""
+    names = size_names(op)
+    for name, value in sizes.items():
+        if name not in names:
+            raise ArgumentError(name, value, f"{op} takes {', '.join(names)}")
+    for name, field in SHAPES[op].model_fields.items():
+        if name == "kind":
+            continue
+        if name not in sizes and field.is_required():
+            raise ArgumentError(name, "missing", f"{op} takes {', '.join(names)}")
+        if name in sizes and field.annotation is int:
+            check_integer(ShapeError, name, sizes[name], MAX_DIMENSION)
+    try:
+        shape = SHAPES[op](**sizes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or op
+        raise ShapeError(name, first.get("input"), first["msg"]) from None
+    if isinstance(shape, GemmShape):
+        _check_gemm(op, shape, world, dtype, out_dtype, capabilities)
+    elif isinstance(shape, AttentionShape):
+        _check_attention(shape, world, dtype, capabilities)
+    else:
+        _check_experts(shape, world, dtype, out_dtype, capabilities)
+    return shape
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """The legal neighbours of a value that must be a positive multiple of ``step``, in words."""
+    below = value // step * step
+    above = below + step
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def check_integer(error: type[ArgumentError], argument: str, value: object, most: int) -> None:
+    """Raise ``error`` where a value is no integer from 1 to ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise error(argument, repr(value), f"an integer from 1 to {most}")
+
+
+def _check_multiple(argument: str, value: int, step: int, of: str) -> None:
+    if value % step:
+        raise ShapeError(
+            argument,
+            value,
+            f"a multiple of {step}, {of}; nearest: {nearest_multiples(value, step)}",
+        )
+
+
+def _check_aligned(
+    argument: str, value: int, dtype: DtypeName, capabilities: AcceleratorCapabilities
+) -> None:
+    alignment = capabilities.alignment_bytes
+    step = alignment // gcd(alignment, DTYPE_BYTES[dtype])
+    if value % step:
+        raise ShapeError(
+            argument,
+            value,
+            f"a multiple of {step} ({alignment}-byte alignment of {dtype} rows); "
+            f"nearest: {nearest_multiples(value, step)}",
+        )
+
+
+def _narrow(dtype: DtypeName, out_dtype: DtypeName) -> DtypeName:
+    return min(dtype, out_dtype, key=DTYPE_BYTES.__getitem__)
+
+
+def _check_gemm(
+    op: str,
+    shape: GemmShape,
+    world: int,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    capabilities: AcceleratorCapabilities,
+) -> None:
+    if op != "gemm_all_reduce":  # the others cut M over the ranks
+        _check_multiple("m", shape.m, world, "the number of ranks")
+    # K is a row's length in A, N in C and in row-major B: every row must start aligned. The
+    # narrowest of the dtypes decides for N.
+    _check_aligned("k", shape.k, dtype, capabilities)
+    _check_aligned("n", shape.n, _narrow(dtype, out_dtype), capabilities)
+
+
+def _check_experts(
+    shape: MoeShape | CombineShape,
+    world: int,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    capabilities: AcceleratorCapabilities,
+) -> None:
+    _check_multiple("experts", shape.experts, world, "the number of ranks")
+    if shape.top_k > shape.experts:
+        raise ShapeError("top_k", shape.top_k, f"at most {shape.experts}, the number of experts")
+    _check_aligned("features", shape.features, _narrow(dtype, out_dtype), capabilities)
+    if isinstance(shape, MoeShape):
+        _check_aligned("hidden", shape.hidden, dtype, capabilities)
+
+
+def _check_attention(
+    shape: AttentionShape, world: int, dtype: DtypeName, capabilities: AcceleratorCapabilities
+) -> None:
+    parts, of = world, "the number of ranks"
+    if shape.causal:
+        parts, of = 2 * world, "twice the number of ranks (each holds two zigzag pieces)"
+    _check_multiple("sequence", shape.sequence, parts, of)
+    _check_multiple("heads", shape.heads, shape.kv_heads, "kv_heads")
+    _check_aligned("head_dim", shape.head_dim, dtype, capabilities)
