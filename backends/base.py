@@ -60,7 +60,8 @@ class AcceleratorCapabilities(Model):
     chunk_invariant: bool = True
     """Whether results are bit-identical for every chunk size."""
     process_group: bool = False
-    """Whether calls need a torch.distributed group (``Call.group``)."""
+    """Whether calls need a torch.distributed group (``Call.group``). All traffic goes through it,
+    between nodes too; no NIC session is opened."""
 
 
 class NicCapabilities(Model):
@@ -223,6 +224,8 @@ class AcceleratorBackend(ABC):
     name: ClassVar[str]
     device: str = "cpu"
     """torch's name of the device type whose tensors the ops take."""
+    collectives: str = "gloo"
+    """torch.distributed backend, where the capabilities ask for a process group."""
 
     @abstractmethod
     def status(self) -> Status:

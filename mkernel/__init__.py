@@ -19,6 +19,10 @@ from mkernel.current import current as world
 from mkernel.current import finalize, init, is_initialized
 from mkernel.launch import launch
 from mkernel.ops.all_gather_gemm import all_gather_gemm
+from mkernel.ops.gemm_all_reduce import gemm_all_reduce
+from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
+from mkernel.ops.moe import MoeDispatch, MoeHandle, moe_combine, moe_dispatch_gemm
+from mkernel.ops.ring_attention import ring_attention, zigzag_positions
 from mkernel.plan.model import LaunchPlan
 from mkernel.settings import Settings
 from mkernel.world import World
@@ -27,6 +31,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LaunchPlan",
+    "MoeDispatch",
+    "MoeHandle",
     "Settings",
     "World",
     "__version__",
@@ -34,9 +40,15 @@ __all__ = [
     "capabilities",
     "errors",
     "finalize",
+    "gemm_all_reduce",
+    "gemm_reduce_scatter",
     "init",
     "is_initialized",
     "launch",
+    "moe_combine",
+    "moe_dispatch_gemm",
     "plan",
+    "ring_attention",
     "world",
+    "zigzag_positions",
 ]

@@ -13,10 +13,11 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from mkernel import machine, symmetric
 from mkernel.backends import registry
@@ -66,10 +67,12 @@ class _PlanState:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A finished call: wall seconds by kernel, and the trace where one was asked for."""
+    """A finished call: wall seconds by kernel, the trace where one was asked for, and outputs whose
+    sizes only the call found out."""
 
     times: LaunchTimes
     trace: bytes | None
+    results: Mapping[str, Any]
 
 
 @dataclass
@@ -108,6 +111,8 @@ class World:
         self._signals = 0
         self._plans: dict[str, _PlanState] = {}
         self._session: NicSession | None = None
+        self._group: torch.distributed.ProcessGroup | None = None
+        self._store = stores[0]
         self._undo = contextlib.ExitStack()
         secret = settings.job_secret.get_secret_value().encode()
         self._bootstrap = Bootstrap(stores[0], secret)
@@ -145,6 +150,7 @@ class World:
                 raise PlanMismatch((rank, other), found[0], (found[1], found[2]))
         peers = {r: Peer(r, h["host"], h["pid"]) for r, h in hellos.items()}
         self._check_hosts(peers)
+        self._one_host = len({peer.host for peer in peers.values()}) == 1
         self._watchdog = Watchdog(
             self._alarm,
             rank,
@@ -159,7 +165,9 @@ class World:
         self.accelerator = machine.usable_accelerator(self.backends.accelerator)
         self.topology = self._gather_topology(peers)
         self._open_pad()
-        if self.backends.nic is not None and self.backends.verbs is not None:
+        if self.accelerator.capabilities().process_group:
+            self._group = self._open_group()
+        elif self.backends.nic is not None and self.backends.verbs is not None:
             self._open_nic(self.backends.nic, self.backends.verbs)
 
     def _check_hosts(self, peers: Mapping[int, Peer]) -> None:
@@ -226,6 +234,36 @@ class World:
         self._session = session
         self.barrier()  # nobody puts before every queue pair is ready to receive
 
+    def _open_group(self) -> torch.distributed.ProcessGroup:
+        """The user's torch.distributed world where there is one, else one of our own.
+
+        Backends that ask for it leave all traffic to torch.distributed, between nodes too.
+        """
+        wait = timedelta(seconds=self.settings.timeout_s)
+        if torch.distributed.is_initialized():
+            size = torch.distributed.get_world_size()
+            if size != self.size:
+                raise ArgumentError(
+                    "WORLD_SIZE", self.size, f"{size}, the size of the torch.distributed world"
+                )
+            made: torch.distributed.ProcessGroup = torch.distributed.new_group(
+                backend=self.accelerator.collectives, timeout=wait
+            )
+            return made
+        if self._one_host:  # no look-up of the host's name, which needs not resolve
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.distributed.init_process_group(
+            self.accelerator.collectives,
+            store=PrefixStore("group", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=wait,
+        )
+        self._undo.callback(torch.distributed.destroy_process_group)
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        return group
+
     def _allocate(
         self, nbytes: int, prepare: Callable[[int], None] = lambda at: None
     ) -> symmetric.SymmetricBuffer:
@@ -271,6 +309,8 @@ class World:
         self,
         plan: LaunchPlan,
         tensors: Mapping[str, torch.Tensor],
+        *,
+        options: Mapping[str, Any] | None = None,
         view: View = "pipelined",
         trace: bool = False,
     ) -> CallRecord:
@@ -304,6 +344,8 @@ class World:
                 timeout_s=self.settings.timeout_s,
                 view=view,
                 trace=trace,
+                options=options or {},
+                group=self._group,
             )
         )
         try:
@@ -316,7 +358,7 @@ class World:
         code, who = _runtime.pad_outcome(self._pad.local.address)
         if code != _runtime.AbortCode.none or not self._may_reuse():
             raise self._failure(code, who)
-        return CallRecord(launch.times(), launch.trace())
+        return CallRecord(launch.times(), launch.trace(), launch.results())
 
     def _may_reuse(self) -> bool:
         """Whether the memory that the call's puts read from may be written again.

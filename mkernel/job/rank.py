@@ -61,12 +61,12 @@ def run(spec: JobSpec) -> RankResult:
         out.fill_(float("nan"))
         world.barrier()
         start = time.perf_counter()
-        plan, record = all_gather_gemm.execute(a, b, out, view=view, trace=trace, chunk=spec.chunk)
+        done = all_gather_gemm.OP.call(a, b, out=out, chunk=spec.chunk, view=view, trace=trace)
         elapsed = time.perf_counter() - start
-        result.digest = plan.digest()
-        result.trace = record.trace or result.trace
+        result.digest = done.plan.digest()
+        result.trace = done.record.trace or result.trace
         if view == "sequential":
-            result.comm_seconds.append(record.times.seconds.get("comm", 0.0))
+            result.comm_seconds.append(done.record.times.seconds.get("comm", 0.0))
         if world.rank == 0:
             report(view)
         return elapsed

@@ -14,28 +14,9 @@ from typing import Literal, overload
 
 import torch
 
-from mkernel.backends.base import View
-from mkernel.current import current
 from mkernel.ops.gemm import GemmOp
-from mkernel.plan.model import LaunchPlan
-from mkernel.world import CallRecord
 
 OP = GemmOp("all_gather_gemm", gathers=True)
-
-
-def execute(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    view: View = "pipelined",
-    trace: bool = False,
-    chunk: int | None = None,
-) -> tuple[LaunchPlan, CallRecord]:
-    """One call with its plan and record: what ``mkernel run`` and the benchmarks measure."""
-    world = current()
-    plan, tensors = OP.prepare(world, a, b, out, None, chunk)
-    return plan, world.run(plan, tensors, view, trace)
 
 
 @overload
@@ -97,11 +78,7 @@ def all_gather_gemm(
 
     Source of the decomposition: the dual-kernel AllGather+GEMM described in docs/architecture.md.
     """
-    world = current()
-    plan, tensors = OP.prepare(world, a, b, out, out_dtype, chunk)
-    if return_gathered:
-        tensors["gathered"] = torch.empty(
-            (plan.gemm.m, plan.gemm.k), dtype=a.dtype, device=a.device
-        )
-    world.run(plan, tensors)
-    return (tensors["out"], tensors["gathered"]) if return_gathered else tensors["out"]
+    done = OP.call(
+        a, b, out=out, out_dtype=out_dtype, chunk=chunk, gathered=return_gathered
+    ).outputs
+    return (done["out"], done["gathered"]) if return_gathered else done["out"]

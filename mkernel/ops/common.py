@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.plan.planner import plan
-from mkernel.world import World
+from mkernel.world import CallRecord, World
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished call: its plan, its record (times, trace), its outputs by name."""
+
+    plan: LaunchPlan
+    record: CallRecord
+    outputs: Mapping[str, Any]
 
 
 def plan_for(

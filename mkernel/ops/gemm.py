@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from mkernel.backends.base import View
+from mkernel.current import current
 from mkernel.errors import ShapeError
 from mkernel.ops import validate
-from mkernel.ops.common import plan_for
+from mkernel.ops.common import Done, plan_for
 from mkernel.plan.model import LaunchPlan
 from mkernel.world import World
 
@@ -69,3 +71,29 @@ class GemmOp:
             validate.on_device("out", out, world.accelerator.device)
             validate.output("out", out, shape, wanted)
         return plan, {"a": a, "b": b, "out": out}
+
+    def call(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        chunk: int | None = None,
+        gathered: bool = False,
+        view: View = "pipelined",
+        trace: bool = False,
+    ) -> Done:
+        """One call in the current world, to its end. Outputs: ``out``, and ``gathered`` if asked.
+
+        The public op is this with the default view and no trace.
+        """
+        world = current()
+        plan, tensors = self.prepare(world, a, b, out, out_dtype, chunk)
+        names = ["out"]
+        if gathered:
+            whole = (plan.gemm.m, plan.gemm.k)
+            tensors["gathered"] = torch.empty(whole, dtype=a.dtype, device=a.device)
+            names.append("gathered")
+        record = world.run(plan, tensors, view=view, trace=trace)
+        return Done(plan, record, {name: tensors[name] for name in names})

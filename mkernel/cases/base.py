@@ -1,0 +1,126 @@
+"""What every case provides, and how a result is compared with the truth.
+
+Tolerances are relative Frobenius errors (one rounding to bfloat16 gives 1.7e-3; partial sums kept
+in bfloat16 give 2.4e-3, and more with atomics). A NaN or infinity must stand exactly where the
+reference has one; the error is taken over the rest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from mkernel.backends.base import View
+from mkernel.plan.model import DtypeName, LaunchPlan
+from mkernel.world import CallRecord
+
+TOLERANCE: dict[DtypeName, float] = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
+POISON = float("nan")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One finished call: the outputs to be judged (by name), the plan, times and trace."""
+
+    outputs: Mapping[str, torch.Tensor]
+    plan: LaunchPlan
+    record: CallRecord
+
+
+@dataclass(frozen=True)
+class Case(ABC):
+    """One op with fixed sizes; picklable, the same object on every rank.
+
+    Attributes:
+        sizes: the plan's sizes of the op (``mkernel.plan.shapes.size_names``).
+        dtype, out_dtype: of inputs and output. layout: of the weight, where the op has one.
+        chunk: rows or tiles a chunk; None: the planner's choice. seed: of the random data.
+        options: what only some ops have (``replicate_b``, ``routing``, ``scale``, …).
+    """
+
+    op: ClassVar[str]
+
+    sizes: Mapping[str, int]
+    dtype: DtypeName
+    out_dtype: DtypeName
+    layout: str = "row"
+    chunk: int | None = None
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @abstractmethod
+    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """The tensors that ``rank`` passes in an iteration: fresh in each, and any rank can make
+        any rank's (the references need all)."""
+
+    @abstractmethod
+    def run(
+        self, tensors: Mapping[str, torch.Tensor], *, view: View = "pipelined", trace: bool = False
+    ) -> Outcome:
+        """Call the op in the current world. Collective. Outputs that the case allocates are
+        poisoned before the call."""
+
+    @abstractmethod
+    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """The outputs that ``rank`` must get, in float64 (integers exact), from the same inputs."""
+
+    def tolerances(self) -> dict[str, float]:
+        """Largest relative Frobenius error by output; an output that is missing here must be
+        equal."""
+        return {"out": TOLERANCE[self.out_dtype]}
+
+    def errors(
+        self, outcome: Outcome, rank: int, world_size: int, iteration: int
+    ) -> dict[str, float]:
+        """Relative Frobenius error by output: infinite where shapes or non-finite values differ,
+        and where an output that must be equal is not."""
+        found = {}
+        tolerances = self.tolerances()
+        for name, wanted in self.reference(rank, world_size, iteration).items():
+            got = outcome.outputs[name]
+            if name in tolerances:
+                found[name] = compare(got, wanted)
+            else:
+                found[name] = 0.0 if torch.equal(got, wanted.to(got.dtype)) else float("inf")
+        return found
+
+    def passed(self, errors: Mapping[str, float]) -> bool:
+        """Whether every error is within its tolerance (a NaN error is not)."""
+        tolerances = self.tolerances()
+        return all(error <= tolerances.get(name, 0.0) for name, error in errors.items())
+
+    def with_(self, **changes: Any) -> Case:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def generator(self, iteration: int, which: int, part: int) -> torch.Generator:
+        """Random numbers that depend on (seed, iteration, which tensor, which rank) alone."""
+        seed = np.random.SeedSequence((self.seed, iteration, which, part + 1))
+        return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
+
+    def normal(self, iteration: int, which: int, part: int, *shape: int) -> torch.Tensor:
+        """Standard normal data in the case's dtype."""
+        data = torch.randn(shape, generator=self.generator(iteration, which, part))
+        return data.to(getattr(torch, self.dtype))
+
+
+def compare(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """Relative Frobenius error; infinite where shapes or the places of NaN and infinity differ."""
+    if result.shape != reference.shape:
+        return float("inf")
+    wide = result.to(torch.float64)
+    finite = torch.isfinite(reference)
+    odd = ~finite
+    if not torch.equal(torch.isfinite(wide), finite) or not torch.equal(
+        torch.nan_to_num(wide[odd], nan=1.0, posinf=2.0, neginf=3.0),
+        torch.nan_to_num(reference[odd], nan=1.0, posinf=2.0, neginf=3.0),
+    ):
+        return float("inf")
+    gap = float(torch.linalg.vector_norm((wide - reference)[finite]))
+    norm = float(torch.linalg.vector_norm(reference[finite]))
+    return gap / norm if norm else gap

@@ -1,0 +1,121 @@
+"""Cases of the three GEMM ops. Option ``replicate_b`` (AllGather only, default True): every rank uses
+the same B, else its own columns. Option ``tensors``: the user's own whole ``a`` and ``b`` instead of
+random data; A is then cut by rows (AllGather) or K (the others), B by columns or K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from mkernel.backends.base import View
+from mkernel.cases.base import POISON, Case, Outcome
+from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from mkernel.ops.gemm import GemmOp
+
+_A, _B = 0, 1
+_EVERY_RANK = -1
+
+
+class GemmCase(Case):
+    """What the three have in common."""
+
+    gemm: ClassVar[GemmOp]
+
+    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """a and b of ``rank``."""
+        b = self._b(rank, world_size, iteration)
+        if self.layout == "column":
+            b = b.t().contiguous().t()
+        return {"a": self._a(rank, world_size, iteration), "b": b}
+
+    def run(
+        self, tensors: Mapping[str, torch.Tensor], *, view: View = "pipelined", trace: bool = False
+    ) -> Outcome:
+        """Call the op into a poisoned output."""
+        out = self._output(tensors)
+        done = self.gemm.call(
+            tensors["a"], tensors["b"], out=out, chunk=self.chunk, view=view, trace=trace
+        )
+        return Outcome(done.outputs, done.plan, done.record)
+
+    def _output(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        from mkernel.current import current
+
+        size, rows = current().size, tensors["a"].shape[0]
+        rows = rows * size if self.gemm.gathers else rows
+        rows = rows // size if self.gemm.scatters else rows
+        a = tensors["a"]
+        shape = (rows, tensors["b"].shape[1])
+        return torch.full(shape, POISON, dtype=getattr(torch, self.out_dtype), device=a.device)
+
+    def _a(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+        rows = self.sizes["m"] // (world_size if self.gemm.gathers else 1)
+        given = self.options.get("tensors")
+        if given is None:
+            return self.normal(iteration, _A, rank, rows, self.sizes["k"])
+        whole: torch.Tensor = given["a"]
+        if self.gemm.gathers:
+            return whole[rank * rows : (rank + 1) * rows]
+        k = self.sizes["k"]
+        return whole[:, rank * k : (rank + 1) * k].contiguous()
+
+    def _b(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+        n, k = self.sizes["n"], self.sizes["k"]
+        shared = self.gemm.gathers and self.options.get("replicate_b", True)
+        given = self.options.get("tensors")
+        if given is None:
+            return self.normal(iteration, _B, _EVERY_RANK if shared else rank, k, n)
+        whole: torch.Tensor = given["b"]
+        if not self.gemm.gathers:
+            return whole[rank * k : (rank + 1) * k]
+        return whole if shared else whole[:, rank * n : (rank + 1) * n].contiguous()
+
+
+class AllGatherGemmCase(GemmCase):
+    """C = concat(a) @ b."""
+
+    op = "all_gather_gemm"
+    gemm = all_gather_gemm.OP
+
+    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """C [M, N]."""
+        b = self._b(rank, world_size, iteration).double()
+        parts = [
+            self._a(source, world_size, iteration).double() @ b for source in range(world_size)
+        ]
+        return {"out": torch.cat(parts)}
+
+
+class _SumCase(GemmCase):
+    def _sum(self, world_size: int, iteration: int) -> torch.Tensor:
+        total = torch.zeros(self.sizes["m"], self.sizes["n"], dtype=torch.float64)
+        for source in range(world_size):
+            a = self._a(source, world_size, iteration).double()
+            total += a @ self._b(source, world_size, iteration).double()
+        return total
+
+
+class GemmReduceScatterCase(_SumCase):
+    """Rows of sum(a @ b)."""
+
+    op = "gemm_reduce_scatter"
+    gemm = gemm_reduce_scatter.OP
+
+    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """C [M/W, N]."""
+        rows = self.sizes["m"] // world_size
+        return {"out": self._sum(world_size, iteration)[rank * rows : (rank + 1) * rows]}
+
+
+class GemmAllReduceCase(_SumCase):
+    """sum(a @ b)."""
+
+    op = "gemm_all_reduce"
+    gemm = gemm_all_reduce.OP
+
+    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """C [M, N]."""
+        return {"out": self._sum(world_size, iteration)}

@@ -1,0 +1,19 @@
+"""Which case class judges which op."""
+
+from __future__ import annotations
+
+from mkernel.cases.base import Case
+from mkernel.cases.gemm import AllGatherGemmCase, GemmAllReduceCase, GemmReduceScatterCase
+from mkernel.errors import UnknownOp
+
+_CASES: dict[str, type[Case]] = {
+    case.op: case for case in (AllGatherGemmCase, GemmReduceScatterCase, GemmAllReduceCase)
+}
+
+
+def case_of(op: str) -> type[Case]:
+    """The case class of an op's canonical name. UnknownOp."""
+    try:
+        return _CASES[op]
+    except KeyError:
+        raise UnknownOp("op", repr(op), f"one of: {', '.join(sorted(_CASES))}") from None

@@ -1,0 +1,50 @@
+"""GEMM+AllReduce: C = sum over ranks of a @ b, on every rank.
+
+Data flow of one call on rank r:
+  a @ b, rows of the next ranks first, own rows last ──▶ partial rows of each owner
+  partial rows ──▶ one slot a source at the owner of the row, as soon as they are computed
+  owner: adds the slots in rank order, in float32, rounds once, and sends the rows to every rank
+The order of the sum is fixed and it is rounded once, by its owner: every rank holds the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mkernel.ops.gemm import GemmOp
+
+OP = GemmOp("gemm_all_reduce")
+
+
+def gemm_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """The sum over ranks of a @ b, on every rank, the same bits everywhere.
+
+    Collective: every rank of the world calls it with the same shapes, dtypes and options. Products
+    accumulate in float32; partial results are added in rank order, in float32, and rounded once.
+
+    Args:
+        a: [M, K_r], this rank's columns of A; row-major contiguous.
+        b: [K_r, N], this rank's rows of B; row-major, or column-major (the transpose of a
+            contiguous [N, K_r]).
+        out: [M, N] row-major to write to; allocated where None.
+        out_dtype: of the result; default: that of ``out``, else that of ``a``.
+        chunk: rows (or tiles) a communication chunk; default: the planner's choice.
+
+    Returns:
+        C [M, N].
+
+    Raises:
+        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument; nothing was started.
+        NotInitialized: no world. Unsupported: the accelerator does not provide this op.
+        PlanMismatch: another rank called with other shapes, dtypes or options.
+        PeerFailure, Timeout, NicError, Cancelled: the world broke; every rank raises the same kind.
+    """
+    result: torch.Tensor = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk).outputs["out"]
+    return result

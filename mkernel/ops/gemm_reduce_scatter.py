@@ -1,0 +1,50 @@
+"""GEMM+ReduceScatter: C = sum over ranks of a @ b, each rank keeping its M/W rows.
+
+Data flow of one call on rank r:
+  a @ b, rows of the next ranks first, own rows last ──▶ partial rows of each owner
+  partial rows ──▶ one slot a source at the owner, as soon as they are computed
+  owner: adds the slots in rank order, in float32, rounds once, writes its M/W rows
+The scatter is world-wide, and the order of the sum is fixed: results are deterministic.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mkernel.ops.gemm import GemmOp
+
+OP = GemmOp("gemm_reduce_scatter", scatters=True)
+
+
+def gemm_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """Rows [r·M/W, (r+1)·M/W) of the sum over ranks of a @ b, on rank r.
+
+    Collective: every rank of the world calls it with the same shapes, dtypes and options. Products
+    accumulate in float32; partial results are added in rank order, in float32, and rounded once.
+
+    Args:
+        a: [M, K_r], this rank's columns of A; row-major contiguous. M is a multiple of W.
+        b: [K_r, N], this rank's rows of B; row-major, or column-major (the transpose of a
+            contiguous [N, K_r]).
+        out: [M/W, N] row-major to write to; allocated where None.
+        out_dtype: of the result; default: that of ``out``, else that of ``a``.
+        chunk: rows (or tiles) a communication chunk; default: the planner's choice.
+
+    Returns:
+        C [M/W, N].
+
+    Raises:
+        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument; nothing was started.
+        NotInitialized: no world. Unsupported: the accelerator does not provide this op.
+        PlanMismatch: another rank called with other shapes, dtypes or options.
+        PeerFailure, Timeout, NicError, Cancelled: the world broke; every rank raises the same kind.
+    """
+    result: torch.Tensor = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk).outputs["out"]
+    return result

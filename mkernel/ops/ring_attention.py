@@ -1,0 +1,162 @@
+"""Ring attention: softmax(q kᵀ · scale) v over a sequence that is split over the ranks.
+
+Data flow of one call on rank r:
+  k, v (own) ──▶ attention of the own q on them, first
+  k, v of the other ranks ──ring, one block a step──▶ attention of q on each block as it arrives
+  partial results ──online softmax, in float32, in a fixed order of blocks──▶ out, log-sum-exp
+Causal calls split the sequence in 2·W pieces; rank r holds pieces r and 2·W - 1 - r (zigzag), so that
+every rank has the same work; whole blocks above the diagonal are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+
+from mkernel.backends.base import View
+from mkernel.current import current
+from mkernel.errors import ArgumentError, LayoutError, ShapeError
+from mkernel.ops import validate
+from mkernel.ops.common import Done, plan_for
+
+
+def zigzag_positions(sequence: int, world_size: int, rank: int) -> torch.Tensor:
+    """Positions [sequence / W] (int64) that ``rank`` holds of a causally split sequence, in order.
+
+    ``x[:, :, zigzag_positions(...)]`` is the rank's part of x [B, H, S, D].
+
+    Raises:
+        ShapeError: ``sequence`` is not a multiple of 2·W. ArgumentError: no such rank.
+    """
+    if not 0 <= rank < world_size:
+        raise ArgumentError("rank", rank, f"0 to {world_size - 1}")
+    if sequence < 1 or sequence % (2 * world_size):
+        raise ShapeError("sequence", sequence, f"a multiple of {2 * world_size}, twice the ranks")
+    piece = sequence // (2 * world_size)
+    first, last = rank * piece, (2 * world_size - 1 - rank) * piece
+    return torch.cat([torch.arange(first, first + piece), torch.arange(last, last + piece)])
+
+
+def call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    chunk: int | None = None,
+    view: View = "pipelined",
+    trace: bool = False,
+) -> Done:
+    """:func:`ring_attention` with its plan and record. Outputs: ``out``, ``lse``."""
+    world = current()
+    capabilities = world.accelerator.capabilities()
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ShapeError(name, type(tensor).__name__, "a torch.Tensor [B, H, S/W, D]")
+        if tensor.dim() != 4 or 0 in tensor.shape:
+            raise ShapeError(name, validate.describe(tensor), "[B, H, S/W, D], all at least 1")
+        validate.on_device(name, tensor, world.accelerator.device)
+        if not tensor.is_contiguous():
+            raise LayoutError(name, validate.describe(tensor), "contiguous", why=".contiguous()")
+    dtype = validate.dtype_name("q.dtype", q.dtype, capabilities.dtypes)
+    for name, tensor in (("k", k), ("v", v)):
+        validate.same_dtype(f"{name}.dtype", tensor, "q", q)
+    batch, heads, rows, width = q.shape
+    kv_heads = k.shape[1]
+    legal = (batch, kv_heads, rows, width)
+    for name, tensor in (("k", k), ("v", v)):
+        if tuple(tensor.shape) != legal:
+            raise ShapeError(name, validate.describe(tensor), f"{legal}, as q and k say")
+    if heads % kv_heads:
+        raise ShapeError("k", validate.describe(k), f"a number of heads that divides q's {heads}")
+    if scale is not None and not math.isfinite(scale):
+        raise ArgumentError("scale", scale, "a finite number")
+    plan = plan_for(
+        world,
+        "ring_attention",
+        {
+            "batch": batch,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "sequence": rows * world.size,
+            "head_dim": width,
+            "causal": causal,
+        },
+        dtype,
+        dtype,
+        chunk=chunk,
+    )
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    options = {"scale": width**-0.5 if scale is None else float(scale)}
+    record = world.run(plan, tensors, options=options, view=view, trace=trace)
+    return Done(plan, record, {"out": out, "lse": lse})
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    chunk: int | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    chunk: int | None = None,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    chunk: int | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of this rank's queries over the keys and values of all ranks.
+
+    Collective: every rank of the world calls it with the same shapes, dtypes and options. Scores,
+    softmax and sums are float32; the result is rounded once.
+
+    Args:
+        q: [B, Hq, S/W, D], contiguous. k, v: [B, Hkv, S/W, D]; Hkv divides Hq (grouped queries:
+            query head h uses head h · Hkv // Hq).
+        causal: position i sees positions up to i. Ranks then hold the positions that
+            :func:`zigzag_positions` gives, S a multiple of 2·W; else rank r holds
+            [r·S/W, (r+1)·S/W).
+        scale: of the scores; default D^-0.5.
+        chunk: positions a communication chunk; default: the planner's choice.
+        return_lse: also return the log-sum-exp of the scaled scores.
+
+    Returns:
+        out [B, Hq, S/W, D] in q's dtype; with ``return_lse`` (out, lse [B, Hq, S/W] float32).
+
+    Raises:
+        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument; nothing was started.
+        NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
+
+    Source of the online softmax: Milakov and Gimelshein, "Online normalizer calculation for
+    softmax", 2018; of the ring: Liu, Zaharia and Abbeel, "Ring Attention", 2023.
+    """
+    done = call(q, k, v, causal=causal, scale=scale, chunk=chunk).outputs
+    return (done["out"], done["lse"]) if return_lse else done["out"]
