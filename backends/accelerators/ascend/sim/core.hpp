@@ -13,8 +13,7 @@
 //              later tnotify/nic_put of this core.
 //   tnotify    adds to a 64-bit counter of the pad of any same-node rank; release.
 //   twait      returns true once the own pad's counter is >= value (acquire), false when the call
-//   is
-//              aborted or its deadline passed; the kernel then returns at once.
+//              is aborted or its deadline passed; the kernel then returns at once.
 //   nic_put    queues a put-with-signal to a rank of another node; false as twait.
 #pragma once
 

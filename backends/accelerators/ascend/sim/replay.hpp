@@ -4,19 +4,16 @@
 //
 // What is modelled
 //   - A core's S pipe issues its instructions one by one (`issue_ns` each) and itself executes
-//   signals,
-//     fences and NIC puts. Every other pipe executes what it was issued, in order.
+//     signals, fences and NIC puts. Every other pipe executes what it was issued, in order.
 //   - set_flag takes effect when everything before it on its pipe is done; wait_flag holds its
-//   pipe.
+//     pipe.
 //   - An instruction occupies its pipe for bytes / rate (or multiply-adds / rate) and is done a
-//   fixed
-//     latency later, so that a pipe overlaps latencies but not transfers.
+//     fixed latency later, so that a pipe overlaps latencies but not transfers.
 //   - Transfers also occupy what they share, in order of their start: the rank's memory, the link
-//   of
-//     the ordered pair of ranks, the rank's egress and ingress, the node's NIC in each direction.
+//     of the ordered pair of ranks, the rank's egress and ingress, the node's NIC in each
+//     direction.
 //   - A signal is seen `signal_ns` after it was raised; one that a NIC put carries, when the data
-//   is
-//     there. Counters start where they stood before the call.
+//     is there. Counters start where they stood before the call.
 // What is not: limits of issue queues, bank conflicts, contention inside a core, clock throttling.
 #pragma once
 

@@ -13,9 +13,8 @@
 // one had its parity.
 //   flag(p, s, c)   +1 by rank s when chunk c of parity p is in place here; ready: >= uses
 //   summary(p, s)   +1 for each chunk of rank s, by same-node ranks only: a second message through
-//   a
-//                   NIC that does not keep order could overtake the data; all ready: >= uses *
-//                   chunks
+//                   a NIC that does not keep order could overtake the data; all ready:
+//                   >= uses * chunks
 //   released(s)     +1 by rank s when it has finished a call, so that slots of its workspace may be
 //                   written again: a put of epoch e waits for >= e - 2
 //   finished        +1 by each compute block of this rank; block 0 releases once all have

@@ -2,8 +2,7 @@
 //
 // Data flow: the own rows of A, in the user's tensor, go to every other rank's staging slot.
 //   1. Each same-node rank is one destination; all ranks of other nodes together are one more,
-//   whose
-//      chunks are packed once and sent from the packed copy.
+//      whose chunks are packed once and sent from the packed copy.
 //   2. More blocks than destinations: blocks are dealt out evenly to destinations and share their
 //      chunks; else (chunk, destination) items go round-robin over blocks. Chunks leave in
 //      `send_order`, the order in which their receivers want them.

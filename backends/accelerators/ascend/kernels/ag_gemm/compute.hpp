@@ -2,13 +2,11 @@
 //
 // Data flow: C [world * m_local, n] = concat(A of all ranks) @ B, in output tiles of tile_m x
 // tile_n.
-//   1. Output tiles are numbered source by source in `source_order` (the own rows first), then by
-//   row
-//      group, then by column; block i computes tiles i, i + blocks, ...: all blocks work on early
-//      data first, and every output tile is a unit of parallelism.
+//   1. All output tiles of the rank are numbered in the order of consumption.hpp (the own rows
+//      first); block i computes tiles i, i + blocks, ...: all blocks work on early data first, and
+//      every output tile is a unit of parallelism.
 //   2. For each K tile, ascending: wait for its chunk (own rows: never), then load A (own rows:
-//   from
-//      the user's tensor; others: from their staging slot) and B into one half of L1.
+//      from the user's tensor; others: from their staging slot) and B into one half of L1.
 //   3. For each step_k of it: extract A and B into one half of L0A and L0B, multiply into L0C.
 //   4. After the last K tile, store L0C as the output tile, converting to C's dtype.
 //   5. When a block has no tile left it counts itself finished; block 0 waits for all blocks, then
