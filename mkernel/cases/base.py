@@ -3,12 +3,18 @@
 Tolerances are relative Frobenius errors (one rounding to bfloat16 gives 1.7e-3; partial sums kept
 in bfloat16 give 2.4e-3, and more with atomics). A NaN or infinity must stand exactly where the
 reference has one; the error is taken over the rest.
+
+An output that is not written, or not written this time, must not pass by luck. Where an op takes its
+output from the caller, the case passes one full of NaN. Where the op allocates it, the case first frees
+NaN-filled memory of that size (:func:`poison_freed`): allocators that reuse blocks then hand out NaN,
+others zeros or an earlier call's values. None of the three equals a reference of random inputs that are
+fresh in every iteration.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -21,6 +27,8 @@ from mkernel.world import CallRecord
 
 TOLERANCE: dict[DtypeName, float] = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
 POISON = float("nan")
+EVERY_RANK = -1
+"""As a generator's ``part``: data that all ranks share."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +67,26 @@ class Case(ABC):
         any rank's (the references need all)."""
 
     @abstractmethod
+    def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs that the caller allocates, full of NaN; memory for the others is poisoned."""
+
+    @abstractmethod
+    def call(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+        *,
+        view: View = "pipelined",
+        trace: bool = False,
+    ) -> Outcome:
+        """Call the op in the current world, with ``outputs`` as made by :meth:`poisoned`.
+        Collective."""
+
     def run(
         self, tensors: Mapping[str, torch.Tensor], *, view: View = "pipelined", trace: bool = False
     ) -> Outcome:
-        """Call the op in the current world. Collective. Outputs that the case allocates are
-        poisoned before the call."""
+        """Poison the outputs and call the op in the current world. Collective."""
+        return self.call(tensors, self.poisoned(tensors), view=view, trace=trace)
 
     @abstractmethod
     def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
@@ -82,7 +105,7 @@ class Case(ABC):
         found = {}
         tolerances = self.tolerances()
         for name, wanted in self.reference(rank, world_size, iteration).items():
-            got = outcome.outputs[name]
+            got = outcome.outputs[name].cpu()
             if name in tolerances:
                 found[name] = compare(got, wanted)
             else:
@@ -103,10 +126,22 @@ class Case(ABC):
         seed = np.random.SeedSequence((self.seed, iteration, which, part + 1))
         return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
 
+    @property
+    def given(self) -> Mapping[str, torch.Tensor] | None:
+        """The user's own whole tensors (option ``tensors``) that replace random data."""
+        return self.options.get("tensors")
+
     def normal(self, iteration: int, which: int, part: int, *shape: int) -> torch.Tensor:
         """Standard normal data in the case's dtype."""
         data = torch.randn(shape, generator=self.generator(iteration, which, part))
         return data.to(getattr(torch, self.dtype))
+
+
+def poison_freed(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], device: Any) -> None:
+    """Fill memory of these shapes with NaN and free it: what an op then allocates uninitialised
+    holds NaN wherever the allocator reuses blocks."""
+    blocks = [torch.full(shape, POISON, dtype=dtype, device=device) for shape, dtype in shapes]
+    del blocks
 
 
 def compare(result: torch.Tensor, reference: torch.Tensor) -> float:

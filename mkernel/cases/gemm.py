@@ -11,12 +11,12 @@ from typing import ClassVar
 import torch
 
 from mkernel.backends.base import View
-from mkernel.cases.base import POISON, Case, Outcome
+from mkernel.cases.base import EVERY_RANK, POISON, Case, Outcome
+from mkernel.current import current
 from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from mkernel.ops.gemm import GemmOp
 
 _A, _B = 0, 1
-_EVERY_RANK = -1
 
 
 class GemmCase(Case):
@@ -31,32 +31,38 @@ class GemmCase(Case):
             b = b.t().contiguous().t()
         return {"a": self._a(rank, world_size, iteration), "b": b}
 
-    def run(
-        self, tensors: Mapping[str, torch.Tensor], *, view: View = "pipelined", trace: bool = False
+    def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``out``."""
+        a, size = tensors["a"], current().size
+        rows = len(a) * (size if self.gemm.gathers else 1)
+        shape = (rows // size if self.gemm.scatters else rows, tensors["b"].shape[1])
+        dtype = getattr(torch, self.out_dtype)
+        return {"out": torch.full(shape, POISON, dtype=dtype, device=a.device)}
+
+    def call(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+        *,
+        view: View = "pipelined",
+        trace: bool = False,
     ) -> Outcome:
-        """Call the op into a poisoned output."""
-        out = self._output(tensors)
+        """Call the op into ``out``."""
         done = self.gemm.call(
-            tensors["a"], tensors["b"], out=out, chunk=self.chunk, view=view, trace=trace
+            tensors["a"],
+            tensors["b"],
+            out=outputs["out"],
+            chunk=self.chunk,
+            view=view,
+            trace=trace,
         )
         return Outcome(done.outputs, done.plan, done.record)
 
-    def _output(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        from mkernel.current import current
-
-        size, rows = current().size, tensors["a"].shape[0]
-        rows = rows * size if self.gemm.gathers else rows
-        rows = rows // size if self.gemm.scatters else rows
-        a = tensors["a"]
-        shape = (rows, tensors["b"].shape[1])
-        return torch.full(shape, POISON, dtype=getattr(torch, self.out_dtype), device=a.device)
-
     def _a(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
         rows = self.sizes["m"] // (world_size if self.gemm.gathers else 1)
-        given = self.options.get("tensors")
-        if given is None:
+        if self.given is None:
             return self.normal(iteration, _A, rank, rows, self.sizes["k"])
-        whole: torch.Tensor = given["a"]
+        whole = self.given["a"]
         if self.gemm.gathers:
             return whole[rank * rows : (rank + 1) * rows]
         k = self.sizes["k"]
@@ -65,10 +71,9 @@ class GemmCase(Case):
     def _b(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
         n, k = self.sizes["n"], self.sizes["k"]
         shared = self.gemm.gathers and self.options.get("replicate_b", True)
-        given = self.options.get("tensors")
-        if given is None:
-            return self.normal(iteration, _B, _EVERY_RANK if shared else rank, k, n)
-        whole: torch.Tensor = given["b"]
+        if self.given is None:
+            return self.normal(iteration, _B, EVERY_RANK if shared else rank, k, n)
+        whole = self.given["b"]
         if not self.gemm.gathers:
             return whole[rank * k : (rank + 1) * k]
         return whole if shared else whole[:, rank * n : (rank + 1) * n].contiguous()

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from mkernel.cases.attention import RingAttentionCase
 from mkernel.cases.base import Case
 from mkernel.cases.gemm import AllGatherGemmCase, GemmAllReduceCase, GemmReduceScatterCase
+from mkernel.cases.moe import MoeCombineCase, MoeDispatchCase
 from mkernel.errors import UnknownOp
 
 _CASES: dict[str, type[Case]] = {
-    case.op: case for case in (AllGatherGemmCase, GemmReduceScatterCase, GemmAllReduceCase)
+    case.op: case
+    for case in (
+        AllGatherGemmCase,
+        GemmReduceScatterCase,
+        GemmAllReduceCase,
+        MoeDispatchCase,
+        MoeCombineCase,
+        RingAttentionCase,
+    )
 }
 
 

@@ -1,0 +1,108 @@
+"""Case of ring attention. Size ``causal`` (bool) chooses the zigzag split. Option ``scale``: of the
+scores, default D^-0.5. Option ``tensors``: the user's whole ``q``, ``k`` and ``v`` [B, H, S, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mkernel.backends.base import View
+from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Outcome, poison_freed
+from mkernel.ops import ring_attention
+
+LSE_TOLERANCE = 1e-5
+"""Relative Frobenius error of the log-sum-exp. It is float32 whatever the inputs are: products of
+halves are exact in float32, so scores that were ever rounded to a half type exceed it."""
+
+_Q, _K, _V = range(3)
+_SCORES = 1 << 24  # scores of the reference held at once, to bound memory
+
+
+class RingAttentionCase(Case):
+    """softmax(q kᵀ · scale) v. Outputs: ``out`` (of ``dtype``; ``out_dtype`` does not count), and
+    ``lse``."""
+
+    op = "ring_attention"
+
+    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """q, k, v at the rank's positions."""
+        mine = self.positions(rank, world_size)
+        return {
+            name: whole[:, :, mine].contiguous() for name, whole in self._whole(iteration).items()
+        }
+
+    def positions(self, rank: int, world_size: int) -> torch.Tensor:
+        """Which positions of the sequence ``rank`` holds, in order."""
+        sequence = self.sizes["sequence"]
+        if self.sizes.get("causal"):
+            return ring_attention.zigzag_positions(sequence, world_size, rank)
+        rows = sequence // world_size
+        return torch.arange(rank * rows, (rank + 1) * rows)
+
+    def _whole(self, iteration: int) -> dict[str, torch.Tensor]:
+        if self.given is not None:
+            return {name: self.given[name] for name in ("q", "k", "v")}
+        batch, sequence, width = (self.sizes[n] for n in ("batch", "sequence", "head_dim"))
+        return {
+            name: self.normal(iteration, which, EVERY_RANK, batch, heads, sequence, width)
+            for name, which, heads in (
+                ("q", _Q, self.sizes["heads"]),
+                ("k", _K, self.sizes["kv_heads"]),
+                ("v", _V, self.sizes["kv_heads"]),
+            )
+        }
+
+    def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Nothing: the op allocates; its memory is poisoned."""
+        q = tensors["q"]
+        shape = tuple(q.shape)
+        poison_freed([(shape, q.dtype), (shape[:3], torch.float32)], q.device)
+        return {}
+
+    def call(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+        *,
+        view: View = "pipelined",
+        trace: bool = False,
+    ) -> Outcome:
+        """Call the op."""
+        done = ring_attention.call(
+            tensors["q"],
+            tensors["k"],
+            tensors["v"],
+            causal=bool(self.sizes.get("causal")),
+            scale=self.options.get("scale"),
+            chunk=self.chunk,
+            view=view,
+            trace=trace,
+        )
+        return Outcome(done.outputs, done.plan, done.record)
+
+    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """out [B, H, S/W, D], lse [B, H, S/W]; some rows of queries at a time."""
+        whole = self._whole(iteration)
+        mine = self.positions(rank, world_size)
+        groups = self.sizes["heads"] // self.sizes["kv_heads"]
+        q = whole["q"][:, :, mine].double()
+        k, v = (whole[name].double().repeat_interleave(groups, dim=1) for name in ("k", "v"))
+        scale = self.options.get("scale")
+        q = q * (self.sizes["head_dim"] ** -0.5 if scale is None else float(scale))
+        rows = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+        outs, sums = [], []
+        for first in range(0, len(mine), rows):
+            at = mine[first : first + rows]
+            scores = q[:, :, first : first + rows] @ k.transpose(2, 3)
+            if self.sizes.get("causal"):
+                later = torch.arange(k.shape[2])[None, :] > at[:, None]
+                scores = scores.masked_fill(later, float("-inf"))
+            sums.append(scores.logsumexp(dim=3))
+            outs.append(scores.softmax(dim=3) @ v)
+        return {"out": torch.cat(outs, dim=2), "lse": torch.cat(sums, dim=2)}
+
+    def tolerances(self) -> dict[str, float]:
+        """One rounding of ``out``; ``lse`` is float32."""
+        return {"out": TOLERANCE[self.dtype], "lse": LSE_TOLERANCE}

@@ -1,0 +1,257 @@
+"""Cases of MoE: dispatch+GEMM followed by the combine, and the combine alone on rows of its own.
+
+Option ``routing`` says which experts tokens go to:
+  ``uniform``     random, an expert at most once in a token's list
+  ``one_expert``  every slot of every token on every rank goes to one expert, another each iteration
+  ``some_empty``  about two thirds of the experts get no token
+  ``duplicates``  every second token has its first expert twice (top-k of 2 and more)
+Option ``id_dtype``: of ``topk_ids``, ``int64`` (default) or ``int32``. Option ``tensors``: the user's
+whole ``x`` [T·W, H], ``topk_ids`` [T·W, k], ``w`` [E, H, I] and ``topk_weights`` [T·W, k]; tokens are
+cut by rows, experts by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mkernel.backends.base import LaunchTimes, View
+from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Outcome, poison_freed
+from mkernel.ops import moe
+from mkernel.world import CallRecord
+
+ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates")
+
+_X, _IDS, _W, _WEIGHTS, _Y = range(5)
+
+
+class _MoeCase(Case):
+    """Tokens, their routing and weights; the order of rows."""
+
+    def _hidden(self) -> int:
+        return self.sizes["hidden"]
+
+    def _features(self) -> int:
+        return self.sizes["features"]
+
+    def _x(self, rank: int, iteration: int) -> torch.Tensor:
+        tokens = self.sizes["tokens"]
+        if self.given is not None:
+            return self.given["x"][rank * tokens : (rank + 1) * tokens]
+        return self.normal(iteration, _X, rank, tokens, self._hidden())
+
+    def _ids(self, rank: int, iteration: int) -> torch.Tensor:
+        tokens, top_k = self.sizes["tokens"], self.sizes["top_k"]
+        if self.given is not None:
+            return self.given["topk_ids"][rank * tokens : (rank + 1) * tokens]
+        dtype = getattr(torch, self.options.get("id_dtype", "int64"))
+        return self._routed(rank, iteration, tokens, top_k).to(dtype)
+
+    def _routed(self, rank: int, iteration: int, tokens: int, top_k: int) -> torch.Tensor:
+        experts = self.sizes["experts"]
+        routing = self.options.get("routing", "uniform")
+        shared = self.generator(iteration, _IDS, EVERY_RANK)
+        own = self.generator(iteration, _IDS, rank)
+        if routing == "one_expert":
+            return torch.randint(experts, (1, 1), generator=shared).repeat(tokens, top_k)
+        if routing == "some_empty":
+            used = torch.randperm(experts, generator=shared)[: max(1, experts // 3)]
+            return used[torch.randint(len(used), (tokens, top_k), generator=own)]
+        ids = torch.rand(tokens, experts, generator=own).topk(top_k, dim=1).indices
+        if routing == "duplicates":
+            ids[::2, 1:2] = ids[::2, 0:1]
+        elif routing != "uniform":
+            raise ValueError(f"routing {routing!r} is none of {', '.join(ROUTINGS)}")
+        return ids
+
+    def _w(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+        experts = self.sizes["experts"] // world_size
+        if self.given is not None:
+            return self.given["w"][rank * experts : (rank + 1) * experts]
+        shape = (experts, self._hidden(), self._features())
+        return self.normal(iteration, _W, rank, *shape)
+
+    def _weights(self, rank: int, iteration: int) -> torch.Tensor:
+        """0.5 to 1.5, not normalised: weights that are ignored must show with top-k of 1 too."""
+        tokens = self.sizes["tokens"]
+        if self.given is not None:
+            return self.given["topk_weights"][rank * tokens : (rank + 1) * tokens]
+        own = self.generator(iteration, _WEIGHTS, rank)
+        return torch.rand(tokens, self.sizes["top_k"], generator=own) + 0.5
+
+    def _rows(self, owner: int, world_size: int, iteration: int) -> tuple[torch.Tensor, ...]:
+        """Of the rows of an owner's experts, in the documented order: source rank, token, slot; and
+        how many each expert has. Stable sorting by expert keeps (source, token, slot) order."""
+        tokens, top_k = self.sizes["tokens"], self.sizes["top_k"]
+        own = self.sizes["experts"] // world_size
+        ids = torch.cat([self._ids(source, iteration) for source in range(world_size)])
+        local = ids.reshape(-1).to(torch.int64) - owner * own
+        here = ((local >= 0) & (local < own)).nonzero().squeeze(1)
+        here = here[local[here].argsort(stable=True)]
+        source, within = here // (tokens * top_k), here % (tokens * top_k)
+        counts = torch.bincount(local[here], minlength=own)
+        return source, within // top_k, within % top_k, counts
+
+    def _dispatch_inputs(
+        self, rank: int, world_size: int, iteration: int
+    ) -> dict[str, torch.Tensor]:
+        w = self._w(rank, world_size, iteration)
+        if self.layout == "column":
+            w = w.transpose(1, 2).contiguous().transpose(1, 2)
+        return {
+            "x": self._x(rank, iteration),
+            "topk_ids": self._ids(rank, iteration),
+            "w": w,
+            "topk_weights": self._weights(rank, iteration),
+        }
+
+
+class MoeDispatchCase(_MoeCase):
+    """Dispatch+GEMM, then the combine of its outputs.
+
+    Outputs: ``outputs`` (grouped rows, in the documented order), ``counts`` (exact), ``out`` (the
+    combined tokens, of ``out_dtype`` too). The record's times are of both calls; plan and trace are
+    the dispatch's.
+
+    The combine gets outputs that were rounded once, as the API promises, so the reference of ``out``
+    combines in float64 the float64 outputs *rounded once to out_dtype*. What remains is one rounding,
+    judged like any other, and an error of the combine's own sums is not hidden behind the outputs'
+    rounding. A float32 sum may fall on the other side of a rounding step than the exact one: one
+    element in a thousand, by one step, adds less than a tenth of the tolerance.
+    """
+
+    op = "moe_dispatch_gemm"
+
+    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """x, topk_ids, w, topk_weights of ``rank``."""
+        return self._dispatch_inputs(rank, world_size, iteration)
+
+    def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Nothing: the ops allocate. The memory of balanced routing's sizes is poisoned."""
+        x, dtype = tensors["x"], getattr(torch, self.out_dtype)
+        rows = tensors["topk_ids"].numel()
+        width = tensors["w"].shape[2]
+        poison_freed([((rows, width), dtype), ((len(x), width), dtype)], x.device)
+        return {}
+
+    def call(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+        *,
+        view: View = "pipelined",
+        trace: bool = False,
+    ) -> Outcome:
+        """Both calls."""
+        dtype = getattr(torch, self.out_dtype)
+        sent = moe.dispatch(
+            tensors["x"],
+            tensors["topk_ids"],
+            tensors["w"],
+            out_dtype=dtype,
+            chunk=self.chunk,
+            view=view,
+            trace=trace,
+        )
+        grouped, handle = sent.outputs["outputs"], sent.outputs["handle"]
+        home = moe.combine(grouped, handle, tensors["topk_weights"], out_dtype=dtype, view=view)
+        found = {"outputs": grouped, "counts": sent.outputs["counts"], "out": home.outputs["out"]}
+        return Outcome(found, sent.plan, _both(sent.record, home.record))
+
+    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """outputs [R, I], counts [E/W] int64, out [T, I]."""
+        source, token, _, counts = self._rows(rank, world_size, iteration)
+        x = torch.stack([self._x(each, iteration) for each in range(world_size)]).double()
+        w = self._w(rank, world_size, iteration).double()
+        parts = torch.split(x[source, token], counts.tolist())
+        outputs = torch.cat([part @ each for part, each in zip(parts, w, strict=True)])
+        return {
+            "outputs": outputs,
+            "counts": counts,
+            "out": self._combined(rank, world_size, iteration),
+        }
+
+    def _combined(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+        x, ids = self._x(rank, iteration).double(), self._ids(rank, iteration)
+        rows = torch.empty(*ids.shape, self._features(), dtype=torch.float64)
+        own = self.sizes["experts"] // world_size
+        for owner in range(world_size):
+            w = self._w(owner, world_size, iteration).double()
+            for expert in range(own):
+                token, slot = (ids == owner * own + expert).nonzero(as_tuple=True)
+                rows[token, slot] = x[token] @ w[expert]
+        rows = rows.to(getattr(torch, self.out_dtype)).double()
+        weights = self._weights(rank, iteration).float().double()
+        return torch.einsum("tk,tki->ti", weights, rows)
+
+    def tolerances(self) -> dict[str, float]:
+        """One rounding each; counts must be equal."""
+        return {"outputs": TOLERANCE[self.out_dtype], "out": TOLERANCE[self.out_dtype]}
+
+
+class MoeCombineCase(_MoeCase):
+    """The combine alone: random rows ``y`` come home through the handle of a dispatch.
+
+    Sizes: tokens, features, experts, top_k. The dispatch is of the same case (hidden = features) and
+    its outputs are not judged.
+    """
+
+    op = "moe_combine"
+
+    def _hidden(self) -> int:
+        return self.sizes["features"]
+
+    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """x, topk_ids, w, topk_weights, y of ``rank``."""
+        y = self._y(rank, world_size, iteration)
+        return {**self._dispatch_inputs(rank, world_size, iteration), "y": y}
+
+    def _y(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+        rows = len(self._rows(rank, world_size, iteration)[0])
+        return self.normal(iteration, _Y, rank, rows, self._features())
+
+    def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Nothing: the op allocates; its memory is poisoned."""
+        shape = (self.sizes["tokens"], self._features())
+        poison_freed([(shape, getattr(torch, self.out_dtype))], tensors["x"].device)
+        return {}
+
+    def call(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+        *,
+        view: View = "pipelined",
+        trace: bool = False,
+    ) -> Outcome:
+        """A pipelined dispatch for its handle, then the combine; the record is the combine's."""
+        handle = moe.dispatch(tensors["x"], tensors["topk_ids"], tensors["w"]).outputs["handle"]
+        done = moe.combine(
+            tensors["y"],
+            handle,
+            tensors["topk_weights"],
+            out_dtype=getattr(torch, self.out_dtype),
+            view=view,
+            trace=trace,
+        )
+        return Outcome(done.outputs, done.plan, done.record)
+
+    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """out [T, I]."""
+        weights = self._weights(rank, iteration).float().double()
+        out = torch.zeros(self.sizes["tokens"], self._features(), dtype=torch.float64)
+        for owner in range(world_size):
+            source, token, slot, _ = self._rows(owner, world_size, iteration)
+            mine = source == rank
+            y = self._y(owner, world_size, iteration)[mine].double()
+            token, slot = token[mine], slot[mine]
+            out.index_add_(0, token, weights[token, slot, None] * y)
+        return {"out": out}
+
+
+def _both(first: CallRecord, second: CallRecord) -> CallRecord:
+    seconds = dict(first.times.seconds)
+    for kernel, each in second.times.seconds.items():
+        seconds[kernel] = seconds.get(kernel, 0.0) + each
+    return CallRecord(LaunchTimes(seconds), first.trace, first.results)
