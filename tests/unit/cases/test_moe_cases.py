@@ -1,0 +1,248 @@
+"""The judge of MoE dispatch and combine: right results pass, and each planted fault fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mkernel.cases import case_of
+from mkernel.cases.base import Case, Outcome
+from mkernel.cases.moe import ROUTINGS
+
+WORLD, RANK = 4, 1
+SIZES = {"tokens": 48, "hidden": 64, "features": 40, "experts": 12, "top_k": 3}
+OWN = SIZES["experts"] // WORLD
+Outputs = dict[str, torch.Tensor]
+
+
+def case(
+    dtype: str = "float16", out_dtype: str = "float16", top_k: int = 3, **options: Any
+) -> Case:
+    sizes = {**SIZES, "top_k": top_k}
+    return case_of("moe_dispatch_gemm")(sizes, dtype, out_dtype, options=options)  # type: ignore[arg-type]
+
+
+def right(
+    each: Case,
+    iteration: int = 2,
+    *,
+    experts_off: int = 0,
+    sources: Callable[[int], range | reversed[int]] = range,
+    weighted: bool = True,
+    narrow: torch.dtype = torch.float32,
+) -> Outputs:
+    """What rank 1 must get, row by row and by plain torch; the keywords plant faults.
+
+    ``narrow``: what the combine keeps its sums in.
+    """
+    inputs = [each.inputs(source, WORLD, iteration) for source in range(WORLD)]
+    out_dtype = getattr(torch, each.out_dtype)
+
+    def weight(expert: int) -> torch.Tensor:
+        expert = (expert + experts_off) % SIZES["experts"]
+        return inputs[expert // OWN]["w"][expert % OWN].float()
+
+    rows, counts = [], []
+    for expert in range(RANK * OWN, (RANK + 1) * OWN):
+        mine = [
+            inputs[source]["x"][token].float()
+            for source in sources(WORLD)
+            for token in range(SIZES["tokens"])
+            for slot in range(each.sizes["top_k"])
+            if inputs[source]["topk_ids"][token, slot] == expert
+        ]
+        counts.append(len(mine))
+        rows += [torch.stack(mine) @ weight(expert)] if mine else []
+    own, out = inputs[RANK], []
+    for token in range(SIZES["tokens"]):
+        total = torch.zeros(SIZES["features"], dtype=narrow)
+        for slot in range(each.sizes["top_k"]):
+            y = (own["x"][token].float() @ weight(int(own["topk_ids"][token, slot]))).to(out_dtype)
+            factor = own["topk_weights"][token, slot] if weighted else 1.0
+            total = total + (factor * y.float()).to(narrow)
+        out.append(total)
+    return {
+        "outputs": torch.cat([torch.empty(0, SIZES["features"]), *rows]).to(out_dtype),
+        "counts": torch.tensor(counts),
+        "out": torch.stack(out).to(out_dtype),
+    }
+
+
+def judge(each: Case, outputs: Outputs, iteration: int = 2) -> tuple[bool, set[str]]:
+    """The verdict, and which outputs are wrong."""
+    outcome = Outcome(outputs, None, None)  # type: ignore[arg-type]
+    errors = each.errors(outcome, RANK, WORLD, iteration)
+    limits = each.tolerances()
+    wrong = {name for name, error in errors.items() if not error <= limits.get(name, 0.0)}
+    assert each.passed(errors) == (not wrong)
+    return not wrong, wrong
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("out_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_right_results_pass(routing: str, out_dtype: str, layout: str) -> None:
+    each = case("float16", out_dtype, routing=routing).with_(layout=layout)
+    assert judge(each, right(each)) == (True, set())
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_any_top_k(top_k: int) -> None:
+    each = case("bfloat16", "bfloat16", top_k)
+    assert judge(each, right(each)) == (True, set())
+
+
+def changed(outputs: Outputs, name: str, change: Callable[[torch.Tensor], object]) -> Outputs:
+    copy = {**outputs, name: outputs[name].clone()}
+    change(copy[name])
+    return copy
+
+
+FAULTS: dict[str, tuple[set[str], Callable[[Case], Outputs]]] = {
+    "zeros": (
+        {"outputs", "counts", "out"},
+        lambda c: {name: torch.zeros_like(value) for name, value in right(c).items()},
+    ),
+    "the previous iteration's result": (
+        {"outputs", "counts", "out"},
+        lambda c: right(c, 1),
+    ),
+    "an unwritten row": (
+        {"outputs"},
+        lambda c: changed(right(c), "outputs", lambda t: t[-1].fill_(float("nan"))),
+    ),
+    "an unwritten token": (
+        {"out"},
+        lambda c: changed(right(c), "out", lambda t: t[5].fill_(float("nan"))),
+    ),
+    "the last chunk dropped": (
+        {"outputs"},
+        lambda c: changed(right(c), "outputs", lambda t: t[-4:].zero_()),
+    ),
+    "a row too few": ({"outputs"}, lambda c: {**right(c), "outputs": right(c)["outputs"][:-1]}),
+    "off by one expert": ({"outputs", "out"}, lambda c: right(c, experts_off=1)),
+    "sources in the wrong order": (
+        {"outputs"},
+        lambda c: right(c, sources=lambda n: reversed(range(n))),
+    ),
+    "two rows of one expert exchanged": (
+        {"outputs"},
+        lambda c: {**right(c), "outputs": right(c)["outputs"][[1, 0, *range(2, rows_of(c))]]},
+    ),
+    "a count too many": (
+        {"counts"},
+        lambda c: changed(right(c), "counts", lambda t: t[0].add_(1)),
+    ),
+    "counts of the neighbours exchanged": (
+        {"counts"},
+        lambda c: {**right(c), "counts": right(c)["counts"].roll(1)},
+    ),
+    "weights ignored": ({"out"}, lambda c: right(c, weighted=False)),
+}
+
+
+def rows_of(each: Case) -> int:
+    return len(right(each)["outputs"])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_fail(fault: str) -> None:
+    each = case()
+    wrong, planted = FAULTS[fault]
+    assert judge(each, planted(each)) == (False, wrong)
+
+
+@pytest.mark.parametrize("fault", ["weights ignored", "off by one expert"])
+def test_top_1_does_not_hide_faults(fault: str) -> None:
+    each = case(top_k=1)
+    assert not judge(each, FAULTS[fault][1](each))[0]
+
+
+def test_sums_kept_in_bfloat16_fail() -> None:
+    each = case("bfloat16", "bfloat16", top_k=8)
+    assert judge(each, right(each, narrow=torch.bfloat16)) == (False, {"out"})
+
+
+def test_sums_kept_in_float16_fail() -> None:
+    each = case(top_k=8)
+    assert judge(each, right(each, narrow=torch.float16)) == (False, {"out"})
+
+
+def test_routings_are_what_they_say() -> None:
+    def counts(routing: str, iteration: int = 2) -> torch.Tensor:
+        each = case(routing=routing)
+        return torch.cat([each.reference(r, WORLD, iteration)["counts"] for r in range(WORLD)])
+
+    rows = WORLD * SIZES["tokens"] * SIZES["top_k"]
+    for routing in ROUTINGS:
+        assert counts(routing).sum() == rows
+    one = counts("one_expert")
+    assert (one > 0).sum() == 1
+    assert (counts("some_empty") == 0).sum() == 8
+    assert len({int(counts("one_expert", i).argmax()) for i in range(8)}) > 1
+    twice = case(routing="duplicates").inputs(0, WORLD, 1)["topk_ids"]
+    assert (twice[::2, 0] == twice[::2, 1]).all()
+    distinct = case().inputs(0, WORLD, 1)["topk_ids"].sort(dim=1).values
+    assert (distinct.diff(dim=1) > 0).all()
+    with pytest.raises(ValueError, match="nearest"):
+        case(routing="nearest").inputs(0, WORLD, 1)
+
+
+def test_inputs_are_fresh_and_reproducible() -> None:
+    each = case()
+    for name in ("x", "topk_ids", "w", "topk_weights"):
+        drawn = each.inputs(0, WORLD, 1)[name]
+        assert torch.equal(drawn, each.inputs(0, WORLD, 1)[name])
+        assert not torch.equal(drawn, each.inputs(1, WORLD, 1)[name])
+        assert not torch.equal(drawn, each.inputs(0, WORLD, 2)[name])
+    assert case(id_dtype="int32").inputs(0, WORLD, 1)["topk_ids"].dtype == torch.int32
+
+
+def test_own_tensors_give_the_same_reference() -> None:
+    each = case()
+    parts = [each.inputs(rank, WORLD, 3) for rank in range(WORLD)]
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    own = each.with_(options={"tensors": whole})
+    for name, value in each.reference(RANK, WORLD, 3).items():
+        assert torch.equal(own.reference(RANK, WORLD, 7)[name], value)
+
+
+# ---- the combine alone ----
+
+
+def combine_case(**options: Any) -> Case:
+    sizes = {name: size for name, size in SIZES.items() if name != "hidden"}
+    return case_of("moe_combine")(sizes, "float16", "float16", options=options)
+
+
+def combined(each: Case, iteration: int = 2, *, shift: int = 0, weighted: bool = True) -> Outputs:
+    """``shift``: rows are taken that far off."""
+    inputs = [each.inputs(source, WORLD, iteration) for source in range(WORLD)]
+    ids = torch.stack([i["topk_ids"] for i in inputs])
+    out = torch.zeros(SIZES["tokens"], SIZES["features"])
+    for owner in range(WORLD):
+        row = 0
+        for expert in range(owner * OWN, (owner + 1) * OWN):
+            for source, token, slot in (ids == expert).nonzero().tolist():
+                if source == RANK:
+                    weight = inputs[RANK]["topk_weights"][token, slot] if weighted else 1
+                    y = inputs[owner]["y"]
+                    out[token] += weight * y[(row + shift) % len(y)].float()
+                row += 1
+    return {"out": out.half()}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_combine(routing: str) -> None:
+    each = combine_case(routing=routing)
+    assert judge(each, combined(each))[0]
+    for wrong in (
+        combined(each, shift=1),
+        combined(each, weighted=False),
+        combined(each, iteration=1),
+        {"out": torch.zeros(SIZES["tokens"], SIZES["features"])},
+    ):
+        assert not judge(each, wrong)[0]
