@@ -47,6 +47,9 @@ class Settings(BaseSettings):
     accelerator: str = Field("ascend", description="accelerator backend")
     nic: str = Field("cx7", description="NIC backend between nodes")
     verbs: str = Field("soft", description="verbs provider: soft, system, or a library's path")
+    streams_device: str | None = Field(
+        None, description="of accelerator streams: cpu, cuda or npu; None: cuda where there is one"
+    )
     signals: int = Field(65536, ge=64, le=1 << 24, description="counters in a rank's signal pad")
     job_secret: SecretStr = Field(
         SecretStr(""), description="key that signs bootstrap messages; `launch` makes one per world"

@@ -468,6 +468,9 @@ class World:
         nic = self._session.failure() if self._session else None
         if nic is not None:
             return nic
+        if code == _runtime.AbortCode.peer_failure:
+            text = f"rank {self.rank} lost its connection to rank {who.peer} in call {who.op}"
+            return PeerFailure(text, who.peer)
         if code == _runtime.AbortCode.timeout:
             diagnosis = Diagnosis(
                 rank=self.rank,

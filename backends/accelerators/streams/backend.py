@@ -1,0 +1,102 @@
+"""The streams backend: the reference that others are compared with, and the planner's fallback."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, ClassVar, cast
+
+from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.accelerators.streams.worker import Op, StreamsLaunch, Worker
+from mkernel.backends.base import (
+    AcceleratorBackend,
+    AcceleratorCapabilities,
+    Call,
+    Status,
+    SymmetricMemory,
+    Workspace,
+)
+from mkernel.backends.runtime.host_memory import HostMemory
+from mkernel.errors import Unsupported
+from mkernel.plan.model import LaunchPlan
+from mkernel.settings import load
+from mkernel.topology.model import Accelerator
+
+_OPS = {
+    "all_gather_gemm": "all_gather_gemm:run",
+    "gemm_reduce_scatter": "gemm_reduce_scatter:run",
+    "gemm_all_reduce": "gemm_all_reduce:run",
+}
+"""Where each op lies: ``module:function`` of this package."""
+
+
+def _op(name: str) -> Op:
+    if name not in _OPS:
+        raise Unsupported(f"accelerator 'streams' does not run {name}")
+    module, _, function = _OPS[name].partition(":")
+    return cast(Op, getattr(import_module(f"{__package__}.{module}"), function))
+
+
+class StreamsAccelerator(AcceleratorBackend):
+    """torch ops and torch.distributed on a CPU, on CUDA devices or on NPUs (torch_npu).
+
+    Each rank uses the device that its tensors lie on; with more than one a host set it
+    (``torch.cuda.set_device``) before making a world.
+    """
+
+    name: ClassVar[str] = "streams"
+
+    def __init__(self, device: str | None = None) -> None:
+        """``device``: ``cpu``, ``cuda`` or ``npu``; default: the setting ``streams_device``."""
+        self._device = Device(device or load().streams_device)
+        self.device = self._device.name
+        self.collectives = self._device.collectives
+        self._worker = Worker()
+
+    def status(self) -> Status:
+        """Usable wherever torch.distributed is and the device is there."""
+        missing = self._device.missing()
+        if missing is not None:
+            return Status(
+                False, f"{missing} (device {self.device!r})", "set MKERNEL_STREAMS_DEVICE=cpu"
+            )
+        return Status(True, f"torch on {self.device!r}, {self.collectives} between ranks")
+
+    def probe(self) -> tuple[Accelerator, ...]:
+        """The devices of that kind; on a CPU one prototype."""
+        return self._device.probe()
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        """All ops, any sizes. Chunks pay only where the device has streams."""
+        return AcceleratorCapabilities(
+            ops=tuple(_OPS),
+            dtypes=("float32", "bfloat16", "float16"),
+            out_dtypes=("float32", "bfloat16", "float16"),
+            b_layouts=("row", "column"),
+            alignment_bytes=1,
+            transfer_paths=("torch.distributed",),
+            peer_access=False,
+            compute_cores=1,
+            comm_cores=1,
+            chunk_unit="rows",
+            overlaps=self._device.has_streams,
+            chunk_invariant=False,  # a library may choose another kernel for fewer rows
+            process_group=True,
+        )
+
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        """Zeroed shared host pages; only the signal pad needs them."""
+        return HostMemory.create(nbytes)
+
+    def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
+        """Map a same-node peer's pages. OSError where they are gone."""
+        return HostMemory.attach(descriptor)
+
+    def workspace(self, plan: LaunchPlan) -> Workspace:
+        """None: torch's allocator serves the calls."""
+        return Workspace(nbytes=0, signals=0)
+
+    def launch(self, call: Call) -> StreamsLaunch:
+        """Hand the call to the worker's thread and return at once."""
+        launch = StreamsLaunch(call, _op(call.plan.op), self._device)
+        self._worker.start(launch)
+        return launch

@@ -1,0 +1,87 @@
+"""What differs between kinds of torch devices: names, streams and events. Nothing else may ask."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mkernel.errors import ArgumentError
+from mkernel.topology.model import Accelerator, AcceleratorKind
+
+_COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_KINDS: dict[str, AcceleratorKind] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
+
+
+class Device:
+    """One kind of torch device: ``cpu``, ``cuda`` or ``npu``. Constructing it starts nothing."""
+
+    def __init__(self, name: str | None) -> None:
+        """None: ``cuda`` where torch sees one, else ``cpu``."""
+        self.name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.name not in _COLLECTIVES:
+            raise ArgumentError(
+                "MKERNEL_STREAMS_DEVICE", repr(self.name), f"one of: {', '.join(_COLLECTIVES)}"
+            )
+        self.collectives = _COLLECTIVES[self.name]
+        self.has_streams = self.name != "cpu"
+
+    def missing(self) -> str | None:
+        """What keeps the device from being used here, in words; None where nothing does."""
+        if not torch.distributed.is_available():
+            return "this torch is built without torch.distributed"
+        if self.name == "cuda" and not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        if self.name == "npu":
+            if importlib.util.find_spec("torch_npu") is None:
+                return "torch_npu is not installed"
+            if not self._module().is_available():
+                return "torch_npu sees no NPU"
+        return None
+
+    def probe(self) -> tuple[Accelerator, ...]:
+        """The devices of this machine; for ``cpu`` one prototype, which is copied per rank."""
+        if self.missing() is not None:
+            return ()
+        if not self.has_streams:
+            return (
+                Accelerator(
+                    id="cpu0", kind="cpu", name="CPU cores of this host", index=0, emulated=True
+                ),
+            )
+        module = self._module()
+        return tuple(
+            Accelerator(
+                id=f"{self.name}{index}",
+                kind=_KINDS[self.name],
+                name=module.get_device_name(index),
+                index=index,
+            )
+            for index in range(module.device_count())
+        )
+
+    # ---- streams; only where has_streams ---------------------------------------------------------
+
+    def current(self, device: torch.device) -> Any:
+        """The calling thread's current stream on ``device``."""
+        return self._module().current_stream(device)
+
+    def stream(self, device: torch.device) -> Any:
+        """A new stream on ``device``."""
+        return self._module().Stream(device=device)
+
+    def on(self, stream: Any) -> Any:
+        """Context: work is put on ``stream``, and on its device."""
+        return self._module().stream(stream)
+
+    def event(self) -> Any:
+        """A new event that can measure time."""
+        return self._module().Event(enable_timing=True)
+
+    def _module(self) -> ModuleType | Any:
+        if self.name == "npu":
+            importlib.import_module("torch_npu")  # registers itself with torch
+        return getattr(torch, self.name)

@@ -1,0 +1,27 @@
+"""GEMM+AllReduce: as GEMM+ReduceScatter; then the owners send their rows, rounded, to every rank.
+
+Rows are rounded once, by their owner, so every rank holds the same bits. M needs not divide by W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mkernel.backends.accelerators.streams.lanes import Lanes
+from mkernel.backends.accelerators.streams.partials import reduced
+from mkernel.backends.accelerators.streams.rows import rotation, share
+from mkernel.backends.base import Call
+
+
+def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
+    """Fills ``out``."""
+    out, world = call.tensors["out"], call.plan.world_size
+    shares = [share(call.plan.gemm.m, world, rank) for rank in range(world)]
+    own = out[slice(*shares[call.rank])]
+    reduced(call, lanes, shares, own)
+    if lanes.communicates:
+        for source, target in rotation(call.plan, call.rank):
+            lanes.post([(target, own)], [(source, out[slice(*shares[source])])])
+        lanes.finish()
+    return {}

@@ -1,0 +1,183 @@
+"""The two lanes of one call: messages between ranks on one, matrix work on the other.
+
+Messages are point-to-point ones of torch.distributed, posted in the same order on every rank, so
+each wait is for one known peer. Where the device has streams the communication lane is a stream of
+its own and events tie the lanes together; the host waits for nothing between chunks. On a CPU the
+messages travel in torch.distributed's own threads and a wait blocks the caller's worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import distributed
+
+from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.base import Call
+from mkernel.backends.runtime import _runtime
+
+Parcel = tuple[int, torch.Tensor]
+"""(peer, contiguous tensor): what to send there, or where to put what comes from there."""
+
+
+class Broken(Exception):
+    """torch.distributed gave up on a message. ``timed_out``: else the connection was lost."""
+
+    def __init__(self, peer: int, chunk: int, *, timed_out: bool) -> None:
+        self.peer = peer
+        self.chunk = chunk
+        self.timed_out = timed_out
+        super().__init__(peer, chunk)
+
+
+class Stopped(Exception):
+    """The call's abort word is set: whoever set it knows why."""
+
+
+@dataclass
+class Message:
+    """What was posted together. ``works``: (peer, is it a receive, handle)."""
+
+    chunk: int
+    works: list[tuple[int, bool, Any]]
+    arrived: Any = None  # event on the communication lane
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+
+class Lanes:
+    """For one call on one rank. Everything that a message touches lives as long as this object.
+
+    Attributes:
+        communicates: False where the view asks for compute only: other ranks' data counts as
+            present. sequential: whether the lanes must take turns.
+    """
+
+    def __init__(self, call: Call, device: Device, where: torch.device) -> None:
+        self.rank = call.rank
+        self.communicates = call.view != "compute_only"
+        self.sequential = call.view == "sequential"
+        self.overlaps = device.has_streams and not self.sequential
+        self._call = call
+        self._device = device
+        self._messages: list[Message] = []
+        self._spans: list[tuple[Any, Any]] = []  # of compute: clock readings or events
+        self._first: Any = None
+        self._last: Any = None
+        self._compute = device.current(where) if device.has_streams else None
+        self._comm = device.stream(where) if device.has_streams else None
+
+    # ---- communication -----------------------------------------------------------------------
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], chunk: int = 0) -> Message:
+        """Start messages, after all compute that was put on its lane before. Returns at once.
+
+        Empty tensors are left out, so both ends must agree on what is empty. Raises Stopped.
+        """
+        if _runtime.pad_outcome(self._call.pad)[0] != _runtime.AbortCode.none:
+            raise Stopped
+        group = self._call.group
+        operations, told = [], []
+        for parcels, is_receive in ((sends, False), (receives, True)):
+            for peer, tensor in parcels:
+                if tensor.numel():
+                    start = distributed.irecv if is_receive else distributed.isend
+                    operations.append(
+                        distributed.P2POp(start, tensor, group=group, group_peer=peer)
+                    )
+                    told.append((peer, is_receive, tensor))
+        message = Message(chunk, [], None, [tensor for _, _, tensor in told])
+        if not operations:
+            return message
+        self._messages.append(message)
+        if self._comm is None:
+            self._first = self._first or time.perf_counter()
+            works = self._started(operations, told[0][0], chunk)
+            message.works = [
+                (peer, is_receive, work)
+                for (peer, is_receive, _), work in zip(told, works, strict=True)
+            ]
+            return message
+        self._comm.wait_stream(self._compute)
+        with self._device.on(self._comm):
+            if self._first is None:
+                self._first = self._mark(self._comm)
+            for work in self._started(operations, told[0][0], chunk):
+                work.wait()  # the communication lane waits, not the host
+            message.arrived = self._last = self._mark(self._comm)
+        return message
+
+    def wait(self, message: Message) -> None:
+        """Compute put on its lane from now on sees what the message brought. Broken."""
+        if self._compute is not None and message.arrived is not None:
+            self._compute.wait_event(message.arrived)
+        self._finish(message, receives=True)
+
+    def settle(self, messages: Sequence[Message]) -> None:
+        """In a sequential view: wait for all of them now."""
+        if self.sequential:
+            for message in messages:
+                self.wait(message)
+
+    def finish(self) -> None:
+        """Wait until everything posted has arrived and has been sent. Broken."""
+        for message in self._messages:
+            self.wait(message)
+            self._finish(message, receives=False)
+
+    def _started(self, operations: list[Any], peer: int, chunk: int) -> list[Any]:
+        try:
+            return list(distributed.batch_isend_irecv(operations))
+        except RuntimeError as error:
+            raise Broken(peer, chunk, timed_out=_timed_out(error)) from error
+
+    def _finish(self, message: Message, *, receives: bool) -> None:
+        for peer, is_receive, work in message.works:
+            if is_receive != receives:
+                continue
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise Broken(peer, message.chunk, timed_out=_timed_out(error)) from error
+            self._last = time.perf_counter()
+        message.works = [entry for entry in message.works if entry[1] != receives]
+
+    # ---- compute -----------------------------------------------------------------------------
+
+    @contextmanager
+    def compute(self) -> Iterator[None]:
+        """Work inside counts as compute in ``seconds``."""
+        if self._compute is None:
+            start = time.perf_counter()
+            yield
+            self._spans.append((start, time.perf_counter()))
+        else:
+            begin = self._mark(self._compute)
+            yield
+            self._spans.append((begin, self._mark(self._compute)))
+
+    def _mark(self, stream: Any) -> Any:
+        event = self._device.event()
+        event.record(stream)
+        return event
+
+    def seconds(self) -> dict[str, float]:
+        """``compute``: spent in compute. ``comm``: from the first message posted to the last one
+        complete; the two overlap in a pipelined view. Only after the call has ended."""
+        both = [] if self._first is None else [(self._first, self._last)]
+        if self._compute is None:
+            lengths = [[end - start for start, end in spans] for spans in (both, self._spans)]
+        else:
+            lengths = [
+                [start.elapsed_time(end) * 1e-3 for start, end in spans]
+                for spans in (both, self._spans)
+            ]
+        return {"comm": sum(lengths[0], 0.0), "compute": sum(lengths[1], 0.0)}
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower()

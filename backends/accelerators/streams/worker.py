@@ -1,0 +1,154 @@
+"""Calls run on a thread of their own, so that the world can wait in slices and see aborts.
+
+A message to a dead or absent peer blocks inside torch.distributed until that gives up. The world is
+told first, through the abort word; a thread that is still stuck then is left behind (it ends at
+torch.distributed's deadline) and the next call gets a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.accelerators.streams.lanes import Broken, Lanes, Stopped
+from mkernel.backends.base import Call, Launch, LaunchTimes
+from mkernel.backends.runtime import _runtime
+
+Op = Callable[[Call, Lanes], Mapping[str, Any]]
+"""Runs one op on its lanes; returns outputs whose sizes only the call found out."""
+
+_WORD_S = 3.0
+"""A lost connection is mostly the echo of a failure elsewhere: how long to wait for word of it."""
+_POLL_S = 0.0005
+_LOOK_S = 0.02
+
+
+class StreamsLaunch(Launch):
+    """A call on the worker's thread."""
+
+    def __init__(self, call: Call, op: Op, device: Device) -> None:
+        self._call = call
+        self._op = op
+        self._device = device
+        self._where = next(iter(call.tensors.values())).device
+        # Of the caller's thread, to be taken over by the worker's.
+        self._threads = torch.get_num_threads()
+        self._stream = device.current(self._where) if device.has_streams else None
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._results: Mapping[str, Any] = {}
+        self._seconds: dict[str, float] = {}
+        self.stuck = False
+
+    def run(self) -> None:
+        """The whole call; the worker's thread. Never raises."""
+        try:
+            if torch.get_num_threads() != self._threads:
+                torch.set_num_threads(self._threads)
+            context: Any = contextlib.nullcontext()
+            if self._stream is not None:
+                context = self._device.on(self._stream)
+            with torch.no_grad(), context:
+                lanes = Lanes(self._call, self._device, self._where)
+                self._results = self._op(self._call, lanes)
+                lanes.finish()
+                if self._stream is None or self._arrive():
+                    self._seconds = lanes.seconds()
+        except Stopped:
+            pass
+        except Broken as broken:
+            self._tell(broken)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def _aborted(self) -> bool:
+        return bool(_runtime.pad_outcome(self._call.pad)[0] != _runtime.AbortCode.none)
+
+    def _arrive(self) -> bool:
+        """Wait for the device; False where the call was aborted or ran into its deadline."""
+        done = self._device.event()
+        done.record(self._stream)
+        deadline = time.monotonic() + self._call.timeout_s
+        while not done.query():
+            if self._aborted():
+                return False
+            if time.monotonic() > deadline:
+                self._abort(_runtime.AbortCode.timeout, None, None)
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _tell(self, broken: Broken) -> None:
+        code = _runtime.AbortCode.timeout
+        if not broken.timed_out:
+            code = _runtime.AbortCode.peer_failure
+            deadline = time.monotonic() + _WORD_S
+            while time.monotonic() < deadline:
+                if self._aborted():
+                    return
+                time.sleep(_LOOK_S)
+        self._abort(code, broken.peer, broken.chunk)
+
+    def _abort(self, code: _runtime.AbortCode, peer: int | None, chunk: int | None) -> None:
+        who = _runtime.Diagnosis()
+        who.waiter = _runtime.Waiter.comm_kernel
+        who.op = self._call.number & 0xFFFFFFFF
+        who.chunk = 0xFFFFFFFF if chunk is None else chunk
+        who.peer = self._call.rank if peer is None else peer
+        who.seen, who.wanted = self._call.epoch - 1, self._call.epoch
+        _runtime.pad_abort(self._call.pad, code, who)
+
+    # ---- the world's side --------------------------------------------------------------------
+
+    def wait(self, timeout_s: float) -> bool:
+        """True once the call has ended or was aborted. Raises what the op's own work raised."""
+        if self._ended.wait(timeout_s):
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+            return True
+        self.stuck = self._aborted()
+        return self.stuck
+
+    def times(self) -> LaunchTimes:
+        """Seconds of ``comm`` (first message posted to last one complete) and ``compute``."""
+        return LaunchTimes({"comm": 0.0, "compute": 0.0, **self._seconds})
+
+    def results(self) -> Mapping[str, Any]:
+        """What the op returned."""
+        return self._results
+
+    def trace(self) -> None:
+        """None: no instructions are recorded."""
+
+
+class Worker:
+    """One thread that runs launches in order; replaced where a launch is stuck."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[StreamsLaunch] | None = None
+        self._latest: StreamsLaunch | None = None
+
+    def start(self, launch: StreamsLaunch) -> None:
+        """Run a launch after those before it, but not after one that is stuck."""
+        if self._queue is None or (self._latest is not None and self._latest.stuck):
+            self._queue = queue.SimpleQueue()
+            threading.Thread(
+                target=_serve, args=(self._queue,), name="mkernel-streams", daemon=True
+            ).start()
+        self._latest = launch
+        self._queue.put(launch)
+
+
+def _serve(launches: queue.SimpleQueue[StreamsLaunch]) -> None:
+    while True:
+        launches.get().run()

@@ -1,0 +1,103 @@
+"""Symmetric memory in host pages: anonymous files that same-node peers map through /proc.
+
+Nothing lies on a file system, so nothing is left behind when a rank is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+from typing import Any
+
+from mkernel.backends.base import SymmetricMemory
+
+# After the usable bytes, so that who attaches can tell this allocation from whatever else the
+# process may have behind the same descriptor number by then.
+_COOKIE_BYTES = 16
+
+
+def _page_up(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class HostMemory(SymmetricMemory):
+    """A shared mapping of an anonymous file; page-aligned, zeroed when new.
+
+    The pages are MAP_SHARED of a memfd, so that a software NIC finds the file by its inode.
+    """
+
+    def __init__(self, fd: int, nbytes: int, cookie: bytes, *, owner: bool) -> None:
+        """Map ``fd``, which this object owns from now on."""
+        self.nbytes = nbytes
+        self._fd = fd
+        self._cookie = cookie
+        self._owner = owner
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(fd, _page_up(nbytes + _COOKIE_BYTES))
+        except BaseException:
+            os.close(fd)
+            raise
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @classmethod
+    def create(cls, nbytes: int) -> HostMemory:
+        """New zeroed memory. ValueError for a size below 1, OSError where memory is short."""
+        if nbytes < 1:
+            raise ValueError(f"nbytes = {nbytes} is not legal; expected at least 1")
+        cookie = secrets.token_bytes(_COOKIE_BYTES)
+        fd = os.memfd_create("mkernel", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, _page_up(nbytes + _COOKIE_BYTES))
+            os.pwrite(fd, cookie, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, nbytes, cookie, owner=True)
+
+    @classmethod
+    def attach(cls, descriptor: dict[str, Any]) -> HostMemory:
+        """Map what a peer process exported. OSError where it is gone or is something else."""
+        pid, number = int(descriptor["pid"]), int(descriptor["fd"])
+        nbytes, cookie = int(descriptor["nbytes"]), bytes.fromhex(descriptor["cookie"])
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            if nbytes < 1 or size != _page_up(nbytes + _COOKIE_BYTES):
+                raise OSError(
+                    f"process {pid} no longer shares the {nbytes} bytes it exported: its "
+                    f"descriptor {number} holds {size}; was the world finalized there?"
+                )
+            if os.pread(fd, _COOKIE_BYTES, nbytes) != cookie:
+                raise OSError(
+                    f"descriptor {number} of process {pid} holds another allocation than the one "
+                    "it exported; was the world finalized there?"
+                )
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, nbytes, cookie, owner=False)
+
+    def export(self) -> dict[str, Any]:
+        """JSON-safe descriptor; valid until ``close``, on this machine."""
+        if not self._owner:
+            raise ValueError("only the rank that allocated memory can export it")
+        return {
+            "pid": os.getpid(),
+            "fd": self._fd,
+            "nbytes": self.nbytes,
+            "cookie": self._cookie.hex(),
+        }
+
+    def close(self) -> None:
+        """Unmap. Twice is harmless."""
+        mapped, self._map = self._map, None
+        if mapped is None:
+            return
+        mapped.close()
+        os.close(self._fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "_map", None) is not None:
+            self.close()
