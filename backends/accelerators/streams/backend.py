@@ -25,6 +25,9 @@ _OPS = {
     "all_gather_gemm": "all_gather_gemm:run",
     "gemm_reduce_scatter": "gemm_reduce_scatter:run",
     "gemm_all_reduce": "gemm_all_reduce:run",
+    "moe_dispatch_gemm": "moe:dispatch",
+    "moe_combine": "moe:combine",
+    "ring_attention": "ring_attention:run",
 }
 """Where each op lies: ``module:function`` of this package."""
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mkernel.backends.accelerators.streams.exchange import exchange
 from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.accelerators.streams.partials import reduced
-from mkernel.backends.accelerators.streams.rows import rotation, share
+from mkernel.backends.accelerators.streams.rows import share
 from mkernel.backends.base import Call
 
 
@@ -20,8 +21,6 @@ def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
     shares = [share(call.plan.gemm.m, world, rank) for rank in range(world)]
     own = out[slice(*shares[call.rank])]
     reduced(call, lanes, shares, own)
-    if lanes.communicates:
-        for source, target in rotation(call.plan, call.rank):
-            lanes.post([(target, own)], [(source, out[slice(*shares[source])])])
-        lanes.finish()
+    exchange(call, lanes, lambda target: own, lambda source: out[slice(*shares[source])])
+    lanes.finish()
     return {}

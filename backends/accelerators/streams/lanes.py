@@ -24,6 +24,9 @@ from mkernel.backends.runtime import _runtime
 Parcel = tuple[int, torch.Tensor]
 """(peer, contiguous tensor): what to send there, or where to put what comes from there."""
 
+NO_CHUNK = 0xFFFFFFFF
+_POLL_S = 0.0005
+
 
 class Broken(Exception):
     """torch.distributed gave up on a message. ``timed_out``: else the connection was lost."""
@@ -64,6 +67,7 @@ class Lanes:
         self.overlaps = device.has_streams and not self.sequential
         self._call = call
         self._device = device
+        self._deadline = time.monotonic() + call.timeout_s
         self._messages: list[Message] = []
         self._spans: list[tuple[Any, Any]] = []  # of compute: clock readings or events
         self._first: Any = None
@@ -78,8 +82,7 @@ class Lanes:
 
         Empty tensors are left out, so both ends must agree on what is empty. Raises Stopped.
         """
-        if _runtime.pad_outcome(self._call.pad)[0] != _runtime.AbortCode.none:
-            raise Stopped
+        self._stop_where_aborted()
         group = self._call.group
         operations, told = [], []
         for parcels, is_receive in ((sends, False), (receives, True)):
@@ -117,17 +120,26 @@ class Lanes:
             self._compute.wait_event(message.arrived)
         self._finish(message, receives=True)
 
-    def settle(self, messages: Sequence[Message]) -> None:
-        """In a sequential view: wait for all of them now."""
-        if self.sequential:
-            for message in messages:
-                self.wait(message)
-
     def finish(self) -> None:
         """Wait until everything posted has arrived and has been sent. Broken."""
         for message in self._messages:
             self.wait(message)
             self._finish(message, receives=False)
+
+    def host_waits(self) -> None:
+        """The host waits for what is on the compute lane. Stopped; Broken past the deadline."""
+        if self._compute is None:
+            return
+        done = self._mark(self._compute)
+        while not done.query():
+            self._stop_where_aborted()
+            if time.monotonic() > self._deadline:
+                raise Broken(self._call.rank, NO_CHUNK, timed_out=True)
+            time.sleep(_POLL_S)
+
+    def _stop_where_aborted(self) -> None:
+        if _runtime.pad_outcome(self._call.pad)[0] != _runtime.AbortCode.none:
+            raise Stopped
 
     def _started(self, operations: list[Any], peer: int, chunk: int) -> list[Any]:
         try:

@@ -26,7 +26,6 @@ Op = Callable[[Call, Lanes], Mapping[str, Any]]
 
 _WORD_S = 3.0
 """A lost connection is mostly the echo of a failure elsewhere: how long to wait for word of it."""
-_POLL_S = 0.0005
 _LOOK_S = 0.02
 
 
@@ -59,8 +58,8 @@ class StreamsLaunch(Launch):
                 lanes = Lanes(self._call, self._device, self._where)
                 self._results = self._op(self._call, lanes)
                 lanes.finish()
-                if self._stream is None or self._arrive():
-                    self._seconds = lanes.seconds()
+                lanes.host_waits()
+                self._seconds = lanes.seconds()
         except Stopped:
             pass
         except Broken as broken:
@@ -73,20 +72,6 @@ class StreamsLaunch(Launch):
     def _aborted(self) -> bool:
         return bool(_runtime.pad_outcome(self._call.pad)[0] != _runtime.AbortCode.none)
 
-    def _arrive(self) -> bool:
-        """Wait for the device; False where the call was aborted or ran into its deadline."""
-        done = self._device.event()
-        done.record(self._stream)
-        deadline = time.monotonic() + self._call.timeout_s
-        while not done.query():
-            if self._aborted():
-                return False
-            if time.monotonic() > deadline:
-                self._abort(_runtime.AbortCode.timeout, None, None)
-                return False
-            time.sleep(_POLL_S)
-        return True
-
     def _tell(self, broken: Broken) -> None:
         code = _runtime.AbortCode.timeout
         if not broken.timed_out:
@@ -96,14 +81,11 @@ class StreamsLaunch(Launch):
                 if self._aborted():
                     return
                 time.sleep(_LOOK_S)
-        self._abort(code, broken.peer, broken.chunk)
-
-    def _abort(self, code: _runtime.AbortCode, peer: int | None, chunk: int | None) -> None:
         who = _runtime.Diagnosis()
         who.waiter = _runtime.Waiter.comm_kernel
         who.op = self._call.number & 0xFFFFFFFF
-        who.chunk = 0xFFFFFFFF if chunk is None else chunk
-        who.peer = self._call.rank if peer is None else peer
+        who.chunk = broken.chunk
+        who.peer = broken.peer
         who.seen, who.wanted = self._call.epoch - 1, self._call.epoch
         _runtime.pad_abort(self._call.pad, code, who)
 

@@ -1,0 +1,103 @@
+"""MoE: tokens go to the ranks of their experts, once a rank; results come home, one row a place.
+
+Dispatch: ids of all ranks are exchanged first (they are small), so every rank builds the tables by
+itself and no sizes need to be told. Combine: rows travel in their own dtype and are weighted and
+added at home, in slot order, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
+from mkernel.backends.accelerators.streams.lanes import Lanes
+from mkernel.backends.accelerators.streams.matmul import Factor
+from mkernel.backends.accelerators.streams.routing import Routing, route
+from mkernel.backends.base import Call
+
+
+def dispatch(call: Call, lanes: Lanes) -> Mapping[str, Any]:
+    """Returns ``outputs``, ``counts`` and, for the combine, ``state``."""
+    x, w, rank = call.tensors["x"], call.tensors["w"], call.rank
+    ids = _everyones(call, lanes, call.tensors["topk_ids"].to(torch.int32))
+    with lanes.compute():
+        routing = route(ids, rank, len(w), real=lanes.communicates)
+        packed = torch.split(x[routing.outgoing], routing.tokens_to)
+        tokens = x.new_zeros(sum(routing.tokens_from), x.shape[1])
+        parts = torch.split(tokens, routing.tokens_from)
+        if lanes.communicates:
+            parts[rank].copy_(packed[rank])
+    arrivals = exchange(call, lanes, packed.__getitem__, parts.__getitem__)
+
+    dtype = getattr(torch, call.plan.out_dtype)
+    outputs = x.new_empty((len(routing.row_token), w.shape[2]), dtype=dtype)
+    factors: dict[int, Factor] = {}
+    for source in _as_they_come(call, lanes, arrivals):
+        with lanes.compute():
+            for expert, start, end in _segments(routing, source):
+                if expert not in factors:
+                    factors[expert] = Factor(w[expert], dtype)
+                rows = tokens[routing.row_token[start:end]]
+                factors[expert].product(rows, outputs[start:end])
+    return {"outputs": outputs, "counts": routing.counts, "state": routing}
+
+
+def combine(call: Call, lanes: Lanes) -> Mapping[str, Any]:
+    """Fills ``out``."""
+    y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
+    routing: Routing = call.options["state"]
+    with lanes.compute():
+        packed = torch.split(y[routing.returning], routing.rows_to)
+        rows = y.new_zeros(sum(routing.rows_from), y.shape[1])
+        parts = torch.split(rows, routing.rows_from)
+        if routing.real:
+            parts[call.rank].copy_(packed[call.rank])
+    if routing.real:
+        exchange(call, lanes, packed.__getitem__, parts.__getitem__)
+        lanes.finish()
+    with lanes.compute():
+        places = routing.homecoming.view(weights.shape)
+        total = rows[places[:, 0]].float() * weights[:, :1]
+        for slot in range(1, weights.shape[1]):
+            total.addcmul_(rows[places[:, slot]].float(), weights[:, slot : slot + 1])
+        out.copy_(total)
+    return {}
+
+
+def _everyones(call: Call, lanes: Lanes, own: torch.Tensor) -> torch.Tensor:
+    """``own`` of every rank [W, ...]; own ones in the place of others' in a compute-only view."""
+    gathered = own.expand(call.plan.world_size, *own.shape).contiguous()
+    exchange(call, lanes, lambda target: own, gathered.__getitem__)
+    lanes.finish()
+    lanes.host_waits()  # sizes will be read: see `route`
+    return gathered
+
+
+def _as_they_come(call: Call, lanes: Lanes, arrivals: Arrivals) -> Iterator[int | None]:
+    """Sources whose tokens are there now. None: all of them, at once, which gives fewer and larger
+    products; where messages and products do not run at the same time, that is better."""
+    if lanes.overlaps:
+        yield call.rank
+    for source, parts in arrivals.items():
+        for _, _, message in parts:
+            lanes.wait(message)
+        if lanes.overlaps:
+            yield source
+    if not lanes.overlaps:
+        yield None
+
+
+def _segments(routing: Routing, source: int | None) -> Iterator[tuple[int, int, int]]:
+    """(expert, start, end) of the output rows of one source, or of all."""
+    start = 0
+    for expert in range(len(routing.rows_by[0])):
+        sizes = [rows[expert] for rows in routing.rows_by]
+        edges = list(accumulate(sizes, initial=start))
+        low, high = (0, -1) if source is None else (source, source + 1)
+        if edges[low] < edges[high]:
+            yield expert, edges[low], edges[high]
+        start = edges[-1]

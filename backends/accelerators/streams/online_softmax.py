@@ -1,0 +1,58 @@
+"""Attention of some queries over keys and values that come in blocks; everything is float32.
+
+Running maximum m, sum l and weighted values o of the scores seen so far; a block with scores s, values
+v and m' = max(m, max s) changes them to l·e^(m-m') + sum e^(s-m') and o·e^(m-m') + e^(s-m') v.
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_SCORES = 1 << 23
+"""Scores held at once: keys are taken in tiles, so that memory stays bounded."""
+
+
+class OnlineSoftmax:
+    """``q`` [B, Hkv, G, P, D]: queries by head of k and v, and by query head within its group."""
+
+    def __init__(self, q: torch.Tensor, scale: float) -> None:
+        self._shape = q.shape
+        batch, heads, groups, rows, width = q.shape
+        self._q = q.float().mul_(scale) if q.dtype != torch.float32 else q * scale
+        self._q = self._q.reshape(batch, heads, groups * rows, width)
+        self._top = self._q.new_full((batch, heads, groups * rows, 1), float("-inf"))
+        self._sum = torch.zeros_like(self._top)
+        self._total = torch.zeros_like(self._q)
+
+    def see(self, k: torch.Tensor, v: torch.Tensor, first_row: int | None = None) -> None:
+        """Take in keys and values [B, Hkv, c, D].
+
+        ``first_row``: key i is seen by rows from ``first_row + i`` on; None: by all.
+        """
+        step = max(1, _SCORES // self._top.numel())
+        for start in range(0, k.shape[2], step):
+            end = min(start + step, k.shape[2])
+            later = None if first_row is None else first_row + start
+            self._see(k[:, :, start:end].float(), v[:, :, start:end].float(), later)
+
+    def _see(self, k: torch.Tensor, v: torch.Tensor, first_row: int | None) -> None:
+        scores = self._q @ k.transpose(2, 3)
+        if first_row is not None:
+            rows, keys = self._shape[3], k.shape[2]
+            at = torch.arange(max(rows, keys), device=k.device)
+            hidden = at[None, :keys] + first_row > at[:rows, None]
+            scores.view(*self._shape[:4], keys).masked_fill_(hidden, float("-inf"))
+        top = torch.maximum(self._top, scores.amax(3, keepdim=True))
+        # A row that has seen nothing yet has no maximum to subtract: -inf - -inf is not a number.
+        base = top.masked_fill(top == float("-inf"), 0.0)
+        keep = (self._top - base).exp_()
+        weights = scores.sub_(base).exp_()
+        self._sum.mul_(keep).add_(weights.sum(3, keepdim=True))
+        self._total.mul_(keep).add_(weights @ v)
+        self._top = top
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(attention [B, Hkv, G, P, D], log-sum-exp [B, Hkv, G, P]), float32."""
+        lse = self._top + self._sum.log()
+        return (self._total / self._sum).view(self._shape), lse.view(self._shape[:4])

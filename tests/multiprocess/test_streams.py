@@ -1,0 +1,322 @@
+"""The `streams` backend on a CPU: every op against its float64 reference, in every kind of world."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import mkernel
+from mkernel.backends.base import View
+from mkernel.cases import Case, case_of
+from mkernel.errors import PeerFailure, Timeout, WorldError
+from mkernel.launch import report
+from mkernel.plan.shapes import SHAPES
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+WORLDS = [(1, 1), (1, 2), (1, 3), (2, 2)]
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def sizes(op: str, world: int) -> dict[str, int]:
+    """Small, odd, legal in a world of that size."""
+    return {
+        "all_gather_gemm": {"m": 37 * world, "n": 65, "k": 259},
+        "gemm_reduce_scatter": {"m": 37 * world, "n": 65, "k": 259},
+        "gemm_all_reduce": {"m": 37 * world + 1, "n": 65, "k": 259},
+        "moe_dispatch_gemm": {
+            "tokens": 53, "hidden": 67, "features": 35, "experts": 4 * world, "top_k": 3,
+        },
+        "moe_combine": {"tokens": 53, "features": 35, "experts": 4 * world, "top_k": 3},
+        "ring_attention": {
+            "batch": 2, "heads": 6, "kv_heads": 2, "sequence": 22 * world, "head_dim": 24,
+        },
+    }[op]  # fmt: skip
+
+
+def judged(
+    cases: Sequence[Case], iterations: int = 3, view: View = "pipelined"
+) -> list[tuple[Case, bool, dict[str, float]]]:
+    """(case, passed, errors) of every case, called several times with fresh inputs."""
+    world = mkernel.world()
+    found = []
+    for case in cases:
+        for iteration in range(iterations):
+            outcome = case.run(case.inputs(world.rank, world.size, iteration), view=view)
+            errors = case.errors(outcome, world.rank, world.size, iteration)
+            found.append((case, case.passed(errors), errors))
+    return found
+
+
+def check(cases: Sequence[Case], nodes: int, ranks: int, **options: Any) -> None:
+    """Every case passes on every rank of a world."""
+    for results in mkernel.launch(
+        judged, cases, nodes=nodes, ranks_per_node=ranks, accelerator="streams", timeout_s=20,
+        **options,
+    ):  # fmt: skip
+        for case, passed, errors in results:
+            assert passed, (case, errors)
+
+
+def make(op: str, world: int, dtype: str = "float32", **changes: Any) -> Case:
+    """The op's case in its small sizes; ``changes`` may hold sizes, too."""
+    chosen = dict(sizes(op, world))
+    chosen.update({name: changes.pop(name) for name in SHAPES[op].model_fields if name in changes})
+    fields = {"out_dtype": dtype, **changes}
+    return case_of(op)(sizes=chosen, dtype=dtype, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", SHAPES)
+@pytest.mark.parametrize(("nodes", "ranks"), WORLDS)
+def test_every_op_in_every_world_and_dtype(op: str, nodes: int, ranks: int) -> None:
+    check([make(op, nodes * ranks, dtype) for dtype in DTYPES], nodes, ranks)
+
+
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "moe_dispatch_gemm", "ring_attention"])
+def test_eight_ranks(op: str) -> None:
+    check([make(op, 8, "bfloat16")], 1, 8)
+
+
+@pytest.mark.parametrize("view", ["pipelined", "sequential"])
+def test_chunks_and_layouts(view: View) -> None:
+    cases = [
+        make(op, 3, dtype, chunk=chunk, layout=layout)
+        for op in SHAPES
+        for dtype, chunk, layout in (("float16", 5, "column"), ("float32", 1000, "column"))
+        if not (op == "moe_combine" and layout == "column" and chunk == 1000)
+    ]
+    check(cases, 1, 3, view=view)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_pair_of_dtypes(dtype: str) -> None:
+    cases = [
+        make(op, 2, dtype, out_dtype=out_dtype)
+        for op in SHAPES
+        for out_dtype in DTYPES
+        if op != "ring_attention" and out_dtype != dtype
+    ]
+    check(cases, 1, 2)
+
+
+def test_long_sums_stay_float32() -> None:
+    ops = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+    cases = [
+        make(op, 2, dtype, out_dtype=out_dtype, k=8192)
+        for op in ops
+        for dtype, out_dtype in (("float16", "float16"), ("float16", "float32"),
+                                 ("bfloat16", "bfloat16"), ("bfloat16", "float32"))
+    ]  # fmt: skip
+    check(cases, 1, 2, iterations=1)
+
+
+def test_fewer_rows_than_ranks() -> None:
+    cases = [make("gemm_all_reduce", 3, m=m, n=1, k=1) for m in (1, 2, 4)]
+    check([*cases, make("all_gather_gemm", 3, m=3, n=1, k=1)], 1, 3)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_moe_routings(top_k: int) -> None:
+    cases = [
+        make("moe_dispatch_gemm", 3, "float32", top_k=top_k, options={"routing": routing, **more})
+        for routing in ("uniform", "one_expert", "some_empty", "duplicates")
+        for more in ({}, {"id_dtype": "int32"})
+    ]
+    check(cases, 1, 3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_causal_attention(world: int) -> None:
+    cases = [
+        make("ring_attention", world, dtype, causal=True, chunk=chunk, **more)
+        for dtype in DTYPES
+        for chunk, more in ((None, {}), (4, {"kv_heads": 6}), (None, {"options": {"scale": -0.7}}))
+    ]
+    check(cases, 1, world)
+
+
+def attention_by_tiles() -> list[float]:
+    """Errors where keys are taken in tiles of one."""
+    from mkernel.backends.accelerators.streams import online_softmax
+
+    online_softmax._SCORES = 1
+    return [
+        error
+        for causal in (False, True)
+        for _, passed, errors in judged([make("ring_attention", 2, causal=causal)])
+        for error in errors.values()
+        if not passed
+    ]
+
+
+def test_attention_by_tiles_of_keys() -> None:
+    assert mkernel.launch(attention_by_tiles, ranks_per_node=2, accelerator="streams") == [[], []]
+
+
+def in_every_view() -> list[dict[str, float]]:
+    world = mkernel.world()
+    views: tuple[View, ...] = ("compute_only", "sequential", "pipelined", "compute_only")
+    cases = [make(op, world.size) for op in SHAPES]
+    return [
+        case.run(case.inputs(world.rank, world.size, 0), view=view).record.times.seconds
+        for case in cases
+        for view in views
+    ]
+
+
+def test_views_take_turns() -> None:
+    for times in mkernel.launch(in_every_view, ranks_per_node=3, accelerator="streams"):
+        for index, seconds in enumerate(times):
+            alone = index % 4 in (0, 3)
+            assert (seconds["comm"] == 0) == alone
+            assert seconds["compute"] > 0
+
+
+def bits() -> bool:
+    """Whether every op gives the same bits twice; and gemm_all_reduce the same on all ranks."""
+    world = mkernel.world()
+    same = True
+    for op in SHAPES:
+        case = make(op, world.size, "bfloat16")
+        inputs = case.inputs(world.rank, world.size, 0)
+        first, again = (case.run(inputs).outputs for _ in range(2))
+        same &= all(torch.equal(first[name], again[name]) for name in first)
+    return same
+
+
+def test_bits_repeat() -> None:
+    assert all(mkernel.launch(bits, ranks_per_node=3, accelerator="streams"))
+
+
+def all_reduced() -> torch.Tensor:
+    case = make("gemm_all_reduce", 3, "bfloat16")
+    return case.run(case.inputs(mkernel.world().rank, 3, 0)).outputs["out"]
+
+
+def test_all_reduce_is_the_same_everywhere() -> None:
+    first, *others = mkernel.launch(all_reduced, ranks_per_node=3, accelerator="streams")
+    assert all(torch.equal(first, other) for other in others)
+
+
+def gathered() -> bool:
+    world = mkernel.world()
+    a = [torch.full((3, 5), rank + 0.5) for rank in range(world.size)]
+    _, whole = mkernel.all_gather_gemm(a[world.rank], torch.ones(5, 2), return_gathered=True)
+    return torch.equal(whole, torch.cat(a))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_gathered_a(ranks: int) -> None:
+    assert all(mkernel.launch(gathered, ranks_per_node=ranks, accelerator="streams"))
+
+
+def with_gradients() -> bool:
+    a, b = torch.ones(2, 3, requires_grad=True), torch.ones(3, 2, requires_grad=True)
+    return mkernel.all_gather_gemm(a, b).requires_grad
+
+
+def test_arguments_that_want_gradients() -> None:
+    assert not any(mkernel.launch(with_gradients, ranks_per_node=2, accelerator="streams"))
+
+
+# ---- worlds that break ---------------------------------------------------------------------------
+
+
+def call(op: str) -> None:
+    world = mkernel.world()
+    case = make(op, world.size)
+    case.run(case.inputs(world.rank, world.size, 0))
+
+
+def outcome(op: str, action: str, victim: int) -> None:
+    """Report (error type, seconds until it was raised, message) where a rank dies or stays away."""
+    world = mkernel.world()
+    call(op)
+    world.barrier()
+    start = time.monotonic()
+    try:
+        if world.rank == victim:
+            if action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(6)
+        while True:
+            call(op)
+    except WorldError as error:
+        if world.rank != victim:
+            report((type(error).__name__, time.monotonic() - start, str(error)))
+    raise RuntimeError("the launcher need not wait")
+
+
+def survivors(op: str, action: str, victim: int, timeout_s: float) -> list[tuple[str, float, str]]:
+    seen: dict[int, tuple[str, float, str]] = {}
+    with pytest.raises(BaseException):  # noqa: B017,PT011 - whatever launch raises, the ranks judge
+        mkernel.launch(
+            outcome, op, action, victim, ranks_per_node=4, timeout_s=timeout_s,
+            accelerator="streams",
+            on_report=lambda rank, payload: seen.update({rank: payload}),
+        )  # fmt: skip
+    assert sorted(seen) == [rank for rank in range(4) if rank != victim]
+    return list(seen.values())
+
+
+@pytest.mark.parametrize("op", ["all_gather_gemm", "moe_dispatch_gemm", "ring_attention"])
+def test_killed_rank_is_a_peer_failure_everywhere(op: str) -> None:
+    for kind, seconds, message in survivors(op, "kill", 1, timeout_s=30):
+        assert kind == "PeerFailure", message
+        assert "rank 1" in message
+        assert seconds < 5
+
+
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "ring_attention"])
+def test_absent_rank_is_a_time_out_everywhere(op: str) -> None:
+    results = survivors(op, "absent", 3, timeout_s=2)
+    for kind, seconds, message in results:
+        assert kind == "Timeout", message
+        assert 1.5 < seconds < 5
+    assert len({message for _, _, message in results}) == 1
+
+
+def test_absent_rank_is_named() -> None:
+    for _, _, message in survivors("all_gather_gemm", "absent", 3, timeout_s=2):
+        assert "of rank 3" in message
+
+
+def kill_while_calling() -> None:
+    world = mkernel.world()
+    if world.rank == 2:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)  # SIGALRM ends the process
+    while True:
+        call("gemm_all_reduce")
+
+
+def test_rank_killed_in_mid_call_and_the_next_world() -> None:
+    start = time.monotonic()
+    with pytest.raises(PeerFailure) as caught:
+        mkernel.launch(kill_while_calling, ranks_per_node=3, accelerator="streams", timeout_s=30)
+    assert caught.value.peer == 2
+    assert time.monotonic() - start < 10
+    assert all(mkernel.launch(gathered, ranks_per_node=3, accelerator="streams"))
+
+
+def broken_then_again() -> str:
+    """Two worlds in one process: the first breaks while a message is awaited."""
+    world = mkernel.world()
+    if world.rank == 0:
+        with pytest.raises(Timeout):
+            call("all_gather_gemm")
+    else:
+        time.sleep(3)
+        with pytest.raises(Timeout):
+            call("all_gather_gemm")
+    return "survived"
+
+
+def test_the_process_survives_a_broken_world() -> None:
+    with pytest.raises(BaseException):  # noqa: B017,PT011 - closing a broken world may raise
+        mkernel.launch(broken_then_again, ranks_per_node=2, accelerator="streams", timeout_s=1)
