@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
@@ -14,7 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mkernel import api, machine
 from mkernel.backends import registry
 from mkernel.backends.base import ModelledRun, View
-from mkernel.errors import ArgumentError, InputFileError, PlanMismatch, ShapeError
+from mkernel.cases import case_of
+from mkernel.cases.gemm import GemmCase
+from mkernel.cases.moe import ROUTINGS
+from mkernel.cli import sizes
+from mkernel.errors import ArgumentError, InputFileError, PlanMismatch, Unsupported
 from mkernel.identity import Backends
 from mkernel.job import files, inputs, rank, report, timeline
 from mkernel.job.rank import VIEWS, RankResult
@@ -22,34 +27,63 @@ from mkernel.job.spec import JobSpec
 from mkernel.launch import launch
 from mkernel.ops.validate import DTYPES, dtype_name
 from mkernel.plan import ops, render
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import DtypeName, LaunchPlan, OpName
+from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.settings import load as load_settings
+from mkernel.topology.model import Topology
 
-_DEFAULT_SIZES = {"m": 2048, "n": 1024, "k": 2048}
+_LAYOUTS = ("row", "column")
 
 
 def command(  # one option a parameter: this is the command line
-    op: Annotated[str, typer.Argument(help="all_gather_gemm, or an alias such as ag_gemm")],
+    op: Annotated[str, typer.Argument(help="an op, or an alias such as ag_gemm")],
     nodes: Annotated[int, typer.Option(help="emulated nodes")] = 2,
     ranks_per_node: Annotated[int, typer.Option(help="ranks of each node")] = 2,
     accelerator: Annotated[str | None, typer.Option(help="accelerator backend")] = None,
     nic: Annotated[str | None, typer.Option(help="NIC backend between nodes")] = None,
     verbs: Annotated[str | None, typer.Option(help="soft, system, or a library's path")] = None,
-    m: Annotated[int | None, typer.Option(help="rows of A, all ranks together [2048]")] = None,
-    n: Annotated[int | None, typer.Option(help="columns of B [1024]")] = None,
-    k: Annotated[int | None, typer.Option(help="columns of A, rows of B [2048]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="of A and B [float16]")] = None,
-    out_dtype: Annotated[str, typer.Option(help="of C")] = "float32",
-    chunk: Annotated[int | None, typer.Option(help="tiles a chunk [planner's choice]")] = None,
+    m: sizes.M = None,
+    n: sizes.N = None,
+    k: sizes.K = None,
+    tokens: sizes.Tokens = None,
+    hidden: sizes.Hidden = None,
+    features: sizes.Features = None,
+    experts: sizes.Experts = None,
+    top_k: sizes.TopK = None,
+    batch: sizes.Batch = None,
+    heads: sizes.Heads = None,
+    kv_heads: sizes.KvHeads = None,
+    sequence: sizes.Sequence = None,
+    head_dim: sizes.HeadDim = None,
+    causal: sizes.Causal = False,
+    scale: Annotated[
+        float | None, typer.Option(help="attention: of the scores [head_dim^-0.5]")
+    ] = None,
+    routing: Annotated[
+        str | None, typer.Option(help=f"MoE: {', '.join(ROUTINGS)} [uniform]")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="of the inputs [float16]")] = None,
+    out_dtype: Annotated[
+        str | None, typer.Option(help="of the result [GEMM: float32; else as the inputs]")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="of the weight in memory: row or column [row]")
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="tiles or rows a chunk [planner's choice]")
+    ] = None,
     input: Annotated[
         list[Path] | None,
-        typer.Option(help="a .safetensors with keys a, b; or twice: a.npy, then b.npy"),
+        typer.Option(
+            help="a .safetensors with whole tensors (GEMM: a, b; MoE: x, topk_ids, w, "
+            "topk_weights; attention: q, k, v); or twice, GEMM: a.npy, then b.npy"
+        ),
     ] = None,
     replicate_b: Annotated[
         bool | None,
         typer.Option(
             "--replicate-b/--shard-b",
-            help="every rank uses the whole B, or its share of columns "
+            help="all_gather_gemm: every rank uses the whole B, or its share of columns "
             "[replicated random data, sharded files]",
         ),
     ] = None,
@@ -65,10 +99,20 @@ def command(  # one option a parameter: this is the command line
     """Run an op on ranks of this machine, in three views, and check it against float64."""
     name = ops.canonical(op)
     _check_world(nodes, ranks_per_node)
-    spec = _spec(
-        name, (m, n, k), dtype, out_dtype, chunk, tuple(input or ()), replicate_b, output,
-        (seed, warmup, iterations), nodes * ranks_per_node,
-    )  # fmt: skip
+    given = {
+        "m": m, "n": n, "k": k, "tokens": tokens, "hidden": hidden, "features": features,
+        "experts": experts, "top_k": top_k, "batch": batch, "heads": heads, "kv_heads": kv_heads,
+        "sequence": sequence, "head_dim": head_dim, "causal": causal,
+    }  # fmt: skip
+    wanted = _Wanted(dtype, out_dtype, layout, routing, scale, replicate_b, chunk, seed)
+    paths = tuple(input or ())
+    world_size = nodes * ranks_per_node
+    sized = (
+        _from_files(name, paths, given, wanted, world_size)
+        if paths
+        else _random(name, given, wanted, world_size)
+    )
+    spec = _spec(name, sized, wanted, paths, output, warmup, iterations)
     console = Console(quiet=json, highlight=False)
     settings = load_settings()
     backends = Backends(
@@ -79,21 +123,7 @@ def command(  # one option a parameter: this is the command line
     topology = machine.emulated_topology(
         machine.machine_topology(backends), backends, nodes, ranks_per_node
     )
-    plan = api.plan(
-        name,
-        m=spec.m,
-        n=spec.n,
-        k=spec.k,
-        dtype=spec.dtype,
-        out_dtype=spec.out_dtype,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        accelerator=accelerator,
-        nic=nic,
-        verbs=verbs,
-        topology=topology,
-        chunk=chunk,
-    )
+    plan = _plan(spec, topology, backends, nodes, ranks_per_node)
     console.print(render.topology(topology))
     console.print(render.plan(plan))
     if output is not None:
@@ -114,8 +144,12 @@ def command(  # one option a parameter: this is the command line
     _same_plan(plan, results)
     modelled = _model(backends.accelerator, results)
     outcome = report.build(spec, plan, topology, results, modelled)
-    if output is not None and modelled:
-        _write_pictures(modelled["pipelined"], output, console)
+    if output is not None:
+        _write_pictures(
+            timeline.modelled(modelled["pipelined"]) if modelled else timeline.wall(results),
+            output,
+            console,
+        )
     if json:
         print(outcome.model_dump_json(indent=2))
     console.print(report.render(outcome))
@@ -130,58 +164,151 @@ def _check_world(nodes: int, ranks_per_node: int) -> None:
             raise ArgumentError(name, value, "an integer of at least 1")
 
 
-def _spec(  # the command line's options, made consistent
-    op: str,
-    sizes: tuple[int | None, int | None, int | None],
-    dtype: str | None,
-    out_dtype: str,
-    chunk: int | None,
+@dataclass(frozen=True)
+class _Wanted:
+    """The command line's options that are no sizes, as given."""
+
+    dtype: str | None
+    out_dtype: str | None
+    layout: str | None
+    routing: str | None
+    scale: float | None
+    replicate_b: bool | None
+    chunk: int | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """What decides a plan: from the options, or from files."""
+
+    sizes: dict[str, int]
+    dtype: DtypeName
+    replicate_b: bool
+
+
+def _random(
+    op: OpName, given: Mapping[str, int | bool | None], wanted: _Wanted, world_size: int
+) -> _Sized:
+    chosen = sizes_or_defaults(op, dict(given))
+    replicate = wanted.replicate_b is not False
+    if not replicate and op == "all_gather_gemm":
+        chosen["n"] = inputs.columns_of_b(chosen["n"], world_size)
+    return _Sized(chosen, _dtype("--dtype", wanted.dtype or "float16"), replicate)
+
+
+def _from_files(
+    op: OpName,
     paths: tuple[Path, ...],
-    replicate_b: bool | None,
-    output: Path | None,
-    counts: tuple[int, int, int],
+    given: Mapping[str, int | bool | None],
+    wanted: _Wanted,
     world_size: int,
+) -> _Sized:
+    others = {"dtype": wanted.dtype, "routing": wanted.routing}
+    decided = {**{name: size for name, size in given.items() if name != "causal"}, **others}
+    for name, value in decided.items():
+        if value is not None:
+            option = "--" + name.replace("_", "-")
+            raise ArgumentError(option, "given", "nothing beside --input, which decides it")
+    sizes_or_defaults(op, {"causal": given["causal"]})  # refuses it where it means nothing
+    tensors = inputs.load(op, paths)
+    replicate = bool(wanted.replicate_b)
+    first = next(iter(tensors))
+    return _Sized(
+        inputs.sizes(op, tensors, world_size, replicate_b=replicate, causal=bool(given["causal"])),
+        dtype_name(f"{first}.dtype", tensors[first].dtype, tuple(DTYPES)),
+        replicate,
+    )
+
+
+def _spec(
+    op: OpName,
+    sized: _Sized,
+    wanted: _Wanted,
+    paths: tuple[Path, ...],
+    output: Path | None,
+    warmup: int,
+    iterations: int,
 ) -> JobSpec:
-    result_dtype = _dtype("--out-dtype", out_dtype)
-    if paths:
-        given = [f"--{name}" for name, size in zip("mnk", sizes, strict=True) if size is not None]
-        if given or dtype is not None:
-            raise ArgumentError(
-                (given or ["--dtype"])[0], "given", "nothing beside --input, which decides it"
-            )
-        a, b = inputs.load(paths)
-        m, n, k = a.shape[0], b.shape[1], a.shape[1]
-        data_dtype = dtype_name("a.dtype", a.dtype, tuple(DTYPES))
-        replicate = bool(replicate_b)
-    else:
-        m, n, k = (
-            size if size is not None else _DEFAULT_SIZES[name]
-            for name, size in zip("mnk", sizes, strict=True)
-        )
-        data_dtype = _dtype("--dtype", dtype or "float16")
-        replicate = replicate_b is not False
-    if not replicate:
-        if n % world_size:
-            raise ShapeError(
-                "n",
-                n,
-                f"a multiple of {world_size} ranks",
-                why="B is sharded by columns; --replicate-b keeps it whole",
-            )
-        n //= world_size
-    seed, warmup, iterations = counts
+    case = case_of(op)
+    gemm, moe, attention = issubclass(case, GemmCase), op.startswith("moe"), op == "ring_attention"
+    for option, value, legal, where in (
+        ("--replicate-b", wanted.replicate_b, op == "all_gather_gemm", "all_gather_gemm"),
+        ("--routing", wanted.routing, moe, "the MoE ops"),
+        ("--scale", wanted.scale, attention, "ring_attention"),
+        ("--layout", wanted.layout, not attention and op != "moe_combine", "ops with a weight"),
+        ("--out-dtype", wanted.out_dtype, not attention, "ops whose result may differ in dtype"),
+    ):
+        if value is not None and not legal:
+            raise ArgumentError(option, value, f"nothing: only for {where}, not {op}")
+    _one_of("--routing", wanted.routing, ROUTINGS)
+    _one_of("--layout", wanted.layout, _LAYOUTS)
+    options: dict[str, Any] = {"replicate_b": sized.replicate_b} if gemm else {}
+    if wanted.routing is not None:
+        options["routing"] = wanted.routing
+    if wanted.scale is not None:
+        options["scale"] = wanted.scale
     return JobSpec(
-        op=op, m=m, n=n, k=k, dtype=data_dtype, out_dtype=result_dtype, replicate_b=replicate,
-        chunk=chunk, files=tuple(path.resolve() for path in paths),
-        output=output.resolve() if output else None, seed=seed, warmup=warmup,
+        case=case(
+            sizes=sized.sizes,
+            dtype=sized.dtype,
+            out_dtype=_dtype(
+                "--out-dtype", wanted.out_dtype or ("float32" if gemm else sized.dtype)
+            ),
+            layout=wanted.layout or "row",
+            chunk=wanted.chunk,
+            seed=wanted.seed,
+            options=options,
+        ),
+        files=tuple(path.resolve() for path in paths),
+        output=output.resolve() if output else None,
+        warmup=warmup,
         iterations=iterations,
-    )  # fmt: skip
+    )
 
 
-def _dtype(option: str, name: str) -> Any:
-    if name not in DTYPES:
-        raise ArgumentError(option, repr(name), "one of " + ", ".join(DTYPES))
-    return name
+def _dtype(option: str, name: str) -> DtypeName:
+    _one_of(option, name, tuple(DTYPES))
+    return cast(DtypeName, name)
+
+
+def _one_of(option: str, value: str | None, legal: Sequence[str]) -> None:
+    if value is not None and value not in legal:
+        raise ArgumentError(option, repr(value), "one of " + ", ".join(legal))
+
+
+def _plan(
+    spec: JobSpec, topology: Topology, backends: Backends, nodes: int, ranks_per_node: int
+) -> LaunchPlan:
+    """What the ranks will plan too. Unsupported: says which installed accelerators have the op."""
+    case = spec.case
+    try:
+        return api.plan(
+            case.op,
+            dtype=case.dtype,
+            out_dtype=case.out_dtype,
+            b_layout=cast(Literal["row", "column"], case.layout),
+            nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            accelerator=backends.accelerator,
+            nic=backends.nic,
+            verbs=backends.verbs,
+            topology=topology,
+            chunk=case.chunk,
+            **case.sizes,
+        )
+    except Unsupported as error:
+        others = [name for name in registry.names(registry.ACCELERATORS) if _claims(name, case.op)]
+        hint = f"try --accelerator {' or '.join(others)}" if others else "no installed one does"
+        raise Unsupported(f"{error}; {hint}") from None
+
+
+def _claims(accelerator: str, op: str) -> bool:
+    """Whether an installed backend has the op; one that is broken has nothing."""
+    try:
+        return op in registry.accelerator(accelerator).capabilities().ops
+    except Exception:
+        return False
 
 
 def _make_folder(output: Path) -> None:
@@ -225,7 +352,7 @@ def _model(accelerator: str, results: Sequence[RankResult]) -> dict[View, Modell
     return {view: run for view, run in runs.items() if run is not None}
 
 
-def _write_pictures(run: ModelledRun, output: Path, console: Console) -> None:
+def _write_pictures(run: timeline.Timeline, output: Path, console: Console) -> None:
     files.write_trace(run, output / "trace.json")
     try:
         timeline.write_timeline(run, output / "timeline.png")

@@ -1,4 +1,4 @@
-"""A modelled timeline as a Perfetto trace (Trace Event Format; open it at ui.perfetto.dev)."""
+"""A timeline as a Perfetto trace (Trace Event Format; open it at ui.perfetto.dev)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mkernel.backends.base import ModelledRun
+from mkernel.job.timeline import Timeline
 
 
-def write_trace(run: ModelledRun, path: Path) -> None:
-    """One process a rank, one thread a core; times are modelled microseconds."""
+def write_trace(run: Timeline, path: Path) -> None:
+    """One process a rank, one thread a lane; microseconds of the timeline's clock."""
     content = {
         "displayTimeUnit": "ns",
-        "otherData": {"clock": f"modelled, {run.machine}; not measured"},
+        "otherData": {"clock": run.clock},
         "traceEvents": list(_events(run)),
     }
     path.write_text(json.dumps(content))
 
 
-def _events(run: ModelledRun) -> Iterator[dict[str, Any]]:
+def _events(run: Timeline) -> Iterator[dict[str, Any]]:
     for rank in sorted({lane.rank for lane in run.lanes}):
-        name = f"rank {rank} (modelled time, {run.machine})"
+        name = f"rank {rank} ({run.label})"
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
     for thread, lane in enumerate(run.lanes):
         where = {"pid": lane.rank, "tid": thread}

@@ -1,91 +1,44 @@
-"""A job's tensors: random and fresh in every iteration, or the user's own from files."""
+"""The user's own tensors: whole ones from files, checked, and the sizes of the op they make."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mkernel.errors import DtypeError, InputFileError, ShapeError
-from mkernel.job.spec import JobSpec
+from mkernel.errors import ArgumentError, DtypeError, InputFileError, ShapeError
 from mkernel.ops.validate import DTYPES, describe, dtype_name
 
-_WHOLE_B = -1
+_GEMM = {"a": "[M, K]", "b": "[K, N]"}
+KEYS: dict[str, dict[str, str]] = {
+    "all_gather_gemm": _GEMM,
+    "gemm_reduce_scatter": _GEMM,
+    "gemm_all_reduce": _GEMM,
+    "moe_dispatch_gemm": {
+        "x": "[T·W, H]",
+        "topk_ids": "[T·W, k]",
+        "w": "[E, H, I]",
+        "topk_weights": "[T·W, k]",
+    },
+    "ring_attention": {"q": "[B, Hq, S, D]", "k": "[B, Hkv, S, D]", "v": "[B, Hkv, S, D]"},
+}
+"""What a file holds for each op, whole: the job gives every rank its part."""
 
 
-class Inputs(Protocol):
-    """Where a rank gets its tensors, and those of all ranks for the reference."""
-
-    def a(self, rank: int, iteration: int) -> torch.Tensor:
-        """A's rows of ``rank``, [m/W, k]."""
-
-    def b(self, rank: int, iteration: int) -> torch.Tensor:
-        """B as ``rank`` uses it, [k, n]."""
-
-
-@dataclass(frozen=True)
-class RandomInputs:
-    """Standard normal data; any rank can make any rank's tensors from (seed, iteration, rank)."""
-
-    spec: JobSpec
-    world_size: int
-
-    def a(self, rank: int, iteration: int) -> torch.Tensor:
-        """A's rows of ``rank``, [m/W, k]."""
-        return self._draw(iteration, 0, rank, (self.spec.m // self.world_size, self.spec.k))
-
-    def b(self, rank: int, iteration: int) -> torch.Tensor:
-        """B as ``rank`` uses it, [k, n]."""
-        part = _WHOLE_B if self.spec.replicate_b else rank
-        return self._draw(iteration, 1, part, (self.spec.k, self.spec.n))
-
-    def _draw(self, iteration: int, which: int, part: int, shape: tuple[int, int]) -> torch.Tensor:
-        seed = np.random.SeedSequence((self.spec.seed, iteration, which, part - _WHOLE_B))
-        generator = torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
-        data = torch.randn(shape, generator=generator, dtype=torch.float32)
-        return data.to(DTYPES[self.spec.dtype])
-
-
-@dataclass(frozen=True)
-class FileInputs:
-    """The user's tensors; the same in every iteration."""
-
-    spec: JobSpec
-    whole_a: torch.Tensor
-    whole_b: torch.Tensor
-    world_size: int
-
-    def a(self, rank: int, iteration: int) -> torch.Tensor:
-        """A's rows of ``rank``, [m/W, k]."""
-        rows = self.spec.m // self.world_size
-        return self.whole_a[rank * rows : (rank + 1) * rows]
-
-    def b(self, rank: int, iteration: int) -> torch.Tensor:
-        """B as ``rank`` uses it, [k, n]."""
-        if self.spec.replicate_b:
-            return self.whole_b
-        return self.whole_b[:, rank * self.spec.n : (rank + 1) * self.spec.n].contiguous()
-
-
-def open_inputs(spec: JobSpec, world_size: int) -> Inputs:
-    """The tensors of a job. InputFileError, ShapeError, DtypeError."""
-    if not spec.files:
-        return RandomInputs(spec, world_size)
-    a, b = load(spec.files)
-    return FileInputs(spec, a, b, world_size)
-
-
-def load(files: tuple[Path, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [M, K] and B [K, N] from one .safetensors (keys ``a``, ``b``) or two .npy files (A, B).
+def load(op: str, files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
+    """An op's whole tensors (:data:`KEYS`) from one .safetensors; for the GEMMs also from two .npy
+    files (A, B).
 
     Raises:
-        InputFileError: a file is missing, unreadable, or has other keys.
-        ShapeError, DtypeError: the tensors do not fit together.
+        InputFileError: a file is missing, unreadable, or has other keys; or the op takes none.
+        ShapeError, DtypeError, ArgumentError: the tensors do not fit together.
     """
+    if op not in KEYS:
+        raise InputFileError(f"--input: {op} takes no files; it runs on random data only")
+    keys = KEYS[op]
     for file in files:
         if not file.is_file():
             raise InputFileError(
@@ -93,34 +46,143 @@ def load(files: tuple[Path, ...]) -> tuple[torch.Tensor, torch.Tensor]:
             )
     suffixes = [file.suffix for file in files]
     if suffixes == [".safetensors"]:
-        a, b = _from_safetensors(files[0])
-    elif suffixes == [".npy", ".npy"]:
-        a, b = (_from_npy(file) for file in files)
+        tensors = _from_safetensors(files[0], keys)
+    elif suffixes == [".npy", ".npy"] and keys is _GEMM:
+        tensors = {name: _from_npy(file) for name, file in zip(keys, files, strict=True)}
     else:
+        pair = ", or two .npy files (--input a.npy --input b.npy)" if keys is _GEMM else ""
         raise InputFileError(
-            f"--input {' '.join(map(str, files))}: expected one .safetensors file with keys 'a' "
-            "and 'b', or two .npy files (--input a.npy --input b.npy)"
+            f"--input {' '.join(map(str, files))}: expected one .safetensors file with keys "
+            f"{_listed(keys)}{pair}"
         )
-    for name, tensor in (("a", a), ("b", b)):
-        if tensor.dim() != 2 or 0 in tensor.shape:
-            raise ShapeError(name, describe(tensor), "a matrix with at least 1 row and 1 column")
-        dtype_name(f"{name}.dtype", tensor.dtype, tuple(DTYPES))
-    if a.dtype != b.dtype:
-        raise DtypeError("b.dtype", b.dtype, f"{a.dtype}, the dtype of a")
+    for name, tensor in tensors.items():
+        if tensor.dim() != keys[name].count(",") + 1 or 0 in tensor.shape:
+            raise ShapeError(name, describe(tensor), f"{keys[name]}, all at least 1")
+    _CHECKS[next(iter(keys))](tensors)
+    return tensors
+
+
+def sizes(
+    op: str,
+    tensors: Mapping[str, torch.Tensor],
+    world_size: int,
+    *,
+    replicate_b: bool = False,
+    causal: bool = False,
+) -> dict[str, int]:
+    """The op's sizes where the tensors are cut as it asks.
+
+    AllGather+GEMM: A by rows, B by columns unless ``replicate_b``; the other GEMMs: A by columns, B
+    by rows (K); MoE: tokens by rows, experts by number; attention: by positions.
+
+    Raises:
+        ShapeError: a dimension does not divide by the ranks.
+    """
+    if op == "moe_dispatch_gemm":
+        x, w = tensors["x"], tensors["w"]
+        return {
+            "tokens": share("x", "rows", len(x), world_size),
+            "hidden": x.shape[1],
+            "features": w.shape[2],
+            "experts": len(w),
+            "top_k": tensors["topk_ids"].shape[1],
+        }
+    if op == "ring_attention":
+        batch, heads, sequence, width = tensors["q"].shape
+        return {
+            "batch": batch,
+            "heads": heads,
+            "kv_heads": tensors["k"].shape[1],
+            "sequence": sequence,
+            "head_dim": width,
+            "causal": causal,
+        }
+    m, n, k = len(tensors["a"]), tensors["b"].shape[1], tensors["a"].shape[1]
+    if op != "all_gather_gemm":
+        return {"m": m, "n": n, "k": share("k", "columns of A and rows of B", k, world_size)}
+    return {"m": m, "n": n if replicate_b else columns_of_b(n, world_size), "k": k}
+
+
+def columns_of_b(n: int, world_size: int) -> int:
+    """A rank's columns of a sharded B. ShapeError."""
+    if n % world_size:
+        raise ShapeError(
+            "n",
+            n,
+            f"a multiple of {world_size} ranks",
+            why="B is sharded by columns; --replicate-b keeps it whole",
+        )
+    return n // world_size
+
+
+def share(name: str, what: str, whole: int, world_size: int) -> int:
+    """A rank's part of a dimension that the op cuts. ShapeError."""
+    if whole % world_size:
+        raise ShapeError(name, whole, f"a multiple of {world_size} ranks", why=f"{what} are cut")
+    return whole // world_size
+
+
+def _check_gemm(tensors: Mapping[str, torch.Tensor]) -> None:
+    a, b = tensors["a"], tensors["b"]
+    _same_dtypes(tensors, ("a", "b"))
     if a.shape[1] != b.shape[0]:
         raise ShapeError("b", describe(b), f"[K, N] with K = {a.shape[1]}, the columns of a")
-    return a, b
 
 
-def _from_safetensors(file: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _check_moe(tensors: Mapping[str, torch.Tensor]) -> None:
+    x, ids, w = tensors["x"], tensors["topk_ids"], tensors["w"]
+    weights = tensors["topk_weights"]
+    _same_dtypes(tensors, ("x", "w"))
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise DtypeError("topk_ids.dtype", ids.dtype, "torch.int32 or torch.int64")
+    if not weights.dtype.is_floating_point:
+        raise DtypeError("topk_weights.dtype", weights.dtype, "a floating-point dtype")
+    if w.shape[1] != x.shape[1]:
+        raise ShapeError("w", describe(w), f"[E, H, I] with H = {x.shape[1]}, the columns of x")
+    if len(ids) != len(x):
+        raise ShapeError("topk_ids", describe(ids), f"{len(x)} rows, as in x")
+    if weights.shape != ids.shape:
+        raise ShapeError("topk_weights", describe(weights), f"{tuple(ids.shape)}, as topk_ids")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= len(w):
+        wrong = low if low < 0 else high
+        raise ArgumentError("topk_ids", f"... {wrong} ...", f"expert numbers 0 to {len(w) - 1}")
+
+
+def _check_attention(tensors: Mapping[str, torch.Tensor]) -> None:
+    q, k = tensors["q"], tensors["k"]
+    _same_dtypes(tensors, ("q", "k", "v"))
+    legal = (q.shape[0], k.shape[1], *q.shape[2:])
+    for name in ("k", "v"):
+        if tuple(tensors[name].shape) != legal:
+            raise ShapeError(name, describe(tensors[name]), f"{legal}, as q and k say")
+
+
+_CHECKS = {"a": _check_gemm, "x": _check_moe, "q": _check_attention}  # by an op's first key
+
+
+def _same_dtypes(tensors: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> None:
+    first = tensors[names[0]]
+    for name in names:
+        dtype_name(f"{name}.dtype", tensors[name].dtype, tuple(DTYPES))
+        if tensors[name].dtype != first.dtype:
+            raise DtypeError(
+                f"{name}.dtype", tensors[name].dtype, f"{first.dtype}, the dtype of {names[0]}"
+            )
+
+
+def _listed(keys: Mapping[str, str]) -> str:
+    *most, last = (f"{name!r} {shape}" for name, shape in keys.items())
+    return f"{', '.join(most)} and {last}"
+
+
+def _from_safetensors(file: Path, wanted: Mapping[str, str]) -> dict[str, torch.Tensor]:
     try:
         with safe_open(file, framework="pt") as content:
             keys = sorted(content.keys())
-            if not {"a", "b"} <= set(keys):
-                raise InputFileError(
-                    f"--input {file}: has keys {keys}; expected 'a' [M, K] and 'b' [K, N]"
-                )
-            return content.get_tensor("a"), content.get_tensor("b")
+            if not set(wanted) <= set(keys):
+                raise InputFileError(f"--input {file}: has keys {keys}; expected {_listed(wanted)}")
+            return {name: content.get_tensor(name) for name in wanted}
     except (SafetensorError, OSError) as error:
         raise InputFileError(f"--input {file}: not readable as safetensors: {error}") from error
 

@@ -1,7 +1,14 @@
-"""One rank's part of a job: the three views, timed with fresh inputs, then checked."""
+"""One rank's part of a job: calls in three views, each timed and checked; then one traced call.
+
+Every call gets fresh inputs and outputs full of NaN, and starts from a barrier; results of
+communicating views are checked after the last iteration, outside the timing. A result that an earlier
+iteration left behind therefore fails the check. MoE is timed as what a layer does: dispatch and
+combine together.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -9,15 +16,16 @@ import torch
 from safetensors.torch import save_file
 
 from mkernel.backends.base import View
+from mkernel.cases import Outcome
+from mkernel.cases.gemm import GemmCase
 from mkernel.current import current
-from mkernel.job import verify
-from mkernel.job.inputs import open_inputs
 from mkernel.job.spec import JobSpec
 from mkernel.launch import report
-from mkernel.ops import all_gather_gemm
-from mkernel.ops.validate import DTYPES
 
 VIEWS: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
+
+_GEMM_KEY = {"out": "c"}
+"""The file's name of a GEMM's result; other outputs are called as in their op."""
 
 
 @dataclass
@@ -25,16 +33,18 @@ class RankResult:
     """What a rank sends back.
 
     Attributes:
-        digest: of the plan that was launched.
+        digest: of the plan that was launched (MoE: of the dispatch).
         seconds: per view, wall time of each timed call (from a common barrier to the result).
-        comm_seconds: the communication kernel's wall time in each sequential call.
-        errors: relative Frobenius error by view, of the last timed call.
-        trace: instruction record of one pipelined call.
+        kernels: per view, wall time of the last timed call's ``comm`` and ``compute``.
+        comm_seconds: the communication's wall time in each sequential call.
+        errors: worst relative Frobenius error by output, over the calls that were checked.
+        trace: instruction record of one pipelined call, where the backend keeps one.
         nic_bytes: bytes put through the NIC in all.
     """
 
     digest: str = ""
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    kernels: dict[str, dict[str, float]] = field(default_factory=dict)
     comm_seconds: list[float] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     trace: bytes | None = None
@@ -49,44 +59,62 @@ def steps(spec: JobSpec) -> int:
 def run(spec: JobSpec) -> RankResult:
     """Measure and check one rank. Collective."""
     world = current()
-    inputs = open_inputs(spec, world.size)
-    out = torch.empty((spec.m, spec.n), dtype=DTYPES[spec.out_dtype])
+    case = spec.opened()
+    device = world.accelerator.device
     result = RankResult()
     number = 0
 
-    def call(view: View, trace: bool = False) -> float:
+    def call(view: View, trace: bool = False) -> tuple[Outcome, float]:
         nonlocal number
         number += 1
-        a, b = inputs.a(world.rank, number), inputs.b(world.rank, number)
-        out.fill_(float("nan"))
+        drawn = case.inputs(world.rank, world.size, number)
+        tensors = {name: tensor.to(device) for name, tensor in drawn.items()}
+        outputs = case.poisoned(tensors)
         world.barrier()
         start = time.perf_counter()
-        done = all_gather_gemm.OP.call(a, b, out=out, chunk=spec.chunk, view=view, trace=trace)
+        outcome = case.call(tensors, outputs, view=view, trace=trace)
         elapsed = time.perf_counter() - start
-        result.digest = done.plan.digest()
-        result.trace = done.record.trace or result.trace
+        result.digest = outcome.plan.digest()
+        result.trace = outcome.record.trace or result.trace
+        if not trace:
+            result.kernels[view] = dict(outcome.record.times.seconds)
         if view == "sequential":
-            result.comm_seconds.append(done.record.times.seconds.get("comm", 0.0))
+            result.comm_seconds.append(outcome.record.times.seconds.get("comm", 0.0))
         if world.rank == 0:
             report(view)
-        return elapsed
+        return outcome, elapsed
 
-    def check(view: View) -> None:
-        error = verify.all_gather_gemm(out, inputs, world.rank, world.size, number)
-        result.errors[view] = max(error, result.errors.get(view, 0.0))
+    def check(outcome: Outcome) -> None:
+        for name, error in case.errors(outcome, world.rank, world.size, number).items():
+            result.errors[name] = max(result.errors.get(name, 0.0), error, key=badness)
 
     for _ in range(spec.warmup):
         for view in VIEWS:
             call(view)
     for iteration in range(spec.iterations):  # views take turns: the machine's mood hits all alike
         for view in VIEWS:
-            result.seconds.setdefault(view, []).append(call(view))
+            outcome, elapsed = call(view)
+            result.seconds.setdefault(view, []).append(elapsed)
             if view != "compute_only" and iteration == spec.iterations - 1:
-                check(view)
-    call("pipelined", trace=True)
-    check("pipelined")
+                check(outcome)
+    outcome, _ = call("pipelined", trace=True)
+    check(outcome)
     if world.nic is not None and world.nic.flush(world.settings.timeout_s):
         result.nic_bytes = world.nic.statistics().put_bytes
     if spec.output is not None:
-        save_file({"c": out}, spec.output / f"rank{world.rank}.safetensors")
+        keys = _GEMM_KEY if isinstance(case, GemmCase) else {}
+        save_file(
+            {keys.get(name, name): _packed(each) for name, each in outcome.outputs.items()},
+            spec.output / f"rank{world.rank}.safetensors",
+        )
     return result
+
+
+def badness(error: float) -> tuple[bool, float]:
+    """Orders errors; nothing is worse than NaN."""
+    return math.isnan(error), error
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that shares no memory, as the file format asks."""
+    return tensor.cpu().clone(memory_format=torch.contiguous_format)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkernel.plan.model import DtypeName
+from mkernel.cases import Case
+from mkernel.job import inputs
 
 
 @dataclass(frozen=True)
@@ -13,24 +14,21 @@ class JobSpec:
     """One job; travels to the ranks.
 
     Attributes:
-        op: canonical name. m, n, k: C [m, n] = A [m, k] @ B [k, n] *per rank*: n is N_r.
-        replicate_b: every rank uses the whole B; else rank r uses columns [r * n, (r + 1) * n).
-        files: input files (one .safetensors, or .npy of a and of b); empty: random normal data,
-            fresh in every iteration.
-        output: folder for results, or None. seed: of the random data.
+        case: the op with its sizes, dtypes and options; random inputs, fresh in every iteration.
+        files: input files that replace the random data (see :func:`mkernel.job.inputs.load`).
+        output: folder for results, or None.
         warmup, iterations: untimed and timed calls of each view.
     """
 
-    op: str
-    m: int
-    n: int
-    k: int
-    dtype: DtypeName
-    out_dtype: DtypeName
-    replicate_b: bool
-    chunk: int | None
+    case: Case
     files: tuple[Path, ...]
     output: Path | None
-    seed: int
     warmup: int
     iterations: int
+
+    def opened(self) -> Case:
+        """The case with the files' tensors. InputFileError, ShapeError, DtypeError."""
+        if not self.files:
+            return self.case
+        tensors = inputs.load(self.case.op, self.files)
+        return self.case.with_(options={**self.case.options, "tensors": tensors})

@@ -1,17 +1,81 @@
-"""A modelled timeline as a picture: the compute and comm lanes of every rank."""
+"""When each rank communicated and computed, on one of two clocks that are never mixed.
+
+*Modelled*, where the backend models time: every core of one pipelined call. Else *wall*: only how long
+a call's communication and compute took in all is known, not when, so each view's last timed call
+is drawn as two bars from its start.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from mkernel.backends.base import ModelledRun
+from mkernel.backends.base import Lane, ModelledRun, Span
+from mkernel.job.rank import VIEWS, RankResult
 
-_COLOURS = {"compute": "#2a6fbb", "comm": "#d9822b"}
+_COLOURS = {"call": "#d0d0d0", "compute": "#2a6fbb", "comm": "#d9822b"}
 _WAITING = "#d0d0d0"
+_GAP = 1.05  # between views, in lengths of the one before
 
 
-def write_timeline(run: ModelledRun, path: Path) -> None:
-    """Draw one row a rank and kernel, shaded by how many of its cores are busy.
+@dataclass(frozen=True)
+class Timeline:
+    """Lanes on one clock.
+
+    Attributes:
+        clock, label: which clock it is, in a sentence and in a few words.
+        title: of the picture. total_us: its length in microseconds.
+    """
+
+    clock: str
+    label: str
+    title: str
+    total_us: float
+    lanes: tuple[Lane, ...]
+
+
+def modelled(run: ModelledRun) -> Timeline:
+    """A modelled run's lanes: one for every core."""
+    return Timeline(
+        clock=f"modelled, {run.machine}; not measured",
+        label=f"modelled time, {run.machine}",
+        title="pipelined: all cores of a lane overlaid; grey waits for a signal",
+        total_us=run.total_us,
+        lanes=run.lanes,
+    )
+
+
+def wall(results: Sequence[RankResult]) -> Timeline:
+    """The views' last timed calls one after another: the call, and its comm and compute."""
+    lanes = {
+        (rank, kind): Lane(rank, f"{kind} (wall)", kind, [])
+        for rank in range(len(results))
+        for kind in ("call", "compute", "comm")
+    }
+    start = end = 0.0
+    for view in VIEWS:
+        for rank, result in enumerate(results):
+            took = {"call": result.seconds[view][-1], **result.kernels.get(view, {})}
+            for kind, seconds in took.items():
+                if seconds > 0 and (rank, kind) in lanes:
+                    name = f"{view.replace('_', ' ')}: {kind}"
+                    lanes[rank, kind].spans.append(Span(name, 1e6 * start, 1e6 * seconds))
+        longest = max(result.seconds[view][-1] for result in results)
+        end = start + longest
+        start += _GAP * longest
+    return Timeline(
+        clock="wall, measured on this host; comm and compute are a call's sums, drawn from its start",
+        label="wall time on this host",
+        title=f"{', then '.join(VIEWS).replace('_', ' ')}; comm and compute in all, "
+        "drawn from the call's start; grey: the call",
+        total_us=1e6 * end,
+        lanes=tuple(lanes.values()),
+    )
+
+
+def write_timeline(run: Timeline, path: Path) -> None:
+    """Draw one row a rank and kernel, shaded by how many of its lanes are busy.
 
     Raises:
         ImportError: matplotlib is missing (extra ``bench``).
@@ -22,7 +86,8 @@ def write_timeline(run: ModelledRun, path: Path) -> None:
     from matplotlib import pyplot
 
     rows = sorted(
-        {(lane.rank, lane.kernel) for lane in run.lanes}, key=lambda r: (r[0], r[1] == "comm")
+        {(lane.rank, lane.kernel) for lane in run.lanes},
+        key=lambda row: (row[0], tuple(_COLOURS).index(row[1])),
     )
     figure, axes = pyplot.subplots(figsize=(11, 1.2 + 0.45 * len(rows)), constrained_layout=True)
     for row, (rank, kind) in enumerate(rows):
@@ -44,8 +109,8 @@ def write_timeline(run: ModelledRun, path: Path) -> None:
     axes.set_yticks(range(len(rows)), [f"rank {rank} {kind}" for rank, kind in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, run.total_us)
-    axes.set_xlabel(f"modelled time on {run.machine}, µs (not measured)")
-    axes.set_title("pipelined: all cores of a lane overlaid; grey waits for a signal")
+    axes.set_xlabel(f"µs; {run.clock}")
+    axes.set_title(run.title)
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

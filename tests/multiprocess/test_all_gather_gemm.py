@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mkernel
-from mkernel.job.verify import TOLERANCE
+from mkernel.cases.base import TOLERANCE
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from mkernel.backends.base import KernelSpan, ModelledRun
-from mkernel.job import report
+from mkernel.backends.base import KernelSpan, Lane, ModelledRun, Span
+from mkernel.cases import case_of
+from mkernel.job import files, report, timeline
+from mkernel.job.rank import RankResult
 
 
 def test_formulae() -> None:
@@ -41,3 +46,69 @@ def test_an_efficiency_below_the_noise_is_not_shown() -> None:
     quiet = report.clock(200.0, 40.0, 240.0, 210.0, noise=20.0)
     assert "noise" in report._efficiency(loud)
     assert report._efficiency(quiet) == "75%"
+
+
+NAN = float("nan")
+MOE = case_of("moe_dispatch_gemm")({}, "float16", "float16")
+
+
+def test_the_verdict_names_the_worst_output_and_rank() -> None:
+    found = report.verify(
+        MOE,
+        [
+            {"outputs": 2e-4, "counts": 0.0, "out": 3e-4},
+            {"outputs": 1e-4, "counts": 0.0, "out": 4e-4},
+        ],
+    )
+    assert found.passed
+    assert (found.output, found.rank, found.error, found.tolerance) == ("out", 1, 4e-4, 5e-4)
+    assert found.error_by_rank == (3e-4, 4e-4)
+    assert (found.by_output["outputs"].rank, found.by_output["outputs"].error) == (0, 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("counts", float("inf")), ("outputs", NAN), ("out", 6e-4), ("out", float("inf"))],
+)
+def test_one_wrong_output_of_one_rank_fails(name: str, error: float) -> None:
+    right = {"outputs": 2e-4, "counts": 0.0, "out": 3e-4}
+    found = report.verify(MOE, [right, {**right, name: error}, right])
+    assert not found.passed
+    assert (found.output, found.rank) == (name, 1)
+
+
+def measured(rank: int) -> RankResult:
+    seconds = {"compute_only": [9.0, 2e-6], "sequential": [9.0, 8e-6], "pipelined": [9.0, 5e-6]}
+    kernels = {
+        "compute_only": {"compute": 1e-6},
+        "sequential": {"compute": 1e-6 * (rank + 1), "comm": 3e-6},
+        "pipelined": {"compute": 1e-6, "comm": 4e-6},
+    }
+    return RankResult(seconds=seconds, kernels=kernels)
+
+
+def test_a_wall_timeline_is_called_wall(tmp_path: Path) -> None:
+    drawn = timeline.wall([measured(0), measured(1)])
+    files.write_trace(drawn, tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    assert "modelled" not in text
+    trace = json.loads(text)
+    assert trace["otherData"]["clock"].startswith("wall, measured")
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["cat"] for event in spans} == {"call", "comm", "compute"}
+    sequential = {
+        event["cat"]: event["dur"]
+        for event in spans
+        if event["pid"] == 1 and event["name"].startswith("sequential")
+    }
+    assert sequential == pytest.approx({"call": 8, "compute": 2, "comm": 3})
+    ends = [event["ts"] + event["dur"] for event in spans]
+    assert max(ends) == pytest.approx(drawn.total_us)
+
+
+def test_a_modelled_timeline_is_called_modelled(tmp_path: Path) -> None:
+    run = ModelledRun("a machine", "pipelined", 4.0, (), (Lane(0, "c", "comm", [Span("x", 0, 4)]),))
+    files.write_trace(timeline.modelled(run), tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    assert "modelled, a machine; not measured" in text
+    assert "wall" not in text
