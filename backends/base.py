@@ -64,6 +64,12 @@ class AcceleratorCapabilities(Model):
     between nodes too; no NIC session is opened."""
 
 
+NO_SIGNAL = 0xFFFFFFFF
+"""As a put's ``signal``: raise none."""
+PUT_VALUE_MAX = 255
+"""Every NIC adds values of 1 to this in one put; more may be refused with an ArgumentError."""
+
+
 class NicCapabilities(Model):
     """What an opened NIC does. ``ordered``: puts to one peer become visible in order."""
 
@@ -281,6 +287,10 @@ class NicSession(ABC):
 
     Order of use: ``address`` for each peer → exchange → ``connect`` → ``start`` → (``register`` →
     exchange → ``bind``) for each region → puts → ``close``. Regions may be added while running.
+
+    Failure: the first error sets the pad's abort word (``AbortCode.nic_error``), and from then on
+    ``put`` raises, ``flush`` returns False and ``failure`` says what it was. A put outside of what
+    is bound is such an error, or is refused when it is queued; it never writes elsewhere.
     """
 
     @abstractmethod
@@ -310,14 +320,16 @@ class NicSession(ABC):
     @property
     @abstractmethod
     def fifo(self) -> int:
-        """Address of the ``FifoDevice`` handle (``backends/nics/fifo_device.hpp``)."""
+        """Address of the ``FifoDevice`` handle (``backends/nics/fifo_device.hpp``). 0 where the
+        session takes puts from the host only; accelerators whose kernels push cannot use it then."""
 
     @abstractmethod
     def put(
         self, peer: int, region: int, local: int, remote: int, nbytes: int, signal: int, value: int
     ) -> None:
         """Queue one put-with-signal from the host, as a kernel would through the FIFO. Offsets are
-        relative to the region; ``nbytes`` 0 raises only the signal."""
+        relative to the region; ``nbytes`` 0 raises only the signal, ``signal`` :data:`NO_SIGNAL`
+        none. ArgumentError, NicError, Timeout (no room in the queue)."""
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:

@@ -11,12 +11,13 @@ from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mkernel.backends.base import NicCapabilities, NicSession, NicStatistics
+from mkernel.backends.base import NO_SIGNAL, NicCapabilities, NicSession, NicStatistics
 from mkernel.backends.nics import _nics
 from mkernel.errors import ArgumentError, MkernelError, NicError, Timeout
 
+__all__ = ["MAX_REGIONS", "NO_SIGNAL", "PUT_TIMEOUT_S", "Address", "Key", "NativeSession"]
+
 MAX_REGIONS = 1024
-NO_SIGNAL = 0xFFFFFFFF
 PUT_TIMEOUT_S = 30.0
 """How long :meth:`NativeSession.put` waits for room in the command FIFO."""
 

@@ -1,0 +1,17 @@
+"""What the conformance kit asks of a NIC backend: the list of its checks."""
+
+from __future__ import annotations
+
+from mkernel.conformance.check import Check
+from mkernel.conformance.nic_checks import DATA_CHECKS
+from mkernel.conformance.nic_life_checks import LIFE_CHECKS
+from mkernel.conformance.nic_ranks import NicSubject
+
+__all__ = ["NicSubject", "nic_checks"]
+
+
+def nic_checks(quick: bool = False) -> tuple[Check, ...]:
+    """All checks, to run with a :class:`NicSubject`. ``quick`` runs the same ones with less traffic
+    (the subject's ``quick`` says so to each)."""
+    del quick
+    return (*LIFE_CHECKS[:1], *DATA_CHECKS, *LIFE_CHECKS[1:])

@@ -1,0 +1,41 @@
+"""The NIC half of the kit: ``cx7`` passes it, and every planted fault fails the check it breaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkernel.conformance.check import run_check
+from mkernel.conformance.nic import NicSubject, nic_checks
+from mkernel.conformance.nic_faults import FAULTS
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+CHECKS = {check.name: check for check in nic_checks(quick=True)}
+PLANTED = [(fault, name) for fault, names in FAULTS.items() for name in names]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_cx7_keeps_its_promises(name: str) -> None:
+    result = run_check(CHECKS[name], NicSubject("cx7", "soft", quick=True))
+    assert result.outcome == "passed", result.message
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"), PLANTED, ids=[f"{f.partition(':')[2]}-{n}" for f, n in PLANTED]
+)
+def test_a_planted_fault_fails_its_check(fault: str, name: str) -> None:
+    result = run_check(CHECKS[name], NicSubject(fault, "soft", quick=True, timeout_s=2.0))
+    assert result.outcome == "failed"
+    assert result.message
+
+
+def test_every_check_has_a_planted_fault() -> None:
+    assert {name for _, name in PLANTED} == set(CHECKS)
+
+
+@pytest.mark.parametrize("name", ["sizes", "order", "flush", "registration", "reopen"])
+def test_the_honest_wrapper_of_the_faults_passes(name: str) -> None:
+    """The faults fail because of what they break, not because of the wrapper around cx7."""
+    honest = "mkernel.conformance.nic_faults:Fault"
+    result = run_check(CHECKS[name], NicSubject(honest, "soft", quick=True))
+    assert result.outcome == "passed", result.message
