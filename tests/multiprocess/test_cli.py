@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mkernel import zigzag_positions
+
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 MKERNEL = [str(Path(sys.executable).parent / "mkernel")]
@@ -83,6 +85,98 @@ def test_own_tensors(tmp_path: Path, form: str, replicate: bool) -> None:
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+TINY = {
+    "all_gather_gemm": ["--m", "64", "--n", "48", "--k", "40", "--shard-b"],
+    "gemm_reduce_scatter": ["--m", "64", "--n", "48", "--k", "40", "--layout", "column"],
+    "gemm_all_reduce": ["--m", "63", "--n", "47", "--k", "41", "--dtype", "float32"],
+    "moe_dispatch_gemm": ["--tokens", "32", "--hidden", "24", "--features", "40", "--experts", "8",
+                          "--top-k", "2", "--routing", "some_empty", "--dtype", "bfloat16"],
+    "moe_combine": ["--tokens", "32", "--features", "40", "--experts", "8", "--top-k", "3"],
+    "ring_attention": ["--batch", "2", "--heads", "6", "--kv-heads", "2", "--sequence", "64",
+                       "--head-dim", "16", "--causal", "--scale", "0.3"],
+}  # fmt: skip
+FILED = {"moe_dispatch_gemm": {"outputs", "counts", "out"}, "ring_attention": {"out", "lse"},
+         "moe_combine": {"out"}}  # fmt: skip
+STREAMS = ["--accelerator", "streams", "--nodes", "1", "--iterations", "1", "--warmup", "0"]
+
+
+@pytest.mark.parametrize("op", TINY)
+def test_every_op_on_streams(tmp_path: Path, op: str) -> None:
+    done = mkernel("run", op, *STREAMS, *TINY[op], "--json", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert report["op"] == report["plan"]["op"] == op
+    checked = report["verification"]["by_output"]
+    for name, each in checked.items():
+        assert each["error"] <= each["tolerance"], name
+        assert (each["error"] == 0) == (name == "counts")
+    for view in ("compute_only_ms", "sequential_ms", "pipelined_ms"):
+        assert report["wall"][view] > 0
+    assert report["modelled"] is None
+    keys = FILED.get(op, {"c"})
+    assert set(checked) == (keys if "c" not in keys else {"out"})
+    for rank in range(2):
+        assert set(load_file(tmp_path / f"rank{rank}.safetensors")) == keys
+    text = (tmp_path / "trace.json").read_text()
+    assert "wall" in text
+    assert "modelled" not in text
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def own_tensors_on_streams(
+    folder: Path, op: str, tensors: dict[str, torch.Tensor], *arguments: str
+) -> list[dict[str, torch.Tensor]]:
+    """What the four ranks of a run of 2 x 2 on a file wrote."""
+    save_file(tensors, folder / "x.safetensors")
+    done = mkernel("run", op, *STREAMS, "--nodes", "2", "--input", str(folder / "x.safetensors"),
+                   "--output", str(folder), *arguments)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "PASSED" in done.stdout
+    return [load_file(folder / f"rank{rank}.safetensors") for rank in range(4)]
+
+
+def near(result: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((result.double() - wanted).norm() / wanted.norm() <= tolerance)
+
+
+def test_own_tensors_of_the_sums(tmp_path: Path) -> None:
+    a, b = torch.randn(32, 64), torch.randn(64, 24)
+    for op in ("gemm_rs", "gemm_ar"):
+        parts = own_tensors_on_streams(tmp_path, op, {"a": a, "b": b})
+        whole = torch.cat([p["c"] for p in parts]) if op == "gemm_rs" else parts[3]["c"]
+        assert near(whole, a.double() @ b.double())
+
+
+def test_own_moe(tmp_path: Path) -> None:
+    ids = torch.randint(8, (48, 2), dtype=torch.int32)
+    x, w, weights = torch.randn(48, 16), torch.randn(8, 16, 12), torch.rand(48, 2)
+    parts = own_tensors_on_streams(
+        tmp_path,
+        "moe_dispatch_gemm",
+        {"x": x, "topk_ids": ids, "w": w, "topk_weights": weights},
+    )
+    rows = torch.einsum("th,tkhi->tki", x.double(), w[ids.long()].double())
+    wanted = (rows * weights.double()[:, :, None]).sum(1)
+    assert near(torch.cat([p["out"] for p in parts]), wanted)
+    counts = torch.cat([p["counts"] for p in parts])
+    assert torch.equal(counts, torch.bincount(ids.flatten(), minlength=8))
+    # tokens are numbered rank by rank, so the order by source, token, slot is the flat one
+    grouped = rows.flatten(0, 1)[ids.flatten().argsort(stable=True)]
+    assert near(torch.cat([p["outputs"] for p in parts]), grouped)
+
+
+def test_own_attention(tmp_path: Path) -> None:
+    q, k, v = (torch.randn(1, heads, 32, 8) for heads in (4, 2, 2))
+    parts = own_tensors_on_streams(tmp_path, "ring_attention", {"q": q, "k": k, "v": v}, "--causal")
+    held = torch.cat([zigzag_positions(32, 4, rank) for rank in range(4)])
+    out = torch.cat([p["out"] for p in parts], 2)[:, :, held.argsort()]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
+    )
+    assert near(out, wanted)
+
+
 def refused(*arguments: str) -> str:
     done = mkernel("run", *arguments)
     assert done.returncode == 2, (done.stdout, done.stderr)
@@ -94,7 +188,22 @@ def refused(*arguments: str) -> str:
     ("arguments", "parts"),
     [
         (["conv"], ["UnknownOp", "conv", "all_gather_gemm"]),
-        (["gemm_rs"], ["ascend", "gemm_reduce_scatter"]),
+        (["gemm_rs"], ["ascend", "gemm_reduce_scatter", "--accelerator streams"]),
+        (["ag_gemm", "--tokens", "8"], ["--tokens", "all_gather_gemm takes m, n, k"]),
+        (["ring_attention", "--m", "8"], ["--m", "ring_attention takes batch"]),
+        (["gemm_ar", "--causal"], ["--causal", "gemm_all_reduce takes"]),
+        (["gemm_rs", "--replicate-b"], ["--replicate-b", "all_gather_gemm"]),
+        (["ring_attention", "--layout", "row"], ["--layout", "ops with a weight"]),
+        (["ring_attention", "--out-dtype", "float32"], ["--out-dtype"]),
+        (["ag_gemm", "--scale", "1"], ["--scale", "ring_attention"]),
+        (["ag_gemm", "--routing", "uniform"], ["--routing", "MoE"]),
+        (["dispatch_gemm", "--routing", "nearest"], ["--routing", "nearest", "one_expert"]),
+        (["ag_gemm", "--layout", "diagonal"], ["--layout", "diagonal", "row, column"]),
+        (["ag_gemm", "--input", "x.safetensors", "--m", "64"], ["--m", "--input"]),
+        (["dispatch_gemm", "--accelerator", "streams", "--experts", "9"],
+         ["experts = 9", "8 or 12"]),
+        (["ring_attention", "--accelerator", "streams", "--causal", "--sequence", "12"],
+         ["sequence = 12", "zigzag"]),
         (["ag_gemm", "--accelerator", "tpu"], ["UnknownBackend", "accelerator", "tpu", "ascend"]),
         (["ag_gemm", "--nic", "e1000"], ["UnknownBackend", "nic", "e1000", "cx7"]),
         (["ag_gemm", "--m", "2047"], ["ShapeError", "m = 2047", "2044", "2048"]),
@@ -105,7 +214,7 @@ def refused(*arguments: str) -> str:
         (["ag_gemm", "--chunk", "0"], ["chunk", "0"]),
         (["ag_gemm", "--input", "absent.safetensors"], ["absent.safetensors", "no such file"]),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_refused(arguments: list[str], parts: list[str]) -> None:
     message = refused(*arguments)
     for part in parts:
@@ -132,18 +241,26 @@ def test_ctrl_c_ends_everything() -> None:
         text=True,
         start_new_session=True,
     )
-    time.sleep(6)
+    deadline = time.monotonic() + 60
+    while len(group_of(process.pid)) < 5 and time.monotonic() < deadline:  # itself and four ranks
+        time.sleep(0.1)
+    time.sleep(1)
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: the whole group
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    group = subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, check=False)
     deadline = time.monotonic() + 5
-    while group.stdout and time.monotonic() < deadline:
+    while group_of(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
-        group = subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, check=False)
-    assert not group.stdout
+    assert not group_of(process.pid)
+
+
+def group_of(leader: int) -> list[str]:
+    """Process ids of a process group."""
+    return subprocess.run(
+        ["pgrep", "-g", str(leader)], capture_output=True, text=True, check=False
+    ).stdout.split()
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
