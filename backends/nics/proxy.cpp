@@ -120,8 +120,8 @@ bool Proxy::post() {
 
 bool Proxy::raise(std::uint32_t, std::uint32_t signal, std::uint64_t value) {
     if (signal >= pad_.capacity()) return false;
+    bump(signals_raised_, 1);  // first: who sees the signal sees it counted
     pad_.add(signal, value);
-    bump(signals_raised_, 1);
     return true;
 }
 
