@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -110,6 +110,7 @@ class World:
         self._barriers = 0
         self._signals = 0
         self._plans: dict[str, _PlanState] = {}
+        self.planned: dict[Hashable, LaunchPlan] = {}  # by what was asked for; `ops.common`
         self._session: NicSession | None = None
         self._group: torch.distributed.ProcessGroup | None = None
         self._store = stores[0]
@@ -240,6 +241,11 @@ class World:
         Backends that ask for it leave all traffic to torch.distributed, between nodes too.
         """
         wait = timedelta(seconds=self.settings.timeout_s)
+        if self.accelerator.collectives != "gloo":
+            # Calls end by the backend's own deadline. A library that runs messages as kernels must
+            # not come first: it would take the process down, or let the stream go on without data.
+            wait *= 3
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         if torch.distributed.is_initialized():
             size = torch.distributed.get_world_size()
             if size != self.size:

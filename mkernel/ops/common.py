@@ -30,7 +30,29 @@ def plan_for(
     b_layout: Literal["row", "column"] = "row",
     chunk: int | None = None,
 ) -> LaunchPlan:
-    """The plan of one call in a world. Raises what :func:`mkernel.plan.planner.plan` raises."""
+    """The plan of one call in a world. Raises what :func:`mkernel.plan.planner.plan` raises.
+
+    Remembered by the world: checking a call's sizes again would cost more than a small message.
+    """
+    key = (op, *sizes.items(), dtype, out_dtype, b_layout, repr(chunk))
+    found = world.planned.get(key)
+    if found is None:
+        found = world.planned[key] = _plan_for(
+            world, op, sizes, dtype, out_dtype, b_layout=b_layout, chunk=chunk
+        )
+    return found
+
+
+def _plan_for(
+    world: World,
+    op: str,
+    sizes: Mapping[str, int],
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    *,
+    b_layout: Literal["row", "column"],
+    chunk: int | None,
+) -> LaunchPlan:
     return plan(
         op,
         sizes,

@@ -244,7 +244,7 @@ def outcome(op: str, action: str, victim: int) -> None:
         if world.rank == victim:
             if action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(6)
+            time.sleep(4)
         while True:
             call(op)
     except WorldError as error:
@@ -275,15 +275,15 @@ def test_killed_rank_is_a_peer_failure_everywhere(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["gemm_reduce_scatter", "ring_attention"])
 def test_absent_rank_is_a_time_out_everywhere(op: str) -> None:
-    results = survivors(op, "absent", 3, timeout_s=2)
+    results = survivors(op, "absent", 3, timeout_s=1.5)
     for kind, seconds, message in results:
         assert kind == "Timeout", message
-        assert 1.5 < seconds < 5
+        assert 1 < seconds < 4
     assert len({message for _, _, message in results}) == 1
 
 
 def test_absent_rank_is_named() -> None:
-    for _, _, message in survivors("all_gather_gemm", "absent", 3, timeout_s=2):
+    for _, _, message in survivors("all_gather_gemm", "absent", 3, timeout_s=1.5):
         assert "of rank 3" in message
 
 
@@ -304,19 +304,22 @@ def test_rank_killed_in_mid_call_and_the_next_world() -> None:
     assert all(mkernel.launch(gathered, ranks_per_node=3, accelerator="streams"))
 
 
-def broken_then_again() -> str:
-    """Two worlds in one process: the first breaks while a message is awaited."""
+def broken() -> str:
+    """A world that breaks while a message is awaited."""
     world = mkernel.world()
-    if world.rank == 0:
-        with pytest.raises(Timeout):
-            call("all_gather_gemm")
-    else:
-        time.sleep(3)
-        with pytest.raises(Timeout):
-            call("all_gather_gemm")
+    call("all_gather_gemm")
+    world.barrier()
+    if world.rank == 1:
+        time.sleep(2)
+    with pytest.raises(Timeout):
+        call("all_gather_gemm")
+    with pytest.raises(Timeout):  # it stays broken, and says so at once
+        call("all_gather_gemm")
     return "survived"
 
 
 def test_the_process_survives_a_broken_world() -> None:
-    with pytest.raises(BaseException):  # noqa: B017,PT011 - closing a broken world may raise
-        mkernel.launch(broken_then_again, ranks_per_node=2, accelerator="streams", timeout_s=1)
+    assert (
+        mkernel.launch(broken, ranks_per_node=2, accelerator="streams", timeout_s=1)
+        == ["survived"] * 2
+    )

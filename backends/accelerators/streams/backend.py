@@ -53,6 +53,7 @@ class StreamsAccelerator(AcceleratorBackend):
         self._device = Device(device or load().streams_device)
         self.device = self._device.name
         self.collectives = self._device.collectives
+        self._capabilities = _capabilities(self._device)
         self._worker = Worker()
 
     def status(self) -> Status:
@@ -70,21 +71,7 @@ class StreamsAccelerator(AcceleratorBackend):
 
     def capabilities(self) -> AcceleratorCapabilities:
         """All ops, any sizes. Chunks pay only where the device has streams."""
-        return AcceleratorCapabilities(
-            ops=tuple(_OPS),
-            dtypes=("float32", "bfloat16", "float16"),
-            out_dtypes=("float32", "bfloat16", "float16"),
-            b_layouts=("row", "column"),
-            alignment_bytes=1,
-            transfer_paths=("torch.distributed",),
-            peer_access=False,
-            compute_cores=1,
-            comm_cores=1,
-            chunk_unit="rows",
-            overlaps=self._device.has_streams,
-            chunk_invariant=False,  # a library may choose another kernel for fewer rows
-            process_group=True,
-        )
+        return self._capabilities
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed shared host pages; only the signal pad needs them."""
@@ -103,3 +90,21 @@ class StreamsAccelerator(AcceleratorBackend):
         launch = StreamsLaunch(call, _op(call.plan.op), self._device)
         self._worker.start(launch)
         return launch
+
+
+def _capabilities(device: Device) -> AcceleratorCapabilities:
+    return AcceleratorCapabilities(
+        ops=tuple(_OPS),
+        dtypes=("float32", "bfloat16", "float16"),
+        out_dtypes=("float32", "bfloat16", "float16"),
+        b_layouts=("row", "column"),
+        alignment_bytes=1,
+        transfer_paths=("torch.distributed",),
+        peer_access=False,
+        compute_cores=1,
+        comm_cores=1,
+        chunk_unit="rows",
+        overlaps=device.has_streams,
+        chunk_invariant=False,  # a library may choose another kernel for fewer rows
+        process_group=True,
+    )

@@ -63,6 +63,15 @@ class Device:
             for index in range(module.device_count())
         )
 
+    def release(self, group: torch.distributed.ProcessGroup | None) -> None:
+        """End messages that will never complete, so that the device's streams are not blocked for
+        good. On a CPU there is no way to, and they end at torch.distributed's deadline."""
+        if group is not None and self.has_streams:
+            backend = group._get_backend(torch.device(self.name))
+            abort = getattr(backend, "abort", None)
+            if abort is not None:
+                abort()
+
     # ---- streams; only where has_streams ---------------------------------------------------------
 
     def current(self, device: torch.device) -> Any:

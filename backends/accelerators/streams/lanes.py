@@ -83,33 +83,28 @@ class Lanes:
         Empty tensors are left out, so both ends must agree on what is empty. Raises Stopped.
         """
         self._stop_where_aborted()
-        group = self._call.group
-        operations, told = [], []
-        for parcels, is_receive in ((sends, False), (receives, True)):
-            for peer, tensor in parcels:
-                if tensor.numel():
-                    start = distributed.irecv if is_receive else distributed.isend
-                    operations.append(
-                        distributed.P2POp(start, tensor, group=group, group_peer=peer)
-                    )
-                    told.append((peer, is_receive, tensor))
+        told = [
+            (peer, is_receive, tensor)
+            for parcels, is_receive in ((receives, True), (sends, False))
+            for peer, tensor in parcels
+            if tensor.numel()
+        ]
         message = Message(chunk, [], None, [tensor for _, _, tensor in told])
-        if not operations:
+        if not told:
             return message
         self._messages.append(message)
         if self._comm is None:
             self._first = self._first or time.perf_counter()
-            works = self._started(operations, told[0][0], chunk)
             message.works = [
-                (peer, is_receive, work)
-                for (peer, is_receive, _), work in zip(told, works, strict=True)
+                (peer, is_receive, self._single(peer, is_receive, tensor, chunk))
+                for peer, is_receive, tensor in told
             ]
             return message
         self._comm.wait_stream(self._compute)
         with self._device.on(self._comm):
             if self._first is None:
                 self._first = self._mark(self._comm)
-            for work in self._started(operations, told[0][0], chunk):
+            for work in self._batch(told, chunk):
                 work.wait()  # the communication lane waits, not the host
             message.arrived = self._last = self._mark(self._comm)
         return message
@@ -141,11 +136,30 @@ class Lanes:
         if _runtime.pad_outcome(self._call.pad)[0] != _runtime.AbortCode.none:
             raise Stopped
 
-    def _started(self, operations: list[Any], peer: int, chunk: int) -> list[Any]:
+    def _single(self, peer: int, is_receive: bool, tensor: torch.Tensor, chunk: int) -> Any:
+        group = self._call.group
+        try:
+            if is_receive:
+                return distributed.irecv(tensor, group=group, group_src=peer)
+            return distributed.isend(tensor, group=group, group_dst=peer)
+        except RuntimeError as error:
+            raise Broken(peer, chunk, timed_out=_timed_out(error)) from error
+
+    def _batch(self, told: Sequence[tuple[int, bool, torch.Tensor]], chunk: int) -> list[Any]:
+        """Together, as libraries ask that run messages as kernels: one alone would wait for ever."""
+        operations = [
+            distributed.P2POp(
+                distributed.irecv if is_receive else distributed.isend,
+                tensor,
+                group=self._call.group,
+                group_peer=peer,
+            )
+            for peer, is_receive, tensor in told
+        ]
         try:
             return list(distributed.batch_isend_irecv(operations))
         except RuntimeError as error:
-            raise Broken(peer, chunk, timed_out=_timed_out(error)) from error
+            raise Broken(told[0][0], chunk, timed_out=_timed_out(error)) from error
 
     def _finish(self, message: Message, *, receives: bool) -> None:
         for peer, is_receive, work in message.works:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from mkernel.plan.model import LaunchPlan
 
 
@@ -18,19 +20,24 @@ def share(rows: int, world: int, rank: int) -> tuple[int, int]:
     return start, start + each + (rank < more)
 
 
-def rotation(plan: LaunchPlan, rank: int) -> list[tuple[int, int]]:
+def rotation(plan: LaunchPlan, rank: int) -> tuple[tuple[int, int], ...]:
     """(to consume from, that consumes from here) in each step of the plan's order, own rows left out.
 
     The order is a rotation: in every step each rank has one partner on either side, so messages
     that all ranks post step by step always find each other.
     """
+    return _rotation(plan.order, rank)
+
+
+@lru_cache(maxsize=64)
+def _rotation(order: tuple[tuple[int, ...], ...], rank: int) -> tuple[tuple[int, int], ...]:
     steps = []
-    for step, source in enumerate(plan.order[rank]):
-        consumers = [other for other in range(plan.world_size) if plan.order[other][step] == rank]
+    for step, source in enumerate(order[rank]):
+        consumers = [other for other, wanted in enumerate(order) if wanted[step] == rank]
         if len(consumers) != 1:
             raise ValueError(
                 f"plan.order: step {step} consumes rank {rank} on ranks {consumers}; expected one"
             )
         if step:
             steps.append((source, consumers[0]))
-    return steps
+    return tuple(steps)

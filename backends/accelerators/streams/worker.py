@@ -61,9 +61,10 @@ class StreamsLaunch(Launch):
                 lanes.host_waits()
                 self._seconds = lanes.seconds()
         except Stopped:
-            pass
+            self._device.release(self._call.group)
         except Broken as broken:
             self._tell(broken)
+            self._device.release(self._call.group)
         except BaseException as error:
             self._error = error
         finally:

@@ -1,0 +1,162 @@
+"""Parts of the `streams` backend that need no world: rows, routing tables, softmax, products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mkernel.backends.accelerators.streams import StreamsAccelerator, online_softmax
+from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.accelerators.streams.matmul import Factor
+from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
+from mkernel.backends.accelerators.streams.routing import route
+from mkernel.backends.accelerators.streams.rows import _rotation, chunks, share
+from mkernel.errors import ArgumentError
+from mkernel.plan.chunking import consumption_order
+from mkernel.plan.shapes import SHAPES
+from mkernel.topology.cost import default_constants
+
+
+def test_chunks_cover_all_rows_once() -> None:
+    assert chunks(0, 4) == []
+    assert chunks(7, 3) == [(0, 3), (3, 6), (6, 7)]
+    assert chunks(7, None) == [(0, 7)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_shares_cover_all_rows_once(rows: int, world: int) -> None:
+    shares = [share(rows, world, rank) for rank in range(world)]
+    assert [row for start, end in shares for row in range(start, end)] == list(range(rows))
+    assert max(end - start for start, end in shares) == -(-rows // world)
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 3), (2, 2), (2, 4), (3, 2)])
+def test_rotation_pairs_ranks(nodes: int, ranks: int) -> None:
+    order = consumption_order(nodes, ranks)
+    steps = [_rotation(order, rank) for rank in range(nodes * ranks)]
+    for rank, own in enumerate(steps):
+        for step, (source, target) in enumerate(own):
+            assert steps[source][step][1] == rank  # my source sends to me in this step
+            assert steps[target][step][0] == rank
+
+
+def test_an_order_that_is_no_rotation_is_refused() -> None:
+    with pytest.raises(ValueError, match="step 1 consumes rank 1"):
+        _rotation(((0, 1, 2), (1, 2, 0), (2, 1, 0)), 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_routing_tables_agree_between_ranks(seed: int) -> None:
+    world, tokens, top_k, experts = 3, 11, 4, 2
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(world * experts, (world, tokens, top_k), generator=generator)
+    if seed == 0:
+        ids[:] = 5  # one expert gets everything
+    tables = [route(ids, rank, experts, real=True) for rank in range(world)]
+    for here, mine in enumerate(tables):
+        assert int(mine.counts.sum()) == len(mine.row_token) == sum(mine.rows_to)
+        for there, theirs in enumerate(tables):
+            assert mine.tokens_to[there] == theirs.tokens_from[here]
+            assert mine.rows_to[there] == theirs.rows_from[here]
+        # Send (rank, token) through the tables: each output row must get its own token.
+        sent = [
+            torch.stack([torch.full_like(t.outgoing, rank), t.outgoing], 1).split(t.tokens_to)
+            for rank, t in enumerate(tables)
+        ]
+        received = torch.cat([parts[here] for parts in sent])
+        rows = received[mine.row_token]
+        expected = [
+            [source, token]
+            for expert in range(experts)
+            for source in range(world)
+            for token in range(tokens)
+            for slot in range(top_k)
+            if ids[source, token, slot] == here * experts + expert
+        ]
+        assert rows.tolist() == expected
+
+
+def test_rows_come_home_to_their_places() -> None:
+    world, tokens, top_k, experts = 3, 7, 3, 2
+    ids = torch.randint(world * experts, (world, tokens, top_k))
+    tables = [route(ids, rank, experts, real=True) for rank in range(world)]
+    labels = []  # of every output row: (source, place)
+    for here in range(world):
+        flat = (ids // experts == here).view(-1).nonzero().squeeze(1)
+        flat = flat[ids.view(-1)[flat].argsort(stable=True)]
+        labels.append(torch.stack([flat // (tokens * top_k), flat % (tokens * top_k)], 1))
+    back = [rows[t.returning].split(t.rows_to) for rows, t in zip(labels, tables, strict=True)]
+    for home, mine in enumerate(tables):
+        rows = torch.cat([parts[home] for parts in back])[mine.homecoming]
+        assert rows.tolist() == [[home, place] for place in range(tokens * top_k)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scores", [1, 1 << 20])
+def test_softmax_in_blocks(causal: bool, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online_softmax, "_SCORES", scores)
+    q, k, v = torch.randn(2, 3, 2, 10, 8), torch.randn(2, 3, 10, 8), torch.randn(2, 3, 10, 8)
+    running = OnlineSoftmax(q, 0.3)
+    for start in (0, 4, 8):
+        block = slice(start, start + 4)
+        running.see(k[:, :, block], v[:, :, block], start if causal else None)
+    out, lse = running.result()
+    wanted = (q.double() @ k.double()[:, :, None].transpose(3, 4)) * 0.3
+    if causal:
+        wanted.masked_fill_(torch.ones(10, 10).triu(1).bool(), float("-inf"))
+    assert torch.allclose(lse.double(), wanted.logsumexp(4), atol=1e-5)
+    assert torch.allclose(out.double(), wanted.softmax(4) @ v.double()[:, :, None], atol=1e-5)
+
+
+def test_softmax_of_minus_infinity_and_nan() -> None:
+    q = torch.ones(1, 1, 1, 2, 1)
+    running = OnlineSoftmax(q, 1.0)
+    running.see(torch.full((1, 1, 1, 1), float("-inf")), torch.ones(1, 1, 1, 1))
+    running.see(torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1, 1), 3.0))
+    out, lse = running.result()
+    assert out.flatten().tolist() == [3.0, 3.0]  # the block without weight leaves no trace
+    assert lse.flatten().tolist() == [0.0, 0.0]
+    running.see(torch.full((1, 1, 1, 1), float("nan")), torch.ones(1, 1, 1, 1))
+    assert running.result()[0].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_round_once(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    a, b = torch.randn(9, 4096).to(dtype), torch.randn(4096, 11).to(dtype)
+    out = torch.full((9, 11), float("nan"), dtype=out_dtype)
+    factor = Factor(b, out_dtype)
+    factor.product(a[:0], out[:0])
+    factor.product(a, out)
+    wanted = a.double() @ b.double()
+    limit = {torch.float32: 1e-5, torch.bfloat16: 2.5e-3, torch.float16: 3e-4}[out_dtype]
+    assert float((out.double() - wanted).norm() / wanted.norm()) <= limit
+
+
+def test_what_it_claims() -> None:
+    backend = StreamsAccelerator("cpu")
+    claims = backend.capabilities()
+    assert backend.status().usable
+    assert set(claims.ops) == set(SHAPES)
+    assert claims.process_group
+    assert not claims.overlaps
+    assert backend.collectives == "gloo"
+    assert [device.kind for device in backend.probe()] == ["cpu"]
+    assert default_constants("streams").name == "streams"
+
+
+def test_devices_that_are_not_there() -> None:
+    if not torch.cuda.is_available():
+        backend = StreamsAccelerator("cuda")
+        assert not backend.status().usable
+        assert "MKERNEL_STREAMS_DEVICE" in backend.status().remedy
+        assert backend.probe() == ()
+    assert Device("npu").collectives == "hccl"
+    with pytest.raises(ArgumentError, match="MKERNEL_STREAMS_DEVICE"):
+        Device("toaster")
+
+
+def test_the_device_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_STREAMS_DEVICE", "cuda")
+    assert StreamsAccelerator().device == "cuda"
