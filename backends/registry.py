@@ -1,9 +1,14 @@
-"""Finds backends through entry points, so that third parties ship theirs without touching us."""
+"""Finds backends through entry points, so that third parties ship theirs without touching us.
+
+Where a backend has no entry point yet, its name is ``module:attribute`` (``my_package.npu:MyNpu``), as
+an entry point would spell it; rank processes import it by that name too.
+"""
 
 from __future__ import annotations
 
+import re
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from mkernel.backends.base import AcceleratorBackend, NicBackend
 from mkernel.errors import BackendUnavailable, UnknownBackend
@@ -11,24 +16,40 @@ from mkernel.errors import BackendUnavailable, UnknownBackend
 ACCELERATORS = "mkernel.accelerators"
 NICS = "mkernel.nics"
 
+_IMPORTABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
 
 def names(group: str) -> tuple[str, ...]:
     """Sorted names of the backends installed under an entry-point group."""
     return tuple(sorted({point.name for point in entry_points(group=group)}))
 
 
-def _load(group: str, argument: str, name: str) -> object:
+def _point(group: str, argument: str, name: str) -> EntryPoint:
+    if ":" in name:
+        if not _IMPORTABLE.fullmatch(name):
+            raise UnknownBackend(argument, repr(name), "module:attribute, such as my.npu:MyNpu")
+        return EntryPoint(name=name, value=name, group=group)
     for point in entry_points(group=group):
         if point.name == name:
-            try:
-                return point.load()()
-            except ImportError as error:
-                raise BackendUnavailable(
-                    f"{argument} {name!r} is installed but does not import: {error}; "
-                    "reinstall the package that ships it"
-                ) from error
+            return point
     known = ", ".join(names(group)) or "none"
-    raise UnknownBackend(argument, repr(name), f"one of: {known}")
+    raise UnknownBackend(argument, repr(name), f"one of: {known}; or module:attribute")
+
+
+def _load(group: str, argument: str, name: str) -> object:
+    point = _point(group, argument, name)
+    try:
+        made = point.load()
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"{argument} {name!r} does not import: {error}; "
+            "reinstall the package that ships it, or see that it is on PYTHONPATH"
+        ) from error
+    except AttributeError as error:
+        raise UnknownBackend(argument, repr(name), "what its module has", why=str(error)) from error
+    if not callable(made):
+        raise BackendUnavailable(f"{argument} {name!r} is {type(made).__name__}, not a class")
+    return made()
 
 
 @cache

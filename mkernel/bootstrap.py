@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from mkernel.errors import MkernelError, Timeout, WorldError
+from mkernel.errors import MkernelError, PeerFailure, Timeout, WorldError
 
 _SIGNATURE_CHARS = 2 * hashlib.sha256().digest_size
 _POLL_FIRST_S = 0.0005
@@ -114,7 +114,13 @@ class Bootstrap:
             missing -= found.keys()
             if not missing:
                 return found
-            check(missing)
+            try:
+                check(missing)
+            except PeerFailure:
+                # A rank that left may have published since it was looked for: then it was not too
+                # early, and its word counts.
+                if all(self.peek(f"{key}/{rank}") is None for rank in missing):
+                    raise
             if time.monotonic() > deadline:
                 raise Timeout(
                     f"ranks {sorted(missing)} did not reach {key!r} within {timeout_s:g} s; look "

@@ -11,7 +11,7 @@ import sys
 import typer
 from rich.console import Console
 
-from mkernel.cli import doctor, plan, probe, run
+from mkernel.cli import conformance, doctor, plan, probe, run
 from mkernel.errors import MkernelError, WorldError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("run")(run.command)
 app.command("plan")(plan.command)
 app.command("probe")(probe.command)
 app.command("doctor")(doctor.command)
+app.command("conformance")(conformance.command)
 
 
 def main() -> None:

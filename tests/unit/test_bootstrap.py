@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from mkernel.bootstrap import Bootstrap, Untrusted
-from mkernel.errors import Timeout
+from mkernel.errors import PeerFailure, Timeout
 
 
 @pytest.fixture
@@ -76,3 +76,23 @@ def test_collect_can_be_interrupted(store: HashStore) -> None:
 
     with pytest.raises(RuntimeError, match=r"\{0\} missing"):
         Bootstrap(store).collect("x", range(1), 10, check)
+
+
+def test_a_rank_that_published_and_left_was_not_too_early(store: HashStore) -> None:
+    bootstrap = Bootstrap(store)
+    bootstrap.publish("x/0", "zero")
+
+    def look(missing: set[int]) -> None:
+        assert missing == {1}
+        bootstrap.publish("x/1", "one")  # after it was looked for, before it is known to be gone
+        raise PeerFailure("rank 1 has left the world", 1)
+
+    assert bootstrap.collect("x", range(2), 5, look) == {0: "zero", 1: "one"}
+
+
+def test_a_rank_that_left_without_a_word_ends_the_wait(store: HashStore) -> None:
+    def look(missing: set[int]) -> None:
+        raise PeerFailure("rank 0 has left the world", 0)
+
+    with pytest.raises(PeerFailure, match="rank 0"):
+        Bootstrap(store).collect("x", range(1), 5, look)

@@ -1,0 +1,106 @@
+"""``mkernel conformance``: whether a backend keeps its contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mkernel.conformance import render
+from mkernel.conformance.check import Check, Report, Result
+from mkernel.conformance.kit import Kit, kit_for, listed
+from mkernel.errors import ArgumentError
+
+_SIGNS = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}
+
+
+def command(
+    accelerator: Annotated[
+        str | None, typer.Option(help="accelerator backend, or module:attribute")
+    ] = None,
+    nic: Annotated[str | None, typer.Option(help="NIC backend, or module:attribute")] = None,
+    verbs: Annotated[
+        str | None, typer.Option(help="soft, system, or a library's path [MKERNEL_VERBS]")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="fewer shapes, worlds and repeats: about a minute")
+    ] = False,
+    check: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="run this check alone; repeatable")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of the random draws")] = 0,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="write JSON; - is stdout")
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="write JUnit XML; - is stdout")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="print the checks and stop")] = False,
+    faults: Annotated[
+        bool,
+        typer.Option("--faults", help="judge planted faults instead: does every check catch its?"),
+    ] = False,
+) -> None:
+    """Judge a backend. Exit code 0 only if no check failed and at least one passed."""
+    if list_:
+        Console().print(_checks(listed(accelerator, nic)))
+        return
+    if faults:
+        _judge_faults(nic is not None, check or ())
+        return
+    if str(json) == "-" and str(junit) == "-":
+        raise ArgumentError("--junit", "-", "a file, as --json writes to stdout")
+    kit = kit_for(accelerator, nic, verbs=verbs, quick=quick, seed=seed)
+    if check:
+        kit = kit.only(check)
+    piped = "-" in (str(json), str(junit))
+    console = Console(quiet=piped, highlight=False)
+    report = _run(kit, console)
+    console.print(render.table(report))
+    if json is not None:
+        _write(json, render.as_json(report) + "\n")
+    if junit is not None:
+        _write(junit, render.junit(report))
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _run(kit: Kit, console: Console) -> Report:
+    width = max(len(check.name) for check in kit.checks)
+
+    def tell(result: Result) -> None:
+        sign = _SIGNS[result.outcome]
+        console.print(f"{result.name:{width}}  {sign:7}  {result.seconds:5.1f} s", markup=False)
+
+    if not console.is_terminal:
+        return kit.run()
+    return kit.run(tell)
+
+
+def _write(path: Path, text: str) -> None:
+    if str(path) == "-":
+        typer.echo(text, nl=False)
+    else:
+        render.write(path, text)
+
+
+def _checks(checks: Sequence[Check]) -> Table:
+    drawn = Table(box=box.SIMPLE_HEAD)
+    drawn.add_column("check", no_wrap=True)
+    drawn.add_column("promise", overflow="fold")
+    for check in checks:
+        drawn.add_row(check.name, Text(check.promise))
+    return drawn
+
+
+def _judge_faults(nics: bool, only: Sequence[str]) -> None:
+    from mkernel.conformance import planted
+
+    rows = planted.judge(nics, only)
+    Console(highlight=False).print(planted.table(rows))
+    raise typer.Exit(0 if all(row.caught for row in rows) else 1)

@@ -1,0 +1,178 @@
+"""What the kit asks of an accelerator backend: the subject that checks get, and the list of checks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from typing import Any, TypeVar
+
+from mkernel.backends import registry
+from mkernel.backends.base import AcceleratorBackend, AcceleratorCapabilities
+from mkernel.conformance.check import Check, CheckFailed, CheckSkipped
+from mkernel.launch import launch
+from mkernel.machine import usable_accelerator
+from mkernel.plan.model import DTYPE_BYTES, DtypeName
+from mkernel.plan.shapes import SHAPES
+from mkernel.settings import load as load_settings
+
+T = TypeVar("T")
+
+OPS = tuple(SHAPES)
+"""Every op there is, the combine included."""
+
+WORLD_TIMEOUT_S = 20.0
+"""Deadline of the waits inside the kit's worlds."""
+
+_OVERDUE_S = 60.0
+"""A rank that is still busy after this long beyond its deadlines is ended, so that a backend that
+hangs cannot stop the kit."""
+
+
+class _Overdue:
+    """Ends this process if a rank's part of a check takes far too long; needs no GIL."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._sink = open(os.devnull, "w")
+        faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._sink)
+
+    def __exit__(self, *raised: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._sink.close()
+
+
+def _bounded(limit_s: float, fn: Callable[..., T], *args: Any) -> T:
+    with _Overdue(limit_s):
+        return fn(*args)
+
+
+@dataclass(frozen=True)
+class AcceleratorSubject:
+    """The backend under test and how thoroughly it is tested.
+
+    Attributes:
+        name: of the backend, as in the registry. quick: fewer shapes, worlds and repeats.
+        seed: of the random draws; a failure's text names the case, so that it can be repeated.
+    """
+
+    name: str
+    quick: bool = False
+    seed: int = 0
+
+    def require_usable(self) -> None:
+        """UnknownBackend, BackendUnavailable."""
+        usable_accelerator(self.name)
+
+    @cached_property
+    def backend(self) -> AcceleratorBackend:
+        """The backend, in the kit's own process (calls run in rank processes)."""
+        return registry.accelerator(self.name)
+
+    @cached_property
+    def capabilities(self) -> AcceleratorCapabilities:
+        """What it claims."""
+        return self.backend.capabilities()
+
+    # ---- claims ------------------------------------------------------------------------------
+
+    def claimed(self, *ops: str) -> tuple[str, ...]:
+        """Which of the ops it claims, in order. CheckSkipped: none."""
+        found = tuple(op for op in ops or OPS if op in self.capabilities.ops)
+        if not found:
+            raise CheckSkipped(f"not claimed: {', '.join(ops or OPS)}")
+        return found
+
+    def dtype(self) -> DtypeName:
+        """The dtype that most checks use: the narrowest that is claimed."""
+        for name in ("float16", "bfloat16", "float32"):
+            if name in self.capabilities.dtypes:
+                return name
+        raise CheckFailed("claims no dtype of inputs")
+
+    def out_dtype(self) -> DtypeName:
+        """The output dtype that most checks use: the widest that is claimed."""
+        for name in ("float32", "float16", "bfloat16"):
+            if name in self.capabilities.out_dtypes:
+                return name
+        raise CheckFailed("claims no dtype of outputs")
+
+    def step(self, *dtypes: DtypeName) -> int:
+        """Sizes of aligned rows are multiples of this many elements."""
+        size = min(DTYPE_BYTES[dtype] for dtype in dtypes or (self.dtype(), self.out_dtype()))
+        alignment = self.capabilities.alignment_bytes
+        return alignment // gcd(alignment, size)
+
+    def aligned(self, least: int) -> int:
+        """The smallest legal size from ``least`` on of a row that inputs and outputs share."""
+        step = self.step()
+        return -(-least // step) * step
+
+    @cached_property
+    def between_nodes(self) -> bool:
+        """Whether it claims a path between nodes and the default NIC is usable here for it."""
+        if self.capabilities.process_group:
+            return True
+        settings = load_settings()
+        if "nic" not in self.capabilities.transfer_paths:
+            return False
+        return registry.nic(settings.nic).status(settings.verbs).usable
+
+    def worlds(self, *wanted: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+        """Those of the (nodes, ranks per node) that can be tested here. CheckSkipped: none."""
+        found = tuple(world for world in wanted if world[0] == 1 or self.between_nodes)
+        if not found:
+            raise CheckSkipped("no path between nodes is claimed and usable here")
+        return found
+
+    def largest(self) -> tuple[int, int]:
+        """The world that most checks use: two nodes of two ranks where there is a path between
+        nodes, else three ranks."""
+        return (2, 2) if self.between_nodes else (1, 3)
+
+    # ---- running -----------------------------------------------------------------------------
+
+    def launch(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        world: tuple[int, int],
+        timeout_s: float = WORLD_TIMEOUT_S,
+        on_report: Callable[[int, Any], None] = lambda rank, payload: None,
+    ) -> list[T]:
+        """Run ``fn(*args)`` on every rank of a world of the backend; the ranks' results."""
+        return launch(
+            _bounded,
+            timeout_s + _OVERDUE_S,
+            fn,
+            *args,
+            nodes=world[0],
+            ranks_per_node=world[1],
+            accelerator=self.name,
+            timeout_s=timeout_s,
+            on_report=on_report,
+        )
+
+    def judge(self, fn: Callable[..., Sequence[str]], *args: Any, world: tuple[int, int]) -> None:
+        """Run a function that returns what it found wrong. CheckFailed, with the first finds."""
+        blame([found for each in self.launch(fn, *args, world=world) for found in each])
+
+
+def blame(found: Sequence[str]) -> None:
+    """CheckFailed where anything was found wrong: the first finds, and how many more."""
+    if found:
+        more = f"\n… and {len(found) - 3} more" if len(found) > 3 else ""
+        raise CheckFailed("\n".join(found[:3]) + more)
+
+
+def accelerator_checks(quick: bool = False) -> tuple[Check, ...]:
+    """All checks, to run with an :class:`AcceleratorSubject`; the cheap and basic ones first."""
+    from mkernel.conformance.checks import ALL
+
+    del quick  # the subject's ``quick`` says it to each
+    return ALL

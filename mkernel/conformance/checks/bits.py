@@ -1,0 +1,154 @@
+"""Results are deterministic, bit for bit, as far as is promised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import mkernel
+from mkernel.cases import Case
+from mkernel.conformance.accelerator import AcceleratorSubject, blame
+from mkernel.conformance.check import Check, CheckSkipped
+from mkernel.conformance.grid import typical
+from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal in every bit, NaN and signed zeros included."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(
+        one.contiguous().view(torch.uint8) if one.dim() else one,
+        other.contiguous().view(torch.uint8) if other.dim() else other,
+    )
+
+
+def _results(case: Case, iteration: int) -> dict[str, torch.Tensor]:
+    outcome = case.run(Judge(case).inputs(iteration))
+    return {name: tensor.cpu().clone() for name, tensor in outcome.outputs.items()}
+
+
+def determinism(subject: AcceleratorSubject) -> None:
+    """The same call again, ranks apart in another way, another plan's calls in between."""
+    world = subject.largest()
+    cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+    subject.judge(rank_repeats, cases, 4 if subject.quick else 12, world=world)
+
+
+def rank_repeats(cases: Sequence[Case], calls: int) -> list[str]:
+    """Compare every repetition with the first."""
+    found = []
+    for case in cases:
+        other = case.with_(seed=case.seed + 1)
+        first = _results(case, 0)
+        for number in range(1, calls):
+            _results(other, number)
+            seconds_apart(case, number, 0.01)
+            again = _results(case, 0)
+            found += _unequal(case, first, again, f"repetition {number}")
+    return found
+
+
+def _unequal(
+    case: Case, first: dict[str, torch.Tensor], again: dict[str, torch.Tensor], which: str
+) -> list[str]:
+    return [
+        f"{describe(case)}, {where()}: {name} differs in bits in {which}"
+        for name in first
+        if not same_bits(first[name], again[name])
+    ]
+
+
+def chunk_invariance(subject: AcceleratorSubject) -> None:
+    """The same call cut into other chunks."""
+    if not subject.capabilities.chunk_invariant:
+        raise CheckSkipped("chunk_invariant is not claimed")
+    world = subject.largest()
+    ops = [op for op in subject.claimed() if op != "moe_combine"]
+    cases = [typical(subject, op, world[0] * world[1]) for op in ops]
+    subject.judge(rank_chunks, cases, (1, 2, 3, 7, 64), world=world)
+
+
+def rank_chunks(cases: Sequence[Case], chunks: Sequence[int]) -> list[str]:
+    """Compare every chunk size with the planner's choice."""
+    found = []
+    for case in cases:
+        first = _results(case, 0)
+        for chunk in chunks:
+            again = _results(case.with_(chunk=chunk), 0)
+            found += _unequal(case, first, again, f"chunks of {chunk}")
+    return found
+
+
+def split_invariance(subject: AcceleratorSubject) -> None:
+    """AllGather+GEMM in every world; the sums in every split of four ranks."""
+    if not subject.capabilities.chunk_invariant:
+        raise CheckSkipped("chunk_invariant is not claimed")
+    found: list[str] = []
+    for op in subject.claimed("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"):
+        wanted = [(1, 4), (2, 2), (4, 1)]
+        if op == "all_gather_gemm":
+            wanted = [(1, 1), (1, 2), *wanted]
+        case = _given(typical(subject, op, 4), op)
+        kept: dict[tuple[int, int], torch.Tensor] = {}
+        for world in subject.worlds(*wanted):
+            parts = subject.launch(rank_result, case, world=world)
+            scattered = op == "gemm_reduce_scatter"
+            kept[world] = torch.cat(parts) if scattered else parts[0]
+        first, *others = kept
+        found += [
+            f"{describe(case)}: bits differ between {first[0]}x{first[1]} and {world[0]}x{world[1]}"
+            for world in others
+            if not same_bits(kept[first], kept[world])
+        ]
+    blame(found)
+
+
+def _given(case: Case, op: str) -> Case:
+    """The case with whole tensors that do not depend on the world."""
+    m, n, k = (case.sizes[name] for name in "mnk")
+    k *= 1 if op == "all_gather_gemm" else 4
+    random = torch.Generator().manual_seed(case.seed)
+    kind = getattr(torch, case.dtype)
+    tensors: dict[str, Any] = {
+        "a": torch.randn(m, k, generator=random).to(kind),
+        "b": torch.randn(k, n, generator=random).to(kind),
+    }
+    return case.with_(options={"tensors": tensors})
+
+
+def rank_result(case: Case) -> torch.Tensor:
+    """This rank's result."""
+    return _results(case, 0)["out"]
+
+
+def replicas(subject: AcceleratorSubject) -> None:
+    """Every rank holds the same bits of an all-reduced result."""
+    subject.claimed("gemm_all_reduce")
+    found = []
+    for world in subject.worlds((1, 3), subject.largest()):
+        case = typical(subject, "gemm_all_reduce", world[0] * world[1])
+        for iteration in range(2):
+            results = subject.launch(rank_replica, case, iteration, world=world)
+            found += [
+                f"{describe(case)} on {world[0]}x{world[1]}: rank {rank} holds other bits than rank 0"
+                for rank, result in enumerate(results)
+                if not same_bits(results[0], result)
+            ]
+    blame(found)
+
+
+def rank_replica(case: Case, iteration: int) -> torch.Tensor:
+    """This rank's copy, of the narrowest kind of call after a warm-up."""
+    mkernel.world().barrier()
+    return _results(case, iteration)["out"]
+
+
+CHECKS = (
+    Check("determinism", "the same call gives the same bits, whatever ran in between", determinism),
+    Check("chunk-invariance", "every chunk size gives the same bits", chunk_invariance),
+    Check("split-invariance", "every split into nodes gives the same bits", split_invariance),
+    Check("replicas", "gemm_all_reduce gives every rank the same bits", replicas),
+)

@@ -1,0 +1,90 @@
+"""What a backend says of itself fits together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+import torch
+
+from mkernel.backends.base import AcceleratorCapabilities, Status
+from mkernel.conformance.accelerator import OPS, AcceleratorSubject, blame
+from mkernel.conformance.check import Check
+from mkernel.plan.model import DtypeName
+from mkernel.topology.model import Accelerator
+
+_PATHS = {"p2p", "nic"}
+
+
+def _repeated(values: Sequence[str]) -> bool:
+    return len(set(values)) != len(values)
+
+
+def _status(status: object) -> Iterator[str]:
+    if not isinstance(status, Status):
+        yield f"status() returns {type(status).__name__}, not a Status"
+    elif not status.usable:
+        yield f"status() says that it is not usable: {status.detail}"
+    elif not status.detail:
+        yield "status() says nothing in detail"
+
+
+def _devices(devices: object) -> Iterator[str]:
+    if not isinstance(devices, tuple) or not all(isinstance(d, Accelerator) for d in devices):
+        yield "probe() does not return a tuple of Accelerator"
+        return
+    if not devices:
+        yield "probe() finds no device although status() says that it is usable"
+    if _repeated([device.id for device in devices]):
+        yield "probe() gives one id to several devices"
+
+
+def _claims(claims: AcceleratorCapabilities) -> Iterator[str]:
+    legal: dict[str, set[str]] = {
+        "ops": set(OPS),
+        "dtypes": set(get_args(DtypeName)),
+        "out_dtypes": set(get_args(DtypeName)),
+        "b_layouts": {"row", "column"},
+    }
+    for field, names in legal.items():
+        values = getattr(claims, field)
+        if not values:
+            yield f"claims no {field}"
+        if _repeated(values):
+            yield f"{field} names something twice: {', '.join(values)}"
+        unknown = sorted(set(values) - names)
+        if unknown:
+            yield f"{field} claims {', '.join(unknown)}, which mkernel does not have"
+    pair = {"moe_dispatch_gemm", "moe_combine"} & set(claims.ops)
+    if len(pair) == 1:
+        yield f"claims {pair.pop()} without its other half"
+    alignment = claims.alignment_bytes
+    if alignment < 1 or alignment & (alignment - 1):
+        yield f"alignment_bytes is {alignment}, not a power of two"
+    if claims.compute_cores < 1 or claims.comm_cores < 1:
+        yield "claims less than one core"
+    if not claims.process_group and not _PATHS & set(claims.transfer_paths):
+        yield f"claims no transfer path out of {', '.join(sorted(_PATHS))} and no process group"
+
+
+def _device(device: str) -> Iterator[str]:
+    try:
+        torch.device(device)
+    except RuntimeError:
+        yield f"device is {device!r}, which torch does not know"
+
+
+def capabilities(subject: AcceleratorSubject) -> None:
+    """Read every claim twice and see that they are legal and agree."""
+    backend = subject.backend
+    found = [*_status(backend.status()), *_devices(backend.probe()), *_device(backend.device)]
+    claims = backend.capabilities()
+    found += _claims(claims)
+    if backend.capabilities() != claims:
+        found.append("capabilities() says something else the second time")
+    blame(found)
+
+
+CHECKS = (
+    Check("capabilities", "status, probe and capabilities are well formed and agree", capabilities),
+)

@@ -1,0 +1,153 @@
+"""Worlds that follow one another in one process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+import mkernel
+from mkernel.cases import Case
+from mkernel.conformance.accelerator import WORLD_TIMEOUT_S, AcceleratorSubject
+from mkernel.conformance.check import Check
+from mkernel.conformance.grid import typical
+from mkernel.conformance.ranks import Judge, where
+from mkernel.errors import PeerFailure, WorldError
+from mkernel.world import World
+
+
+@contextmanager
+def _meeting_place() -> Iterator[int]:
+    """A store of the kit's process; ranks meet there for the worlds after their first."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield int(store.port)
+    del store
+
+
+def _next_world(last: World, port: int) -> World:
+    """Join a new world like the last one."""
+    timeout = timedelta(seconds=WORLD_TIMEOUT_S)
+    one, two = (
+        TCPStore("127.0.0.1", port, timeout=timeout, wait_for_workers=False) for _ in range(2)
+    )
+    names = last.backends
+    return mkernel.init(
+        nodes=last.identity.nodes,
+        ranks_per_node=last.identity.ranks_per_node,
+        accelerator=names.accelerator,
+        nic=names.nic,
+        verbs=names.verbs,
+        settings=last.settings,
+        stores=(one, two),
+    )
+
+
+def two_worlds(subject: AcceleratorSubject) -> None:
+    """Calls, another world, the same and other calls, and a third."""
+    for world in subject.worlds((1, 2), subject.largest()):
+        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+        with _meeting_place() as port:
+            subject.judge(rank_two_worlds, cases, port, world=world)
+
+
+def rank_two_worlds(cases: Sequence[Case], port: int) -> list[str]:
+    """Judge calls in three worlds in turn."""
+    found = []
+    for number in range(3):
+        world = mkernel.world()
+        for case in cases if number % 2 == 0 else tuple(reversed(cases)):
+            judge = Judge(case)
+            for iteration in (2 * number, 2 * number + 1):
+                found += [f"world {number + 1}: {text}" for text in judge(iteration)]
+        mkernel.finalize()
+        if number < 2:
+            _next_world(world, port)
+    return found
+
+
+def after_failure(subject: AcceleratorSubject) -> None:
+    """A rank raises between calls; the others hear of it; then all make a new world."""
+    for world in subject.worlds((1, 2), *([] if subject.quick else [subject.largest()])):
+        for op in subject.claimed()[: 2 if subject.quick else None]:
+            case = typical(subject, op, world[0] * world[1])
+            with _meeting_place() as port:
+                subject.judge(rank_after_failure, case, port, world=world)
+
+
+def rank_after_failure(case: Case, port: int) -> list[str]:
+    """The last rank gives up after one call."""
+    world, judge = mkernel.world(), Judge(case)
+    found = judge(0)
+    if world.rank == world.size - 1:
+        mkernel.finalize(RuntimeError("planned by the kit"))
+    else:
+        try:
+            for iteration in range(1, 1000):
+                judge(iteration)
+            found.append(f"{where()}: a world that a rank has left goes on")
+        except PeerFailure:
+            pass
+        except WorldError as error:
+            found.append(
+                f"{where()}: raises {type(error).__name__} for a rank that failed: {error}"
+            )
+        mkernel.finalize()
+    _next_world(world, port)
+    for iteration in range(1000, 1003):
+        found += [f"in the world after a failure: {text}" for text in judge(iteration)]
+    return found
+
+
+def leaks(subject: AcceleratorSubject) -> None:
+    """Worlds come and go; descriptors, threads and shared memory do not pile up."""
+    for world in subject.worlds((1, 2), subject.largest()):
+        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+        with _meeting_place() as port:
+            subject.judge(rank_leaks, cases, port, world=world)
+
+
+def _held() -> dict[str, int]:
+    gc.collect()
+    shared = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        shared += " rw-s " in line
+    return {
+        "file descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "shared mappings": shared,
+    }
+
+
+_WORLDS = 5
+
+
+def rank_leaks(cases: Sequence[Case], port: int) -> list[str]:
+    """What is held after the second world and after the last."""
+    held = []
+    for number in range(_WORLDS):
+        world = mkernel.world()
+        for case in cases:
+            case.run(Judge(case).inputs(number))
+        if number < _WORLDS - 1:
+            mkernel.finalize()
+            held.append(_held())
+            _next_world(world, port)
+    return [
+        f"{where()}: {after[what] - before[what]} more {what} after {_WORLDS - 1} worlds than after 2"
+        for before, after in [(held[1], held[-1])]
+        for what in before
+        if after[what] - before[what] >= len(held) - 2
+    ]
+
+
+CHECKS = (
+    Check("two-worlds", "worlds may follow one another in one process", two_worlds),
+    Check("after-failure", "a failed world leaves the process usable", after_failure),
+    Check("leaks", "a world that is gone holds nothing any more", leaks),
+)

@@ -1,0 +1,147 @@
+"""One plan called again and again: nothing of an earlier call may show."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+import mkernel
+from mkernel.cases import Case
+from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.conformance.check import Check
+from mkernel.conformance.grid import GEMMS, typical
+from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
+
+
+def repeated_calls(subject: AcceleratorSubject) -> None:
+    """Two plans of every op in turn, ranks apart by some milliseconds."""
+    world = subject.largest()
+    size = world[0] * world[1]
+    pairs = [(typical(subject, op, size), _wider(subject, op, size)) for op in subject.claimed()]
+    subject.judge(rank_alternates, pairs, 12 if subject.quick else 40, world=world)
+
+
+def _wider(subject: AcceleratorSubject, op: str, size: int) -> Case:
+    name = "n" if op in GEMMS else "head_dim" if op == "ring_attention" else "features"
+    case = typical(subject, op, size)
+    step = subject.step()
+    return case.with_(sizes={**case.sizes, name: case.sizes[name] + 3 * step})
+
+
+def rank_alternates(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]:
+    """A and B in turn, in runs of different lengths, with fresh inputs each time."""
+    found = []
+    for pair in pairs:
+        judges = [Judge(case) for case in pair]
+        for iteration in range(calls):
+            seconds_apart(pair[0], iteration, 0.01)
+            found += judges[(iteration // 2) % 2](iteration)
+    return found
+
+
+def stale_data(subject: AcceleratorSubject) -> None:
+    """No row of a result is what an earlier call should have given there."""
+    for world in subject.worlds((1, 2), subject.largest()):
+        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+        subject.judge(rank_stale, cases, 4 if subject.quick else 12, world=world)
+
+
+def rank_stale(cases: Sequence[Case], calls: int) -> list[str]:
+    """Judge calls, and look for rows of earlier ones."""
+    found = []
+    for case in cases:
+        judge = Judge(case)
+        for iteration in range(calls):
+            outcome = case.run(judge.inputs(iteration))
+            wrong = judge.problems(outcome, iteration)
+            found += judge.stale_rows(outcome, iteration) or wrong
+    return found
+
+
+def poison(subject: AcceleratorSubject) -> None:
+    """Outputs full of NaN, then of a number, and allocations full of NaN: all is overwritten."""
+    for world in subject.worlds((1, 2), subject.largest()):
+        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+        subject.judge(rank_poison, cases, world=world)
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Let torch fill every new uninitialised tensor with NaN (integers: the largest)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # torch.use_deterministic_algorithms does this after importing its compiler, for seconds.
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch._C._set_deterministic_algorithms(False)
+
+
+def rank_poison(cases: Sequence[Case]) -> list[str]:
+    """Every element of every output is written in every call."""
+    found = []
+    for case in cases:
+        judge = Judge(case)
+        for iteration, value in enumerate((float("nan"), 77.0, float("inf"))):
+            inputs = judge.inputs(iteration)
+            outputs = case.poisoned(inputs)
+            for output in outputs.values():
+                output.fill_(value)
+            with poisoned_allocations():
+                outcome = case.call(inputs, outputs)
+            found += judge.problems(outcome, iteration)
+            found += _untouched(case, outputs, value, iteration)
+    return found
+
+
+def _untouched(
+    case: Case, outputs: dict[str, torch.Tensor], value: float, iteration: int
+) -> Iterator[str]:
+    for name, output in outputs.items():
+        left = int((output.cpu() == value).sum())  # NaN is the judge's to find
+        if left > output.numel() // 100:
+            yield (
+                f"{describe(case)}, {where()}, call {iteration}: {left} elements of {name} still "
+                f"hold the {value:g} that was there before"
+            )
+
+
+def kept_results(subject: AcceleratorSubject) -> None:
+    """A result stays what it is while later calls run."""
+    world = subject.largest()
+    cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+    subject.judge(rank_keeps, cases, world=world)
+
+
+def rank_keeps(cases: Sequence[Case]) -> list[str]:
+    """Keep the first call's results, call again, look at them."""
+    found = []
+    for case in cases:
+        judge = Judge(case)
+        first = case.run(judge.inputs(0))
+        copies = {name: tensor.clone() for name, tensor in first.outputs.items()}
+        for iteration in range(1, 4):
+            case.run(judge.inputs(iteration))
+        found += [
+            f"{describe(case)}, {where()}: {name} of the first call changed in later calls"
+            for name, copy in copies.items()
+            if not torch.equal(first.outputs[name], copy)
+        ]
+        mkernel.world().barrier()
+    return found
+
+
+CHECKS = (
+    Check(
+        "repeated-calls",
+        "many calls of two plans in turn, with fresh inputs, all give the truth",
+        repeated_calls,
+    ),
+    Check("stale-data", "no result holds rows of an earlier call", stale_data),
+    Check("poison", "every element of every output is written, whatever was there", poison),
+    Check("kept-results", "results of earlier calls stay as they are", kept_results),
+)

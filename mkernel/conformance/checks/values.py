@@ -1,0 +1,193 @@
+"""Results equal the float64 truth: every shape, dtype, layout and world that is claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+import mkernel
+from mkernel.cases import Case
+from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.conformance.check import Check
+from mkernel.conformance.grid import GEMMS, draws, grid, typical
+from mkernel.conformance.ranks import Judge, describe, judge_all, where
+from mkernel.ops import moe as moe_op
+from mkernel.plan.model import DtypeName
+
+
+def shapes(subject: AcceleratorSubject) -> None:
+    """A grid of odd shapes and random draws."""
+    for world in subject.worlds((1, 2), subject.largest()):
+        size = world[0] * world[1]
+        count = 4 if subject.quick else 24
+        cases = []
+        for op in subject.claimed():
+            cases += [*grid(subject, op, size), *draws(subject, op, size, count)]
+        subject.judge(judge_all, cases, 1 if subject.quick else 2, world=world)
+
+
+def dtypes(subject: AcceleratorSubject) -> None:
+    """Every dtype of inputs with every dtype of outputs and every layout."""
+    cases: list[Case] = []
+    for op in subject.claimed():
+        pairs = _attention_pairs(subject) if op == "ring_attention" else _pairs(subject)
+        layouts = subject.capabilities.b_layouts if op not in _NO_LAYOUT else (None,)
+        for dtype, out_dtype in pairs:
+            cases += [
+                typical(subject, op, 2, dtype=dtype, out_dtype=out_dtype, layout=layout)
+                for layout in layouts
+            ]
+    subject.judge(judge_all, cases, 1, world=(1, 2))
+
+
+_NO_LAYOUT = ("ring_attention", "moe_combine")
+
+
+def _pairs(subject: AcceleratorSubject) -> list[tuple[DtypeName, DtypeName]]:
+    claims = subject.capabilities
+    return [(dtype, out) for dtype in claims.dtypes for out in claims.out_dtypes]
+
+
+def _attention_pairs(subject: AcceleratorSubject) -> list[tuple[DtypeName, DtypeName]]:
+    return [(dtype, out) for dtype, out in _pairs(subject) if dtype == out]
+
+
+def worlds(subject: AcceleratorSubject) -> None:
+    """Every op in every split of small worlds."""
+    wanted = [(1, 1), (1, 3), (2, 1), (1, 4), (2, 2)]
+    if not subject.quick:
+        wanted += [(1, 2), (3, 1), (3, 2), (4, 1), (1, 8)]
+    for world in subject.worlds(*wanted):
+        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+        subject.judge(judge_all, cases, 2, world=world)
+
+
+# ---- accumulation --------------------------------------------------------------------------------
+
+
+def accumulation(subject: AcceleratorSubject) -> None:
+    """Whole numbers whose large terms cancel: float32 sums are exact, narrower ones lose the rest."""
+    claims = subject.capabilities
+    for world in subject.worlds((1, 2), *([] if subject.quick else [subject.largest()])):
+        size = world[0] * world[1]
+        gemms = [op for op in GEMMS if op in subject.claimed()]
+        cases = [
+            _cancelling(subject, op, size, dtype, out_dtype)
+            for op in gemms
+            for dtype in claims.dtypes
+            for out_dtype in claims.out_dtypes
+        ]
+        experts = "moe_combine" in claims.ops
+        subject.judge(rank_accumulation, cases, claims.dtypes if experts else (), world=world)
+        if "ring_attention" in claims.ops:
+            subject.judge(
+                judge_all, [_level_attention(subject, dtype) for dtype in claims.dtypes], 1,
+                world=(1, 2),
+            )  # fmt: skip
+
+
+def _cancelling(
+    subject: AcceleratorSubject, op: str, world_size: int, dtype: DtypeName, out_dtype: DtypeName
+) -> Case:
+    """A = [P, Q, -P], B = [R; S; R]: C = Q S, whole numbers below 128, while P R passes 10,000.
+
+    Where the op cuts K, the large terms lie on the first and last ranks.
+    """
+    case = typical(subject, op, world_size, dtype=dtype, out_dtype=out_dtype)
+    m, n, k = (case.sizes[name] for name in "mnk")
+    k *= 1 if op == "all_gather_gemm" else world_size
+    third = k // 3
+    random = torch.Generator().manual_seed(subject.seed)
+    p = torch.randint(8, 17, (m, third), generator=random)
+    r = torch.randint(8, 17, (third, n), generator=random)
+    q = torch.randint(-1, 2, (m, k - 2 * third), generator=random)
+    s = torch.randint(-1, 2, (k - 2 * third, n), generator=random)
+    q[:, 120:] = 0
+    a, b = torch.cat([p, q, -p], 1), torch.cat([r, s, r])
+    kind = getattr(torch, dtype)
+    return case.with_(options={"tensors": {"a": a.to(kind), "b": b.to(kind)}})
+
+
+def _level_attention(subject: AcceleratorSubject, dtype: DtypeName) -> Case:
+    """Queries of zeros weigh 1536 positions alike; half of the values are 1, the others 0."""
+    case = typical(subject, "ring_attention", 2, {"sequence": 1536}, dtype=dtype)
+    batch, heads, kv, length, width = (
+        case.sizes[n] for n in ("batch", "heads", "kv_heads", "sequence", "head_dim")
+    )
+    kind = getattr(torch, dtype)
+    v = (torch.arange(length) % 2).to(kind).reshape(1, 1, length, 1)
+    tensors = {
+        "q": torch.zeros(batch, heads, length, width, dtype=kind),
+        "k": torch.ones(batch, kv, length, width, dtype=kind),
+        "v": v.expand(batch, kv, length, width).contiguous(),
+    }
+    return case.with_(options={"tensors": tensors})
+
+
+def rank_accumulation(cases: list[Case], combine_dtypes: tuple[str, ...]) -> list[str]:
+    """GEMMs must be exactly right; then combines whose large terms cancel."""
+    found = []
+    for case in cases:
+        judge = Judge(case)
+        got = case.run(judge.inputs(0)).outputs["out"].cpu().double()
+        wanted = judge.truth(0)["out"]
+        if not torch.equal(got, wanted):
+            worst = float((got - wanted).abs().max())
+            found.append(
+                f"{describe(case)}, {where()}: sums that float32 holds exactly are off by up to "
+                f"{worst:g}: something narrower added them up"
+            )
+    for dtype in combine_dtypes:
+        found += _cancelling_combine(getattr(torch, dtype))
+    return found
+
+
+def _cancelling_combine(dtype: torch.dtype) -> Iterator[str]:
+    """4096 x + x - 4096 x = x, for whole numbers x that pass through unit matrices."""
+    world = mkernel.world()
+    width, tokens, experts = 16, 9, 2 * world.size
+    if experts < 3:
+        return
+    random = torch.Generator().manual_seed(world.rank)
+    device = world.accelerator.device
+    x = torch.randint(1, 8, (tokens, width), generator=random).to(dtype).to(device)
+    ids = torch.stack([torch.randperm(experts, generator=random)[:3] for _ in range(tokens)])
+    w = torch.eye(width, dtype=dtype).repeat(2, 1, 1).to(device)
+    sent = moe_op.moe_dispatch_gemm(x, ids.to(device), w, out_dtype=dtype)
+    weights = torch.tensor([4096.0, 1.0, -4096.0]).repeat(tokens, 1).to(device)
+    got = moe_op.moe_combine(sent.outputs, sent.handle, weights, out_dtype=dtype)
+    if not torch.equal(got, x):
+        yield (
+            f"moe_combine {dtype}, {where()}: 4096 x + x - 4096 x is not x: the sum over slots is "
+            "not float32"
+        )
+
+
+# ---- not-a-number --------------------------------------------------------------------------------
+
+
+def nonfinite(subject: AcceleratorSubject) -> None:
+    """NaN and infinity come out where ``a @ b`` has them, and nowhere else."""
+    world = subject.largest()
+    cases = []
+    for op in subject.claimed(*GEMMS):
+        case = typical(subject, op, world[0] * world[1])
+        m, n, k = (case.sizes[name] for name in "mnk")
+        whole_k = k if op == "all_gather_gemm" else k * world[0] * world[1]
+        random = torch.Generator().manual_seed(subject.seed)
+        kind = getattr(torch, case.dtype)
+        a = torch.randn(m, whole_k, generator=random).to(kind)
+        a[3, 5], a[-1, -2] = float("nan"), float("inf")
+        b = torch.randn(whole_k, n, generator=random).to(kind)
+        cases.append(case.with_(options={"tensors": {"a": a, "b": b}}))
+    subject.judge(judge_all, cases, 1, world=world)
+
+
+CHECKS = (
+    Check("shapes", "every legal shape gives the truth: odd, tiny, ragged, random", shapes),
+    Check("dtypes", "every claimed dtype, output dtype and layout gives the truth", dtypes),
+    Check("worlds", "every split of a world into nodes and ranks gives the truth", worlds),
+    Check("accumulation", "sums are float32 all the way, rounded once", accumulation),
+    Check("nonfinite", "NaN and infinity pass through as in a @ b", nonfinite),
+)

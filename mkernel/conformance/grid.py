@@ -1,0 +1,179 @@
+"""Which cases the checks call: one typical case of an op, a grid of odd ones, and random draws.
+
+Sizes keep to what the backend claims: rows of matrices are multiples of its alignment, M of the
+world's size where the op cuts M, causal sequences of twice the world's size.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from mkernel.cases import Case, case_of
+from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.plan.model import DtypeName
+
+GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+MOE = ("moe_dispatch_gemm", "moe_combine")
+
+_Sizes = Mapping[str, Any]
+
+
+def typical(
+    subject: AcceleratorSubject,
+    op: str,
+    world_size: int,
+    sizes: _Sizes = MappingProxyType({}),
+    *,
+    dtype: DtypeName | None = None,
+    out_dtype: DtypeName | None = None,
+    layout: str | None = None,
+    chunk: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Case:
+    """A small case of an op that has several chunks and a partial tile; ``sizes`` replaces some."""
+    given, result = dtype or subject.dtype(), out_dtype or subject.out_dtype()
+    step = subject.step(given, result)
+    plain: _Sizes
+    if op in GEMMS:
+        rows = 160 if op == "gemm_all_reduce" else 160 * world_size
+        plain = {"m": rows, "n": _up(72, step), "k": _up(264, step)}
+    elif op in MOE:
+        plain = {
+            "tokens": 24,
+            "hidden": _up(48, step),
+            "features": _up(40, step),
+            "experts": 3 * world_size,
+            "top_k": min(3, 3 * world_size),
+        }
+        if op == "moe_combine":
+            plain = {name: size for name, size in plain.items() if name != "hidden"}
+    else:
+        plain = {
+            "batch": 2,
+            "heads": 4,
+            "kv_heads": 2,
+            "sequence": 24 * world_size,
+            "head_dim": _up(32, step),
+        }
+    return _case(
+        subject, op, {**plain, **sizes}, given, result, layout, chunk=chunk, options=options
+    )
+
+
+def grid(subject: AcceleratorSubject, op: str, world_size: int) -> Iterator[Case]:
+    """One row, one step, partial tiles, more than one tile; narrow and wide."""
+    step = subject.step()
+    if op in GEMMS:
+        for rows, n, k in (
+            (1, step, step),
+            (7, 5 * step, 3 * step),
+            (129, _up(264, step), _up(520, step)),
+            (130, step, _up(1032, step)),
+            (5, _up(1024, step), step),
+        ):
+            m = rows if op == "gemm_all_reduce" else rows * world_size
+            yield typical(subject, op, world_size, {"m": m, "n": n, "k": k})
+    elif op in MOE:
+        for tokens, hidden, features, each, top_k in (
+            (1, step, step, 1, 1),
+            (7, 3 * step, 5 * step, 2, 2),
+            (130, _up(72, step), _up(136, step), 4, 4),
+        ):
+            sizes = {"tokens": tokens, "features": features, "experts": each * world_size}
+            if op == "moe_dispatch_gemm":
+                sizes["hidden"] = hidden
+            sizes["top_k"] = min(top_k, each * world_size)
+            yield typical(subject, op, world_size, sizes)
+    else:
+        for batch, heads, kv_heads, rows, width in (
+            (1, 1, 1, 1, step),
+            (1, 3, 1, 7, 3 * step),
+            (2, 4, 2, 33, _up(64, step)),
+        ):
+            sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": width}
+            sizes["sequence"] = rows * world_size
+            yield typical(subject, op, world_size, sizes)
+        yield typical(subject, op, world_size, {"sequence": 10 * world_size, "causal": True})
+
+
+def draws(subject: AcceleratorSubject, op: str, world_size: int, count: int) -> Iterator[Case]:
+    """Random shapes, dtypes, layouts and chunk sizes, from the subject's seed."""
+    pick = random.Random(f"{subject.seed} {op} {world_size}")
+    claims = subject.capabilities
+    for number in range(count):
+        dtype, out_dtype = pick.choice(claims.dtypes), pick.choice(claims.out_dtypes)
+        step = subject.step(dtype, out_dtype)
+        sizes = _draw(op, world_size, step, pick)
+        chunk = pick.choice([None, None, 1, 2, 5])
+        layout = pick.choice(claims.b_layouts)
+        options: dict[str, Any] = {}
+        if op in MOE:
+            options["routing"] = pick.choice(["uniform", "some_empty", "duplicates"])
+            options["id_dtype"] = pick.choice(["int32", "int64"])
+        case = _case(subject, op, sizes, dtype, out_dtype, layout, chunk=chunk, options=options)
+        yield case.with_(seed=subject.seed + number)
+
+
+def _draw(op: str, world_size: int, step: int, pick: random.Random) -> dict[str, int]:
+    rows = pick.choice([1, 2, 3, pick.randint(4, 40), pick.randint(100, 300)])
+
+    def aligned(most: int) -> int:
+        return step * pick.randint(1, max(1, most // step))
+
+    if op in GEMMS:
+        m = rows if op == "gemm_all_reduce" else rows * world_size
+        return {"m": m, "n": aligned(300), "k": aligned(600)}
+    if op in MOE:
+        experts = world_size * pick.randint(1, 5)
+        sizes = {
+            "tokens": rows,
+            "features": aligned(80),
+            "experts": experts,
+            "top_k": pick.randint(1, min(8, experts)),
+        }
+        return sizes if op == "moe_combine" else {**sizes, "hidden": aligned(120)}
+    kv_heads, causal = pick.randint(1, 3), pick.random() < 0.5
+    return {
+        "batch": pick.randint(1, 2),
+        "heads": kv_heads * pick.randint(1, 4),
+        "kv_heads": kv_heads,
+        "sequence": pick.randint(1, 40) * world_size * (2 if causal else 1),
+        "head_dim": aligned(96),
+        "causal": causal,
+    }
+
+
+def _case(
+    subject: AcceleratorSubject,
+    op: str,
+    sizes: _Sizes,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    layout: str | None,
+    *,
+    chunk: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Case:
+    claimed = subject.capabilities.b_layouts
+    if op == "ring_attention" or layout is None:
+        layout = "row" if "row" in claimed else claimed[0]
+    if op == "ring_attention":
+        out_dtype = dtype
+    if op == "moe_combine":
+        chunk = None
+    return case_of(op)(
+        sizes=sizes,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        layout=layout,
+        chunk=chunk,
+        seed=subject.seed,
+        options=options or {},
+    )
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,84 @@
+"""Judges the judge: every planted fault must trip the checks that its promise belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from mkernel.backends import registry
+from mkernel.conformance.kit import kit_for
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check on one fault: whether it failed as it must, how long it took, what it said."""
+
+    check: str
+    fault: str
+    breaks: str
+    caught: bool
+    seconds: float
+    message: str
+
+
+def faults(nics: bool) -> Mapping[str, tuple[str, ...]]:
+    """Faulty backends of a kind, by name, and the checks that must fail on each."""
+    if nics:
+        from mkernel.conformance.nic_faults import FAULTS as NIC_FAULTS
+
+        return NIC_FAULTS
+    from mkernel.conformance.faults import FAULTS
+
+    return FAULTS
+
+
+def judge_one(fault: str, checks: Sequence[str], *, nics: bool = False, seed: int = 0) -> list[Row]:
+    """Run the named checks alone, quickly, on one faulty backend."""
+    kit = kit_for(None if nics else fault, fault if nics else None, quick=True, seed=seed)
+    backend = (registry.nic if nics else registry.accelerator)(fault)
+    breaks = (type(backend).__doc__ or "").partition("\n")[0]
+    return [
+        Row(
+            result.name,
+            fault.rpartition(":")[2],
+            breaks,
+            result.outcome == "failed",
+            result.seconds,
+            result.message or result.outcome,
+        )
+        for result in kit.only(checks).run().results
+    ]
+
+
+def judge(
+    nics: bool, only: Sequence[str] = (), on_row: Callable[[Row], None] = lambda row: None
+) -> list[Row]:
+    """Every fault of a kind, or those of some checks."""
+    rows = []
+    for fault, checks in faults(nics).items():
+        wanted = [check for check in checks if not only or check in only]
+        for row in judge_one(fault, wanted, nics=nics) if wanted else ():
+            on_row(row)
+            rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line for every check and fault, ordered by check."""
+    caught = sum(row.caught for row in rows)
+    drawn = Table(
+        title=f"planted faults: {caught} of {len(rows)} caught",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("check", "fault", "caught", "seconds"):
+        drawn.add_column(name, no_wrap=True)
+    drawn.add_column("what it breaks", overflow="fold")
+    for row in sorted(rows, key=lambda row: row.check):
+        verdict = Text("yes", style="green") if row.caught else Text("NO", style="red")
+        drawn.add_row(row.check, row.fault, verdict, f"{row.seconds:.1f}", row.breaks)
+    return drawn

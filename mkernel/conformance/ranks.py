@@ -1,0 +1,180 @@
+"""What ranks do in the accelerator checks: call a case with fresh inputs, judge what came.
+
+Everything here runs in rank processes and reports what it found wrong as sentences.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+import mkernel
+from mkernel.backends.base import View
+from mkernel.cases import Case, Outcome, compare
+
+_ROUNDING: dict[str, float] = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Two roundings of an element, relative."""
+_SLACK = {"ring_attention": 2e-2}
+_SLACK_ELSEWHERE = 2e-3
+"""What one element may be off beyond rounding, relative to the output's root mean square. A wrong
+element is off by about 1; a relative Frobenius error alone would let one in a million pass."""
+
+
+def seconds_apart(case: Case, iteration: int, most_s: float) -> None:
+    """Sleep a little, another time on every rank and in every iteration."""
+    rank = mkernel.world().rank
+    time.sleep(random.Random(f"{case.seed} {iteration} {rank}").uniform(0, most_s))
+
+
+def describe(case: Case) -> str:
+    """A case in a message, enough to repeat it."""
+    sizes = " ".join(f"{name}={value}" for name, value in case.sizes.items())
+    options = "".join(
+        f" {name}={value}" for name, value in case.options.items() if name != "tensors"
+    )
+    chunk = "" if case.chunk is None else f" chunk={case.chunk}"
+    return (
+        f"{case.op} {sizes} {case.dtype}->{case.out_dtype} {case.layout}-major"
+        f"{chunk}{options} seed={case.seed}"
+    )
+
+
+def where() -> str:
+    """This rank in a message."""
+    me = mkernel.world().identity
+    return f"rank {me.rank} of {me.nodes}x{me.ranks_per_node}"
+
+
+def moved(case: Case, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs in the memory that the accelerator reads; layouts stay."""
+    device = mkernel.world().accelerator.device
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+class Judge:
+    """Calls one case again and again on this rank and judges every result.
+
+    It remembers the truths of earlier calls, so that it can tell stale results by name.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._older: dict[int, Mapping[str, torch.Tensor]] = {}
+
+    def inputs(self, iteration: int) -> dict[str, torch.Tensor]:
+        """This rank's fresh inputs."""
+        world = mkernel.world()
+        return moved(self.case, self.case.inputs(world.rank, world.size, iteration))
+
+    def truth(self, iteration: int) -> dict[str, torch.Tensor]:
+        """What this rank must get, in float64."""
+        world = mkernel.world()
+        return self.case.reference(world.rank, world.size, iteration)
+
+    def __call__(self, iteration: int, view: View = "pipelined") -> list[str]:
+        """One call with fresh inputs; what is wrong with its results."""
+        return self.problems(self.case.run(self.inputs(iteration), view=view), iteration)
+
+    def problems(self, outcome: Outcome, iteration: int) -> list[str]:
+        """What is wrong with the results of a finished call."""
+        found, truth = [], self.truth(iteration)
+        tolerances = self.case.tolerances()
+        for name, wanted in truth.items():
+            got = outcome.outputs[name].cpu()
+            limit = tolerances.get(name)
+            wrong = _differs(self.case, name, got, wanted, limit)
+            if wrong:
+                why = self._explain(name, got, wanted, limit) or wrong
+                text = f"{describe(self.case)}, {where()}, call {iteration}: {name} {why}"
+                found.append(text)
+        self._older[iteration] = truth
+        for old in sorted(self._older)[:-4]:
+            del self._older[old]
+        return found
+
+    def stale_rows(self, outcome: Outcome, iteration: int) -> list[str]:
+        """Rows that hold what an earlier call should have given there."""
+        found = []
+        for name in self.case.tolerances():
+            got = outcome.outputs[name].cpu().double()
+            for call, truths in self._older.items():
+                old = truths[name]
+                if call == iteration or old.shape != got.shape or got.numel() == 0:
+                    continue
+                gap = (got - old).abs().amax(dim=-1)
+                rows = int((gap <= 1e-2 * old.abs().amax(dim=-1)).sum())
+                if rows:
+                    found.append(
+                        f"{describe(self.case)}, {where()}, call {iteration}: {rows} rows of "
+                        f"{name} are those of call {call}: stale"
+                    )
+        return found
+
+    def _explain(
+        self, name: str, got: torch.Tensor, wanted: torch.Tensor, limit: float | None
+    ) -> str:
+        """A known way to be wrong, or nothing."""
+        if got.shape != wanted.shape:
+            return f"has shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
+        if limit is None:
+            return ""
+        missing = int((torch.isnan(got) & ~torch.isnan(wanted)).sum())
+        if missing:
+            return f"has {missing} of {got.numel()} elements unwritten, or NaN by mistake"
+        if not got.any():
+            return "is all zeros"
+        for call, truths in self._older.items():
+            if truths[name].shape == got.shape and compare(got, truths[name]) <= limit:
+                return f"is the result of call {call}: stale"
+        return _wrong_rows(got, wanted, limit)
+
+
+def _wrong_rows(got: torch.Tensor, wanted: torch.Tensor, limit: float) -> str:
+    """Which rows are off, where some clearly are."""
+    if got.dim() < 2 or not got.numel():
+        return ""
+    gaps = (got.double() - wanted).abs().flatten(1).amax(1)
+    bad = (gaps > 0.05 * (float(wanted.abs().max()) or 1.0)).nonzero().flatten().tolist()
+    if not bad:
+        return ""
+    shown = ", ".join(map(str, bad[:4])) + (", …" if len(bad) > 4 else "")
+    return (
+        f"is off by {compare(got, wanted):.1e} (limit {limit:.0e}); "
+        f"{len(bad)} of {len(gaps)} rows are wrong: {shown}"
+    )
+
+
+def _differs(
+    case: Case, name: str, got: torch.Tensor, wanted: torch.Tensor, limit: float | None
+) -> str:
+    """Why an output is not accepted, or nothing."""
+    if limit is None:
+        return "" if torch.equal(got, wanted.to(got.dtype)) else "is not equal to the truth"
+    error = compare(got, wanted)
+    if not error <= limit:
+        return f"is off by {error:.1e} (limit {limit:.0e})"
+    finite = torch.isfinite(wanted)
+    wide, true = got.double()[finite], wanted[finite]
+    if not true.numel():
+        return ""
+    scale = float(true.square().mean().sqrt())
+    eps = _ROUNDING[str(got.dtype).removeprefix("torch.")]
+    slack = _SLACK.get(case.op, _SLACK_ELSEWHERE)
+    over = (wide - true).abs() > eps * true.abs() + slack * scale
+    count = int(over.sum())
+    return f"has {count} of {got.numel()} elements that are wrong" if count else ""
+
+
+def judge_all(
+    cases: Sequence[Case], calls: int, views: Sequence[View] = ("pipelined",)
+) -> list[str]:
+    """Call every case some times with fresh inputs, ranks a little apart; what was wrong."""
+    found = []
+    for case in cases:
+        judge = Judge(case)
+        for iteration in range(calls):
+            found += judge(iteration, views[iteration % len(views)])
+    return found

@@ -1,0 +1,30 @@
+"""The kit fails on every planted fault, by the name of the check; and every check has one."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkernel.conformance import planted
+from mkernel.conformance.accelerator import accelerator_checks
+from mkernel.conformance.kit import kit_for
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+FAULTS = planted.faults(nics=False)
+
+
+def test_every_check_has_a_planted_fault() -> None:
+    tripped = {check for checks in FAULTS.values() for check in checks}
+    assert {check.name for check in accelerator_checks()} == tripped
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda name: name.rpartition(":")[2])
+def test_a_planted_fault_trips_its_checks(fault: str) -> None:
+    for row in planted.judge_one(fault, FAULTS[fault]):
+        print(f"{row.check} on {row.fault} ({row.breaks}): {row.message}")
+        assert row.caught, f"{row.check} lets {row.fault} pass: {row.breaks}"
+
+
+def test_a_wrapper_that_breaks_nothing_passes() -> None:
+    report = kit_for("mkernel.conformance.faults:Fault", None, quick=True).run()
+    assert report.passed, [(r.name, r.message) for r in report.results if r.outcome == "failed"]
