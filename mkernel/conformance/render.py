@@ -28,7 +28,7 @@ def summary(report: Report) -> str:
 
 def table(report: Report) -> Table:
     """A line for every check: outcome, time, and why where it did not pass."""
-    drawn = Table(title=summary(report), title_justify="left", box=box.SIMPLE_HEAD)
+    drawn = Table(title=Text(summary(report)), title_justify="left", box=box.SIMPLE_HEAD)
     drawn.add_column("check", no_wrap=True)
     drawn.add_column("outcome", no_wrap=True)
     drawn.add_column("seconds", justify="right", no_wrap=True)

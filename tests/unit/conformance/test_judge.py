@@ -1,0 +1,119 @@
+"""The judge of results: what it lets pass, and what it says of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mkernel
+from mkernel.cases import Case, Outcome, case_of
+from mkernel.conformance import ranks
+from mkernel.conformance.checks.memory import Guarded
+from mkernel.conformance.checks.repetition import poisoned_allocations
+from mkernel.conformance.ranks import Judge
+from mkernel.identity import Identity
+
+
+class OneRank:
+    """As much of a world as the judge asks for."""
+
+    identity = Identity(0, 1, 1)
+    rank, size = 0, 1
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Judge:
+    monkeypatch.setattr(mkernel, "world", OneRank)
+    monkeypatch.setattr(ranks.mkernel, "world", OneRank)
+    case = case_of("all_gather_gemm")(
+        sizes={"m": 200, "n": 300, "k": 64}, dtype="float16", out_dtype="float32"
+    )
+    return Judge(case)
+
+
+def outcome(out: torch.Tensor) -> Outcome:
+    nothing: Any = None
+    return Outcome({"out": out}, nothing, nothing)
+
+
+def right(case: Case, iteration: int) -> torch.Tensor:
+    return case.reference(0, 1, iteration)["out"].float()
+
+
+def test_the_truth_passes(judge: Judge) -> None:
+    for iteration in range(6):
+        assert judge.problems(outcome(right(judge.case, iteration)), iteration) == []
+
+
+def test_zeros_are_named(judge: Judge) -> None:
+    (found,) = judge.problems(outcome(torch.zeros(200, 300)), 0)
+    assert "all zeros" in found
+    assert "all_gather_gemm m=200" in found
+
+
+def test_what_is_unwritten_is_counted(judge: Judge) -> None:
+    out = right(judge.case, 0)
+    out[3, :7] = float("nan")
+    (found,) = judge.problems(outcome(out), 0)
+    assert "7 of 60000 elements unwritten" in found
+
+
+def test_an_earlier_call_is_named(judge: Judge) -> None:
+    judge.problems(outcome(right(judge.case, 0)), 0)
+    (found,) = judge.problems(outcome(right(judge.case, 0)), 1)
+    assert "the result of call 0: stale" in found
+
+
+def test_wrong_rows_are_named(judge: Judge) -> None:
+    out = right(judge.case, 0)
+    out[[5, 9]] = out[[9, 5]]
+    (found,) = judge.problems(outcome(out), 0)
+    assert "2 of 200 rows are wrong: 5, 9" in found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_one_wrong_element_of_many_is_found(judge: Judge, dtype: str) -> None:
+    judge.case = judge.case.with_(out_dtype=dtype)
+    out = right(judge.case, 0).to(getattr(torch, dtype))
+    assert judge.problems(outcome(out), 0) == []
+    out[100, 100] += 2
+    assert len(judge.problems(outcome(out), 0)) == 1
+
+
+def test_another_shape_is_wrong(judge: Judge) -> None:
+    (found,) = judge.problems(outcome(torch.zeros(200, 301)), 0)
+    assert "shape (200, 301), not (200, 300)" in found
+
+
+def test_one_stale_row_is_found(judge: Judge) -> None:
+    judge.problems(outcome(right(judge.case, 0)), 0)
+    out = right(judge.case, 1)
+    assert judge.stale_rows(outcome(out), 1) == []
+    out[7] = right(judge.case, 0)[7]
+    (found,) = judge.stale_rows(outcome(out), 1)
+    assert "1 rows of out are those of call 0" in found
+
+
+def test_poisoned_allocations_are_nan_and_only_inside() -> None:
+    with poisoned_allocations():
+        assert torch.empty(1000).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64])
+def test_guards_see_every_write(turned: bool, dtype: torch.dtype) -> None:
+    plain = torch.arange(60).reshape(6, 10).to(dtype)
+    plain = plain.t() if turned else plain
+    guarded = Guarded(plain, 16)
+    assert torch.equal(guarded.tensor, plain)
+    assert guarded.tensor.stride() == plain.stride()
+    assert guarded.tensor.data_ptr() % 16 == 0
+    guarded.tensor[2, 2] = 99
+    assert guarded.guards_intact()
+    assert not guarded.intact()
+    end = guarded.tensor.storage_offset() + 60
+    guarded.tensor.as_strided((1,), (1,), end).fill_(1)
+    assert not guarded.guards_intact()

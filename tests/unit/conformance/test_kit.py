@@ -1,0 +1,122 @@
+"""Which kit a command line asks for, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks
+from mkernel.conformance.check import CheckSkipped
+from mkernel.conformance.kit import kit_for, listed
+from mkernel.errors import ArgumentError, BackendUnavailable, UnknownBackend
+
+FAULTS = "mkernel.conformance.faults"
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    from mkernel.cli.main import app
+
+    return app
+
+
+@pytest.mark.parametrize(("accelerator", "nic"), [(None, None), ("ascend", "cx7")])
+def test_exactly_one_backend_is_judged(accelerator: str | None, nic: str | None) -> None:
+    with pytest.raises(ArgumentError, match="exactly one"):
+        kit_for(accelerator, nic)
+
+
+def test_verbs_are_for_nics() -> None:
+    with pytest.raises(ArgumentError, match="--verbs"):
+        kit_for("ascend", None, verbs="soft")
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(UnknownBackend):
+        kit_for("nothing", None)
+    with pytest.raises((UnknownBackend, BackendUnavailable)):
+        kit_for(None, "nothing", verbs="soft")
+
+
+def test_checks_have_names_of_their_own_and_can_be_chosen() -> None:
+    names = [check.name for check in listed(None, None)]
+    accelerators = [check.name for check in accelerator_checks()]
+    assert len(set(accelerators)) == len(accelerators)
+    assert set(accelerators) < set(names)
+    kit = kit_for("ascend", None)
+    assert [c.name for c in kit.only(["waits", "shapes", "waits"]).checks] == ["waits", "shapes"]
+    with pytest.raises(ArgumentError, match="'nope'"):
+        kit.only(["nope"])
+
+
+def test_what_is_not_claimed_is_skipped() -> None:
+    subject = AcceleratorSubject("ascend")
+    assert subject.claimed("ring_attention", "all_gather_gemm") == ("all_gather_gemm",)
+    with pytest.raises(CheckSkipped, match="not claimed: ring_attention"):
+        subject.claimed("ring_attention")
+
+
+def test_sizes_keep_to_the_claimed_alignment() -> None:
+    subject = AcceleratorSubject("ascend")
+    assert subject.step("float16", "float32") == 8
+    assert subject.step("float32") == 4
+    assert subject.aligned(9) == 16
+
+
+def test_a_passing_check_gives_code_0_and_reports(app: typer.Typer, tmp_path: Path) -> None:
+    junit = tmp_path / "report.xml"
+    options = ["--accelerator", "ascend", "--check", "capabilities", "--json", "-"]
+    done = CliRunner().invoke(app, ["conformance", *options, "--junit", str(junit)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["passed"] is True
+    assert [result["name"] for result in found["results"]] == ["capabilities"]
+    assert ElementTree.parse(junit).getroot()[0].attrib["tests"] == "1"
+
+
+def test_a_failing_check_gives_code_1(app: typer.Typer) -> None:
+    options = ["--accelerator", f"{FAULTS}:NoDevice", "--check", "capabilities"]
+    done = CliRunner().invoke(app, ["conformance", *options])
+    assert done.exit_code == 1
+    assert "FAILED" in done.output
+    assert "finds no device" in done.output
+
+
+def test_nothing_but_skipped_checks_gives_code_1(app: typer.Typer) -> None:
+    options = ["--accelerator", "ascend", "--check", "gqa"]
+    assert CliRunner().invoke(app, ["conformance", *options]).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--accelerator", "ascend", "--nic", "cx7"],
+        ["--accelerator", "nothing"],
+        ["--accelerator", "ascend", "--check", "nope"],
+        ["--accelerator", "ascend", "--verbs", "soft"],
+        ["--accelerator", "ascend", "--json", "-", "--junit", "-"],
+    ],
+)
+def test_bad_input_is_an_argument_error(app: typer.Typer, options: list[str]) -> None:
+    done = CliRunner().invoke(app, ["conformance", *options])
+    assert isinstance(done.exception, ArgumentError)  # the command's main gives code 2
+
+
+def test_the_list_names_every_check(app: typer.Typer) -> None:
+    done = CliRunner().invoke(app, ["conformance", "--list"], env={"COLUMNS": "160"})
+    assert done.exit_code == 0
+    assert all(check.name in done.output for check in listed(None, None))
+
+
+def test_the_planted_faults_of_one_check_are_a_table(app: typer.Typer) -> None:
+    options = ["conformance", "--faults", "--check", "capabilities"]
+    done = CliRunner().invoke(app, options, env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    assert "ClaimsUnknownOp" in done.output
+    assert "4 of 4 caught" in done.output
