@@ -492,10 +492,21 @@ class World:
             limit = f"within {self.settings.timeout_s:g} s"
             return Timeout(
                 f"{diagnosis}; nothing came {limit}: is that rank in the same call? "
-                "(MKERNEL_TIMEOUT_S raises the limit)",
+                f"{self._who_is_behind()}(MKERNEL_TIMEOUT_S raises the limit)",
                 diagnosis,
             )
         return Timeout(f"the NIC did not complete its puts within {self.settings.timeout_s:g} s")
+
+    def _who_is_behind(self) -> str:
+        """The first rank that has not reached this call, in words. The rank that is waited for may
+        itself wait for another."""
+        call = self._state.call[0]
+        for rank in range(self.size):
+            with contextlib.suppress(MkernelError):
+                told = self._alarm.peek(f"heartbeat/{rank}") if rank != self.rank else None
+                if told is not None and told["call"] < call:
+                    return f"Rank {rank} is still in call {told['call']}. "
+        return ""
 
     def _own_failure(self) -> Notice | None:
         """What this rank's pad says went wrong, before anybody told. The watchdog's thread."""

@@ -273,18 +273,14 @@ def test_killed_rank_is_a_peer_failure_everywhere(op: str) -> None:
         assert seconds < 5
 
 
-@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "ring_attention"])
+@pytest.mark.parametrize("op", ["all_gather_gemm", "ring_attention"])
 def test_absent_rank_is_a_time_out_everywhere(op: str) -> None:
     results = survivors(op, "absent", 3, timeout_s=1.5)
     for kind, seconds, message in results:
         assert kind == "Timeout", message
         assert 1 < seconds < 4
+        assert "Rank 3 is still in call 1" in message  # also where rank 0 waits for a waiting rank
     assert len({message for _, _, message in results}) == 1
-
-
-def test_absent_rank_is_named() -> None:
-    for _, _, message in survivors("all_gather_gemm", "absent", 3, timeout_s=1.5):
-        assert "of rank 3" in message
 
 
 def kill_while_calling() -> None:

@@ -125,12 +125,13 @@ class Lanes:
         """The host waits for what is on the compute lane. Stopped; Broken past the deadline."""
         if self._compute is None:
             return
-        done = self._mark(self._compute)
+        done, start = self._mark(self._compute), time.monotonic()
         while not done.query():
             self._stop_where_aborted()
-            if time.monotonic() > self._deadline:
+            now = time.monotonic()
+            if now > self._deadline:
                 raise Broken(self._call.rank, NO_CHUNK, timed_out=True)
-            time.sleep(_POLL_S)
+            time.sleep(min(_POLL_S, (now - start) / 50))  # short waits must not get longer
 
     def _stop_where_aborted(self) -> None:
         if _runtime.pad_outcome(self._call.pad)[0] != _runtime.AbortCode.none:
