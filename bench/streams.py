@@ -7,7 +7,7 @@ of them goes first alternates. A barrier precedes each. An iteration's time is t
 the figures are medians over iterations. The hand-written side has the ops' semantics: sums in
 float32, one rounding, the same dtype of output. It uses what is fastest in torch here: half-precision
 operands are widened to float32 before the product, except bfloat16 into bfloat16.
-Results are compared with each other after timing. Bar: at most 1.05 times the hand-written time.
+Results are compared with each other after timing. On a busy machine run it under `chrt -r 1`. Bar: at most 1.05 times the hand-written time.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from mkernel.cases.base import TOLERANCE
 
 BAR = 1.05
 WARM_UP = 3
+SCHEDULING = {os.SCHED_RR: "real-time, round robin", os.SCHED_OTHER: "normal"}
 SHAPES = {  # m, n, k as the ops' plans count them
     "all_gather_gemm": [(512, 512, 512), (2048, 1024, 1024), (1024, 2048, 2048)],
     "gemm_reduce_scatter": [(512, 512, 512), (2048, 1024, 512), (1024, 2048, 1024)],
@@ -161,6 +162,7 @@ def main() -> int:
             "ranks": options.ranks,
             "repeat": options.repeat,
             "load_before": load,
+            "scheduling": SCHEDULING.get(os.sched_getscheduler(0), "other"),
             "bar_ratio": BAR,
             "median_ratio": statistics.median(float(str(row["ratio"])) for row in rows),
             "worst_ratio": round(worst, 3),
