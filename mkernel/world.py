@@ -39,6 +39,7 @@ from mkernel.errors import (
     PeerFailure,
     PlanMismatch,
     Timeout,
+    Unsupported,
     WorldError,
 )
 from mkernel.identity import Backends, Identity
@@ -215,6 +216,12 @@ class World:
         status = backend.status(verbs)
         if not status.usable:
             raise BackendUnavailable(f"nic {name!r} on {verbs!r}: {status.detail}; {status.remedy}")
+        paths = self.accelerator.capabilities().transfer_paths
+        if "nic" not in paths:
+            raise Unsupported(
+                f"accelerator {self.backends.accelerator!r} has no path between nodes (it claims "
+                f"{', '.join(paths)}); make a world of one node, or use another accelerator"
+            )
         here = place(self.topology, me.ranks_per_node)[me.rank]
         if not here.nics:
             raise NoRoute(
@@ -225,6 +232,12 @@ class World:
         device = nics[here.nics[0]].name
         session = backend.open(device, verbs, me.rank, self.settings.nic_settings)
         self._undo.callback(session.close)
+        if session.fifo == 0:
+            raise BackendUnavailable(
+                f"nic {name!r} takes puts from the host only (it has no command FIFO), and the "
+                f"kernels of accelerator {self.backends.accelerator!r} push theirs into one; use "
+                "another NIC"
+            )
         far = [r for r, node in enumerate(me.node_of) if node != me.node]
         for peer in far:
             self._bootstrap.publish(f"nic/{peer}/{me.rank}", session.address(peer))

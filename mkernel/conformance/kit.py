@@ -57,12 +57,10 @@ def kit_for(
         judged.require_usable()
         return Kit(f"accelerator {accelerator}", judged, accelerator_checks(quick))
     from mkernel.conformance.nic import NicSubject, nic_checks
-    from mkernel.settings import load
 
     assert nic is not None
-    provider = verbs or load().verbs
-    subject = NicSubject(nic, provider, quick, seed)
-    return Kit(f"nic {nic} on {provider}", subject, nic_checks(quick))
+    subject = NicSubject.usable(nic, verbs, quick, seed)
+    return Kit(str(subject), subject, nic_checks(quick))
 
 
 def listed(accelerator: str | None, nic: str | None) -> tuple[Check, ...]:

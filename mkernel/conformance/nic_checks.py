@@ -339,7 +339,13 @@ class Producer:
         self._head.value = ticket + 1
         slot = self._slots + 64 * (ticket % self.capacity)
         local, remote, nbytes, peer, region, signal, value = command
-        words: list[ctypes.c_uint64 | int] = [local, remote, nbytes, peer | region << 32, signal | value << 32]
+        words: list[ctypes.c_uint64 | int] = [
+            local,
+            remote,
+            nbytes,
+            peer | region << 32,
+            signal | value << 32,
+        ]
         (ctypes.c_uint64 * 5).from_address(slot)[:] = words
         parity = (ticket // self.capacity + 1) & 1
         ctypes.c_uint64.from_address(slot + 56).value = parity << 63 | ticket

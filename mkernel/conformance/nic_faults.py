@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mkernel.backends.base import (
     NO_SIGNAL,
@@ -728,8 +728,3 @@ FAULTS: dict[str, tuple[str, ...]] = {
     f"{fault.__module__}:{fault.__name__}": checks for fault, checks in _BROKEN.items()
 }
 """Backend's name → checks that must fail on it."""
-
-
-def describe(fault: Any) -> str:
-    """What the fault breaks, in a line."""
-    return str(fault.__doc__).splitlines()[0]

@@ -29,6 +29,7 @@ from mkernel.backends.runtime import _runtime
 from mkernel.conformance.check import CheckFailed, CheckSkipped
 from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.settings import NicSettings
+from mkernel.settings import load as load_settings
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -170,6 +171,18 @@ class NicSubject:
 
     def __str__(self) -> str:
         return f"nic {self.name} on {self.verbs}"
+
+    @classmethod
+    def usable(cls, name: str, verbs: str | None, quick: bool, seed: int) -> NicSubject:
+        """Of a backend that can run here. ``verbs``: None is the setting's, or the backend's first
+        provider where it does not know that. UnknownBackend, BackendUnavailable."""
+        if verbs is None:
+            known = registry.nic(name).providers
+            preferred = load_settings().verbs
+            verbs = preferred if preferred in known or not known else known[0]
+        subject = cls(name, verbs, quick, seed)
+        subject.device()
+        return subject
 
     def backend(self) -> NicBackend:
         """The backend itself. UnknownBackend, BackendUnavailable."""

@@ -1,0 +1,152 @@
+"""The smallest accelerator backend: AllGather+GEMM on the CPU, within one node."""
+
+import ctypes
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from mkernel.backends import base
+from mkernel.backends.runtime import _runtime
+from mkernel.backends.runtime.host_memory import HostMemory
+from mkernel.topology.model import Accelerator
+
+
+class TinyAccelerator(base.AcceleratorBackend):
+    name = "tiny"
+
+    def status(self):
+        return base.Status(True, "torch on the CPU")
+
+    def probe(self):
+        return (Accelerator(id="tiny0", kind="cpu", name="tiny", index=0, emulated=True),)
+
+    def capabilities(self):
+        return base.AcceleratorCapabilities(
+            ops=("all_gather_gemm",),
+            dtypes=("float16", "bfloat16", "float32"),
+            out_dtypes=("float32", "float16", "bfloat16"),
+            b_layouts=("row", "column"),
+            alignment_bytes=1,
+            transfer_paths=("p2p",),
+            peer_access=True,
+            compute_cores=1,
+            comm_cores=1,
+            chunk_unit="rows",
+            chunk_invariant=False,
+        )
+
+    def allocate(self, nbytes):
+        return HostMemory.create(nbytes)
+
+    def attach(self, descriptor):
+        return HostMemory.attach(descriptor)
+
+    def workspace(self, plan):
+        """Two copies of a rank's rows; a signal a (source, chunk), and one a reader."""
+        world, k = plan.world_size, plan.gemm.k
+        rows = plan.gemm.m // world
+        itemsize = getattr(torch, plan.dtype).itemsize
+        chunks = -(-rows // plan.rows_per_chunk)
+        return base.Workspace(nbytes=2 * rows * k * itemsize, signals=world * chunks + world)
+
+    def launch(self, call):
+        return TinyLaunch(call)
+
+
+class TinyLaunch(base.Launch):
+    _pool = ThreadPoolExecutor(8)
+
+    def __init__(self, call):
+        self._seconds = {}
+        comm = self._pool.submit(self._timed, "comm", send, call, None)
+        before = comm if call.view == "sequential" else None
+        self._kernels = [comm, self._pool.submit(self._timed, "compute", compute, call, before)]
+
+    def _timed(self, name, kernel, call, before: Future | None):
+        if before is not None:
+            wait([before])
+        start = time.perf_counter()
+        kernel(call)
+        self._seconds[name] = time.perf_counter() - start
+
+    def wait(self, timeout_s):
+        if wait(self._kernels, timeout_s).not_done:
+            return False
+        for kernel in self._kernels:
+            kernel.result()  # raises what the kernel raised
+        return True
+
+    def times(self):
+        return base.LaunchTimes(self._seconds)
+
+    def trace(self):
+        return None
+
+
+def send(call):
+    """The comm kernel: own rows, chunk by chunk, to where the peers read them."""
+    a, mine = call.tensors["a"], shared_rows(call, call.workspace)
+    for peer in call.peers:  # what this overwrites was sent two calls ago
+        if not awaited(call, release_signal(call, peer), call.epoch - 2, peer, None):
+            return
+    for number, (start, end) in enumerate(chunks(call)):
+        mine[start:end] = a[start:end]
+        for peer in call.peers.values():
+            _runtime.pad_add(peer.pad, chunk_signal(call, call.rank, number), 1)
+
+
+def compute(call):
+    """The compute kernel: own rows first, then the others' as they arrive."""
+    a, b, out = call.tensors["a"], call.tensors["b"].float(), call.tensors["out"]
+    sources = call.plan.order[call.rank]
+    if call.view == "sequential" and not all(
+        awaited(call, chunk_signal(call, source, number), call.epoch, source, number)
+        for source in sources[1:]
+        for number in range(len(chunks(call)))
+    ):
+        return
+    for source in sources:
+        rows = a if source == call.rank else shared_rows(call, call.peers[source].workspace)
+        for number, (start, end) in enumerate(chunks(call)):
+            signal = chunk_signal(call, source, number)
+            if source != call.rank and not awaited(call, signal, call.epoch, source, number):
+                return
+            at = source * len(a) + start
+            out[at : at + end - start] = rows[start:end].float() @ b
+            if "gathered" in call.tensors:
+                call.tensors["gathered"][at : at + end - start] = rows[start:end]
+        if source != call.rank:
+            _runtime.pad_add(call.peers[source].pad, release_signal(call, call.rank), 1)
+
+
+def awaited(call, signal, value, peer, chunk):
+    """False after an abort or at the deadline, which also aborts: the kernel then returns."""
+    if value <= 0 or call.view == "compute_only":
+        return True
+    who = _runtime.Diagnosis()
+    who.waiter = _runtime.Waiter.compute_kernel
+    who.peer, who.op = peer, call.number
+    who.chunk = 0xFFFFFFFF if chunk is None else chunk
+    return _runtime.pad_wait(call.pad, signal, value, call.timeout_s, who) == _runtime.WaitResult.ok
+
+
+def shared_rows(call, workspace):
+    """A rank's rows in its workspace, in the half that this call uses."""
+    a = call.tensors["a"]
+    at = workspace + call.epoch % 2 * a.numel() * a.itemsize
+    memory = (ctypes.c_char * (a.numel() * a.itemsize)).from_address(at)
+    return torch.frombuffer(memory, dtype=a.dtype).view(a.shape)
+
+
+def chunks(call):
+    rows, step = len(call.tensors["a"]), call.plan.rows_per_chunk
+    return [(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+
+def chunk_signal(call, source, number):
+    return call.signal_base + source * len(chunks(call)) + number
+
+
+def release_signal(call, reader):
+    return call.signal_base + call.plan.world_size * len(chunks(call)) + reader

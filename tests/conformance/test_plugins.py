@@ -1,0 +1,143 @@
+"""Backends of third parties: installed from a folder, found by entry point, judged by the kit.
+
+The packages are those that docs/writing-a-backend.md walks through.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "writing-a-backend.md"
+SOURCES = ROOT / "examples" / "plugins"
+MODULES = [
+    SOURCES / "tiny_accelerator" / "tiny_accelerator.py",
+    SOURCES / "tiny_nic" / "tiny_nic.py",
+]
+NOT_CLAIMED_BY_TINY = {
+    "chunk-invariance", "split-invariance", "replicas", "routing", "expert-order",
+    "combine-weights", "handles", "causal", "gqa", "lse",
+}  # fmt: skip
+
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def mkernel_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    """``mkernel`` where both packages are installed."""
+    folder = tmp_path_factory.mktemp("plugins")
+    copies = folder / "sources"  # building leaves files beside the sources
+    shutil.copytree(SOURCES, copies, ignore=shutil.ignore_patterns("__pycache__"))
+    site = folder / "site"
+    install = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    packages = [str(copies / "tiny_accelerator"), str(copies / "tiny_nic")]
+    subprocess.run(
+        [sys.executable, "-m", "pip", *install, "--target", str(site), *packages],
+        check=True,
+        cwd=folder,
+    )
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "mkernel", *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "400"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    return call
+
+
+def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """Check → outcome, from the JSON on stdout."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {each["name"]: each["outcome"] for each in json.loads(done.stdout)["results"]}
+
+
+def test_the_tiny_accelerator_passes_the_kit(mkernel_cli: Cli) -> None:
+    found = outcomes(mkernel_cli("conformance", "--accelerator", "tiny", "--quick", "--json", "-"))
+    assert {name for name, outcome in found.items() if outcome == "skipped"} == NOT_CLAIMED_BY_TINY
+    assert len(found) > 2 * len(NOT_CLAIMED_BY_TINY)
+
+
+def test_the_tiny_nic_passes_the_kit(mkernel_cli: Cli) -> None:
+    found = outcomes(mkernel_cli("conformance", "--nic", "tinynic", "--quick", "--json", "-"))
+    assert [name for name, outcome in found.items() if outcome == "skipped"] == ["fifo"]
+
+
+def test_ops_run_on_the_tiny_accelerator(mkernel_cli: Cli) -> None:
+    done = mkernel_cli(
+        "run", "all_gather_gemm", "--accelerator", "tiny", "--nodes", "1", "--ranks-per-node", "2",
+        "--m", "64", "--k", "64", "--n", "64",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASSED" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--accelerator", "tiny"], "accelerator 'tiny' has no path between nodes"),
+        (
+            ["--accelerator", "ascend", "--nic", "tinynic", "--verbs", "sockets"],
+            "nic 'tinynic' takes puts from the host only",
+        ),
+        (["--accelerator", "tinny"], "tiny"),
+        (["--accelerator", "tiny_nic:TinyNic"], "does not derive from AcceleratorBackend"),
+    ],
+    ids=["no-path", "no-fifo", "unknown-name", "other-kind"],
+)
+def test_what_does_not_fit_is_refused(options: list[str], words: str, mkernel_cli: Cli) -> None:
+    sizes = ["--m", "64", "--k", "64", "--n", "64"]
+    world = ["--nodes", "2", "--ranks-per-node", "1"]
+    done = mkernel_cli("run", "all_gather_gemm", *options, *world, *sizes)
+    assert done.returncode != 0
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_backend_needs_no_entry_point(mkernel_cli: Cli) -> None:
+    found = outcomes(
+        mkernel_cli(
+            "conformance", "--nic", "tiny_nic:TinyNic", "--check", "sizes", "--quick", "--json", "-"
+        )
+    )
+    assert found == {"sizes": "passed"}
+
+
+def blocks() -> list[str]:
+    """The guide's pieces of Python."""
+    return re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_guide_shows_the_code_that_runs() -> None:
+    """Every piece is in a module as it stands, and together the pieces are the modules."""
+    sources = [module.read_text() for module in MODULES]
+    for block in blocks():
+        assert any(block in source for source in sources), f"not in a module:\n{block}"
+    shown = [line for block in blocks() for line in block.splitlines() if line.strip()]
+    code = [line for source in sources for line in source.splitlines() if line.strip()]
+    assert shown == code
+
+
+def test_the_guide_shows_the_entry_points() -> None:
+    found = re.findall(r"^```toml\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found
+    metadata = "".join(path.read_text() for path in SOURCES.glob("*/pyproject.toml"))
+    for block in found:
+        assert block in metadata
