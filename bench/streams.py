@@ -7,7 +7,8 @@ of them goes first alternates. A barrier precedes each. An iteration's time is t
 the figures are medians over iterations. The hand-written side has the ops' semantics: sums in
 float32, one rounding, the same dtype of output. It uses what is fastest in torch here: half-precision
 operands are widened to float32 before the product, except bfloat16 into bfloat16.
-Results are compared with each other after timing. On a busy machine run it under `chrt -r 1`. Bar: at most 1.05 times the hand-written time.
+Results are compared with each other after timing. On a busy machine run it under `chrt -r 1`.
+Bar: at most 1.05 times the hand-written time.
 """
 
 from __future__ import annotations

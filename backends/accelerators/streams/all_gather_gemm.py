@@ -19,7 +19,7 @@ def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
     a, b, out = (call.tensors[name] for name in ("a", "b", "out"))
     shape = (call.plan.world_size, *a.shape)
     kept = call.tensors.get("gathered")
-    gathered = a.new_empty(shape) if kept is None else kept.view(shape)
+    gathered = lanes.scratch("gathered", shape, a.dtype) if kept is None else kept.view(shape)
     results = out.view(shape[0], shape[1], out.shape[1])
 
     arrivals = exchange(call, lanes, lambda target: a, gathered.__getitem__)

@@ -18,6 +18,7 @@ import torch
 from torch import distributed
 
 from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.base import Call
 from mkernel.backends.runtime import _runtime
 
@@ -60,13 +61,15 @@ class Lanes:
             present. sequential: whether the lanes must take turns.
     """
 
-    def __init__(self, call: Call, device: Device, where: torch.device) -> None:
+    def __init__(self, call: Call, device: Device, where: torch.device, scratch: Scratch) -> None:
         self.rank = call.rank
         self.communicates = call.view != "compute_only"
         self.sequential = call.view == "sequential"
         self.overlaps = device.has_streams and not self.sequential
         self._call = call
         self._device = device
+        self._where = where
+        self._scratch = scratch
         self._deadline = time.monotonic() + call.timeout_s
         self._messages: list[Message] = []
         self._spans: list[tuple[Any, Any]] = []  # of compute: clock readings or events
@@ -172,6 +175,10 @@ class Lanes:
                 raise Broken(peer, message.chunk, timed_out=_timed_out(error)) from error
             self._last = time.perf_counter()
         message.works = [entry for entry in message.works if entry[1] != receives]
+
+    def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised buffer of this call, on its device; one a name."""
+        return self._scratch.take(name, shape, dtype, self._where)
 
     # ---- compute -----------------------------------------------------------------------------
 

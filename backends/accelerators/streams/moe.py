@@ -27,7 +27,7 @@ def dispatch(call: Call, lanes: Lanes) -> Mapping[str, Any]:
     with lanes.compute():
         routing = route(ids, rank, len(w), real=lanes.communicates)
         packed = torch.split(x[routing.outgoing], routing.tokens_to)
-        tokens = x.new_zeros(sum(routing.tokens_from), x.shape[1])
+        tokens = lanes.scratch("tokens", (sum(routing.tokens_from), x.shape[1]), x.dtype)
         parts = torch.split(tokens, routing.tokens_from)
         if lanes.communicates:
             parts[rank].copy_(packed[rank])
@@ -52,7 +52,7 @@ def combine(call: Call, lanes: Lanes) -> Mapping[str, Any]:
     routing: Routing = call.options["state"]
     with lanes.compute():
         packed = torch.split(y[routing.returning], routing.rows_to)
-        rows = y.new_zeros(sum(routing.rows_from), y.shape[1])
+        rows = lanes.scratch("rows", (sum(routing.rows_from), y.shape[1]), y.dtype)
         parts = torch.split(rows, routing.rows_from)
         if routing.real:
             parts[call.rank].copy_(packed[call.rank])

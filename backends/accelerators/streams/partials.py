@@ -26,14 +26,15 @@ def reduced(call: Call, lanes: Lanes, shares: Sequence[tuple[int, int]], out: to
     step = call.plan.rows_per_chunk
     factor = Factor(call.tensors["b"], torch.float32)
     first, last = shares[rank]
-    slots = a.new_empty((call.plan.world_size, last - first, out.shape[1]), dtype=torch.float32)
+    width, rows = out.shape[1], last - first
+    slots = lanes.scratch("slots", (call.plan.world_size, rows, width), torch.float32)
 
     waiting = []
     for target, source in rotation(call.plan, rank):
         start, end = shares[target]
-        partial = slots.new_empty((end - start, out.shape[1]))
+        partial = lanes.scratch(f"partial{target}", (end - start, width), torch.float32)
         # Chunks of both directions are paired by number; either side may have one row more.
-        mine, theirs = chunks(end - start, step), chunks(last - first, step)
+        mine, theirs = chunks(end - start, step), chunks(rows, step)
         for number in range(max(len(mine), len(theirs))):
             sends, receives = [], []
             if number < len(mine):
@@ -54,10 +55,10 @@ def reduced(call: Call, lanes: Lanes, shares: Sequence[tuple[int, int]], out: to
             lanes.post(*parcels)
         lanes.finish()
     with lanes.compute():
-        total = out if out.dtype == torch.float32 else slots[0]
-        if total is out:
-            total.copy_(slots[0])
-        for source in range(1, call.plan.world_size):
-            total.add_(slots[source])
-        if total is not out:
+        total, *others = slots
+        for other in others[:-1]:
+            total.add_(other)
+        if others:
+            torch.add(total, others[-1], out=out)  # a float32 sum, rounded once
+        else:
             out.copy_(total)

@@ -18,6 +18,7 @@ import torch
 
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.lanes import Broken, Lanes, Stopped
+from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.base import Call, Launch, LaunchTimes
 from mkernel.backends.runtime import _runtime
 
@@ -46,7 +47,7 @@ class StreamsLaunch(Launch):
         self._seconds: dict[str, float] = {}
         self.stuck = False
 
-    def run(self) -> None:
+    def run(self, scratch: Scratch) -> None:
         """The whole call; the worker's thread. Never raises."""
         try:
             if torch.get_num_threads() != self._threads:
@@ -55,17 +56,20 @@ class StreamsLaunch(Launch):
             if self._stream is not None:
                 context = self._device.on(self._stream)
             with torch.no_grad(), context:
-                lanes = Lanes(self._call, self._device, self._where)
+                lanes = Lanes(self._call, self._device, self._where, scratch)
                 self._results = self._op(self._call, lanes)
                 lanes.finish()
                 lanes.host_waits()
                 self._seconds = lanes.seconds()
         except Stopped:
+            scratch.drop()
             self._device.release(self._call.group)
         except Broken as broken:
+            scratch.drop()
             self._tell(broken)
             self._device.release(self._call.group)
         except BaseException as error:
+            scratch.drop()
             self._error = error
         finally:
             self._ended.set()
@@ -133,5 +137,6 @@ class Worker:
 
 
 def _serve(launches: queue.SimpleQueue[StreamsLaunch]) -> None:
+    scratch = Scratch()
     while True:
-        launches.get().run()
+        launches.get().run(scratch)

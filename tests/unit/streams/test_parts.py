@@ -11,6 +11,7 @@ from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
 from mkernel.backends.accelerators.streams.routing import route
 from mkernel.backends.accelerators.streams.rows import _rotation, chunks, share
+from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.errors import ArgumentError
 from mkernel.plan.chunking import consumption_order
 from mkernel.plan.shapes import SHAPES
@@ -132,6 +133,22 @@ def test_products_round_once(dtype: torch.dtype, out_dtype: torch.dtype) -> None
     wanted = a.double() @ b.double()
     limit = {torch.float32: 1e-5, torch.bfloat16: 2.5e-3, torch.float16: 3e-4}[out_dtype]
     assert float((out.double() - wanted).norm() / wanted.norm()) <= limit
+
+
+def test_scratch_is_kept_grows_and_is_dropped() -> None:
+    scratch, cpu = Scratch(), torch.device("cpu")
+    first = scratch.take("a", (4, 6), torch.float32, cpu)
+    smaller = scratch.take("a", (3, 5), torch.bfloat16, cpu)
+    assert first.data_ptr() == smaller.data_ptr()
+    assert smaller.shape == (3, 5)
+    assert smaller.is_contiguous()
+    assert scratch.take("b", (4,), torch.int64, cpu).data_ptr() != first.data_ptr()
+    assert scratch.take("a", (0, 5), torch.float16, cpu).shape == (0, 5)
+    first.fill_(1.0)
+    scratch.take("a", (400,), torch.float32, cpu).fill_(2.0)
+    assert bool((first == 1.0).all())  # who still holds the old one keeps it
+    scratch.drop()
+    assert scratch._kept == {}
 
 
 def test_what_it_claims() -> None:
