@@ -33,6 +33,7 @@ from mkernel.backends.base import (
 )
 from mkernel.backends.runtime import _runtime
 from mkernel.plan.model import AttentionShape, LaunchPlan
+from mkernel.plan.shapes import SHAPES
 from mkernel.topology.model import Accelerator
 
 Tensors = dict[str, torch.Tensor]
@@ -106,9 +107,22 @@ class Wrapped(Launch):
 
 
 class Altered(Fault):
-    """Changes the inputs of a call, or its outputs when it has ended."""
+    """Changes the inputs of a call, or its outputs when it has ended.
+
+    A class has a variant for each op, honest in every other: ``…faults:ReturnsZeros.ring_attention``.
+    """
+
+    only: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.only is None:
+            for op in SHAPES:
+                setattr(cls, op, type(cls.__name__, (cls,), {"only": op, "__doc__": cls.__doc__}))
 
     def launch(self, call: Call) -> Launch:
+        if self.only is not None and call.plan.op != self.only:
+            return self.inner.launch(call)
         kept = self.before(call)
         inner = self.inner.launch(self.call(call))
 
@@ -231,6 +245,18 @@ class OneWrongElement(Altered):
         for tensor in _all(outputs, results):
             if tensor.numel():
                 tensor.view(-1)[tensor.numel() // 2] = 0
+
+
+class FewChunksOnly(Altered):
+    """Half of each rank's rows is zero where there are more than 8 chunks."""
+
+    wraps = "ascend"
+
+    def alter(self, call: Call, outputs: Tensors, results: dict[str, Any], kept: Any) -> None:
+        chunking = call.plan.chunking
+        if chunking is not None and chunking.chunks_per_rank > 8:
+            for rows in outputs["out"].chunk(call.plan.world_size):
+                rows[len(rows) // 2 :] = 0
 
 
 class IgnoresLayout(Altered):
@@ -695,10 +721,55 @@ class ReportsEarly(Fault):
     """Says at once that a call of a GEMM op has ended."""
 
     limit_s: ClassVar[float] = 0.0
+    has: ClassVar[str] = "a"
 
     def launch(self, call: Call) -> Launch:
         inner = self.inner.launch(call)
-        return _Early(None, inner, self.limit_s) if "a" in call.tensors else inner
+        return _Early(None, inner, self.limit_s) if self.has in call.tensors else inner
+
+
+class AttentionReportsEarly(ReportsEarly):
+    """Says at once that ring attention has ended."""
+
+    has = "q"
+
+
+class CombineReportsEarly(ReportsEarly):
+    """Says at once that a combine has ended."""
+
+    has = "y"
+
+
+class SendsLate(Fault):
+    """Rank 0 returns with the right result while others still wait for its rows, which it reads from
+    the caller's memory later."""
+
+    wraps = "ascend"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: threading.Thread | None = None
+
+    def launch(self, call: Call) -> Launch:
+        if self._late is not None:
+            self._late.join()
+        first = self.inner.launch(replace(call, epoch=2 * call.epoch - 1))
+        while not first.wait(0.05):
+            pass
+        again = replace(call, epoch=2 * call.epoch)
+        if call.rank:
+            return self.inner.launch(again)
+        scratch = {**call.tensors, "out": torch.empty_like(call.tensors["out"])}
+        again = replace(again, tensors=scratch)
+        self._late = threading.Thread(target=self._send, args=(again,))
+        self._late.start()
+        return first
+
+    def _send(self, call: Call) -> None:
+        time.sleep(0.03)
+        late = self.inner.launch(call)
+        while not late.wait(0.05):
+            pass
 
 
 class GivesUpWaiting(ReportsEarly):
@@ -856,6 +927,7 @@ _BROKEN: dict[type[Fault], tuple[str, ...]] = {
     IgnoresLayout: ("dtypes",),
     NarrowOutputs: ("dtypes",),
     SwapsNodes: ("worlds",),
+    FewChunksOnly: ("many-chunks",),
     SumsInBf16: ("accumulation",),
     CombinesInBf16: ("accumulation",),
     CleansNan: ("nonfinite",),
@@ -890,6 +962,9 @@ _BROKEN: dict[type[Fault], tuple[str, ...]] = {
     IgnoresScale: ("lse",),
     SkipsWaits: ("waits", "stale-data"),
     ReportsEarly: ("waits", "mismatched-call"),
+    AttentionReportsEarly: ("waits",),
+    CombineReportsEarly: ("waits",),
+    SendsLate: ("input-reuse",),
     GivesUpWaiting: ("paused-ranks", "waits"),
     SequentialIsWrong: ("views",),
     TellsNoTimes: ("views",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkernel.conformance import planted
-from mkernel.conformance.accelerator import accelerator_checks
+from mkernel.conformance.accelerator import OPS, accelerator_checks
 from mkernel.conformance.kit import kit_for
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -23,6 +23,22 @@ def test_a_planted_fault_trips_its_checks(fault: str) -> None:
     for row in planted.judge_one(fault, FAULTS[fault]):
         print(f"{row.check} on {row.fault} ({row.breaks}): {row.message}")
         assert row.caught, f"{row.check} lets {row.fault} pass: {row.breaks}"
+
+
+BROAD = {
+    "OneWrongElement": "shapes",
+    "KeepsSomeRows": "stale-data",
+    "NoisyLastBit": "determinism",
+    "SequentialIsWrong": "views",
+}
+"""Faults that break every op at once: a check that looks at one op only would catch them too."""
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("fault", BROAD)
+def test_a_fault_of_one_op_alone_is_caught(fault: str, op: str) -> None:
+    (row,) = planted.judge_one(f"mkernel.conformance.faults:{fault}.{op}", [BROAD[fault]])
+    assert row.caught, f"{row.check} lets {fault} of {op} pass"
 
 
 def test_a_wrapper_that_breaks_nothing_passes() -> None:

@@ -12,7 +12,7 @@ from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.checks.bits import same_bits
 from mkernel.conformance.grid import typical
-from mkernel.conformance.ranks import Judge, describe, where
+from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
 
 _GUARD_BYTES = 4096
 
@@ -98,7 +98,31 @@ def rank_memory(cases: Sequence[Case], alignment: int, watch_inputs: bool) -> li
     return found
 
 
+def input_reuse(subject: AcceleratorSubject) -> None:
+    """Inputs are overwritten as soon as the call has returned; slower ranks must not see it."""
+    for world in subject.worlds((1, 2), subject.largest()):
+        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+        subject.judge(rank_reuses, cases, 3 if subject.quick else 12, world=world)
+
+
+def rank_reuses(cases: Sequence[Case], calls: int) -> list[str]:
+    """Call, overwrite, and only then judge."""
+    found = []
+    for case in cases:
+        judge = Judge(case)
+        for iteration in range(calls):
+            given = judge.inputs(iteration)
+            outputs = case.poisoned(given)
+            seconds_apart(case, iteration, 0.005)
+            outcome = case.call(given, outputs)
+            for tensor in given.values():
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+            found += judge.problems(outcome, iteration)
+    return found
+
+
 CHECKS = (
     Check("user-tensors", "inputs may be slices of larger tensors, and are not changed", inputs),
+    Check("input-reuse", "inputs may be overwritten as soon as a call has returned", input_reuse),
     Check("bounds", "nothing outside of the output is written", bounds),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,13 +33,18 @@ def _wider(subject: AcceleratorSubject, op: str, size: int) -> Case:
 
 
 def rank_alternates(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]:
-    """A and B in turn, in runs of different lengths, with fresh inputs each time."""
+    """A and B in turn, in runs of two, then all ops mixed, with fresh inputs each time."""
     found = []
     for pair in pairs:
         judges = [Judge(case) for case in pair]
         for iteration in range(calls):
             seconds_apart(pair[0], iteration, 0.01)
             found += judges[(iteration // 2) % 2](iteration)
+    every = [Judge(case) for pair in pairs for case in pair]
+    order = random.Random(pairs[0][0].seed)  # the same on every rank
+    for iteration in range(calls, calls + 2):
+        for judge in order.sample(every, len(every)):
+            found += judge(iteration)
     return found
 
 

@@ -63,6 +63,26 @@ def worlds(subject: AcceleratorSubject) -> None:
         subject.judge(judge_all, cases, 2, world=world)
 
 
+def many_chunks(subject: AcceleratorSubject) -> None:
+    """Chunks of one tile or row, more of them than any ring of buffers should hold."""
+    rows, k = (400, 600) if subject.quick else (1500, 2100)
+    for world in subject.worlds((1, 2), *([] if subject.quick else [subject.largest()])):
+        size = world[0] * world[1]
+        cases = []
+        for op in subject.claimed():
+            if op in GEMMS:
+                m = rows if op == "gemm_all_reduce" else rows * size
+                sizes = {"m": m, "k": subject.aligned(k)}
+            elif op == "ring_attention":
+                sizes = {"batch": 1, "sequence": rows * size}
+            else:
+                sizes = {"tokens": rows}
+            cases.append(
+                typical(subject, op, size, sizes, chunk=None if op == "moe_combine" else 1)
+            )
+        subject.judge(judge_all, cases, 2, world=world)
+
+
 # ---- accumulation --------------------------------------------------------------------------------
 
 
@@ -188,6 +208,7 @@ CHECKS = (
     Check("shapes", "every legal shape gives the truth: odd, tiny, ragged, random", shapes),
     Check("dtypes", "every claimed dtype, output dtype and layout gives the truth", dtypes),
     Check("worlds", "every split of a world into nodes and ranks gives the truth", worlds),
+    Check("many-chunks", "long inputs in the smallest chunks give the truth", many_chunks),
     Check("accumulation", "sums are float32 all the way, rounded once", accumulation),
     Check("nonfinite", "NaN and infinity pass through as in a @ b", nonfinite),
 )
