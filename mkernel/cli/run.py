@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mkernel import api, machine
 from mkernel.backends import registry
 from mkernel.backends.base import ModelledRun, View
-from mkernel.cases import case_of
+from mkernel.cases import Case, case_of
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import ROUTINGS
 from mkernel.cli import sizes
@@ -287,7 +287,7 @@ def _plan(
             case.op,
             dtype=case.dtype,
             out_dtype=case.out_dtype,
-            b_layout=cast(Literal["row", "column"], case.layout),
+            b_layout=_layout(case),
             nodes=nodes,
             ranks_per_node=ranks_per_node,
             accelerator=backends.accelerator,
@@ -301,6 +301,14 @@ def _plan(
         others = [name for name in registry.names(registry.ACCELERATORS) if _claims(name, case.op)]
         hint = f"try --accelerator {' or '.join(others)}" if others else "no installed one does"
         raise Unsupported(f"{error}; {hint}") from None
+
+
+def _layout(case: Case) -> Literal["row", "column"]:
+    """As the op finds it: a weight of one row or column is in both layouts, and is called row."""
+    sizes = case.sizes
+    inner, outer = ("k", "n") if isinstance(case, GemmCase) else ("hidden", "features")
+    thin = 1 in (sizes.get(inner, 1), sizes.get(outer, 1))
+    return "column" if case.layout == "column" and not thin else "row"
 
 
 def _claims(accelerator: str, op: str) -> bool:

@@ -39,7 +39,8 @@ class Clock(Model):
 
 
 class OutputError(Model):
-    """The worst rank's error of one output. Tolerance 0: it must be equal (else infinite)."""
+    """The worst rank's error of one output. Tolerance 0: it must be equal. An infinite error (null
+    in JSON): it differs where it must be equal, in shape, or in where NaN and infinity stand."""
 
     error: float
     tolerance: float

@@ -124,6 +124,30 @@ def test_every_op_on_streams(tmp_path: Path, op: str) -> None:
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_thin_weights_are_in_both_layouts() -> None:
+    done = mkernel("run", "gemm_ar", *STREAMS, "--m", "8", "--n", "1", "--layout", "column")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "op", "output"),
+    [
+        ("ReturnsZeros", "gemm_reduce_scatter", "out"),
+        ("OffByOneExpert", "moe_dispatch_gemm", "outputs"),
+        ("IgnoresCausal", "ring_attention", "lse"),
+    ],
+)
+def test_a_broken_backend_fails(fault: str, op: str, output: str) -> None:
+    done = mkernel("run", op, "--json", *STREAMS, *TINY[op],
+                   "--accelerator", f"mkernel.conformance.faults:{fault}")  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    assert not report["passed"]
+    assert not report["verification"]["passed"]
+    each = report["verification"]["by_output"][output]
+    assert each["error"] is None or each["error"] > each["tolerance"]
+
+
 def own_tensors_on_streams(
     folder: Path, op: str, tensors: dict[str, torch.Tensor], *arguments: str
 ) -> list[dict[str, torch.Tensor]]:
