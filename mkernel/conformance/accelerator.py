@@ -135,6 +135,11 @@ class AcceleratorSubject:
         nodes, else three ranks."""
         return (2, 2) if self.between_nodes else (1, 3)
 
+    def usual_worlds(self) -> tuple[tuple[int, int], ...]:
+        """Two ranks of one node, and the largest; quickly the latter alone, which has both kinds of
+        paths where there are two."""
+        return (self.largest(),) if self.quick else ((1, 2), self.largest())
+
     # ---- running -----------------------------------------------------------------------------
 
     def launch(

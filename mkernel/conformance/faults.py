@@ -354,7 +354,7 @@ class _Remembers(Altered):
         key = (call.plan.digest(), which)
         older = self.latest.get(key)
         self.latest[key] = tensor.clone()
-        return older if older is not None and older.shape == tensor.shape else None
+        return older
 
 
 class ReturnsPrevious(_Remembers):
@@ -363,7 +363,7 @@ class ReturnsPrevious(_Remembers):
     def alter(self, call: Call, outputs: Tensors, results: dict[str, Any], kept: Any) -> None:
         for which, tensor in enumerate(_all(outputs, results)):
             older = self.exchange(call, which, tensor)
-            if older is not None:
+            if older is not None and older.shape == tensor.shape:
                 tensor.copy_(older)
 
 
@@ -373,7 +373,7 @@ class KeepsSomeRows(_Remembers):
     def alter(self, call: Call, outputs: Tensors, results: dict[str, Any], kept: Any) -> None:
         for which, tensor in enumerate(_all(outputs, results)):
             older = self.exchange(call, which, tensor)
-            if older is not None and len(tensor):
+            if older is not None and len(tensor) and len(older):
                 tensor[-1] = older[-1]
 
 
@@ -383,7 +383,7 @@ class WrongEveryFifth(_Remembers):
     def alter(self, call: Call, outputs: Tensors, results: dict[str, Any], kept: Any) -> None:
         for which, tensor in enumerate(_all(outputs, results)):
             older = self.exchange(call, which, tensor)
-            if older is not None and call.epoch % 5 == 0:
+            if older is not None and older.shape == tensor.shape and call.epoch % 5 == 0:
                 tensor.copy_(older)
 
 

@@ -41,6 +41,7 @@ def test_a_fault_of_one_op_alone_is_caught(fault: str, op: str) -> None:
     assert row.caught, f"{row.check} lets {fault} of {op} pass"
 
 
+@pytest.mark.timeout(600)
 def test_a_wrapper_that_breaks_nothing_passes() -> None:
     report = kit_for("mkernel.conformance.faults:Fault", None, quick=True).run()
     assert report.passed, [(r.name, r.message) for r in report.results if r.outcome == "failed"]

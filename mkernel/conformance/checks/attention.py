@@ -15,7 +15,7 @@ _OP = "ring_attention"
 
 def _judge(subject: AcceleratorSubject, variants: list[dict[str, int]]) -> None:
     subject.claimed(_OP)
-    for world in subject.worlds((1, 1), (1, 3), subject.largest()):
+    for world in subject.worlds((1, 3), *([] if subject.quick else [(1, 1), subject.largest()])):
         size = world[0] * world[1]
         cases = [
             typical(subject, _OP, size, {**sizes, "sequence": sizes.get("sequence", 24) * size})
@@ -37,7 +37,7 @@ def gqa(subject: AcceleratorSubject) -> None:
 def lse(subject: AcceleratorSubject) -> None:
     """Scales other than the default, causal or not; scores of hundreds must not overflow."""
     subject.claimed(_OP)
-    for world in subject.worlds((1, 2), subject.largest()):
+    for world in subject.usual_worlds():
         size = world[0] * world[1]
         cases: list[Case] = [
             typical(subject, _OP, size, {"causal": causal}, options={"scale": scale})

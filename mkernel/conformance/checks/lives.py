@@ -50,7 +50,7 @@ def _next_world(last: World, port: int) -> World:
 
 def two_worlds(subject: AcceleratorSubject) -> None:
     """Calls, another world, the same and other calls, and a third."""
-    for world in subject.worlds((1, 2), subject.largest()):
+    for world in subject.usual_worlds():
         cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
         with _meeting_place() as port:
             subject.judge(rank_two_worlds, cases, port, world=world)
@@ -106,7 +106,7 @@ def rank_after_failure(case: Case, port: int) -> list[str]:
 
 def leaks(subject: AcceleratorSubject) -> None:
     """Worlds come and go; descriptors, threads and shared memory do not pile up."""
-    for world in subject.worlds((1, 2), subject.largest()):
+    for world in subject.usual_worlds():
         cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
         with _meeting_place() as port:
             subject.judge(rank_leaks, cases, port, world=world)

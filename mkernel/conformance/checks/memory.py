@@ -100,7 +100,7 @@ def rank_memory(cases: Sequence[Case], alignment: int, watch_inputs: bool) -> li
 
 def input_reuse(subject: AcceleratorSubject) -> None:
     """Inputs are overwritten as soon as the call has returned; slower ranks must not see it."""
-    for world in subject.worlds((1, 2), subject.largest()):
+    for world in subject.usual_worlds():
         cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
         subject.judge(rank_reuses, cases, 3 if subject.quick else 12, world=world)
 

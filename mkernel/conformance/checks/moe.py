@@ -17,7 +17,7 @@ from mkernel.ops import moe as op
 def routing(subject: AcceleratorSubject) -> None:
     """Every kind of routing with every top-k from 1 to 8."""
     ops = subject.claimed("moe_dispatch_gemm", "moe_combine")
-    for world in subject.worlds((1, 2), subject.largest()):
+    for world in subject.usual_worlds():
         size = world[0] * world[1]
         cases = [
             typical(
@@ -34,7 +34,7 @@ def routing(subject: AcceleratorSubject) -> None:
 def expert_order(subject: AcceleratorSubject) -> None:
     """Rows that carry their number through unit matrices come out by expert, source, token, slot."""
     subject.claimed("moe_dispatch_gemm")
-    for world in subject.worlds((1, 2), subject.largest()):
+    for world in subject.usual_worlds():
         subject.judge(rank_expert_order, subject.dtype(), subject.aligned(16), world=world)
 
 
@@ -85,7 +85,7 @@ def _named(row: tuple[int, ...]) -> str:
 def combine_weights(subject: AcceleratorSubject) -> None:
     """Weights that differ by slot, of both signs, zero among them, change the result as they should."""
     subject.claimed("moe_combine")
-    for world in subject.worlds((1, 2), subject.largest()):
+    for world in subject.usual_worlds():
         subject.judge(rank_weights, subject.dtype(), subject.aligned(16), world=world)
 
 

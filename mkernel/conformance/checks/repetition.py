@@ -50,7 +50,7 @@ def rank_alternates(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]
 
 def stale_data(subject: AcceleratorSubject) -> None:
     """No row of a result is what an earlier call should have given there."""
-    for world in subject.worlds((1, 2), subject.largest()):
+    for world in subject.usual_worlds():
         cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
         subject.judge(rank_stale, cases, 4 if subject.quick else 12, world=world)
 
@@ -69,7 +69,7 @@ def rank_stale(cases: Sequence[Case], calls: int) -> list[str]:
 
 def poison(subject: AcceleratorSubject) -> None:
     """Outputs full of NaN, then of a number, and allocations full of NaN: all is overwritten."""
-    for world in subject.worlds((1, 2), subject.largest()):
+    for world in subject.usual_worlds():
         cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
         subject.judge(rank_poison, cases, world=world)
 

@@ -18,7 +18,7 @@ from mkernel.plan.model import DtypeName
 
 def shapes(subject: AcceleratorSubject) -> None:
     """A grid of odd shapes and random draws."""
-    for world in subject.worlds((1, 2), subject.largest()):
+    for world in subject.usual_worlds():
         size = world[0] * world[1]
         count = 4 if subject.quick else 24
         cases = []

@@ -24,7 +24,7 @@ _LATE_S = 0.25
 def waits(subject: AcceleratorSubject) -> None:
     """One rank calls late: nobody can be done before it has called, and all get the truth."""
     found: list[str] = []
-    for world in subject.worlds(*[] if subject.quick else [(1, 2)], subject.largest()):
+    for world in subject.usual_worlds():
         size = world[0] * world[1]
         late = range(size) if not subject.quick else (size - 1,)
         cases = [typical(subject, op, size) for op in subject.claimed()]
