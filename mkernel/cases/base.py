@@ -5,16 +5,18 @@ in bfloat16 give 2.4e-3, and more with atomics). A NaN or infinity must stand ex
 reference has one; the error is taken over the rest.
 
 An output that is not written, or not written this time, must not pass by luck. Where an op takes its
-output from the caller, the case passes one full of NaN. Where the op allocates it, the case first frees
-NaN-filled memory of that size (:func:`poison_freed`): allocators that reuse blocks then hand out NaN,
-others zeros or an earlier call's values. None of the three equals a reference of random inputs that are
-fresh in every iteration.
+output from the caller, the case passes one full of NaN. Where the op allocates it, :meth:`Case.run`
+has torch fill uninitialised memory with NaN (:func:`uninitialised_is_nan`). Timed calls cannot afford
+that: for them NaN-filled memory of that size is freed first (:func:`poison_freed`), so that allocators
+which reuse blocks hand out NaN, others zeros or an earlier call's values. None of the three equals a
+reference of random inputs that are fresh in every iteration.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -85,8 +87,10 @@ class Case(ABC):
     def run(
         self, tensors: Mapping[str, torch.Tensor], *, view: View = "pipelined", trace: bool = False
     ) -> Outcome:
-        """Poison the outputs and call the op in the current world. Collective."""
-        return self.call(tensors, self.poisoned(tensors), view=view, trace=trace)
+        """Poison the outputs and call the op in the current world, with torch filling what it
+        allocates uninitialised with NaN. Collective."""
+        with uninitialised_is_nan():
+            return self.call(tensors, self.poisoned(tensors), view=view, trace=trace)
 
     @abstractmethod
     def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
@@ -135,6 +139,18 @@ class Case(ABC):
         """Standard normal data in the case's dtype."""
         data = torch.randn(shape, generator=self.generator(iteration, which, part))
         return data.to(getattr(torch, self.dtype))
+
+
+@contextmanager
+def uninitialised_is_nan() -> Iterator[None]:
+    """torch.empty and its kin give NaN (integers: the largest value), on every thread."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def poison_freed(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], device: Any) -> None:

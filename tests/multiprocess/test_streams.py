@@ -319,3 +319,21 @@ def test_the_process_survives_a_broken_world() -> None:
         mkernel.launch(broken, ranks_per_node=2, accelerator="streams", timeout_s=1)
         == ["survived"] * 2
     )
+
+
+def under_inference_mode() -> list[float]:
+    """Errors of calls inside, outside and again inside inference mode, which share buffers."""
+    world = mkernel.world()
+    errors = []
+    for iteration, mode in enumerate((True, False, True)):
+        with torch.inference_mode(mode):
+            a = torch.randn(64, 64, generator=torch.Generator().manual_seed(iteration))
+            summed = mkernel.gemm_all_reduce(a, a)
+        wanted = world.size * (a.double() @ a.double())
+        errors.append(float((summed.double() - wanted).norm() / wanted.norm()))
+    return errors
+
+
+def test_inference_mode() -> None:
+    for errors in mkernel.launch(under_inference_mode, ranks_per_node=2, accelerator="streams"):
+        assert max(errors) <= 1e-5

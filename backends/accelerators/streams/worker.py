@@ -40,6 +40,7 @@ class StreamsLaunch(Launch):
         self._where = next(iter(call.tensors.values())).device
         # Of the caller's thread, to be taken over by the worker's.
         self._threads = torch.get_num_threads()
+        self.inference = torch.is_inference_mode_enabled()
         self._stream = device.current(self._where) if device.has_streams else None
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -55,7 +56,7 @@ class StreamsLaunch(Launch):
             context: Any = contextlib.nullcontext()
             if self._stream is not None:
                 context = self._device.on(self._stream)
-            with torch.no_grad(), context:
+            with torch.inference_mode(self.inference), torch.no_grad(), context:
                 lanes = Lanes(self._call, self._device, self._where, scratch)
                 self._results = self._op(self._call, lanes)
                 lanes.finish()
@@ -137,6 +138,8 @@ class Worker:
 
 
 def _serve(launches: queue.SimpleQueue[StreamsLaunch]) -> None:
-    scratch = Scratch()
+    # Inference tensors must not be written outside of inference mode, so each mode has its own.
+    scratch = {mode: Scratch() for mode in (False, True)}
     while True:
-        launches.get().run(scratch)
+        launch = launches.get()
+        launch.run(scratch[launch.inference])
