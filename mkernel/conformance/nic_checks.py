@@ -32,6 +32,8 @@ from mkernel.conformance.nic_ranks import (
 from mkernel.errors import ArgumentError
 
 _GUARD = 4096
+_STEPWISE: dict[str, Any] = {"queue_depth": 4, "fifo_slots": 4}
+"""Settings by which a large put takes many steps, so that what overtakes it can be seen."""
 _KIB = 1 << 10
 _MIB = 1 << 20
 
@@ -165,7 +167,7 @@ def visibility(subject: NicSubject) -> None:
     """
     puts = subject.scale(3000, 200)
     for environment in subject.variants():
-        for settings in ({}, {"queue_depth": 4, "fifo_slots": 4}):
+        for settings in ({}, _STEPWISE):
             subject.run(_visibility, 3, puts, settings, environment=environment)
 
 
@@ -299,7 +301,7 @@ def in_flight(subject: NicSubject) -> None:
     """Far more puts than the FIFO and the queues hold; every one arrives, once."""
     puts = subject.scale(30_000, 2500)
     subject.run(_in_flight, 3, puts, {})
-    subject.run(_in_flight, 3, puts, {"fifo_slots": 4, "queue_depth": 4})
+    subject.run(_in_flight, 3, puts, _STEPWISE)
 
 
 class _FifoDevice(ctypes.Structure):
@@ -446,7 +448,7 @@ def counter_wrap(subject: NicSubject) -> None:
 
 
 def _order(me: Rank, rounds: int) -> None:
-    with me.open(4 * _MIB) as port:
+    with me.open(4 * _MIB, **_STEPWISE) as port:
         if not port.session.capabilities().ordered:
             raise CheckSkipped("the NIC does not claim order between puts")
         if me.rank == 0:
@@ -498,7 +500,8 @@ def _order_receiver(me: Rank, port: Port, rounds: int) -> None:
 
 def order(subject: NicSubject) -> None:
     """Puts of one rank show at a peer in the order in which they were queued."""
-    subject.run(_order, 2, subject.scale(10_000, 500))
+    for environment in subject.variants():
+        subject.run(_order, 2, subject.scale(5000, 500), environment=environment)
 
 
 def _flush(me: Rank, rounds: int) -> None:

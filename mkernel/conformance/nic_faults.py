@@ -201,11 +201,11 @@ class SignalFirst(Fault):
 
 
 class SignalFirstAtTimes(Fault):
-    """As above, once in 200 puts."""
+    """As above, once in 100 puts that carry data."""
 
     class Broken(_Changed):
         def change(self, put: _Put) -> list[_Put]:
-            return _signal_first(put) if next(self.number) % 200 == 0 else [put]
+            return _signal_first(put) if put[4] and next(self.number) % 100 == 0 else [put]
 
     session = Broken
 
