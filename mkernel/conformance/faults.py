@@ -895,25 +895,6 @@ class IgnoresDeadline(Fault):
         return self.inner.launch(replace(call, timeout_s=10 * call.timeout_s))
 
 
-class BlamesItself(Fault):
-    """The record of a time-out names the rank that waited."""
-
-    wraps = "ascend"
-
-    def launch(self, call: Call) -> Launch:
-        who = _runtime.Diagnosis()
-        who.waiter = _runtime.Waiter.comm_kernel
-        who.op, who.peer = call.number & 0xFFFFFFFF, call.rank
-        ended = threading.Event()
-
-        def expire() -> None:
-            if not ended.wait(0.9 * call.timeout_s):
-                _runtime.pad_abort(call.pad, _runtime.AbortCode.timeout, who)
-
-        threading.Thread(target=expire, daemon=True).start()
-        return Wrapped(self.inner.launch(call), lambda results: ended.set())
-
-
 _BROKEN: dict[type[Fault], tuple[str, ...]] = {
     ClaimsUnknownOp: ("capabilities",),
     HalfOfMoe: ("capabilities",),
@@ -975,7 +956,6 @@ _BROKEN: dict[type[Fault], tuple[str, ...]] = {
     LeaksThreads: ("leaks",),
     IgnoresAbort: ("killed-rank",),
     IgnoresDeadline: ("absent-rank",),
-    BlamesItself: ("absent-rank",),
 }
 
 FAULTS: dict[str, tuple[str, ...]] = {
