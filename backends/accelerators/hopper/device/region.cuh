@@ -1,0 +1,54 @@
+// The symmetric region of a world as kernels see it: one allocation of the same size on each GPU of
+// the node, every rank's mapped here. Passed to kernels by value.
+//
+// Layout, the same on every rank:
+//   [0, 64 KiB)       control words: the epoch, tickets, one finished and one started word a rank
+//   [64 KiB, 1 MiB)   flags: 64-bit, what they mean is the plan's business
+//   [1 MiB, ...)      data
+//
+// Epochs. `epoch()` is the number of the running call, 1 for the first; the call's last block moves
+// it on, so that a replayed graph counts as well as a launch does. Every flag and word that a peer
+// waits for is *set* to the epoch by its one writer, and waits are for `>= epoch`: nothing is ever
+// cleared, and the plans that share a region may follow each other in any order, since calls of a
+// world run one after another on every rank.
+#pragma once
+
+#include <cstdint>
+
+namespace mkernel::hopper {
+
+inline constexpr int kMaxRanks = 16;
+
+inline constexpr std::uint64_t kFlagsOffset = 64u << 10;
+inline constexpr std::uint64_t kDataOffset = 1u << 20;
+inline constexpr std::uint32_t kFlags = (kDataOffset - kFlagsOffset) / sizeof(std::uint64_t);
+
+// Local to a rank, but for `finished` and `started`, whose entry [r] rank r writes.
+struct Control {
+    std::uint64_t epoch;                 // set to 1 by the owner before any peer maps the region
+    std::uint32_t blocks_done;           // tickets of the running call; back to 0 at its end
+    std::uint32_t failed;                // 1: a wait of this rank failed; all others give up at once
+    std::uint32_t tickets[28];           // for the kernels' own counting; 0 between calls
+    std::uint64_t pushed;                // epoch of the last call whose copy-engine pushes are done
+    std::uint64_t reserved[47];
+    std::uint64_t finished[kMaxRanks];   // rank r needs nothing of this rank's of that call any more
+    std::uint64_t started[kMaxRanks];    // rank r's memory may be written in that call
+};
+static_assert(sizeof(Control) <= kFlagsOffset);
+
+struct Region {
+    char* base[kMaxRanks];  // [rank] is this rank's own
+    std::int32_t rank;
+    std::int32_t world;
+
+    __host__ __device__ Control& control(int of) const {
+        return *reinterpret_cast<Control*>(base[of]);
+    }
+    __host__ __device__ Control& control() const { return control(rank); }
+    __host__ __device__ std::uint64_t* flags(int of) const {
+        return reinterpret_cast<std::uint64_t*>(base[of] + kFlagsOffset);
+    }
+    __host__ __device__ char* data(int of) const { return base[of] + kDataOffset; }
+};
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,99 @@
+// The one way to wait for another GPU, for a copy engine or for a proxy.
+//
+// `Waiter::until` returns true once the word is at least `wanted` (an acquire: what its writer wrote
+// before is visible; call ptx::fence_async_proxy() before bulk loads of it). It returns false when
+// the call must be given up: the host set the abort word, another wait of this rank failed, or the
+// deadline passed. The first time-out of a rank writes the diagnosis, published by `code`, into
+// pinned memory of the host, where `failure()` of the backend finds it. Nothing traps: kernels skip
+// what they waited for, run to their end, and the context stays usable.
+//
+// Any thread may wait; one thread of a warp at a time is enough and cheapest.
+#pragma once
+
+#include "backends/accelerators/hopper/device/region.cuh"
+#include "backends/accelerators/hopper/ptx/sync.cuh"
+#include "backends/runtime/diagnosis.hpp"
+
+namespace mkernel::hopper {
+
+// In pinned host memory, mapped to the device. The host writes `abort`, the device the rest.
+struct HostControl {
+    std::uint32_t abort;
+    std::uint32_t reserved[15];
+    runtime::AbortRecord record;
+};
+
+// What a kernel is given to wait with.
+struct Patience {
+    HostControl* host;  // device address
+    std::uint64_t timeout_ns;
+    std::uint32_t call;  // number of the call in its world, for the diagnosis
+};
+
+// What is waited for, for the diagnosis. `signal`: flag index; control words: kControlWord.
+struct Awaited {
+    std::uint32_t signal;
+    std::uint32_t peer;
+    std::uint32_t chunk;
+};
+inline constexpr std::uint32_t kControlWord = 0xFFFFFFFFu;
+inline constexpr std::uint32_t kNoChunk = 0xFFFFFFFFu;
+
+class Waiter {
+  public:
+    __device__ Waiter(const Region& region, const Patience& patience, runtime::Waiter kernel)
+        : control_(&region.control()), patience_(patience), kernel_(kernel) {}
+
+    __device__ bool until(const std::uint64_t* word, std::uint64_t wanted, Awaited what) const {
+        if (ptx::load_acquire(word) >= wanted) return true;
+        return poll(word, wanted, what);
+    }
+
+    // Whether this rank has given the call up.
+    __device__ bool failed() const { return ptx::load_relaxed(&control_->failed) != 0; }
+
+  private:
+    // The abort word is read over PCIe: once in this many polls.
+    static constexpr int kPollsBetweenLooks = 256;
+
+    __device__ __noinline__ bool poll(const std::uint64_t* word, std::uint64_t wanted,
+                                      Awaited what) const {
+        const std::uint64_t start = ptx::global_ns();
+        while (true) {
+            for (int turn = 0; turn < kPollsBetweenLooks; ++turn) {
+                if (ptx::load_acquire(word) >= wanted) return true;
+            }
+            if (failed()) return false;
+            if (ptx::load_relaxed(&patience_.host->abort) != 0) {
+                atomicExch(&control_->failed, 1u);
+                return false;
+            }
+            if (ptx::global_ns() - start > patience_.timeout_ns) {
+                give_up(word, wanted, what);
+                return false;
+            }
+        }
+    }
+
+    __device__ void give_up(const std::uint64_t* word, std::uint64_t wanted, Awaited what) const {
+        if (atomicExch(&control_->failed, 1u) != 0) return;
+        runtime::AbortRecord& record = patience_.host->record;
+        runtime::Diagnosis& who = record.diagnosis;
+        who.waiter = kernel_;
+        who.core = blockIdx.x;
+        who.signal = what.signal;
+        who.peer = what.peer;
+        who.chunk = what.chunk;
+        who.op = patience_.call;
+        who.seen = ptx::load_relaxed(word);
+        who.wanted = wanted;
+        ptx::store_release(&record.code,
+                           static_cast<std::uint32_t>(runtime::AbortCode::timeout));
+    }
+
+    Control* control_;
+    Patience patience_;
+    runtime::Waiter kernel_;
+};
+
+}  // namespace mkernel::hopper
