@@ -1,0 +1,82 @@
+// Bulk tensor copies (TMA): boxes of a 2-D or 3-D tensor between global and shared memory.
+//
+// Coordinates are elements, innermost first; what lies outside of the tensor is read as zero and not
+// written. Loads complete on an mbarrier (the whole box counts, outside or not); stores complete by
+// groups of the issuing thread.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "backends/accelerators/hopper/ptx/mbarrier.cuh"
+
+namespace mkernel::hopper::ptx {
+
+__device__ inline void prefetch(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ inline void load_box(void* to, const CUtensorMap* map, Mbarrier* done, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(done)), "r"(x), "r"(y)
+        : "memory");
+}
+
+// To the same place in every block of the cluster that `blocks` names; completes on each one's own
+// barrier.
+__device__ inline void load_box_to(std::uint16_t blocks, void* to, const CUtensorMap* map,
+                                   Mbarrier* done, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(done)), "r"(x), "r"(y), "h"(blocks)
+        : "memory");
+}
+
+__device__ inline void load_box(void* to, const CUtensorMap* map, Mbarrier* done, int x, int y,
+                                int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(done)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+__device__ inline void store_box(const CUtensorMap* map, const void* from, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+        "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+__device__ inline void close_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// At most kOpen of this thread's groups have not yet read their shared memory.
+template <int kOpen>
+__device__ inline void wait_groups_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kOpen) : "memory");
+}
+
+// At most kOpen of this thread's groups are not complete, writes included.
+template <int kOpen>
+__device__ inline void wait_groups() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kOpen) : "memory");
+}
+
+__device__ inline std::uint32_t block_in_cluster() {
+    std::uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ inline void cluster_barrier() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
+}
+
+}  // namespace mkernel::hopper::ptx
