@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 PACKAGE_FILES := $(shell find mkernel backends topology -type f \
 	\( -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name 'py.typed' -o -name '*.[ch]pp' \
-	-o -name '*.h' -o -name 'CMakeLists.txt' \) 2>/dev/null) \
+	-o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name 'CMakeLists.txt' \) 2>/dev/null) \
 	$(shell find tests/native -type f 2>/dev/null) \
 	pyproject.toml CMakeLists.txt README.md LICENSE
 
@@ -23,12 +23,12 @@ lint: $(VENV)/.installed
 	ruff check .
 	ruff format --check .
 	cd build && mypy --strict --config-file ../pyproject.toml -p mkernel # the installed package
-	git ls-files '*.cpp' '*.hpp' | xargs clang-format --dry-run -Werror
+	git ls-files '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs clang-format --dry-run -Werror
 
 format: $(VENV)/.dependencies
 	ruff check --fix .
 	ruff format .
-	git ls-files '*.cpp' '*.hpp' | xargs clang-format -i
+	git ls-files '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs clang-format -i
 
 bench: $(VENV)/.installed
 	python bench/main_job.py

@@ -10,18 +10,11 @@
 // Any thread may wait; one thread of a warp at a time is enough and cheapest.
 #pragma once
 
+#include "backends/accelerators/hopper/device/host_control.hpp"
 #include "backends/accelerators/hopper/device/region.cuh"
 #include "backends/accelerators/hopper/ptx/sync.cuh"
-#include "backends/runtime/diagnosis.hpp"
 
 namespace mkernel::hopper {
-
-// In pinned host memory, mapped to the device. The host writes `abort`, the device the rest.
-struct HostControl {
-    std::uint32_t abort;
-    std::uint32_t reserved[15];
-    runtime::AbortRecord record;
-};
 
 // What a kernel is given to wait with.
 struct Patience {
@@ -87,8 +80,7 @@ class Waiter {
         who.op = patience_.call;
         who.seen = ptx::load_relaxed(word);
         who.wanted = wanted;
-        ptx::store_release(&record.code,
-                           static_cast<std::uint32_t>(runtime::AbortCode::timeout));
+        ptx::store_release(&record.code, static_cast<std::uint32_t>(runtime::AbortCode::timeout));
     }
 
     Control* control_;

@@ -1,0 +1,17 @@
+// What the host and the kernels of a rank tell each other: one block of pinned, mapped host memory.
+#pragma once
+
+#include <cstdint>
+
+#include "backends/runtime/diagnosis.hpp"
+
+namespace mkernel::hopper {
+
+// The host writes `abort` (an AbortCode; kernels look for non-zero), the device the rest.
+struct HostControl {
+    std::uint32_t abort;
+    std::uint32_t reserved[15];
+    runtime::AbortRecord record;
+};
+
+}  // namespace mkernel::hopper

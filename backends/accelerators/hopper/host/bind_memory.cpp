@@ -1,0 +1,52 @@
+// Devices, symmetric memory and the control block, for Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/host/control_block.hpp"
+#include "backends/accelerators/hopper/host/device.hpp"
+#include "backends/accelerators/hopper/host/memory.hpp"
+
+namespace py = pybind11;
+
+namespace mkernel::hopper {
+
+void bind_memory(py::module_& module) {
+    py::class_<DeviceInfo>(module, "DeviceInfo")
+        .def_readonly("index", &DeviceInfo::index)
+        .def_readonly("name", &DeviceInfo::name)
+        .def_readonly("major", &DeviceInfo::major)
+        .def_readonly("minor", &DeviceInfo::minor)
+        .def_readonly("multiprocessors", &DeviceInfo::multiprocessors)
+        .def_readonly("memory_bytes", &DeviceInfo::memory_bytes)
+        .def_readonly("pci", &DeviceInfo::pci);
+    module.def("devices", &devices);
+    module.def("versions", [] {
+        const Versions found = versions();
+        return py::make_tuple(found.driver, found.runtime);
+    });
+    module.def("can_access", &can_access, py::arg("from_device"), py::arg("to_device"));
+
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    py::class_<DeviceMemory>(module, "DeviceMemory")
+        .def_static("create", &DeviceMemory::create, py::arg("device"), py::arg("nbytes"), released)
+        .def_static("attach", &DeviceMemory::attach, py::arg("device"), py::arg("fd"),
+                    py::arg("mapped"), released)
+        .def_property_readonly("address", &DeviceMemory::address)
+        .def_property_readonly("mapped_bytes", &DeviceMemory::mapped_bytes)
+        .def_property_readonly("device", &DeviceMemory::device)
+        .def_property_readonly("rdma", &DeviceMemory::rdma)
+        .def("export_fd", &DeviceMemory::export_fd)
+        .def("export_dmabuf", &DeviceMemory::export_dmabuf);
+
+    py::class_<ControlBlock>(module, "ControlBlock")
+        .def(py::init<>())
+        .def_property_readonly("address", &ControlBlock::address)
+        .def("abort", &ControlBlock::abort, py::arg("code"))
+        .def("outcome", [](const ControlBlock& control) {
+            const auto [code, who] = control.outcome();
+            return py::make_tuple(code, who);
+        });
+}
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,11 @@
+// What each `bind_*.cpp` adds to the Python module. Addresses and streams are plain integers;
+// CudaError becomes Python's RuntimeError subclass of that name.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace mkernel::hopper {
+
+void bind_memory(pybind11::module_& module);
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,35 @@
+#include "backends/accelerators/hopper/host/control_block.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <new>
+
+#include "backends/accelerators/hopper/host/error.hpp"
+
+namespace mkernel::hopper {
+
+ControlBlock::ControlBlock() {
+    void* memory = nullptr;
+    // Unified addressing: the device's address is the same.
+    check(cudaHostAlloc(&memory, sizeof(HostControl), cudaHostAllocMapped | cudaHostAllocPortable),
+          "cudaHostAlloc of the host's control block");
+    control_ = new (memory) HostControl{};
+}
+
+ControlBlock::~ControlBlock() {
+    cudaFreeHost(control_);
+}
+
+void ControlBlock::abort(runtime::AbortCode code) const {
+    std::atomic_ref(control_->abort)
+        .store(static_cast<std::uint32_t>(code), std::memory_order_release);
+}
+
+std::pair<runtime::AbortCode, runtime::Diagnosis> ControlBlock::outcome() const {
+    const runtime::AbortCode code = runtime::abort_code(control_->record);
+    if (code == runtime::AbortCode::none) return {code, {}};
+    return {code, control_->record.diagnosis};
+}
+
+}  // namespace mkernel::hopper

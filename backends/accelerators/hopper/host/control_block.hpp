@@ -1,0 +1,36 @@
+// The owner of a HostControl: how this rank's running kernels are told to give up, and how they say
+// what they waited for in vain.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "backends/accelerators/hopper/device/host_control.hpp"
+
+namespace mkernel::hopper {
+
+class ControlBlock {
+  public:
+    // Pinned host memory that kernels of every device of this process can address.
+    ControlBlock();
+    ControlBlock(const ControlBlock&) = delete;
+    ControlBlock& operator=(const ControlBlock&) = delete;
+    // No kernel may use it any more.
+    ~ControlBlock();
+
+    // What kernels are given: a HostControl*.
+    [[nodiscard]] std::uint64_t address() const {
+        return reinterpret_cast<std::uint64_t>(control_);
+    }
+
+    // Every wait of a running kernel ends soon after; those of later launches at once. Any thread.
+    void abort(runtime::AbortCode code) const;
+
+    // The first time-out that a kernel recorded; (none, ...) where none did. Any thread.
+    [[nodiscard]] std::pair<runtime::AbortCode, runtime::Diagnosis> outcome() const;
+
+  private:
+    HostControl* control_ = nullptr;
+};
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,50 @@
+// Devices as this backend sees them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/hopper/host/error.hpp"
+
+namespace mkernel::hopper {
+
+struct DeviceInfo {
+    int index;
+    std::string name;
+    int major, minor;  // compute capability
+    int multiprocessors;
+    std::size_t memory_bytes;
+    std::string pci;  // domain:bus:device.function
+};
+
+// The devices that this process may use, in CUDA's order. CudaError without driver or device.
+std::vector<DeviceInfo> devices();
+
+// Version of the installed driver and of the runtime in this module, as 1000 * major + 10 * minor;
+// driver 0: none installed.
+struct Versions {
+    int driver, runtime;
+};
+Versions versions();
+
+// Whether kernels on device `from` can address memory of device `to`.
+bool can_access(int from, int to);
+
+// Makes `device` the calling thread's until the end of the scope.
+class DeviceScope {
+  public:
+    explicit DeviceScope(int device) {
+        check(cudaGetDevice(&before_), "cudaGetDevice");
+        check(cudaSetDevice(device), "cudaSetDevice(" + std::to_string(device) + ")");
+    }
+    ~DeviceScope() { cudaSetDevice(before_); }
+    DeviceScope(const DeviceScope&) = delete;
+    DeviceScope& operator=(const DeviceScope&) = delete;
+
+  private:
+    int before_ = 0;
+};
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,32 @@
+// The driver functions that this backend calls, looked up at run time: nothing links libcuda, so the
+// module loads, and says what is missing, on machines without a driver.
+#pragma once
+
+#include <cuda.h>
+
+namespace mkernel::hopper {
+
+struct Driver {
+    decltype(&cuGetErrorName) get_error_name;
+    decltype(&cuDeviceGetAttribute) device_get_attribute;
+    decltype(&cuMemCreate) mem_create;
+    decltype(&cuMemRelease) mem_release;
+    decltype(&cuMemAddressReserve) mem_address_reserve;
+    decltype(&cuMemAddressFree) mem_address_free;
+    decltype(&cuMemMap) mem_map;
+    decltype(&cuMemUnmap) mem_unmap;
+    decltype(&cuMemSetAccess) mem_set_access;
+    decltype(&cuMemGetAllocationGranularity) mem_get_allocation_granularity;
+    decltype(&cuMemExportToShareableHandle) mem_export_to_shareable_handle;
+    decltype(&cuMemImportFromShareableHandle) mem_import_from_shareable_handle;
+    decltype(&cuMemGetHandleForAddressRange) mem_get_handle_for_address_range;
+    decltype(&cuStreamWriteValue64) stream_write_value;
+    decltype(&cuStreamBatchMemOp) stream_batch_mem_op;
+    decltype(&cuTensorMapEncodeTiled) tensor_map_encode_tiled;
+};
+
+// The functions of the installed driver. Any thread. CudaError where there is no driver, or one
+// that lacks a function (it names it).
+const Driver& driver();
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,132 @@
+#include "backends/accelerators/hopper/host/memory.hpp"
+
+#include <string>
+#include <utility>
+
+#include "backends/accelerators/hopper/host/device.hpp"
+#include "backends/accelerators/hopper/host/driver.hpp"
+#include "backends/accelerators/hopper/host/error.hpp"
+
+namespace mkernel::hopper {
+
+namespace {
+
+int attribute(CUdevice_attribute which, int device) {
+    int value = 0;
+    check(driver().device_get_attribute(&value, which, device), "cuDeviceGetAttribute");
+    return value;
+}
+
+std::string on_device(const char* call, std::size_t nbytes, int device) {
+    return std::string(call) + " of " + std::to_string(nbytes) + " bytes on device " +
+           std::to_string(device);
+}
+
+}  // namespace
+
+DeviceMemory DeviceMemory::create(int device, std::size_t nbytes) {
+    const DeviceScope scope(device);
+    check(cudaFree(nullptr), "making a context on device " + std::to_string(device));
+    if (attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, device) == 0) {
+        throw CudaError("device " + std::to_string(device), CUDA_ERROR_NOT_SUPPORTED,
+                        "memory cannot be shared as a file descriptor here");
+    }
+    DeviceMemory made;
+    made.device_ = device;
+    made.rdma_ =
+        attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device) != 0;
+    CUmemAllocationProp wanted{};
+    wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    wanted.location = {CU_MEM_LOCATION_TYPE_DEVICE, {device}};
+    wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    wanted.allocFlags.gpuDirectRDMACapable = made.rdma_ ? 1 : 0;
+    std::size_t granularity = 0;
+    check(driver().mem_get_allocation_granularity(&granularity, &wanted,
+                                                  CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+          "cuMemGetAllocationGranularity");
+    made.mapped_ = (nbytes + granularity - 1) / granularity * granularity;
+    check(driver().mem_create(&made.handle_, made.mapped_, &wanted, 0),
+          on_device("cuMemCreate", made.mapped_, device));
+    made.has_handle_ = true;
+    made.map(granularity);
+    made.zero();
+    return made;
+}
+
+DeviceMemory DeviceMemory::attach(int device, int fd, std::size_t mapped) {
+    const DeviceScope scope(device);
+    check(cudaFree(nullptr), "making a context on device " + std::to_string(device));
+    DeviceMemory made;
+    made.device_ = device;
+    made.mapped_ = mapped;
+    check(driver().mem_import_from_shareable_handle(
+              &made.handle_, reinterpret_cast<void*>(static_cast<std::uintptr_t>(fd)),
+              CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+          "cuMemImportFromShareableHandle");
+    made.has_handle_ = true;
+    made.map(0);
+    return made;
+}
+
+void DeviceMemory::map(std::size_t alignment) {
+    check(driver().mem_address_reserve(&address_, mapped_, alignment, 0, 0),
+          on_device("cuMemAddressReserve", mapped_, device_));
+    check(driver().mem_map(address_, mapped_, 0, handle_, 0),
+          on_device("cuMemMap", mapped_, device_));
+    is_mapped_ = true;
+    CUmemAccessDesc access{};
+    access.location = {CU_MEM_LOCATION_TYPE_DEVICE, {device_}};
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    check(driver().mem_set_access(address_, mapped_, &access, 1),
+          on_device("cuMemSetAccess", mapped_, device_));
+}
+
+void DeviceMemory::zero() const {
+    cudaStream_t stream = nullptr;  // of its own: the user's must not be waited for
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    cudaError_t result = cudaMemsetAsync(reinterpret_cast<void*>(address_), 0, mapped_, stream);
+    if (result == cudaSuccess) result = cudaStreamSynchronize(stream);
+    cudaStreamDestroy(stream);
+    check(result, on_device("zeroing", mapped_, device_));
+}
+
+int DeviceMemory::export_fd() const {
+    int fd = -1;
+    check(driver().mem_export_to_shareable_handle(&fd, handle_,
+                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+          "cuMemExportToShareableHandle");
+    return fd;
+}
+
+int DeviceMemory::export_dmabuf() const {
+    const DeviceScope scope(device_);
+    int fd = -1;
+    check(driver().mem_get_handle_for_address_range(&fd, address_, mapped_,
+                                                    CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0),
+          on_device("cuMemGetHandleForAddressRange (dmabuf)", mapped_, device_));
+    return fd;
+}
+
+DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept
+    : device_(other.device_),
+      rdma_(other.rdma_),
+      has_handle_(std::exchange(other.has_handle_, false)),
+      is_mapped_(std::exchange(other.is_mapped_, false)),
+      handle_(other.handle_),
+      address_(std::exchange(other.address_, 0)),
+      mapped_(other.mapped_) {}
+
+DeviceMemory::~DeviceMemory() {
+    unmap();
+}
+
+void DeviceMemory::unmap() noexcept {
+    // Whatever fails here has no better place to be told, and the process's end frees it too.
+    if (is_mapped_) driver().mem_unmap(address_, mapped_);
+    if (address_ != 0) driver().mem_address_free(address_, mapped_);
+    if (has_handle_) driver().mem_release(handle_);
+    is_mapped_ = has_handle_ = false;
+    address_ = 0;
+}
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,54 @@
+// Symmetric device memory: allocated here for peers to map, or a mapping of a peer's.
+//
+// The memory lives as long as anybody maps it, in any process: kernels that store to a peer whose
+// process was killed store to valid memory until they unmap it themselves.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mkernel::hopper {
+
+class DeviceMemory {
+  public:
+    // Zeroed memory on `device`, at least `nbytes` (rounded up to pages of 2 MiB), which RDMA NICs
+    // can register where the device can do that at all.
+    static DeviceMemory create(int device, std::size_t nbytes);
+
+    // Maps for kernels of `device` what `fd` (a peer's export_fd; it stays the caller's) stands for.
+    // `mapped`: the peer's mapped_bytes().
+    static DeviceMemory attach(int device, int fd, std::size_t mapped);
+
+    DeviceMemory(DeviceMemory&& other) noexcept;
+    DeviceMemory& operator=(DeviceMemory&& other) = delete;
+    // Unmaps. No kernel or copy may use the address any more.
+    ~DeviceMemory();
+
+    [[nodiscard]] std::uint64_t address() const { return address_; }
+    [[nodiscard]] std::size_t mapped_bytes() const { return mapped_; }
+    [[nodiscard]] int device() const { return device_; }
+    [[nodiscard]] bool rdma() const { return rdma_; }
+
+    // A new descriptor, the caller's to close, that another process of this host can attach.
+    [[nodiscard]] int export_fd() const;
+    // A new dmabuf descriptor, the caller's to close, of all mapped bytes.
+    [[nodiscard]] int export_dmabuf() const;
+
+  private:
+    DeviceMemory() = default;
+    void map(std::size_t alignment);
+    void zero() const;
+    void unmap() noexcept;
+
+    int device_ = 0;
+    bool rdma_ = false;
+    bool has_handle_ = false;
+    bool is_mapped_ = false;
+    CUmemGenericAllocationHandle handle_ = 0;
+    CUdeviceptr address_ = 0;
+    std::size_t mapped_ = 0;
+};
+
+}  // namespace mkernel::hopper
