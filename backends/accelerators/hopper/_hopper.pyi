@@ -37,3 +37,20 @@ class ControlBlock:
     def __init__(self) -> None: ...
     def abort(self, code: AbortCode) -> None: ...
     def outcome(self) -> tuple[AbortCode, Diagnosis]: ...
+
+class Engine:
+    copy_engine: Engine
+    bulk: Engine
+    plain: Engine
+    name: str
+
+def copy(
+    dst: int,
+    src: int,
+    nbytes: int,
+    engine: Engine,
+    blocks: int = 8,
+    stage_bytes: int = 0,
+    *,
+    stream: int,
+) -> None: ...

@@ -12,4 +12,5 @@ PYBIND11_MODULE(_hopper, module) {
     py::module_::import("mkernel.backends.runtime._runtime");
     py::register_exception<mkernel::hopper::CudaError>(module, "CudaError", PyExc_RuntimeError);
     mkernel::hopper::bind_memory(module);
+    mkernel::hopper::bind_transfer(module);
 }

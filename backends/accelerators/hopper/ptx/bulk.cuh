@@ -1,0 +1,29 @@
+// Bulk copies of plain bytes between global and shared memory, no tensor map.
+//
+// Addresses are multiples of 16, so are sizes; global memory may be this GPU's, a peer's or pinned
+// host memory. A load completes on an mbarrier that was told to expect its bytes. Stores complete by
+// groups of the issuing thread (close_group, wait_groups_read, wait_groups of tensor.cuh): after
+// `wait_groups_read` the shared memory may be used again, after `wait_groups` the bytes are written.
+// Both are accesses of the async proxy: see fence_async_proxy in sync.cuh.
+#pragma once
+
+#include "backends/accelerators/hopper/ptx/tensor.cuh"
+
+namespace mkernel::hopper::ptx {
+
+__device__ inline void load_bytes(void* to_shared, const void* from, std::uint32_t nbytes,
+                                  Mbarrier* done) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(to_shared)),
+        "l"(from), "r"(nbytes), "r"(shared_address(done))
+        : "memory");
+}
+
+__device__ inline void store_bytes(void* to, const void* from_shared, std::uint32_t nbytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                 "r"(shared_address(from_shared)), "r"(nbytes)
+                 : "memory");
+}
+
+}  // namespace mkernel::hopper::ptx

@@ -1,0 +1,25 @@
+// 16 bytes at once, past the L1 cache: bytes that cross NVLink or PCIe are used once.
+//
+// Weak accesses: ordered against other GPUs by the acquire and release operations around them.
+#pragma once
+
+#include <cstdint>
+
+namespace mkernel::hopper::ptx {
+
+__device__ inline uint4 load_16(const void* from) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
+
+__device__ inline void store_16(void* to, uint4 v) {
+    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x),
+                 "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+}  // namespace mkernel::hopper::ptx

@@ -1,0 +1,102 @@
+// The engines as kernels of their own, and the choice between them by alignment.
+#include "backends/accelerators/hopper/transfer/transfer.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/accelerators/hopper/host/stream_device.hpp"
+#include "backends/accelerators/hopper/transfer/bulk_copy.cuh"
+#include "backends/accelerators/hopper/transfer/plain_copy.cuh"
+
+namespace mkernel::hopper::transfer {
+namespace {
+
+constexpr int kStages = 4;
+constexpr std::uint32_t kDefaultStageBytes = 32u << 10;
+constexpr std::uint32_t kSmallestStageBytes = 2u << 10;
+constexpr int kPlainThreads = 1024;
+constexpr std::uint32_t kMaxBlocks = 65535;
+
+__global__ __launch_bounds__(32) void copy_bulk_kernel(char* dst, const char* src,
+                                                       std::uint64_t nbytes,
+                                                       std::uint32_t stage_bytes) {
+    extern __shared__ __align__(128) char stages[];
+    __shared__ ptx::Mbarrier full[kStages];
+    BulkRing<kStages> ring(stages, full, stage_bytes);
+    if (threadIdx.x == 0) ring.init();
+    copy_bulk(ring, dst, src, nbytes, blockIdx.x, gridDim.x);
+    if (threadIdx.x == 0) ring.complete();
+}
+
+__global__ __launch_bounds__(kPlainThreads) void copy_plain_kernel(char* dst, const char* src,
+                                                                   std::uint64_t nbytes) {
+    copy_plain(dst, src, nbytes, std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x,
+               std::uint64_t{gridDim.x} * blockDim.x);
+}
+
+// So small that the stages of every block have work at once: with few bytes, what counts is how
+// soon the last one leaves.
+std::uint32_t stage_bytes_for(std::uint64_t nbytes, std::uint32_t blocks) {
+    const std::uint64_t even = nbytes / (std::uint64_t{blocks} * kStages) / 128 * 128;
+    return static_cast<std::uint32_t>(
+        std::clamp<std::uint64_t>(even, kSmallestStageBytes, kDefaultStageBytes));
+}
+
+void check_effort(Effort effort) {
+    if (effort.blocks < 1 || effort.blocks > kMaxBlocks) {
+        throw std::invalid_argument("blocks = " + std::to_string(effort.blocks) +
+                                    "; expected 1 to " + std::to_string(kMaxBlocks));
+    }
+    if (effort.stage_bytes % 16 != 0 || effort.stage_bytes > kMaxStageBytes) {
+        throw std::invalid_argument("stage_bytes = " + std::to_string(effort.stage_bytes) +
+                                    "; expected a multiple of 16, at most " +
+                                    std::to_string(kMaxStageBytes));
+    }
+}
+
+template <class... Parameters>
+void launch(void (*kernel)(Parameters...), std::uint32_t blocks, int threads, std::size_t shared,
+            cudaStream_t stream, Parameters... arguments) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), "launch of a copy kernel");
+}
+
+}  // namespace
+
+void copy(void* dst, const void* src, std::uint64_t nbytes, Engine engine, Effort effort,
+          cudaStream_t stream) {
+    check_effort(effort);
+    if (nbytes == 0) return;
+    const DeviceScope scope(device_of(stream));
+    if (engine == Engine::copy_engine) {
+        check(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+        return;
+    }
+    char* to = static_cast<char*>(dst);
+    const char* from = static_cast<const char*>(src);
+    if (engine == Engine::bulk && alike(dst, src)) {
+        const std::uint32_t stage_bytes =
+            effort.stage_bytes != 0 ? effort.stage_bytes : stage_bytes_for(nbytes, effort.blocks);
+        const std::uint64_t pieces = (nbytes + stage_bytes - 1) / stage_bytes;
+        const auto blocks =
+            static_cast<std::uint32_t>(std::min<std::uint64_t>(effort.blocks, pieces));
+        check(cudaFuncSetAttribute(copy_bulk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   kStages * kMaxStageBytes),
+              "cudaFuncSetAttribute");
+        launch(copy_bulk_kernel, blocks, 32, kStages * stage_bytes, stream, to, from, nbytes,
+               stage_bytes);
+        return;
+    }
+    constexpr std::uint64_t kBlockBytes = 16 * kPlainThreads;
+    const auto blocks = static_cast<std::uint32_t>(
+        std::min<std::uint64_t>(effort.blocks, (nbytes + kBlockBytes - 1) / kBlockBytes));
+    launch(copy_plain_kernel, blocks, kPlainThreads, 0, stream, to, from, nbytes);
+}
+
+}  // namespace mkernel::hopper::transfer
