@@ -21,6 +21,18 @@ __device__ inline void announce_start(const Region& region, std::uint64_t epoch)
     }
 }
 
+// Whether every peer has announced the call. One thread.
+__device__ inline bool wait_for_starts(const Region& region, const Waiter& waiter,
+                                       std::uint64_t epoch) {
+    for (int step = 1; step < region.world; ++step) {
+        const auto peer = static_cast<std::uint32_t>((region.rank + step) % region.world);
+        if (!waiter.until(&region.control().started[peer], epoch, {kControlWord, peer, kNoChunk})) {
+            return false;
+        }
+    }
+    return true;
+}
+
 // The end of a call; one thread of every block, after all the block's threads are done and its bulk
 // stores complete (`wait_group 0`). The last block tells the peers, waits for them, and moves the
 // epoch on.

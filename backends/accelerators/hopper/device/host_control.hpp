@@ -14,4 +14,11 @@ struct HostControl {
     runtime::AbortRecord record;
 };
 
+// What a kernel is given to wait with.
+struct Patience {
+    HostControl* host;  // device address
+    std::uint64_t timeout_ns;
+    std::uint32_t call;  // number of the call in its world, for the diagnosis
+};
+
 }  // namespace mkernel::hopper

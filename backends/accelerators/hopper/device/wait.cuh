@@ -16,13 +16,6 @@
 
 namespace mkernel::hopper {
 
-// What a kernel is given to wait with.
-struct Patience {
-    HostControl* host;  // device address
-    std::uint64_t timeout_ns;
-    std::uint32_t call;  // number of the call in its world, for the diagnosis
-};
-
 // What is waited for, for the diagnosis. `signal`: flag index; control words: kControlWord.
 struct Awaited {
     std::uint32_t signal;

@@ -1,0 +1,180 @@
+#include "backends/accelerators/hopper/host/gemm.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/accelerators/hopper/host/tensor_map.hpp"
+#include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
+#include "backends/accelerators/hopper/kernels/gemm_reduce.cuh"
+
+namespace mkernel::hopper {
+
+namespace {
+
+constexpr std::uint64_t kElementBytes = 2;
+constexpr int kTileRows = 128;
+constexpr int kTileDepth = 64;
+
+int tile_columns(bool narrow) { return narrow ? 128 : 256; }
+int cluster_rows(bool narrow) { return narrow ? kTileRows : 2 * kTileRows; }
+int divide_up(int value, int by) { return (value + by - 1) / by; }
+
+cudaStream_t as_stream(std::uint64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+Region region_of(const World& world) {
+    if (world.regions.size() > kMaxRanks) {
+        throw std::length_error("a node of " + std::to_string(world.regions.size()) +
+                                " ranks; this build takes at most " + std::to_string(kMaxRanks));
+    }
+    Region region{};
+    for (std::size_t rank = 0; rank < world.regions.size(); ++rank) {
+        region.base[rank] = reinterpret_cast<char*>(world.regions[rank]);
+    }
+    region.rank = world.rank;
+    region.world = static_cast<int>(world.regions.size());
+    return region;
+}
+
+Patience patience_of(const World& world) {
+    return {reinterpret_cast<HostControl*>(world.control),
+            static_cast<std::uint64_t>(world.timeout_s * 1e9), world.call};
+}
+
+void check_flags(std::uint64_t wanted) {
+    if (wanted > kFlags) {
+        throw std::length_error("the call needs " + std::to_string(wanted) + " flags of " +
+                                std::to_string(kFlags) + "; make it smaller");
+    }
+}
+
+CUtensorMap map_of_b(const Product& product) {
+    if (product.n_major) {
+        return tensor_map({product.b, static_cast<std::uint64_t>(product.n),
+                           static_cast<std::uint64_t>(product.k)},
+                          kTileDepth, product.half);
+    }
+    constexpr int share = 128;  // columns that a block loads: Config::kShareN, of both
+    return tensor_map({product.b, static_cast<std::uint64_t>(product.k),
+                       static_cast<std::uint64_t>(product.n)},
+                      share, product.half);
+}
+
+CUtensorMap map_of_rows(std::uint64_t address, int rows, int width, bool half) {
+    return tensor_map({address, static_cast<std::uint64_t>(width),
+                       static_cast<std::uint64_t>(rows)},
+                      kTileRows, half);
+}
+
+CUtensorMap map_of_layers(std::uint64_t address, int layers, int rows, int width, bool half) {
+    return tensor_map({address, static_cast<std::uint64_t>(width),
+                       static_cast<std::uint64_t>(rows), static_cast<std::uint64_t>(layers)},
+                      kTileRows, half);
+}
+
+GemmVariant variant_of(const Product& product) { return {product.n_major, product.narrow}; }
+
+}  // namespace
+
+std::size_t all_gather_gemm_bytes(int world, const Chunks& chunks, int k) {
+    check_flags(static_cast<std::uint64_t>(world) * chunks.count());
+    return kDataOffset + static_cast<std::size_t>(world) * chunks.rows * k * kElementBytes;
+}
+
+std::size_t gemm_reduce_bytes(int world, int rows, int n, bool stage) {
+    const auto tiles = static_cast<std::uint64_t>(divide_up(rows, kTileRows) + 1) *
+                       static_cast<std::uint64_t>(divide_up(n, 128));
+    check_flags(tiles * (world - 1));
+    const std::size_t owned = static_cast<std::size_t>(rows) * n * kElementBytes;
+    return kDataOffset + owned * (world - 1) + (stage ? owned * world : 0);
+}
+
+void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
+               const Chunks& chunks, std::uint64_t stream) {
+    const Region region = region_of(world);
+    for (int step = 1; step < region.world; ++step) {
+        const int peer = (region.rank + region.world - step) % region.world;
+        char* const shard =
+            region.data(peer) + static_cast<std::uint64_t>(region.rank) * chunks.rows * row_bytes;
+        for (int chunk = 0; chunk < chunks.count(); ++chunk) {
+            const int first = chunk * chunks.chunk_rows;
+            const int count = std::min(chunks.chunk_rows, chunks.rows - first);
+            check(cudaMemcpyAsync(shard + first * row_bytes,
+                                  reinterpret_cast<const char*>(rows) + first * row_bytes,
+                                  count * row_bytes, cudaMemcpyDeviceToDevice, as_stream(stream)),
+                  "cudaMemcpyAsync of " + std::to_string(count) + " rows to rank " +
+                      std::to_string(peer));
+            check(cudaMemcpyAsync(region.flags(peer) + region.rank * chunks.count() + chunk,
+                                  &region.control().epoch, sizeof(std::uint64_t),
+                                  cudaMemcpyDeviceToDevice, as_stream(stream)),
+                  "cudaMemcpyAsync of a flag to rank " + std::to_string(peer));
+        }
+    }
+}
+
+void all_gather_gemm(const World& world, const Product& product, const Chunks& chunks, bool wait,
+                     std::uint64_t stream) {
+    AllGatherGemmArgs args{};
+    args.region = region_of(world);
+    const int ranks = args.region.world;
+    args.own = map_of_rows(product.a, chunks.rows, product.k, product.half);
+    args.gathered = args.own;
+    if (ranks > 1) {
+        args.gathered = map_of_rows(reinterpret_cast<std::uint64_t>(args.region.data(world.rank)),
+                                    ranks * chunks.rows, product.k, product.half);
+    }
+    args.b = map_of_b(product);
+    args.out = map_of_layers(product.out, ranks, chunks.rows, product.n, product.half);
+    args.bias = reinterpret_cast<const void*>(product.bias);
+    args.patience = patience_of(world);
+    args.raster = {divide_up(chunks.rows, cluster_rows(product.narrow)),
+                   divide_up(product.n, tile_columns(product.narrow)), product.band};
+    args.rows = chunks.rows;
+    args.n = product.n;
+    args.k = product.k;
+    args.chunk_rows = chunks.chunk_rows;
+    args.chunks = wait ? chunks.count() : 0;
+    const auto launch = product.half ? &launch_all_gather_gemm<__half>
+                                     : &launch_all_gather_gemm<__nv_bfloat16>;
+    check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
+          "launching all_gather_gemm");
+}
+
+void gemm_reduce(const World& world, const Product& product, const Owners& owners,
+                 std::uint64_t stream) {
+    GemmReduceArgs args{};
+    args.region = region_of(world);
+    const int ranks = args.region.world;
+    args.a = map_of_rows(product.a, owners.m, product.k, product.half);
+    args.b = map_of_b(product);
+    for (int rank = 0; rank < ranks && ranks > 1; ++rank) {
+        args.slots[rank] =
+            map_of_layers(reinterpret_cast<std::uint64_t>(args.region.data(rank)), ranks - 1,
+                          owners.rows, product.n, product.half);
+    }
+    args.out_count = static_cast<int>(owners.outs.size());
+    for (int out = 0; out < args.out_count; ++out) {
+        args.outs[out] =
+            map_of_layers(owners.outs.at(out), 1, owners.out_rows, product.n, product.half);
+    }
+    args.bias = reinterpret_cast<const void*>(product.bias);
+    args.patience = patience_of(world);
+    args.raster = {divide_up(owners.rows, cluster_rows(product.narrow) * owners.bands),
+                   divide_up(product.n, tile_columns(product.narrow)), product.band};
+    args.bands = owners.bands;
+    args.rows = owners.rows;
+    args.n = product.n;
+    args.k = product.k;
+    args.out_row = owners.out_row;
+    args.alone = owners.alone;
+    const auto launch =
+        product.half ? &launch_gemm_reduce<__half> : &launch_gemm_reduce<__nv_bfloat16>;
+    check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
+          "launching gemm_reduce");
+}
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,69 @@
+// The GEMM ops as the host starts them: tensors and the world in, kernels and copies on streams out.
+// Addresses are of device memory; nothing here waits for the device.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace mkernel::hopper {
+
+// The world of one call: every rank's region mapped on this device, and how to wait.
+struct World {
+    std::vector<std::uint64_t> regions;  // by rank
+    int rank;
+    std::uint64_t control;  // address of the HostControl, for the device
+    double timeout_s;
+    std::uint32_t call;
+};
+
+// C [.., n] = A [.., k] @ B, with A and C row-major and packed. B: [k, n], or [n, k] (`n_major`
+// false). The planner's choices: tile width, band, blocks.
+struct Product {
+    std::uint64_t a, b, out, bias;  // bias: 0 for none
+    int n, k;
+    bool half;     // float16, else bfloat16
+    bool n_major;  // b is [k, n]
+    bool narrow;   // tiles of 128 x 128, else 128 x 256
+    int band;      // cluster rows that share B in L2
+    int blocks;    // 0: one an SM
+};
+
+// How one rank's rows of A travel: `chunks` of `chunk_rows`, the last one perhaps shorter.
+struct Chunks {
+    int rows;
+    int chunk_rows;
+
+    [[nodiscard]] int count() const { return (rows + chunk_rows - 1) / chunk_rows; }
+};
+
+// Bytes of a region's data area, and its flags, that a call needs. std::length_error where flags run
+// out.
+std::size_t all_gather_gemm_bytes(int world, const Chunks& chunks, int k);
+std::size_t gemm_reduce_bytes(int world, int rows, int n, bool stage);
+
+// Copies the own rows into every peer's region, the rank before this one first, chunk by chunk, and
+// the epoch word behind each into its flag. On the copy engines; `stream` must come after the end of
+// the previous call.
+void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
+               const Chunks& chunks, std::uint64_t stream);
+
+// `wait` false: take the other ranks' rows as they lie in the region.
+void all_gather_gemm(const World& world, const Product& product, const Chunks& chunks, bool wait,
+                     std::uint64_t stream);
+
+// `rows`: of each owner, the last one's perhaps beyond `m`. `outs`: where the own tiles go, [out_rows,
+// n] each, the own one first, and the row of the outs at which the own rows begin. `alone`: exchange
+// nothing.
+struct Owners {
+    int m;
+    int rows;
+    int bands;
+    std::vector<std::uint64_t> outs;
+    int out_rows;
+    int out_row;
+    bool alone;
+};
+void gemm_reduce(const World& world, const Product& product, const Owners& owners,
+                 std::uint64_t stream);
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,34 @@
+#include "backends/accelerators/hopper/host/tensor_map.hpp"
+
+#include <string>
+
+#include "backends/accelerators/hopper/host/driver.hpp"
+#include "backends/accelerators/hopper/host/error.hpp"
+
+namespace mkernel::hopper {
+
+namespace {
+constexpr std::uint64_t kElementBytes = 2;
+constexpr std::uint32_t kBoxWidth = 64;
+}  // namespace
+
+CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, bool half) {
+    const cuuint32_t rank = extent.depth == 0 ? 2 : 3;
+    const cuuint64_t sizes[3] = {extent.width, extent.height, extent.depth};
+    const cuuint64_t strides[2] = {extent.width * kElementBytes,
+                                   extent.width * extent.height * kElementBytes};
+    const cuuint32_t box[3] = {kBoxWidth, box_height, 1};
+    const cuuint32_t steps[3] = {1, 1, 1};
+    CUtensorMap map{};
+    check(driver().tensor_map_encode_tiled(
+              &map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank,
+              reinterpret_cast<void*>(extent.address), sizes, strides, box, steps,
+              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+          "cuTensorMapEncodeTiled([" + std::to_string(extent.depth) + ", " +
+              std::to_string(extent.height) + ", " + std::to_string(extent.width) + "] at " +
+              std::to_string(extent.address) + ")");
+    return map;
+}
+
+}  // namespace mkernel::hopper

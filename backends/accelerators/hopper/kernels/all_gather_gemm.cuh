@@ -1,0 +1,46 @@
+// AllGather+GEMM, and with one rank a plain GEMM: C [M, N] = concat(a over ranks) @ b (+ bias).
+//
+// Data flow of one call on rank r:
+//   a (own rows) ──copy engine──▶ rows r of every peer's region, chunk by chunk; behind each chunk
+//                                 the epoch word, copied into the chunk's flag there
+//   own a, b ──loader──▶ tiles of the own rows, at once
+//   region   ──loader──▶ tiles of rank r + 1's rows, then r + 2's, ...: as soon as the flags of the
+//                        chunks that a tile's rows lie in hold the epoch
+//   tiles    ──storer──▶ out
+// Flag of chunk c of rank s: s * chunks + c. No SM moves bytes of a.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "backends/accelerators/hopper/device/host_control.hpp"
+#include "backends/accelerators/hopper/device/region.cuh"
+#include "backends/accelerators/hopper/tile/raster.cuh"
+
+namespace mkernel::hopper {
+
+struct AllGatherGemmArgs {
+    CUtensorMap own;       // a [rows, K]
+    CUtensorMap gathered;  // [W * rows, K] in the region; the own rows are never read there
+    CUtensorMap b;
+    CUtensorMap out;  // [W, rows, N]
+    const void* bias;  // [N], of the element type; or null
+    Region region;
+    Patience patience;
+    Raster raster;  // of one rank's rows
+    int rows, n, k;
+    int chunk_rows, chunks;  // of one rank's rows; chunks 0: wait for nothing
+};
+
+// Which of the compiled kernels: b is [K, N] row-major; tiles of 128 x 128.
+struct GemmVariant {
+    bool n_major_b;
+    bool narrow;
+};
+
+// Launches on `blocks` blocks (0: one an SM). Element: __nv_bfloat16 or __half.
+template <class Element>
+cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant variant, int blocks,
+                                   cudaStream_t stream);
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,46 @@
+// GEMM+ReduceScatter and GEMM+AllReduce: sums over ranks of a @ b, each tile summed by its owner.
+//
+// Rank o owns rows [o * rows, (o + 1) * rows) of the M of the sum. Data flow of one call on rank r:
+//   a, b ──▶ tiles of the other owners' rows, r + 1's first ──storer──▶ rounded, into the slot of
+//            source r in the owner's region; then the tile's flag there is set to the epoch
+//   a, b ──▶ tiles of the own rows, last; a tile stays in registers, and the slots of sources r + 1,
+//            r + 2, ... are added in that order, in float32, as their flags come ──▶ rounded once,
+//            into out; AllReduce: into every rank's out
+// AllReduce spreads its sends by cutting the own rows into bands: the own tiles of a band are
+// computed after the other owners' tiles of the next.
+// Slot of source s at owner o: (s - o - 1) mod W. Flag of a tile: slot * tiles of an owner + its
+// number, row-major.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "backends/accelerators/hopper/device/host_control.hpp"
+#include "backends/accelerators/hopper/device/region.cuh"
+#include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
+#include "backends/accelerators/hopper/tile/raster.cuh"
+
+namespace mkernel::hopper {
+
+struct GemmReduceArgs {
+    CUtensorMap a;  // [M, K]
+    CUtensorMap b;
+    CUtensorMap slots[kMaxRanks];  // [o]: owner o's slots [W - 1, rows, N]; [rank]: for loading too
+    CUtensorMap outs[kMaxRanks];   // [i], i < out_count: where the own tiles go, [1, ..., N]
+    const void* bias;              // [N], added once, by the owner; or null
+    Region region;
+    Patience patience;
+    Raster raster;  // of one band
+    int bands;      // of an owner's rows
+    int rows, n, k;
+    int out_count;  // 1, or as many as ranks; outs[0] is the own
+    int out_row;    // the row of the outs where the own rows begin
+    bool alone;     // exchange nothing: neither put nor add; for timing the products alone
+};
+
+// Launches on `blocks` blocks (0: one an SM). Element: __nv_bfloat16 or __half.
+template <class Element>
+cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, int blocks,
+                               cudaStream_t stream);
+
+}  // namespace mkernel::hopper

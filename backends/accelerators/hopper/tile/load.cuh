@@ -1,0 +1,67 @@
+// The loader's side of the stages: one thread of the block.
+#pragma once
+
+#include "backends/accelerators/hopper/tile/block.cuh"
+
+namespace mkernel::hopper {
+
+// A tile of elements [128, kTileN] in slices, two a stage, for Multiplier::add_tile.
+template <class C>
+__device__ inline void load_tile(Shared<C>& shared, Cursor<C::kStages>& cursor,
+                                 const CUtensorMap* map, int column, int row, int z) {
+    static_assert(C::kSlices % 2 == 0 && 2 * C::kSliceBytes <= C::kStageBytes);
+    for (int slice = 0; slice < C::kSlices; slice += 2, cursor.next()) {
+        ptx::Mbarrier* full = &shared.full[cursor.slot];
+        unsigned char* stage = shared.stages[cursor.slot];
+        shared.empty[cursor.slot].wait(cursor.parity ^ 1);
+        full->expect(2 * C::kSliceBytes);
+        ptx::load_box(stage, map, full, column + slice * kSliceN, row, z);
+        ptx::load_box(stage + C::kSliceBytes, map, full, column + (slice + 1) * kSliceN, row, z);
+    }
+}
+
+// The two operands of a product as bulk tensor copies see them. `a`: boxes [128, 64] of rows of K.
+// `b`: K-major: boxes [kShareN, 64] of rows of K; N-major: boxes [64 of K, 64 of N].
+template <class C, bool kNMajorB>
+struct Operands {
+    const CUtensorMap* b;
+    int column;  // of the output tile
+
+    // A's rows from `row` on, times B, `steps` steps of K.
+    __device__ void load(Shared<C>& shared, Cursor<C::kStages>& cursor, const CUtensorMap* a,
+                         int row, int steps) const {
+        for (int step = 0; step < steps; ++step, cursor.next()) {
+            ptx::Mbarrier* full = &shared.full[cursor.slot];
+            unsigned char* stage = shared.stages[cursor.slot];
+            shared.empty[cursor.slot].wait(cursor.parity ^ 1);
+            full->expect(C::kStageBytes);
+            ptx::load_box(stage, a, full, step * kTileK, row);
+            load_share(stage + C::kABytes, full, step * kTileK);
+        }
+    }
+
+  private:
+    __device__ void load_share(unsigned char* to, ptx::Mbarrier* full, int k) const {
+        const int share =
+            C::kCluster > 1 ? static_cast<int>(ptx::block_in_cluster()) * C::kShareN : 0;
+        to += share * kTileK * kElementBytes;
+        if constexpr (!kNMajorB) {
+            load_one(to, full, k, column + share);
+        } else {
+#pragma unroll
+            for (int n = 0; n < C::kShareN; n += kSliceN) {
+                load_one(to + n * kTileK * kElementBytes, full, column + share + n, k);
+            }
+        }
+    }
+
+    __device__ void load_one(unsigned char* to, ptx::Mbarrier* full, int x, int y) const {
+        if constexpr (C::kCluster > 1) {
+            ptx::load_box_to((1u << C::kCluster) - 1, to, b, full, x, y);
+        } else {
+            ptx::load_box(to, b, full, x, y);
+        }
+    }
+};
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,145 @@
+// The multipliers' side: products of the stages into registers, sums with tiles that came from other
+// ranks, and the finished tile into slices. A warpgroup holds 64 rows of the tile, thread t of it the
+// accumulators that ptx/wgmma.cuh describes.
+#pragma once
+
+#include "backends/accelerators/hopper/ptx/matrix.cuh"
+#include "backends/accelerators/hopper/ptx/wgmma.cuh"
+#include "backends/accelerators/hopper/tile/block.cuh"
+
+namespace mkernel::hopper {
+
+template <class C, class Element, bool kNMajorB>
+class Multiplier {
+  public:
+    __device__ explicit Multiplier(Shared<C>& shared)
+        : shared_(shared),
+          group_((static_cast<int>(threadIdx.x) - kWarpgroup) / kWarpgroup),
+          lane_(static_cast<int>(threadIdx.x) % 32) {
+        // Row of a 64-column slice that this lane names to stmatrix and ldmatrix: blocks 0 and 1 are
+        // one below the other, blocks 2 and 3 are right of them.
+        const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
+        row_ = group_ * 64 + warp * 16 + lane_ % 16;
+    }
+
+    // The tile's products: `steps` stages, in order of K.
+    __device__ __forceinline__ void multiply(int steps) {
+        Cursor<C::kStages> before = stage_;
+        for (int step = 0; step < steps; ++step) {
+            shared_.full[stage_.slot].wait(stage_.parity);
+            const unsigned char* a = shared_.stages[stage_.slot] + group_ * 64 * kRowBytes;
+            const unsigned char* b = shared_.stages[stage_.slot] + C::kABytes;
+            std::uint64_t a_place = ptx::descriptor(a, 0, kAtomBytes);
+            std::uint64_t b_place =
+                ptx::descriptor(b, kNMajorB ? kTileK * kRowBytes : 0, kAtomBytes);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kTileK; k += 16) {
+                ptx::wgmma<Element, kNMajorB>(sum_, a_place, b_place, step != 0 || k != 0);
+                a_place += 16 * kElementBytes >> 4;
+                b_place += (kNMajorB ? 16 * kRowBytes : 16 * kElementBytes) >> 4;
+            }
+            ptx::wgmma_commit();
+            if (step > 0) {
+                ptx::wgmma_wait<1>();
+                release(before.slot);
+            }
+            before = stage_;
+            stage_.next();
+        }
+        ptx::wgmma_wait<0>();
+        release(before.slot);
+    }
+
+    // Adds a tile of elements that the loader brought, two slices a stage.
+    __device__ __forceinline__ void add_tile() {
+#pragma unroll
+        for (int pair = 0; pair < C::kSlices; pair += 2) {
+            shared_.full[stage_.slot].wait(stage_.parity);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const unsigned char* slice = shared_.stages[stage_.slot] + half * C::kSliceBytes;
+#pragma unroll
+                for (int block = 0; block < 8; block += 2) {
+                    std::uint32_t four[4];
+                    ptx::load_blocks(four, address(slice, block));
+                    float* sum = &sum_[((pair + half) * 8 + block) * 4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float2 two = ptx::unpack<Element>(four[i]);
+                        sum[2 * i] += two.x;
+                        sum[2 * i + 1] += two.y;
+                    }
+                }
+            }
+            __syncwarp();
+            release(stage_.slot);
+            stage_.next();
+        }
+    }
+
+    // Adds bias[column + c] to every row; `columns`: of the matrix.
+    __device__ __forceinline__ void add_bias(const Element* bias, int column, int columns) {
+#pragma unroll
+        for (int block = 0; block < C::kTileN / 8; ++block) {
+            const int at = column + block * 8 + lane_ % 4 * 2;
+            if (at < columns) {
+                const float2 two =
+                    ptx::unpack<Element>(*reinterpret_cast<const std::uint32_t*>(bias + at));
+                sum_[4 * block] += two.x;
+                sum_[4 * block + 1] += two.y;
+                sum_[4 * block + 2] += two.x;
+                sum_[4 * block + 3] += two.y;
+            }
+        }
+    }
+
+    // Rounds the tile and hands it to the storer, slice by slice.
+    __device__ __forceinline__ void write() {
+#pragma unroll
+        for (int slice = 0; slice < C::kSlices; ++slice) {
+            shared_.drained[slice_.slot].wait(slice_.parity ^ 1);
+#pragma unroll
+            for (int block = 0; block < 8; block += 2) {
+                const float* sum = &sum_[(slice * 8 + block) * 4];
+                std::uint32_t four[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    four[i] = ptx::pack<Element>(sum[2 * i], sum[2 * i + 1]);
+                }
+                ptx::store_blocks(address(shared_.slices[slice_.slot], block), four);
+            }
+            ptx::fence_async_shared();
+            shared_.written[slice_.slot].arrive();
+            slice_.next();
+        }
+    }
+
+  private:
+    static constexpr int kRowBytes = kTileK * kElementBytes;  // 128, as of a slice
+    static constexpr int kAtomBytes = 8 * kRowBytes;          // what the swizzle permutes
+
+    // Of this lane's row of blocks `block` and `block` + 1 of a swizzled slice.
+    __device__ std::uint32_t address(const unsigned char* slice, int block) const {
+        return ptx::shared_address(slice) + row_ * kRowBytes +
+               ((block + lane_ / 16) ^ (row_ % 8)) * 16;
+    }
+
+    __device__ void release(int stage) {
+        if constexpr (C::kCluster > 1) {
+            if (lane_ < C::kCluster) shared_.empty[stage].arrive_at(lane_);
+        } else {
+            if (lane_ == 0) shared_.empty[stage].arrive();
+        }
+    }
+
+    Shared<C>& shared_;
+    Cursor<C::kStages> stage_;
+    Cursor<kSliceSlots> slice_;
+    int group_;
+    int lane_;
+    int row_;
+    float sum_[C::kAccumulators];
+};
+
+}  // namespace mkernel::hopper
