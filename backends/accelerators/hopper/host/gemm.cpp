@@ -20,11 +20,19 @@ constexpr std::uint64_t kElementBytes = 2;
 constexpr int kTileRows = 128;
 constexpr int kTileDepth = 64;
 
-int tile_columns(bool narrow) { return narrow ? 128 : 256; }
-int cluster_rows(bool narrow) { return narrow ? kTileRows : 2 * kTileRows; }
-int divide_up(int value, int by) { return (value + by - 1) / by; }
+int tile_columns(bool narrow) {
+    return narrow ? 128 : 256;
+}
+int cluster_rows(bool narrow) {
+    return narrow ? kTileRows : 2 * kTileRows;
+}
+int divide_up(int value, int by) {
+    return (value + by - 1) / by;
+}
 
-cudaStream_t as_stream(std::uint64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+cudaStream_t as_stream(std::uint64_t stream) {
+    return reinterpret_cast<cudaStream_t>(stream);
+}
 
 Region region_of(const World& world) {
     if (world.regions.size() > kMaxRanks) {
@@ -59,24 +67,26 @@ CUtensorMap map_of_b(const Product& product) {
                           kTileDepth, product.half);
     }
     constexpr int share = 128;  // columns that a block loads: Config::kShareN, of both
-    return tensor_map({product.b, static_cast<std::uint64_t>(product.k),
-                       static_cast<std::uint64_t>(product.n)},
-                      share, product.half);
+    return tensor_map(
+        {product.b, static_cast<std::uint64_t>(product.k), static_cast<std::uint64_t>(product.n)},
+        share, product.half);
 }
 
 CUtensorMap map_of_rows(std::uint64_t address, int rows, int width, bool half) {
-    return tensor_map({address, static_cast<std::uint64_t>(width),
-                       static_cast<std::uint64_t>(rows)},
-                      kTileRows, half);
+    return tensor_map(
+        {address, static_cast<std::uint64_t>(width), static_cast<std::uint64_t>(rows)}, kTileRows,
+        half);
 }
 
 CUtensorMap map_of_layers(std::uint64_t address, int layers, int rows, int width, bool half) {
-    return tensor_map({address, static_cast<std::uint64_t>(width),
-                       static_cast<std::uint64_t>(rows), static_cast<std::uint64_t>(layers)},
+    return tensor_map({address, static_cast<std::uint64_t>(width), static_cast<std::uint64_t>(rows),
+                       static_cast<std::uint64_t>(layers)},
                       kTileRows, half);
 }
 
-GemmVariant variant_of(const Product& product) { return {product.n_major, product.narrow}; }
+GemmVariant variant_of(const Product& product) {
+    return {product.n_major, product.narrow};
+}
 
 }  // namespace
 
@@ -138,8 +148,8 @@ void all_gather_gemm(const World& world, const Product& product, const Chunks& c
     args.k = product.k;
     args.chunk_rows = chunks.chunk_rows;
     args.chunks = wait ? chunks.count() : 0;
-    const auto launch = product.half ? &launch_all_gather_gemm<__half>
-                                     : &launch_all_gather_gemm<__nv_bfloat16>;
+    const auto launch =
+        product.half ? &launch_all_gather_gemm<__half> : &launch_all_gather_gemm<__nv_bfloat16>;
     check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
           "launching all_gather_gemm");
 }
@@ -152,9 +162,8 @@ void gemm_reduce(const World& world, const Product& product, const Owners& owner
     args.a = map_of_rows(product.a, owners.m, product.k, product.half);
     args.b = map_of_b(product);
     for (int rank = 0; rank < ranks && ranks > 1; ++rank) {
-        args.slots[rank] =
-            map_of_layers(reinterpret_cast<std::uint64_t>(args.region.data(rank)), ranks - 1,
-                          owners.rows, product.n, product.half);
+        args.slots[rank] = map_of_layers(reinterpret_cast<std::uint64_t>(args.region.data(rank)),
+                                         ranks - 1, owners.rows, product.n, product.half);
     }
     args.out_count = static_cast<int>(owners.outs.size());
     for (int out = 0; out < args.out_count; ++out) {

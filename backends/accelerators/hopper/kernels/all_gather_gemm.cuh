@@ -23,7 +23,7 @@ struct AllGatherGemmArgs {
     CUtensorMap own;       // a [rows, K]
     CUtensorMap gathered;  // [W * rows, K] in the region; the own rows are never read there
     CUtensorMap b;
-    CUtensorMap out;  // [W, rows, N]
+    CUtensorMap out;   // [W, rows, N]
     const void* bias;  // [N], of the element type; or null
     Region region;
     Patience patience;

@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                     const int outs = may_push ? args.out_count : 1;
                     storer.tile([&](const void* slice, int number) {
                         for (int out = 0; out < outs; ++out) {
-                            ptx::store_box(&args.outs[out], slice,
-                                           tile.column + number * kSliceN,
+                            ptx::store_box(&args.outs[out], slice, tile.column + number * kSliceN,
                                            args.out_row + tile.row, 0);
                         }
                     });
@@ -107,9 +106,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                                        tile.column + number * kSliceN, tile.row, slot);
                     });
                     ptx::fence_async_proxy();
-                    ptx::store_release(args.region.flags(tile.owner) + slot * tiles_of_owner +
-                                           tile.number,
-                                       epoch);
+                    ptx::store_release(
+                        args.region.flags(tile.owner) + slot * tiles_of_owner + tile.number, epoch);
                 }
             });
             break;
@@ -145,9 +143,9 @@ cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, 
                                                        : gemm_reduce<Narrow, Element, false>,
                                      args, tiles, blocks, stream);
     }
-    return launch_blocks<Wide>(variant.n_major_b ? gemm_reduce<Wide, Element, true>
-                                                 : gemm_reduce<Wide, Element, false>,
-                               args, tiles, blocks, stream);
+    return launch_blocks<Wide>(
+        variant.n_major_b ? gemm_reduce<Wide, Element, true> : gemm_reduce<Wide, Element, false>,
+        args, tiles, blocks, stream);
 }
 
 }  // namespace mkernel::hopper

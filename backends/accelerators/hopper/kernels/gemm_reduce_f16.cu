@@ -2,5 +2,5 @@
 
 namespace mkernel::hopper {
 template cudaError_t launch_gemm_reduce<__half>(const GemmReduceArgs&, GemmVariant, int,
-                                                       cudaStream_t);
+                                                cudaStream_t);
 }

@@ -25,35 +25,34 @@ struct Mbarrier {
     }
 
     __device__ void arrive() {
-        asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(
-                         shared_address(&word))
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&word))
                      : "memory");
     }
 
-    // Arrives at the same barrier of block `block` of the cluster.
+    // Arrives at the same barrier of block `block` of the cluster. Says that reads are done; it
+    // publishes no writes to another block (a release at cluster scope costs a fence of the GPU).
     __device__ void arrive_at(std::uint32_t block) {
         asm volatile(
             "{\n.reg .b32 remote;\n"
             "mapa.shared::cluster.u32 remote, %0, %1;\n"
-            "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(
-                shared_address(&word)),
+            "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(&word)),
             "r"(block)
             : "memory");
     }
 
     // Arrives, and makes the phase wait for `bytes` of bulk copies too.
     __device__ void expect(std::uint32_t bytes) {
-        asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(
-                         shared_address(&word)),
-                     "r"(bytes)
-                     : "memory");
+        asm volatile(
+            "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&word)),
+            "r"(bytes)
+            : "memory");
     }
 
     __device__ bool try_wait(std::uint32_t parity) const {
         std::uint32_t done;
         asm volatile(
             "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
             "selp.u32 %0, 1, 0, p;\n}\n"
             : "=r"(done)
             : "r"(shared_address(&word)), "r"(parity)

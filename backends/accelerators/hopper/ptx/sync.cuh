@@ -39,10 +39,14 @@ __device__ inline void add_release(std::uint64_t* at, std::uint64_t value) {
     asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
-__device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline void fence_system() {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
 
 // Orders generic accesses and bulk copies of this thread, in both directions, all state spaces.
-__device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ inline void fence_async_proxy() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
 
 // The same for shared memory only.
 __device__ inline void fence_async_shared() {
@@ -78,9 +82,8 @@ __device__ inline void fewer_registers() {
 // One thread of the (converged) warp.
 __device__ inline bool elect_one() {
     std::uint32_t elected;
-    asm volatile(
-        "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(elected));
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
+                 : "=r"(elected));
     return elected != 0;
 }
 

@@ -47,12 +47,15 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, Mbarrier* done
 
 __device__ inline void store_box(const CUtensorMap* map, const void* from, int x, int y, int z) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+            map),
         "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
         : "memory");
 }
 
-__device__ inline void close_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void close_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 
 // At most kOpen of this thread's groups have not yet read their shared memory.
 template <int kOpen>

@@ -18,7 +18,9 @@
 namespace mkernel::hopper::ptx {
 
 // Between the last access to accumulators by other instructions and the first wgmma.
-__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 __device__ inline void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -41,41 +43,43 @@ __device__ inline std::uint64_t descriptor(const void* at, std::uint32_t leading
 
 // `accumulate` false: D = A @ B. kNMajorB: see above.
 
-#define MKERNEL_ACC8(i) \
+#define MKERNEL_ACC8(i)                                                                         \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
 
-#define MKERNEL_WGMMA_128(type) \
-    asm volatile( \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
-        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, " \
-        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63" \
-        "}, %64, %65, p, 1, 1, 0, %67;\n}\n" \
-        : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24), \
-          MKERNEL_ACC8(32), MKERNEL_ACC8(40), MKERNEL_ACC8(48), MKERNEL_ACC8(56) \
+#define MKERNEL_WGMMA_128(type)                                                                   \
+    asm volatile(                                                                                 \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                              \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                              \
+        " {"                                                                                      \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "        \
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "        \
+        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "        \
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"                    \
+        "}, %64, %65, p, 1, 1, 0, %67;\n}\n"                                                      \
+        : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24), MKERNEL_ACC8(32), \
+          MKERNEL_ACC8(40), MKERNEL_ACC8(48), MKERNEL_ACC8(56)                                    \
         : "l"(a), "l"(b), "r"(static_cast<std::uint32_t>(accumulate)), "n"(kNMajorB ? 1 : 0))
 
-#define MKERNEL_WGMMA_256(type) \
-    asm volatile( \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
-        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, " \
-        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, " \
-        "%66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
-        "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, " \
-        "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
-        "%126, %127" \
-        "}, %128, %129, p, 1, 1, 0, %131;\n}\n" \
-        : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24), \
-          MKERNEL_ACC8(32), MKERNEL_ACC8(40), MKERNEL_ACC8(48), MKERNEL_ACC8(56), \
-          MKERNEL_ACC8(64), MKERNEL_ACC8(72), MKERNEL_ACC8(80), MKERNEL_ACC8(88), \
-          MKERNEL_ACC8(96), MKERNEL_ACC8(104), MKERNEL_ACC8(112), MKERNEL_ACC8(120) \
+#define MKERNEL_WGMMA_256(type)                                                                   \
+    asm volatile(                                                                                 \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                             \
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                              \
+        " {"                                                                                      \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "        \
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "        \
+        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "        \
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, "        \
+        "%66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "        \
+        "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "        \
+        "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "      \
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, "    \
+        "%126, %127"                                                                              \
+        "}, %128, %129, p, 1, 1, 0, %131;\n}\n"                                                   \
+        : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24), MKERNEL_ACC8(32), \
+          MKERNEL_ACC8(40), MKERNEL_ACC8(48), MKERNEL_ACC8(56), MKERNEL_ACC8(64),                 \
+          MKERNEL_ACC8(72), MKERNEL_ACC8(80), MKERNEL_ACC8(88), MKERNEL_ACC8(96),                 \
+          MKERNEL_ACC8(104), MKERNEL_ACC8(112), MKERNEL_ACC8(120)                                 \
         : "l"(a), "l"(b), "r"(static_cast<std::uint32_t>(accumulate)), "n"(kNMajorB ? 1 : 0))
 
 template <class Element, bool kNMajorB>

@@ -24,7 +24,7 @@ inline constexpr int kTileK = 64;        // 128 bytes: the width of the swizzle
 inline constexpr int kSliceN = 64;       // the same
 inline constexpr int kElementBytes = 2;  // bfloat16, float16
 inline constexpr int kWarpgroup = 128;
-inline constexpr int kMultipliers = 2;   // warpgroups
+inline constexpr int kMultipliers = 2;  // warpgroups
 inline constexpr int kBlockThreads = (1 + kMultipliers) * kWarpgroup;
 inline constexpr int kSliceSlots = 2;
 
@@ -48,10 +48,10 @@ template <class C>
 struct Shared {
     alignas(1024) unsigned char stages[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char slices[kSliceSlots][C::kSliceBytes];
-    ptx::Mbarrier full[C::kStages];        // a stage's bytes are there
-    ptx::Mbarrier empty[C::kStages];       // every multiplier of the cluster is done with a stage
-    ptx::Mbarrier written[kSliceSlots];    // a slice is there
-    ptx::Mbarrier drained[kSliceSlots];    // the stores have read a slice
+    ptx::Mbarrier full[C::kStages];      // a stage's bytes are there
+    ptx::Mbarrier empty[C::kStages];     // every multiplier of the cluster is done with a stage
+    ptx::Mbarrier written[kSliceSlots];  // a slice is there
+    ptx::Mbarrier drained[kSliceSlots];  // the stores have read a slice
 };
 static_assert(sizeof(Shared<Wide>) <= 227 * 1024 && sizeof(Shared<Narrow>) <= 227 * 1024);
 
