@@ -20,11 +20,11 @@ constexpr std::uint64_t kElementBytes = 2;
 constexpr int kTileRows = 128;
 constexpr int kTileDepth = 64;
 
-int tile_columns(bool narrow) {
-    return narrow ? 128 : 256;
+int tile_columns(Tiling tiling) {
+    return tiling == Tiling::narrow ? 128 : 256;
 }
-int cluster_rows(bool narrow) {
-    return narrow ? kTileRows : 2 * kTileRows;
+int cluster_rows(Tiling tiling) {
+    return tiling == Tiling::narrow ? kTileRows : 2 * kTileRows;
 }
 int divide_up(int value, int by) {
     return (value + by - 1) / by;
@@ -85,7 +85,7 @@ CUtensorMap map_of_layers(std::uint64_t address, int layers, int rows, int width
 }
 
 GemmVariant variant_of(const Product& product) {
-    return {product.n_major, product.narrow};
+    return {product.tiling, product.n_major};
 }
 
 }  // namespace
@@ -141,8 +141,8 @@ void all_gather_gemm(const World& world, const Product& product, const Chunks& c
     args.out = map_of_layers(product.out, ranks, chunks.rows, product.n, product.half);
     args.bias = reinterpret_cast<const void*>(product.bias);
     args.patience = patience_of(world);
-    args.raster = {divide_up(chunks.rows, cluster_rows(product.narrow)),
-                   divide_up(product.n, tile_columns(product.narrow)), product.band};
+    args.raster = {divide_up(chunks.rows, cluster_rows(product.tiling)),
+                   divide_up(product.n, tile_columns(product.tiling)), product.band};
     args.rows = chunks.rows;
     args.n = product.n;
     args.k = product.k;
@@ -172,8 +172,8 @@ void gemm_reduce(const World& world, const Product& product, const Owners& owner
     }
     args.bias = reinterpret_cast<const void*>(product.bias);
     args.patience = patience_of(world);
-    args.raster = {divide_up(owners.rows, cluster_rows(product.narrow) * owners.bands),
-                   divide_up(product.n, tile_columns(product.narrow)), product.band};
+    args.raster = {divide_up(owners.rows, cluster_rows(product.tiling) * owners.bands),
+                   divide_up(product.n, tile_columns(product.tiling)), product.band};
     args.bands = owners.bands;
     args.rows = owners.rows;
     args.n = product.n;

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
+
 namespace mkernel::hopper {
 
 // The world of one call: every rank's region mapped on this device, and how to wait.
@@ -23,9 +25,9 @@ struct Product {
     int n, k;
     bool half;     // float16, else bfloat16
     bool n_major;  // b is [k, n]
-    bool narrow;   // tiles of 128 x 128, else 128 x 256
-    int band;      // cluster rows that share B in L2
-    int blocks;    // 0: one an SM
+    Tiling tiling;
+    int band;    // cluster rows that share B in L2
+    int blocks;  // 0: one an SM
 };
 
 // How one rank's rows of A travel: `chunks` of `chunk_rows`, the last one perhaps shorter.

@@ -32,10 +32,11 @@ struct AllGatherGemmArgs {
     int chunk_rows, chunks;  // of one rank's rows; chunks 0: wait for nothing
 };
 
-// Which of the compiled kernels: b is [K, N] row-major; tiles of 128 x 128.
+// Which of the compiled kernels: see tile/block.cuh; b is [K, N] row-major.
+enum class Tiling : std::uint8_t { wide, deep, narrow };
 struct GemmVariant {
+    Tiling tiling;
     bool n_major_b;
-    bool narrow;
 };
 
 // Launches on `blocks` blocks (0: one an SM). Element: __nv_bfloat16 or __half.

@@ -94,14 +94,20 @@ template <class Element>
 cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant variant, int blocks,
                                    cudaStream_t stream) {
     const int tiles = args.raster.tiles() * args.region.world;
-    if (variant.narrow) {
-        return launch_blocks<Narrow>(variant.n_major_b ? all_gather_gemm<Narrow, Element, true>
-                                                       : all_gather_gemm<Narrow, Element, false>,
-                                     args, tiles, blocks, stream);
+    const auto start = [&]<class C>() {
+        return launch_blocks<C>(variant.n_major_b ? all_gather_gemm<C, Element, true>
+                                                  : all_gather_gemm<C, Element, false>,
+                                args, tiles, blocks, stream);
+    };
+    switch (variant.tiling) {
+        case Tiling::wide:
+            return start.template operator()<Wide>();
+        case Tiling::deep:
+            return start.template operator()<Deep>();
+        case Tiling::narrow:
+            return start.template operator()<Narrow>();
     }
-    return launch_blocks<Wide>(variant.n_major_b ? all_gather_gemm<Wide, Element, true>
-                                                 : all_gather_gemm<Wide, Element, false>,
-                               args, tiles, blocks, stream);
+    return cudaErrorInvalidValue;
 }
 
 }  // namespace mkernel::hopper

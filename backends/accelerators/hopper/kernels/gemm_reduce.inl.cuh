@@ -138,14 +138,20 @@ template <class Element>
 cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, int blocks,
                                cudaStream_t stream) {
     const int tiles = args.raster.tiles() * args.bands * args.region.world;
-    if (variant.narrow) {
-        return launch_blocks<Narrow>(variant.n_major_b ? gemm_reduce<Narrow, Element, true>
-                                                       : gemm_reduce<Narrow, Element, false>,
-                                     args, tiles, blocks, stream);
+    const auto start = [&]<class C>() {
+        return launch_blocks<C>(
+            variant.n_major_b ? gemm_reduce<C, Element, true> : gemm_reduce<C, Element, false>,
+            args, tiles, blocks, stream);
+    };
+    switch (variant.tiling) {
+        case Tiling::wide:
+            return start.template operator()<Wide>();
+        case Tiling::deep:
+            return start.template operator()<Deep>();
+        case Tiling::narrow:
+            return start.template operator()<Narrow>();
     }
-    return launch_blocks<Wide>(
-        variant.n_major_b ? gemm_reduce<Wide, Element, true> : gemm_reduce<Wide, Element, false>,
-        args, tiles, blocks, stream);
+    return cudaErrorInvalidValue;
 }
 
 }  // namespace mkernel::hopper

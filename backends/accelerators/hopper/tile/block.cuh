@@ -26,34 +26,39 @@ inline constexpr int kElementBytes = 2;  // bfloat16, float16
 inline constexpr int kWarpgroup = 128;
 inline constexpr int kMultipliers = 2;  // warpgroups
 inline constexpr int kBlockThreads = (1 + kMultipliers) * kWarpgroup;
-inline constexpr int kSliceSlots = 2;
+inline constexpr int kSharedBytes = 227 * 1024;
 
-template <int kTileN_, int kCluster_>
+template <int kTileN_, int kCluster_, int kSliceSlots_>
 struct Config {
     static constexpr int kTileN = kTileN_;
     static constexpr int kCluster = kCluster_;
+    static constexpr int kSliceSlots = kSliceSlots_;
     static constexpr int kABytes = kTileM * kTileK * kElementBytes;
     static constexpr int kBBytes = kTileN * kTileK * kElementBytes;
     static constexpr int kStageBytes = kABytes + kBBytes;
-    static constexpr int kStages = 196608 / kStageBytes;
+    static constexpr int kSliceBytes = kTileM * kSliceN * kElementBytes;
+    static constexpr int kStages = (kSharedBytes - kSliceSlots * kSliceBytes) / kStageBytes;
     static constexpr int kShareN = kTileN / kCluster;  // columns of B that one block loads
     static constexpr int kSlices = kTileN / kSliceN;
-    static constexpr int kSliceBytes = kTileM * kSliceN * kElementBytes;
     static constexpr int kAccumulators = kTileN / 2;  // floats a thread
 };
-using Wide = Config<256, 2>;
-using Narrow = Config<128, 1>;
+// Shared memory goes to stages, which hide the latency of loads, or to slices, which let a finished
+// tile leave while the next is multiplied.
+using Wide = Config<256, 2, 4>;    // 3 stages: many tiles a block
+using Deep = Config<256, 2, 2>;    // 4 stages: few tiles a block, each long
+using Narrow = Config<128, 1, 4>;  // 5 stages: few tiles in all
 
 template <class C>
 struct Shared {
     alignas(1024) unsigned char stages[C::kStages][C::kStageBytes];
-    alignas(1024) unsigned char slices[kSliceSlots][C::kSliceBytes];
-    ptx::Mbarrier full[C::kStages];      // a stage's bytes are there
-    ptx::Mbarrier empty[C::kStages];     // every multiplier of the cluster is done with a stage
-    ptx::Mbarrier written[kSliceSlots];  // a slice is there
-    ptx::Mbarrier drained[kSliceSlots];  // the stores have read a slice
+    alignas(1024) unsigned char slices[C::kSliceSlots][C::kSliceBytes];
+    ptx::Mbarrier full[C::kStages];         // a stage's bytes are there
+    ptx::Mbarrier empty[C::kStages];        // every multiplier of the cluster is done with a stage
+    ptx::Mbarrier written[C::kSliceSlots];  // a slice is there
+    ptx::Mbarrier drained[C::kSliceSlots];  // the stores have read a slice
 };
-static_assert(sizeof(Shared<Wide>) <= 227 * 1024 && sizeof(Shared<Narrow>) <= 227 * 1024);
+static_assert(sizeof(Shared<Wide>) <= kSharedBytes && sizeof(Shared<Deep>) <= kSharedBytes &&
+              sizeof(Shared<Narrow>) <= kSharedBytes);
 
 // A place in a ring of kSlots; `parity` is that of the phase to wait for.
 template <int kSlots>
@@ -83,7 +88,7 @@ __device__ inline void open_block(Shared<C>& shared) {
             shared.full[stage].init(1);
             shared.empty[stage].init(C::kCluster * kMultipliers * kWarpgroup / 32);
         }
-        for (int slot = 0; slot < kSliceSlots; ++slot) {
+        for (int slot = 0; slot < C::kSliceSlots; ++slot) {
             shared.written[slot].init(kMultipliers * kWarpgroup);
             shared.drained[slot].init(1);
         }

@@ -135,7 +135,7 @@ class Multiplier {
 
     Shared<C>& shared_;
     Cursor<C::kStages> stage_;
-    Cursor<kSliceSlots> slice_;
+    Cursor<C::kSliceSlots> slice_;
     int group_;
     int lane_;
     int row_;

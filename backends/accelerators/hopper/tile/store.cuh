@@ -32,7 +32,7 @@ class Storer {
 
   private:
     Shared<C>& shared_;
-    Cursor<kSliceSlots> cursor_;
+    Cursor<C::kSliceSlots> cursor_;
     int before_ = 0;
 };
 
