@@ -13,4 +13,5 @@ PYBIND11_MODULE(_hopper, module) {
     py::register_exception<mkernel::hopper::CudaError>(module, "CudaError", PyExc_RuntimeError);
     mkernel::hopper::bind_memory(module);
     mkernel::hopper::bind_transfer(module);
+    mkernel::hopper::bind_collectives(module);
 }

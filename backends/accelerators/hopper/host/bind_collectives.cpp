@@ -1,0 +1,121 @@
+// The collectives of the library path, for Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/host/stream_device.hpp"
+#include "backends/accelerators/hopper/kernels/collectives.hpp"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mkernel::hopper {
+namespace {
+
+using collectives::Collective;
+using collectives::Outs;
+
+Collective collective(const std::vector<std::uint64_t>& bases, int rank, std::uint64_t control,
+                      std::uint64_t timeout_ns, std::uint32_t number, std::uint64_t staging,
+                      std::uint64_t staging_bytes, std::uint32_t blocks) {
+    if (bases.empty() || bases.size() > kMaxRanks) {
+        throw py::value_error("a world of " + std::to_string(bases.size()) + "; expected 1 to " +
+                              std::to_string(kMaxRanks));
+    }
+    Collective made{};
+    for (std::size_t i = 0; i < bases.size(); ++i) {
+        made.region.base[i] = reinterpret_cast<char*>(bases[i]);
+    }
+    made.region.rank = rank;
+    made.region.world = static_cast<std::int32_t>(bases.size());
+    made.patience = {reinterpret_cast<HostControl*>(control), timeout_ns, number};
+    made.staging = staging;
+    made.staging_bytes = staging_bytes;
+    made.blocks = blocks;
+    return made;
+}
+
+// One address: the rank's own; as many as ranks: symmetric.
+Outs outs(const Collective& call, const std::vector<std::uint64_t>& addresses) {
+    const auto world = static_cast<std::size_t>(call.region.world);
+    if (addresses.size() != 1 && addresses.size() != world) {
+        throw py::value_error("out has " + std::to_string(addresses.size()) +
+                              " addresses; expected 1 or " + std::to_string(world));
+    }
+    if (call.region.rank < 0 || call.region.rank >= call.region.world) {
+        throw py::value_error("rank " + std::to_string(call.region.rank) + " of a world of " +
+                              std::to_string(world));
+    }
+    Outs made;
+    made.symmetric = world > 1 && addresses.size() == world;
+    if (!made.symmetric) {
+        made.at[call.region.rank] = reinterpret_cast<void*>(addresses[0]);
+        return made;
+    }
+    for (std::size_t i = 0; i < world; ++i) made.at[i] = reinterpret_cast<void*>(addresses[i]);
+    return made;
+}
+
+cudaStream_t stream_at(std::uint64_t stream) {
+    return reinterpret_cast<cudaStream_t>(stream);
+}
+const void* source(std::uint64_t address) {
+    return reinterpret_cast<const void*>(address);
+}
+
+}  // namespace
+
+void bind_collectives(py::module_& module) {
+    using collectives::Element;
+    using collectives::Way;
+    py::enum_<Element>(module, "Element")
+        .value("bfloat16", Element::bfloat16)
+        .value("float16", Element::float16);
+    py::enum_<Way>(module, "Way").value("one_shot", Way::one_shot).value("two_shot", Way::two_shot);
+    py::class_<Collective>(module, "Collective")
+        .def(py::init(&collective), "bases"_a, "rank"_a, "control"_a, "timeout_ns"_a, "number"_a,
+             "staging"_a, "staging_bytes"_a, "blocks"_a = 0);
+
+    module.def("all_gather_staging", &collectives::all_gather_staging, "world"_a, "shard_bytes"_a,
+               "symmetric"_a);
+    module.def("reduce_scatter_staging", &collectives::reduce_scatter_staging, "world"_a,
+               "part_elements"_a);
+    module.def("all_reduce_staging", &collectives::all_reduce_staging, "world"_a, "elements"_a,
+               "way"_a, "symmetric"_a);
+
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    module.def(
+        "all_gather",
+        [](const Collective& call, std::uint64_t src, std::uint64_t shard_bytes,
+           const std::vector<std::uint64_t>& out, std::uint64_t stream) {
+            const DeviceScope scope(device_of(stream_at(stream)));
+            collectives::all_gather(call, source(src), shard_bytes, outs(call, out),
+                                    stream_at(stream));
+        },
+        "call"_a, "src"_a, "shard_bytes"_a, "out"_a, "stream"_a, released);
+    module.def(
+        "reduce_scatter",
+        [](const Collective& call, Element element, std::uint64_t src, std::uint64_t part_elements,
+           std::uint64_t out, std::uint64_t stream) {
+            const DeviceScope scope(device_of(stream_at(stream)));
+            collectives::reduce_scatter(call, element, source(src), part_elements,
+                                        reinterpret_cast<void*>(out), stream_at(stream));
+        },
+        "call"_a, "element"_a, "src"_a, "part_elements"_a, "out"_a, "stream"_a, released);
+    module.def(
+        "all_reduce",
+        [](const Collective& call, Element element, std::uint64_t src, std::uint64_t elements,
+           const std::vector<std::uint64_t>& out, Way way, std::uint64_t stream) {
+            const DeviceScope scope(device_of(stream_at(stream)));
+            collectives::all_reduce(call, element, source(src), elements, outs(call, out), way,
+                                    stream_at(stream));
+        },
+        "call"_a, "element"_a, "src"_a, "elements"_a, "out"_a, "way"_a, "stream"_a, released);
+}
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,342 @@
+// The kernels of collectives.hpp and their launches.
+#include "backends/accelerators/hopper/kernels/collectives.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/accelerators/hopper/kernels/exchange.cuh"
+#include "backends/accelerators/hopper/kernels/ordered_sum.cuh"
+
+namespace mkernel::hopper::collectives {
+namespace {
+
+struct Args {
+    Region region;
+    Patience patience;
+    const char* src;
+    char* outs[kMaxRanks];
+    std::uint64_t staging;  // offset in the data area
+    std::uint64_t slot;     // bytes of one slot
+    std::uint64_t total;    // bytes of all parts together
+    std::uint64_t part;     // bytes of each part but perhaps the last ones
+    Chunking cut;
+    bool symmetric;
+
+    // Of the source `writer` at rank `of`.
+    __device__ char* slot_at(int of, int writer) const {
+        return region.data(of) + staging + writer * slot;
+    }
+    // The second exchange's.
+    __device__ char* result_slot_at(int of, int writer) const {
+        return slot_at(of, region.world + writer);
+    }
+    // Where this rank's part of the outs goes for rank `to`, in the first and the second exchange.
+    __device__ char* sent_to(int to) const {
+        return in_out(to) ? outs[to] + region.rank * part : slot_at(to, region.rank);
+    }
+    __device__ char* result_sent_to(int to) const {
+        return in_out(to) ? outs[to] + region.rank * part : result_slot_at(to, region.rank);
+    }
+    __device__ bool in_out(int to) const { return symmetric || to == region.rank; }
+    __device__ int peer(int step) const { return (region.rank + step) % region.world; }
+    __device__ std::uint64_t bytes_of(int part_of) const {
+        const std::uint64_t at = min(part_of * part, total);
+        return min(part, total - at);
+    }
+    __device__ std::uint32_t flags_of(std::uint32_t chunk) const { return chunk * region.world; }
+};
+
+__global__ __launch_bounds__(kThreads,
+                             2) void all_gather_kernel(const __grid_constant__ Args args) {
+    __shared__ Lanes lanes;
+    Exchange exchange(args.region, args.patience);
+    const int rank = args.region.rank;
+    const int world = args.region.world;
+    const auto send = [&](std::uint32_t index) {
+        const Chunk chunk = chunk_of(args.cut, index, args.part);
+        const bool aligned = set_lanes(lanes, world, [&](int i) {
+            const int to = args.peer(i + 1);  // itself last: the peers wait
+            lanes.src[i] = args.src + chunk.at;
+            lanes.dst[i] = args.sent_to(to) + chunk.at;
+            lanes.bytes[i] = chunk.bytes;
+        });
+        copy_to_each(lanes, world, aligned);
+        exchange.raise(args.flags_of(index));
+        return true;
+    };
+    const auto take = [&](std::uint32_t index) {
+        if (!exchange.await(args.flags_of(index), index)) return false;
+        if (args.symmetric) return true;
+        const Chunk chunk = chunk_of(args.cut, index, args.part);
+        const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
+            const int from = args.peer(i + 1);
+            lanes.src[i] = args.slot_at(rank, from) + chunk.at;
+            lanes.dst[i] = args.outs[rank] + from * args.part + chunk.at;
+            lanes.bytes[i] = chunk.bytes;
+        });
+        copy_each(lanes, world - 1, chunk.bytes, aligned);
+        return true;
+    };
+    if (!args.symmetric || exchange.meet()) for_each_chunk(args.cut.chunks, send, take);
+    exchange.finish();
+}
+
+// Every rank's whole source to every rank, summed everywhere.
+template <class T>
+__global__ __launch_bounds__(kThreads,
+                             2) void all_reduce_one_shot_kernel(const __grid_constant__ Args args) {
+    __shared__ Lanes lanes;
+    Exchange exchange(args.region, args.patience);
+    const int rank = args.region.rank;
+    const int world = args.region.world;
+    const auto send = [&](std::uint32_t index) {
+        const Chunk chunk = chunk_of(args.cut, index, args.total);
+        const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
+            lanes.src[i] = args.src + chunk.at;
+            lanes.dst[i] = args.slot_at(args.peer(i + 1), rank) + chunk.at;
+            lanes.bytes[i] = chunk.bytes;
+        });
+        copy_to_each(lanes, world - 1, aligned);
+        exchange.raise(args.flags_of(index));
+        return true;
+    };
+    const auto sum = [&](std::uint32_t index) {
+        if (!exchange.await(args.flags_of(index), index)) return false;
+        const Chunk chunk = chunk_of(args.cut, index, args.total);
+        std::uint64_t at = chunk.at;
+        const std::uint64_t end = chunk.at + chunk.bytes;
+        while (at < end) {  // one owner's elements at a time
+            const auto owner = static_cast<int>(at / args.part);
+            const std::uint64_t upto = min(end, (owner + 1) * args.part);
+            const bool aligned = set_lanes(lanes, world, [&](int i) {
+                const int from = (owner + i) % world;
+                lanes.src[i] = (from == rank ? args.src : args.slot_at(rank, from)) + at;
+                lanes.dst[i] = args.outs[rank] + at;
+            });
+            sum_to_each<T>(lanes, world, static_cast<std::uint32_t>(upto - at), 1, aligned);
+            at = upto;
+        }
+        return true;
+    };
+    for_each_chunk(args.cut.chunks, send, sum);
+    exchange.finish();
+}
+
+// Part p of every source to rank p, summed there. kGather: and the sums to every rank.
+template <class T, bool kGather>
+__global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_constant__ Args args) {
+    __shared__ Lanes lanes;
+    Exchange exchange(args.region, args.patience);
+    const int rank = args.region.rank;
+    const int world = args.region.world;
+    const auto send = [&](std::uint32_t index) {
+        const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
+            const int to = args.peer(i + 1);
+            const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(to));
+            lanes.src[i] = args.src + to * args.part + chunk.at;
+            lanes.dst[i] = args.slot_at(to, rank) + chunk.at;
+            lanes.bytes[i] = chunk.bytes;
+        });
+        copy_each(lanes, world - 1, args.cut.chunk, aligned);
+        exchange.raise(args.flags_of(index));
+        return true;
+    };
+    const auto sum = [&](std::uint32_t index) {
+        if (!exchange.await(args.flags_of(index), index)) return false;
+        const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(rank));
+        const bool aligned = set_lanes(lanes, world, [&](int i) {
+            const char* own = args.src + rank * args.part;
+            lanes.src[i] = (i == 0 ? own : args.slot_at(rank, (rank + i) % world)) + chunk.at;
+            // Whoever sent its part is in this call: its symmetric out may be written.
+            lanes.dst[i] =
+                (kGather ? args.result_sent_to(args.peer(i + 1)) : args.outs[rank]) + chunk.at;
+        });
+        sum_to_each<T>(lanes, world, chunk.bytes, kGather ? world : 1, aligned);
+        if constexpr (kGather) exchange.raise(args.flags_of(args.cut.chunks + index));
+        return true;
+    };
+    const auto take = [&](std::uint32_t index) {
+        if (!exchange.await(args.flags_of(args.cut.chunks + index), index)) return false;
+        if (args.symmetric) return true;
+        const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
+            const int from = args.peer(i + 1);
+            const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(from));
+            lanes.src[i] = args.result_slot_at(rank, from) + chunk.at;
+            lanes.dst[i] = args.outs[rank] + from * args.part + chunk.at;
+            lanes.bytes[i] = chunk.bytes;
+        });
+        copy_each(lanes, world - 1, args.cut.chunk, aligned);
+        return true;
+    };
+    if constexpr (kGather) {
+        for_each_chunk(args.cut.chunks, send, sum, take);
+    } else {
+        for_each_chunk(args.cut.chunks, send, sum);
+    }
+    exchange.finish();
+}
+
+constexpr std::uint64_t kElementBytes = 2;
+
+std::uint64_t round_up(std::uint64_t value, std::uint64_t to) {
+    return (value + to - 1) / to * to;
+}
+
+std::uint64_t slot_bytes(std::uint64_t bytes) {
+    return round_up(bytes, 128);
+}
+
+// Elements that each rank but perhaps the last ones owns; whole 16 bytes.
+std::uint64_t owned_elements(int world, std::uint64_t elements) {
+    return round_up((elements + world - 1) / world, 16 / kElementBytes);
+}
+
+// Small parts are spread over many blocks, large ones cut so that sending and consuming overlap;
+// larger chunks where the flags would not do. `exchanges`: with flags of their own.
+Chunking cut(std::uint64_t bytes, int world, std::uint32_t exchanges) {
+    constexpr std::uint64_t kSmallest = 4u << 10;
+    constexpr std::uint64_t kLargest = 64u << 10;
+    constexpr std::uint64_t kSpread = 128;
+    const std::uint64_t most = kFlags / (static_cast<std::uint64_t>(world) * exchanges);
+    const std::uint64_t chunk =
+        round_up(std::max(std::clamp(bytes / kSpread, kSmallest, kLargest), bytes / most + 1), 512);
+    if (chunk > (1u << 28)) {
+        throw std::invalid_argument(std::to_string(bytes) + " bytes a part are too many");
+    }
+    return {static_cast<std::uint32_t>(chunk),
+            static_cast<std::uint32_t>((bytes + chunk - 1) / chunk)};
+}
+
+void check_call(const Collective& call, const void* src, const Outs& out,
+                std::uint64_t staging_needed, std::uint64_t alignment) {
+    const int world = call.region.world;
+    if (world < 1 || world > kMaxRanks || call.region.rank < 0 || call.region.rank >= world) {
+        throw std::invalid_argument("rank " + std::to_string(call.region.rank) + " of a world of " +
+                                    std::to_string(world) + "; expected a world of 1 to " +
+                                    std::to_string(kMaxRanks));
+    }
+    if (call.staging % 16 != 0) {
+        throw std::invalid_argument("staging = " + std::to_string(call.staging) +
+                                    "; expected a multiple of 16");
+    }
+    if (world > 1 && staging_needed > call.staging_bytes) {
+        throw std::invalid_argument("staging_bytes = " + std::to_string(call.staging_bytes) +
+                                    "; this call needs " + std::to_string(staging_needed));
+    }
+    const auto check_address = [&](const void* at, const char* name) {
+        if (reinterpret_cast<std::uintptr_t>(at) % alignment != 0) {
+            throw std::invalid_argument(std::string(name) + " is not aligned to its elements of " +
+                                        std::to_string(alignment) + " bytes");
+        }
+    };
+    check_address(src, "src");
+    for (int rank = 0; rank < world; ++rank) {
+        if (rank == call.region.rank || out.symmetric) check_address(out.at[rank], "out");
+    }
+}
+
+Args make_args(const Collective& call, const void* src, const Outs& out, std::uint64_t total,
+               std::uint64_t part, std::uint64_t slot, Chunking cut) {
+    Args args{};
+    args.region = call.region;
+    args.patience = call.patience;
+    args.src = static_cast<const char*>(src);
+    for (int rank = 0; rank < kMaxRanks; ++rank) args.outs[rank] = static_cast<char*>(out.at[rank]);
+    args.staging = call.staging;
+    args.slot = slot_bytes(slot);
+    args.total = total;
+    args.part = part;
+    args.cut = cut;
+    args.symmetric = out.symmetric;
+    return args;
+}
+
+void launch(void (*kernel)(Args), const Args& args, std::uint32_t blocks, cudaStream_t stream) {
+    if (blocks == 0) {
+        int device = 0;
+        int processors = 0;
+        check(cudaGetDevice(&device), "cudaGetDevice");
+        check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+              "cudaDeviceGetAttribute");
+        blocks = 2 * static_cast<std::uint32_t>(processors);
+    }
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(std::min(blocks, args.cut.chunks));
+    config.blockDim = dim3(kThreads);
+    config.stream = stream;
+    check(cudaLaunchKernelEx(&config, kernel, args), "launch of a collective");
+}
+
+// What a world of one does, and an empty call.
+bool is_trivial(const Collective& call, const void* src, const Outs& out, std::uint64_t bytes,
+                cudaStream_t stream) {
+    if (bytes == 0) return true;
+    if (call.region.world > 1) return false;
+    check(cudaMemcpyAsync(out.at[0], src, bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+    return true;
+}
+
+}  // namespace
+
+std::uint64_t all_gather_staging(int world, std::uint64_t shard_bytes, bool symmetric) {
+    return symmetric ? 0 : world * slot_bytes(shard_bytes);
+}
+
+std::uint64_t reduce_scatter_staging(int world, std::uint64_t part_elements) {
+    return world * slot_bytes(part_elements * kElementBytes);
+}
+
+std::uint64_t all_reduce_staging(int world, std::uint64_t elements, Way way, bool symmetric) {
+    if (way == Way::one_shot) return world * slot_bytes(elements * kElementBytes);
+    return (symmetric ? 1 : 2) * world *
+           slot_bytes(owned_elements(world, elements) * kElementBytes);
+}
+
+void all_gather(const Collective& call, const void* src, std::uint64_t shard_bytes, const Outs& out,
+                cudaStream_t stream) {
+    const int world = call.region.world;
+    check_call(call, src, out, all_gather_staging(world, shard_bytes, out.symmetric), 1);
+    if (is_trivial(call, src, out, shard_bytes, stream)) return;
+    const Args args = make_args(call, src, out, world * shard_bytes, shard_bytes, shard_bytes,
+                                cut(shard_bytes, world, 1));
+    launch(all_gather_kernel, args, call.blocks, stream);
+}
+
+void reduce_scatter(const Collective& call, Element element, const void* src,
+                    std::uint64_t part_elements, void* out, cudaStream_t stream) {
+    const int world = call.region.world;
+    Outs outs;
+    if (call.region.rank >= 0 && call.region.rank < kMaxRanks) outs.at[call.region.rank] = out;
+    check_call(call, src, outs, reduce_scatter_staging(world, part_elements), kElementBytes);
+    const std::uint64_t part = part_elements * kElementBytes;
+    if (is_trivial(call, src, outs, part, stream)) return;
+    const Args args = make_args(call, src, outs, world * part, part, part, cut(part, world, 1));
+    launch(element == Element::bfloat16 ? reduce_kernel<__nv_bfloat16, false>
+                                        : reduce_kernel<__half, false>,
+           args, call.blocks, stream);
+}
+
+void all_reduce(const Collective& call, Element element, const void* src, std::uint64_t elements,
+                const Outs& out, Way way, cudaStream_t stream) {
+    const int world = call.region.world;
+    check_call(call, src, out, all_reduce_staging(world, elements, way, out.symmetric),
+               kElementBytes);
+    const std::uint64_t total = elements * kElementBytes;
+    if (is_trivial(call, src, out, total, stream)) return;
+    const std::uint64_t part = owned_elements(world, elements) * kElementBytes;
+    const bool bfloat16 = element == Element::bfloat16;
+    if (way == Way::one_shot) {
+        const Args args = make_args(call, src, out, total, part, total, cut(total, world, 1));
+        launch(bfloat16 ? all_reduce_one_shot_kernel<__nv_bfloat16>
+                        : all_reduce_one_shot_kernel<__half>,
+               args, call.blocks, stream);
+        return;
+    }
+    const Args args = make_args(call, src, out, total, part, part, cut(part, world, 2));
+    launch(bfloat16 ? reduce_kernel<__nv_bfloat16, true> : reduce_kernel<__half, true>, args,
+           call.blocks, stream);
+}
+
+}  // namespace mkernel::hopper::collectives

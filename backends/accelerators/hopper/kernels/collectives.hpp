@@ -1,0 +1,77 @@
+// Collectives without a fused product: what runs beside a library's matrix product where fusing does
+// not pay, mostly for small sizes. No NCCL, no multicast, no host on the way.
+//
+// Everything is a push. A rank stores its bytes straight into a slot of each peer's region, chunk by
+// chunk, raises the chunk's flag there, and consumes its own slots as their flags come:
+//   all_gather      src ──▶ slot [rank] of every peer ──▶ its out. Or straight into every rank's out,
+//                   where that is symmetric memory: one pass less, one hand-shake more
+//   reduce_scatter  part p of src ──▶ slot [rank] of rank p ──▶ summed there into its out
+//   all_reduce      small: src ──▶ slot [rank] of every peer ──▶ every rank sums all of it
+//                   large: reduce_scatter, and every summed chunk ──▶ every peer's out, or a second
+//                   set of slots and then its out
+//
+// Sums are float32, rounded once, in a fixed order: the owner's own elements, then those of ranks
+// owner + 1, owner + 2, ... modulo the world. Every element has one owner, whichever way is taken,
+// so results do not depend on timing, grid or size class, and are the same bits on all ranks.
+//
+// Reuse. Slots and flags are free for the next call because a call ends on a rank only when all
+// peers have ended it (device/call.cuh); `src` and `out` are private, but for symmetric outs, which
+// are written only after their owner said that it is in this call.
+//
+// Flags are set to the epoch, one writer each: chunk * world + rank, and for an all_reduce's second
+// exchange the same after all of the first.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "backends/accelerators/hopper/device/host_control.hpp"
+#include "backends/accelerators/hopper/device/region.cuh"
+
+namespace mkernel::hopper::collectives {
+
+enum class Element : std::uint32_t { bfloat16, float16 };
+
+// One call on one rank. Calls of a region run one after another on each rank, the same calls with
+// the same sizes, `staging` and ways on all ranks.
+struct Collective {
+    Region region;
+    Patience patience;
+    std::uint64_t staging = 0;        // where its slots lie in the data area; a multiple of 16
+    std::uint64_t staging_bytes = 0;  // how many bytes they may take
+    std::uint32_t blocks = 0;         // at most; 0: two a multiprocessor. May differ between ranks
+};
+
+// `at[rank]` is this rank's own. `symmetric`: at[p] is rank p's, mapped here; else only at[rank] is
+// set.
+struct Outs {
+    void* at[kMaxRanks] = {};
+    bool symmetric = false;
+};
+
+enum class Way : std::uint32_t { one_shot, two_shot };
+
+// Bytes of staging that a call needs, the same on all ranks.
+std::uint64_t all_gather_staging(int world, std::uint64_t shard_bytes, bool symmetric);
+std::uint64_t reduce_scatter_staging(int world, std::uint64_t part_elements);
+std::uint64_t all_reduce_staging(int world, std::uint64_t elements, Way way, bool symmetric);
+
+// out [world * shard_bytes] of every rank = the ranks' src [shard_bytes] in order.
+void all_gather(const Collective& call, const void* src, std::uint64_t shard_bytes, const Outs& out,
+                cudaStream_t stream);
+
+// out [part_elements] of rank r = the sum over ranks of part r of their src [world * part_elements].
+void reduce_scatter(const Collective& call, Element element, const void* src,
+                    std::uint64_t part_elements, void* out, cudaStream_t stream);
+
+// out [elements] of every rank = the sum over ranks of their src [elements]. Symmetric outs serve
+// the two-shot way only.
+void all_reduce(const Collective& call, Element element, const void* src, std::uint64_t elements,
+                const Outs& out, Way way, cudaStream_t stream);
+
+// All of them: stream-ordered on the current device's `stream`, may be captured. Any size; addresses
+// aligned to the element (16 bytes and whole 16 bytes a part are fast). `src` and `out` must not
+// overlap. std::invalid_argument; CudaError.
+
+}  // namespace mkernel::hopper::collectives
