@@ -127,7 +127,7 @@ def launch(
         ) from error
 
     size = nodes * ranks_per_node
-    store, port = _host_store(size, settings.timeout_s)
+    store, port = host_store(size, settings.timeout_s)
     ranks: list[_Rank] = []
     try:
         context = multiprocessing.get_context("forkserver")
@@ -262,7 +262,7 @@ def _clean_up(ranks: list[_Rank]) -> None:
         rank.process.close()
 
 
-def _host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:
+def host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:
     """A store that only this machine can reach."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     with listener:

@@ -11,7 +11,7 @@ import sys
 import typer
 from rich.console import Console
 
-from mkernel.cli import conformance, doctor, plan, probe, run
+from mkernel.cli import bench, conformance, doctor, plan, probe, run
 from mkernel.errors import MkernelError, WorldError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run")(run.command)
+app.command("bench")(bench.command)
 app.command("plan")(plan.command)
 app.command("probe")(probe.command)
 app.command("doctor")(doctor.command)

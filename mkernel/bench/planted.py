@@ -1,0 +1,90 @@
+"""Contenders that are wrong on purpose: the benchmark must catch each of them, not time it.
+
+Named ``mkernel.bench.planted:Class`` where a peer's name is asked for. Faults of a backend, which
+then are mkernel's own, are in ``mkernel.conformance.faults``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from mkernel.bench.contenders import Contender, GlooMatmul, NcclCublas
+from mkernel.bench.problem import Problem, Tensors
+
+LATE_S = 0.05
+
+
+class _Broken(Contender):
+    """The plain library path with one promise broken."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        path = NcclCublas if problem.device.type == "cuda" else GlooMatmul
+        self._honest = path(problem)
+
+
+class FinishesLate(_Broken):
+    """Goes on elsewhere (another stream, another thread) after the call has returned."""
+
+    name = "finishes_late"
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        result = self._honest.call(inputs, torch.empty_like(out))
+        if out.is_cuda:
+            cuda: Any = torch.cuda
+            side = cuda.Stream(out.device)
+            side.wait_stream(cuda.current_stream())
+            with cuda.stream(side):
+                cuda._sleep(int(LATE_S * 2e9))
+                out.copy_(result)
+                result.record_stream(side)
+        else:
+            threading.Thread(target=_later, args=(out, result), daemon=True).start()
+        return out
+
+
+class ReturnsPrevious(_Broken):
+    """From the second call on, the result is the previous call's: it does not wait for this one's."""
+
+    name = "returns_previous"
+    _last: torch.Tensor | None = None
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        result = self._honest.call(inputs, out).clone()
+        if self._last is not None:
+            out.copy_(self._last)
+        self._last = result
+        return out
+
+
+class SkipsHalf(_Broken):
+    """Writes half of its rows."""
+
+    name = "skips_half"
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        rows = len(out) // 2
+        out[:rows] = self._honest.call(inputs, torch.empty_like(out))[:rows]
+        return out
+
+
+class Hangs(_Broken):
+    """Rank 0 never returns from the fourth call."""
+
+    name = "hangs"
+    _calls = 0
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        while self._calls == 4 and self.problem.rank == 0:
+            time.sleep(1)
+        return self._honest.call(inputs, out)
+
+
+def _later(out: torch.Tensor, result: torch.Tensor) -> None:
+    time.sleep(LATE_S)
+    out.copy_(result)

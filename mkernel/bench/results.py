@@ -1,0 +1,136 @@
+"""A benchmark's outcome as data: the JSON file, from which tables, plots and pages are made.
+
+``Figures`` hold what was derived; ``seconds`` are the measurements behind them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from mkernel.bench.problem import Kind
+from mkernel.bench.spec import BenchSpec, Shape
+from mkernel.errors import InputFileError
+from mkernel.topology.model import Model
+
+FORMAT: Literal["mkernel-bench-1"] = "mkernel-bench-1"
+
+
+class Figures(Model):
+    """Derived from a contender's times and those of the parts alone. Times in microseconds: the
+    median over iterations of the slowest rank.
+
+    Attributes:
+        median_us, p10_us, p90_us: over iterations.
+        tflops: per rank and second.
+        rho: floor / T, the roofline fraction; above 1 where the bytes move faster than in the
+            collective alone that the floor was taken from.
+        eta: (T_c + T_m - T) / min(T_c, T_m), the overlap efficiency.
+        speedup: of this over the sequential library path.
+        to_gemm: T / T_c.
+    """
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    tflops: float | None = None
+    rho: float | None = None
+    eta: float | None = None
+    speedup: float | None = None
+    to_gemm: float | None = None
+
+
+class Entry(Model):
+    """One contender in one row.
+
+    Attributes:
+        seconds: by iteration, by rank.
+        error: the worst rank's and turn's relative error; None: not finite (or absent).
+        figures: none where it is wrong or absent.
+    """
+
+    kind: Kind
+    state: Literal["right", "wrong", "absent"]
+    why: str = ""
+    error: float | None = None
+    limit: float = 0.0
+    seconds: tuple[tuple[float, ...], ...] = ()
+    figures: Figures | None = None
+
+
+class Row(Model):
+    """One shape and all its contenders.
+
+    Attributes:
+        compute_us, comm_us: T_c, T_m (the faster of collective and copy engines). floor_us: the
+            larger of the two.
+        best_peer: fastest right contender beside mkernel that does the whole op.
+        to_best: mkernel's time over that peer's.
+        target: the shape's, where it is meant for this world. meets_target: None without one.
+    """
+
+    shape: Shape
+    entries: dict[str, Entry]
+    compute_us: float | None = None
+    comm_us: float | None = None
+    floor_us: float | None = None
+    best_peer: str | None = None
+    to_best: float | None = None
+    target: float | None = None
+    meets_target: bool | None = None
+
+    @property
+    def wrong(self) -> list[str]:
+        """Contenders whose results were not right."""
+        return [name for name, entry in self.entries.items() if entry.state == "wrong"]
+
+
+class Report(Model):
+    """A whole run."""
+
+    format: Literal["mkernel-bench-1"] = FORMAT
+    name: str
+    ranks: int
+    accelerator: str
+    spec: BenchSpec
+    provenance: dict[str, Any]
+    clock: dict[str, Any] = Field(default_factory=dict)
+    rows: tuple[Row, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no contender was wrong, and mkernel, where it was asked for, was always there."""
+        absent = any(
+            row.entries["mkernel"].state == "absent"
+            for row in self.rows
+            if "mkernel" in row.entries
+        )
+        return not absent and not any(row.wrong for row in self.rows)
+
+
+def write(report: Report, path: Path) -> None:
+    """As JSON. InputFileError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(report.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise InputFileError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read(path: Path) -> Report | None:
+    """A report, or None where the file is some other JSON. InputFileError."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputFileError(f"{path}: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        return None
+    try:
+        return Report.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputFileError(f"{path}: {where}: {first['msg']}") from error

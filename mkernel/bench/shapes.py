@@ -1,0 +1,77 @@
+"""The shapes of a run: a list that ships with mkernel, a file, or sizes on the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from mkernel.bench.spec import Shape
+from mkernel.errors import ArgumentError, InputFileError
+from mkernel.plan.model import OpName
+
+SHIPPED = ("targets", "layers")
+"""``targets``: sizes with the ratio to the product alone that is aimed at. ``layers``: tensor-parallel
+layers of known models over sequence lengths."""
+
+_SIZE = re.compile(r"\s*(\d+)\s*x\s*(\d+)\s*x\s*(\d+)\s*")
+_SHAPES = TypeAdapter(tuple[Shape, ...])
+
+
+def shapes(text: str, ops: Sequence[OpName], ranks: int) -> tuple[Shape, ...]:
+    """Those of the ops, in order; rows for another number of ranks are left out.
+
+    Args:
+        text: a shipped list's name, a JSON file ``{"shapes": [{"op", "m", "n", "k", ...}]}``, or
+            ``M x N x K`` separated by commas, which every op then takes.
+
+    Raises:
+        ArgumentError, InputFileError: naming what is wrong; also where nothing is left.
+    """
+    sizes = [_SIZE.fullmatch(part) for part in text.split(",")]
+    if all(sizes):
+        numbers = [[int(size) for size in match.groups()] for match in sizes if match]
+        return _checked(
+            tuple(Shape(op=op, m=m, n=n, k=k) for op in ops for m, n, k in numbers), ranks
+        )
+    listed = _read(text)
+    chosen = tuple(
+        each for op in ops for each in listed if each.op == op and each.ranks in (None, ranks)
+    )
+    if not chosen:
+        raise ArgumentError(
+            "--shapes", text, f"a list with rows of {', '.join(ops)} for {ranks} ranks"
+        )
+    return _checked(chosen, ranks)
+
+
+def _checked(chosen: tuple[Shape, ...], ranks: int) -> tuple[Shape, ...]:
+    for each in chosen:
+        if each.m % ranks:
+            raise ArgumentError(
+                "--shapes", each.size, f"M that is a multiple of {ranks}, the number of ranks"
+            )
+    return chosen
+
+
+def _read(text: str) -> tuple[Shape, ...]:
+    if text in SHIPPED:
+        content = files(__package__).joinpath("data", f"{text}.json").read_text()
+    elif Path(text).is_file():
+        content = Path(text).read_text()
+    else:
+        raise ArgumentError(
+            "--shapes", repr(text), f"{', '.join(SHIPPED)}, a JSON file, or M x N x K"
+        )
+    try:
+        return _SHAPES.validate_python(json.loads(content)["shapes"])
+    except (ValueError, KeyError, TypeError) as error:
+        where = ""
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) + ": " + first["msg"]
+        raise InputFileError(f"--shapes {text}: {where or error}") from error

@@ -1,0 +1,57 @@
+"""What a benchmark is asked to do, as data that travels to the ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mkernel.plan.model import DtypeName, OpName
+from mkernel.topology.model import Model
+
+
+class Shape(Model):
+    """One row: an op at one size, as its plan counts it.
+
+    Attributes:
+        name: the layer or group it stands for.
+        target: largest time as a ratio to the product alone, in a world of ``target_ranks``.
+        ranks: the world that it is meant for; None: any.
+    """
+
+    op: OpName
+    m: int = Field(ge=1)
+    n: int = Field(ge=1)
+    k: int = Field(ge=1)
+    name: str = ""
+    target: float | None = Field(None, gt=0)
+    target_ranks: int | None = Field(None, ge=1)
+    ranks: int | None = Field(None, ge=1)
+
+    @property
+    def size(self) -> str:
+        """``M x N x K``."""
+        return f"{self.m} x {self.n} x {self.k}"
+
+    def target_for(self, world: int) -> float | None:
+        """The target in a world of that many ranks."""
+        return self.target if self.target_ranks in (None, world) else None
+
+
+class BenchSpec(Model):
+    """One run of the benchmark.
+
+    Attributes:
+        contenders: names, in the order of the first iteration.
+        iterations: timed turns of each contender; warmup: untimed ones before.
+        timeout_s: of every step of a rank: a contender's construction, a turn, a check.
+    """
+
+    shapes: tuple[Shape, ...]
+    contenders: tuple[str, ...]
+    dtype: DtypeName = "bfloat16"
+    layout: Literal["row", "column"] = "row"
+    warmup: int = Field(3, ge=1)
+    iterations: int = Field(20, ge=1)
+    seed: int = Field(0, ge=0)
+    timeout_s: float = Field(60.0, gt=0)

@@ -1,0 +1,137 @@
+"""``mkernel bench OP[,OP]``: mkernel against its peers, timed alike and judged in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import typer
+from rich.console import Console
+
+from mkernel.backends import registry
+from mkernel.bench import contenders, numbers, plot, report, results, run
+from mkernel.bench.shapes import SHIPPED, shapes
+from mkernel.bench.spec import BenchSpec
+from mkernel.errors import ArgumentError, MkernelError
+from mkernel.ops.validate import DTYPES
+from mkernel.plan import ops
+from mkernel.plan.model import OpName
+
+GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+_WIDTH = 190
+
+
+def command(
+    op: Annotated[
+        str | None, typer.Argument(help="an op, or several separated by commas [the GEMM ops]")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="processes, one GPU each")] = 4,
+    shapes_: Annotated[
+        str,
+        typer.Option("--shapes", help=f"{', '.join(SHIPPED)}, a JSON file, or M x N x K, ..."),
+    ] = "targets",
+    peers: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(contenders.PEERS)}; or module:Class; or none [all]"),
+    ] = None,
+    only_peers: Annotated[
+        bool, typer.Option("--only-peers", help="leave mkernel itself out")
+    ] = False,
+    accelerator: Annotated[
+        str | None,
+        typer.Option(help="accelerator backend [hopper where it is usable, else streams]"),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="of inputs and outputs")] = "bfloat16",
+    layout: Annotated[str, typer.Option(help="of B in memory: row or column")] = "row",
+    iterations: Annotated[int, typer.Option(min=1, help="timed turns of each contender")] = 20,
+    warmup: Annotated[int, typer.Option(min=1, help="untimed turns of each contender")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="of the random data")] = 0,
+    timeout: Annotated[float, typer.Option(help="deadline of every step, seconds")] = 60.0,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="write all times and figures")
+    ] = None,
+    plot_: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="draw bars and rho (matplotlib)")
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="of this tree, where there is no git to ask")
+    ] = None,
+    render: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="print the page of the results in DIR, and stop"),
+    ] = None,
+) -> None:
+    """Time an op and its peers. Exit code 0 only if every contender's every result was right."""
+    if render is not None:
+        typer.echo(numbers.page(render), nl=False)
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    names = _ops(op)
+    if layout not in ("row", "column"):
+        raise ArgumentError("--layout", repr(layout), "row or column")
+    if dtype not in DTYPES:
+        raise ArgumentError("--dtype", repr(dtype), f"one of: {', '.join(DTYPES)}")
+    if timeout <= 0:
+        raise ArgumentError("--timeout", timeout, "a number of seconds above 0")
+    spec = BenchSpec(
+        shapes=shapes(shapes_, names, ranks),
+        contenders=contenders.chosen(_peers(peers), not only_peers),
+        dtype=dtype,
+        layout=cast(Literal["row", "column"], layout),
+        warmup=warmup,
+        iterations=iterations,
+        seed=seed,
+        timeout_s=timeout,
+    )
+    with console.status("starting ranks") as status:
+        outcome = run.run(
+            spec,
+            ranks=ranks,
+            accelerator=accelerator or _accelerator(),
+            name=",".join(names),
+            commit=commit,
+            on_row=status.update,
+        )
+    if json is not None:
+        results.write(outcome, json)
+    if plot_ is not None:
+        _draw(outcome, plot_, console)
+    console.print(report.table(outcome))
+    console.print(report.LEGEND, style="dim", soft_wrap=True)
+    console.print(report.verdict(outcome), soft_wrap=True)
+    raise typer.Exit(0 if outcome.passed else 1)
+
+
+def _ops(text: str | None) -> tuple[OpName, ...]:
+    names = tuple(ops.canonical(part) for part in (text or ",".join(GEMMS)).split(","))
+    for name in names:
+        if name not in GEMMS:
+            raise ArgumentError("op", name, f"one of: {', '.join(GEMMS)}")
+    return names
+
+
+def _peers(text: str | None) -> Sequence[str] | None:
+    if text is None:
+        return None
+    return [] if text == "none" else [part.strip() for part in text.split(",")]
+
+
+def _accelerator() -> str:
+    """hopper where it can run, else streams."""
+    if "hopper" in registry.names(registry.ACCELERATORS):
+        try:
+            if registry.accelerator("hopper").status().usable:
+                return "hopper"
+        except MkernelError:
+            pass
+    return "streams"
+
+
+def _draw(outcome: results.Report, path: Path, console: Console) -> None:
+    try:
+        plot.write(outcome, path)
+    except ImportError:
+        console.print(f"{path} not drawn: matplotlib is missing; pip install 'mkernel[bench]'")

@@ -1,0 +1,138 @@
+"""`mkernel bench` as a user runs it, on CPU ranks; and what it must not let pass."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mkernel.bench import results
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+MKERNEL = str(Path(sys.executable).parent / "mkernel")
+SMALL = ["--ranks", "2", "--shapes", "256x128x192", "--iterations", "3", "--warmup", "1"]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [MKERNEL, "bench", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_all_contenders_take_turns(tmp_path: Path, dtype: str) -> None:
+    file, picture = tmp_path / "sub" / "x.json", tmp_path / "x.png"
+    done = bench(*SMALL, "--accelerator", "streams", "--dtype", dtype, "--layout", "column",
+                 "--json", str(file), "--plot", str(picture), "--commit", "f" * 40)  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    for part in ("ag_gemm", "gemm_rs", "gemm_ar", "gloo+matmul", "mkernel", "gemm us", "comm us",
+                 "PASSED"):  # fmt: skip
+        assert part in done.stdout, part
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    report = results.read(file)
+    assert report is not None
+    assert report.passed
+    assert report.provenance["commit"] == "f" * 40
+    assert report.provenance["hardware"]["device"] == "cpu"
+    assert len(report.rows) == 3
+    for row in report.rows:
+        for name in ("mkernel", "gloo+matmul", "gemm", "comm"):
+            entry = row.entries[name]
+            assert len(entry.seconds) == 3
+            assert all(len(iteration) == 2 for iteration in entry.seconds)
+            assert entry.error is not None
+            assert (entry.error > 0) == (entry.limit > 0)  # a gather is exact, nothing else is
+            assert entry.figures is not None
+        assert row.entries["symm_mem"].state == row.entries["nccl+cublas"].state == "absent"
+        assert row.best_peer == "gloo+matmul"
+        assert row.floor_us is not None
+
+    page = subprocess.run(
+        [MKERNEL, "bench", "--render", str(file.parent)],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    for part in ("# Measured numbers", "## What misses its target", "## x", "ffffffffffff",
+                 "256 x 128 x 192"):  # fmt: skip
+        assert part in page, part
+    assert page.index("misses") < page.index("## x")
+
+
+@pytest.mark.parametrize("fault", ["FinishesLate", "ReturnsPrevious", "SkipsHalf"])
+def test_wrong_peers_get_no_figure(tmp_path: Path, fault: str) -> None:
+    file = tmp_path / "x.json"
+    name = f"mkernel.bench.planted:{fault}"
+    done = bench(*SMALL, "--accelerator", "streams", "--only-peers", "--peers", name,
+                 "--json", str(file))  # fmt: skip
+    assert done.returncode == 1
+    assert "FAILED" in done.stdout
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["entries"][name]["state"] == "wrong"
+        assert row["entries"][name]["figures"] is None
+        assert row["entries"]["gemm"]["state"] == row["entries"]["comm"]["state"] == "right"
+
+
+@pytest.mark.parametrize(
+    ("op", "fault"),
+    [
+        ("ag_gemm,gemm_rs,gemm_ar", "ReturnsPrevious"),
+        ("ag_gemm,gemm_rs,gemm_ar", "ReportsEarly"),
+        ("ag_gemm,gemm_rs,gemm_ar", "GivesUpWaiting"),
+        ("ag_gemm,gemm_rs,gemm_ar", "WrongEveryFifth"),
+        ("ag_gemm", "SkipsWaits"),
+    ],
+)
+def test_a_backend_that_does_not_wait_fails(tmp_path: Path, op: str, fault: str) -> None:
+    file = tmp_path / "x.json"
+    done = bench(op, *SMALL, "--dtype", "float16", "--peers", "none", "--json", str(file),
+                 "--accelerator", f"mkernel.conformance.faults:{fault}")  # fmt: skip
+    assert done.returncode == 1
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["entries"]["mkernel"]["state"] == "wrong", row["shape"]["op"]
+
+
+def test_what_hangs_is_named() -> None:
+    done = bench("ag_gemm", *SMALL, "--accelerator", "streams", "--only-peers", "--timeout", "2",
+                 "--peers", "mkernel.bench.planted:Hangs")  # fmt: skip
+    assert done.returncode == 1
+    assert (
+        "ContenderHung: mkernel.bench.planted:Hangs at all_gather_gemm 256 x 128 x 192"
+        in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["moe_dispatch_gemm"], "one of: all_gather_gemm"),
+        (["--peers", "nobody"], "'nobody'"),
+        (["--peers", "json:loads"], "derives from Contender"),
+        (["--shapes", "4x4"], "M x N x K"),
+        (["--shapes", "129x128x64", "--ranks", "2"], "a multiple of 2"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--layout", "diagonal"], "row or column"),
+        (["--timeout", "0"], "--timeout"),
+        (["--render", "/nonexistent"], "--render"),
+    ],
+)
+def test_bad_input_starts_nothing(arguments: list[str], says: str) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_mkernel_refuses_fails_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    done = bench("ag_gemm", "--ranks", "2", "--shapes", "128x128x63", "--iterations", "1",
+                 "--accelerator", "ascend", "--peers", "none", "--dtype", "float16",
+                 "--json", str(file))  # fmt: skip
+    assert done.returncode == 1
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["entries"]["mkernel"]["why"].startswith("refused: k = 63")
+    assert row["entries"]["gemm"]["state"] == "right"
