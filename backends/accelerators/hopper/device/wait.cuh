@@ -39,8 +39,10 @@ class Waiter {
     __device__ bool failed() const { return ptx::load_relaxed(&control_->failed) != 0; }
 
   private:
+    // Many blocks may wait for one word; without a pause their polls hold up its writer.
+    static constexpr int kPauseNs = 100;
     // The abort word is read over PCIe: once in this many polls.
-    static constexpr int kPollsBetweenLooks = 256;
+    static constexpr int kPollsBetweenLooks = 128;
 
     __device__ __noinline__ bool poll(const std::uint64_t* word, std::uint64_t wanted,
                                       Awaited what) const {
@@ -48,6 +50,7 @@ class Waiter {
         while (true) {
             for (int turn = 0; turn < kPollsBetweenLooks; ++turn) {
                 if (ptx::load_acquire(word) >= wanted) return true;
+                __nanosleep(kPauseNs);
             }
             if (failed()) return false;
             if (ptx::load_relaxed(&patience_.host->abort) != 0) {
