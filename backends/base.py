@@ -4,24 +4,28 @@ A backend is a class that an entry point names (groups ``mkernel.accelerators`` 
 ``mkernel.nics``); it is constructed without arguments, cheaply, and imports what it needs lazily,
 so that ``mkernel doctor`` can ask every backend what it lacks.
 
-Who does what: the *world* owns symmetric memory, signal pads, epochs and failure handling; the
-*accelerator backend* runs kernels on it; the *NIC backend* moves bytes between nodes. Addresses are
-plain integers of this process's address space.
+Who does what: the *world* owns symmetric memory, signal pads (always in host memory), epochs and
+failure handling; the *accelerator backend* runs kernels on it; the *NIC backend* moves bytes between
+nodes. Addresses are plain integers of this process's address space.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from mkernel.errors import NicError
+from mkernel.errors import NicError, Unsupported
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.settings import NicSettings
 from mkernel.topology.model import Accelerator, Model, Nic
+
+if TYPE_CHECKING:
+    from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
 
 View = Literal["pipelined", "sequential", "compute_only"]
 """How a call is run. ``pipelined``: both kernels at once, the product. ``sequential``: the
@@ -45,6 +49,8 @@ class AcceleratorCapabilities(Model):
     ops: tuple[str, ...]
     dtypes: tuple[DtypeName, ...]
     out_dtypes: tuple[DtypeName, ...]
+    mixed_dtypes: bool = True
+    """Whether the output's dtype may differ from the inputs'."""
     b_layouts: tuple[Literal["row", "column"], ...]
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
@@ -59,9 +65,21 @@ class AcceleratorCapabilities(Model):
     """Whether communication and compute run at the same time; else one chunk is best."""
     chunk_invariant: bool = True
     """Whether results are bit-identical for every chunk size."""
+    stream_ordered: bool = False
+    """Whether a call is only queued on the device when the op returns, as torch's own ops are. What
+    breaks then surfaces at the next call, at ``mkernel.synchronize()`` or at ``finalize()``."""
     process_group: bool = False
     """Whether calls need a torch.distributed group (``Call.group``). All traffic goes through it,
     between nodes too; no NIC session is opened."""
+
+    def dtype_pairs(self) -> tuple[tuple[DtypeName, DtypeName], ...]:
+        """Every claimed (dtype of the inputs, dtype of the output)."""
+        return tuple(
+            (dtype, out)
+            for dtype in self.dtypes
+            for out in self.out_dtypes
+            if self.mixed_dtypes or out == dtype
+        )
 
 
 NO_SIGNAL = 0xFFFFFFFF
@@ -94,16 +112,27 @@ class SymmetricMemory(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the mapping and the memory. Twice is harmless. Nothing may use it any more."""
+        """Release the mapping and the memory, the latter once no tensor of it is left. Twice is
+        harmless. Nothing else may use it any more."""
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A row-major tensor over the bytes from ``offset`` on, which keeps them mapped. For
+        :func:`mkernel.empty`; ValueError where it does not fit, Unsupported where there is none."""
+        raise Unsupported(f"{type(self).__name__} cannot be seen as a tensor")
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """What one plan needs on every rank: ``nbytes`` of zeroed symmetric memory and a run of
-    ``signals`` consecutive counters in the signal pad."""
+    """What one plan needs on every rank: ``nbytes`` of symmetric memory, zeroed and then formatted
+    by the backend, and a run of ``signals`` consecutive counters in the signal pad.
+
+    ``shared``: the plans of a world that say so may use the same memory, in any order (calls of a
+    world run one after another). A later plan may get larger memory than an earlier one.
+    """
 
     nbytes: int
     signals: int
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,8 +157,12 @@ class Call:
         region: the workspace's region number for NIC puts.
         fifo: address of the ``FifoDevice`` handle; 0 where the world has one node.
         timeout_s: every wait of the call ends after this long. trace: record instructions.
+        timed: the launch will be asked for its times.
         options: the op's scalars (``scale``) and, for ``moe_combine``, the dispatch's ``state``.
         group: for backends whose capabilities ask for one.
+        symmetric: by tensor name, for those tensors that lie in symmetric memory
+            (:func:`mkernel.empty`) on every rank: where each rank's lies, in this process's address
+            space; 0 for ranks of other nodes.
     """
 
     plan: LaunchPlan
@@ -146,8 +179,10 @@ class Call:
     timeout_s: float
     view: View = "pipelined"
     trace: bool = False
+    timed: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     group: torch.distributed.ProcessGroup | None = None
+    symmetric: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -204,7 +239,11 @@ class ModelledRun:
 
 
 class Launch(ABC):
-    """A running call. The world waits on it in slices, so that Ctrl-C and aborts are seen."""
+    """A running call. The world waits on it in slices, so that Ctrl-C and aborts are seen.
+
+    A stream-ordered backend's launches end in the order of their calls. What is only being captured
+    into a graph counts as ended.
+    """
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
@@ -216,7 +255,8 @@ class Launch(ABC):
         """Wall times; only after ``wait`` returned True."""
 
     def results(self) -> Mapping[str, Any]:
-        """Outputs whose sizes only the call finds out (MoE); after ``wait`` returned True."""
+        """Outputs whose sizes only the call finds out (MoE); after ``wait`` returned True, on a
+        stream-ordered backend right after the launch."""
         return {}
 
     @abstractmethod
@@ -246,9 +286,28 @@ class AcceleratorBackend(ABC):
     def capabilities(self) -> AcceleratorCapabilities:
         """What it claims. The planner and the validation read this, nothing else."""
 
+    def open(self, device: Accelerator) -> None:
+        """A world begins in this process, and placed this rank on ``device``. What an earlier world
+        aborted or failed at is forgotten."""
+        return
+
+    def close(self, timeout_s: float) -> bool:
+        """The world ends: True once nothing of its calls (replayed graphs too) runs on the device,
+        so that its memory can go; False at the deadline: then the world leaves it mapped."""
+        return True
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
+        """Entered around the allocations and the launch of a call with these tensors, to make their
+        device the current one."""
+        return nullcontext()
+
     @abstractmethod
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed memory that peers of the node can map and a NIC can register."""
+
+    def format(self, memory: SymmetricMemory) -> None:
+        """Prepare fresh memory for workspaces, before any peer can reach it."""
+        return
 
     @abstractmethod
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
@@ -261,6 +320,16 @@ class AcceleratorBackend(ABC):
     @abstractmethod
     def launch(self, call: Call) -> Launch:
         """Start the kernels of one call and return at once."""
+
+    def abort(self, code: AbortCode) -> None:
+        """The world is broken: end every wait of this rank's running kernels, and of later ones.
+        Any thread, more than once. Backends whose kernels look at the pad's abort word need none."""
+        return
+
+    def failure(self) -> tuple[AbortCode, Diagnosis] | None:
+        """The first failure that this rank's kernels recorded elsewhere than in the pad, in this
+        world. Any thread, often: it must cost no more than a read."""
+        return None
 
     def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
         """Replay the traces of all ranks of one call on a model of the machine.

@@ -16,7 +16,7 @@
 from mkernel import errors
 from mkernel.api import capabilities, plan
 from mkernel.current import current as world
-from mkernel.current import finalize, init, is_initialized
+from mkernel.current import empty, finalize, init, is_initialized, synchronize
 from mkernel.launch import launch
 from mkernel.ops.all_gather_gemm import all_gather_gemm
 from mkernel.ops.gemm_all_reduce import gemm_all_reduce
@@ -38,6 +38,7 @@ __all__ = [
     "__version__",
     "all_gather_gemm",
     "capabilities",
+    "empty",
     "errors",
     "finalize",
     "gemm_all_reduce",
@@ -49,6 +50,7 @@ __all__ = [
     "moe_dispatch_gemm",
     "plan",
     "ring_attention",
+    "synchronize",
     "world",
     "zigzag_positions",
 ]

@@ -51,7 +51,8 @@ def plan(
 
     Args:
         op: name or alias (``ag_gemm``, …).
-        dtype: of the inputs; out_dtype: of the result, default float32. Names: float16, bfloat16,
+        dtype: of the inputs; out_dtype: of the result, default float32 (the inputs' where the
+            accelerator keeps it). Names: float16, bfloat16,
             float32.
         chunk: tiles (or rows) a chunk; default: the planner's choice.
         sizes: the op's (:mod:`mkernel.plan.model`): ``m=, n=, k=`` for the GEMMs; ``tokens=,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -87,6 +88,37 @@ def finalize(error: BaseException | None = None) -> None:
     world, _Current.world = _Current.world, None
     if world is not None:
         world.close(error)
+
+
+def synchronize() -> None:
+    """Return once every call that this rank made is over, with the outputs there.
+
+    Needed with stream-ordered accelerators only, and only to hear of a failure: what torch queues on
+    the same stream sees the outputs anyway. Not collective.
+
+    Raises:
+        PeerFailure, Timeout, NicError, Cancelled: what broke one of the calls; every rank raises the
+        same kind. NotInitialized.
+    """
+    current().synchronize()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A row-major tensor in symmetric memory of the world's accelerator; its contents are zero.
+
+    Collective: every rank, with the same shape and dtype, in the same order. Ops that take such a
+    tensor (``out`` of :func:`mkernel.gemm_all_reduce`, ``gathered`` of
+    :func:`mkernel.all_gather_gemm`) let peers write straight into it; every rank must then pass the
+    same part of the same one.
+
+    The memory is the world's: it is freed when the world has ended *and* the last tensor of it is
+    gone, not before, since peers hold it too. Allocate once and reuse.
+
+    Raises:
+        ArgumentError: a shape without elements. Unsupported: the accelerator has no such memory.
+        OSError: no memory. NotInitialized, PeerFailure, Timeout.
+    """
+    return current().empty(shape, dtype)
 
 
 def current() -> World:

@@ -9,11 +9,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from mkernel.backends.base import AcceleratorBackend, NicSession, SymmetricMemory
+from mkernel.backends.base import NicSession, SymmetricMemory
 from mkernel.bootstrap import Bootstrap
 
 Check = Callable[[set[int]], None]
+
+
+class Source(Protocol):
+    """Where memory comes from: an accelerator backend, or the host's own pages."""
+
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        """Zeroed memory that peers of the node can map."""
+
+    def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
+        """Map what a same-node peer exported."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +49,17 @@ def allocate(
     *,
     rank: int,
     node_of: tuple[int, ...],
-    backend: AcceleratorBackend,
+    source: Source,
     session: NicSession | None,
     bootstrap: Bootstrap,
     timeout_s: float,
     check: Check,
-    prepare: Callable[[int], None] = lambda address: None,
+    prepare: Callable[[SymmetricMemory], None] = lambda memory: None,
 ) -> SymmetricBuffer:
     """Allocate, exchange and connect one buffer. Collective: every rank, in the same order.
 
     Args:
-        prepare: called with the local address before any peer can reach the memory.
+        prepare: called with the own memory before any peer can reach it.
 
     Raises:
         Timeout: a rank did not take part. OSError: no memory.
@@ -56,9 +67,9 @@ def allocate(
     near = [r for r, node in enumerate(node_of) if node == node_of[rank] and r != rank]
     far = [r for r, node in enumerate(node_of) if node != node_of[rank]]
     with contextlib.ExitStack() as undo:
-        local = backend.allocate(nbytes)
+        local = source.allocate(nbytes)
         undo.callback(local.close)
-        prepare(local.address)
+        prepare(local)
         if session is not None:
             key = session.register(region, local.address, nbytes)
             bootstrap.publish(f"region/{region}/nic/{rank}", key)
@@ -67,7 +78,7 @@ def allocate(
         peers: dict[int, SymmetricMemory] = {}
         told = bootstrap.collect(f"region/{region}/node{node_of[rank]}", near, timeout_s, check)
         for peer in near:
-            peers[peer] = backend.attach(told[peer])
+            peers[peer] = source.attach(told[peer])
             undo.callback(peers[peer].close)
         if session is not None:
             keys = bootstrap.collect(f"region/{region}/nic", far, timeout_s, check)

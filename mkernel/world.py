@@ -4,16 +4,23 @@ Building one goes bootstrap → topology → symmetric signal pad → NIC sessio
 symmetric memory, signal numbers, epochs and failure handling; backends only run kernels and move
 bytes.
 Several worlds may follow one another in one process (``mkernel.current``).
+
+A call of a stream-ordered backend is under way when ``run`` returns; what breaks it surfaces at the
+next call, in ``synchronize`` or in ``close``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,13 +29,18 @@ from torch.distributed import PrefixStore, Store
 from mkernel import machine, symmetric
 from mkernel.backends import registry
 from mkernel.backends.base import (
+    AcceleratorBackend,
     Call,
+    Launch,
     LaunchTimes,
     NicSession,
     PeerMemory,
+    SymmetricMemory,
     View,
+    Workspace,
 )
 from mkernel.backends.runtime import _runtime
+from mkernel.backends.runtime.host_memory import HostPages
 from mkernel.bootstrap import Bootstrap
 from mkernel.errors import (
     ArgumentError,
@@ -55,6 +67,8 @@ _ATTRIBUTION_S = 1.0
 time-out too, and the watchdog's word is the better one."""
 _DRAIN_S = 5.0
 _NO_CHUNK = 0xFFFFFFFF
+_left_mapped: list[contextlib.ExitStack] = []
+"""Memory of broken worlds whose calls did not end in time: kept until the process ends."""
 
 
 @dataclass
@@ -68,8 +82,8 @@ class _PlanState:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A finished call: wall seconds by kernel, the trace where one was asked for, and outputs whose
-    sizes only the call found out."""
+    """A call: outputs whose sizes only the call found out; once it has ended, wall seconds by
+    kernel, and the trace where one was asked for."""
 
     times: LaunchTimes
     trace: bytes | None
@@ -80,8 +94,8 @@ class CallRecord:
 class _State:
     """What changes during a world's life; read by the watchdog's thread.
 
-    ``call`` is (number of the latest call, digest of its plan), replaced as one so that a
-    heartbeat never pairs one call's number with another's plan.
+    ``call`` is (number of the latest call, its ``_key``), replaced as one so that a heartbeat never
+    pairs one call's number with another's plan.
     """
 
     call: tuple[int, str] = (0, "")
@@ -111,10 +125,16 @@ class World:
         self._barriers = 0
         self._signals = 0
         self._plans: dict[str, _PlanState] = {}
+        self._agreed: set[str] = set()
+        self._shared: symmetric.SymmetricBuffer | None = None
+        self._users: list[symmetric.SymmetricBuffer] = []
+        self._running: deque[Launch] = deque()  # in the order of their calls
+        self._opened: AcceleratorBackend | None = None
         self.planned: dict[Hashable, LaunchPlan] = {}  # by what was asked for; `ops.common`
         self._session: NicSession | None = None
         self._group: torch.distributed.ProcessGroup | None = None
         self._store = stores[0]
+        self._memory = contextlib.ExitStack()
         self._undo = contextlib.ExitStack()
         secret = settings.job_secret.get_secret_value().encode()
         self._bootstrap = Bootstrap(stores[0], secret)
@@ -166,6 +186,10 @@ class World:
 
         self.accelerator = machine.usable_accelerator(self.backends.accelerator)
         self.topology = self._gather_topology(peers)
+        here = place(self.topology, self.identity.ranks_per_node, nics=False)[rank].accelerator
+        node = self.topology.nodes[self.identity.node]
+        self.accelerator.open(next(a for a in node.accelerators if a.id == here))
+        self._opened = self.accelerator
         self._open_pad()
         if self.accelerator.capabilities().process_group:
             self._group = self._open_group()
@@ -204,7 +228,9 @@ class World:
     def _open_pad(self) -> None:
         capacity = self.settings.signals
         buffer = self._allocate(
-            _runtime.pad_bytes(capacity), lambda at: _runtime.pad_format(at, capacity)
+            _runtime.pad_bytes(capacity),
+            lambda memory: _runtime.pad_format(memory.address, capacity),
+            HostPages(),
         )
         self._pad = buffer
         if self._state.notice is not None:  # an alarm rang before there was a pad to write it to
@@ -284,25 +310,26 @@ class World:
         return group
 
     def _allocate(
-        self, nbytes: int, prepare: Callable[[int], None] = lambda at: None
+        self,
+        nbytes: int,
+        prepare: Callable[[SymmetricMemory], None] = lambda memory: None,
+        source: symmetric.Source | None = None,
     ) -> symmetric.SymmetricBuffer:
+        """A buffer until the end of the world, from the accelerator or another source. Collective."""
         region, self._regions = self._regions, self._regions + 1
         buffer = symmetric.allocate(
             region,
             nbytes,
             rank=self.rank,
             node_of=self.identity.node_of,
-            backend=self.accelerator,
+            source=source or self.accelerator,
             session=self._session,
             bootstrap=self._bootstrap,
             timeout_s=self.settings.timeout_s,
             check=self._check_peers,
             prepare=prepare,
         )
-        self._undo.callback(buffer.close)
-        # Registered memory outlives the session: close it again here, first, when undoing.
-        if self._session is not None:
-            self._undo.callback(self._session.close)
+        self._memory.callback(buffer.close)
         return buffer
 
     # ---- attributes --------------------------------------------------------------------------
@@ -332,19 +359,57 @@ class World:
         options: Mapping[str, Any] | None = None,
         view: View = "pipelined",
         trace: bool = False,
+        wait: bool = False,
     ) -> CallRecord:
-        """Run one call of a plan to its end. Collective: every rank, with the same plan and view.
+        """Run one call of a plan. Collective: every rank, with the same plan and view.
+
+        Returns when the call has ended; with a stream-ordered backend once it is queued, unless
+        ``wait``, a trace or another view than the product's is asked for. The record has times and
+        trace only of a call that has ended.
 
         Raises:
             PlanMismatch: another rank calls something else; nothing was launched.
-            WorldError: PeerFailure, Timeout, NicError or Cancelled, the same kind on every rank.
+            WorldError: PeerFailure, Timeout, NicError or Cancelled, the same kind on every rank;
+                of this call, or of an earlier one that was only queued.
         """
         self._raise_if_broken()
-        number, digest = self._state.call[0] + 1, plan.digest()
-        self._state.call = (number, digest)
-        state = self._plans.get(digest) or self._adopt(plan, digest)
+        self._raise_own_failure()
+        while self._running and self._running[0].wait(0.0):
+            self._running.popleft()
+        with self.accelerator.on(tensors):
+            launch = self._launch(plan, tensors, options or {}, view, trace, wait)
+        self._running.append(launch)
+        if not (wait or trace or view != "pipelined") and self._queues:
+            return CallRecord(LaunchTimes(), None, launch.results())
+        self._await()
+        if not self._may_reuse():
+            raise self._failure(*self._outcome())
+        return CallRecord(launch.times(), launch.trace(), launch.results())
+
+    @cached_property
+    def _queues(self) -> bool:
+        """Whether calls may be left to the device. A put may have to be repeated after its reader is
+        done where a NIC does not keep order: there the host waits for every call."""
+        ordered = self._session is None or self._session.capabilities().ordered
+        return self.accelerator.capabilities().stream_ordered and ordered
+
+    def _launch(
+        self,
+        plan: LaunchPlan,
+        tensors: Mapping[str, torch.Tensor],
+        options: Mapping[str, Any],
+        view: View,
+        trace: bool,
+        wait: bool,
+    ) -> Launch:
+        placed = self._in_symmetric_memory(tensors)
+        number, key = self._state.call[0] + 1, _key(plan, placed)
+        self._state.call = (number, key)
+        if key not in self._agreed:
+            self._agree(plan, key, placed)
+        state = self._plans.get(plan.digest()) or self._adopt(plan)
         state.epoch += 1
-        launch = self.accelerator.launch(
+        return self.accelerator.launch(
             Call(
                 plan=plan,
                 rank=self.rank,
@@ -363,21 +428,57 @@ class World:
                 timeout_s=self.settings.timeout_s,
                 view=view,
                 trace=trace,
-                options=options or {},
+                timed=wait or view != "pipelined",
+                options=options,
                 group=self._group,
+                symmetric={
+                    name: self._everywhere(self._users[number], offset)
+                    for name, (number, offset) in placed.items()
+                },
             )
         )
+
+    def synchronize(self) -> None:
+        """Return once every call that this rank has made is over.
+
+        Raises:
+            WorldError: what broke one of them, the same kind on every rank. Timeout also where the
+                device did not come to a call within twice the deadline.
+        """
+        self._await()
+        self._raise_if_broken()
+
+    def _await(self) -> None:
+        """Wait for the calls under way, and raise what broke them."""
         try:
-            while not launch.wait(_WAIT_SLICE_S):
-                pass
+            while self._running:
+                self._await_first()
+        except WorldError:
+            raise
         except BaseException as error:  # Ctrl-C: stop the kernels before their memory can go
             self._tell(error)
-            launch.wait(_DRAIN_S)
+            deadline = time.monotonic() + _DRAIN_S
+            with contextlib.suppress(Exception):  # the first error is the one to hear of
+                while self._running and self._running[0].wait(deadline - time.monotonic()):
+                    self._running.popleft()
+            self._running.clear()
             raise
-        code, who = _runtime.pad_outcome(self._pad.local.address)
-        if code != _runtime.AbortCode.none or not self._may_reuse():
-            raise self._failure(code, who)
-        return CallRecord(launch.times(), launch.trace(), launch.results())
+        self._raise_own_failure()
+
+    def _await_first(self) -> None:
+        # Its own waits end by the deadline; before it starts, the user's own work may be queued.
+        limit_s = 2 * self.settings.timeout_s + _DRAIN_S
+        deadline = time.monotonic() + limit_s
+        while not self._running[0].wait(_WAIT_SLICE_S):
+            if time.monotonic() > deadline:
+                self._raise_own_failure()
+                error = Timeout(
+                    f"a call of rank {self.rank} did not end within {limit_s:g} s; is its device "
+                    "still busy with other work? (MKERNEL_TIMEOUT_S raises the limit)"
+                )
+                self._tell(error)
+                raise error
+        self._running.popleft()
 
     def _may_reuse(self) -> bool:
         """Whether the memory that the call's puts read from may be written again.
@@ -392,7 +493,7 @@ class World:
     def _flush(self) -> None:
         """Raise what the puts still under way come to."""
         if self._session is not None and not self._session.flush(self.settings.timeout_s):
-            raise self._failure(*_runtime.pad_outcome(self._pad.local.address))
+            raise self._failure(*self._outcome())
 
     def barrier(self) -> None:
         """Return once every rank has called it. Timeout, PeerFailure."""
@@ -402,9 +503,39 @@ class World:
             f"barrier/{number}", range(self.size), self.settings.timeout_s, self._check_peers
         )
 
-    def _adopt(self, plan: LaunchPlan, digest: str) -> _PlanState:
-        """First call of a plan: agree on it with every rank, then allocate its workspace."""
-        self._agree(plan, digest)
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """:func:`mkernel.empty` in this world. Collective."""
+        sizes = tuple(int(size) for size in shape)
+        if not sizes or min(sizes) < 1:
+            raise ArgumentError("shape", sizes, "at least one dimension, each of at least 1")
+        self._raise_if_broken()
+        buffer = self._allocate(math.prod(sizes) * dtype.itemsize)
+        made = buffer.local.tensor(0, sizes, dtype)
+        self._users.append(buffer)
+        return made
+
+    def _in_symmetric_memory(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, tuple[int, int]]:
+        """By name, the tensors that lie in a buffer of ``empty``: (its number, offset there)."""
+        found = {}
+        for name, tensor in tensors.items() if self._users else ():
+            start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            for number, buffer in enumerate(self._users):
+                offset = start - buffer.local.address
+                if offset >= 0 and offset + nbytes <= buffer.nbytes:
+                    found[name] = (number, offset)
+        return found
+
+    def _everywhere(self, buffer: symmetric.SymmetricBuffer, offset: int) -> tuple[int, ...]:
+        """Where each rank's piece of a buffer lies at ``offset``, in this process; 0: cannot."""
+        memories = {self.rank: buffer.local, **buffer.peers}
+        return tuple(
+            memories[rank].address + offset if rank in memories else 0 for rank in range(self.size)
+        )
+
+    def _adopt(self, plan: LaunchPlan) -> _PlanState:
+        """First call of a plan, which every rank agreed on: allocate its workspace."""
         needs = self.accelerator.workspace(plan)
         if self._signals + needs.signals > self.settings.signals:
             raise ArgumentError(
@@ -413,31 +544,48 @@ class World:
                 f"at least {self._signals + needs.signals} for the plans of this world",
             )
         base, self._signals = self._signals, self._signals + needs.signals
-        state = _PlanState(self._allocate(max(1, needs.nbytes)), base)  # a world of one needs none
-        self._plans[digest] = state
+        state = self._plans[plan.digest()] = _PlanState(self._workspace(needs), base)
         return state
 
-    def _agree(self, plan: LaunchPlan, digest: str) -> None:
+    def _workspace(self, needs: Workspace) -> symmetric.SymmetricBuffer:
+        """Memory for a plan: its own, or what the world's plans share. The latter doubles where it is
+        too small, so that all that earlier plans keep is no more than the newest."""
+        nbytes = max(1, needs.nbytes)  # a world of one needs none
+        if not needs.shared:
+            return self._allocate(nbytes, self.accelerator.format)
+        if self._shared is None or self._shared.nbytes < nbytes:
+            before = 0 if self._shared is None else self._shared.nbytes
+            self._shared = self._allocate(max(nbytes, 2 * before), self.accelerator.format)
+        return self._shared
+
+    def _agree(self, plan: LaunchPlan, key: str, placed: Mapping[str, tuple[int, int]]) -> None:
+        """See that every rank makes the same call. ``placed``: its tensors in symmetric memory, which
+        peers write to, so that they must lie at the same place everywhere."""
         number, self._state.agreements = self._state.agreements, self._state.agreements + 1
-        self._bootstrap.publish(f"plans/{digest}", plan.model_dump(mode="json"))
-        self._bootstrap.publish(f"plan/{number}/{self.rank}", digest)
+        told = plan.model_dump(mode="json")
+        told["symmetric"] = {
+            name: {"buffer": buffer, "offset": offset} for name, (buffer, offset) in placed.items()
+        }
+        self._bootstrap.publish(f"plans/{key}", told)
+        self._bootstrap.publish(f"plan/{number}/{self.rank}", key)
 
         def check(missing: set[int]) -> None:
             self._check_peers(missing)
             for rank in sorted(missing):  # not here: is it in the same call with another plan?
                 told = self._bootstrap.peek(f"heartbeat/{rank}")
-                if told and told["call"] == self._state.call[0] and told["plan"] != digest:
-                    self._refuse(rank, digest, told["plan"])
+                if told and told["call"] == self._state.call[0] and told["plan"] != key:
+                    self._refuse(rank, key, told["plan"])
 
-        told = self._bootstrap.collect(
+        keys = self._bootstrap.collect(
             f"plan/{number}", range(self.size), self.settings.timeout_s, check
         )
         for rank in range(self.size):
-            if told[rank] != told[0]:
-                self._refuse(rank, told[0], told[rank], first_rank=0)
+            if keys[rank] != keys[0]:
+                self._refuse(rank, keys[0], keys[rank], first_rank=0)
+        self._agreed.add(key)
 
     def _refuse(self, rank: int, ours: str, theirs: str, first_rank: int | None = None) -> None:
-        mine, other = (self._bootstrap.peek(f"plans/{digest}") for digest in (ours, theirs))
+        mine, other = (self._bootstrap.peek(f"plans/{key}") for key in (ours, theirs))
         found = first_difference(mine, other) or ("digest", ours, theirs)
         one = self.rank if first_rank is None else first_rank
         error = PlanMismatch((one, rank), found[0], (found[1], found[2]))
@@ -448,20 +596,22 @@ class World:
     # ---- failure -----------------------------------------------------------------------------
 
     def _status(self) -> dict[str, Any]:
-        number, digest = self._state.call
-        return {"call": number, "plan": digest}
+        number, key = self._state.call
+        return {"call": number, "plan": key}
 
     def _on_notice(self, notice: Notice) -> None:
         """Take the world's first failure and end every wait of this rank. Any thread."""
         self._state.notice = self._state.notice or notice
+        code = {
+            "Timeout": _runtime.AbortCode.timeout,
+            "NicError": _runtime.AbortCode.nic_error,
+            "Cancelled": _runtime.AbortCode.cancelled,
+        }.get(notice.kind, _runtime.AbortCode.peer_failure)
         pad = getattr(self, "_pad", None)
         if pad is not None:
-            code = {
-                "Timeout": _runtime.AbortCode.timeout,
-                "NicError": _runtime.AbortCode.nic_error,
-                "Cancelled": _runtime.AbortCode.cancelled,
-            }.get(notice.kind, _runtime.AbortCode.peer_failure)
             _runtime.pad_abort(pad.local.address, code)
+        if self._opened is not None:
+            self._opened.abort(code)
         self._state.noticed.set()
 
     def _tell(self, error: BaseException) -> None:
@@ -475,12 +625,27 @@ class World:
                 self._alarm.publish_first("abort", notice.to_json())
         self._on_notice(notice)
 
+    def _outcome(self) -> tuple[_runtime.AbortCode, _runtime.Diagnosis]:
+        """What this rank's kernels and proxy recorded; code ``none``: no failure. Any thread."""
+        pad = getattr(self, "_pad", None)
+        found = None if pad is None else _runtime.pad_outcome(pad.local.address)
+        if found is not None and found[0] != _runtime.AbortCode.none:
+            return found
+        own = self._opened.failure() if self._opened is not None else None
+        return own or found or (_runtime.AbortCode.none, _runtime.Diagnosis())
+
+    def _raise_own_failure(self) -> None:
+        code, who = self._outcome()
+        if code != _runtime.AbortCode.none:
+            raise self._failure(code, who)
+
     def _failure(self, code: _runtime.AbortCode, who: _runtime.Diagnosis) -> WorldError:
         """The one error that every rank of a broken world raises."""
         if not self._state.noticed.wait(_ATTRIBUTION_S):
             self._tell(self._local_failure(code, who))
         notice = self._state.notice
         assert notice is not None
+        self._running.clear()  # what broke them has been raised
         return notice.error()
 
     def _local_failure(self, code: _runtime.AbortCode, who: _runtime.Diagnosis) -> WorldError:
@@ -522,11 +687,10 @@ class World:
         return ""
 
     def _own_failure(self) -> Notice | None:
-        """What this rank's pad says went wrong, before anybody told. The watchdog's thread."""
-        pad = getattr(self, "_pad", None)
-        if pad is None or self._state.notice is not None:
+        """What this rank recorded as wrong before anybody told. The watchdog's thread."""
+        if self._state.notice is not None:
             return None
-        code, who = _runtime.pad_outcome(pad.local.address)
+        code, who = self._outcome()
         if code == _runtime.AbortCode.none:
             return None
         return Notice.from_error(self.rank, self._local_failure(code, who))
@@ -539,6 +703,7 @@ class World:
 
     def _raise_if_broken(self) -> None:
         if self._state.notice is not None:
+            self._running.clear()  # what broke them is raised here
             raise self._state.notice.error()
 
     def _check_peers(self, missing: set[int]) -> None:
@@ -552,10 +717,15 @@ class World:
 
         Args:
             error: why this rank stops early, told to the others; None: a normal end.
+
+        Raises:
+            WorldError: what broke a call that was only queued, where nothing raised it before.
         """
         try:
             if error is not None and self._state.notice is None:
                 self._tell(error)
+            if error is None and self._running:
+                self.synchronize()
             if self._state.notice is None:
                 self._flush()
                 self.barrier()  # no rank unmaps while another still writes
@@ -566,4 +736,15 @@ class World:
         # The watchdog first: it writes the abort word into the pad, which must still be mapped.
         if hasattr(self, "_watchdog"):
             self._watchdog.stop()
-        self._undo.close()
+        quiet = self._opened is None or self._opened.close(_DRAIN_S)
+        self._undo.close()  # the session before the memory that is registered with it
+        if quiet:
+            self._memory.close()
+        else:
+            _left_mapped.append(self._memory)
+
+
+def _key(plan: LaunchPlan, placed: Mapping[str, tuple[int, int]]) -> str:
+    """What all ranks must share of a call: the plan, and where its symmetric tensors lie."""
+    places = "".join(f" {name}@{number}+{offset}" for name, (number, offset) in placed.items())
+    return plan.digest() + places

@@ -5,17 +5,29 @@ Nothing lies on a file system, so nothing is left behind when a rank is killed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from mkernel.backends.base import SymmetricMemory
 
 # After the usable bytes, so that who attaches can tell this allocation from whatever else the
 # process may have behind the same descriptor number by then.
 _COOKIE_BYTES = 16
+
+
+def check_fit(room: int, offset: int, count: int, dtype: torch.dtype) -> None:
+    """ValueError unless ``count`` elements from byte ``offset`` on lie in ``room`` bytes, aligned."""
+    end = offset + count * dtype.itemsize
+    if offset < 0 or offset % dtype.itemsize or count < 1 or end > room:
+        raise ValueError(f"{count} elements of {dtype} at byte {offset} do not fit {room} bytes")
 
 
 def _page_up(nbytes: int) -> int:
@@ -90,14 +102,38 @@ class HostMemory(SymmetricMemory):
             "cookie": self._cookie.hex(),
         }
 
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A row-major tensor over the bytes from ``offset`` on. ValueError where it does not fit."""
+        if self._map is None:
+            raise ValueError("this memory was closed")
+        count = math.prod(shape)
+        check_fit(self.nbytes, offset, count, dtype)
+        # The view holds the map; torch holds only what it is given.
+        flat = torch.frombuffer(memoryview(self._map), dtype=dtype, count=count, offset=offset)
+        return flat.view(*shape)
+
     def close(self) -> None:
-        """Unmap. Twice is harmless."""
+        """Unmap, unless a tensor of it is left: then the pages go with the last one. Twice is
+        harmless."""
         mapped, self._map = self._map, None
         if mapped is None:
             return
-        mapped.close()
+        with contextlib.suppress(BufferError):  # a tensor holds the map
+            mapped.close()
         os.close(self._fd)
 
     def __del__(self) -> None:
         if getattr(self, "_map", None) is not None:
             self.close()
+
+
+class HostPages:
+    """Source of host memory, whatever the accelerator: the world's signal pads lie in it."""
+
+    def allocate(self, nbytes: int) -> HostMemory:
+        """New zeroed memory."""
+        return HostMemory.create(nbytes)
+
+    def attach(self, descriptor: dict[str, Any]) -> HostMemory:
+        """Map what a peer process exported."""
+        return HostMemory.attach(descriptor)

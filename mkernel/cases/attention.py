@@ -79,6 +79,7 @@ class RingAttentionCase(Case):
             chunk=self.chunk,
             view=view,
             trace=trace,
+            wait=True,
         )
         return Outcome(done.outputs, done.plan, done.record)
 

@@ -14,6 +14,7 @@ reference of random inputs that are fresh in every iteration.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -158,6 +159,11 @@ def poison_freed(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], device: 
     holds NaN wherever the allocator reuses blocks."""
     blocks = [torch.full(shape, POISON, dtype=dtype, device=device) for shape, dtype in shapes]
     del blocks
+
+
+def badness(error: float) -> tuple[bool, float]:
+    """Orders errors; nothing is worse than NaN."""
+    return math.isnan(error), error
 
 
 def compare(result: torch.Tensor, reference: torch.Tensor) -> float:

@@ -55,6 +55,7 @@ class GemmCase(Case):
             chunk=self.chunk,
             view=view,
             trace=trace,
+            wait=True,
         )
         return Outcome(done.outputs, done.plan, done.record)
 

@@ -153,9 +153,12 @@ class MoeDispatchCase(_MoeCase):
             chunk=self.chunk,
             view=view,
             trace=trace,
+            wait=True,
         )
         grouped, handle = sent.outputs["outputs"], sent.outputs["handle"]
-        home = moe.combine(grouped, handle, tensors["topk_weights"], out_dtype=dtype, view=view)
+        home = moe.combine(
+            grouped, handle, tensors["topk_weights"], out_dtype=dtype, view=view, wait=True
+        )
         found = {"outputs": grouped, "counts": sent.outputs["counts"], "out": home.outputs["out"]}
         return Outcome(found, sent.plan, _both(sent.record, home.record))
 
@@ -234,6 +237,7 @@ class MoeCombineCase(_MoeCase):
             out_dtype=getattr(torch, self.out_dtype),
             view=view,
             trace=trace,
+            wait=True,
         )
         return Outcome(done.outputs, done.plan, done.record)
 

@@ -95,16 +95,19 @@ class AcceleratorSubject:
                 return name
         raise CheckFailed("claims no dtype of inputs")
 
-    def out_dtype(self) -> DtypeName:
-        """The output dtype that most checks use: the widest that is claimed."""
+    def out_dtype(self, given: DtypeName) -> DtypeName:
+        """The output dtype that most checks use with inputs of ``given``: the widest claimed."""
+        claimed = [out for dtype, out in self.capabilities.dtype_pairs() if dtype == given]
         for name in ("float32", "float16", "bfloat16"):
-            if name in self.capabilities.out_dtypes:
+            if name in claimed:
                 return name
         raise CheckFailed("claims no dtype of outputs")
 
     def step(self, *dtypes: DtypeName) -> int:
         """Sizes of aligned rows are multiples of this many elements."""
-        size = min(DTYPE_BYTES[dtype] for dtype in dtypes or (self.dtype(), self.out_dtype()))
+        if not dtypes:
+            dtypes = (self.dtype(), self.out_dtype(self.dtype()))
+        size = min(DTYPE_BYTES[dtype] for dtype in dtypes)
         alignment = self.capabilities.alignment_bytes
         return alignment // gcd(alignment, size)
 

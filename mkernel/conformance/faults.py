@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -59,8 +60,20 @@ class Fault(AcceleratorBackend):
     def capabilities(self) -> AcceleratorCapabilities:
         return self.inner.capabilities()
 
+    def open(self, device: Accelerator) -> None:
+        self.inner.open(device)
+
+    def close(self, timeout_s: float) -> bool:
+        return self.inner.close(timeout_s)
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
+        return self.inner.on(tensors)
+
     def allocate(self, nbytes: int) -> SymmetricMemory:
         return self.inner.allocate(nbytes)
+
+    def format(self, memory: SymmetricMemory) -> None:
+        self.inner.format(memory)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
         return self.inner.attach(descriptor)
@@ -70,6 +83,12 @@ class Fault(AcceleratorBackend):
 
     def launch(self, call: Call) -> Launch:
         return self.inner.launch(call)
+
+    def abort(self, code: _runtime.AbortCode) -> None:
+        self.inner.abort(code)
+
+    def failure(self) -> tuple[_runtime.AbortCode, _runtime.Diagnosis] | None:
+        return self.inner.failure()
 
     def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
         return self.inner.model(traces, view)

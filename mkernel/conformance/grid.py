@@ -34,7 +34,8 @@ def typical(
     options: Mapping[str, Any] | None = None,
 ) -> Case:
     """A small case of an op that has several chunks and a partial tile; ``sizes`` replaces some."""
-    given, result = dtype or subject.dtype(), out_dtype or subject.out_dtype()
+    given = dtype or subject.dtype()
+    result = out_dtype or subject.out_dtype(given)
     step = subject.step(given, result)
     plain: _Sizes
     if op in GEMMS:
@@ -104,7 +105,7 @@ def draws(subject: AcceleratorSubject, op: str, world_size: int, count: int) -> 
     pick = random.Random(f"{subject.seed} {op} {world_size}")
     claims = subject.capabilities
     for number in range(count):
-        dtype, out_dtype = pick.choice(claims.dtypes), pick.choice(claims.out_dtypes)
+        dtype, out_dtype = pick.choice(claims.dtype_pairs())
         step = subject.step(dtype, out_dtype)
         sizes = _draw(op, world_size, step, pick)
         chunk = pick.choice([None, None, 1, 2, 5])

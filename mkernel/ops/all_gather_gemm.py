@@ -27,6 +27,7 @@ def all_gather_gemm(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
+    gathered: torch.Tensor | None = None,
     return_gathered: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -39,6 +40,7 @@ def all_gather_gemm(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
+    gathered: torch.Tensor | None = None,
     return_gathered: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -50,6 +52,7 @@ def all_gather_gemm(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
+    gathered: torch.Tensor | None = None,
     return_gathered: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """C [M, N_r] = concat(a over ranks, in rank order) @ b, with float32 accumulation.
@@ -65,7 +68,9 @@ def all_gather_gemm(
         out: [M, N_r] row-major to write to; allocated where None.
         out_dtype: of C; default: that of ``out``, else that of ``a``.
         chunk: tiles of A a communication chunk; default: the planner's choice.
-        return_gathered: return (C, A) with the gathered A [M, K] in the dtype of ``a``.
+        gathered: [M, K] row-major, in the dtype of ``a``, to write the gathered A to. In memory of
+            :func:`mkernel.empty` it costs nothing where kernels gather there.
+        return_gathered: return (C, A) with the gathered A; allocated where ``gathered`` is None.
 
     Returns:
         C [M, N_r], or (C, A).
@@ -75,10 +80,11 @@ def all_gather_gemm(
         NotInitialized: no world. Unsupported: the accelerator does not provide this op.
         PlanMismatch: another rank called with other shapes, dtypes or options.
         PeerFailure, Timeout, NicError, Cancelled: the world broke; every rank raises the same kind.
+            A stream-ordered accelerator raises it at the next call, :func:`mkernel.synchronize` or
+            :func:`mkernel.finalize`.
 
     Source of the decomposition: the dual-kernel AllGather+GEMM described in docs/architecture.md.
     """
-    done = OP.call(
-        a, b, out=out, out_dtype=out_dtype, chunk=chunk, gathered=return_gathered
-    ).outputs
+    wanted = return_gathered if gathered is None else gathered
+    done = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk, gathered=wanted).outputs
     return (done["out"], done["gathered"]) if return_gathered else done["out"]

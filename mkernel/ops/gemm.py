@@ -80,20 +80,27 @@ class GemmOp:
         out: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         chunk: int | None = None,
-        gathered: bool = False,
+        gathered: bool | torch.Tensor = False,
         view: View = "pipelined",
         trace: bool = False,
+        wait: bool = False,
     ) -> Done:
-        """One call in the current world, to its end. Outputs: ``out``, and ``gathered`` if asked.
+        """One call in the current world. Outputs: ``out``, and ``gathered`` if asked.
 
-        The public op is this with the default view and no trace.
+        The public op is this with the default view and no trace. ``wait``: to its end, also with a
+        stream-ordered accelerator, so that the record has times.
         """
         world = current()
         plan, tensors = self.prepare(world, a, b, out, out_dtype, chunk)
         names = ["out"]
-        if gathered:
+        if gathered is not False:
             whole = (plan.gemm.m, plan.gemm.k)
-            tensors["gathered"] = torch.empty(whole, dtype=a.dtype, device=a.device)
+            if gathered is True:
+                gathered = torch.empty(whole, dtype=a.dtype, device=a.device)
+            else:
+                validate.on_device("gathered", gathered, world.accelerator.device)
+                validate.output("gathered", gathered, whole, a.dtype)
+            tensors["gathered"] = gathered
             names.append("gathered")
-        record = world.run(plan, tensors, view=view, trace=trace)
+        record = world.run(plan, tensors, view=view, trace=trace, wait=wait)
         return Done(plan, record, {name: tensors[name] for name in names})

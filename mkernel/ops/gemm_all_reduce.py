@@ -33,7 +33,8 @@ def gemm_all_reduce(
         a: [M, K_r], this rank's columns of A; row-major contiguous.
         b: [K_r, N], this rank's rows of B; row-major, or column-major (the transpose of a
             contiguous [N, K_r]).
-        out: [M, N] row-major to write to; allocated where None.
+        out: [M, N] row-major to write to; allocated where None. In memory of :func:`mkernel.empty`
+            kernels write it on every rank without a copy.
         out_dtype: of the result; default: that of ``out``, else that of ``a``.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.
 
@@ -45,6 +46,8 @@ def gemm_all_reduce(
         NotInitialized: no world. Unsupported: the accelerator does not provide this op.
         PlanMismatch: another rank called with other shapes, dtypes or options.
         PeerFailure, Timeout, NicError, Cancelled: the world broke; every rank raises the same kind.
+            A stream-ordered accelerator raises it at the next call, :func:`mkernel.synchronize` or
+            :func:`mkernel.finalize`.
     """
     result: torch.Tensor = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk).outputs["out"]
     return result

@@ -45,6 +45,8 @@ def gemm_reduce_scatter(
         NotInitialized: no world. Unsupported: the accelerator does not provide this op.
         PlanMismatch: another rank called with other shapes, dtypes or options.
         PeerFailure, Timeout, NicError, Cancelled: the world broke; every rank raises the same kind.
+            A stream-ordered accelerator raises it at the next call, :func:`mkernel.synchronize` or
+            :func:`mkernel.finalize`.
     """
     result: torch.Tensor = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk).outputs["out"]
     return result

@@ -58,6 +58,7 @@ def dispatch(
     chunk: int | None = None,
     view: View = "pipelined",
     trace: bool = False,
+    wait: bool = False,
 ) -> Done:
     """:func:`moe_dispatch_gemm` with its plan and record. Outputs: ``outputs``, ``counts``,
     ``handle``."""
@@ -110,7 +111,7 @@ def dispatch(
         chunk=chunk,
     )
     tensors = {"x": x, "topk_ids": topk_ids, "w": w}
-    record = world.run(plan, tensors, view=view, trace=trace)
+    record = world.run(plan, tensors, view=view, trace=trace, wait=wait)
     outputs, counts = record.results["outputs"], record.results["counts"]
     handle = MoeHandle(plan, len(outputs), record.results["state"], world)
     return Done(plan, record, {"outputs": outputs, "counts": counts, "handle": handle})
@@ -157,6 +158,7 @@ def combine(
     out_dtype: torch.dtype | None = None,
     view: View = "pipelined",
     trace: bool = False,
+    wait: bool = False,
 ) -> Done:
     """:func:`moe_combine` with its plan and record. Output: ``out``."""
     world = current()
@@ -197,7 +199,9 @@ def combine(
     )
     out = torch.empty((tokens, y.shape[1]), dtype=validate.DTYPES[out_name], device=y.device)
     tensors = {"y": y, "topk_weights": topk_weights.to(torch.float32).contiguous(), "out": out}
-    record = world.run(plan, tensors, options={"state": handle.state}, view=view, trace=trace)
+    record = world.run(
+        plan, tensors, options={"state": handle.state}, view=view, trace=trace, wait=wait
+    )
     return Done(plan, record, {"out": out})
 
 

@@ -49,6 +49,7 @@ def call(
     chunk: int | None = None,
     view: View = "pipelined",
     trace: bool = False,
+    wait: bool = False,
 ) -> Done:
     """:func:`ring_attention` with its plan and record. Outputs: ``out``, ``lse``."""
     world = current()
@@ -93,7 +94,7 @@ def call(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     options = {"scale": width**-0.5 if scale is None else float(scale)}
-    record = world.run(plan, tensors, options=options, view=view, trace=trace)
+    record = world.run(plan, tensors, options=options, view=view, trace=trace, wait=wait)
     return Done(plan, record, {"out": out, "lse": lse})
 
 

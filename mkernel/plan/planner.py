@@ -54,7 +54,7 @@ def plan(
             ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``; or ``batch``, ``heads``,
             ``kv_heads``, ``sequence``, ``head_dim``, ``causal``.
         dtype: of the inputs: ``float16``, ``bfloat16`` or ``float32``.
-        out_dtype: of the output. None: ``float32``.
+        out_dtype: of the output. None: ``float32``, or the inputs' where the backend keeps it.
         b_layout: ``row``: B is stored [k, n]; ``column``: [n, k], like an ``nn.Linear`` weight.
         nodes, ranks_per_node: the world; ``topology`` must have these nodes, each with at least
             this many accelerators that ranks may use.
@@ -85,9 +85,17 @@ def plan(
             "nodes", nodes, f"{len(topology.nodes)}, the topology's number of nodes"
         )
     in_dtype = _check_dtype("dtype", dtype, capabilities.dtypes, accelerator)
+    default = "float32" if capabilities.mixed_dtypes else in_dtype
     result_dtype = _check_dtype(
-        "out_dtype", out_dtype or "float32", capabilities.out_dtypes, accelerator
+        "out_dtype", out_dtype or default, capabilities.out_dtypes, accelerator
     )
+    if not capabilities.mixed_dtypes and result_dtype != in_dtype:
+        raise DtypeError(
+            "out_dtype",
+            repr(result_dtype),
+            f"{in_dtype!r}, the inputs'",
+            why=f"accelerator {accelerator!r} keeps it",
+        )
     layout = _check_layout(b_layout, capabilities, accelerator)
     world = nodes * ranks_per_node
     shape = shape_of(name, sizes, world, in_dtype, result_dtype, capabilities)

@@ -29,8 +29,17 @@ class DeviceMemory:
     def create(device: int, nbytes: int) -> DeviceMemory: ...
     @staticmethod
     def attach(device: int, fd: int, mapped: int) -> DeviceMemory: ...
+    def write_word(self, offset: int, value: int) -> None: ...
     def export_fd(self) -> int: ...
     def export_dmabuf(self) -> int: ...
+
+class CallOrder:
+    def __init__(self, device: int) -> None: ...
+    def begin(self, stream: int) -> None: ...
+    def fork(self, stream: int) -> int: ...
+    def join(self, stream: int) -> None: ...
+    def end(self, stream: int) -> int: ...
+    def finished(self, call: int) -> bool: ...
 
 class ControlBlock:
     address: int
@@ -52,5 +61,45 @@ def copy(
     blocks: int = 8,
     stage_bytes: int = 0,
     *,
+    stream: int,
+) -> None: ...
+
+class Element:
+    bfloat16: Element
+    float16: Element
+
+class Way:
+    one_shot: Way
+    two_shot: Way
+
+class Collective:
+    def __init__(
+        self,
+        bases: list[int],
+        rank: int,
+        control: int,
+        timeout_ns: int,
+        number: int,
+        staging: int,
+        staging_bytes: int,
+        blocks: int = 0,
+    ) -> None: ...
+
+def all_gather_staging(world: int, shard_bytes: int, symmetric: bool) -> int: ...
+def reduce_scatter_staging(world: int, part_elements: int) -> int: ...
+def all_reduce_staging(world: int, elements: int, way: Way, symmetric: bool) -> int: ...
+def all_gather(
+    call: Collective, src: int, shard_bytes: int, out: list[int], stream: int
+) -> None: ...
+def reduce_scatter(
+    call: Collective, element: Element, src: int, part_elements: int, out: int, stream: int
+) -> None: ...
+def all_reduce(
+    call: Collective,
+    element: Element,
+    src: int,
+    elements: int,
+    out: list[int],
+    way: Way,
     stream: int,
 ) -> None: ...

@@ -116,7 +116,7 @@ def _wrong_gemm(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
                 DtypeError,
                 partial(call, a.to(kind), b.to(kind), **options),
             )
-        if other not in claims.out_dtypes:
+        if (case.dtype, other) not in claims.dtype_pairs():
             yield (
                 f"{other} output, which is not claimed",
                 DtypeError,

@@ -45,8 +45,7 @@ _NO_LAYOUT = ("ring_attention", "moe_combine")
 
 
 def _pairs(subject: AcceleratorSubject) -> list[tuple[DtypeName, DtypeName]]:
-    claims = subject.capabilities
-    return [(dtype, out) for dtype in claims.dtypes for out in claims.out_dtypes]
+    return list(subject.capabilities.dtype_pairs())
 
 
 def _attention_pairs(subject: AcceleratorSubject) -> list[tuple[DtypeName, DtypeName]]:
@@ -95,8 +94,7 @@ def accumulation(subject: AcceleratorSubject) -> None:
         cases = [
             _cancelling(subject, op, size, dtype, out_dtype)
             for op in gemms
-            for dtype in claims.dtypes
-            for out_dtype in claims.out_dtypes
+            for dtype, out_dtype in claims.dtype_pairs()
         ]
         experts = "moe_combine" in claims.ops
         subject.judge(rank_accumulation, cases, claims.dtypes if experts else (), world=world)

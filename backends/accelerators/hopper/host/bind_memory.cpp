@@ -1,8 +1,9 @@
-// Devices, symmetric memory and the control block, for Python.
+// Devices, symmetric memory, the control block and the order of calls, for Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/host/call_order.hpp"
 #include "backends/accelerators/hopper/host/control_block.hpp"
 #include "backends/accelerators/hopper/host/device.hpp"
 #include "backends/accelerators/hopper/host/memory.hpp"
@@ -36,8 +37,33 @@ void bind_memory(py::module_& module) {
         .def_property_readonly("mapped_bytes", &DeviceMemory::mapped_bytes)
         .def_property_readonly("device", &DeviceMemory::device)
         .def_property_readonly("rdma", &DeviceMemory::rdma)
+        .def("write_word", &DeviceMemory::write_word, py::arg("offset"), py::arg("value"), released)
         .def("export_fd", &DeviceMemory::export_fd)
         .def("export_dmabuf", &DeviceMemory::export_dmabuf);
+
+    const auto stream_of = [](std::uint64_t stream) {
+        return reinterpret_cast<cudaStream_t>(stream);
+    };
+    py::class_<CallOrder>(module, "CallOrder")
+        .def(py::init<int>(), py::arg("device"))
+        .def(
+            "begin",
+            [=](CallOrder& order, std::uint64_t stream) { order.begin(stream_of(stream)); },
+            py::arg("stream"))
+        .def(
+            "fork",
+            [=](CallOrder& order, std::uint64_t stream) {
+                return reinterpret_cast<std::uint64_t>(order.fork(stream_of(stream)));
+            },
+            py::arg("stream"))
+        .def(
+            "join", [=](CallOrder& order, std::uint64_t stream) { order.join(stream_of(stream)); },
+            py::arg("stream"))
+        .def(
+            "end",
+            [=](CallOrder& order, std::uint64_t stream) { return order.end(stream_of(stream)); },
+            py::arg("stream"))
+        .def("finished", &CallOrder::finished, py::arg("call"));
 
     py::class_<ControlBlock>(module, "ControlBlock")
         .def(py::init<>())

@@ -1,5 +1,6 @@
 #include "backends/accelerators/hopper/host/memory.hpp"
 
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -21,6 +22,24 @@ std::string on_device(const char* call, std::size_t nbytes, int device) {
     return std::string(call) + " of " + std::to_string(nbytes) + " bytes on device " +
            std::to_string(device);
 }
+
+// A stream of its own: work of the user's is not waited for.
+class OwnStream {
+  public:
+    OwnStream() {
+        check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
+              "cudaStreamCreateWithFlags");
+    }
+    OwnStream(const OwnStream&) = delete;
+    OwnStream& operator=(const OwnStream&) = delete;
+    ~OwnStream() { cudaStreamDestroy(stream_); }
+
+    [[nodiscard]] cudaStream_t get() const { return stream_; }
+    void wait() const { check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
+
+  private:
+    cudaStream_t stream_ = nullptr;
+};
 
 }  // namespace
 
@@ -82,12 +101,23 @@ void DeviceMemory::map(std::size_t alignment) {
 }
 
 void DeviceMemory::zero() const {
-    cudaStream_t stream = nullptr;  // of its own: the user's must not be waited for
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    cudaError_t result = cudaMemsetAsync(reinterpret_cast<void*>(address_), 0, mapped_, stream);
-    if (result == cudaSuccess) result = cudaStreamSynchronize(stream);
-    cudaStreamDestroy(stream);
-    check(result, on_device("zeroing", mapped_, device_));
+    const OwnStream stream;
+    check(cudaMemsetAsync(reinterpret_cast<void*>(address_), 0, mapped_, stream.get()),
+          on_device("cudaMemsetAsync", mapped_, device_));
+    stream.wait();
+}
+
+void DeviceMemory::write_word(std::size_t offset, std::uint64_t value) const {
+    if (offset % sizeof(value) != 0 || offset + sizeof(value) > mapped_) {
+        throw std::out_of_range("no word at offset " + std::to_string(offset) + " of " +
+                                std::to_string(mapped_) + " bytes");
+    }
+    const DeviceScope scope(device_);
+    const OwnStream stream;
+    check(cudaMemcpyAsync(reinterpret_cast<void*>(address_ + offset), &value, sizeof(value),
+                          cudaMemcpyHostToDevice, stream.get()),
+          "cudaMemcpyAsync of a word");
+    stream.wait();
 }
 
 int DeviceMemory::export_fd() const {

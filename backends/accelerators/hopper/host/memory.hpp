@@ -31,6 +31,9 @@ class DeviceMemory {
     [[nodiscard]] int device() const { return device_; }
     [[nodiscard]] bool rdma() const { return rdma_; }
 
+    // Writes a word for the device and its peers to find; returns when it is there.
+    void write_word(std::size_t offset, std::uint64_t value) const;
+
     // A new descriptor, the caller's to close, that another process of this host can attach.
     [[nodiscard]] int export_fd() const;
     // A new dmabuf descriptor, the caller's to close, of all mapped bytes.

@@ -1,0 +1,52 @@
+// Calls of a world run one after another on each device, whatever streams they are queued on: two
+// persistent kernels that wait for their peers must never stand in opposite order on two ranks.
+//
+// `begin(stream)`, the call's work, `end(stream)`. While a stream is being captured into a graph, calls
+// are ordered among those of that capture; how a graph's replays and other calls follow one another
+// is for the user to order, by streams. One thread at a time.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <cstdint>
+
+namespace mkernel::hopper {
+
+class CallOrder {
+  public:
+    explicit CallOrder(int device);
+    CallOrder(const CallOrder&) = delete;
+    CallOrder& operator=(const CallOrder&) = delete;
+    ~CallOrder();
+
+    // What is queued on `stream` from here on comes after the previous call.
+    void begin(cudaStream_t stream);
+
+    // A second stream of the call, for copy engines: after all that is queued on `stream`.
+    cudaStream_t fork(cudaStream_t stream);
+    // `stream` goes on only after what was queued on the second one.
+    void join(cudaStream_t stream);
+
+    // The call's number, for `finished`; 0 while capturing: nothing runs that could end.
+    std::uint64_t end(cudaStream_t stream);
+
+    // Whether that call's work is over. CudaError where the device has failed.
+    [[nodiscard]] bool finished(std::uint64_t call) const;
+
+  private:
+    // Old calls share the event of a later one: it ends no earlier than they do.
+    static constexpr std::uint64_t kEvents = 64;
+
+    cudaEvent_t& event_of(std::uint64_t call) { return events_[call % kEvents]; }
+
+    int device_;
+    cudaStream_t side_ = nullptr;
+    cudaEvent_t forked_ = nullptr, joined_ = nullptr, captured_ = nullptr;
+    std::array<cudaEvent_t, kEvents> events_{};
+    std::uint64_t calls_ = 0;
+    cudaStream_t last_stream_ = nullptr;  // of call number `calls_`
+    unsigned long long capture_ = 0;      // that `captured_` belongs to; 0: none
+};
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,74 @@
+"""Which ops there are kernels of, what they need, and how each is started.
+
+An op is here once ``_hopper`` has its function; nothing else of the backend knows one by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.base import Call
+from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.plan.model import LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where a call goes: a device, a stream of it that comes after the world's previous call, the
+    order that forks a second stream off it, and the address of the rank's HostControl."""
+
+    device: int
+    stream: int
+    order: _hopper.CallOrder
+    control: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """How an op is run.
+
+    Attributes:
+        function: of ``_hopper``, without which this build lacks the op.
+        region_bytes: bytes of the symmetric region that a plan needs on each rank.
+        start: puts a call's work on its lane; returns at once.
+    """
+
+    function: str
+    region_bytes: Callable[[LaunchPlan], int]
+    start: Callable[[Call, Lane], None]
+
+
+OPS: dict[str, Op] = {}
+
+
+def ops() -> tuple[str, ...]:
+    """Names of the ops that this build has kernels of."""
+    try:
+        made = native()
+    except BackendUnavailable:
+        return ()
+    return tuple(name for name, op in OPS.items() if hasattr(made, op.function))
+
+
+def region_bytes(plan: LaunchPlan) -> int:
+    """Bytes of the region that a plan needs on each rank. Unsupported."""
+    return _op(plan.op).region_bytes(plan)
+
+
+def start(call: Call, lane: Lane) -> None:
+    """Put a call on its lane. Unsupported."""
+    _op(call.plan.op).start(call, lane)
+
+
+def _op(name: str) -> Op:
+    if name not in ops():
+        raise Unsupported(
+            f"accelerator 'hopper' has no kernel of {name}; it has: {', '.join(ops()) or 'none'}"
+        )
+    return OPS[name]

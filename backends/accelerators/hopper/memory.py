@@ -1,0 +1,148 @@
+"""Symmetric memory on a GPU: an allocation that other processes of the node map by descriptor.
+
+The descriptor that ranks exchange is JSON; the memory itself travels as a file descriptor
+(:mod:`mkernel.backends.runtime.fd_exchange`). A mapping keeps the memory: that of a peer whose
+process was killed stays valid until it is closed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mkernel.backends.base import SymmetricMemory
+from mkernel.backends.runtime import fd_exchange
+from mkernel.backends.runtime.host_memory import check_fit
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+_FETCH_S = 10.0
+_KIND = "cuda-vmm"
+
+
+class DeviceMemory(SymmetricMemory):
+    """Memory of this process's device, or a mapping of a peer's for kernels of this one's.
+
+    It is unmapped once it is closed and no tensor of it is left.
+    """
+
+    def __init__(
+        self, native: _hopper.DeviceMemory, nbytes: int, offer: fd_exchange.Offer | None
+    ) -> None:
+        """Use :meth:`create` or :meth:`attach`."""
+        self.nbytes = nbytes
+        self.address = native.address
+        self.device = native.device
+        self._native: _hopper.DeviceMemory | None = native
+        self._offer = offer
+        self._fd = -1
+
+    @classmethod
+    def create(cls, nbytes: int, device: int) -> DeviceMemory:
+        """New zeroed memory. ValueError for a size below 1; OSError where the device is short of
+        memory or cannot share it."""
+        if nbytes < 1:
+            raise ValueError(f"nbytes = {nbytes} is not legal; expected at least 1")
+        from mkernel.backends.accelerators.hopper import _hopper
+
+        try:
+            return cls(_hopper.DeviceMemory.create(device, nbytes), nbytes, None)
+        except _hopper.CudaError as error:
+            raise OSError(f"no {nbytes} bytes of symmetric memory: {error}") from error
+
+    @classmethod
+    def attach(cls, descriptor: dict[str, Any], device: int) -> DeviceMemory:
+        """Map what a peer process of this host exported, for kernels of ``device``. OSError where
+        it is gone, is of another kind, or the devices cannot reach each other."""
+        if descriptor.get("kind") != _KIND:
+            raise OSError(
+                f"a peer exported memory of kind {descriptor.get('kind')!r}, not {_KIND!r}; "
+                "do all ranks use the same accelerator?"
+            )
+        from mkernel.backends.accelerators.hopper import _hopper
+
+        fd = fd_exchange.fetch(descriptor["offer"], _FETCH_S)
+        try:
+            native = _hopper.DeviceMemory.attach(device, fd, int(descriptor["mapped"]))
+        except _hopper.CudaError as error:
+            raise OSError(
+                f"device {device} cannot map a peer's memory: {error}; see `nvidia-smi topo -p2p r`"
+            ) from error
+        finally:
+            os.close(fd)
+        return cls(native, int(descriptor["nbytes"]), None)
+
+    def export(self) -> dict[str, Any]:
+        """JSON-safe descriptor; valid until ``close``, on this host, for this user."""
+        native = self._alive()
+        if self._offer is None:
+            self._fd = native.export_fd()
+            self._offer = fd_exchange.offer(self._fd)
+        return {
+            "kind": _KIND,
+            "offer": self._offer.address,
+            "nbytes": self.nbytes,
+            "mapped": native.mapped_bytes,
+        }
+
+    def write_word(self, offset: int, value: int) -> None:
+        """Write 64 bits at a multiple of 8; there when this returns."""
+        self._alive().write_word(offset, value)
+
+    def dmabuf(self) -> int:
+        """A new dmabuf descriptor of the memory, for a NIC to register; the caller's to close.
+        OSError where the device has none to give."""
+        from mkernel.backends.accelerators.hopper import _hopper
+
+        try:
+            return self._alive().export_dmabuf()
+        except _hopper.CudaError as error:
+            raise OSError(f"no dmabuf: {error}") from error
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A row-major tensor over the bytes from ``offset`` on; it keeps the memory mapped.
+        ValueError where it does not fit."""
+        count = math.prod(shape)
+        check_fit(self.nbytes, offset, count, dtype)
+        # As bytes, since that interface has no name for bfloat16; without a device, lest torch copy.
+        flat = torch.as_tensor(_Bytes(self._alive(), offset, count * dtype.itemsize))
+        return flat.view(dtype).view(*shape)
+
+    def close(self) -> None:
+        """Withdraw the descriptor and unmap. Twice is harmless."""
+        self._native = None
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            offer.close()
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "_native", None) is not None:
+            self.close()
+
+    def _alive(self) -> _hopper.DeviceMemory:
+        if self._native is None:
+            raise ValueError("this memory was closed")
+        return self._native
+
+
+class _Bytes:
+    """A stretch of device memory as numba's and torch's CUDA array interface has it. What is made of
+    it holds it, and so the memory."""
+
+    def __init__(self, native: _hopper.DeviceMemory, offset: int, nbytes: int) -> None:
+        self._native = native
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (native.address + offset, False),
+            "strides": None,
+        }

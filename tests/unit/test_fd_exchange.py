@@ -1,0 +1,174 @@
+"""Descriptors from process to process: who gets them, who does not, and that nothing is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mkernel.backends.runtime import fd_exchange
+from mkernel.backends.runtime.fd_exchange import fetch, offer
+
+TIMEOUT_S = 10.0
+
+
+def _server_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "mkernel-fds"]
+
+
+def _sockets() -> list[str]:
+    found = Path("/proc/net/unix").read_text().splitlines()
+    return [line for line in found if f"@mkernel-{os.getpid()}-" in line]
+
+
+@pytest.fixture
+def memfd() -> Iterator[int]:
+    fd = os.memfd_create("mkernel-test", os.MFD_CLOEXEC)
+    os.pwrite(fd, b"before", 0)
+    yield fd
+    os.close(fd)
+    assert not _server_threads(), "the serving thread is left"
+    assert not _sockets(), "a socket is left"
+
+
+def _write_through(address: dict[str, Any], text: bytes) -> None:
+    fd = fetch(address, TIMEOUT_S)
+    assert os.pread(fd, 6, 0) == b"before"
+    os.pwrite(fd, text, 0)
+    os.close(fd)
+
+
+def test_another_process_writes_to_the_same_memory(memfd: int) -> None:
+    offered = offer(memfd)
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_write_through, args=(offered.address, b"after!"))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert os.pread(memfd, 6, 0) == b"after!"
+    offered.close()
+
+
+def test_every_offer_gives_its_own_descriptor(memfd: int) -> None:
+    other = os.memfd_create("mkernel-test", os.MFD_CLOEXEC)
+    offers = [offer(memfd), offer(other)]
+    inodes = [os.fstat(fd).st_ino for fd in (memfd, other)]
+    for offered, inode in zip(offers, inodes, strict=True):
+        fd = fetch(offered.address, TIMEOUT_S)
+        assert os.fstat(fd).st_ino == inode
+        assert not os.get_inheritable(fd)
+        os.close(fd)
+    offers[0].close()
+    with pytest.raises(OSError, match="no longer offers"):
+        fetch(offers[0].address, TIMEOUT_S)
+    os.close(fetch(offers[1].address, TIMEOUT_S))
+    offers[1].close()
+    os.close(other)
+
+
+def test_the_last_close_ends_the_thread_and_fetches_are_refused(memfd: int) -> None:
+    offered = offer(memfd)
+    assert _server_threads()
+    assert _sockets()
+    offered.close()
+    offered.close()
+    assert not _server_threads()
+    with pytest.raises(ConnectionRefusedError, match="nobody offers"):
+        fetch(offered.address, TIMEOUT_S)
+
+
+def test_a_wrong_cookie_gets_nothing(memfd: int) -> None:
+    offered = offer(memfd)
+    with pytest.raises(OSError, match="no longer offers"):
+        fetch({**offered.address, "cookie": "00" * 16}, TIMEOUT_S)
+    offered.close()
+
+
+def test_clients_that_never_ask_delay_nobody_and_are_dropped(
+    memfd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fd_exchange, "_REQUEST_S", 0.3)
+    offered = offer(memfd)
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(5)]
+    for client in silent:
+        client.connect("\0" + offered.address["socket"])
+        client.settimeout(TIMEOUT_S)
+    silent[0].send(b"abc")  # part of a cookie
+    start = time.monotonic()
+    os.close(fetch(offered.address, TIMEOUT_S))
+    assert time.monotonic() - start < 0.3
+    for client in silent:
+        assert client.recv(1) == b"", "not dropped"
+        client.close()
+    offered.close()
+
+
+def test_a_server_that_never_answers_is_not_waited_for() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0mkernel-test-silent")
+        listener.listen()
+        start = time.monotonic()
+        with pytest.raises(TimeoutError):
+            fetch({"socket": "mkernel-test-silent", "cookie": "00" * 16}, 0.3)
+        assert time.monotonic() - start < 5
+
+
+def test_another_users_process_is_refused_on_both_sides(
+    memfd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = offer(memfd)
+    mine, me = os.geteuid(), threading.get_ident()
+    # This thread (the client) is someone else to itself, the server is not; then the other way.
+    for stranger_is_me in (True, False):
+        monkeypatch.setattr(
+            os,
+            "geteuid",
+            lambda who=stranger_is_me: mine + ((threading.get_ident() == me) == who),
+        )
+        with pytest.raises(OSError, match="not user" if stranger_is_me else "no longer offers"):
+            fetch(offered.address, TIMEOUT_S)
+    monkeypatch.undo()
+    os.close(fetch(offered.address, TIMEOUT_S))
+    offered.close()
+
+
+def test_many_fetches_at_once(memfd: int) -> None:
+    offered = offer(memfd)
+    got: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: got.append(fetch(offered.address, TIMEOUT_S)))
+        for _ in range(40)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 40
+    for fd in got:
+        os.close(fd)
+    offered.close()
+
+
+def test_a_forked_child_serves_its_own_offers(memfd: int) -> None:
+    offered = offer(memfd)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            own = offer(memfd)
+            os.close(fetch(own.address, TIMEOUT_S))
+            own.close()
+            offered.close()  # the parent's: no effect
+            code = 0 if own.address["socket"] != offered.address["socket"] else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(fetch(offered.address, TIMEOUT_S))
+    offered.close()
