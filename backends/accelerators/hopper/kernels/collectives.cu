@@ -63,12 +63,12 @@ __global__ __launch_bounds__(kThreads,
             lanes.bytes[i] = chunk.bytes;
         });
         copy_to_each(lanes, world, aligned);
-        exchange.raise(args.flags_of(index));
+        if (!args.symmetric) exchange.raise(args.flags_of(index));
         return true;
     };
     const auto take = [&](std::uint32_t index) {
+        if (args.symmetric) return true;  // the end of the call is what says that all has come
         if (!exchange.await(args.flags_of(index), index)) return false;
-        if (args.symmetric) return true;
         const Chunk chunk = chunk_of(args.cut, index, args.part);
         const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
             const int from = args.peer(i + 1);
@@ -154,12 +154,12 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
                 (kGather ? args.result_sent_to(args.peer(i + 1)) : args.outs[rank]) + chunk.at;
         });
         sum_to_each<T>(lanes, world, chunk.bytes, kGather ? world : 1, aligned);
-        if constexpr (kGather) exchange.raise(args.flags_of(args.cut.chunks + index));
+        if (kGather && !args.symmetric) exchange.raise(args.flags_of(args.cut.chunks + index));
         return true;
     };
     const auto take = [&](std::uint32_t index) {
-        if (!exchange.await(args.flags_of(args.cut.chunks + index), index)) return false;
         if (args.symmetric) return true;
+        if (!exchange.await(args.flags_of(args.cut.chunks + index), index)) return false;
         const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
             const int from = args.peer(i + 1);
             const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(from));

@@ -19,7 +19,8 @@
 // are written only after their owner said that it is in this call.
 //
 // Flags are set to the epoch, one writer each: chunk * world + rank, and for an all_reduce's second
-// exchange the same after all of the first.
+// exchange the same after all of the first. What goes straight into a symmetric out needs none: the
+// end of the call says that it has come.
 #pragma once
 
 #include <cuda_runtime_api.h>

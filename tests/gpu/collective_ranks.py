@@ -1,0 +1,217 @@
+"""Ranks of a world as the GPUs of one process: regions, control blocks, streams, and the sums that
+the collectives promise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from device_buffers import Buffer
+
+# Offsets in a region, as device/region.cuh lays it out.
+PEERS_WORDS = slice(512, 768)  # what peers finished and started
+FLAGS = slice(64 << 10, 1 << 20)
+DATA = 1 << 20
+DEADLINE_S = 20.0
+
+
+@dataclass
+class Ranks:
+    """A world. Calls are launched rank by rank and run at the same time."""
+
+    world: int
+    staging_bytes: int = 1 << 20
+    timeout_s: float = DEADLINE_S
+    regions: list[Buffer] = field(init=False)
+    controls: list[Any] = field(init=False)
+    streams: list[torch.cuda.Stream] = field(init=False)
+
+    def __post_init__(self) -> None:
+        from mkernel.backends.accelerators.hopper import _hopper
+
+        everyone = range(self.world)
+        self.regions = [Buffer(rank, everyone, DATA + self.staging_bytes) for rank in everyone]
+        for region in self.regions:
+            region.bytes()[:8].view(torch.int64).fill_(1)  # the epoch
+        self.controls = [_hopper.ControlBlock() for _ in everyone]
+        self.streams = [torch.cuda.Stream(rank) for rank in everyone]
+        # Loaded at its first launch, which must not be while a kernel of that GPU waits.
+        self.on_each(lambda rank: self.delay(1))
+        self.synchronize()
+
+    @staticmethod
+    def delay(cycles: int) -> None:
+        """Keep the current stream busy."""
+        torch.cuda._sleep(cycles)
+
+    def call(self, rank: int, *, blocks: int = 0) -> Any:
+        """The native handle of one rank's next call."""
+        from mkernel.backends.accelerators.hopper import _hopper
+
+        return _hopper.Collective(
+            bases=[region.address(rank) for region in self.regions],
+            rank=rank,
+            control=self.controls[rank].address,
+            timeout_ns=int(self.timeout_s * 1e9),
+            number=7,
+            staging=0,
+            staging_bytes=self.staging_bytes,
+            blocks=blocks,
+        )
+
+    def stream(self, rank: int) -> int:
+        return self.streams[rank].cuda_stream
+
+    def on_each(self, launch: Callable[[int], None], only: Sequence[int] | None = None) -> None:
+        """``launch(rank)`` with the rank's device and stream current. It must not wait for any."""
+        for rank in range(self.world) if only is None else only:
+            with torch.cuda.device(rank), torch.cuda.stream(self.streams[rank]):
+                launch(rank)
+
+    def synchronize(self) -> None:
+        """Fail after the deadline and a bit; kernels give up at the deadline by themselves."""
+        end = time.monotonic() + self.timeout_s + 10
+        for rank in range(self.world):
+            torch.cuda.current_stream(rank).synchronize()
+            while not self.streams[rank].query():
+                assert time.monotonic() < end, f"rank {rank}: a kernel does not end"
+                time.sleep(0.0005)
+
+    def epochs(self) -> list[int]:
+        return [int(region.bytes()[:8].view(torch.int64).item()) for region in self.regions]
+
+    def check_outcomes(self) -> None:
+        """No wait of any rank failed."""
+        for rank, control in enumerate(self.controls):
+            code, who = control.outcome()
+            assert code.name == "none", (rank, code, who.signal, who.peer, who.seen, who.wanted)
+
+
+@dataclass
+class Sums:
+    """What reductions promise: float32 sums in the owner's order, rounded once."""
+
+    sources: list[torch.Tensor]  # on one device
+    owned: int  # elements of each rank but perhaps the last ones
+
+    def whole(self) -> torch.Tensor:
+        world, total = len(self.sources), self.sources[0].numel()
+        parts = []
+        for owner in range(world):
+            part = slice(min(owner * self.owned, total), min((owner + 1) * self.owned, total))
+            sum_ = self.sources[owner][part].float()
+            for step in range(1, world):
+                sum_ = sum_ + self.sources[(owner + step) % world][part].float()
+            parts.append(sum_.to(self.sources[0].dtype))
+        return torch.cat(parts)
+
+
+def owned_elements(world: int, elements: int) -> int:
+    """Of an all_reduce: whole 16 bytes."""
+    return ((elements + world - 1) // world + 7) // 8 * 8
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8).cpu(), b.view(torch.uint8).cpu())
+
+
+@dataclass
+class Work:
+    """One collective on all ranks: its inputs, poisoned outputs, and what they must become."""
+
+    ranks: Ranks
+    name: str  # all_gather, reduce_scatter, all_reduce
+    elements: int  # of a shard, of a part, of the whole
+    dtype: torch.dtype = torch.bfloat16
+    way: str = "one_shot"
+    symmetric: bool = False
+    seed: int = 0
+    out_offset: int = 0  # elements by which the outs are misaligned
+    poison: float = float("nan")
+    sources: list[torch.Tensor] = field(init=False)
+    outs: list[torch.Tensor] = field(init=False)
+    guarded: list[torch.Tensor] = field(init=False)  # the outs and what lies around them
+    seen: list[torch.Tensor] = field(init=False)
+    _storage: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        world = self.ranks.world
+        scale = world if self.name == "reduce_scatter" else 1
+        self.sources = [
+            torch.empty(self.elements * scale, dtype=self.dtype, device=f"cuda:{rank}")
+            for rank in range(world)
+        ]
+        count = self.elements * (world if self.name == "all_gather" else 1)
+        nbytes = (count + self.out_offset + 64) * self.dtype.itemsize
+        self._storage = []
+        for rank in range(world):
+            if self.symmetric:
+                self._storage.append(Buffer(rank, range(world), nbytes))
+            else:
+                self._storage.append(torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{rank}"))
+        self.guarded = [
+            (s.bytes() if self.symmetric else s).view(self.dtype) for s in self._storage
+        ]
+        self.outs = [g[self.out_offset : self.out_offset + count] for g in self.guarded]
+        self.seen = [torch.empty_like(g) for g in self.guarded]
+        self.refresh(self.seed)
+
+    def refresh(self, seed: int) -> None:
+        """New inputs, poisoned outputs."""
+        for rank, source in enumerate(self.sources):
+            generator = torch.Generator(device=source.device).manual_seed(seed * 64 + rank)
+            if self.dtype == torch.uint8:
+                source.random_(0, 255, generator=generator)
+            else:
+                source.normal_(generator=generator)
+            self.guarded[rank].fill_(self.poison)
+            self.seen[rank].fill_(self.poison)
+        self.ranks.synchronize()
+
+    def launch(self, rank: int, *, blocks: int = 0) -> None:
+        """This rank's call on its stream, and next on the stream a reader of its out."""
+        from mkernel.backends.accelerators.hopper import _hopper
+
+        call = self.ranks.call(rank, blocks=blocks)
+        stream = torch.cuda.current_stream(rank).cuda_stream
+        shift = self.out_offset * self.dtype.itemsize
+        addresses = (
+            [s.address(rank) + shift for s in self._storage]
+            if self.symmetric
+            else [self.outs[rank].data_ptr()]
+        )
+        source = self.sources[rank].data_ptr()
+        element = getattr(_hopper.Element, str(self.dtype).removeprefix("torch."), None)
+        if self.name == "all_gather":
+            nbytes = self.elements * self.dtype.itemsize
+            _hopper.all_gather(call, source, nbytes, addresses, stream)
+        elif self.name == "reduce_scatter":
+            _hopper.reduce_scatter(call, element, source, self.elements, addresses[0], stream)
+        else:
+            way = getattr(_hopper.Way, self.way)
+            _hopper.all_reduce(call, element, source, self.elements, addresses, way, stream)
+        self.seen[rank].copy_(self.guarded[rank])
+
+    def wanted(self, rank: int) -> torch.Tensor:
+        home = [s.to("cuda:0") for s in self.sources]
+        if self.name == "all_gather":
+            return torch.cat(home)
+        if self.name == "all_reduce":
+            return Sums(home, owned_elements(self.ranks.world, self.elements)).whole()
+        whole = Sums(home, self.elements).whole()
+        return whole[rank * self.elements : (rank + 1) * self.elements]
+
+    def wrong_ranks(self) -> list[int]:
+        """Ranks where the reader saw an out, or bytes around it, that are not what they must be."""
+        wrong = []
+        for rank in range(self.ranks.world):
+            around = torch.full_like(self.seen[rank], self.poison)
+            around[self.out_offset : self.out_offset + self.outs[rank].numel()] = self.wanted(
+                rank
+            ).to(around.device)
+            if not same_bits(around, self.seen[rank]):
+                wrong.append(rank)
+        return wrong

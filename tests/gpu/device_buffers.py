@@ -1,0 +1,74 @@
+"""Memory of several GPUs, each buffer mapped on every one, in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+
+def needs_gpus(count: int) -> pytest.MarkDecorator:
+    """Skips where there are fewer GPUs that reach each other."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    reason = f"needs {count} GPU(s) of compute capability 9.0; torch sees {found}"
+    fits = found >= count and all(
+        torch.cuda.get_device_capability(i)[0] == 9
+        and all(torch.cuda.can_device_access_peer(i, j) for j in range(count) if j != i)
+        for i in range(count)
+    )
+    return pytest.mark.skipif(not fits, reason=reason)
+
+
+class Buffer:
+    """Zeroed memory of GPU ``owner`` that all of ``devices`` can address."""
+
+    def __init__(self, owner: int, devices: Sequence[int], nbytes: int) -> None:
+        from mkernel.backends.accelerators.hopper import _hopper
+
+        self.owner, self.nbytes = owner, nbytes
+        self._own = _hopper.DeviceMemory.create(owner, nbytes)
+        self._mapped: dict[int, Any] = {owner: self._own}
+        for device in devices:
+            if device != owner:
+                fd = self._own.export_fd()
+                try:
+                    self._mapped[device] = _hopper.DeviceMemory.attach(
+                        device, fd, self._own.mapped_bytes
+                    )
+                finally:
+                    os.close(fd)
+
+    def address(self, device: int) -> int:
+        """For kernels of ``device``."""
+        return int(self._mapped[device].address)
+
+    def bytes(self) -> torch.Tensor:
+        """All of it, as the owner sees it."""
+        return view(self._own, self.address(self.owner), self.nbytes, self.owner)
+
+
+def view(keep: Any, address: int, nbytes: int, device: int) -> torch.Tensor:
+    """Bytes of GPU ``device`` as a tensor that holds ``keep``."""
+
+    class Bytes:
+        kept = keep
+        __cuda_array_interface__ = {  # noqa: RUF012 - it is what torch looks for
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+        }
+
+    made = torch.as_tensor(Bytes(), device=torch.device("cuda", device))
+    assert made.data_ptr() == address, "torch copied the memory instead of viewing it"
+    return made
+
+
+def random_bytes(nbytes: int, device: int | str, seed: int) -> torch.Tensor:
+    """Fresh for each seed."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), generator=generator, device=device, dtype=torch.uint8)

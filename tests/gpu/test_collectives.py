@@ -1,0 +1,249 @@
+"""The library path's collectives: bit-exact sums in the promised order, in any timing."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from collective_ranks import FLAGS, PEERS_WORDS, Ranks, Work
+from device_buffers import needs_gpus
+
+MIB = 1 << 20
+WAYS = {  # name, way, symmetric outs
+    "all_gather": ("all_gather", "", False),
+    "all_gather-symmetric": ("all_gather", "", True),
+    "reduce_scatter": ("reduce_scatter", "", False),
+    "all_reduce-one_shot": ("all_reduce", "one_shot", False),
+    "all_reduce-two_shot": ("all_reduce", "two_shot", False),
+    "all_reduce-two_shot-symmetric": ("all_reduce", "two_shot", True),
+}
+SIZES = (1, 7, 8, 9, 100, 4096, 4099, 65_536, 123_457, 2 * MIB)
+
+pytestmark = needs_gpus(2)
+worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=needs_gpus(4))])
+every_way = pytest.mark.parametrize("which", WAYS)
+
+
+def work(ranks: Ranks, which: str, elements: int, dtype: torch.dtype = torch.bfloat16) -> Work:
+    name, way, symmetric = WAYS[which]
+    return Work(ranks, name, elements, dtype, way, symmetric)
+
+
+def run(done: Work, blocks: tuple[int, ...] = (0,)) -> None:
+    ranks = done.ranks
+    ranks.on_each(lambda rank: done.launch(rank, blocks=blocks[rank % len(blocks)]))
+    ranks.synchronize()
+    ranks.check_outcomes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@every_way
+@worlds
+def test_sizes(world: int, which: str, dtype: torch.dtype) -> None:
+    ranks = Ranks(world, 64 * MIB)
+    for elements in SIZES:
+        made = work(ranks, which, elements, dtype)
+        run(made)
+        assert made.wrong_ranks() == [], f"{elements} elements"
+
+
+@every_way
+@worlds
+def test_many_chunks_a_block(world: int, which: str) -> None:
+    elements = 80 * MIB + 24
+    ranks = Ranks(world, 2 * world * (elements * 2 + 128))
+    made = work(ranks, which, elements // world if which == "reduce_scatter" else elements)
+    for seed in range(2):
+        made.refresh(seed)
+        run(made)
+        assert made.wrong_ranks() == []
+
+
+@pytest.mark.parametrize("which", ["all_reduce-one_shot", "all_reduce-two_shot"])
+def test_more_than_4_gib(which: str) -> None:
+    elements = (2 << 30) + 1000
+    ranks = Ranks(2, 2 * 2 * elements + 4096)
+    made = work(ranks, which, elements)
+    run(made)
+    assert made.wrong_ranks() == []
+
+
+@worlds
+def test_bytes_of_any_number(world: int) -> None:
+    ranks = Ranks(world)
+    for nbytes in (1, 3, 15, 17, 4097, 70_001):
+        for symmetric in (False, True):
+            made = Work(ranks, "all_gather", nbytes, torch.uint8, symmetric=symmetric, poison=255)
+            run(made)
+            assert made.wrong_ranks() == [], f"{nbytes} bytes"
+
+
+@every_way
+@worlds
+def test_misaligned_outs(world: int, which: str) -> None:
+    ranks = Ranks(world, 4 * MIB)
+    name, way, symmetric = WAYS[which]
+    for elements in (5, 800, 20_001):
+        made = Work(ranks, name, elements, way=way, symmetric=symmetric, out_offset=3)
+        run(made)
+        assert made.wrong_ranks() == [], f"{elements} elements"
+
+
+@every_way
+@worlds
+def test_grids_may_differ(world: int, which: str) -> None:
+    ranks = Ranks(world, 32 * MIB)
+    made = work(ranks, which, 300_008)
+    for seed, blocks in enumerate([(1,), (2, 37), (132, 3), (64, 1, 5, 500)]):
+        made.refresh(seed)
+        run(made, blocks)
+        assert made.wrong_ranks() == [], f"blocks {blocks}"
+
+
+@worlds
+def test_a_hundred_calls_of_skewed_ranks(world: int) -> None:
+    """Fresh inputs and other work in every call; ranks wait for each other in the calls alone."""
+    ranks = Ranks(world, 8 * MIB)
+    for which in WAYS:
+        run(work(ranks, which, 8))  # loads the kernels, see Ranks
+    chance = random.Random(world)
+    calls = []
+    for seed in range(100):
+        made = work(ranks, chance.choice(list(WAYS)), chance.choice([8, 1000, 4096, 60_000]))
+        made.refresh(1000 + seed)
+        calls.append(made)
+    delays = [[chance.choice([0, 0, 20_000, 200_000]) for _ in calls] for _ in range(world)]
+
+    def launch_all(rank: int) -> None:
+        for made, delay in zip(calls, delays[rank], strict=True):
+            if delay:
+                ranks.delay(delay)
+            made.launch(rank)
+
+    ranks.on_each(launch_all)
+    ranks.synchronize()
+    ranks.check_outcomes()
+    assert [made.name for made in calls if made.wrong_ranks()] == []
+    assert ranks.epochs() == [1 + len(WAYS) + 100] * world
+
+
+@every_way
+@worlds
+def test_graphs_replay(world: int, which: str) -> None:
+    ranks = Ranks(world, 8 * MIB)
+    made = work(ranks, which, 50_000)
+    run(made)  # loads the kernels
+    graphs = []
+    for rank in range(world):
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(rank),
+            torch.cuda.graph(graph, stream=ranks.streams[rank], capture_error_mode="thread_local"),
+        ):
+            made.launch(rank)
+            made.launch(rank)  # two calls a replay
+        graphs.append(graph)
+    for seed in range(20):
+        made.refresh(seed)
+        ranks.on_each(lambda rank: graphs[rank].replay())
+        ranks.synchronize()
+        ranks.check_outcomes()
+        assert made.wrong_ranks() == [], f"replay {seed}"
+    assert ranks.epochs() == [42] * world
+
+
+@every_way
+@worlds
+def test_all_ranks_hold_the_same_bits_every_time(world: int, which: str) -> None:
+    ranks = Ranks(world, 8 * MIB)
+    made = work(ranks, which, 77_777)
+    found = []
+    for blocks in ((0,), (3, 50), (0,)):
+        made.refresh(5)
+        run(made, blocks)
+        found.append([out.view(torch.uint8).cpu() for out in made.outs])
+    assert made.wrong_ranks() == []
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    if made.name != "reduce_scatter":
+        assert all(torch.equal(found[0][0], out) for out in found[0][1:])
+
+
+@every_way
+@worlds
+def test_a_rank_that_does_not_come(world: int, which: str) -> None:
+    ranks = Ranks(world, 8 * MIB, timeout_s=0.3)
+    made = work(ranks, which, 50_000)
+    start = time.monotonic()
+    ranks.on_each(made.launch, only=[rank for rank in range(world) if rank != 1])
+    ranks.synchronize()
+    assert time.monotonic() - start < 5
+    for rank in range(world):
+        code, who = ranks.controls[rank].outcome()
+        assert code.name == ("none" if rank == 1 else "timeout")
+        if rank != 1:
+            assert who.op == 7
+            assert who.seen < who.wanted == 1
+    assert ranks.controls[0].outcome()[1].peer == 1
+    other = work(Ranks(world, 8 * MIB), which, 50_000)  # the context still works
+    run(other)
+    assert other.wrong_ranks() == []
+
+
+@every_way
+@worlds
+def test_an_abort_ends_the_waits(world: int, which: str) -> None:
+    from mkernel.backends.runtime._runtime import AbortCode
+
+    ranks = Ranks(world, 8 * MIB, timeout_s=60)
+    made = work(ranks, which, 50_000)
+    start = time.monotonic()
+    ranks.on_each(made.launch, only=[0])
+    time.sleep(0.05)
+    assert not ranks.streams[0].query(), "the call ended without its peers"
+    ranks.controls[0].abort(AbortCode.cancelled)
+    ranks.synchronize()
+    assert time.monotonic() - start < 5
+
+
+@every_way
+@worlds
+def test_waits_that_pass_too_soon_are_noticed(world: int, which: str) -> None:
+    """The planted fault: what rank 0 waits for is far ahead, so it takes what is not there yet."""
+    ranks = Ranks(world, 8 * MIB)
+    made = work(ranks, which, 50_000)
+    run(made)
+    made.refresh(1)
+    for words in (FLAGS, PEERS_WORDS):
+        ranks.regions[0].bytes()[words].view(torch.int64).fill_(1 << 40)
+    ranks.synchronize()
+
+    def late(rank: int) -> None:
+        if rank != 0:
+            ranks.delay(20_000_000)  # some 10 ms
+        made.launch(rank)
+
+    ranks.on_each(late)
+    ranks.synchronize()
+    assert 0 in made.wrong_ranks()
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("staging_bytes = 16; this call needs", {"staging_bytes": 16}),
+        ("staging = 8", {"staging": 8}),
+        ("rank 2 of a world of 2", {"rank": 2}),
+    ],
+)
+def test_wrong_calls_are_refused(message: str, change: dict[str, int]) -> None:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+    values = {"rank": 0, "staging": 0, "staging_bytes": MIB, **change}
+    call = _hopper.Collective([4096, 8192], control=0, timeout_ns=1, number=1, **values)
+    with pytest.raises(ValueError, match=message):
+        _hopper.all_reduce(
+            call, _hopper.Element.bfloat16, 4096, 1000, [8192], _hopper.Way.one_shot, 0
+        )
