@@ -1,0 +1,107 @@
+"""Which engine copies, and on how many blocks: by direction and size, from measured times.
+
+``engines.json`` beside this file holds what ``bench/transfer.py`` measured; its ``--engines`` writes
+it anew on another machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from mkernel.errors import InputFileError
+from mkernel.topology.model import Model
+
+Engine = Literal["copy_engine", "bulk", "plain"]
+Direction = Literal["put", "get", "local", "to_host", "from_host"]
+
+KEEPS_PROCESSORS = 0.03
+"""The copy engine takes no multiprocessor from anybody: it is chosen where it is at most this much
+slower than the best. Not within one GPU: there the driver runs a kernel."""
+
+
+class Point(Model):
+    """A measured copy."""
+
+    nbytes: int = Field(gt=0)
+    microseconds: float = Field(gt=0)
+
+
+class Curve(Model):
+    """Times of one engine on so many blocks (0: the copy engine), in ascending size."""
+
+    engine: Engine
+    blocks: int = Field(ge=0)
+    points: tuple[Point, ...] = Field(min_length=2)
+
+    @model_validator(mode="after")
+    def _ascend(self) -> Curve:
+        sizes = [point.nbytes for point in self.points]
+        if sorted(set(sizes)) != sizes:
+            raise ValueError("sizes must ascend")
+        return self
+
+    def microseconds(self, nbytes: int) -> float:
+        """Between two points on the line through them; beyond the last two too; below the first as
+        that one."""
+        after = next((p for p in self.points[1:] if p.nbytes >= nbytes), self.points[-1])
+        before = self.points[self.points.index(after) - 1]
+        slope = (after.microseconds - before.microseconds) / (after.nbytes - before.nbytes)
+        beyond = max(nbytes, self.points[0].nbytes) - before.nbytes
+        return before.microseconds + max(slope, 0.0) * beyond
+
+
+class Choice(Model):
+    """How to copy, and how long it is expected to take."""
+
+    engine: Engine
+    blocks: int
+    microseconds: float
+
+
+class Engines(Model):
+    """What was measured on one kind of machine. ``multicast``: no engine writes multicast memory."""
+
+    source: str = Field(description="what the times were taken on, and by what")
+    multicast: Literal[False] = False
+    directions: dict[Direction, tuple[Curve, ...]]
+
+    def choose(self, direction: Direction, nbytes: int, max_blocks: int = 16) -> Choice:
+        """The engine for a copy of ``nbytes`` that may use ``max_blocks`` multiprocessors; 0 leaves
+        only the copy engine. ValueError for a direction without times, or where no engine fits."""
+        choices = [
+            Choice(
+                engine=curve.engine,
+                blocks=curve.blocks,
+                microseconds=curve.microseconds(nbytes),
+            )
+            for curve in self.directions.get(direction, ())
+            if curve.blocks <= max_blocks
+        ]
+        if not choices:
+            raise ValueError(
+                f"no engine is known for {direction} with at most {max_blocks} blocks; "
+                "measure with bench/transfer.py"
+            )
+        best = min(choices, key=lambda choice: (choice.microseconds, choice.blocks))
+        for choice in choices:
+            free = choice.engine == "copy_engine" and direction != "local"
+            if free and choice.microseconds <= best.microseconds * (1 + KEEPS_PROCESSORS):
+                return choice
+        return best
+
+
+def load_engines(path: str | Path | None = None) -> Engines:
+    """A file of times; ``None``: the one that comes with mkernel. InputFileError names the bad
+    field."""
+    file = Path(path) if path is not None else Path(__file__).with_name("engines.json")
+    try:
+        return Engines.model_validate_json(file.read_text())
+    except OSError as error:
+        raise InputFileError(f"engine times {file}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "file"
+        raise InputFileError(f"engine times {file}: {field}: {first['msg']}") from error

@@ -1,0 +1,264 @@
+"""The copy engines between two GPUs, within one, and to and from the host: time by size and blocks.
+
+    python bench/transfer.py [--repeat 9] [--max-mib 1024] [--engines FILE]
+
+The copies run on GPU 0; a put goes to GPU 1, a get comes from there. Two times a copy: *device*, of
+many copies in one CUDA graph, and *launched*, of many launched one after another, where the host's
+cost of a launch may be the longer one. Both are medians over repeats. Source and destination stay
+the same, so that copies of less than the L2 cache find their source there, as after a producer's
+kernel. Beside the engines: torch's copy_, launched, and the links' rate.
+--engines writes the device times as the file that the choice of an engine reads
+(backends/accelerators/hopper/transfer/engines.json).
+Bars, as ratios to the copy engine's rate at 256 MiB, at most 16 blocks: bulk put 0.89, bulk get 0.94;
+and at 1 MiB and below the bulk engine is faster than the copy engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import results_file
+import torch
+
+from mkernel.backends.accelerators.hopper import _hopper
+from mkernel.bench.provenance import devices
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [4 * KIB << (2 * i) for i in range(10)]  # 4 KiB to 1 GiB
+BLOCKS = {"bulk": (1, 2, 4, 8, 16, 32), "plain": (1, 4, 8, 16, 32, 64)}
+DIRECTIONS = ("put", "get", "local", "to_host", "from_host")
+KEPT_BLOCKS = (8, 16)  # of the bulk and plain engines, for the choice
+RATE_BARS = {"put": 0.89, "get": 0.94}
+BATCH_BYTES = 256 * MIB
+MOST_COPIES = 40
+
+
+class Memory:
+    """``nbytes`` of each kind, random, as addresses and tensors."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.local = [torch.empty(nbytes, dtype=torch.uint8, device="cuda:0") for _ in range(2)]
+        self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self.peer: torch.Tensor | None = None
+        self.peer_address = 0
+        if torch.cuda.device_count() > 1 and _hopper.can_access(0, 1):
+            self._owned = _hopper.DeviceMemory.create(1, nbytes)
+            fd = self._owned.export_fd()
+            try:
+                self._mapped = _hopper.DeviceMemory.attach(0, fd, self._owned.mapped_bytes)
+            finally:
+                os.close(fd)
+            self.peer_address = self._mapped.address
+            interface = {
+                "version": 3,
+                "shape": (nbytes,),
+                "typestr": "|u1",
+                "data": (self._owned.address, False),
+                "strides": None,
+            }
+            holder = type("Peer", (), {"__cuda_array_interface__": interface})()
+            self.peer = torch.as_tensor(holder, device="cuda:1")
+
+    def pair(self, direction: str) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
+        """Destination and source as tensors, then as addresses for GPU 0; None without a peer."""
+        local, other = self.local
+        if direction == "local":
+            return other, local, other.data_ptr(), local.data_ptr()
+        if direction == "to_host":
+            return self.host, local, self.host.data_ptr(), local.data_ptr()
+        if direction == "from_host":
+            return local, self.host, local.data_ptr(), self.host.data_ptr()
+        if self.peer is None:
+            return None
+        if direction == "put":
+            return self.peer, local, self.peer_address, local.data_ptr()
+        return local, self.peer, local.data_ptr(), self.peer_address
+
+
+def median_us(run: Callable[[], object], copies: int, repeat: int) -> float:
+    """Of one of the ``copies`` that ``run`` puts on the current stream."""
+    times = []
+    for _ in range(repeat + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / copies)
+    return statistics.median(times[1:])
+
+
+def measure(
+    memory: Memory, direction: str, engine: str, blocks: int, nbytes: int, repeat: int
+) -> dict[str, Any] | None:
+    """One row of the figures; checks what the last copy left."""
+    pair = memory.pair(direction)
+    if pair is None:
+        return None
+    dst, src, to, from_ = pair
+    copies = max(1, min(MOST_COPIES, BATCH_BYTES // nbytes))
+    source = src[:nbytes]
+    source.random_(0, 256)
+    dst[:nbytes].fill_(0)
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+
+    def batch() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        for _ in range(copies):
+            if engine == "torch":
+                dst[:nbytes].copy_(source, non_blocking=True)
+            else:
+                kind = getattr(_hopper.Engine, engine)
+                _hopper.copy(to, from_, nbytes, kind, max(blocks, 1), stream=stream)
+
+    launched = median_us(batch, copies, repeat)
+    device_us = None
+    if engine != "torch":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            batch()
+        device_us = median_us(graph.replay, copies, repeat)
+    torch.cuda.synchronize()
+    if not torch.equal(dst[:nbytes].to("cuda:0"), source.to("cuda:0")):
+        raise RuntimeError(f"{engine} {direction} of {nbytes} bytes on {blocks} blocks is wrong")
+    best = min(device_us or launched, launched)
+    return {
+        "direction": direction,
+        "engine": engine,
+        "blocks": blocks,
+        "nbytes": nbytes,
+        "device_us": device_us and round(device_us, 3),
+        "launched_us": round(launched, 3),
+        "gbs": round(nbytes / best / 1e3, 2),
+    }
+
+
+def link_gbs() -> float | None:
+    """All of GPU 0's active links together, one direction, as NVML says."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+            fields = [
+                pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT,
+                pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON,
+            ]
+            count, speed = (v.value.uiVal for v in pynvml.nvmlDeviceGetFieldValues(gpu, fields))
+            return count * speed / 1e3 or None
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # NVML is a convenience here: its absence is no reason to fail
+        return None
+
+
+def rate(rows: list[dict[str, Any]], direction: str, engine: str, nbytes: int, most: int) -> float:
+    """The best of the rows, GB/s; 0 where there is none."""
+    return max(
+        (
+            row["gbs"]
+            for row in rows
+            if (row["direction"], row["engine"], row["nbytes"]) == (direction, engine, nbytes)
+            and row["blocks"] <= most
+        ),
+        default=0.0,
+    )
+
+
+def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the module's text promises, and what was found."""
+    found = []
+    for direction, bar in RATE_BARS.items():
+        engine = rate(rows, direction, "copy_engine", 256 * MIB, 0)
+        if engine:
+            ratio = rate(rows, direction, "bulk", 256 * MIB, 16) / engine
+            name = f"{direction} 256 MiB, bulk to copy engine"
+            found.append({"what": name, "found": round(ratio, 3), "bar": bar, "met": ratio >= bar})
+        for nbytes in (size for size in SIZES if size <= MIB):
+            engine = rate(rows, direction, "copy_engine", nbytes, 0)
+            if engine:
+                ratio = rate(rows, direction, "bulk", nbytes, 16) / engine
+                name = f"{direction} {nbytes // KIB} KiB, bulk to copy engine"
+                found.append({"what": name, "found": round(ratio, 3), "bar": 1, "met": ratio > 1})
+    return found
+
+
+def write_engines(file: Path, rows: list[dict[str, Any]]) -> None:
+    """The device times as transfer/engines.py reads them."""
+    directions: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["device_us"] is None or row["blocks"] not in (0, *KEPT_BLOCKS):
+            continue
+        curves = directions.setdefault(row["direction"], [])
+        named = {"engine": row["engine"], "blocks": row["blocks"]}
+        curve = next((c for c in curves if c.items() >= named.items()), None)
+        if curve is None:
+            curve = {**named, "points": []}
+            curves.append(curve)
+        curve["points"].append({"nbytes": row["nbytes"], "microseconds": row["device_us"]})
+    gpus = devices(torch.device("cuda"))
+    source = f"bench/transfer.py on {gpus['gpus'][0]}, driver {gpus['driver']}"
+    content = {"source": source, "multicast": False, "directions": directions}
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--max-mib", type=int, default=1024)
+    parser.add_argument("--engines", type=Path, default=None)
+    arguments = parser.parse_args()
+
+    torch.cuda.set_device(0)
+    sizes = [size for size in SIZES if size <= arguments.max_mib * MIB]
+    memory = Memory(max(sizes))
+    contenders = [("copy_engine", 0), ("torch", 0)]
+    contenders += [(engine, blocks) for engine, many in BLOCKS.items() for blocks in many]
+    rows = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for direction in DIRECTIONS:
+            for engine, blocks in contenders:
+                for nbytes in sizes:
+                    row = measure(memory, direction, engine, blocks, nbytes, arguments.repeat)
+                    if row is not None:
+                        rows.append(row)
+    checked = bars(rows)
+    results_file.write(
+        "transfer",
+        {
+            **devices(torch.device("cuda")),
+            "link_gbs": link_gbs(),
+            "repeat": arguments.repeat,
+            "copies": rows,
+            "bars": checked,
+        },
+    )
+    if arguments.engines is not None:
+        write_engines(arguments.engines, rows)
+    for direction in DIRECTIONS:
+        print(f"\n{direction}: GB/s" + "".join(f"{size // KIB:>9}K" for size in sizes))
+        for engine, blocks in contenders:
+            rates = [
+                rate([r for r in rows if r["blocks"] == blocks], direction, engine, size, blocks)
+                for size in sizes
+            ]
+            if any(rates):
+                print(f"{engine:>12} {blocks:>3}" + "".join(f"{found:>10.1f}" for found in rates))
+    for bar in checked:
+        print(
+            f"{'met   ' if bar['met'] else 'MISSED'} {bar['what']}: {bar['found']} (bar {bar['bar']})"
+        )
+    return 0 if all(bar["met"] for bar in checked) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

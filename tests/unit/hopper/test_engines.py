@@ -1,0 +1,93 @@
+"""The choice of a copy engine from measured times. Needs no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mkernel.backends.accelerators.hopper.transfer import Engines, load_engines
+from mkernel.errors import InputFileError
+
+
+def curve(engine: str, blocks: int, *points: tuple[int, float]) -> dict[str, Any]:
+    return {
+        "engine": engine,
+        "blocks": blocks,
+        "points": [{"nbytes": n, "microseconds": us} for n, us in points],
+    }
+
+
+MEASURED = Engines.model_validate(
+    {
+        "source": "invented",
+        "directions": {
+            "put": [
+                curve("copy_engine", 0, (1000, 10.0), (100_000, 20.0)),
+                curve("bulk", 4, (1000, 4.0), (100_000, 40.0)),
+                curve("bulk", 16, (1000, 5.0), (100_000, 19.9)),
+            ]
+        },
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "max_blocks", "engine", "blocks"),
+    [
+        (1, 16, "bulk", 4),
+        (1000, 16, "bulk", 4),
+        (50_000, 16, "bulk", 16),
+        (50_000, 8, "copy_engine", 0),
+        (100_000, 16, "copy_engine", 0),  # not the fastest by 0.5 %, but it takes no processor
+        (1 << 40, 16, "copy_engine", 0),
+        (1, 0, "copy_engine", 0),
+    ],
+)
+def test_the_fastest_that_fits(nbytes: int, max_blocks: int, engine: str, blocks: int) -> None:
+    choice = MEASURED.choose("put", nbytes, max_blocks)
+    assert (choice.engine, choice.blocks) == (engine, blocks)
+
+
+def test_times_lie_on_the_lines_between_points() -> None:
+    bulk = MEASURED.directions["put"][1]
+    assert bulk.microseconds(10) == 4.0
+    assert bulk.microseconds(50_500) == pytest.approx(22.0)
+    assert bulk.microseconds(199_000) == pytest.approx(76.0)
+
+
+def test_an_unmeasured_direction_is_said() -> None:
+    with pytest.raises(ValueError, match=r"no engine is known for get .* bench/transfer\.py"):
+        MEASURED.choose("get", 1)
+
+
+def test_what_comes_with_the_package() -> None:
+    engines = load_engines()
+    for direction in ("put", "get"):
+        assert engines.choose(direction, 65_536).engine != "copy_engine"
+        assert engines.choose(direction, 1 << 30).engine == "copy_engine"
+    assert not engines.multicast
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"multicast": True}, "multicast"),
+        ({"directions": {"put": [curve("bulk", 1, (5, 1.0), (4, 1.0))]}}, "sizes must ascend"),
+        ({"directions": {"put": [curve("bulk", 1, (5, 1.0))]}}, "directions.put.0.points"),
+        ({"directions": {"up": []}}, "directions.up"),
+    ],
+)
+def test_a_bad_file_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    file.write_text(json.dumps({**MEASURED.model_dump(mode="json"), **change}))
+    with pytest.raises(InputFileError, match=message) as raised:
+        load_engines(file)
+    assert str(file) in str(raised.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match=r"nowhere\.json"):
+        load_engines(tmp_path / "nowhere.json")
