@@ -1,0 +1,101 @@
+"""Backends whose calls are only queued when the op returns, on host memory: what a GPU does to a world,
+where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from mkernel.backends.accelerators.streams import StreamsAccelerator
+from mkernel.backends.accelerators.streams.worker import StreamsLaunch
+from mkernel.backends.base import (
+    AcceleratorCapabilities,
+    Call,
+    Launch,
+    LaunchTimes,
+    SymmetricMemory,
+    Workspace,
+)
+from mkernel.backends.runtime import _runtime
+from mkernel.plan.model import LaunchPlan
+from mkernel.topology.model import Accelerator
+
+FORMAT = b"formatted"
+Failure = tuple[_runtime.AbortCode, _runtime.Diagnosis]
+
+
+class Queueing(StreamsAccelerator):
+    """``streams``, stream-ordered: a thread runs the calls in order. Remembers what the world did."""
+
+    name: ClassVar[str] = "queueing"
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.events: list[str] = []
+        self.calls: list[Call] = []
+        self.aborted: list[_runtime.AbortCode] = []
+        self.recorded: Failure | None = None
+        self.ends_in_time = True
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        return super().capabilities().model_copy(update={"stream_ordered": True})
+
+    def open(self, device: Accelerator) -> None:
+        self.events.append(f"open {device.id}")
+        self.recorded, self.aborted, self.calls = None, [], []
+
+    def close(self, timeout_s: float) -> bool:
+        self.events.append("close")
+        return self.ends_in_time
+
+    def format(self, memory: SymmetricMemory) -> None:
+        self.events.append(f"format {memory.nbytes}")
+
+    def workspace(self, plan: LaunchPlan) -> Workspace:
+        return Workspace(nbytes=1000 * plan.gemm.m, signals=1, shared=True)
+
+    def launch(self, call: Call) -> StreamsLaunch:
+        self.calls.append(call)
+        return super().launch(call)
+
+    def abort(self, code: _runtime.AbortCode) -> None:
+        self.aborted.append(code)
+
+    def failure(self) -> Failure | None:
+        return self.recorded
+
+
+class Unshared(Queueing):
+    """Every plan has a workspace of its own."""
+
+    def workspace(self, plan: LaunchPlan) -> Workspace:
+        return Workspace(nbytes=1000 * plan.gemm.m, signals=1)
+
+
+class Broken(Queueing):
+    """The second call raises when it is waited for."""
+
+    def launch(self, call: Call) -> Any:
+        inner = super().launch(call)
+        return Raising(inner) if call.number == 2 else inner
+
+
+class Raising(Launch):
+    """A launch whose device fails."""
+
+    def __init__(self, inner: Launch) -> None:
+        self._inner = inner
+
+    def wait(self, timeout_s: float) -> bool:
+        if self._inner.wait(timeout_s):
+            raise RuntimeError("the device fell over")
+        return False
+
+    def times(self) -> LaunchTimes:
+        return self._inner.times()
+
+    def results(self) -> Mapping[str, Any]:
+        return {}
+
+    def trace(self) -> None:
+        return None
