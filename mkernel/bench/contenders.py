@@ -43,9 +43,19 @@ class Contender(ABC):
         """Memory for its inputs; a contender that wants them somewhere else says where."""
         return self.problem.empty(self.kind)
 
+    def output(self) -> torch.Tensor:
+        """Memory for its output; asked for in every turn, and filled with NaN before the call."""
+        problem = self.problem
+        return torch.empty(
+            problem.out_shape(self.kind), dtype=problem.torch_dtype, device=problem.device
+        )
+
     @abstractmethod
     def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
         """Do the work on the current stream; returns the output, ``out`` or its own."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """After its last turn, with the device idle. Collective."""
 
     def limit(self) -> float:
         """Largest relative error that counts as right."""
@@ -55,13 +65,14 @@ class Contender(ABC):
 def library_limit(problem: Problem) -> float:
     """What a library that adds in the output's dtype can reach, at the margin of our own limit.
 
-    Ring and two-shot collectives round every partial product and then every sum of two or more
-    terms: of W equal variances, W + (2 + ... + W) in units of one rounding of one term, against W of
-    a single rounding of the sum.
+    A product alone may be split along K, its parts rounded and their sum rounded again: twice the
+    variance of one rounding. Ring and two-shot collectives round every partial product and then
+    every sum of two or more terms: W + (2 + ... + W) roundings of one term's variance, where one
+    rounding of the sum of W terms counts W.
     """
     world = problem.world
-    rounded = 1 + (world * (world + 1) / 2 - 1) / world
-    return TOLERANCE[problem.dtype] * (1 if problem.gathers else math.sqrt(rounded))
+    rounded = 2.0 if problem.gathers else 1 + (world * (world + 1) / 2 - 1) / world
+    return TOLERANCE[problem.dtype] * math.sqrt(max(2.0, rounded))
 
 
 class Mkernel(Contender):
@@ -76,6 +87,26 @@ class Mkernel(Contender):
     def limit(self) -> float:
         return TOLERANCE[self.problem.dtype]
 
+    def close(self) -> None:
+        mkernel.synchronize()  # raises what the device found of the last calls
+
+
+class MkernelSymmetric(Mkernel):
+    """The same with the output in the library's symmetric memory: peers write straight into it."""
+
+    name = "mkernel-symmetric"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._out = mkernel.empty(problem.out_shape(self.kind), problem.torch_dtype)
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return None if problem.op == "gemm_all_reduce" else "peers write to no output of this op"
+
+    def output(self) -> torch.Tensor:
+        return self._out
+
 
 class Gemm(Contender):
     """torch.matmul alone: cuBLAS on CUDA devices. Its time is T_c."""
@@ -87,7 +118,7 @@ class Gemm(Contender):
         return torch.matmul(inputs["a"], inputs["b"], out=out)
 
     def limit(self) -> float:
-        return TOLERANCE[self.problem.dtype]
+        return TOLERANCE[self.problem.dtype] * math.sqrt(2.0)
 
 
 class Collective(Contender):
@@ -179,6 +210,7 @@ class _Place:
 
 _KNOWN = {
     "mkernel": _Place(__name__, "Mkernel"),
+    "mkernel-symmetric": _Place(__name__, "MkernelSymmetric"),
     "gemm": _Place(__name__, "Gemm"),
     "comm": _Place(__name__, "Collective"),
     "copy": _Place("mkernel.bench.symm_mem", "Copy"),
@@ -189,7 +221,8 @@ _KNOWN = {
 NAMES = tuple(_KNOWN)
 ALWAYS = ("gemm", "comm", "copy")
 """What gives T_c and T_m."""
-PEERS = tuple(name for name in NAMES if name not in ("mkernel", *ALWAYS))
+OURS = ("mkernel", "mkernel-symmetric")
+PEERS = tuple(name for name in NAMES if name not in (*OURS, *ALWAYS))
 SEQUENTIAL = ("nccl+cublas", "gloo+matmul")
 
 

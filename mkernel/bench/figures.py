@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mkernel.bench.contenders import SEQUENTIAL
+from mkernel.bench.contenders import OURS, SEQUENTIAL
 from mkernel.bench.problem import Kind
 from mkernel.bench.rank import Turns
 from mkernel.bench.results import Entry, Figures, Row
 from mkernel.bench.spec import Shape
-from mkernel.job.rank import badness
+from mkernel.cases.base import badness
 
 
 def row(
@@ -45,7 +45,7 @@ def row(
     peers = {
         name: median
         for name, median in medians.items()
-        if name != "mkernel" and entries[name].kind == "op"
+        if name not in OURS and entries[name].kind == "op"
     }
     best = min(peers, key=peers.__getitem__, default=None)
     mine = medians.get("mkernel")

@@ -27,6 +27,7 @@ from mkernel.cases.base import POISON, poison_freed
 from mkernel.current import current
 from mkernel.errors import ArgumentError, MkernelError, Unsupported
 from mkernel.launch import report
+from mkernel.world import World
 
 
 @dataclass
@@ -65,7 +66,7 @@ def run(spec: BenchSpec, port: int) -> RankResult:
     ``port``: of a store on this host, for the process group where the world has none.
     """
     world = current()
-    device = _device(world.accelerator.device)
+    device = _device(world)
     guard = Guard()
     made = not distributed.is_initialized()
     with guard.step("the process group", spec.timeout_s):
@@ -87,15 +88,17 @@ def run(spec: BenchSpec, port: int) -> RankResult:
             distributed.destroy_process_group()
 
 
-def _device(kind: str) -> torch.device:
-    if kind == "cpu":
+def _device(world: World) -> torch.device:
+    """The rank's device: the one that its backend chose, or, where a backend uses whatever tensors
+    lie on, one for each local rank."""
+    if world.accelerator.device == "cpu":
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    count = torch.cuda.device_count()
-    if index >= count:
-        raise ArgumentError("--ranks", index + 1, f"at most {count}, the number of GPUs")
-    torch.cuda.set_device(index)
-    return torch.device(kind, index)
+    if world.accelerator.capabilities().process_group:
+        count, index = torch.cuda.device_count(), world.identity.local_rank
+        if index >= count:
+            raise ArgumentError("--ranks", index + 1, f"at most {count}, the number of GPUs")
+        torch.cuda.set_device(index)
+    return torch.device(world.accelerator.device, torch.cuda.current_device())
 
 
 def _join(rank: int, size: int, port: int, device: torch.device, timeout_s: float) -> None:
@@ -152,6 +155,9 @@ class _Row:
                 order.reverse()
             for name in order:
                 self._take_turn(name, iteration)
+        for name, contender in self.entered.items():
+            with self._guarded(name, "closing"):
+                contender.close()
         return self.found
 
     def _enter(self, name: str) -> None:
@@ -190,9 +196,8 @@ class _Row:
     ) -> tuple[torch.Tensor, float]:
         problem = self.problem
         problem.fill(inputs, problem.rank, self.turn)
-        shape = problem.out_shape(contender.kind)
-        out = torch.full(shape, POISON, dtype=problem.torch_dtype, device=problem.device)
-        poison_freed([(shape, problem.torch_dtype)], problem.device)
+        out = contender.output().fill_(POISON)
+        poison_freed([(tuple(out.shape), out.dtype)], problem.device)
         return self.watch.time(lambda: contender.call(inputs, out), late)
 
     def _guarded(self, name: str, what: str) -> _Named:

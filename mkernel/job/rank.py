@@ -8,7 +8,6 @@ combine together.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 
 from mkernel.backends.base import View
 from mkernel.cases import Outcome
+from mkernel.cases.base import badness
 from mkernel.cases.gemm import GemmCase
 from mkernel.current import current
 from mkernel.job.spec import JobSpec
@@ -108,11 +108,6 @@ def run(spec: JobSpec) -> RankResult:
             spec.output / f"rank{world.rank}.safetensors",
         )
     return result
-
-
-def badness(error: float) -> tuple[bool, float]:
-    """Orders errors; nothing is worse than NaN."""
-    return math.isnan(error), error
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from mkernel.backends.base import ModelledRun, View
 from mkernel.cases import Case
-from mkernel.job.rank import VIEWS, RankResult, badness
+from mkernel.cases.base import badness
+from mkernel.job.rank import VIEWS, RankResult
 from mkernel.job.spec import JobSpec
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.model import Model, Topology

@@ -1,0 +1,278 @@
+"""What rank processes of the hopper tests run: calls on fresh data, judged on the device in float64."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+import mkernel
+from mkernel.bench.problem import Problem, Tensors, relative_error
+from mkernel.cases.base import TOLERANCE
+from mkernel.errors import WorldError
+from mkernel.launch import report
+from mkernel.plan.model import DtypeName
+
+OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+LATE_S = 0.02
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One op at one size."""
+
+    op: str
+    m: int
+    n: int
+    k: int
+    dtype: DtypeName = "bfloat16"
+    layout: str = "row"
+
+
+def spin(seconds: float) -> None:
+    """Keep the current stream busy."""
+    cuda: Any = torch.cuda
+    cuda._sleep(int(seconds * 1.98e9))
+
+
+class Work:
+    """A shape's tensors on this rank, refilled in place for every turn."""
+
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
+        world = mkernel.world()
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.shape = shape
+        self.problem = Problem(
+            shape.op, shape.m, shape.n, shape.k, shape.dtype, shape.layout, seed, world.rank,
+            world.size, device,
+        )  # fmt: skip
+        self.inputs: Tensors = self.problem.empty("op")
+        self.out = torch.empty(
+            self.problem.out_shape("op"), dtype=self.problem.torch_dtype, device=device
+        )
+
+    def fill(self, turn: int) -> None:
+        """Fresh inputs and a poisoned output, in stream order."""
+        self.problem.fill(self.inputs, self.problem.rank, turn)
+        self.out.fill_(float("nan"))
+
+    def call(self) -> torch.Tensor:
+        """The public op, into ``out``."""
+        result: torch.Tensor = getattr(mkernel, self.shape.op)(
+            self.inputs["a"], self.inputs["b"], out=self.out
+        )
+        return result
+
+    def error(self, turn: int, result: torch.Tensor | None = None) -> float:
+        """Of the whole output, relative; infinite where it is not finite."""
+        result = self.out if result is None else result
+        rows = torch.arange(len(result), device=result.device)
+        return relative_error(result, self.problem.reference("op", turn, rows))
+
+    def failure(self, turn: int, result: torch.Tensor | None = None, what: str = "") -> list[str]:
+        """Empty where the output is right."""
+        error = self.error(turn, result)
+        if error <= TOLERANCE[self.shape.dtype]:
+            return []
+        return [f"rank {self.problem.rank} {self.shape} turn {turn} {what}: error {error:.1e}"]
+
+
+def judged(shapes: Sequence[Shape], seed: int) -> list[str]:
+    """Failures of one call each."""
+    failures = []
+    for turn, shape in enumerate(shapes):
+        work = Work(shape, seed)
+        work.fill(turn)
+        work.call()
+        failures += work.failure(turn)
+    mkernel.synchronize()
+    return failures
+
+
+def skewed(shapes: Sequence[Shape], rounds: int, seed: int) -> list[str]:
+    """Failures of many calls that reuse all memory, ranks late by turns, shapes mixed."""
+    works = [Work(shape, seed) for shape in shapes]
+    chance = random.Random(seed)  # the same on every rank
+    failures = []
+    for turn in range(rounds):
+        work = chance.choice(works)
+        late = chance.randrange(work.problem.world + 1)
+        work.fill(turn)
+        if late == work.problem.rank:
+            spin(LATE_S)
+        work.call()
+        failures += work.failure(turn, what=f"with rank {late} late")
+    mkernel.synchronize()
+    return failures
+
+
+def queued(shapes: Sequence[Shape], rounds: int, seed: int) -> list[str]:
+    """The same without any wait of the host between calls: results are kept and judged at the end."""
+    works = [Work(shape, seed) for shape in shapes]
+    kept = []
+    for turn in range(rounds):
+        work = works[turn % len(works)]
+        work.fill(turn)
+        if turn % work.problem.world == work.problem.rank:
+            spin(LATE_S / 10)
+        kept.append((work, turn, work.call().clone()))
+    mkernel.synchronize()
+    return [text for work, turn, result in kept for text in work.failure(turn, result, "queued")]
+
+
+def repeated(shape: Shape, times: int) -> list[str]:
+    """Checksums of a call's bits, repeated on the same inputs under changing skew; any rank's."""
+    work = Work(shape)
+    sums = []
+    for turn in range(times):
+        work.fill(0)
+        if turn % work.problem.world == work.problem.rank:
+            spin(LATE_S * (turn % 3) / 3)
+        work.call()
+        bits = work.out.view(torch.int16).to(torch.int64)
+        weights = torch.arange(1, bits.numel() + 1, device=bits.device).view_as(bits)
+        sums.append(str(int((bits * weights).sum())))  # wraps, the same way every time
+    assert not work.failure(0)
+    return sums
+
+
+def replayed(shapes: Sequence[Shape], replays: int, mixed: bool) -> list[str]:
+    """Failures of a captured graph of all shapes' calls, with new inputs before every replay."""
+    works = [Work(shape) for shape in shapes]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for work in works:
+            work.fill(0)
+            work.call()  # plans, workspaces and libraries are made outside of the capture
+    mkernel.synchronize()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for work in works:
+            work.call()
+    failures = []
+    for turn in range(1, replays + 1):
+        for work in works:
+            work.fill(turn)
+        if turn % (works[0].problem.world + 1) == works[0].problem.rank:
+            spin(LATE_S / 4)
+        graph.replay()
+        for work in works:
+            failures += work.failure(turn, what="replayed")
+        if mixed and turn % 10 == 0:
+            works[0].fill(-turn % (1 << 31))
+            works[0].call()
+            failures += works[0].failure(-turn % (1 << 31), what="between replays")
+    mkernel.synchronize()
+    return failures
+
+
+def two_streams(shapes: Sequence[Shape], rounds: int) -> list[str]:
+    """Failures of calls that are queued on two streams at once, in the same order on all ranks."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    works = [[Work(shape, seed) for shape in shapes] for seed in range(2)]
+    kept = []
+    for turn in range(rounds):
+        for number, stream in enumerate(streams):
+            work = works[number][turn % len(shapes)]
+            with torch.cuda.stream(stream):
+                work.fill(turn)
+                if (turn + number) % work.problem.world == work.problem.rank:
+                    spin(LATE_S / 10 * (1 + number))
+                kept.append((work, turn, work.call().clone(), number))
+    mkernel.synchronize()
+    torch.cuda.synchronize()
+    return [
+        text
+        for work, turn, result, number in kept
+        for text in work.failure(turn, result, f"stream {number}")
+    ]
+
+
+def absent(shape: Shape, victim: int, seconds: float) -> None:
+    """Reports (error type, seconds, message) of a call to which the victim does not come."""
+    work = Work(shape)
+    work.fill(0)
+    work.call()
+    mkernel.synchronize()
+    world = mkernel.world()
+    world.barrier()
+    if world.rank == victim:
+        time.sleep(seconds)
+        return
+    start = time.monotonic()
+    try:
+        work.fill(1)
+        work.call()
+        mkernel.synchronize()
+    except WorldError as error:
+        alive = float(torch.ones(8, device="cuda").sum())
+        report((type(error).__name__, time.monotonic() - start, str(error), alive))
+        raise
+
+
+def one_call(shape: Shape) -> list[str]:
+    """A world of the environment's ranks, one call, failures."""
+    mkernel.init(accelerator="hopper", timeout_s=200)
+    try:
+        return judged([shape], 0)
+    finally:
+        mkernel.finalize()
+
+
+def survive(
+    rank: int, size: int, victim: int, ports: tuple[int, int], shape: Shape, told: Any
+) -> None:
+    """A process of a world whose victim is killed while the others' kernels wait for it; then a
+    smaller world in the surviving processes. Tells (rank, what happened)."""
+    torch.cuda.set_device(rank)
+    _join(rank, size, ports[0])
+    work = Work(shape)
+    work.fill(0)
+    work.call()
+    mkernel.synchronize()
+    mkernel.world().barrier()
+    work.fill(1)
+    if rank == victim:
+        torch.cuda.synchronize()
+        time.sleep(0.5)  # the others' kernels are under way by then
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        work.call()
+        mkernel.synchronize()
+        kind = "no error"
+    except WorldError as error:
+        kind = f"{type(error).__name__}: {error}"
+        mkernel.finalize(error)
+    seconds = time.monotonic() - start
+    alive = float(torch.ones(8, device="cuda").sum())
+    _join(rank - (rank > victim), size - 1, ports[1])
+    failures = judged([shape], 5)
+    mkernel.finalize()
+    told.put((rank, kind, seconds, alive, failures))
+
+
+def _join(rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size)
+    )
+    stores = [TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2)]
+    mkernel.init(accelerator="hopper", timeout_s=20, stores=(stores[0], stores[1]))
+
+
+if __name__ == "__main__":  # a rank under a tool that watches one process
+    import sys
+
+    op, m, n, k = sys.argv[1:5]
+    found = one_call(Shape(op, int(m), int(n), int(k)))
+    print("\n".join(found) or "right")
+    sys.exit(len(found))

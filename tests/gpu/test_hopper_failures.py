@@ -1,0 +1,127 @@
+"""What breaks on GPUs: an absent rank, a killed one, and what the sanitizers see."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import hopper_ranks
+import pytest
+from device_buffers import needs_gpus
+from hopper_ranks import OPS, Shape
+
+import mkernel
+from mkernel.errors import Timeout
+from mkernel.launch import host_store
+
+pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
+
+several = pytest.mark.parametrize("world", [2, pytest.param(4, marks=needs_gpus(4))])
+SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(op: str, world: int) -> None:
+    told: dict[int, Any] = {}
+    with pytest.raises(Timeout):
+        mkernel.launch(
+            hopper_ranks.absent, Shape(op, 1024, 512, 512), world - 1, 25.0,
+            ranks_per_node=world, accelerator="hopper", timeout_s=6,
+            on_report=lambda rank, payload: told.update({rank: payload}),
+        )  # fmt: skip
+    assert sorted(told) == list(range(world - 1))
+    for kind, seconds, message, alive in told.values():
+        assert kind == "Timeout"
+        assert 5.5 < seconds < 14
+        assert f"of rank {world - 1}" in message
+        assert "signal" in message
+        assert "chunk" in message
+        assert alive == 8  # the CUDA context still works
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+def test_a_rank_killed_while_kernels_wait_for_it(op: str, world: int) -> None:
+    victim = 1
+    stores = [host_store(world, 30) for _ in range(2)]
+    ports = tuple(port for _, port in stores)
+    context = multiprocessing.get_context("forkserver")
+    told: Any = context.Queue()
+    shape = Shape(op, 1536, 512, 512)
+    processes = [
+        context.Process(
+            target=hopper_ranks.survive, args=(rank, world, victim, ports, shape, told), daemon=True
+        )
+        for rank in range(world)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        found: dict[int, Any] = {}
+        with suppress(queue.Empty):
+            for _ in range(world - 1):
+                rank, *rest = told.get(timeout=60)
+                found[rank] = rest
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+        del stores
+    assert sorted(found) == [rank for rank in range(world) if rank != victim]
+    for kind, seconds, alive, failures in found.values():
+        assert kind.startswith("PeerFailure")
+        assert f"rank {victim}" in kind
+        assert seconds < 20
+        assert alive == 8
+        assert failures == []  # the next world in the same process is sound
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not Path(SANITIZER).exists(), reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("op", OPS)
+def test_sanitizer(tmp_path: Path, op: str, tool: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        SANITIZER, "--tool", tool, "--error-exitcode", "86",
+        "--kernel-regex", "kns=mkernel",  # torch's kernels are not ours to judge
+        sys.executable, hopper_ranks.__file__, op, "512", "264", "200",
+    ]  # fmt: skip
+    logs = [tmp_path / f"rank{rank}" for rank in range(2)]
+    ranks = []
+    try:
+        for rank, log in enumerate(logs):
+            environment = {
+                "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            }  # fmt: skip
+            with log.open("w") as file:
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **{k: str(v) for k, v in environment.items()}},
+                    )
+                )
+        for process in ranks:
+            process.wait(350)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for process, log in zip(ranks, logs, strict=True):
+        text = log.read_text()
+        assert process.returncode == 0, text[-3000:]
+        assert "right" in text

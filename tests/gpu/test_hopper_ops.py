@@ -1,0 +1,106 @@
+"""The GEMM ops on GPUs through the public API: right, the same bits, in any timing, order and graph."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import hopper_ranks
+import pytest
+from device_buffers import needs_gpus
+from hopper_ranks import OPS, Shape
+
+import mkernel
+
+pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
+
+worlds = pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=needs_gpus(2)), pytest.param(4, marks=needs_gpus(4))]
+)
+several = pytest.mark.parametrize(
+    "world", [pytest.param(2, marks=needs_gpus(2)), pytest.param(4, marks=needs_gpus(4))]
+)
+DRAWS = 240
+MIXED = [
+    Shape("all_gather_gemm", 1024, 512, 1024),
+    Shape("gemm_reduce_scatter", 1024, 768, 256),
+    Shape("gemm_all_reduce", 512, 1024, 320, layout="column"),
+    Shape("all_gather_gemm", 128, 64, 4096, dtype="float16"),
+    Shape("gemm_all_reduce", 2048, 2048, 512),
+]
+
+
+def right(world: int, fn: Any, *arguments: Any) -> None:
+    """No rank found a failure."""
+    found = mkernel.launch(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=30)
+    failures = [text for each in found for text in each]
+    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
+
+
+def drawn(chance: random.Random, world: int) -> Shape:
+    """Any legal shape: from one element of alignment to a few tiles, edges everywhere."""
+
+    def size(most: int, step: int) -> int:
+        bound = chance.choice((1, 4, 16, 40, most // step))
+        return step * chance.randint(1, max(1, min(bound, most // step)))
+
+    op = chance.choice(OPS)
+    return Shape(
+        op,
+        m=size(3000, 1 if op == "gemm_all_reduce" else world),
+        n=size(2000, 8),
+        k=size(2600, 8),
+        dtype=chance.choice(("bfloat16", "float16")),
+        layout=chance.choice(("row", "column")),
+    )
+
+
+@worlds
+def test_random_shapes(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    shapes = [drawn(chance, world) for _ in range(DRAWS)]
+    print(f"seed {seed}")
+    right(world, hopper_ranks.judged, shapes, seed)
+
+
+@worlds
+@pytest.mark.parametrize("op", OPS)
+def test_large(op: str, world: int) -> None:
+    right(world, hopper_ranks.judged, [Shape(op, 4096, 4096, 2048), Shape(op, 8192, 1024, 4096)], 1)
+
+
+@several
+def test_late_ranks_and_reused_memory(world: int) -> None:
+    right(world, hopper_ranks.skewed, MIXED, 60, 2)
+
+
+@several
+def test_many_calls_in_the_queue(world: int) -> None:
+    right(world, hopper_ranks.queued, MIXED, 60, 3)
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+def test_results_are_always_the_same_bits(op: str, world: int) -> None:
+    ranks = mkernel.launch(
+        hopper_ranks.repeated, Shape(op, 2048, 1536, 1024), 20, ranks_per_node=world,
+        accelerator="hopper", timeout_s=30,
+    )  # fmt: skip
+    for sums in ranks:
+        assert len(set(sums)) == 1
+    if op == "gemm_all_reduce":
+        assert len({sums[0] for sums in ranks}) == 1
+    else:  # the checksum sees a difference
+        assert len({sums[0] for sums in ranks}) == world
+
+
+@worlds
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "with calls between"])
+def test_graphs(world: int, mixed: bool) -> None:
+    right(world, hopper_ranks.replayed, MIXED[:3], 100, mixed)
+
+
+@several
+def test_two_streams(world: int) -> None:
+    right(world, hopper_ranks.two_streams, MIXED, 30)
