@@ -115,7 +115,7 @@ def owned_elements(world: int, elements: int) -> int:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8).cpu(), b.view(torch.uint8).cpu())
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @dataclass

@@ -15,9 +15,10 @@ namespace mkernel::hopper {
 // Tells every peer that this rank is in call `epoch`: what it read or wrote before is done. One
 // thread of the grid.
 __device__ inline void announce_start(const Region& region, std::uint64_t epoch) {
+    ptx::fence_system();
     for (int step = 1; step < region.world; ++step) {
         const int peer = (region.rank + step) % region.world;
-        ptx::store_release(&region.control(peer).started[region.rank], epoch);
+        ptx::store_relaxed(&region.control(peer).started[region.rank], epoch);
     }
 }
 
@@ -46,7 +47,7 @@ __device__ inline void finish_call(const Region& region, const Waiter& waiter,
     ptx::fence_system();
     for (int step = 1; step < region.world; ++step) {
         const int peer = (region.rank + step) % region.world;
-        ptx::store_release(&region.control(peer).finished[region.rank], epoch);
+        ptx::store_relaxed(&region.control(peer).finished[region.rank], epoch);
     }
     for (int step = 1; step < region.world; ++step) {
         const auto peer = static_cast<std::uint32_t>((region.rank + step) % region.world);

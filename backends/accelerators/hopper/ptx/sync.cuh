@@ -35,6 +35,12 @@ __device__ inline void store_release(std::uint32_t* at, std::uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
+// Publishes what came before a `fence_system` of this thread; several such stores share one fence,
+// where a release each would wait for the one before it to arrive.
+__device__ inline void store_relaxed(std::uint64_t* at, std::uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
 __device__ inline void add_release(std::uint64_t* at, std::uint64_t value) {
     asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
