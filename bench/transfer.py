@@ -105,7 +105,7 @@ def measure(
     dst, src, to, from_ = pair
     copies = max(1, min(MOST_COPIES, BATCH_BYTES // nbytes))
     source = src[:nbytes]
-    source.random_(0, 256)
+    source.copy_(torch.randint(0, 256, (nbytes,), device="cuda:0", dtype=torch.uint8))
     dst[:nbytes].fill_(0)
     for device in range(torch.cuda.device_count()):
         torch.cuda.synchronize(device)
