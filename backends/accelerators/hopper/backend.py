@@ -37,7 +37,7 @@ ARCHITECTURE = (9, 0)
 _PLAIN_PROCESSORS = 132
 """Of an H100 or H200, where no device is here to ask."""
 _FIRST_EPOCH = 1
-_EPOCH_OFFSET = 0  # of Control::epoch in a region (device/region.cuh)
+_EPOCH_OFFSETS = (0, *range(128, 256, 8))  # of Control's epoch and epochs (device/region.cuh)
 _LONGEST_PAUSE_S = 0.001
 
 
@@ -219,7 +219,8 @@ class HopperAccelerator(AcceleratorBackend):
     def format(self, memory: SymmetricMemory) -> None:
         """Write the number of the first call, where kernels look for it."""
         assert isinstance(memory, DeviceMemory)
-        memory.write_word(_EPOCH_OFFSET, _FIRST_EPOCH)
+        for offset in _EPOCH_OFFSETS:
+            memory.write_word(offset, _FIRST_EPOCH)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
         """A region, shared by all plans of a world; its flags are its own, so no signals."""

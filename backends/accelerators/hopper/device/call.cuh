@@ -55,6 +55,7 @@ __device__ inline void finish_call(const Region& region, const Waiter& waiter,
     }
     control.blocks_done = 0;
     control.epoch = epoch + 1;
+    for (std::uint64_t& copy : control.epochs) copy = epoch + 1;
 }
 
 }  // namespace mkernel::hopper

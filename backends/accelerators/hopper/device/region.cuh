@@ -23,16 +23,19 @@ inline constexpr std::uint64_t kFlagsOffset = 64u << 10;
 inline constexpr std::uint64_t kDataOffset = 1u << 20;
 inline constexpr std::uint32_t kFlags = (kDataOffset - kFlagsOffset) / sizeof(std::uint64_t);
 
+inline constexpr int kEpochCopies = 16;
+
 // Local to a rank, but for `finished` and `started`, whose entry [r] rank r writes.
 struct Control {
-    std::uint64_t epoch;                 // set to 1 by the owner before any peer maps the region
-    std::uint32_t blocks_done;           // tickets of the running call; back to 0 at its end
-    std::uint32_t failed;                // 1: a wait of this rank failed; all others give up at once
-    std::uint32_t tickets[28];           // for the kernels' own counting; 0 between calls
-    std::uint64_t pushed;                // epoch of the last call whose copy-engine pushes are done
-    std::uint64_t reserved[47];
-    std::uint64_t finished[kMaxRanks];   // rank r needs nothing of this rank's of that call any more
-    std::uint64_t started[kMaxRanks];    // rank r's memory may be written in that call
+    std::uint64_t epoch;  // set to 1 by the owner before any peer maps the region, as `epochs`
+    std::uint32_t blocks_done;  // tickets of the running call; back to 0 at its end
+    std::uint32_t failed;       // 1: a wait of this rank failed; all others give up at once
+    std::uint32_t tickets[28];  // for the kernels' own counting; 0 between calls
+    // The epoch again, for copy engines to copy into as many flags in a row.
+    std::uint64_t epochs[kEpochCopies];
+    std::uint64_t reserved[32];
+    std::uint64_t finished[kMaxRanks];  // rank r needs nothing of this rank's of that call any more
+    std::uint64_t started[kMaxRanks];   // rank r's memory may be written in that call
 };
 static_assert(sizeof(Control) <= kFlagsOffset);
 

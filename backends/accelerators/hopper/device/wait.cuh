@@ -39,25 +39,30 @@ class Waiter {
     __device__ bool failed() const { return ptx::load_relaxed(&control_->failed) != 0; }
 
   private:
-    // Many blocks may wait for one word; without a pause their polls hold up its writer.
-    static constexpr int kPauseNs = 100;
-    // The abort word is read over PCIe: once in this many polls.
-    static constexpr int kPollsBetweenLooks = 128;
+    // Many blocks may wait at a time, and the copy engines that they wait for fetch their commands
+    // over the same PCIe link as the abort word: polls pause, and looks at the host are rare.
+    static constexpr int kPauseNs = 64;
+    static constexpr int kPollsBetweenLooks = 64;
+    static constexpr std::uint64_t kHostLookNs = 1'000'000;
 
     __device__ __noinline__ bool poll(const std::uint64_t* word, std::uint64_t wanted,
                                       Awaited what) const {
         const std::uint64_t start = ptx::global_ns();
+        std::uint64_t look = start + kHostLookNs;
         while (true) {
             for (int turn = 0; turn < kPollsBetweenLooks; ++turn) {
-                if (ptx::load_acquire(word) >= wanted) return true;
+                if (ptx::load_relaxed(word) >= wanted) return ptx::load_acquire(word) >= wanted;
                 __nanosleep(kPauseNs);
             }
             if (failed()) return false;
+            const std::uint64_t now = ptx::global_ns();
+            if (now < look) continue;
+            look = now + kHostLookNs;
             if (ptx::load_relaxed(&patience_.host->abort) != 0) {
                 atomicExch(&control_->failed, 1u);
                 return false;
             }
-            if (ptx::global_ns() - start > patience_.timeout_ns) {
+            if (now - start > patience_.timeout_ns) {
                 give_up(word, wanted, what);
                 return false;
             }

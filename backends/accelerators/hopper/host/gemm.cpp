@@ -106,22 +106,27 @@ std::size_t gemm_reduce_bytes(int world, int rows, int n, bool stage) {
 void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
                const Chunks& chunks, std::uint64_t stream) {
     const Region region = region_of(world);
+    if (chunks.count() > kEpochCopies) {
+        throw std::length_error("copy engines take at most " + std::to_string(kEpochCopies) +
+                                " chunks of a rank, not " + std::to_string(chunks.count()));
+    }
+    const auto copy = [&](void* to, const void* from, std::uint64_t nbytes, int peer) {
+        check(cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDeviceToDevice, as_stream(stream)),
+              "cudaMemcpyAsync of " + std::to_string(nbytes) + " bytes to rank " +
+                  std::to_string(peer));
+    };
     for (int step = 1; step < region.world; ++step) {
         const int peer = (region.rank + region.world - step) % region.world;
         char* const shard =
             region.data(peer) + static_cast<std::uint64_t>(region.rank) * chunks.rows * row_bytes;
-        for (int chunk = 0; chunk < chunks.count(); ++chunk) {
+        const int together = step == region.world - 1 ? 1 : chunks.count();
+        for (int chunk = 0; chunk < chunks.count(); chunk += together) {
             const int first = chunk * chunks.chunk_rows;
-            const int count = std::min(chunks.chunk_rows, chunks.rows - first);
-            check(cudaMemcpyAsync(shard + first * row_bytes,
-                                  reinterpret_cast<const char*>(rows) + first * row_bytes,
-                                  count * row_bytes, cudaMemcpyDeviceToDevice, as_stream(stream)),
-                  "cudaMemcpyAsync of " + std::to_string(count) + " rows to rank " +
-                      std::to_string(peer));
-            check(cudaMemcpyAsync(region.flags(peer) + region.rank * chunks.count() + chunk,
-                                  &region.control().epoch, sizeof(std::uint64_t),
-                                  cudaMemcpyDeviceToDevice, as_stream(stream)),
-                  "cudaMemcpyAsync of a flag to rank " + std::to_string(peer));
+            const int end = std::min((chunk + together) * chunks.chunk_rows, chunks.rows);
+            copy(shard + first * row_bytes, reinterpret_cast<const char*>(rows) + first * row_bytes,
+                 (end - first) * row_bytes, peer);
+            copy(region.flags(peer) + region.rank * chunks.count() + chunk, region.control().epochs,
+                 together * sizeof(std::uint64_t), peer);
         }
     }
 }
@@ -148,6 +153,8 @@ void all_gather_gemm(const World& world, const Product& product, const Chunks& c
     args.k = product.k;
     args.chunk_rows = chunks.chunk_rows;
     args.chunks = wait ? chunks.count() : 0;
+    args.rows_to_push = reinterpret_cast<const char*>(product.a);
+    args.push_blocks = wait ? chunks.push_blocks : 0;
     const auto launch =
         product.half ? &launch_all_gather_gemm<__half> : &launch_all_gather_gemm<__nv_bfloat16>;
     check(launch(args, variant_of(product), product.blocks, as_stream(stream)),

@@ -30,10 +30,12 @@ struct Product {
     int blocks;  // 0: one an SM
 };
 
-// How one rank's rows of A travel: `chunks` of `chunk_rows`, the last one perhaps shorter.
+// How one rank's rows of A travel: in `chunks` of `chunk_rows`, the last one perhaps shorter; by the
+// first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0.
 struct Chunks {
     int rows;
     int chunk_rows;
+    int push_blocks = 0;
 
     [[nodiscard]] int count() const { return (rows + chunk_rows - 1) / chunk_rows; }
 };
@@ -43,9 +45,10 @@ struct Chunks {
 std::size_t all_gather_gemm_bytes(int world, const Chunks& chunks, int k);
 std::size_t gemm_reduce_bytes(int world, int rows, int n, bool stage);
 
-// Copies the own rows into every peer's region, the rank before this one first, chunk by chunk, and
-// the epoch word behind each into its flag. On the copy engines; `stream` must come after the end of
-// the previous call.
+// Copies the own rows into every peer's region, the rank before this one first, and the epoch into
+// the flags behind them: whole shards, but the last peer's chunk by chunk, since only the end of the
+// last shard is ever waited for. On the copy engines; `stream` must come after the end of the previous
+// call. At most kEpochCopies chunks.
 void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
                const Chunks& chunks, std::uint64_t stream);
 

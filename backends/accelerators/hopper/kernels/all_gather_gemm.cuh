@@ -1,13 +1,14 @@
 // AllGather+GEMM, and with one rank a plain GEMM: C [M, N] = concat(a over ranks) @ b (+ bias).
 //
 // Data flow of one call on rank r:
-//   a (own rows) ──copy engine──▶ rows r of every peer's region, chunk by chunk; behind each chunk
-//                                 the epoch word, copied into the chunk's flag there
+//   a (own rows) ──copy engine, or the first `push_blocks` blocks──▶ rows r of every peer's region,
+//            chunk by chunk, rank r - 1 first; behind each chunk its flag there is set to the epoch
 //   own a, b ──loader──▶ tiles of the own rows, at once
 //   region   ──loader──▶ tiles of rank r + 1's rows, then r + 2's, ...: as soon as the flags of the
 //                        chunks that a tile's rows lie in hold the epoch
 //   tiles    ──storer──▶ out
-// Flag of chunk c of rank s: s * chunks + c. No SM moves bytes of a.
+// Flag of chunk c of rank s: s * chunks + c. Copy engines take no SM but start late; blocks start at
+// once and publish small chunks.
 #pragma once
 
 #include <cuda.h>
@@ -29,7 +30,9 @@ struct AllGatherGemmArgs {
     Patience patience;
     Raster raster;  // of one rank's rows
     int rows, n, k;
-    int chunk_rows, chunks;  // of one rank's rows; chunks 0: wait for nothing
+    int chunk_rows, chunks;    // of one rank's rows; chunks 0: wait for nothing
+    const char* rows_to_push;  // a, where blocks push; multiples of 16 bytes
+    int push_blocks;           // of a whole number of clusters; 0: the copy engine does it
 };
 
 // Which of the compiled kernels: see tile/block.cuh; b is [K, N] row-major.
@@ -39,7 +42,7 @@ struct GemmVariant {
     bool n_major_b;
 };
 
-// Launches on `blocks` blocks (0: one an SM). Element: __nv_bfloat16 or __half.
+// Launches on `blocks` blocks (0: one an SM), those that push included. Element: __nv_bfloat16 or __half.
 template <class Element>
 cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant variant, int blocks,
                                    cudaStream_t stream);

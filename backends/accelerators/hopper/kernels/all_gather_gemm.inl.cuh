@@ -7,6 +7,7 @@
 #include "backends/accelerators/hopper/tile/load.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
 #include "backends/accelerators/hopper/tile/store.cuh"
+#include "backends/accelerators/hopper/transfer/bulk_copy.cuh"
 
 namespace mkernel::hopper {
 
@@ -14,9 +15,9 @@ namespace mkernel::hopper {
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const AllGatherGemmArgs& args, Body&& body) {
     const int per_shard = args.raster.tiles();
-    const int clusters = static_cast<int>(gridDim.x) / C::kCluster;
+    const int clusters = (static_cast<int>(gridDim.x) - args.push_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
-    for (int index = static_cast<int>(blockIdx.x) / C::kCluster;
+    for (int index = (static_cast<int>(blockIdx.x) - args.push_blocks) / C::kCluster;
          index < per_shard * args.region.world; index += clusters) {
         const int step = index / per_shard;
         int cluster_row = 0;
@@ -42,6 +43,38 @@ __device__ inline void wait_for_rows(const AllGatherGemmArgs& args, const Waiter
     ptx::fence_async_proxy();
 }
 
+// What the pushing blocks do instead: four threads a block, each with stages of its own, take chunks
+// in turn and publish each by its flag.
+template <class C>
+__device__ __noinline__ void push_chunks(const AllGatherGemmArgs& args, std::uint64_t epoch) {
+    constexpr int kDrivers = 4;
+    constexpr int kRing = 4;
+    constexpr std::uint32_t kPiece = 8 << 10;
+    static_assert(kDrivers * kRing * kPiece <= C::kStages * C::kStageBytes);
+    const int driver = static_cast<int>(threadIdx.x) / 32;
+    if (driver >= kDrivers || threadIdx.x % 32 != 0) return;
+    Shared<C>& shared = shared_memory<C>();
+    auto* barriers = reinterpret_cast<ptx::Mbarrier*>(shared.slices[0]) + driver * kRing;
+    transfer::BulkRing<kRing> ring(
+        reinterpret_cast<char*>(shared.stages[0]) + driver * kRing * kPiece, barriers, kPiece);
+    ring.init();
+
+    const std::uint64_t row_bytes = static_cast<std::uint64_t>(args.k) * kElementBytes;
+    const Region& region = args.region;
+    for (int task = static_cast<int>(blockIdx.x) * kDrivers + driver;
+         task < (region.world - 1) * args.chunks; task += args.push_blocks * kDrivers) {
+        const int peer = (region.rank + region.world - 1 - task / args.chunks) % region.world;
+        const int chunk = task % args.chunks;
+        const int first = chunk * args.chunk_rows;
+        const int count = min(args.chunk_rows, args.rows - first);
+        char* to = region.data(peer) +
+                   (static_cast<std::uint64_t>(region.rank) * args.rows + first) * row_bytes;
+        ring.copy(to, args.rows_to_push + first * row_bytes, count * row_bytes, 0, 1);
+        ring.complete();
+        ptx::store_release(region.flags(peer) + region.rank * args.chunks + chunk, epoch);
+    }
+}
+
 template <class C, class Element, bool kNMajorB>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     all_gather_gemm(const __grid_constant__ AllGatherGemmArgs args) {
@@ -51,6 +84,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const std::uint64_t epoch = args.region.world > 1 ? args.region.control().epoch : 0;
     const int steps = (args.k + kTileK - 1) / kTileK;
 
+    if (static_cast<int>(blockIdx.x) < args.push_blocks) {
+        push_chunks<C>(args, epoch);
+        close_block<C>();
+        if (threadIdx.x == 0) finish_call(args.region, waiter, epoch);
+        return;
+    }
     switch (take_role()) {
         case Role::loader: {
             Cursor<C::kStages> cursor;
@@ -97,7 +136,7 @@ cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant va
     const auto start = [&]<class C>() {
         return launch_blocks<C>(variant.n_major_b ? all_gather_gemm<C, Element, true>
                                                   : all_gather_gemm<C, Element, false>,
-                                args, tiles, blocks, stream);
+                                args, tiles, blocks, stream, args.push_blocks);
     };
     switch (variant.tiling) {
         case Tiling::wide:

@@ -9,10 +9,11 @@
 
 namespace mkernel::hopper {
 
-// `tiles`: of all clusters together. `blocks` 0: one an SM. Never more blocks than there is work for.
+// `tiles`: of all clusters together. `blocks` 0: one an SM. Never more blocks than there is work for;
+// `others` of them, whole clusters, have other work than tiles.
 template <class C, class Args>
 cudaError_t launch_blocks(void (*kernel)(Args), const Args& args, int tiles, int blocks,
-                          cudaStream_t stream) {
+                          cudaStream_t stream, int others = 0) {
     int device = 0;
     int processors = 0;
     cudaError_t status = cudaGetDevice(&device);
@@ -30,7 +31,8 @@ cudaError_t launch_blocks(void (*kernel)(Args), const Args& args, int tiles, int
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {C::kCluster, 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = std::min(std::max(blocks / C::kCluster, 1), tiles) * C::kCluster;
+    config.gridDim =
+        std::min(std::max((blocks - others) / C::kCluster, 1), tiles) * C::kCluster + others;
     config.blockDim = kBlockThreads;
     config.dynamicSmemBytes = sizeof(Shared<C>);
     config.stream = stream;
