@@ -94,6 +94,9 @@ def _entry(kind: Kind, ranks: Sequence[Turns]) -> Entry:
     absent = next((turns.absent for turns in ranks if turns.absent is not None), None)
     if absent is not None:
         return Entry(kind=kind, state="absent", why=absent)
+    failed = next((turns.failed for turns in ranks if turns.failed is not None), None)
+    if failed is not None:
+        return Entry(kind=kind, state="failed", why=failed)
     worst = max((error for turns in ranks for error in turns.errors), key=badness)
     limit = ranks[0].limit
     right = worst <= limit

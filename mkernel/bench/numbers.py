@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mkernel.bench.report import SHORT, contenders
+from mkernel.bench.report import SHORT, contenders, short
 from mkernel.bench.results import Report, Row, read
 from mkernel.errors import InputFileError
 
@@ -45,7 +45,7 @@ def _misses(reports: Sequence[tuple[Path, Report]]) -> list[str]:
 
 
 def _failures(row: Row) -> list[str]:
-    found = [f"{name} is {row.entries[name].why}" for name in row.wrong]
+    found = [f"{name} {row.entries[name].state}: {row.entries[name].why}" for name in row.wrong]
     mine = row.entries.get("mkernel")
     if mine is None:
         return found
@@ -95,7 +95,7 @@ def _section(path: Path, report: Report) -> list[str]:
 def _cell(row: Row, name: str) -> str:
     entry = row.entries[name]
     if entry.figures is None:
-        return entry.why if entry.state == "wrong" else "-"
+        return short(entry)
     return f"{entry.figures.median_us:.1f}"
 
 

@@ -72,6 +72,19 @@ class SkipsHalf(_Broken):
         return out
 
 
+class Raises(_Broken):
+    """Raises in the second call, on every rank."""
+
+    name = "raises"
+    _calls = 0
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        if self._calls == 2:
+            raise RuntimeError("planted")
+        return self._honest.call(inputs, out)
+
+
 class Hangs(_Broken):
     """Rank 0 never returns from the fourth call."""
 

@@ -18,7 +18,7 @@ from torch import distributed
 from torch.distributed import TCPStore
 
 from mkernel.bench import provenance
-from mkernel.bench.contenders import Contender, named
+from mkernel.bench.contenders import OURS, Contender, named
 from mkernel.bench.guard import Guard, Progress
 from mkernel.bench.problem import Problem, Tensors, relative_error
 from mkernel.bench.protocol import Stopwatch, stopwatch
@@ -38,13 +38,14 @@ class Turns:
         seconds: of each timed turn. errors: of each timed or skewed turn's output; infinite: not
             finite.
         limit: the largest error that counts as right.
-        absent: why it took no part.
+        absent: why it took no part. failed: what a peer raised; it left the row then.
     """
 
     seconds: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     limit: float = 0.0
     absent: str | None = None
+    failed: str | None = None
 
 
 @dataclass
@@ -57,7 +58,8 @@ class RankResult:
 
 
 class ContenderFailed(MkernelError, RuntimeError):
-    """A contender raised; the message says which, where, and what it said."""
+    """A contender raised; the message says which, where, and what it said. A peer that raises leaves
+    its row (every rank's must); mkernel itself ends the run."""
 
 
 def run(spec: BenchSpec, port: int) -> RankResult:
@@ -165,10 +167,22 @@ class _Row:
         self.found[name].absent = kind.unusable(self.problem)
         if self.found[name].absent is not None:
             return
-        with self._guarded(name, "setting up"):
-            self.entered[name] = kind(self.problem)
-            self.inputs[name] = self.entered[name].inputs()
-            self.found[name].limit = self.entered[name].limit()
+        try:
+            with self._guarded(name, "setting up"):
+                made = kind(self.problem)
+                self.inputs[name] = made.inputs()
+                self.found[name].limit = made.limit()
+        except ContenderFailed as error:
+            self._drop(name, error)
+        else:
+            self.entered[name] = made
+
+    def _drop(self, name: str, error: ContenderFailed) -> None:
+        if name in OURS:
+            raise error
+        self.found[name].failed = str(error)
+        self.entered.pop(name, None)
+        self.inputs.pop(name, None)
 
     def _take_turn(self, name: str, iteration: int) -> None:
         contender, problem, found = self.entered[name], self.problem, self.found[name]
@@ -183,6 +197,9 @@ class _Row:
         except (Unsupported, ArgumentError) as error:  # refused before anything was started
             found.absent = f"refused: {error}"
             del self.entered[name], self.inputs[name]
+            return
+        except ContenderFailed as error:
+            self._drop(name, error)
             return
         if iteration < 0:
             return

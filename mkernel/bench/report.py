@@ -57,8 +57,13 @@ def contenders(report: Report) -> list[str]:
 def cell(entry: Entry) -> Text:
     """A contender's time, or why it has none."""
     if entry.figures is None:
-        return Text(entry.why if entry.state == "wrong" else "-", style="red")
+        return Text(short(entry), style="red")
     return Text(f"{entry.figures.median_us:.1f}")
+
+
+def short(entry: Entry) -> str:
+    """What stands in the place of a figure."""
+    return {"wrong": entry.why, "failed": "failed"}.get(entry.state, "-")
 
 
 def verdict(report: Report) -> Text:
@@ -68,7 +73,10 @@ def verdict(report: Report) -> Text:
         for name in row.wrong:
             entry = row.entries[name]
             lines.append(
-                f"{name} at {row.shape.op} {row.shape.size}: {entry.why} (limit {entry.limit:.1e})"
+                entry.why
+                if entry.state == "failed"
+                else f"{name} at {row.shape.op} {row.shape.size}: {entry.why} "
+                f"(limit {entry.limit:.1e})"
             )
         mine = row.entries.get("mkernel")
         if mine is not None and mine.state == "absent":

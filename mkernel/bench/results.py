@@ -48,12 +48,12 @@ class Entry(Model):
 
     Attributes:
         seconds: by iteration, by rank.
-        error: the worst rank's and turn's relative error; None: not finite (or absent).
-        figures: none where it is wrong or absent.
+        error: the worst rank's and turn's relative error; None: not finite, or there was none.
+        figures: none unless it is right.
     """
 
     kind: Kind
-    state: Literal["right", "wrong", "absent"]
+    state: Literal["right", "wrong", "absent", "failed"]
     why: str = ""
     error: float | None = None
     limit: float = 0.0
@@ -84,8 +84,8 @@ class Row(Model):
 
     @property
     def wrong(self) -> list[str]:
-        """Contenders whose results were not right."""
-        return [name for name, entry in self.entries.items() if entry.state == "wrong"]
+        """Contenders whose results were not right, or that raised."""
+        return [name for name, entry in self.entries.items() if entry.state in ("wrong", "failed")]
 
 
 class Report(Model):

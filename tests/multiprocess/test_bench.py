@@ -96,6 +96,19 @@ def test_a_backend_that_does_not_wait_fails(tmp_path: Path, op: str, fault: str)
         assert row["entries"]["mkernel"]["state"] == "wrong", row["shape"]["op"]
 
 
+def test_a_peer_that_raises_leaves_and_fails_the_run(tmp_path: Path) -> None:
+    file, name = tmp_path / "x.json", "mkernel.bench.planted:Raises"
+    done = bench("ag_gemm", *SMALL, "--accelerator", "streams", "--peers", f"gloo+matmul,{name}",
+                 "--json", str(file))  # fmt: skip
+    assert done.returncode == 1
+    assert f"{name} at all_gather_gemm 256 x 128 x 192" in done.stdout
+    assert "RuntimeError: planted" in done.stdout
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["entries"][name]["state"] == "failed"
+    for other in ("mkernel", "gloo+matmul", "gemm", "comm"):
+        assert row["entries"][other]["state"] == "right"
+
+
 def test_what_hangs_is_named() -> None:
     done = bench("ag_gemm", *SMALL, "--accelerator", "streams", "--only-peers", "--timeout", "2",
                  "--peers", "mkernel.bench.planted:Hangs")  # fmt: skip
