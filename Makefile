@@ -10,7 +10,7 @@ PACKAGE_FILES := $(shell find mkernel backends topology -type f \
 	$(shell find tests/native -type f 2>/dev/null) \
 	pyproject.toml CMakeLists.txt README.md LICENSE
 
-.PHONY: run test lint format bench clean
+.PHONY: run test lint format bench numbers clean
 
 run: $(VENV)/.installed
 	@mkernel run all_gather_gemm
@@ -33,6 +33,10 @@ format: $(VENV)/.dependencies
 bench: $(VENV)/.installed
 	python bench/main_job.py
 	python bench/ascend_gemm.py
+
+numbers: $(VENV)/.installed # the page of what `mkernel bench` measured
+	mkernel bench --render bench/results > docs/numbers.md.new
+	mv docs/numbers.md.new docs/numbers.md
 
 $(VENV)/.dependencies: scripts/setup.sh pyproject.toml
 	@PYTHON=$(PYTHON) VENV=$(VENV) scripts/setup.sh

@@ -43,6 +43,14 @@ def _group_name() -> str:
     return name
 
 
+def _sees_multicast(device: torch.device) -> bool:
+    """Whether torch would use multicast memory in spite of the environment."""
+    from torch._C._autograd import DeviceType
+
+    found: bool = _module()._SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
+    return found
+
+
 def _unusable(problem: Problem) -> str | None:
     if problem.device.type != "cuda":
         return "only on cuda devices"
@@ -63,6 +71,7 @@ class SymmMem(Contender):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._group = _group_name()
+        self._multicast = _sees_multicast(problem.device)
         self._sum: torch.Tensor | None = None
         if problem.op == "gemm_all_reduce":
             shape = problem.out_shape("op")
@@ -77,7 +86,10 @@ class SymmMem(Contender):
         ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
         result: torch.Tensor
         if self.problem.gathers:
-            _, (result,) = ops.fused_all_gather_matmul(a, [b], 0, self._group, return_A=True)
+            # Without the gathered A it would choose multicast for small shapes.
+            _, (result,) = ops.fused_all_gather_matmul(
+                a, [b], 0, self._group, return_A=self._multicast
+            )
             return result
         if self._sum is None:
             result = ops.fused_matmul_reduce_scatter(a, b, "sum", 0, self._group)
