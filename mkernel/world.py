@@ -73,9 +73,11 @@ _left_mapped: list[contextlib.ExitStack] = []
 
 @dataclass
 class _PlanState:
-    """What one plan holds in one world: symmetric workspace, first signal, calls so far."""
+    """What one plan holds in one world: symmetric workspace, same-node peers as kernels see them,
+    first signal, calls so far."""
 
     buffer: symmetric.SymmetricBuffer
+    peers: Mapping[int, PeerMemory]
     signal_base: int
     epoch: int = 0
 
@@ -419,10 +421,7 @@ class World:
                 pad=self._pad.local.address,
                 workspace=state.buffer.local.address,
                 signal_base=state.signal_base,
-                peers={
-                    r: PeerMemory(self._pad.peers[r].address, memory.address)
-                    for r, memory in state.buffer.peers.items()
-                },
+                peers=state.peers,
                 region=state.buffer.region,
                 fifo=self._session.fifo if self._session else 0,
                 timeout_s=self.settings.timeout_s,
@@ -544,7 +543,12 @@ class World:
                 f"at least {self._signals + needs.signals} for the plans of this world",
             )
         base, self._signals = self._signals, self._signals + needs.signals
-        state = self._plans[plan.digest()] = _PlanState(self._workspace(needs), base)
+        buffer = self._workspace(needs)
+        peers = {
+            r: PeerMemory(self._pad.peers[r].address, memory.address)
+            for r, memory in buffer.peers.items()
+        }
+        state = self._plans[plan.digest()] = _PlanState(buffer, peers, base)
         return state
 
     def _workspace(self, needs: Workspace) -> symmetric.SymmetricBuffer:

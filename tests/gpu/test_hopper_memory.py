@@ -101,6 +101,13 @@ def test_closed_memory_is_not_offered_and_leaves_nothing() -> None:
     assert "@mkernel-" not in Path("/proc/net/unix").read_text()
 
 
+def test_two_ranks_on_one_device_are_refused() -> None:
+    with ranks(1) as made:
+        descriptor = made[0].do("create", "own", MIB)
+        with pytest.raises(RuntimeError, match=r"ArgumentError.*a GPU of its own for each rank"):
+            made[0].do("attach", "self", descriptor)
+
+
 def test_more_than_there_is_says_so() -> None:
     with ranks(1) as made, pytest.raises(RuntimeError, match=r"symmetric memory.*OUT_OF_MEMORY"):
         made[0].do("create", "own", 1 << 50)

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mkernel.backends.accelerators.hopper.native import pci_address
 from mkernel.backends.base import SymmetricMemory
 from mkernel.backends.runtime import fd_exchange
 from mkernel.backends.runtime.host_memory import check_fit
+from mkernel.errors import ArgumentError
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
@@ -59,11 +61,21 @@ class DeviceMemory(SymmetricMemory):
     @classmethod
     def attach(cls, descriptor: dict[str, Any], device: int) -> DeviceMemory:
         """Map what a peer process of this host exported, for kernels of ``device``. OSError where
-        it is gone, is of another kind, or the devices cannot reach each other."""
+        it is gone, is of another kind, or the devices cannot reach each other; ArgumentError where
+        it is the same device: kernels of two processes take turns there, each waiting for the other.
+        """
         if descriptor.get("kind") != _KIND:
             raise OSError(
                 f"a peer exported memory of kind {descriptor.get('kind')!r}, not {_KIND!r}; "
                 "do all ranks use the same accelerator?"
+            )
+        if descriptor["gpu"] == pci_address(device):
+            raise ArgumentError(
+                "device",
+                f"cuda:{device} (GPU {descriptor['gpu']})",
+                "a GPU of its own for each rank: torch.cuda.set_device(local_rank) before "
+                "mkernel.init",
+                why="another rank uses it too",
             )
         from mkernel.backends.accelerators.hopper import _hopper
 
@@ -89,6 +101,7 @@ class DeviceMemory(SymmetricMemory):
             "offer": self._offer.address,
             "nbytes": self.nbytes,
             "mapped": native.mapped_bytes,
+            "gpu": pci_address(self.device),
         }
 
     def write_word(self, offset: int, value: int) -> None:

@@ -22,6 +22,12 @@ def native() -> ModuleType:
     return _hopper
 
 
+@cache
+def pci_address(device: int) -> str:
+    """Where a device sits on this host: the same in every process, unlike its number."""
+    return str(native().devices()[device].pci)
+
+
 def missing() -> Status | None:
     """What keeps the native module from running anything here; None where nothing does."""
     try:
