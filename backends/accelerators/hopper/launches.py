@@ -67,8 +67,9 @@ def start(call: Call, lane: Lane) -> None:
 
 
 def _op(name: str) -> Op:
-    if name not in ops():
+    op = OPS.get(name)
+    if op is None or not hasattr(native(), op.function):
         raise Unsupported(
             f"accelerator 'hopper' has no kernel of {name}; it has: {', '.join(ops()) or 'none'}"
         )
-    return OPS[name]
+    return op
