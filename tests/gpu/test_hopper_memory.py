@@ -190,6 +190,27 @@ def test_calls_of_one_capture_are_ordered_too() -> None:
     assert order.finished(call)
 
 
+def test_a_capture_survives_questions_and_allocations() -> None:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+    order, stream = _hopper.CallOrder(0), torch.cuda.Stream(0)
+    total = torch.zeros(1, dtype=torch.int64, device="cuda:0")
+    order.begin(stream.cuda_stream)
+    slowly(stream, total, 0)
+    before = order.end(stream.cuda_stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(0)):
+        total.add_(1)
+        order.finished(before)
+        memory = _hopper.DeviceMemory.create(0, MIB)
+        memory.write_word(8, 9)
+        del memory
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert int(total) == 1
+
+
 def test_many_calls_share_few_events() -> None:
     from mkernel.backends.accelerators.hopper import _hopper
 

@@ -83,6 +83,7 @@ std::uint64_t CallOrder::end(cudaStream_t stream) {
 
 bool CallOrder::finished(std::uint64_t call) const {
     if (call == 0) return true;
+    const OutsideCapture outside;
     const cudaError_t found = cudaEventQuery(events_[call % kEvents]);
     if (found == cudaErrorNotReady) {
         cudaGetLastError();

@@ -32,6 +32,19 @@ Versions versions();
 // Whether kernels on device `from` can address memory of device `to`.
 bool can_access(int from, int to);
 
+// For calls that have nothing to do with whatever the user is capturing into a graph (queries,
+// allocations): they would end the capture, on any thread.
+class OutsideCapture {
+  public:
+    OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    OutsideCapture(const OutsideCapture&) = delete;
+    OutsideCapture& operator=(const OutsideCapture&) = delete;
+
+  private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // Makes `device` the calling thread's until the end of the scope.
 class DeviceScope {
   public:

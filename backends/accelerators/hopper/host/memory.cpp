@@ -44,6 +44,7 @@ class OwnStream {
 }  // namespace
 
 DeviceMemory DeviceMemory::create(int device, std::size_t nbytes) {
+    const OutsideCapture outside;
     const DeviceScope scope(device);
     check(cudaFree(nullptr), "making a context on device " + std::to_string(device));
     if (attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, device) == 0) {
@@ -73,6 +74,7 @@ DeviceMemory DeviceMemory::create(int device, std::size_t nbytes) {
 }
 
 DeviceMemory DeviceMemory::attach(int device, int fd, std::size_t mapped) {
+    const OutsideCapture outside;
     const DeviceScope scope(device);
     check(cudaFree(nullptr), "making a context on device " + std::to_string(device));
     DeviceMemory made;
@@ -112,6 +114,7 @@ void DeviceMemory::write_word(std::size_t offset, std::uint64_t value) const {
         throw std::out_of_range("no word at offset " + std::to_string(offset) + " of " +
                                 std::to_string(mapped_) + " bytes");
     }
+    const OutsideCapture outside;
     const DeviceScope scope(device_);
     const OwnStream stream;
     check(cudaMemcpyAsync(reinterpret_cast<void*>(address_ + offset), &value, sizeof(value),
@@ -151,6 +154,7 @@ DeviceMemory::~DeviceMemory() {
 }
 
 void DeviceMemory::unmap() noexcept {
+    const OutsideCapture outside;
     // Whatever fails here has no better place to be told, and the process's end frees it too.
     if (is_mapped_) driver().mem_unmap(address_, mapped_);
     if (address_ != 0) driver().mem_address_free(address_, mapped_);
