@@ -68,6 +68,7 @@ class RingAttentionCase(Case):
         *,
         view: View = "pipelined",
         trace: bool = False,
+        wait: bool = True,
     ) -> Outcome:
         """Call the op."""
         done = ring_attention.call(
@@ -79,7 +80,7 @@ class RingAttentionCase(Case):
             chunk=self.chunk,
             view=view,
             trace=trace,
-            wait=True,
+            wait=wait,
         )
         return Outcome(done.outputs, done.plan, done.record)
 

@@ -81,9 +81,10 @@ class Case(ABC):
         *,
         view: View = "pipelined",
         trace: bool = False,
+        wait: bool = True,
     ) -> Outcome:
         """Call the op in the current world, with ``outputs`` as made by :meth:`poisoned`.
-        Collective."""
+        Collective. Without ``wait`` a stream-ordered accelerator's call may still be under way."""
 
     def run(
         self, tensors: Mapping[str, torch.Tensor], *, view: View = "pipelined", trace: bool = False

@@ -46,6 +46,7 @@ class GemmCase(Case):
         *,
         view: View = "pipelined",
         trace: bool = False,
+        wait: bool = True,
     ) -> Outcome:
         """Call the op into ``out``."""
         done = self.gemm.call(
@@ -55,7 +56,7 @@ class GemmCase(Case):
             chunk=self.chunk,
             view=view,
             trace=trace,
-            wait=True,
+            wait=wait,
         )
         return Outcome(done.outputs, done.plan, done.record)
 

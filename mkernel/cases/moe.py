@@ -142,6 +142,7 @@ class MoeDispatchCase(_MoeCase):
         *,
         view: View = "pipelined",
         trace: bool = False,
+        wait: bool = True,
     ) -> Outcome:
         """Both calls."""
         dtype = getattr(torch, self.out_dtype)
@@ -153,11 +154,11 @@ class MoeDispatchCase(_MoeCase):
             chunk=self.chunk,
             view=view,
             trace=trace,
-            wait=True,
+            wait=wait,
         )
         grouped, handle = sent.outputs["outputs"], sent.outputs["handle"]
         home = moe.combine(
-            grouped, handle, tensors["topk_weights"], out_dtype=dtype, view=view, wait=True
+            grouped, handle, tensors["topk_weights"], out_dtype=dtype, view=view, wait=wait
         )
         found = {"outputs": grouped, "counts": sent.outputs["counts"], "out": home.outputs["out"]}
         return Outcome(found, sent.plan, _both(sent.record, home.record))
@@ -227,9 +228,11 @@ class MoeCombineCase(_MoeCase):
         *,
         view: View = "pipelined",
         trace: bool = False,
+        wait: bool = True,
     ) -> Outcome:
         """A pipelined dispatch for its handle, then the combine; the record is the combine's."""
-        handle = moe.dispatch(tensors["x"], tensors["topk_ids"], tensors["w"]).outputs["handle"]
+        sent = moe.dispatch(tensors["x"], tensors["topk_ids"], tensors["w"], wait=wait)
+        handle = sent.outputs["handle"]
         done = moe.combine(
             tensors["y"],
             handle,
@@ -237,7 +240,7 @@ class MoeCombineCase(_MoeCase):
             out_dtype=getattr(torch, self.out_dtype),
             view=view,
             trace=trace,
-            wait=True,
+            wait=wait,
         )
         return Outcome(done.outputs, done.plan, done.record)
 

@@ -406,6 +406,25 @@ class WrongEveryFifth(_Remembers):
                 tensor.copy_(older)
 
 
+class SharesStaging(Fault):
+    """Stages the inputs of all queued calls in one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._staged: dict[tuple[str, torch.Size], torch.Tensor] = {}
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        return self.claiming(stream_ordered=True, ops=("all_gather_gemm", "gemm_all_reduce"))
+
+    def launch(self, call: Call) -> Launch:
+        tensors = dict(call.tensors)
+        for name in ("a", "b"):
+            given = tensors[name]
+            staged = self._staged.setdefault((name, given.shape), torch.empty_like(given))
+            tensors[name] = staged.copy_(given)
+        return self.inner.launch(replace(call, tensors=tensors))
+
+
 class CachesWeights(Altered):
     """Keeps the weights of a plan's first call."""
 
@@ -936,6 +955,7 @@ _BROKEN: dict[type[Fault], tuple[str, ...]] = {
     ReturnsPrevious: ("stale-data",),
     KeepsSomeRows: ("stale-data",),
     CachesWeights: ("stale-data",),
+    SharesStaging: ("queued-calls",),
     LeavesRowUnwritten: ("poison",),
     AddsToOutput: ("poison",),
     ReusesOutputs: ("kept-results",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 import mkernel
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import AcceleratorSubject
-from mkernel.conformance.check import Check
+from mkernel.conformance.check import Check, CheckSkipped
 from mkernel.conformance.grid import GEMMS, typical
 from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
 
@@ -141,6 +142,37 @@ def rank_keeps(cases: Sequence[Case]) -> list[str]:
     return found
 
 
+def queued_calls(subject: AcceleratorSubject) -> None:
+    """Many calls of two plans, none waited for, then all results."""
+    if not subject.capabilities.stream_ordered:
+        raise CheckSkipped("not claimed: stream_ordered")
+    world = subject.largest()
+    size = world[0] * world[1]
+    pairs = [(typical(subject, op, size), _wider(subject, op, size)) for op in subject.claimed()]
+    subject.judge(rank_queues, pairs, 8 if subject.quick else 40, world=world)
+
+
+def rank_queues(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]:
+    """The first rank comes late, so that the others' calls pile up."""
+    found = []
+    for pair in pairs:
+        judges = [Judge(case) for case in pair]
+        for judge in judges:
+            found += judge(calls)  # agreed on by all ranks: later calls need not meet
+        queued = []
+        for iteration in range(calls):
+            judge = judges[iteration % 2]
+            inputs = judge.inputs(iteration)
+            outputs = judge.case.poisoned(inputs)
+            if iteration == 0 and mkernel.world().rank == 0:
+                time.sleep(0.2)
+            queued.append((judge, judge.case.call(inputs, outputs, wait=False)))
+        mkernel.synchronize()
+        for iteration, (judge, outcome) in enumerate(queued):
+            found += judge.problems(outcome, iteration)
+    return found
+
+
 CHECKS = (
     Check(
         "repeated-calls",
@@ -149,5 +181,6 @@ CHECKS = (
     ),
     Check("stale-data", "no result holds rows of an earlier call", stale_data),
     Check("poison", "every element of every output is written, whatever was there", poison),
+    Check("queued-calls", "calls that are not waited for give the truth too", queued_calls),
     Check("kept-results", "results of earlier calls stay as they are", kept_results),
 )
