@@ -137,7 +137,6 @@ class HopperAccelerator(AcceleratorBackend):
                 name=device.name,
                 index=device.index,
                 pci=device.pci.lower(),
-                memory_bytes=device.memory_bytes,
             )
             for device in _devices()
         )
@@ -169,7 +168,8 @@ class HopperAccelerator(AcceleratorBackend):
     def open(self, device: Accelerator) -> None:
         """Choose the rank's device and make what its calls need there."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.set_device(device.index)
+            # The topology counts the host's devices; a rank may be shown fewer, often just its own.
+            torch.cuda.set_device(device.index % torch.cuda.device_count())
         index = torch.cuda.current_device()
         if torch.cuda.get_device_capability(index) != ARCHITECTURE:
             raise BackendUnavailable(
