@@ -19,6 +19,7 @@ namespace {
 constexpr std::uint64_t kElementBytes = 2;
 constexpr int kTileRows = 128;
 constexpr int kTileDepth = 64;
+constexpr int kTrickleRows = 32;  // of tile/block.cuh
 
 int tile_columns(Tiling tiling) {
     return tiling == Tiling::narrow ? 128 : 256;
@@ -78,10 +79,11 @@ CUtensorMap map_of_rows(std::uint64_t address, int rows, int width, bool half) {
         half);
 }
 
-CUtensorMap map_of_layers(std::uint64_t address, int layers, int rows, int width, bool half) {
+CUtensorMap map_of_layers(std::uint64_t address, int layers, int rows, int width, bool half,
+                          int box_rows = kTileRows) {
     return tensor_map({address, static_cast<std::uint64_t>(width), static_cast<std::uint64_t>(rows),
                        static_cast<std::uint64_t>(layers)},
-                      kTileRows, half);
+                      box_rows, half);
 }
 
 GemmVariant variant_of(const Product& product) {
@@ -168,20 +170,26 @@ void gemm_reduce(const World& world, const Product& product, const Owners& owner
     const int ranks = args.region.world;
     args.a = map_of_rows(product.a, owners.m, product.k, product.half);
     args.b = map_of_b(product);
+    const auto slots_of = [&](int rank, int box_rows) {
+        return map_of_layers(reinterpret_cast<std::uint64_t>(args.region.data(rank)), ranks - 1,
+                             owners.rows, product.n, product.half, box_rows);
+    };
+    if (ranks > 1) args.own_slots = slots_of(world.rank, kTileRows);
     for (int rank = 0; rank < ranks && ranks > 1; ++rank) {
-        args.slots[rank] = map_of_layers(reinterpret_cast<std::uint64_t>(args.region.data(rank)),
-                                         ranks - 1, owners.rows, product.n, product.half);
+        args.slots[rank] = slots_of(rank, kTrickleRows);
     }
     args.out_count = static_cast<int>(owners.outs.size());
+    args.out = map_of_layers(owners.outs.at(0), 1, owners.out_rows, product.n, product.half);
     for (int out = 0; out < args.out_count; ++out) {
-        args.outs[out] =
-            map_of_layers(owners.outs.at(out), 1, owners.out_rows, product.n, product.half);
+        args.outs[out] = map_of_layers(owners.outs[out], 1, owners.out_rows, product.n,
+                                       product.half, kTrickleRows);
     }
     args.bias = reinterpret_cast<const void*>(product.bias);
     args.patience = patience_of(world);
-    args.raster = {divide_up(owners.rows, cluster_rows(product.tiling) * owners.bands),
+    args.raster = {divide_up(owners.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};
-    args.bands = owners.bands;
+    args.band_columns = std::min(owners.band_columns, args.raster.columns);
+    args.pace = owners.pace;
     args.rows = owners.rows;
     args.n = product.n;
     args.k = product.k;

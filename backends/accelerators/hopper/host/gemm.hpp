@@ -62,7 +62,8 @@ void all_gather_gemm(const World& world, const Product& product, const Chunks& c
 struct Owners {
     int m;
     int rows;
-    int bands;
+    int band_columns;  // tile columns of a band; >= 1
+    int pace;          // clock cycles
     std::vector<std::uint64_t> outs;
     int out_rows;
     int out_row;

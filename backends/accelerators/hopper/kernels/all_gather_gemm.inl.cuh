@@ -43,26 +43,25 @@ __device__ inline void wait_for_rows(const AllGatherGemmArgs& args, const Waiter
     ptx::fence_async_proxy();
 }
 
-// What the pushing blocks do instead: four threads a block, each with stages of its own, take chunks
-// in turn and publish each by its flag.
+inline constexpr int kPushers = 2;  // threads of a pushing block: its loader and its storer
+
+// What a pushing block does instead: each pusher has stages of its own, takes chunks in turn and
+// publishes each by its flag.
 template <class C>
-__device__ __noinline__ void push_chunks(const AllGatherGemmArgs& args, std::uint64_t epoch) {
-    constexpr int kDrivers = 4;
+__device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, Shared<C>& shared,
+                                            int pusher, std::uint64_t epoch) {
     constexpr int kRing = 4;
-    constexpr std::uint32_t kPiece = 8 << 10;
-    static_assert(kDrivers * kRing * kPiece <= C::kStages * C::kStageBytes);
-    const int driver = static_cast<int>(threadIdx.x) / 32;
-    if (driver >= kDrivers || threadIdx.x % 32 != 0) return;
-    Shared<C>& shared = shared_memory<C>();
-    auto* barriers = reinterpret_cast<ptx::Mbarrier*>(shared.slices[0]) + driver * kRing;
+    constexpr std::uint32_t kPiece = 16 << 10;
+    static_assert(kPushers * kRing * kPiece <= C::kStages * C::kStageBytes);
     transfer::BulkRing<kRing> ring(
-        reinterpret_cast<char*>(shared.stages[0]) + driver * kRing * kPiece, barriers, kPiece);
+        reinterpret_cast<char*>(shared.stages[0]) + pusher * kRing * kPiece,
+        reinterpret_cast<ptx::Mbarrier*>(shared.slices[0]) + pusher * kRing, kPiece);
     ring.init();
 
     const std::uint64_t row_bytes = static_cast<std::uint64_t>(args.k) * kElementBytes;
     const Region& region = args.region;
-    for (int task = static_cast<int>(blockIdx.x) * kDrivers + driver;
-         task < (region.world - 1) * args.chunks; task += args.push_blocks * kDrivers) {
+    for (int task = static_cast<int>(blockIdx.x) * kPushers + pusher;
+         task < (region.world - 1) * args.chunks; task += args.push_blocks * kPushers) {
         const int peer = (region.rank + region.world - 1 - task / args.chunks) % region.world;
         const int chunk = task % args.chunks;
         const int first = chunk * args.chunk_rows;
@@ -84,14 +83,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const std::uint64_t epoch = args.region.world > 1 ? args.region.control().epoch : 0;
     const int steps = (args.k + kTileK - 1) / kTileK;
 
-    if (static_cast<int>(blockIdx.x) < args.push_blocks) {
-        push_chunks<C>(args, epoch);
-        close_block<C>();
-        if (threadIdx.x == 0) finish_call(args.region, waiter, epoch);
-        return;
-    }
+    const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;
     switch (take_role()) {
         case Role::loader: {
+            if (pushes) {
+                push_chunks(args, shared, 0, epoch);
+                break;
+            }
             Cursor<C::kStages> cursor;
             for_each_tile<C>(args, [&](int shard, int row, int column) {
                 const bool own = shard == args.region.rank;
@@ -103,6 +101,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
         }
         case Role::storer: {
+            if (pushes) {
+                push_chunks(args, shared, 1, epoch);
+                break;
+            }
             Storer<C> storer(shared);
             for_each_tile<C>(args, [&](int shard, int row, int column) {
                 storer.tile([&](const void* slice, int number) {
@@ -112,6 +114,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
         }
         case Role::multiplier: {
+            if (pushes) break;
             Multiplier<C, Element, kNMajorB> multiplier(shared);
             for_each_tile<C>(args, [&](int, int, int column) {
                 multiplier.multiply(steps);

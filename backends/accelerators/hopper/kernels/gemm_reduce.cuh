@@ -6,8 +6,9 @@
 //   a, b ──▶ tiles of the own rows, last; a tile stays in registers, and the slots of sources r + 1,
 //            r + 2, ... are added in that order, in float32, as their flags come ──▶ rounded once,
 //            into out; AllReduce: into every rank's out
-// AllReduce spreads its sends by cutting the own rows into bands: the own tiles of a band are
-// computed after the other owners' tiles of the next.
+// Sends are spread over the whole call: the columns are cut into bands, and the own tiles of a band
+// are computed after the other owners' tiles of the next. The link still carries a wave of tiles more
+// slowly than the SMs produce it, so each block sends at a pace.
 // Slot of source s at owner o: (s - o - 1) mod W. Flag of a tile: slot * tiles of an owner + its
 // number, row-major.
 #pragma once
@@ -25,15 +26,18 @@ namespace mkernel::hopper {
 struct GemmReduceArgs {
     CUtensorMap a;  // [M, K]
     CUtensorMap b;
-    CUtensorMap slots[kMaxRanks];  // [o]: owner o's slots [W - 1, rows, N]; [rank]: for loading too
-    CUtensorMap outs[kMaxRanks];   // [i], i < out_count: where the own tiles go, [1, ..., N]
+    CUtensorMap own_slots;         // [W - 1, rows, N] in the own region, to load from
+    CUtensorMap slots[kMaxRanks];  // the same of owner o, to store to, kTrickleRows rows at a time
+    CUtensorMap out;               // where the own tiles go, [1, ..., N]
+    CUtensorMap outs[kMaxRanks];   // every rank's, the own first; kTrickleRows rows at a time
     const void* bias;              // [N], added once, by the owner; or null
     Region region;
     Patience patience;
-    Raster raster;  // of one band
-    int bands;      // of an owner's rows
+    Raster raster;     // of an owner's rows and all columns
+    int band_columns;  // tile columns of a band
+    int pace;          // least clock cycles from one put of kTrickleRows rows to the next
     int rows, n, k;
-    int out_count;  // 1, or as many as ranks; outs[0] is the own
+    int out_count;  // 1, or as many as ranks
     int out_row;    // the row of the outs where the own rows begin
     bool alone;     // exchange nothing: neither put nor add; for timing the products alone
 };

@@ -17,35 +17,75 @@ struct OwnedTile {
     int number;  // among the owner's tiles
 };
 
-// Calls body(OwnedTile) for each of this block's tiles, in order: the others' band 0; then, a band
-// at a time, the others' next and the own one before it; the own last one.
+// The order of the tiles of all owners: the others' band 0; then, a band at a time, the others' next
+// and the own one before it; the own last one.
+class Sequence {
+  public:
+    __device__ Sequence(const Raster& raster, int band_columns, int world)
+        : raster_(raster),
+          band_columns_(band_columns),
+          bands_((raster.columns + band_columns - 1) / band_columns),
+          others_(world - 1) {}
+
+    // `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles.
+    __device__ void at(int index, int& step, int& cluster_row, int& column) const {
+        int band = 0;
+        int within = index;
+        step = 1;  // and further, below
+        if (within >= others_ * tiles(0)) {
+            within -= others_ * tiles(0);
+            const int full = tiles(0);
+            const int turn = min(within / ((others_ + 1) * full), max(bands_ - 2, 0));
+            within -= turn * (others_ + 1) * full;
+            const int ahead = turn + 1 < bands_ ? others_ * tiles(turn + 1) : 0;
+            if (within < ahead) {
+                band = turn + 1;
+            } else {
+                step = 0;
+                within -= ahead;
+                band = turn;
+                if (within >= full && bands_ > 1) {
+                    within -= full;
+                    band = bands_ - 1;
+                }
+            }
+        }
+        if (step > 0) {
+            step += within / tiles(band);
+            within %= tiles(band);
+        }
+        Raster part = raster_;
+        part.columns = width(band);
+        part.at(within, cluster_row, column);
+        column += band * band_columns_;
+    }
+
+  private:
+    __device__ int width(int band) const {
+        return min(band_columns_, raster_.columns - band * band_columns_);
+    }
+    __device__ int tiles(int band) const { return raster_.cluster_rows * width(band); }
+
+    Raster raster_;
+    int band_columns_;
+    int bands_;
+    int others_;
+};
+
+// Calls body(OwnedTile) for each of this block's tiles, in order.
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&& body) {
     const int world = args.region.world;
-    const int tiles = args.raster.tiles();
-    const int ahead = (world - 1) * tiles;
+    const Sequence sequence(args.raster, args.band_columns, world);
     const int clusters = static_cast<int>(gridDim.x) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
-    for (int index = static_cast<int>(blockIdx.x) / C::kCluster; index < args.bands * world * tiles;
-         index += clusters) {
-        int band = 0;
-        int step = 0;  // owner, counted from this rank
-        int within = index;
-        if (index >= ahead) {
-            const int turn = (index - ahead) / (world * tiles);
-            within = index - ahead - turn * world * tiles;
-            const bool own = turn == args.bands - 1 || within >= ahead;
-            band = own ? turn : turn + 1;
-            step = own ? 0 : 1 + within / tiles;
-            if (own && turn != args.bands - 1) within -= ahead;
-        } else {
-            step = 1 + index / tiles;
-        }
-        if (step > 0) within -= (step - 1) * tiles;
+    for (int index = static_cast<int>(blockIdx.x) / C::kCluster;
+         index < world * args.raster.tiles(); index += clusters) {
+        int step = 0;
         int cluster_row = 0;
         int column = 0;
-        args.raster.at(within, cluster_row, column);
-        const int row = (band * args.raster.cluster_rows + cluster_row) * C::kCluster + block;
+        sequence.at(index, step, cluster_row, column);
+        const int row = cluster_row * C::kCluster + block;
         body(OwnedTile{(args.region.rank + step) % world, row * kTileM, column * C::kTileN,
                        row * args.raster.columns + column});
     }
@@ -62,7 +102,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const std::uint64_t epoch = world > 1 ? args.region.control().epoch : 0;
     const int steps = (args.k + kTileK - 1) / kTileK;
     const int sources = args.alone ? 0 : world - 1;
-    const int tiles_of_owner = args.bands * args.raster.tiles() * C::kCluster;
+    const int tiles_of_owner = args.raster.tiles() * C::kCluster;
 
     switch (take_role()) {
         case Role::loader: {
@@ -78,7 +118,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                                   static_cast<std::uint32_t>((rank + 1 + slot) % world),
                                   static_cast<std::uint32_t>(tile.number)});
                     ptx::fence_async_proxy();
-                    load_tile(shared, cursor, &args.slots[rank], tile.column, tile.row, slot);
+                    load_tile(shared, cursor, &args.own_slots, tile.column, tile.row, slot);
                 }
             });
             break;
@@ -90,20 +130,27 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) {
                     if (!may_push) may_push = wait_for_starts(args.region, waiter, epoch);
-                    const int outs = may_push ? args.out_count : 1;
-                    storer.tile([&](const void* slice, int number) {
-                        for (int out = 0; out < outs; ++out) {
-                            ptx::store_box(&args.outs[out], slice, tile.column + number * kSliceN,
+                    if (args.out_count == 1 || !may_push) {
+                        storer.tile([&](const void* slice, int number) {
+                            ptx::store_box(&args.out, slice, tile.column + number * kSliceN,
                                            args.out_row + tile.row, 0);
+                        });
+                        return;
+                    }
+                    storer.trickle(args.pace, [&](const void* rows, int number, int first) {
+                        const int column = tile.column + number * kSliceN;
+                        const int row = args.out_row + tile.row + first;
+                        for (int out = 0; out < args.out_count; ++out) {
+                            ptx::store_box(&args.outs[out], rows, column, row, 0);
                         }
                     });
                 } else if (args.alone) {
                     storer.tile([](const void*, int) {});
                 } else {
                     const int slot = (rank - tile.owner - 1 + world) % world;
-                    storer.tile([&](const void* slice, int number) {
-                        ptx::store_box(&args.slots[tile.owner], slice,
-                                       tile.column + number * kSliceN, tile.row, slot);
+                    storer.trickle(args.pace, [&](const void* rows, int number, int first) {
+                        ptx::store_box(&args.slots[tile.owner], rows,
+                                       tile.column + number * kSliceN, tile.row + first, slot);
                     });
                     ptx::fence_async_proxy();
                     ptx::store_release(
@@ -137,7 +184,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 template <class Element>
 cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, int blocks,
                                cudaStream_t stream) {
-    const int tiles = args.raster.tiles() * args.bands * args.region.world;
+    const int tiles = args.raster.tiles() * args.region.world;
     const auto start = [&]<class C>() {
         return launch_blocks<C>(
             variant.n_major_b ? gemm_reduce<C, Element, true> : gemm_reduce<C, Element, false>,

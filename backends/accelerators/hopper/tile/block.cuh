@@ -22,6 +22,7 @@ namespace mkernel::hopper {
 inline constexpr int kTileM = 128;
 inline constexpr int kTileK = 64;        // 128 bytes: the width of the swizzle
 inline constexpr int kSliceN = 64;       // the same
+inline constexpr int kTrickleRows = 32;  // of a slice: what is put to a peer at a time
 inline constexpr int kElementBytes = 2;  // bfloat16, float16
 inline constexpr int kWarpgroup = 128;
 inline constexpr int kMultipliers = 2;  // warpgroups

@@ -10,8 +10,8 @@ class Storer {
   public:
     __device__ explicit Storer(Shared<C>& shared) : shared_(shared) {}
 
-    // Stores one tile. `store(slice, number)` starts the bulk stores of slice `number`; they are
-    // complete, at whatever GPU, when this returns.
+    // Stores one tile of this GPU's memory. `store(slice, number)` starts the bulk store of slice
+    // `number`; all are complete when this returns.
     template <class Store>
     __device__ void tile(Store&& store) {
         for (int number = 0; number < C::kSlices; ++number) {
@@ -30,10 +30,35 @@ class Storer {
         ptx::wait_groups<0>();
     }
 
+    // The same to peers, a few rows at a time: `store(rows, number, first)` starts the stores of
+    // kTrickleRows rows of slice `number` from row `first` on, at least `pace` clock cycles after those
+    // before. All blocks finish their tiles at about the same time, and the link takes several times
+    // longer to carry them than memory does: stores that queue at a full link hold up the loads of
+    // the same SM.
+    template <class Store>
+    __device__ void trickle(int pace, Store&& store) {
+        long long next = clock64();
+        for (int number = 0; number < C::kSlices; ++number) {
+            shared_.written[cursor_.slot].wait(cursor_.parity);
+            const unsigned char* slice = shared_.slices[cursor_.slot];
+            for (int row = 0; row < kTileM; row += kTrickleRows) {
+                while (clock64() < next) __nanosleep(kPaceNs);
+                next = clock64() + pace;
+                store(slice + row * kSliceN * kElementBytes, number, row);
+                ptx::close_group();
+                ptx::wait_groups_read<0>();
+            }
+            shared_.drained[cursor_.slot].arrive();
+            cursor_.next();
+        }
+        ptx::wait_groups<0>();
+    }
+
   private:
     Shared<C>& shared_;
     Cursor<C::kSliceSlots> cursor_;
     int before_ = 0;
+    static constexpr int kPaceNs = 40;
 };
 
 }  // namespace mkernel::hopper
