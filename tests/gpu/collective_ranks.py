@@ -96,6 +96,7 @@ class Sums:
 
     sources: list[torch.Tensor]  # on one device
     owned: int  # elements of each rank but perhaps the last ones
+    rounded_to: torch.dtype
 
     def whole(self) -> torch.Tensor:
         world, total = len(self.sources), self.sources[0].numel()
@@ -105,7 +106,7 @@ class Sums:
             sum_ = self.sources[owner][part].float()
             for step in range(1, world):
                 sum_ = sum_ + self.sources[(owner + step) % world][part].float()
-            parts.append(sum_.to(self.sources[0].dtype))
+            parts.append(sum_.to(self.rounded_to))
         return torch.cat(parts)
 
 
@@ -131,11 +132,22 @@ class Work:
     seed: int = 0
     out_offset: int = 0  # elements by which the outs are misaligned
     poison: float = float("nan")
+    rounded_to: torch.dtype | None = None  # of the outs, where it is not `dtype`
     sources: list[torch.Tensor] = field(init=False)
     outs: list[torch.Tensor] = field(init=False)
     guarded: list[torch.Tensor] = field(init=False)  # the outs and what lies around them
     seen: list[torch.Tensor] = field(init=False)
     _storage: list[Any] = field(init=False)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.rounded_to or self.dtype
+
+    @property
+    def element(self) -> str:
+        """The native name of what is added up; none for bytes."""
+        names = [str(t).removeprefix("torch.") for t in (self.dtype, self.out_dtype)]
+        return "_to_".join(dict.fromkeys(names))
 
     def __post_init__(self) -> None:
         world = self.ranks.world
@@ -145,7 +157,7 @@ class Work:
             for rank in range(world)
         ]
         count = self.elements * (world if self.name == "all_gather" else 1)
-        nbytes = (count + self.out_offset + 64) * self.dtype.itemsize
+        nbytes = (count + self.out_offset + 64) * self.out_dtype.itemsize
         self._storage = []
         for rank in range(world):
             if self.symmetric:
@@ -153,7 +165,7 @@ class Work:
             else:
                 self._storage.append(torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{rank}"))
         self.guarded = [
-            (s.bytes() if self.symmetric else s).view(self.dtype) for s in self._storage
+            (s.bytes() if self.symmetric else s).view(self.out_dtype) for s in self._storage
         ]
         self.outs = [g[self.out_offset : self.out_offset + count] for g in self.guarded]
         self.seen = [torch.empty_like(g) for g in self.guarded]
@@ -177,14 +189,14 @@ class Work:
 
         call = self.ranks.call(rank, blocks=blocks)
         stream = torch.cuda.current_stream(rank).cuda_stream
-        shift = self.out_offset * self.dtype.itemsize
+        shift = self.out_offset * self.out_dtype.itemsize
         addresses = (
             [s.address(rank) + shift for s in self._storage]
             if self.symmetric
             else [self.outs[rank].data_ptr()]
         )
         source = self.sources[rank].data_ptr()
-        element = getattr(_hopper.Element, str(self.dtype).removeprefix("torch."), None)
+        element = getattr(_hopper.Element, self.element, None)
         if self.name == "all_gather":
             nbytes = self.elements * self.dtype.itemsize
             _hopper.all_gather(call, source, nbytes, addresses, stream)
@@ -200,8 +212,9 @@ class Work:
         if self.name == "all_gather":
             return torch.cat(home)
         if self.name == "all_reduce":
-            return Sums(home, owned_elements(self.ranks.world, self.elements)).whole()
-        whole = Sums(home, self.elements).whole()
+            owned = owned_elements(self.ranks.world, self.elements)
+            return Sums(home, owned, self.out_dtype).whole()
+        whole = Sums(home, self.elements, self.out_dtype).whole()
         return whole[rank * self.elements : (rank + 1) * self.elements]
 
     def wrong_ranks(self) -> list[int]:

@@ -49,6 +49,18 @@ def test_sizes(world: int, which: str, dtype: torch.dtype) -> None:
         assert made.wrong_ranks() == [], f"{elements} elements"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("which", [which for which in WAYS if "gather" not in which])
+@worlds
+def test_float32_is_rounded_once(world: int, which: str, dtype: torch.dtype) -> None:
+    ranks = Ranks(world, 64 * MIB)
+    name, way, symmetric = WAYS[which]
+    for elements in SIZES:
+        made = Work(ranks, name, elements, torch.float32, way, symmetric, rounded_to=dtype)
+        run(made)
+        assert made.wrong_ranks() == [], f"{elements} elements"
+
+
 @every_way
 @worlds
 def test_many_chunks_a_block(world: int, which: str) -> None:

@@ -75,7 +75,9 @@ void bind_collectives(py::module_& module) {
     using collectives::Way;
     py::enum_<Element>(module, "Element")
         .value("bfloat16", Element::bfloat16)
-        .value("float16", Element::float16);
+        .value("float16", Element::float16)
+        .value("float32_to_bfloat16", Element::float32_to_bfloat16)
+        .value("float32_to_float16", Element::float32_to_float16);
     py::enum_<Way>(module, "Way").value("one_shot", Way::one_shot).value("two_shot", Way::two_shot);
     py::class_<Collective>(module, "Collective")
         .def(py::init(&collective), "bases"_a, "rank"_a, "control"_a, "timeout_ns"_a, "number"_a,
@@ -84,9 +86,9 @@ void bind_collectives(py::module_& module) {
     module.def("all_gather_staging", &collectives::all_gather_staging, "world"_a, "shard_bytes"_a,
                "symmetric"_a);
     module.def("reduce_scatter_staging", &collectives::reduce_scatter_staging, "world"_a,
-               "part_elements"_a);
-    module.def("all_reduce_staging", &collectives::all_reduce_staging, "world"_a, "elements"_a,
-               "way"_a, "symmetric"_a);
+               "element"_a, "part_elements"_a);
+    module.def("all_reduce_staging", &collectives::all_reduce_staging, "world"_a, "element"_a,
+               "elements"_a, "way"_a, "symmetric"_a);
 
     const auto released = py::call_guard<py::gil_scoped_release>();
     module.def(

@@ -19,8 +19,8 @@ struct Args {
     char* outs[kMaxRanks];
     std::uint64_t staging;  // offset in the data area
     std::uint64_t slot;     // bytes of one slot
-    std::uint64_t total;    // bytes of all parts together
-    std::uint64_t part;     // bytes of each part but perhaps the last ones
+    std::uint64_t total;    // bytes of all parts together, in the source
+    std::uint64_t part;     // bytes of each part but perhaps the last ones, in the source
     Chunking cut;
     bool symmetric;
 
@@ -32,12 +32,15 @@ struct Args {
     __device__ char* result_slot_at(int of, int writer) const {
         return slot_at(of, region.world + writer);
     }
-    // Where this rank's part of the outs goes for rank `to`, in the first and the second exchange.
+    // Where this rank's part of the outs goes for rank `to`, in the first and the second exchange. An
+    // element of a source has kNarrower times the bytes of one of a result.
     __device__ char* sent_to(int to) const {
         return in_out(to) ? outs[to] + region.rank * part : slot_at(to, region.rank);
     }
+    template <std::uint32_t kNarrower>
     __device__ char* result_sent_to(int to) const {
-        return in_out(to) ? outs[to] + region.rank * part : result_slot_at(to, region.rank);
+        return in_out(to) ? outs[to] + region.rank * part / kNarrower
+                          : result_slot_at(to, region.rank);
     }
     __device__ bool in_out(int to) const { return symmetric || to == region.rank; }
     __device__ int peer(int step) const { return (region.rank + step) % region.world; }
@@ -84,9 +87,10 @@ __global__ __launch_bounds__(kThreads,
 }
 
 // Every rank's whole source to every rank, summed everywhere.
-template <class T>
+template <class In, class Out>
 __global__ __launch_bounds__(kThreads,
                              2) void all_reduce_one_shot_kernel(const __grid_constant__ Args args) {
+    constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
     __shared__ Lanes lanes;
     Exchange exchange(args.region, args.patience);
     const int rank = args.region.rank;
@@ -113,9 +117,9 @@ __global__ __launch_bounds__(kThreads,
             const bool aligned = set_lanes(lanes, world, [&](int i) {
                 const int from = (owner + i) % world;
                 lanes.src[i] = (from == rank ? args.src : args.slot_at(rank, from)) + at;
-                lanes.dst[i] = args.outs[rank] + at;
+                lanes.dst[i] = args.outs[rank] + at / kNarrower;
             });
-            sum_to_each<T>(lanes, world, static_cast<std::uint32_t>(upto - at), 1, aligned);
+            sum_to_each<In, Out>(lanes, world, static_cast<std::uint32_t>(upto - at), 1, aligned);
             at = upto;
         }
         return true;
@@ -125,8 +129,9 @@ __global__ __launch_bounds__(kThreads,
 }
 
 // Part p of every source to rank p, summed there. kGather: and the sums to every rank.
-template <class T, bool kGather>
+template <class In, class Out, bool kGather>
 __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_constant__ Args args) {
+    constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
     __shared__ Lanes lanes;
     Exchange exchange(args.region, args.patience);
     const int rank = args.region.rank;
@@ -151,9 +156,10 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
             lanes.src[i] = (i == 0 ? own : args.slot_at(rank, (rank + i) % world)) + chunk.at;
             // Whoever sent its part is in this call: its symmetric out may be written.
             lanes.dst[i] =
-                (kGather ? args.result_sent_to(args.peer(i + 1)) : args.outs[rank]) + chunk.at;
+                (kGather ? args.result_sent_to<kNarrower>(args.peer(i + 1)) : args.outs[rank]) +
+                chunk.at / kNarrower;
         });
-        sum_to_each<T>(lanes, world, chunk.bytes, kGather ? world : 1, aligned);
+        sum_to_each<In, Out>(lanes, world, chunk.bytes, kGather ? world : 1, aligned);
         if (kGather && !args.symmetric) exchange.raise(args.flags_of(args.cut.chunks + index));
         return true;
     };
@@ -163,11 +169,11 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
         const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
             const int from = args.peer(i + 1);
             const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(from));
-            lanes.src[i] = args.result_slot_at(rank, from) + chunk.at;
-            lanes.dst[i] = args.outs[rank] + from * args.part + chunk.at;
-            lanes.bytes[i] = chunk.bytes;
+            lanes.src[i] = args.result_slot_at(rank, from) + chunk.at / kNarrower;
+            lanes.dst[i] = args.outs[rank] + (from * args.part + chunk.at) / kNarrower;
+            lanes.bytes[i] = chunk.bytes / kNarrower;
         });
-        copy_each(lanes, world - 1, args.cut.chunk, aligned);
+        copy_each(lanes, world - 1, args.cut.chunk / kNarrower, aligned);
         return true;
     };
     if constexpr (kGather) {
@@ -178,7 +184,15 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
     exchange.finish();
 }
 
-constexpr std::uint64_t kElementBytes = 2;
+constexpr std::uint64_t kResultBytes = 2;  // of an element
+
+bool from_float32(Element element) {
+    return element == Element::float32_to_bfloat16 || element == Element::float32_to_float16;
+}
+
+std::uint64_t source_bytes(Element element) {
+    return from_float32(element) ? 4 : 2;
+}
 
 std::uint64_t round_up(std::uint64_t value, std::uint64_t to) {
     return (value + to - 1) / to * to;
@@ -188,9 +202,9 @@ std::uint64_t slot_bytes(std::uint64_t bytes) {
     return round_up(bytes, 128);
 }
 
-// Elements that each rank but perhaps the last ones owns; whole 16 bytes.
+// Elements that each rank but perhaps the last ones owns; whole 16 bytes of the result.
 std::uint64_t owned_elements(int world, std::uint64_t elements) {
-    return round_up((elements + world - 1) / world, 16 / kElementBytes);
+    return round_up((elements + world - 1) / world, 16 / kResultBytes);
 }
 
 // Small parts are spread over many blocks, large ones cut so that sending and consuming overlap;
@@ -210,7 +224,8 @@ Chunking cut(std::uint64_t bytes, int world, std::uint32_t exchanges) {
 }
 
 void check_call(const Collective& call, const void* src, const Outs& out,
-                std::uint64_t staging_needed, std::uint64_t alignment) {
+                std::uint64_t staging_needed, std::uint64_t src_element,
+                std::uint64_t out_element) {
     const int world = call.region.world;
     if (world < 1 || world > kMaxRanks || call.region.rank < 0 || call.region.rank >= world) {
         throw std::invalid_argument("rank " + std::to_string(call.region.rank) + " of a world of " +
@@ -225,15 +240,16 @@ void check_call(const Collective& call, const void* src, const Outs& out,
         throw std::invalid_argument("staging_bytes = " + std::to_string(call.staging_bytes) +
                                     "; this call needs " + std::to_string(staging_needed));
     }
-    const auto check_address = [&](const void* at, const char* name) {
+    const auto check_address = [&](const void* at, const char* name, std::uint64_t alignment) {
         if (reinterpret_cast<std::uintptr_t>(at) % alignment != 0) {
             throw std::invalid_argument(std::string(name) + " is not aligned to its elements of " +
                                         std::to_string(alignment) + " bytes");
         }
     };
-    check_address(src, "src");
+    check_address(src, "src", src_element);
     for (int rank = 0; rank < world; ++rank) {
-        if (rank == call.region.rank || out.symmetric) check_address(out.at[rank], "out");
+        if (rank == call.region.rank || out.symmetric)
+            check_address(out.at[rank], "out", out_element);
     }
 }
 
@@ -269,6 +285,37 @@ void launch(void (*kernel)(Args), const Args& args, std::uint32_t blocks, cudaSt
     check(cudaLaunchKernelEx(&config, kernel, args), "launch of a collective");
 }
 
+using Kernel = void (*)(Args);
+
+template <bool kGather>
+Kernel reduce_of(Element element) {
+    switch (element) {
+        case Element::bfloat16:
+            return reduce_kernel<__nv_bfloat16, __nv_bfloat16, kGather>;
+        case Element::float16:
+            return reduce_kernel<__half, __half, kGather>;
+        case Element::float32_to_bfloat16:
+            return reduce_kernel<float, __nv_bfloat16, kGather>;
+        case Element::float32_to_float16:
+            return reduce_kernel<float, __half, kGather>;
+    }
+    throw std::invalid_argument("no such element");
+}
+
+Kernel one_shot_of(Element element) {
+    switch (element) {
+        case Element::bfloat16:
+            return all_reduce_one_shot_kernel<__nv_bfloat16, __nv_bfloat16>;
+        case Element::float16:
+            return all_reduce_one_shot_kernel<__half, __half>;
+        case Element::float32_to_bfloat16:
+            return all_reduce_one_shot_kernel<float, __nv_bfloat16>;
+        case Element::float32_to_float16:
+            return all_reduce_one_shot_kernel<float, __half>;
+    }
+    throw std::invalid_argument("no such element");
+}
+
 // What a world of one does, and an empty call.
 bool is_trivial(const Collective& call, const void* src, const Outs& out, std::uint64_t bytes,
                 cudaStream_t stream) {
@@ -284,20 +331,21 @@ std::uint64_t all_gather_staging(int world, std::uint64_t shard_bytes, bool symm
     return symmetric ? 0 : world * slot_bytes(shard_bytes);
 }
 
-std::uint64_t reduce_scatter_staging(int world, std::uint64_t part_elements) {
-    return world * slot_bytes(part_elements * kElementBytes);
+std::uint64_t reduce_scatter_staging(int world, Element element, std::uint64_t part_elements) {
+    return world * slot_bytes(part_elements * source_bytes(element));
 }
 
-std::uint64_t all_reduce_staging(int world, std::uint64_t elements, Way way, bool symmetric) {
-    if (way == Way::one_shot) return world * slot_bytes(elements * kElementBytes);
+std::uint64_t all_reduce_staging(int world, Element element, std::uint64_t elements, Way way,
+                                 bool symmetric) {
+    if (way == Way::one_shot) return world * slot_bytes(elements * source_bytes(element));
     return (symmetric ? 1 : 2) * world *
-           slot_bytes(owned_elements(world, elements) * kElementBytes);
+           slot_bytes(owned_elements(world, elements) * source_bytes(element));
 }
 
 void all_gather(const Collective& call, const void* src, std::uint64_t shard_bytes, const Outs& out,
                 cudaStream_t stream) {
     const int world = call.region.world;
-    check_call(call, src, out, all_gather_staging(world, shard_bytes, out.symmetric), 1);
+    check_call(call, src, out, all_gather_staging(world, shard_bytes, out.symmetric), 1, 1);
     if (is_trivial(call, src, out, shard_bytes, stream)) return;
     const Args args = make_args(call, src, out, world * shard_bytes, shard_bytes, shard_bytes,
                                 cut(shard_bytes, world, 1));
@@ -309,34 +357,29 @@ void reduce_scatter(const Collective& call, Element element, const void* src,
     const int world = call.region.world;
     Outs outs;
     if (call.region.rank >= 0 && call.region.rank < kMaxRanks) outs.at[call.region.rank] = out;
-    check_call(call, src, outs, reduce_scatter_staging(world, part_elements), kElementBytes);
-    const std::uint64_t part = part_elements * kElementBytes;
-    if (is_trivial(call, src, outs, part, stream)) return;
+    check_call(call, src, outs, reduce_scatter_staging(world, element, part_elements),
+               source_bytes(element), kResultBytes);
+    const std::uint64_t part = part_elements * source_bytes(element);
+    if (part == 0 || (!from_float32(element) && is_trivial(call, src, outs, part, stream))) return;
     const Args args = make_args(call, src, outs, world * part, part, part, cut(part, world, 1));
-    launch(element == Element::bfloat16 ? reduce_kernel<__nv_bfloat16, false>
-                                        : reduce_kernel<__half, false>,
-           args, call.blocks, stream);
+    launch(reduce_of<false>(element), args, call.blocks, stream);
 }
 
 void all_reduce(const Collective& call, Element element, const void* src, std::uint64_t elements,
                 const Outs& out, Way way, cudaStream_t stream) {
     const int world = call.region.world;
-    check_call(call, src, out, all_reduce_staging(world, elements, way, out.symmetric),
-               kElementBytes);
-    const std::uint64_t total = elements * kElementBytes;
-    if (is_trivial(call, src, out, total, stream)) return;
-    const std::uint64_t part = owned_elements(world, elements) * kElementBytes;
-    const bool bfloat16 = element == Element::bfloat16;
+    check_call(call, src, out, all_reduce_staging(world, element, elements, way, out.symmetric),
+               source_bytes(element), kResultBytes);
+    const std::uint64_t total = elements * source_bytes(element);
+    if (total == 0 || (!from_float32(element) && is_trivial(call, src, out, total, stream))) return;
+    const std::uint64_t part = owned_elements(world, elements) * source_bytes(element);
     if (way == Way::one_shot) {
         const Args args = make_args(call, src, out, total, part, total, cut(total, world, 1));
-        launch(bfloat16 ? all_reduce_one_shot_kernel<__nv_bfloat16>
-                        : all_reduce_one_shot_kernel<__half>,
-               args, call.blocks, stream);
+        launch(one_shot_of(element), args, call.blocks, stream);
         return;
     }
     const Args args = make_args(call, src, out, total, part, part, cut(part, world, 2));
-    launch(bfloat16 ? reduce_kernel<__nv_bfloat16, true> : reduce_kernel<__half, true>, args,
-           call.blocks, stream);
+    launch(reduce_of<true>(element), args, call.blocks, stream);
 }
 
 }  // namespace mkernel::hopper::collectives

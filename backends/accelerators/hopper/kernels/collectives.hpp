@@ -32,7 +32,8 @@
 
 namespace mkernel::hopper::collectives {
 
-enum class Element : std::uint32_t { bfloat16, float16 };
+// What is added up. Results are 16-bit; what must not be rounded twice comes in float32.
+enum class Element : std::uint32_t { bfloat16, float16, float32_to_bfloat16, float32_to_float16 };
 
 // One call on one rank. Calls of a region run one after another on each rank, the same calls with
 // the same sizes, `staging` and ways on all ranks.
@@ -55,8 +56,9 @@ enum class Way : std::uint32_t { one_shot, two_shot };
 
 // Bytes of staging that a call needs, the same on all ranks.
 std::uint64_t all_gather_staging(int world, std::uint64_t shard_bytes, bool symmetric);
-std::uint64_t reduce_scatter_staging(int world, std::uint64_t part_elements);
-std::uint64_t all_reduce_staging(int world, std::uint64_t elements, Way way, bool symmetric);
+std::uint64_t reduce_scatter_staging(int world, Element element, std::uint64_t part_elements);
+std::uint64_t all_reduce_staging(int world, Element element, std::uint64_t elements, Way way,
+                                 bool symmetric);
 
 // out [world * shard_bytes] of every rank = the ranks' src [shard_bytes] in order.
 void all_gather(const Collective& call, const void* src, std::uint64_t shard_bytes, const Outs& out,

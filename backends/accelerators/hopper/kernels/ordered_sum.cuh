@@ -1,4 +1,4 @@
-// Sums of 16-bit floats of several ranks in a fixed order: float32, rounded once.
+// Sums of several ranks' floats in a fixed order: float32, rounded once to 16 bits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,6 +16,9 @@ __device__ inline float widen(__nv_bfloat16 x) {
 __device__ inline float widen(__half x) {
     return __half2float(x);
 }
+__device__ inline float widen(float x) {
+    return x;
+}
 __device__ inline void narrow(float x, __nv_bfloat16& to) {
     to = __float2bfloat16_rn(x);
 }
@@ -23,23 +26,36 @@ __device__ inline void narrow(float x, __half& to) {
     to = __float2half_rn(x);
 }
 
-// One thread's 8 elements.
-template <class T>
+// 8 elements of a source, as they are loaded.
+template <class In>
+struct Eight {
+    static constexpr int kVectors = 8 * sizeof(In) / 16;
+    uint4 v[kVectors];
+
+    __device__ void load(const char* from) {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) v[i] = ptx::load_16(from + i * 16);
+    }
+};
+
+// One thread's sums of 8 elements.
+template <class In, class Out>
 class Sum8 {
   public:
-    __device__ void start(uint4 with) {
-        const T* elements = reinterpret_cast<const T*>(&with);
+    __device__ void start(const Eight<In>& with) {
+        const In* elements = reinterpret_cast<const In*>(with.v);
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum_[i] = widen(elements[i]);
     }
-    __device__ void add(uint4 more) {
-        const T* elements = reinterpret_cast<const T*>(&more);
+    __device__ void add(const Eight<In>& more) {
+        const In* elements = reinterpret_cast<const In*>(more.v);
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum_[i] += widen(elements[i]);
     }
     __device__ uint4 rounded() const {
+        static_assert(sizeof(Out) == 2);
         uint4 result;
-        T* elements = reinterpret_cast<T*>(&result);
+        Out* elements = reinterpret_cast<Out*>(&result);
 #pragma unroll
         for (int i = 0; i < 8; ++i) narrow(sum_[i], elements[i]);
         return result;
@@ -51,40 +67,44 @@ class Sum8 {
 
 // The block stores at dst[i], i < count, the sum of `nbytes` of src[0], src[1], ..., src[world - 1],
 // in that order. `aligned`: all those addresses are multiples of 16.
-template <class T>
+template <class In, class Out>
 __device__ void sum_to_each(const Lanes& lanes, int world, std::uint32_t nbytes, int count,
                             bool aligned) {
-    constexpr int kBatch = 4;
-    const std::uint32_t whole = aligned ? nbytes / 16 * 16 : 0;
-    for (std::uint32_t at = threadIdx.x * 16; at < whole; at += kThreads * 16) {
-        Sum8<T> sum;
+    constexpr int kBatch = sizeof(In) == 2 ? 4 : 2;  // loads under way, 16 registers
+    constexpr std::uint32_t kWhole = 8 * sizeof(In);
+    constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
+    const std::uint32_t whole = aligned ? nbytes / kWhole * kWhole : 0;
+    for (std::uint32_t at = threadIdx.x * kWhole; at < whole; at += kThreads * kWhole) {
+        Sum8<In, Out> sum;
         for (int step = 0; step < world; step += kBatch) {
-            uint4 v[kBatch];
+            Eight<In> eight[kBatch];
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                if (step + i < world) v[i] = ptx::load_16(lanes.src[step + i] + at);
+                if (step + i < world) eight[i].load(lanes.src[step + i] + at);
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 if (step + i == 0) {
-                    sum.start(v[0]);
+                    sum.start(eight[0]);
                 } else if (step + i < world) {
-                    sum.add(v[i]);
+                    sum.add(eight[i]);
                 }
             }
         }
         const uint4 rounded = sum.rounded();
-        for (int i = 0; i < count; ++i) ptx::store_16(lanes.dst[i] + at, rounded);
+        for (int i = 0; i < count; ++i) ptx::store_16(lanes.dst[i] + at / kNarrower, rounded);
     }
-    for (std::uint32_t at = whole + threadIdx.x * sizeof(T); at < nbytes;
-         at += kThreads * sizeof(T)) {
-        float sum = widen(*reinterpret_cast<const T*>(lanes.src[0] + at));
+    for (std::uint32_t at = whole + threadIdx.x * sizeof(In); at < nbytes;
+         at += kThreads * sizeof(In)) {
+        float sum = widen(*reinterpret_cast<const In*>(lanes.src[0] + at));
         for (int step = 1; step < world; ++step) {
-            sum += widen(*reinterpret_cast<const T*>(lanes.src[step] + at));
+            sum += widen(*reinterpret_cast<const In*>(lanes.src[step] + at));
         }
-        T rounded;
+        Out rounded;
         narrow(sum, rounded);
-        for (int i = 0; i < count; ++i) *reinterpret_cast<T*>(lanes.dst[i] + at) = rounded;
+        for (int i = 0; i < count; ++i) {
+            *reinterpret_cast<Out*>(lanes.dst[i] + at / kNarrower) = rounded;
+        }
     }
 }
 
