@@ -19,7 +19,7 @@ namespace {
 constexpr std::uint64_t kElementBytes = 2;
 constexpr int kTileRows = 128;
 constexpr int kTileDepth = 64;
-constexpr int kTrickleRows = 32;  // of tile/block.cuh
+constexpr int kPieceRows = 32;  // of tile/block.cuh
 
 int tile_columns(Tiling tiling) {
     return tiling == Tiling::narrow ? 128 : 256;
@@ -97,12 +97,12 @@ std::size_t all_gather_gemm_bytes(int world, const Chunks& chunks, int k) {
     return kDataOffset + static_cast<std::size_t>(world) * chunks.rows * k * kElementBytes;
 }
 
-std::size_t gemm_reduce_bytes(int world, int rows, int n, bool stage) {
+std::size_t gemm_reduce_bytes(int world, int rows, int n, bool everywhere) {
     const auto tiles = static_cast<std::uint64_t>(divide_up(rows, kTileRows) + 1) *
                        static_cast<std::uint64_t>(divide_up(n, 128));
-    check_flags(tiles * (world - 1));
+    check_flags(2 * tiles * (world - 1));
     const std::size_t owned = static_cast<std::size_t>(rows) * n * kElementBytes;
-    return kDataOffset + owned * (world - 1) + (stage ? owned * world : 0);
+    return kDataOffset + owned * (world - 1 + (everywhere ? 1 : 0));
 }
 
 void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
@@ -170,30 +170,32 @@ void gemm_reduce(const World& world, const Product& product, const Owners& owner
     const int ranks = args.region.world;
     args.a = map_of_rows(product.a, owners.m, product.k, product.half);
     args.b = map_of_b(product);
-    const auto slots_of = [&](int rank, int box_rows) {
-        return map_of_layers(reinterpret_cast<std::uint64_t>(args.region.data(rank)), ranks - 1,
-                             owners.rows, product.n, product.half, box_rows);
+    const auto layers = [&](std::uint64_t address, int count, int rows, int box_rows) {
+        return map_of_layers(address, count, rows, product.n, product.half, box_rows);
     };
-    if (ranks > 1) args.own_slots = slots_of(world.rank, kTileRows);
     for (int rank = 0; rank < ranks && ranks > 1; ++rank) {
-        args.slots[rank] = slots_of(rank, kTrickleRows);
+        const auto inbox = reinterpret_cast<std::uint64_t>(args.region.data(rank));
+        const std::uint64_t stage =
+            inbox + static_cast<std::uint64_t>(ranks - 1) * owners.rows * product.n * kElementBytes;
+        args.inboxes[rank] = layers(inbox, ranks - 1, owners.rows, kPieceRows);
+        if (owners.everywhere) args.stages[rank] = layers(stage, 1, owners.rows, kPieceRows);
+        if (rank != world.rank) continue;
+        args.inbox = layers(inbox, ranks - 1, owners.rows, kTileRows);
+        if (owners.everywhere) args.stage = layers(stage, 1, owners.rows, kTileRows);
     }
-    args.out_count = static_cast<int>(owners.outs.size());
-    args.out = map_of_layers(owners.outs.at(0), 1, owners.out_rows, product.n, product.half);
-    for (int out = 0; out < args.out_count; ++out) {
-        args.outs[out] = map_of_layers(owners.outs[out], 1, owners.out_rows, product.n,
-                                       product.half, kTrickleRows);
-    }
+    const int out_rows = owners.everywhere ? owners.m : owners.rows;
+    args.out = layers(product.out, 1, out_rows, kTileRows);
+    args.out_pieces = layers(product.out, 1, out_rows, kPieceRows);
+    args.everywhere = owners.everywhere;
     args.bias = reinterpret_cast<const void*>(product.bias);
     args.patience = patience_of(world);
     args.raster = {divide_up(owners.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};
-    args.band_columns = std::min(owners.band_columns, args.raster.columns);
+    args.bands = {std::min(owners.band_columns, args.raster.columns), owners.last_columns};
     args.pace = owners.pace;
     args.rows = owners.rows;
     args.n = product.n;
     args.k = product.k;
-    args.out_row = owners.out_row;
     args.alone = owners.alone;
     const auto launch =
         product.half ? &launch_gemm_reduce<__half> : &launch_gemm_reduce<__nv_bfloat16>;

@@ -125,6 +125,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             });
             break;
         }
+        case Role::puller:
         case Role::idle:
             break;
     }

@@ -1,16 +1,21 @@
 // GEMM+ReduceScatter and GEMM+AllReduce: sums over ranks of a @ b, each tile summed by its owner.
 //
 // Rank o owns rows [o * rows, (o + 1) * rows) of the M of the sum. Data flow of one call on rank r:
-//   a, b ──▶ tiles of the other owners' rows, r + 1's first ──storer──▶ rounded, into the slot of
-//            source r in the owner's region; then the tile's flag there is set to the epoch
-//   a, b ──▶ tiles of the own rows, last; a tile stays in registers, and the slots of sources r + 1,
-//            r + 2, ... are added in that order, in float32, as their flags come ──▶ rounded once,
-//            into out; AllReduce: into every rank's out
-// Sends are spread over the whole call: the columns are cut into bands, and the own tiles of a band
-// are computed after the other owners' tiles of the next. The link still carries a wave of tiles more
-// slowly than the SMs produce it, so each block sends at a pace.
-// Slot of source s at owner o: (s - o - 1) mod W. Flag of a tile: slot * tiles of an owner + its
-// number, row-major.
+//   a, b ──▶ tiles of the other owners' rows ──storer──▶ rounded, put into the owner's inbox; then the
+//            tile's flag there is set to the epoch
+//   a, b ──▶ tiles of the own rows; a tile stays in registers, and those of ranks r + 1, r + 2, ...
+//            are added from the inbox in that order, in float32, as their flags come ──▶ rounded
+//            once ──storer──▶ out
+// AllReduce besides:
+//   own tiles ──storer──▶ stage of the own region too; then the tile's second flag at every peer
+//   peers' stages ──puller──▶ out
+// What crosses the link is spread over the whole call: columns are cut into bands, the own tiles of a
+// band are computed after the other owners' tiles of the next, and the last band may be narrow, since
+// what follows it is hidden by nothing. Puts go at a pace (tile/store.cuh says why).
+//
+// Region: inbox [W - 1, rows, N], by source: (s - o - 1) mod W; stage [rows, N]. Flag of a tile of
+// source s at rank r: ((s - r - 1) mod W) * tiles of an owner + its number, row-major; the second
+// flags, of owner s, follow those of all sources.
 #pragma once
 
 #include <cuda.h>
@@ -23,26 +28,32 @@
 
 namespace mkernel::hopper {
 
+// Tile columns of each band but the last, and of the last (0: as the others).
+struct Bands {
+    int columns, last;
+};
+
 struct GemmReduceArgs {
     CUtensorMap a;  // [M, K]
     CUtensorMap b;
-    CUtensorMap own_slots;         // [W - 1, rows, N] in the own region, to load from
-    CUtensorMap slots[kMaxRanks];  // the same of owner o, to store to, kTrickleRows rows at a time
-    CUtensorMap out;               // where the own tiles go, [1, ..., N]
-    CUtensorMap outs[kMaxRanks];   // every rank's, the own first; kTrickleRows rows at a time
-    const void* bias;              // [N], added once, by the owner; or null
+    CUtensorMap inbox;               // to load from, whole slices
+    CUtensorMap inboxes[kMaxRanks];  // the peers', to store to, in pieces
+    CUtensorMap stage;               // [1, rows, N], whole slices
+    CUtensorMap stages[kMaxRanks];   // the peers', to load from, in pieces
+    CUtensorMap out;                 // [1, rows or M, N], whole slices
+    CUtensorMap out_pieces;          // the same, in pieces
+    const void* bias;                // [N], added once, by the owner; or null
     Region region;
     Patience patience;
-    Raster raster;     // of an owner's rows and all columns
-    int band_columns;  // tile columns of a band
-    int pace;          // least clock cycles from one put of kTrickleRows rows to the next
+    Raster raster;  // of an owner's rows and all columns
+    Bands bands;
+    int pace;  // least clock cycles from one piece that is put to the next
     int rows, n, k;
-    int out_count;  // 1, or as many as ranks
-    int out_row;    // the row of the outs where the own rows begin
-    bool alone;     // exchange nothing: neither put nor add; for timing the products alone
+    bool everywhere;  // AllReduce: `out` has all rows, on every rank
+    bool alone;       // exchange nothing; for timing the products alone
 };
 
-// Launches on `blocks` blocks (0: one an SM). Element: __nv_bfloat16 or __half.
+// Launches on `blocks` blocks (0: one an SM). Tiling::deep is as wide. Element: __nv_bfloat16 or __half.
 template <class Element>
 cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, int blocks,
                                cudaStream_t stream);

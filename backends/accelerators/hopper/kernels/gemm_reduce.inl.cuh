@@ -6,6 +6,7 @@
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 #include "backends/accelerators/hopper/tile/load.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
+#include "backends/accelerators/hopper/tile/pull.cuh"
 #include "backends/accelerators/hopper/tile/store.cuh"
 
 namespace mkernel::hopper {
@@ -21,33 +22,35 @@ struct OwnedTile {
 // and the own one before it; the own last one.
 class Sequence {
   public:
-    __device__ Sequence(const Raster& raster, int band_columns, int world)
-        : raster_(raster),
-          band_columns_(band_columns),
-          bands_((raster.columns + band_columns - 1) / band_columns),
-          others_(world - 1) {}
+    __device__ Sequence(const Raster& raster, const Bands& bands, int world)
+        : raster_(raster), band_columns_(bands.columns), others_(world - 1) {
+        const int last = bands.last < raster.columns ? bands.last : 0;
+        end_ = raster.columns - last;
+        count_ = (end_ + bands.columns - 1) / bands.columns + (last > 0 ? 1 : 0);
+        has_last_ = last > 0;
+    }
 
     // `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles.
     __device__ void at(int index, int& step, int& cluster_row, int& column) const {
         int band = 0;
         int within = index;
-        step = 1;  // and further, below
+        step = 1;
         if (within >= others_ * tiles(0)) {
             within -= others_ * tiles(0);
-            const int full = tiles(0);
-            const int turn = min(within / ((others_ + 1) * full), max(bands_ - 2, 0));
-            within -= turn * (others_ + 1) * full;
-            const int ahead = turn + 1 < bands_ ? others_ * tiles(turn + 1) : 0;
+            const int full = (others_ + 1) * tiles(0);
+            int turn = min(within / full, max(count_ - 3, 0));  // those are alike
+            within -= turn * full;
+            while (turn + 1 < count_ && within >= others_ * tiles(turn + 1) + tiles(turn)) {
+                within -= others_ * tiles(turn + 1) + tiles(turn);
+                ++turn;
+            }
+            const int ahead = turn + 1 < count_ ? others_ * tiles(turn + 1) : 0;
             if (within < ahead) {
                 band = turn + 1;
             } else {
-                step = 0;
                 within -= ahead;
                 band = turn;
-                if (within >= full && bands_ > 1) {
-                    within -= full;
-                    band = bands_ - 1;
-                }
+                step = 0;
             }
         }
         if (step > 0) {
@@ -57,26 +60,31 @@ class Sequence {
         Raster part = raster_;
         part.columns = width(band);
         part.at(within, cluster_row, column);
-        column += band * band_columns_;
+        column += first(band);
     }
 
   private:
+    __device__ bool is_last(int band) const { return has_last_ && band == count_ - 1; }
+    __device__ int first(int band) const { return is_last(band) ? end_ : band * band_columns_; }
     __device__ int width(int band) const {
-        return min(band_columns_, raster_.columns - band * band_columns_);
+        return is_last(band) ? raster_.columns - end_
+                             : min(band_columns_, end_ - band * band_columns_);
     }
     __device__ int tiles(int band) const { return raster_.cluster_rows * width(band); }
 
     Raster raster_;
     int band_columns_;
-    int bands_;
     int others_;
+    int end_;    // where the last band begins, or the columns end
+    int count_;  // of bands
+    bool has_last_;
 };
 
 // Calls body(OwnedTile) for each of this block's tiles, in order.
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&& body) {
     const int world = args.region.world;
-    const Sequence sequence(args.raster, args.band_columns, world);
+    const Sequence sequence(args.raster, args.bands, world);
     const int clusters = static_cast<int>(gridDim.x) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
     for (int index = static_cast<int>(blockIdx.x) / C::kCluster;
@@ -91,6 +99,31 @@ __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&&
     }
 }
 
+// Flags of tiles: see gemm_reduce.cuh.
+struct TileFlags {
+    const Region& region;
+    int tiles;  // of an owner
+
+    // What `source` sets at `at`; `second`: when the sum, not the part, is there.
+    __device__ int number(int source, int at, int tile, bool second) const {
+        const int slot = (source - at - 1 + region.world) % region.world;
+        return ((second ? region.world - 1 : 0) + slot) * tiles + tile;
+    }
+    __device__ bool wait(const Waiter& waiter, std::uint64_t epoch, int source, int tile,
+                         bool second) const {
+        const int flag = number(source, region.rank, tile, second);
+        const bool come =
+            waiter.until(region.flags(region.rank) + flag, epoch,
+                         {static_cast<std::uint32_t>(flag), static_cast<std::uint32_t>(source),
+                          static_cast<std::uint32_t>(tile)});
+        ptx::fence_async_proxy();
+        return come;
+    }
+    __device__ void set(std::uint64_t epoch, int at, int tile, bool second) const {
+        ptx::store_release(region.flags(at) + number(region.rank, at, tile, second), epoch);
+    }
+};
+
 template <class C, class Element, bool kNMajorB>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     gemm_reduce(const __grid_constant__ GemmReduceArgs args) {
@@ -102,7 +135,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const std::uint64_t epoch = world > 1 ? args.region.control().epoch : 0;
     const int steps = (args.k + kTileK - 1) / kTileK;
     const int sources = args.alone ? 0 : world - 1;
-    const int tiles_of_owner = args.raster.tiles() * C::kCluster;
+    const TileFlags flags{args.region, args.raster.tiles() * C::kCluster};
 
     switch (take_role()) {
         case Role::loader: {
@@ -112,50 +145,57 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                     shared, cursor, &args.a, tile.owner * args.rows + tile.row, steps);
                 if (tile.owner != rank) return;
                 for (int slot = 0; slot < sources; ++slot) {
-                    const int flag = slot * tiles_of_owner + tile.number;
-                    waiter.until(args.region.flags(rank) + flag, epoch,
-                                 {static_cast<std::uint32_t>(flag),
-                                  static_cast<std::uint32_t>((rank + 1 + slot) % world),
-                                  static_cast<std::uint32_t>(tile.number)});
-                    ptx::fence_async_proxy();
-                    load_tile(shared, cursor, &args.own_slots, tile.column, tile.row, slot);
+                    flags.wait(waiter, epoch, (rank + 1 + slot) % world, tile.number, false);
+                    load_tile(shared, cursor, &args.inbox, tile.column, tile.row, slot);
                 }
             });
             break;
         }
         case Role::storer: {
-            if (blockIdx.x == 0 && args.out_count > 1) announce_start(args.region, epoch);
             Storer<C> storer(shared);
-            bool may_push = args.out_count == 1;
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) {
-                    if (!may_push) may_push = wait_for_starts(args.region, waiter, epoch);
-                    if (args.out_count == 1 || !may_push) {
-                        storer.tile([&](const void* slice, int number) {
-                            ptx::store_box(&args.out, slice, tile.column + number * kSliceN,
-                                           args.out_row + tile.row, 0);
-                        });
-                        return;
-                    }
-                    storer.trickle(args.pace, [&](const void* rows, int number, int first) {
+                    const bool stages = args.everywhere && sources > 0;
+                    const int out_row = (args.everywhere ? rank * args.rows : 0) + tile.row;
+                    storer.tile([&](const void* slice, int number) {
                         const int column = tile.column + number * kSliceN;
-                        const int row = args.out_row + tile.row + first;
-                        for (int out = 0; out < args.out_count; ++out) {
-                            ptx::store_box(&args.outs[out], rows, column, row, 0);
-                        }
+                        ptx::store_box(&args.out, slice, column, out_row, 0);
+                        if (stages) ptx::store_box(&args.stage, slice, column, tile.row, 0);
                     });
-                } else if (args.alone) {
+                    if (!stages) return;
+                    ptx::fence_async_proxy();
+                    for (int step = 1; step < world; ++step) {
+                        flags.set(epoch, (rank + step) % world, tile.number, true);
+                    }
+                } else if (sources == 0) {
                     storer.tile([](const void*, int) {});
                 } else {
                     const int slot = (rank - tile.owner - 1 + world) % world;
-                    storer.trickle(args.pace, [&](const void* rows, int number, int first) {
-                        ptx::store_box(&args.slots[tile.owner], rows,
-                                       tile.column + number * kSliceN, tile.row + first, slot);
+                    storer.put(args.pace, [&](const void* piece, int x, int y) {
+                        ptx::store_box(&args.inboxes[tile.owner], piece, tile.column + x,
+                                       tile.row + y, slot);
                     });
                     ptx::fence_async_proxy();
-                    ptx::store_release(
-                        args.region.flags(tile.owner) + slot * tiles_of_owner + tile.number, epoch);
+                    flags.set(epoch, tile.owner, tile.number, false);
                 }
+            });
+            break;
+        }
+        case Role::puller: {
+            if (sources == 0 || !args.everywhere) break;
+            Puller<C> puller(shared);
+            for_each_tile<C>(args, [&](const OwnedTile& tile) {
+                if (tile.owner == rank) return;
+                if (!flags.wait(waiter, epoch, tile.owner, tile.number, true)) return;
+                puller.tile(
+                    [&](void* buffer, ptx::Mbarrier* arrived, int x, int y) {
+                        ptx::load_box(buffer, &args.stages[tile.owner], arrived, tile.column + x,
+                                      tile.row + y, 0);
+                    },
+                    [&](const void* buffer, int x, int y) {
+                        ptx::store_box(&args.out_pieces, buffer, tile.column + x,
+                                       tile.owner * args.rows + tile.row + y, 0);
+                    });
             });
             break;
         }
@@ -192,11 +232,10 @@ cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, 
     };
     switch (variant.tiling) {
         case Tiling::wide:
-            return start.template operator()<Wide>();
         case Tiling::deep:
-            return start.template operator()<Deep>();
+            return start.template operator()<WidePull>();
         case Tiling::narrow:
-            return start.template operator()<Narrow>();
+            return start.template operator()<NarrowPull>();
     }
     return cudaErrorInvalidValue;
 }

@@ -10,7 +10,7 @@ class Storer {
   public:
     __device__ explicit Storer(Shared<C>& shared) : shared_(shared) {}
 
-    // Stores one tile of this GPU's memory. `store(slice, number)` starts the bulk store of slice
+    // Stores one tile in this GPU's memory: `store(slice, number)` starts the bulk stores of slice
     // `number`; all are complete when this returns.
     template <class Store>
     __device__ void tile(Store&& store) {
@@ -30,21 +30,21 @@ class Storer {
         ptx::wait_groups<0>();
     }
 
-    // The same to peers, a few rows at a time: `store(rows, number, first)` starts the stores of
-    // kTrickleRows rows of slice `number` from row `first` on, at least `pace` clock cycles after those
-    // before. All blocks finish their tiles at about the same time, and the link takes several times
-    // longer to carry them than memory does: stores that queue at a full link hold up the loads of
-    // the same SM.
+    // Puts one tile to a peer, piece by piece: `store(piece, x, y)` starts the store of the
+    // [kPieceRows, kSliceN] at column x and row y of the tile, at least `pace` clock cycles after the
+    // one before. All blocks finish their tiles at about the same time, and the link takes several
+    // times longer to carry them than memory does: stores that queue at a full link hold up the loads
+    // of the same SM.
     template <class Store>
-    __device__ void trickle(int pace, Store&& store) {
+    __device__ void put(int pace, Store&& store) {
         long long next = clock64();
         for (int number = 0; number < C::kSlices; ++number) {
             shared_.written[cursor_.slot].wait(cursor_.parity);
             const unsigned char* slice = shared_.slices[cursor_.slot];
-            for (int row = 0; row < kTileM; row += kTrickleRows) {
+            for (int y = 0; y < kTileM; y += kPieceRows) {
                 while (clock64() < next) __nanosleep(kPaceNs);
                 next = clock64() + pace;
-                store(slice + row * kSliceN * kElementBytes, number, row);
+                store(slice + y / kPieceRows * kPieceBytes, number * kSliceN, y);
                 ptx::close_group();
                 ptx::wait_groups_read<0>();
             }
@@ -55,10 +55,11 @@ class Storer {
     }
 
   private:
+    static constexpr int kPaceNs = 40;
+
     Shared<C>& shared_;
     Cursor<C::kSliceSlots> cursor_;
     int before_ = 0;
-    static constexpr int kPaceNs = 40;
 };
 
 }  // namespace mkernel::hopper
