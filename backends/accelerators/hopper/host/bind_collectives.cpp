@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
-#include "backends/accelerators/hopper/host/stream_device.hpp"
 #include "backends/accelerators/hopper/kernels/collectives.hpp"
 
 namespace py = pybind11;
@@ -95,7 +94,6 @@ void bind_collectives(py::module_& module) {
         "all_gather",
         [](const Collective& call, std::uint64_t src, std::uint64_t shard_bytes,
            const std::vector<std::uint64_t>& out, std::uint64_t stream) {
-            const DeviceScope scope(device_of(stream_at(stream)));
             collectives::all_gather(call, source(src), shard_bytes, outs(call, out),
                                     stream_at(stream));
         },
@@ -104,7 +102,6 @@ void bind_collectives(py::module_& module) {
         "reduce_scatter",
         [](const Collective& call, Element element, std::uint64_t src, std::uint64_t part_elements,
            std::uint64_t out, std::uint64_t stream) {
-            const DeviceScope scope(device_of(stream_at(stream)));
             collectives::reduce_scatter(call, element, source(src), part_elements,
                                         reinterpret_cast<void*>(out), stream_at(stream));
         },
@@ -113,7 +110,6 @@ void bind_collectives(py::module_& module) {
         "all_reduce",
         [](const Collective& call, Element element, std::uint64_t src, std::uint64_t elements,
            const std::vector<std::uint64_t>& out, Way way, std::uint64_t stream) {
-            const DeviceScope scope(device_of(stream_at(stream)));
             collectives::all_reduce(call, element, source(src), elements, outs(call, out), way,
                                     stream_at(stream));
         },

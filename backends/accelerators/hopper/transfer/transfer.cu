@@ -6,7 +6,6 @@
 #include <string>
 
 #include "backends/accelerators/hopper/host/error.hpp"
-#include "backends/accelerators/hopper/host/stream_device.hpp"
 #include "backends/accelerators/hopper/transfer/bulk_copy.cuh"
 #include "backends/accelerators/hopper/transfer/plain_copy.cuh"
 
@@ -73,7 +72,6 @@ void copy(void* dst, const void* src, std::uint64_t nbytes, Engine engine, Effor
           cudaStream_t stream) {
     check_effort(effort);
     if (nbytes == 0) return;
-    const DeviceScope scope(device_of(stream));
     if (engine == Engine::copy_engine) {
         check(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
         return;

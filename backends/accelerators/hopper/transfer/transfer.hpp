@@ -24,7 +24,7 @@ struct Effort {
 
 inline constexpr std::uint32_t kMaxStageBytes = 48u << 10;
 
-// Copies `nbytes` on `stream`, whose device runs the copy: a put where `src` is its own, a get where
+// Copies `nbytes` on `stream`, of the current device, which runs the copy: a put where `src` is its own, a get where
 // `dst` is. Any size, any alignment; the bulk engine hands over to the plain one where source and
 // destination do not lie alike within 16 bytes. The ranges must not overlap. Any thread; may be
 // captured. CudaError; std::invalid_argument for an effort out of range.
