@@ -63,6 +63,8 @@ class AcceleratorCapabilities(Model):
     """What the plan's chunks are made of."""
     overlaps: bool = True
     """Whether communication and compute run at the same time; else one chunk is best."""
+    row_chunks: int = 4
+    """Chunks of a rank's rows by default, where chunks are made of rows and the backend overlaps."""
     chunk_invariant: bool = True
     """Whether results are bit-identical for every chunk size."""
     stream_ordered: bool = False

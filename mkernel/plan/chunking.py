@@ -47,14 +47,10 @@ def chunking(rows: int, k: int, dtype: DtypeName, chunk: int | None = None) -> C
     )
 
 
-ROW_CHUNKS = 4
-"""Chunks into which a backend that cuts by rows and overlaps cuts one rank's rows by default."""
-
-
-def row_chunk(shape: Shape, world: int, chunk: int | None, *, overlaps: bool) -> int:
+def row_chunk(shape: Shape, world: int, chunk: int | None, chunks: int) -> int:
     """Rows (positions, tokens) a chunk for backends that cut by rows; at most one rank's rows.
 
-    Without overlap chunks only cost: the default is then everything at once.
+    By default a rank's rows make ``chunks`` chunks; 1 where nothing overlaps and chunks only cost.
     """
     if isinstance(shape, GemmShape):
         rows = -(-shape.m // world)
@@ -62,7 +58,7 @@ def row_chunk(shape: Shape, world: int, chunk: int | None, *, overlaps: bool) ->
         rows = shape.sequence // world
     else:
         rows = shape.tokens
-    wanted = chunk or (-(-rows // ROW_CHUNKS) if overlaps else rows)
+    wanted = chunk or -(-rows // chunks)
     return min(rows, wanted)
 
 

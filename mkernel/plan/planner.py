@@ -126,7 +126,9 @@ def plan(
         accelerator,
         (nic, verbs) if nodes > 1 else (None, None),
         topology,
-        _Cut(capabilities.chunk_unit, capabilities.overlaps, chunk),
+        _Cut(
+            capabilities.chunk_unit, capabilities.row_chunks if capabilities.overlaps else 1, chunk
+        ),
         resources,
         constants if constants is not None else default_constants(accelerator),
     )
@@ -137,7 +139,7 @@ class _Cut:
     """How the caller and the backend want chunks."""
 
     unit: Literal["tiles", "rows"]
-    overlaps: bool
+    row_chunks: int
     chunk: int | None
 
 
@@ -162,7 +164,7 @@ def _plan(
     paths = routes(topology, placement, constants)
     tiles, rows = None, None
     if cut.unit == "rows":
-        rows = chunking.row_chunk(shape, len(placement), cut.chunk, overlaps=cut.overlaps)
+        rows = chunking.row_chunk(shape, len(placement), cut.chunk, cut.row_chunks)
     elif isinstance(shape, GemmShape):
         own_rows = shape.m if op == "gemm_all_reduce" else shape.m // len(placement)
         tiles = chunking.chunking(own_rows, shape.k, dtype, cut.chunk)

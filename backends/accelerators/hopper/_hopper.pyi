@@ -107,3 +107,64 @@ def all_reduce(
     way: Way,
     stream: int,
 ) -> None: ...
+
+class Tiling:
+    wide: Tiling
+    deep: Tiling
+    narrow: Tiling
+
+class World:
+    def __init__(
+        self, regions: list[int], rank: int, control: int, timeout_s: float, call: int
+    ) -> None: ...
+
+class Product:
+    def __init__(
+        self,
+        *,
+        a: int,
+        b: int,
+        out: int,
+        bias: int = 0,
+        n: int,
+        k: int,
+        half: bool,
+        n_major: bool,
+        tiling: Tiling,
+        band: int,
+        blocks: int = 0,
+    ) -> None: ...
+
+class Chunks:
+    count: int
+    def __init__(self, rows: int, chunk_rows: int, push_blocks: int = 0) -> None: ...
+
+class Owners:
+    def __init__(
+        self,
+        *,
+        m: int,
+        rows: int,
+        band_columns: int,
+        last_columns: int = 0,
+        pace: int = 0,
+        everywhere: bool,
+        alone: bool = False,
+    ) -> None: ...
+
+MAX_FLAGS: int
+MAX_COPIED_CHUNKS: int
+DATA_OFFSET: int
+
+def all_gather_gemm_bytes(world: int, chunks: Chunks, k: int) -> int: ...
+def gemm_reduce_bytes(world: int, rows: int, n: int, everywhere: bool) -> int: ...
+def push_rows(
+    device: int, world: World, rows: int, row_bytes: int, chunks: Chunks, stream: int
+) -> None: ...
+def all_gather_gemm(
+    device: int, world: World, product: Product, chunks: Chunks, wait: bool, stream: int
+) -> None: ...
+def gemm_reduce(
+    device: int, world: World, product: Product, owners: Owners, stream: int
+) -> None: ...
+def rendezvous(device: int, world: World, stream: int) -> None: ...

@@ -159,6 +159,7 @@ class HopperAccelerator(AcceleratorBackend):
                 compute_cores=processors,
                 comm_cores=processors,
                 chunk_unit="rows",
+                row_chunks=1,
                 stream_ordered=True,
             )
         return self._capabilities

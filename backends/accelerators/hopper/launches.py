@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mkernel.backends.accelerators.hopper import gemm
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.base import Call
 from mkernel.errors import BackendUnavailable, Unsupported
@@ -44,7 +45,11 @@ class Op:
     start: Callable[[Call, Lane], None]
 
 
-OPS: dict[str, Op] = {}
+OPS: dict[str, Op] = {
+    "all_gather_gemm": Op("all_gather_gemm", gemm.gather_bytes, gemm.start_gather),
+    "gemm_reduce_scatter": Op("gemm_reduce", gemm.reduce_bytes, gemm.start_reduce),
+    "gemm_all_reduce": Op("gemm_reduce", gemm.reduce_bytes, gemm.start_reduce),
+}
 
 
 def ops() -> tuple[str, ...]:

@@ -9,5 +9,6 @@ namespace mkernel::hopper {
 void bind_memory(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
 void bind_collectives(pybind11::module_& module);
+void bind_gemm(pybind11::module_& module);
 
 }  // namespace mkernel::hopper

@@ -14,4 +14,5 @@ PYBIND11_MODULE(_hopper, module) {
     mkernel::hopper::bind_memory(module);
     mkernel::hopper::bind_transfer(module);
     mkernel::hopper::bind_collectives(module);
+    mkernel::hopper::bind_gemm(module);
 }

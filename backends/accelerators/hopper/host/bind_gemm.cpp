@@ -1,0 +1,159 @@
+// The GEMM ops, for Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/host/device.hpp"
+#include "backends/accelerators/hopper/host/gemm.hpp"
+#include "backends/accelerators/hopper/kernels/rendezvous.hpp"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mkernel::hopper {
+namespace {
+
+constexpr std::uint64_t kAlignment = 16;  // of whatever tensor maps and bulk copies address
+
+void require(bool holds, const std::string& name, std::int64_t value, const std::string& legal) {
+    if (!holds) {
+        throw std::invalid_argument(name + " = " + std::to_string(value) + "; expected " + legal);
+    }
+}
+
+void require_positive(const std::string& name, std::int64_t value) {
+    require(value >= 1, name, value, "at least 1");
+}
+
+void require_aligned(const std::string& name, std::uint64_t address) {
+    require(address != 0 && address % kAlignment == 0, name, static_cast<std::int64_t>(address),
+            "an address that is a multiple of " + std::to_string(kAlignment));
+}
+
+World world_of(const std::vector<std::uint64_t>& regions, int rank, std::uint64_t control,
+               double timeout_s, std::uint32_t call) {
+    const auto ranks = static_cast<int>(regions.size());
+    require(ranks >= 1 && ranks <= kMaxRanks, "ranks", ranks, "1 to " + std::to_string(kMaxRanks));
+    require(rank >= 0 && rank < ranks, "rank", rank, "0 to " + std::to_string(ranks - 1));
+    for (const std::uint64_t region : regions) require_aligned("region", region);
+    return {regions, rank, control, timeout_s, call};
+}
+
+Product product_of(std::uint64_t a, std::uint64_t b, std::uint64_t out, std::uint64_t bias, int n,
+                   int k, bool half, bool n_major, Tiling tiling, int band, int blocks) {
+    require_aligned("a", a);
+    require_aligned("b", b);
+    require_aligned("out", out);
+    // Rows of a, b and out are packed, and each must be as aligned as the first.
+    require(n >= 1 && n % 8 == 0, "n", n, "a positive multiple of 8");
+    require(k >= 1 && k % 8 == 0, "k", k, "a positive multiple of 8");
+    require_positive("band", band);
+    require(blocks >= 0, "blocks", blocks, "0 (one a multiprocessor) or more");
+    return {a, b, out, bias, n, k, half, n_major, tiling, band, blocks};
+}
+
+Chunks chunks_of(int rows, int chunk_rows, int push_blocks) {
+    require_positive("rows", rows);
+    require_positive("chunk_rows", chunk_rows);
+    require(push_blocks >= 0 && push_blocks % 2 == 0, "push_blocks", push_blocks,
+            "an even number: whole clusters");
+    return {rows, chunk_rows, push_blocks};
+}
+
+Owners owners_of(int m, int rows, int band_columns, int last_columns, int pace, bool everywhere,
+                 bool alone) {
+    require_positive("m", m);
+    require_positive("rows", rows);
+    require_positive("band_columns", band_columns);
+    require(last_columns >= 0, "last_columns", last_columns, "0 (as the others) or more");
+    require(pace >= 0, "pace", pace, "0 or more clock cycles");
+    return {.m = m,
+            .rows = rows,
+            .band_columns = band_columns,
+            .last_columns = last_columns,
+            .pace = pace,
+            .everywhere = everywhere,
+            .alone = alone};
+}
+
+Region region_of(const World& world) {
+    Region region{};
+    for (std::size_t rank = 0; rank < world.regions.size(); ++rank) {
+        region.base[rank] = reinterpret_cast<char*>(world.regions[rank]);
+    }
+    region.rank = world.rank;
+    region.world = static_cast<std::int32_t>(world.regions.size());
+    return region;
+}
+
+void bind_data(py::module_& module) {
+    py::enum_<Tiling>(module, "Tiling")
+        .value("wide", Tiling::wide)
+        .value("deep", Tiling::deep)
+        .value("narrow", Tiling::narrow);
+    py::class_<World>(module, "World")
+        .def(py::init(&world_of), "regions"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a);
+    py::class_<Product>(module, "Product")
+        .def(py::init(&product_of), py::kw_only(), "a"_a, "b"_a, "out"_a, "bias"_a = 0, "n"_a,
+             "k"_a, "half"_a, "n_major"_a, "tiling"_a, "band"_a, "blocks"_a = 0);
+    py::class_<Chunks>(module, "Chunks")
+        .def(py::init(&chunks_of), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0)
+        .def_property_readonly("count", &Chunks::count);
+    py::class_<Owners>(module, "Owners")
+        .def(py::init(&owners_of), py::kw_only(), "m"_a, "rows"_a, "band_columns"_a,
+             "last_columns"_a = 0, "pace"_a = 0, "everywhere"_a, "alone"_a = false);
+    module.attr("MAX_FLAGS") = kFlags;
+    module.attr("MAX_COPIED_CHUNKS") = kEpochCopies;
+    module.attr("DATA_OFFSET") = kDataOffset;
+}
+
+}  // namespace
+
+void bind_gemm(py::module_& module) {
+    bind_data(module);
+    module.def("all_gather_gemm_bytes", &all_gather_gemm_bytes, "world"_a, "chunks"_a, "k"_a);
+    module.def("gemm_reduce_bytes", &gemm_reduce_bytes, "world"_a, "rows"_a, "n"_a, "everywhere"_a);
+
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    module.def(
+        "push_rows",
+        [](int device, const World& world, std::uint64_t rows, std::uint64_t row_bytes,
+           const Chunks& chunks, std::uint64_t stream) {
+            const DeviceScope scope(device);
+            push_rows(world, rows, row_bytes, chunks, stream);
+        },
+        "device"_a, "world"_a, "rows"_a, "row_bytes"_a, "chunks"_a, "stream"_a, released);
+    module.def(
+        "all_gather_gemm",
+        [](int device, const World& world, const Product& product, const Chunks& chunks, bool wait,
+           std::uint64_t stream) {
+            const DeviceScope scope(device);
+            all_gather_gemm(world, product, chunks, wait, stream);
+        },
+        "device"_a, "world"_a, "product"_a, "chunks"_a, "wait"_a, "stream"_a, released);
+    module.def(
+        "gemm_reduce",
+        [](int device, const World& world, const Product& product, const Owners& owners,
+           std::uint64_t stream) {
+            const DeviceScope scope(device);
+            gemm_reduce(world, product, owners, stream);
+        },
+        "device"_a, "world"_a, "product"_a, "owners"_a, "stream"_a, released);
+    module.def(
+        "rendezvous",
+        [](int device, const World& world, std::uint64_t stream) {
+            const DeviceScope scope(device);
+            const Patience patience{reinterpret_cast<HostControl*>(world.control),
+                                    static_cast<std::uint64_t>(world.timeout_s * 1e9), world.call};
+            rendezvous(region_of(world), patience, reinterpret_cast<cudaStream_t>(stream));
+        },
+        "device"_a, "world"_a, "stream"_a, released);
+}
+
+}  // namespace mkernel::hopper

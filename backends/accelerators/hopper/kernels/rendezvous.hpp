@@ -1,0 +1,15 @@
+// A call that does nothing but end, on all ranks: what follows a call whose results are copied out of
+// the region. The copies are done on every rank before any rank's next call writes there.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "backends/accelerators/hopper/device/host_control.hpp"
+#include "backends/accelerators/hopper/device/region.cuh"
+
+namespace mkernel::hopper {
+
+// Uses up an epoch. On the current device's `stream`; may be captured. CudaError.
+void rendezvous(const Region& region, const Patience& patience, cudaStream_t stream);
+
+}  // namespace mkernel::hopper

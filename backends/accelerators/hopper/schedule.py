@@ -1,0 +1,122 @@
+"""How the GEMM kernels are run: tile sizes, chunks, who pushes them, bands.
+
+Pure functions of a plan's sizes, the same on every rank. The numbers were measured on four H200 with
+bfloat16 and NVLink; they change times, never results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TilingName = Literal["wide", "deep", "narrow"]
+
+ELEMENT_BYTES = 2
+TILE_ROWS = 128
+BAND = 8
+"""Rows of clusters that share columns of B in L2."""
+
+NARROW_BELOW_WAVES = 1.2
+"""With fewer wide tiles for each multiprocessor than this, narrow ones keep more of them busy."""
+DEEP_UP_TO_WAVES = 2.0
+DEEP_FROM_K = 4096
+
+COPY_ENGINE_FROM_BYTES = 8 << 20
+"""Of a rank's rows. A copy takes 8 us to start, W - 1 of them one after another: small shards are
+pushed by blocks of the kernel instead."""
+PUSH_BLOCKS = 8
+PUSHED_ROWS = 64
+"""Rows that a pushing block publishes at once."""
+
+
+ALL_COLUMNS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a reduction spreads its transfers over the call, from that share of K on.
+
+    ``band_columns``: tile columns of a band; the other owners' tiles of a band are computed before
+    the own ones of the band before. ``last_columns``: of the last band; 0: as the others. ``pace``:
+    least clock cycles between two puts of a block.
+    """
+
+    from_k: int
+    band_columns: int
+    last_columns: int
+    pace: int
+
+
+SPREADS: dict[str, tuple[Spread, ...]] = {
+    "gemm_reduce_scatter": (
+        Spread(4096, ALL_COLUMNS, 0, 3000),
+        Spread(2048, 8, 0, 2500),
+        Spread(0, ALL_COLUMNS, 0, 0),
+    ),
+    "gemm_all_reduce": (
+        Spread(4096, 4, 0, 4000),
+        Spread(2048, 8, 0, 2500),
+        Spread(0, ALL_COLUMNS, 0, 0),
+    ),
+}
+"""By a rank's share of K, the longest first: it is the time of a tile, in which its puts must fit."""
+
+
+@dataclass(frozen=True)
+class GatherSchedule:
+    """Of AllGather+GEMM. ``push_blocks`` 0: copy engines move the chunks."""
+
+    tiling: TilingName
+    chunk_rows: int
+    push_blocks: int
+
+
+@dataclass(frozen=True)
+class ReduceSchedule:
+    """Of a GEMM with a reduction. ``rows``: of the sum, that one rank owns."""
+
+    tiling: TilingName
+    rows: int
+    spread: Spread
+
+
+def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
+    """Of a product of ``owners`` blocks of ``rows`` rows each, on that many multiprocessors."""
+    wide = owners * _up(_up(rows, TILE_ROWS), 2) * 2 * _up(n, 256)
+    waves = wide / processors
+    if waves < NARROW_BELOW_WAVES:
+        return "narrow"
+    if waves <= DEEP_UP_TO_WAVES and k >= DEEP_FROM_K:
+        return "deep"
+    return "wide"
+
+
+def gather(
+    rows: int, n: int, k: int, world: int, chunk: int, processors: int, flags: int, copied: int
+) -> GatherSchedule:
+    """``rows``: of one rank. ``chunk``: rows a chunk, as planned. ``flags``: that a region has;
+    ``copied``: chunks that copy engines take at most."""
+    tiles = tiling(rows, world, n, k, processors)
+    chunk = max(chunk, _up(rows, flags // world))
+    if world == 1:
+        return GatherSchedule(tiles, rows, 0)
+    if rows * k * ELEMENT_BYTES >= COPY_ENGINE_FROM_BYTES and _up(rows, chunk) <= copied:
+        return GatherSchedule(tiles, chunk, 0)
+    if chunk == rows:  # one chunk that blocks push: they publish it in parts
+        chunk = min(rows, PUSHED_ROWS)
+    return GatherSchedule(tiles, chunk, PUSH_BLOCKS)
+
+
+def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> ReduceSchedule:
+    """``k``: of one rank. Rows of an all-reduce are dealt out in whole tiles of a cluster, so that
+    the last owners may have fewer, or none."""
+    rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
+    tiles = tiling(rows, world, n, k, processors)
+    if op == "gemm_all_reduce":
+        together = TILE_ROWS if tiles == "narrow" else 2 * TILE_ROWS
+        rows = _up(rows, together) * together
+    return ReduceSchedule(tiles, rows, next(s for s in SPREADS[op] if k >= s.from_k))
+
+
+def _up(value: int, by: int) -> int:
+    return -(-value // by)
