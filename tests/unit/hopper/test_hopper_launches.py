@@ -1,0 +1,174 @@
+"""What each view of each op queues, with the native module's own data but nothing started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mkernel.backends.accelerators.hopper import gemm, launches, native
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.base import Call, PeerMemory, View
+from mkernel.errors import BackendUnavailable
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.planner import plan
+from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
+
+STARTS = (
+    "push_rows", "all_gather_gemm", "gemm_reduce", "rendezvous", "copy", "reduce_scatter",
+    "all_reduce",
+)  # fmt: skip
+REGIONS = (1 << 21, 1 << 30)
+MAIN, SIDE = 5, 6
+
+
+class Order:
+    """Stands for CallOrder."""
+
+    def __init__(self, queued: list[str]) -> None:
+        self._queued = queued
+
+    def fork(self, stream: int) -> int:
+        self._queued.append("fork")
+        return SIDE
+
+    def join(self, stream: int) -> None:
+        self._queued.append("join")
+
+
+class Recorder:
+    """The native module, whose starts only leave their names (and that they are beside)."""
+
+    def __init__(self, made: Any, queued: list[str]) -> None:
+        self._made, self._queued = made, queued
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in STARTS:
+            return getattr(self._made, name)
+
+        def start(*arguments: Any, stream: int | None = None) -> None:
+            used = arguments[-1] if stream is None else stream
+            assert used in (MAIN, SIDE), name
+            self._queued.append(name + " beside" * (used == SIDE))
+
+        return start
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    try:
+        made = native.native()
+    except BackendUnavailable as error:
+        pytest.skip(f"this build has no kernels for Hopper: {error}")
+    names: list[str] = []
+    monkeypatch.setattr(gemm, "native", lambda: Recorder(made, names))
+    return names
+
+
+def planned(
+    op: str, m: int, n: int, k: int, world: int = 2, chunk: int | None = None
+) -> LaunchPlan:
+    node = Node(
+        id=0,
+        hostname="host",
+        numa=(NumaNode(id=0, cpus=(0,)),),
+        accelerators=tuple(
+            Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(world)
+        ),
+    )
+    return plan(
+        op,
+        {"m": m, "n": n, "k": k},
+        dtype="bfloat16",
+        nodes=1,
+        ranks_per_node=world,
+        accelerator="hopper",
+        capabilities=HopperAccelerator().capabilities(),
+        nic=None,
+        verbs=None,
+        topology=Topology(nodes=(node,)),
+        chunk=chunk,
+    )
+
+
+def run(
+    queued: list[str],
+    made: LaunchPlan,
+    view: View = "pipelined",
+    *,
+    gathered: bool = False,
+    symmetric: bool = False,
+    offset: int = 0,
+) -> list[str]:
+    """Names of what rank 1 queues, in order."""
+    shape, world = made.gemm, made.world_size
+    gathers = made.op == "all_gather_gemm"
+    scatters = made.op == "gemm_reduce_scatter"
+    sizes = {
+        "a": (shape.m // world if gathers else shape.m, shape.k),
+        "b": (shape.k, shape.n),
+        "out": (shape.m // world if scatters else shape.m, shape.n),
+    }
+    if gathered:
+        sizes["gathered"] = (shape.m, shape.k)
+    tensors = {}
+    for name, (rows, columns) in sizes.items():
+        flat = torch.zeros(rows * columns + 8, dtype=torch.bfloat16)
+        tensors[name] = flat[offset : offset + rows * columns].view(rows, columns)
+    call = Call(
+        plan=made, rank=world - 1, tensors=tensors, epoch=1, number=1, pad=0,
+        workspace=REGIONS[world - 1], signal_base=0,
+        peers={0: PeerMemory(0, REGIONS[0])} if world > 1 else {}, region=0, fifo=0, timeout_s=1.0,
+        view=view, symmetric={"out": (1 << 31, 1 << 32)} if symmetric else {},
+    )  # fmt: skip
+    queued.clear()
+    lane: Any = SimpleNamespace(device=0, stream=MAIN, order=Order(queued), control=64)
+    launches.OPS[made.op].start(call, lane)
+    assert launches.OPS[made.op].region_bytes(made) >= 1 << 20
+    return list(queued)
+
+
+def test_all_gather_gemm(queued: list[str]) -> None:
+    small = planned("all_gather_gemm", 512, 256, 256)
+    assert run(queued, small) == ["all_gather_gemm"]  # its own blocks push
+    large = planned("all_gather_gemm", 4096, 256, 2048)
+    assert run(queued, large) == ["fork", "push_rows beside", "all_gather_gemm", "join"]
+    assert run(queued, large, "sequential") == ["push_rows", "all_gather_gemm"]
+    assert run(queued, large, "compute_only") == ["all_gather_gemm"]
+    alone = planned("all_gather_gemm", 4096, 256, 2048, world=1)
+    assert run(queued, alone, "sequential") == ["all_gather_gemm"]
+
+
+def test_what_lies_in_the_region_is_copied_before_any_rank_goes_on(queued: list[str]) -> None:
+    small = planned("all_gather_gemm", 512, 256, 256)
+    copies = ["all_gather_gemm", "copy", "copy", "rendezvous"]  # the last rank: no rows after its
+    assert run(queued, small, gathered=True) == copies
+    alone = planned("all_gather_gemm", 512, 256, 256, world=1)
+    assert run(queued, alone, gathered=True) == ["all_gather_gemm", "copy"]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(
+    ("op", "collective"),
+    [("gemm_reduce_scatter", "reduce_scatter"), ("gemm_all_reduce", "all_reduce")],
+)
+def test_reductions(queued: list[str], op: str, collective: str, symmetric: bool) -> None:
+    made = planned(op, 512, 256, 256)
+    assert run(queued, made, symmetric=symmetric) == ["gemm_reduce"]
+    assert run(queued, made, "compute_only", symmetric=symmetric) == ["gemm_reduce"]
+    separate = ["all_gather_gemm", collective]
+    assert run(queued, made, "sequential", symmetric=symmetric) == separate
+    assert run(queued, planned(op, 512, 256, 256, world=1), "sequential") == ["gemm_reduce"]
+
+
+@pytest.mark.parametrize("op", sorted(launches.OPS))
+def test_tensors_at_any_element(queued: list[str], op: str) -> None:
+    made = planned(op, 512, 256, 256)
+    assert run(queued, made, offset=1) == run(queued, made)
+
+
+def test_the_planned_chunk_is_one_by_default() -> None:
+    assert planned("all_gather_gemm", 4096, 256, 2048).rows_per_chunk == 2048
+    assert planned("all_gather_gemm", 4096, 256, 2048, chunk=100).rows_per_chunk == 100

@@ -1,0 +1,109 @@
+"""How the GEMM kernels are scheduled, and what plans need of the region, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mkernel.backends.accelerators.hopper import gemm, native, schedule
+from mkernel.errors import BackendUnavailable, Unsupported
+
+FLAGS, COPIED, PROCESSORS = 122_880, 16, 132
+
+
+def gathered(rows: int, n: int, k: int, world: int, chunk: int) -> schedule.GatherSchedule:
+    return schedule.gather(rows, n, k, world, chunk, PROCESSORS, FLAGS, COPIED)
+
+
+def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
+    assert schedule.tiling(1024, 4, 1024, 4096, PROCESSORS) == "narrow"
+    assert schedule.tiling(2048, 4, 1024, 4096, PROCESSORS) == "deep"
+    assert schedule.tiling(2048, 4, 1024, 2048, PROCESSORS) == "wide"
+    assert schedule.tiling(2048, 4, 2048, 8192, PROCESSORS) == "wide"
+
+
+def test_large_shards_are_copied_and_small_ones_pushed() -> None:
+    assert gathered(1024, 1024, 4096, 4, 1024) == schedule.GatherSchedule("narrow", 1024, 0)
+    assert gathered(1023, 1024, 4096, 4, 1023).push_blocks == schedule.PUSH_BLOCKS
+    assert gathered(1023, 1024, 4096, 4, 1023).chunk_rows == schedule.PUSHED_ROWS
+    assert gathered(3, 1024, 4096, 4, 3).chunk_rows == 3
+    assert gathered(1024, 1024, 4096, 1, 1024).push_blocks == 0
+
+
+def test_a_planned_chunk_is_kept_while_there_are_flags() -> None:
+    assert gathered(4096, 1024, 4096, 4, 1024) == schedule.GatherSchedule("wide", 1024, 0)
+    many = gathered(4096, 1024, 4096, 4, 255)  # more chunks than copy engines take
+    assert (many.chunk_rows, many.push_blocks) == (255, schedule.PUSH_BLOCKS)
+    for rows, world in ((1 << 20, 4), (100_003, 8), (30_720, 4)):
+        chunk = gathered(rows, 64, 64, world, 1).chunk_rows
+        assert -(-rows // chunk) * world <= FLAGS
+    assert gathered(30_720, 64, 64, 4, 1).chunk_rows == 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("m", [1, 100, 1024, 5000, 16_384])
+def test_owners_have_all_rows_in_whole_clusters(m: int, world: int) -> None:
+    how = schedule.reduce("gemm_all_reduce", m, 1024, 1024, world, PROCESSORS)
+    step = 128 if how.tiling == "narrow" else 256
+    assert how.rows % step == 0
+    assert how.rows * world >= m
+    assert (how.rows - step) * world < m
+    scattered = schedule.reduce("gemm_reduce_scatter", m * world, 1024, 1024, world, PROCESSORS)
+    assert scattered.rows == m
+
+
+@pytest.mark.parametrize("op", schedule.SPREADS)
+def test_every_k_has_a_spread(op: str) -> None:
+    limits = [each.from_k for each in schedule.SPREADS[op]]
+    assert limits == sorted(limits, reverse=True)
+    assert limits[-1] == 0
+    for k in (8, limits[0], 1 << 20):
+        assert schedule.reduce(op, 4096, 4096, k, 4, PROCESSORS).spread.band_columns >= 1
+
+
+# ---- with the native module ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def made() -> Any:
+    try:
+        return native.native()
+    except BackendUnavailable as error:
+        pytest.skip(f"this build has no kernels for Hopper: {error}")
+
+
+def test_the_region_holds_all_shards(made: Any) -> None:
+    whole = made.all_gather_gemm_bytes(4, made.Chunks(1024, 1024), 512)
+    assert whole == made.DATA_OFFSET + 4 * 1024 * 512 * 2
+    with pytest.raises(ValueError, match="flags"):
+        made.all_gather_gemm_bytes(4, made.Chunks(made.MAX_FLAGS, 1), 8)
+
+
+def test_wrong_arguments_are_named(made: Any) -> None:
+    legal: dict[str, Any] = {
+        "a": 16, "b": 32, "out": 48, "n": 8, "k": 8, "half": False, "n_major": True,
+        "tiling": made.Tiling.wide, "band": 8,
+    }  # fmt: skip
+    made.Product(**legal)
+    wrong: dict[str, Any] = {"a": 2, "b": 0, "out": 8, "n": 12, "k": 0, "band": 0, "blocks": -1}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"^{name} = {value}; expected"):
+            made.Product(**{**legal, name: value})
+    with pytest.raises(ValueError, match="rank = 2; expected 0 to 1"):
+        made.World([16, 32], 2, 0, 1.0, 1)
+    with pytest.raises(ValueError, match="ranks = 17"):
+        made.World([16] * 17, 0, 0, 1.0, 1)
+    with pytest.raises(ValueError, match="push_blocks = 3"):
+        made.Chunks(8, 8, 3)
+    with pytest.raises(ValueError, match="band_columns = 0"):
+        made.Owners(m=8, rows=8, band_columns=0, everywhere=False)
+
+
+def test_plans_of_several_nodes_are_refused() -> None:
+    class Plan:
+        op, nodes, world_size = "all_gather_gemm", 2, 8
+
+    for needed in (gemm.gather_bytes, gemm.reduce_bytes):
+        with pytest.raises(Unsupported, match="one node"):
+            needed(Plan())  # type: ignore[arg-type]
