@@ -70,6 +70,9 @@ class AcceleratorCapabilities(Model):
     stream_ordered: bool = False
     """Whether a call is only queued on the device when the op returns, as torch's own ops are. What
     breaks then surfaces at the next call, at ``mkernel.synchronize()`` or at ``finalize()``."""
+    library_ops: tuple[str, ...] = ()
+    """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
+    one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""
     process_group: bool = False
     """Whether calls need a torch.distributed group (``Call.group``). All traffic goes through it,
     between nodes too; no NIC session is opened."""

@@ -42,6 +42,7 @@ def plan(
     verbs: str | None = None,
     topology: Topology | None = None,
     chunk: int | None = None,
+    path: Literal["auto", "fused", "library"] | None = None,
     **sizes: int,
 ) -> LaunchPlan:
     """Every decision of one call, before anything is launched.
@@ -55,6 +56,7 @@ def plan(
             accelerator keeps it). Names: float16, bfloat16,
             float32.
         chunk: tiles (or rows) a chunk; default: the planner's choice.
+        path: of a GEMM op; default: the setting ``MKERNEL_PATH``.
         sizes: the op's (:mod:`mkernel.plan.model`): ``m=, n=, k=`` for the GEMMs; ``tokens=,
             hidden=, features=, experts=, top_k=`` for MoE; ``batch=, heads=, kv_heads=, sequence=,
             head_dim=, causal=`` for ring attention.
@@ -67,6 +69,7 @@ def plan(
         nodes = nodes or live.identity.nodes
         ranks_per_node = ranks_per_node or live.identity.ranks_per_node
         backends, found = live.backends, live.topology
+        settings = live.settings
         if (nodes, ranks_per_node) == (live.identity.nodes, live.identity.ranks_per_node):
             topology = topology or found
     else:
@@ -95,4 +98,5 @@ def plan(
         verbs=backends.verbs,
         topology=topology,
         chunk=chunk,
+        path=path or settings.path,
     )

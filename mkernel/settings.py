@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -45,6 +47,11 @@ class Settings(BaseSettings):
         None, ge=1, description="emulated nodes under torchrun; None: real hosts"
     )
     accelerator: str = Field("ascend", description="accelerator backend")
+    path: Literal["auto", "fused", "library"] = Field(
+        "auto",
+        description="of GEMM ops: fused kernels, a library's product and a collective, or what is "
+        "predicted to be faster; the same on all ranks",
+    )
     nic: str = Field("cx7", description="NIC backend between nodes")
     verbs: str = Field("soft", description="verbs provider: soft, system, or a library's path")
     streams_device: str | None = Field(

@@ -7,9 +7,10 @@ its source. Every result is a *prediction*.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field, ValidationError
 
@@ -18,6 +19,26 @@ from mkernel.topology.model import Model
 
 _DATA = Path(__file__).parent / "data"
 _FALLBACK = "ascend"
+
+
+class Tile(Model):
+    """A size of output tiles that a GEMM kernel computes, and how fast one core does."""
+
+    rows: int = Field(ge=1)
+    columns: int = Field(ge=1)
+    tflops_per_core: float = Field(gt=0, description="half precision, on random data, at length")
+
+
+class PathConstants(Model):
+    """One way to run a GEMM op: a fused kernel, or a library's product and a collective."""
+
+    start_us: float = Field(ge=0, description="launches, and meeting the peers at the call's end")
+    tiles: tuple[Tile, ...] = Field(min_length=1, description="of which the fastest is taken")
+    splits: tuple[int, ...] = Field((1,), min_length=1, description="parts that K may be cut into")
+    tile_us: float = Field(ge=0, description="start and end of a tile that nothing hides")
+    split_us: float = Field(0.0, ge=0, description="launch of what adds the parts up")
+    exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
+    egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
 
 
 class MachineConstants(Model):
@@ -43,6 +64,10 @@ class MachineConstants(Model):
     comm_block_gbs: float = Field(gt=0, description="copy rate of one communication block")
     signal_us: float = Field(ge=0, description="fence and notify after one chunk, by one block")
     launch_us: float = Field(ge=0, description="starting the kernels of one call")
+    fused: PathConstants | None = Field(
+        None, description="of the fused kernels, where a backend also has a library path"
+    )
+    library: PathConstants | None = Field(None, description="of that path")
 
     def tflops_per_core(self, dtype: str) -> float:
         """Matrix rate of one core in TFLOP/s. ArgumentError for a dtype without a rate."""
@@ -129,3 +154,39 @@ def gemm_us(
     compute = waves * gemm_tile_us(tile_m, tile_n, k, tflops_per_core)
     traffic = (m * k + k * n) * itemsize + m * n * out_itemsize
     return max(compute, traffic / (memory_gbs * 1e3))
+
+
+class Product(NamedTuple):
+    """A product's time on one device, and that of one of its tiles."""
+
+    total_us: float
+    tile_us: float
+
+
+def products(
+    path: PathConstants,
+    owners: int,
+    rows: int,
+    n: int,
+    k: int,
+    *,
+    cores: int,
+    memory_gbs: float,
+    itemsize: int,
+) -> Iterator[Product]:
+    """Times of C [owners · rows, n] = A @ B, one for each kind of tile and each cut of K.
+
+    Tiles hold rows of one owner only. As :func:`gemm_us`, with a fixed part a tile; parts of K are
+    written in float32, read again and added by a launch of its own.
+    """
+    m = owners * rows
+    traffic = ((m * k + k * n) + m * n) * itemsize / (memory_gbs * 1e3)
+    for tile in path.tiles:
+        tiles = owners * -(-rows // tile.rows) * -(-n // tile.columns)
+        for parts in path.splits:
+            depth = -(-k // parts)
+            each = path.tile_us + gemm_tile_us(tile.rows, tile.columns, depth, tile.tflops_per_core)
+            total = max(-(-tiles * parts // cores) * each, traffic)
+            if parts > 1:
+                total += path.split_us + 2 * parts * m * n * 4 / (memory_gbs * 1e3)
+            yield Product(total, each)

@@ -57,6 +57,7 @@ class GemmCase(Case):
             view=view,
             trace=trace,
             wait=wait,
+            path=self.options.get("path"),
         )
         return Outcome(done.outputs, done.plan, done.record)
 

@@ -97,6 +97,9 @@ def command(
     nic: Annotated[str | None, typer.Option(help="NIC backend between nodes.")] = None,
     verbs: Annotated[str | None, typer.Option(help="Verbs provider of the NIC.")] = None,
     chunk: Annotated[int | None, typer.Option(help="Tiles in a chunk.")] = None,
+    path: Annotated[
+        str | None, typer.Option(help="auto, fused or library; default: MKERNEL_PATH.")
+    ] = None,
     topology: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Plan for this machine: `mkernel probe --json` output."),
@@ -147,6 +150,7 @@ def command(
         verbs=backends.verbs,
         topology=world,
         chunk=chunk,
+        path=path or settings.path,
     )
     if as_json:
         typer.echo(made.model_dump_json(indent=2))

@@ -295,6 +295,7 @@ def _plan(
             verbs=backends.verbs,
             topology=topology,
             chunk=case.chunk,
+            path=None,
             **case.sizes,
         )
     except Unsupported as error:

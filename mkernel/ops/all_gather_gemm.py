@@ -59,7 +59,8 @@ def all_gather_gemm(
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options.
     Floating point: one fixed order of K per output element, so the result is bit-identical from
-    call to call, for every chunk size and world split. NaN and infinities pass as in ``a @ b``.
+    call to call, for every chunk size and, on one path (``LaunchPlan.path``), world split. NaN and
+    infinities pass as in ``a @ b``.
 
     Args:
         a: [M/W, K], this rank's rows; row-major contiguous. M/W is the same on every rank.

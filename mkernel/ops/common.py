@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mkernel.plan.model import DtypeName, LaunchPlan
+from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
 from mkernel.plan.planner import plan
 from mkernel.world import CallRecord, World
 
@@ -29,16 +29,18 @@ def plan_for(
     *,
     b_layout: Literal["row", "column"] = "row",
     chunk: int | None = None,
+    path: PathChoice | None = None,
 ) -> LaunchPlan:
     """The plan of one call in a world. Raises what :func:`mkernel.plan.planner.plan` raises.
 
-    Remembered by the world: checking a call's sizes again would cost more than a small message.
+    ``path``: instead of the setting's. Remembered by the world: checking a call's sizes again would
+    cost more than a small message.
     """
-    key = (op, *sizes.items(), dtype, out_dtype, b_layout, repr(chunk))
+    key = (op, *sizes.items(), dtype, out_dtype, b_layout, repr(chunk), path)
     found = world.planned.get(key)
     if found is None:
         found = world.planned[key] = _plan_for(
-            world, op, sizes, dtype, out_dtype, b_layout=b_layout, chunk=chunk
+            world, op, sizes, dtype, out_dtype, b_layout=b_layout, chunk=chunk, path=path
         )
     return found
 
@@ -52,6 +54,7 @@ def _plan_for(
     *,
     b_layout: Literal["row", "column"],
     chunk: int | None,
+    path: PathChoice | None,
 ) -> LaunchPlan:
     return plan(
         op,
@@ -67,4 +70,5 @@ def _plan_for(
         verbs=world.backends.verbs,
         topology=world.topology,
         chunk=chunk,
+        path=path or world.settings.path,
     )

@@ -11,7 +11,7 @@ from mkernel.current import current
 from mkernel.errors import ShapeError
 from mkernel.ops import validate
 from mkernel.ops.common import Done, plan_for
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import LaunchPlan, PathChoice
 from mkernel.world import World
 
 
@@ -34,6 +34,7 @@ class GemmOp:
         out: torch.Tensor | None,
         out_dtype: torch.dtype | None,
         chunk: int | None,
+        path: PathChoice | None = None,
     ) -> tuple[LaunchPlan, dict[str, torch.Tensor]]:
         """Check the arguments, plan, and allocate the output where none was given."""
         capabilities = world.accelerator.capabilities()
@@ -63,6 +64,7 @@ class GemmOp:
             out_name,
             b_layout=b_layout,
             chunk=chunk,
+            path=path,
         )
         shape = (rows // world.size if self.scatters else rows, b.shape[1])
         if out is None:
@@ -84,14 +86,15 @@ class GemmOp:
         view: View = "pipelined",
         trace: bool = False,
         wait: bool = False,
+        path: PathChoice | None = None,
     ) -> Done:
         """One call in the current world. Outputs: ``out``, and ``gathered`` if asked.
 
         The public op is this with the default view and no trace. ``wait``: to its end, also with a
-        stream-ordered accelerator, so that the record has times.
+        stream-ordered accelerator, so that the record has times. ``path``: instead of the setting's.
         """
         world = current()
-        plan, tensors = self.prepare(world, a, b, out, out_dtype, chunk)
+        plan, tensors = self.prepare(world, a, b, out, out_dtype, chunk, path)
         names = ["out"]
         if gathered is not False:
             whole = (plan.gemm.m, plan.gemm.k)

@@ -25,6 +25,8 @@ __all__ = [
     "DtypeName",
     "GemmShape",
     "LaunchPlan",
+    "PathChoice",
+    "PathName",
     "Placement",
     "Prediction",
     "Resources",
@@ -33,6 +35,10 @@ __all__ = [
 ]
 
 DtypeName = Literal["float16", "bfloat16", "float32"]
+PathName = Literal["fused", "library"]
+"""How a GEMM op runs: one kernel that communicates while it computes; or a library's product and a
+collective of the backend's own, one after the other."""
+PathChoice = Literal["auto", "fused", "library"]
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -125,6 +131,10 @@ class Prediction(Model):
     sequential_us: float = Field(ge=0)
     pipelined_us: float = Field(ge=0)
     constants: str
+    fused_us: float | None = Field(None, ge=0, description="of a call on the fused path")
+    library_us: float | None = Field(
+        None, ge=0, description="of a call on the library path; both None where there is one path"
+    )
 
 
 class LaunchPlan(Model):
@@ -136,6 +146,9 @@ class LaunchPlan(Model):
     dtype: DtypeName
     out_dtype: DtypeName
     b_layout: Literal["row", "column"]
+    path: PathName = Field(
+        "fused", description="the faster one by prediction, or the one asked for"
+    )
     nodes: int = Field(ge=1)
     ranks_per_node: int = Field(ge=1)
     accelerator: str
@@ -200,6 +213,8 @@ class LaunchPlan(Model):
                 raise ValueError(
                     f"order[{rank}] = {order} is not a permutation that starts at {rank}"
                 )
+        if self.path == "library" and not isinstance(self.shape, GemmShape):
+            raise ValueError(f"{self.op} has no library path")
         sharded = self.op in ("all_gather_gemm", "gemm_reduce_scatter")
         if sharded and self.gemm.m % world:
             raise ValueError(f"shape.m = {self.gemm.m} is not a multiple of {world} ranks")

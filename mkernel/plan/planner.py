@@ -9,11 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
-from mkernel.plan import chunking, predict
-from mkernel.plan.model import DtypeName, GemmShape, LaunchPlan, OpName, Resources, Shape
+from mkernel.plan import chunking, paths, predict
+from mkernel.plan.model import (
+    DtypeName,
+    GemmShape,
+    LaunchPlan,
+    OpName,
+    PathChoice,
+    PathName,
+    Prediction,
+    Resources,
+    Shape,
+)
 from mkernel.plan.ops import canonical
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.topology.cost import MachineConstants, default_constants
@@ -45,6 +55,7 @@ def plan(
     compute_blocks: int | None = None,
     comm_blocks: int | None = None,
     constants: MachineConstants | None = None,
+    path: str = "auto",
 ) -> LaunchPlan:
     """The plan of one op in one world; cached by its inputs.
 
@@ -66,9 +77,10 @@ def plan(
         compute_blocks, comm_blocks: cores of each kernel. None: all compute cores, and as many
             for communication as :func:`mkernel.plan.chunking.comm_blocks` says.
         constants: of the cost model. None: the shipped ones of the accelerator.
+        path: ``fused`` or ``library``; ``auto``: the one that is predicted to be faster.
 
     Raises:
-        UnknownOp, Unsupported: no such op, or the backend does not claim it.
+        UnknownOp, Unsupported: no such op, or the backend does not claim it, or not on that path.
         ShapeError, DtypeError, LayoutError, ArgumentError: the argument, its value, what is legal.
         NoRoute: two ranks have no path between them.
     """
@@ -99,6 +111,7 @@ def plan(
     layout = _check_layout(b_layout, capabilities, accelerator)
     world = nodes * ranks_per_node
     shape = shape_of(name, sizes, world, in_dtype, result_dtype, capabilities)
+    library = _has_library_path(path, name, nodes, accelerator, capabilities)
     if chunk is not None:
         check_integer(ArgumentError, "chunk", chunk, MAX_DIMENSION)
     resources = Resources(
@@ -126,8 +139,13 @@ def plan(
         accelerator,
         (nic, verbs) if nodes > 1 else (None, None),
         topology,
-        _Cut(
-            capabilities.chunk_unit, capabilities.row_chunks if capabilities.overlaps else 1, chunk
+        _Choice(
+            capabilities.chunk_unit,
+            capabilities.row_chunks if capabilities.overlaps else 1,
+            chunk,
+            cast(PathChoice, path),
+            library,
+            capabilities.compute_cores,
         ),
         resources,
         constants if constants is not None else default_constants(accelerator),
@@ -135,12 +153,16 @@ def plan(
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How the caller and the backend want chunks."""
+class _Choice:
+    """How the caller and the backend want chunks; the path that the caller wants, whether the backend
+    has a library path, and how many cores that has."""
 
     unit: Literal["tiles", "rows"]
     row_chunks: int
     chunk: int | None
+    path: PathChoice
+    library: bool
+    cores: int
 
 
 @lru_cache(maxsize=256)
@@ -154,41 +176,82 @@ def _plan(
     accelerator: str,
     between: tuple[str | None, str | None],
     topology: Topology,
-    cut: _Cut,
+    choice: _Choice,
     resources: Resources,
     constants: MachineConstants,
 ) -> LaunchPlan:
     """The plan of checked inputs."""
     nodes = len(topology.nodes)
     placement = place(topology, ranks_per_node, nics=nodes > 1)
-    paths = routes(topology, placement, constants)
+    links = routes(topology, placement, constants)
     tiles, rows = None, None
-    if cut.unit == "rows":
-        rows = chunking.row_chunk(shape, len(placement), cut.chunk, cut.row_chunks)
+    if choice.unit == "rows":
+        rows = chunking.row_chunk(shape, len(placement), choice.chunk, choice.row_chunks)
     elif isinstance(shape, GemmShape):
         own_rows = shape.m if op == "gemm_all_reduce" else shape.m // len(placement)
-        tiles = chunking.chunking(own_rows, shape.k, dtype, cut.chunk)
+        tiles = chunking.chunking(own_rows, shape.k, dtype, choice.chunk)
+    path, prediction = _predicted(choice, op, shape, dtype, len(placement), resources, constants)
+    if prediction is None:
+        prediction = predict.predict(
+            op, shape, dtype, out_dtype, placement, links, tiles, resources, constants
+        )
     return LaunchPlan(
         op=op,
         shape=shape,
         dtype=dtype,
         out_dtype=out_dtype,
         b_layout=b_layout,
+        path=path,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         accelerator=accelerator,
         nic=between[0],
         verbs=between[1],
         placement=placement,
-        routes=paths,
+        routes=links,
         chunking=tiles,
         rows_per_chunk=rows,
         order=chunking.consumption_order(nodes, ranks_per_node),
         resources=resources,
-        prediction=predict.predict(
-            op, shape, dtype, out_dtype, placement, paths, tiles, resources, constants
-        ),
+        prediction=prediction,
     )
+
+
+def _predicted(
+    choice: _Choice,
+    op: OpName,
+    shape: Shape,
+    dtype: DtypeName,
+    world: int,
+    resources: Resources,
+    constants: MachineConstants,
+) -> tuple[PathName, Prediction | None]:
+    """The path, and its times where both paths' are known. A tie goes to the fused one."""
+    wanted: PathName = "library" if choice.path == "library" else "fused"
+    if not choice.library or not isinstance(shape, GemmShape):
+        return wanted, None
+    both = paths.predict(op, shape, dtype, world, resources.compute_blocks, choice.cores, constants)
+    if both is None:
+        return wanted, None
+    fused, library = both
+    if choice.path == "auto" and library.pipelined_us < fused.pipelined_us:
+        wanted = "library"
+    return wanted, library if wanted == "library" else fused
+
+
+def _has_library_path(
+    path: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
+) -> bool:
+    if path not in get_args(PathChoice):
+        raise ArgumentError("path", repr(path), f"one of: {', '.join(get_args(PathChoice))}")
+    found = op in capabilities.library_ops and nodes == 1
+    if path == "library" and not found:
+        where = f" in a world of {nodes} nodes" if op in capabilities.library_ops else ""
+        raise Unsupported(
+            f"accelerator {accelerator!r} has no library path for {op!r}{where}; "
+            "set MKERNEL_PATH to auto or fused"
+        )
+    return found
 
 
 def _check_dtype(

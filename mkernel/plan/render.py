@@ -52,6 +52,7 @@ def plan(made: LaunchPlan) -> RenderableType:
         "plan": f"{made.op} · {_sizes(made)} · {made.dtype} → {made.out_dtype}",
         "world": f"{made.nodes} nodes x {made.ranks_per_node} ranks on {made.accelerator}{between}",
         "ranks": _shorten([_rank(made, node) for node in range(made.nodes)], 4, "nodes"),
+        "path": _path(made),
         "routes": ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed",
         "chunks": f"{cut.chunks_per_rank} a rank of {cut.tiles_per_chunk} tiles "
         f"({cut.tile_m} x {cut.tile_k}); output tiles {cut.tile_m} x {cut.tile_n}"
@@ -70,6 +71,16 @@ def plan(made: LaunchPlan) -> RenderableType:
     for name, value in rows.items():
         grid.add_row(name, Text(value))
     return grid
+
+
+def _path(made: LaunchPlan) -> str:
+    """``library``, and where there was a choice, both predicted times."""
+    times = made.prediction
+    if times.fused_us is None or times.library_us is None:
+        return made.path
+    return (
+        f"{made.path} (predicted: fused {times.fused_us:.0f} us, library {times.library_us:.0f} us)"
+    )
 
 
 def _sizes(made: LaunchPlan) -> str:

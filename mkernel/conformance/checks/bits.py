@@ -90,23 +90,25 @@ def split_invariance(subject: AcceleratorSubject) -> None:
         wanted = [(1, 4), (2, 2), (4, 1)]
         if op == "all_gather_gemm":
             wanted = [(1, 1), (1, 2), *wanted]
-        case = _given(typical(subject, op, 4), op)
-        kept: dict[tuple[int, int], torch.Tensor] = {}
-        for world in subject.worlds(*wanted):
-            parts = subject.launch(rank_result, case, world=world)
-            scattered = op == "gemm_reduce_scatter"
-            kept[world] = torch.cat(parts) if scattered else parts[0]
-        first, *others = kept
-        found += [
-            f"{describe(case)}: bits differ between {first[0]}x{first[1]} and {world[0]}x{world[1]}"
-            for world in others
-            if not same_bits(kept[first], kept[world])
-        ]
+        paths = ["fused", *["library" for _ in {op} & {*subject.capabilities.library_ops}]]
+        for case in [_given(typical(subject, op, 4), op, path) for path in paths]:
+            kept: dict[tuple[int, int], torch.Tensor] = {}
+            for world in subject.worlds(*wanted):
+                parts = subject.launch(rank_result, case, world=world)
+                scattered = op == "gemm_reduce_scatter"
+                kept[world] = torch.cat(parts) if scattered else parts[0]
+            first, *others = kept
+            found += [
+                f"{describe(case)}: bits differ between {first[0]}x{first[1]} and "
+                f"{world[0]}x{world[1]}"
+                for world in others
+                if not same_bits(kept[first], kept[world])
+            ]
     blame(found)
 
 
-def _given(case: Case, op: str) -> Case:
-    """The case with whole tensors that do not depend on the world."""
+def _given(case: Case, op: str, path: str) -> Case:
+    """The case on one path, with whole tensors that do not depend on the world."""
     m, n, k = (case.sizes[name] for name in "mnk")
     k *= 1 if op == "all_gather_gemm" else 4
     random = torch.Generator().manual_seed(case.seed)
@@ -115,7 +117,7 @@ def _given(case: Case, op: str) -> Case:
         "a": torch.randn(m, k, generator=random).to(kind),
         "b": torch.randn(k, n, generator=random).to(kind),
     }
-    return case.with_(options={"tensors": tensors})
+    return case.with_(options={"tensors": tensors, "path": path})
 
 
 def rank_result(case: Case) -> torch.Tensor:

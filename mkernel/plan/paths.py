@@ -1,0 +1,127 @@
+"""The fused or the library path: what each is predicted to take, from the machine's constants."""
+
+from __future__ import annotations
+
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, OpName, Prediction
+from mkernel.topology.cost import MachineConstants, PathConstants, Product, products, transfer_us
+
+FLOAT32_PARTIALS = 1 << 20
+"""Elements of a result up to which the library path adds float32 partial results. They keep small
+results, whose error scatters, and products that a library cuts along K within the limit of one
+rounding; large ones would only take twice as long to send."""
+
+
+def partial_dtype(shape: GemmShape, dtype: DtypeName) -> DtypeName:
+    """Of the partial results that the library path sends and adds up."""
+    return "float32" if shape.m * shape.n <= FLOAT32_PARTIALS else dtype
+
+
+def predict(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    world: int,
+    fused_cores: int,
+    cores: int,
+    constants: MachineConstants,
+) -> tuple[Prediction, Prediction] | None:
+    """A call on one node on the fused path and on the library path. None: constants of one lack.
+
+    T_c: the product in waves (:func:`mkernel.topology.cost.products`). T_m: latency + what a rank
+    sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
+    same in each of two exchanges. library = T_c + T_m. fused = max(T_c, T_m + one tile): the last
+    rows to come, or the first partial results to leave, are one tile's work away from the rest.
+    """
+    fused, library = constants.fused, constants.library
+    if fused is None or library is None:
+        return None
+    times = (
+        _fused(op, shape, dtype, world, fused_cores, fused, constants),
+        _library(op, shape, dtype, world, cores, library, constants),
+    )
+    both = {"fused_us": times[0].pipelined_us, "library_us": times[1].pipelined_us}
+    return times[0].model_copy(update=both), times[1].model_copy(update=both)
+
+
+def _fused(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    world: int,
+    cores: int,
+    path: PathConstants,
+    constants: MachineConstants,
+) -> Prediction:
+    comm = _exchanges_us(op, shape, DTYPE_BYTES[dtype], DTYPE_BYTES[dtype], world, path)
+    owners = 1 if op == "gemm_all_reduce" else world
+
+    def whole(product: Product) -> float:
+        return max(product.total_us, comm + product.tile_us if comm else 0.0)
+
+    product = min(_products(owners, shape, dtype, cores, path, constants), key=whole)
+    return Prediction(
+        compute_us=product.total_us,
+        comm_us=comm,
+        sequential_us=product.total_us + comm + path.start_us,
+        pipelined_us=min(whole(product), product.total_us + comm) + path.start_us,
+        constants=constants.name,
+    )
+
+
+def _library(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    world: int,
+    cores: int,
+    path: PathConstants,
+    constants: MachineConstants,
+) -> Prediction:
+    sent = dtype if op == "all_gather_gemm" else partial_dtype(shape, dtype)
+    comm = _exchanges_us(op, shape, DTYPE_BYTES[sent], DTYPE_BYTES[dtype], world, path)
+    compute = min(_products(1, shape, dtype, cores, path, constants)).total_us
+    return Prediction(
+        compute_us=compute,
+        comm_us=comm,
+        sequential_us=compute + comm + path.start_us,
+        pipelined_us=compute + comm + path.start_us,
+        constants=constants.name,
+    )
+
+
+def _products(
+    owners: int,
+    shape: GemmShape,
+    dtype: DtypeName,
+    cores: int,
+    path: PathConstants,
+    constants: MachineConstants,
+) -> list[Product]:
+    return list(
+        products(
+            path,
+            owners,
+            -(-shape.m // owners),
+            shape.n,
+            shape.k,
+            cores=cores,
+            memory_gbs=constants.memory_gbs,
+            itemsize=DTYPE_BYTES[dtype],
+        )
+    )
+
+
+def _exchanges_us(
+    op: OpName, shape: GemmShape, sent: int, result: int, world: int, path: PathConstants
+) -> float:
+    """``sent``, ``result``: bytes an element of what is added up, and of the sums."""
+    if world == 1:
+        return 0.0
+    share = (world - 1) / world
+    if op == "all_gather_gemm":
+        return transfer_us(share * shape.m * shape.k * sent, path.egress_gbs, path.exchange_us)
+    scattered = share * shape.m * shape.n
+    time = transfer_us(scattered * sent, path.egress_gbs, path.exchange_us)
+    if op == "gemm_all_reduce":
+        time += transfer_us(scattered * result, path.egress_gbs, path.exchange_us)
+    return time

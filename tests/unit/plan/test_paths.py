@@ -1,0 +1,218 @@
+"""The fused or the library path: predicted, asked for, shown, and part of what ranks compare."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from plan_worlds import CAPABILITIES, make, world
+from rich.console import Console
+
+from mkernel import settings
+from mkernel.errors import ArgumentError, Unsupported
+from mkernel.plan import paths, render
+from mkernel.plan.model import GemmShape, LaunchPlan, first_difference
+from mkernel.topology.cost import MachineConstants, default_constants
+
+OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+HOPPER = CAPABILITIES.model_copy(
+    update={
+        "ops": (*OPS, "ring_attention"),
+        "dtypes": ("bfloat16", "float16"),
+        "out_dtypes": ("bfloat16", "float16"),
+        "mixed_dtypes": False,
+        "compute_cores": 132,
+        "comm_cores": 132,
+        "chunk_unit": "rows",
+        "library_ops": OPS,
+    }
+)
+
+
+def planned(op: str, m: int, n: int, k: int, **options: Any) -> LaunchPlan:
+    return make(
+        1,
+        options.pop("ranks", 4),
+        **{
+            "op": op, "m": m, "n": n, "k": k, "dtype": "bfloat16", "accelerator": "hopper",
+            "capabilities": HOPPER, **options,
+        },
+    )  # fmt: skip
+
+
+def simple() -> MachineConstants:
+    """One kind of tile and round numbers on both paths, so that times can be worked out by hand."""
+    path = {
+        "start_us": 10.0,
+        "tiles": [{"rows": 128, "columns": 128, "tflops_per_core": 8.0}],
+        "tile_us": 1.0,
+        "exchange_us": 5.0,
+        "egress_gbs": 100.0,
+    }
+    made = default_constants("hopper").model_dump() | {
+        "name": "simple",
+        "memory_gbs": 4000.0,
+        "fused": path,
+        "library": path | {"splits": [1, 4], "split_us": 3.0},
+    }
+    return MachineConstants.model_validate(made)
+
+
+def test_few_rows_take_the_library_path_and_many_the_fused_one() -> None:
+    for op in OPS:
+        assert planned(op, 64, 7168, 8192).path == "library"
+        assert planned(op, 8192, 8192, 7168).path == "fused"
+
+
+def test_the_measured_shapes_are_fused() -> None:
+    text = files("mkernel.bench").joinpath("data", "targets.json").read_text()
+    for shape in json.loads(text)["shapes"]:
+        made = planned(shape["op"], shape["m"], shape["n"], shape["k"])
+        assert made.path == "fused", shape
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("m", [64, 1024, 16384])
+def test_the_faster_path_is_taken_and_its_times_are_the_plans(op: str, m: int) -> None:
+    made = planned(op, m, 4096, 4096)
+    times = made.prediction
+    assert times.fused_us is not None
+    assert times.library_us is not None
+    assert times.pipelined_us == min(times.fused_us, times.library_us)
+    for path, us in (("fused", times.fused_us), ("library", times.library_us)):
+        forced = planned(op, m, 4096, 4096, path=path)
+        assert forced.path == path
+        assert forced.prediction.pipelined_us == us
+        assert (forced == made) == (made.path == path)
+        assert LaunchPlan.model_validate_json(forced.model_dump_json()) == forced
+
+
+def test_library_path_by_hand() -> None:
+    """256 x 4096 x 1024, 4 ranks: 64 tiles on 132 cores. Whole: 1 + 2·128·128·1024/8e6 = 5.19 us.
+    In 4 parts 256 tiles in 2 waves of 1 + 1.05 us, and 3 us and 32 MiB through memory to add them.
+    The sums are float32: 3/4 of 4 MiB at 100 GB/s, then 3/4 of 2 MiB, each with 5 us."""
+    made = planned("gemm_all_reduce", 256, 4096, 1024, constants=simple(), path="library")
+    mib = 2**20
+    traffic = (256 * 1024 + 1024 * 4096 + 256 * 4096) * 2 / 4e6
+    assert made.prediction.compute_us == pytest.approx(max(1 + 2 * 128 * 128 * 1024 / 8e6, traffic))
+    assert made.prediction.comm_us == pytest.approx(2 * 5 + (3 * mib + 1.5 * mib) / 1e5)
+    assert made.prediction.library_us == pytest.approx(
+        10 + made.prediction.compute_us + made.prediction.comm_us
+    )
+
+
+def test_long_k_is_cut_by_the_library_alone() -> None:
+    """8 tiles for each of 4 owners: one wave. K in 4 parts: still one wave of a quarter."""
+    made = planned("all_gather_gemm", 512, 1024, 65536, constants=simple(), path="library")
+    traffic = (512 * 65536 + 65536 * 1024 + 512 * 1024) * 2 / 4e6
+    quarter = max(1 + 2 * 128 * 128 * 16384 / 8e6, traffic)
+    added = 3 + 2 * 4 * 512 * 1024 * 4 / 4e6
+    assert made.prediction.compute_us == pytest.approx(quarter + added)
+    fused = planned("all_gather_gemm", 512, 1024, 65536, constants=simple(), path="fused")
+    assert fused.prediction.compute_us == pytest.approx(1 + 2 * 128 * 128 * 65536 / 8e6)
+
+
+def test_fused_path_by_hand() -> None:
+    """What comes last waits for the bytes, then takes a tile: 3/4 of 16 MiB at 100 GB/s and 5 us."""
+    made = planned("all_gather_gemm", 4096, 256, 2048, constants=simple(), path="fused")
+    tile = 1 + 2 * 128 * 128 * 2048 / 8e6
+    assert made.prediction.compute_us == pytest.approx(tile)  # 64 tiles
+    assert made.prediction.comm_us == pytest.approx(5 + 12 * 2**20 / 1e5)
+    assert made.prediction.fused_us == pytest.approx(10 + made.prediction.comm_us + tile)
+    alone = planned("all_gather_gemm", 4096, 256, 2048, constants=simple(), path="fused", ranks=1)
+    assert alone.prediction.comm_us == 0
+    assert alone.prediction.fused_us == pytest.approx(10 + tile)
+
+
+def test_rows_of_owners_do_not_share_tiles() -> None:
+    one = planned("all_gather_gemm", 128, 8192, 4096, ranks=1, path="fused")
+    four = planned("all_gather_gemm", 128, 8192, 4096, path="fused")
+    assert four.prediction.compute_us > one.prediction.compute_us
+    summed = planned("gemm_all_reduce", 128, 8192, 4096, path="fused")
+    assert summed.prediction.compute_us == one.prediction.compute_us
+
+
+def test_partial_results_of_small_sums_are_float32() -> None:
+    assert paths.partial_dtype(GemmShape(m=1, n=8, k=8), "bfloat16") == "float32"
+    assert paths.partial_dtype(GemmShape(m=1024, n=1024, k=8), "float16") == "float32"
+    assert paths.partial_dtype(GemmShape(m=1024, n=1032, k=8), "float16") == "float16"
+
+
+def test_without_a_library_path_there_is_no_choice() -> None:
+    made = make()
+    assert made.path == "fused"
+    assert made.prediction.fused_us is None
+    assert make(path="fused") == made
+    with pytest.raises(Unsupported, match=r"'ascend' has no library path for 'all_gather_gemm'"):
+        make(path="library")
+    two = {"capabilities": HOPPER, "dtype": "bfloat16"}
+    assert make(2, 2, m=64, n=8192, k=8192, **two).path == "fused"
+    with pytest.raises(Unsupported, match="in a world of 2 nodes; set MKERNEL_PATH"):
+        make(2, 2, path="library", **two)
+    with pytest.raises(ArgumentError, match=r"path.*'quick'.*auto, fused, library"):
+        make(path="quick")
+
+
+def test_a_backend_without_constants_of_its_own_keeps_the_fused_path() -> None:
+    """The stand-in's constants say nothing of paths; asked for, the library path is planned."""
+    made = planned("all_gather_gemm", 64, 8192, 8192, accelerator="other")
+    assert made.path == "fused"
+    assert made.prediction.library_us is None
+    forced = planned("all_gather_gemm", 64, 8192, 8192, accelerator="other", path="library")
+    assert forced.path == "library"
+
+
+def test_ranks_that_take_other_paths_are_told() -> None:
+    one, other = (
+        planned("gemm_all_reduce", 64, 64, 64, path=path) for path in ("fused", "library")
+    )
+    assert one.digest() != other.digest()
+    found = first_difference(one.model_dump(mode="json"), other.model_dump(mode="json"))
+    assert found == ("path", "fused", "library")
+
+
+def test_only_gemm_ops_have_a_library_path() -> None:
+    dump = planned("all_gather_gemm", 64, 64, 64).model_dump(mode="json")
+    shape = {
+        "kind": "attention",
+        "batch": 1,
+        "heads": 1,
+        "kv_heads": 1,
+        "sequence": 8,
+        "head_dim": 8,
+    }
+    with pytest.raises(ValueError, match="ring_attention has no library path"):
+        LaunchPlan.model_validate(
+            dump | {"op": "ring_attention", "shape": shape, "path": "library"}
+        )
+
+
+def test_both_times_are_shown() -> None:
+    console = Console(width=120, color_system=None)
+    with console.capture() as captured:
+        console.print(render.plan(planned("gemm_all_reduce", 64, 4096, 4096)))
+    times = planned("gemm_all_reduce", 64, 4096, 4096).prediction
+    wanted = f"(predicted: fused {times.fused_us:.0f} us, library {times.library_us:.0f} us)"
+    assert wanted in captured.get()
+    with console.capture() as captured:
+        console.print(render.plan(make()))
+    assert "library" not in captured.get()
+
+
+def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings.load().path == "auto"
+    monkeypatch.setenv("MKERNEL_PATH", "library")
+    assert settings.load().path == "library"
+    monkeypatch.setenv("MKERNEL_PATH", "nccl")
+    with pytest.raises(ArgumentError, match="MKERNEL_PATH"):
+        settings.load()
+
+
+def test_a_world_of_any_size_is_planned() -> None:
+    for ranks in (1, 2, 3, 8):
+        made = planned("gemm_all_reduce", 100, 4096, 4096, ranks=ranks, topology=world(1, ranks))
+        times = made.prediction
+        assert max(times.compute_us, times.comm_us) <= times.pipelined_us
+        assert times.pipelined_us <= times.sequential_us
