@@ -161,6 +161,7 @@ class HopperAccelerator(AcceleratorBackend):
                 chunk_unit="rows",
                 row_chunks=1,
                 stream_ordered=True,
+                library_ops=launches.library_ops(),
             )
         return self._capabilities
 

@@ -34,7 +34,7 @@ _ELEMENT_BYTES = schedule.ELEMENT_BYTES
 
 def gather_bytes(plan: LaunchPlan) -> int:
     """Bytes of the region, of AllGather+GEMM. Unsupported."""
-    world = _one_node(plan)
+    world = one_node(plan)
     if world == 1:
         return _NO_DATA
     needed: int = native().all_gather_gemm_bytes(world, _chunks(plan)[1], plan.gemm.k)
@@ -43,7 +43,7 @@ def gather_bytes(plan: LaunchPlan) -> int:
 
 def reduce_bytes(plan: LaunchPlan) -> int:
     """Bytes of the region, of a reduction in any view. Unsupported."""
-    world = _one_node(plan)
+    world = one_node(plan)
     if world == 1:
         return _NO_DATA
     made, shape = native(), plan.gemm
@@ -56,7 +56,8 @@ def reduce_bytes(plan: LaunchPlan) -> int:
     return max(fused, staged)
 
 
-def _one_node(plan: LaunchPlan) -> int:
+def one_node(plan: LaunchPlan) -> int:
+    """The world's size. Unsupported where it has several nodes."""
     if plan.nodes != 1:
         raise Unsupported(
             f"accelerator 'hopper' runs {plan.op} on one node; this plan has {plan.nodes}"
@@ -175,7 +176,7 @@ def _product_then_collective(
     chunks = made.Chunks(shape.m, shape.m)
     made.all_gather_gemm(lane.device, alone, product, chunks, False, lane.stream)
     together = made.Collective(
-        _regions(call),
+        regions(call),
         call.rank,
         lane.control,
         int(call.timeout_s * 1e9),
@@ -251,12 +252,12 @@ def _product(
 
 def _world(call: Call, lane: Lane) -> _hopper.World:
     world: _hopper.World = native().World(
-        _regions(call), call.rank, lane.control, call.timeout_s, call.number & 0xFFFFFFFF
+        regions(call), call.rank, lane.control, call.timeout_s, call.number & 0xFFFFFFFF
     )
     return world
 
 
-def _regions(call: Call) -> list[int]:
+def regions(call: Call) -> list[int]:
     """Every rank's region, by rank."""
     return [
         call.workspace if rank == call.rank else call.peers[rank].workspace

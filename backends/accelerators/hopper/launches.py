@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mkernel.backends.accelerators.hopper import gemm
+from mkernel.backends.accelerators.hopper import gemm, library
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.base import Call
 from mkernel.errors import BackendUnavailable, Unsupported
@@ -61,14 +61,24 @@ def ops() -> tuple[str, ...]:
     return tuple(name for name, op in OPS.items() if hasattr(made, op.function))
 
 
+def library_ops() -> tuple[str, ...]:
+    """Names of the ops that also have the library path, with this torch."""
+    return tuple(name for name in ops() if name in library.OPS) if library.usable() else ()
+
+
 def region_bytes(plan: LaunchPlan) -> int:
     """Bytes of the region that a plan needs on each rank. Unsupported."""
-    return _op(plan.op).region_bytes(plan)
+    op = _op(plan.op)
+    return library.region_bytes(plan) if plan.path == "library" else op.region_bytes(plan)
 
 
 def start(call: Call, lane: Lane) -> None:
     """Put a call on its lane. Unsupported."""
-    _op(call.plan.op).start(call, lane)
+    op = _op(call.plan.op)
+    if call.plan.path == "library":
+        library.start(call, lane)
+    else:
+        op.start(call, lane)
 
 
 def _op(name: str) -> Op:

@@ -216,7 +216,7 @@ def test_ops_are_those_that_the_build_has(fake: Any, monkeypatch: pytest.MonkeyP
     assert claims.stream_ordered
     assert not claims.multicast
     assert claims.dtype_pairs() == (("bfloat16", "bfloat16"), ("float16", "float16"))
-    plan: Any = SimpleNamespace(op="all_gather_gemm")
+    plan: Any = SimpleNamespace(op="all_gather_gemm", path="fused")
     workspace = HopperAccelerator().workspace(plan)
     assert (workspace.nbytes, workspace.signals, workspace.shared) == (10, 0, True)
     call: Any = SimpleNamespace(plan=plan)

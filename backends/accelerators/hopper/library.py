@@ -1,0 +1,175 @@
+"""The library path of the GEMM ops: torch.mm and one collective of our own, one after the other.
+
+  AllGather+GEMM      a ──▶ all_gather ──▶ whole A (``gathered``, or scratch) ──▶ mm ──▶ out
+  GEMM+ReduceScatter  mm ──▶ partial results (scratch) ──▶ reduce_scatter ──▶ out
+  GEMM+AllReduce      mm ──▶ partial results (scratch) ──▶ all_reduce ──▶ out
+Scratch comes from torch's allocator on the call's stream, so a captured graph owns its own.
+
+All that a rank decides here follows from the plan, so that all ranks take the same way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mkernel.backends.accelerators.hopper.gemm import one_node, regions
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.base import Call
+from mkernel.plan import paths
+from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.hopper.launches import Lane
+
+OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+
+SCATTERED_ELEMENTS = 1 << 12
+"""Elements of a product up to which it is rounded by us, not by the library, which may round the
+parts of a product that it cuts along K: an error of the whole that scatters in few elements."""
+
+ONE_SHOT_BYTES = 1 << 20
+"""Of partial results, times W - 2, up to which sending all of them to every rank is faster than
+sending sums in an exchange of their own: (W-1)(W-2)/W times the bytes, but 5 us less to wait."""
+ONE_SHOT_MOST = 8 << 20
+
+
+def usable() -> bool:
+    """Whether this torch has products of half-precision inputs in float32."""
+    return hasattr(torch.ops.aten.mm, "dtype_out")
+
+
+def region_bytes(plan: LaunchPlan) -> int:
+    """Bytes of the region that a plan on this path needs. Unsupported."""
+    one_node(plan)
+    offset: int = native().DATA_OFFSET
+    return offset + _staging(plan)
+
+
+def start(call: Call, lane: Lane) -> None:
+    """Put a call on torch's current stream, which is the lane's."""
+    with torch.no_grad():
+        if call.plan.op == "all_gather_gemm":
+            _gather_then_product(call, lane)
+        elif call.plan.world_size == 1:
+            _multiply(call.tensors["a"], call.tensors["b"], call.tensors["out"])
+        else:
+            _product_then_sum(call, lane)
+
+
+def one_shot(plan: LaunchPlan) -> bool:
+    """Whether an all-reduce sends everything to everyone at once."""
+    nbytes = plan.gemm.m * plan.gemm.n * DTYPE_BYTES[paths.partial_dtype(plan.gemm, plan.dtype)]
+    return nbytes <= ONE_SHOT_MOST and nbytes * (plan.world_size - 2) <= ONE_SHOT_BYTES
+
+
+def _gather_then_product(call: Call, lane: Lane) -> None:
+    a, plan = call.tensors["a"], call.plan
+    whole = call.tensors.get("gathered")
+    if plan.world_size == 1:
+        if whole is not None:
+            whole.copy_(a)
+        whole = a
+    else:
+        outs: list[int] = []
+        if whole is None:
+            whole = torch.empty((plan.gemm.m, plan.gemm.k), dtype=a.dtype, device=a.device)
+        else:
+            outs = list(call.symmetric.get("gathered", ()))
+        if call.view != "compute_only":
+            native().all_gather(
+                _collective(call, lane),
+                a.data_ptr(),
+                a.numel() * a.element_size(),
+                outs or [whole.data_ptr()],
+                lane.stream,
+            )
+    _multiply(whole, call.tensors["b"], call.tensors["out"])
+
+
+def _product_then_sum(call: Call, lane: Lane) -> None:
+    made, plan, out = native(), call.plan, call.tensors["out"]
+    a, b = call.tensors["a"], call.tensors["b"]
+    shape = plan.gemm
+    partial = torch.empty((shape.m, shape.n), dtype=_partial(plan), device=a.device)
+    _mm(a, b, partial)
+    if call.view == "compute_only":
+        return
+    together, element = _collective(call, lane), _element(plan)
+    elements, source = shape.m * shape.n, partial.data_ptr()
+    if plan.op == "gemm_reduce_scatter":
+        part = elements // plan.world_size
+        made.reduce_scatter(together, element, source, part, out.data_ptr(), lane.stream)
+        return
+    outs = [] if one_shot(plan) else list(call.symmetric.get("out", ()))
+    made.all_reduce(
+        together, element, source, elements, outs or [out.data_ptr()], _way(plan), lane.stream
+    )
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    if out.numel() > SCATTERED_ELEMENTS:
+        _mm(a, b, out)
+        return
+    whole = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    _mm(a, b, whole)
+    out.copy_(whole)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+
+
+def _staging(plan: LaunchPlan) -> int:
+    """Bytes of the data area; enough also where outs turn out not to be symmetric."""
+    made, shape, world = native(), plan.gemm, plan.world_size
+    if world == 1:
+        return 0
+    needed: int
+    if plan.op == "all_gather_gemm":
+        shard = shape.m // world * shape.k * DTYPE_BYTES[plan.dtype]
+        needed = made.all_gather_staging(world, shard, False)
+    elif plan.op == "gemm_reduce_scatter":
+        needed = made.reduce_scatter_staging(world, _element(plan), shape.m * shape.n // world)
+    else:
+        needed = made.all_reduce_staging(
+            world, _element(plan), shape.m * shape.n, _way(plan), False
+        )
+    return needed
+
+
+def _way(plan: LaunchPlan) -> _hopper.Way:
+    ways = native().Way
+    way: _hopper.Way = ways.one_shot if one_shot(plan) else ways.two_shot
+    return way
+
+
+def _partial(plan: LaunchPlan) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, paths.partial_dtype(plan.gemm, plan.dtype))
+    return dtype
+
+
+def _element(plan: LaunchPlan) -> _hopper.Element:
+    """What is added up, by its native name."""
+    sent = paths.partial_dtype(plan.gemm, plan.dtype)
+    name = plan.dtype if sent == plan.dtype else f"{sent}_to_{plan.dtype}"
+    element: _hopper.Element = getattr(native().Element, name)
+    return element
+
+
+def _collective(call: Call, lane: Lane) -> _hopper.Collective:
+    made: _hopper.Collective = native().Collective(
+        regions(call),
+        call.rank,
+        lane.control,
+        int(call.timeout_s * 1e9),
+        call.number & 0xFFFFFFFF,
+        0,
+        _staging(call.plan),
+    )
+    return made

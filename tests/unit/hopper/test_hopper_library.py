@@ -1,0 +1,327 @@
+"""The library path's part on the host: ranks are threads, and collectives stand-ins on host memory
+that do as kernels/collectives.hpp says."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mkernel.backends.accelerators.hopper import launches, library
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.base import AcceleratorCapabilities, Call, PeerMemory, View
+from mkernel.cases.base import TOLERANCE
+from mkernel.errors import Unsupported
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.planner import plan
+from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
+
+DATA_OFFSET = 1 << 20
+STREAM = 5
+OPS = library.OPS
+every_op = pytest.mark.parametrize("op", OPS)
+worlds = pytest.mark.parametrize("world", [1, 2, 4])
+
+
+def bytes_at(address: int, nbytes: int) -> bytes:
+    return ctypes.string_at(address, nbytes)
+
+
+class Fabric:
+    """Stands for ``_hopper`` in all ranks. ``called``: what rank 0 started."""
+
+    DATA_OFFSET = DATA_OFFSET
+    Element = SimpleNamespace(
+        bfloat16=("bfloat16", "bfloat16"),
+        float16=("float16", "float16"),
+        float32_to_bfloat16=("float32", "bfloat16"),
+        float32_to_float16=("float32", "float16"),
+    )
+    Way = SimpleNamespace(one_shot="one_shot", two_shot="two_shot")
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.called: list[tuple[Any, ...]] = []
+        self._barrier = threading.Barrier(world)
+        self._sent: dict[int, bytes] = {}
+
+    def Collective(
+        self, bases: list[int], rank: int, control: int, timeout_ns: int, number: int,
+        staging: int, staging_bytes: int,
+    ) -> Any:  # fmt: skip
+        assert bases == [region_of(each) for each in range(self.world)]
+        assert (control, timeout_ns, number, staging) == (64, 1_000_000_000, 3, 0)
+        return SimpleNamespace(rank=rank, staging_bytes=staging_bytes)
+
+    def all_gather_staging(self, world: int, shard_bytes: int, symmetric: bool) -> int:
+        return 0 if symmetric else world * shard_bytes
+
+    def reduce_scatter_staging(self, world: int, element: Any, part_elements: int) -> int:
+        return world * part_elements * width(element[0])
+
+    def all_reduce_staging(
+        self, world: int, element: Any, elements: int, way: str, symmetric: bool
+    ) -> int:
+        nbytes = elements * width(element[0])
+        return world * nbytes if way == "one_shot" else (1 if symmetric else 2) * nbytes
+
+    def all_gather(self, call: Any, src: int, nbytes: int, out: list[int], stream: int) -> None:
+        self._start(call, "all_gather", len(out) > 1, stream)
+        needed = self.all_gather_staging(self.world, nbytes, len(out) > 1)
+        assert call.staging_bytes >= needed
+        whole = b"".join(self._exchange(call.rank, bytes_at(src, nbytes)))
+        ctypes.memmove(out[call.rank] if len(out) > 1 else out[0], whole, len(whole))
+
+    def reduce_scatter(
+        self, call: Any, element: Any, src: int, part: int, out: int, stream: int
+    ) -> None:
+        self._start(call, "reduce_scatter", element, stream)
+        assert call.staging_bytes >= self.reduce_scatter_staging(self.world, element, part)
+        sums = self._sum(call.rank, element, src, part * self.world)
+        own = sums[call.rank * part : (call.rank + 1) * part].contiguous()
+        ctypes.memmove(out, own.data_ptr(), own.numel() * 2)
+
+    def all_reduce(
+        self,
+        call: Any,
+        element: Any,
+        src: int,
+        elements: int,
+        out: list[int],
+        way: str,
+        stream: int,
+    ) -> None:
+        symmetric = len(out) > 1
+        self._start(call, way, element, symmetric, stream)
+        assert not (symmetric and way == "one_shot")
+        needed = self.all_reduce_staging(self.world, element, elements, way, symmetric)
+        assert call.staging_bytes >= needed
+        sums = self._sum(call.rank, element, src, elements)
+        ctypes.memmove(out[call.rank] if symmetric else out[0], sums.data_ptr(), elements * 2)
+
+    def _start(self, call: Any, *what: Any) -> None:
+        *rest, stream = what
+        assert stream == STREAM
+        if call.rank == 0:
+            self.called.append(tuple(rest))
+
+    def _sum(self, rank: int, element: Any, src: int, elements: int) -> torch.Tensor:
+        sent, result = (getattr(torch, name) for name in element)
+        parts = self._exchange(rank, bytes_at(src, elements * width(element[0])))
+        total = torch.zeros(elements)
+        for part in parts:
+            total += torch.frombuffer(bytearray(part), dtype=sent).float()
+        return total.to(result)
+
+    def _exchange(self, rank: int, mine: bytes) -> list[bytes]:
+        self._sent[rank] = mine
+        self._barrier.wait(10)
+        everyone = [self._sent[each] for each in range(self.world)]
+        self._barrier.wait(10)
+        return everyone
+
+
+def width(name: str) -> int:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype.itemsize
+
+
+def region_of(rank: int) -> int:
+    return (rank + 1) << 30
+
+
+CLAIMS = AcceleratorCapabilities(
+    ops=OPS, dtypes=("bfloat16", "float16"), out_dtypes=("bfloat16", "float16"),
+    mixed_dtypes=False, b_layouts=("row", "column"), alignment_bytes=16, transfer_paths=("p2p",),
+    peer_access=True, compute_cores=132, comm_cores=132, chunk_unit="rows", library_ops=OPS,
+)  # fmt: skip
+
+
+def planned(op: str, m: int, n: int, k: int, world: int, **options: Any) -> LaunchPlan:
+    devices = tuple(
+        Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(world)
+    )
+    node = Node(id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0,)),), accelerators=devices)
+    return plan(
+        op, {"m": m, "n": n, "k": k}, nodes=1, ranks_per_node=world, accelerator="hopper",
+        capabilities=CLAIMS, nic=None, verbs=None, topology=Topology(nodes=(node,)),
+        **{"dtype": "bfloat16", "path": "library", **options},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
+    """Makes the fabric of a world."""
+
+    def on_cpu(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(a.float() @ b.float())
+
+    def make(world: int) -> Fabric:
+        made = Fabric(world)
+        monkeypatch.setattr(library, "native", lambda: made)
+        monkeypatch.setattr(library, "_mm", on_cpu)  # torch has float32 results on devices alone
+        return made
+
+    return make
+
+
+def run(
+    made: LaunchPlan, *, view: View = "pipelined", gathered: bool = False, symmetric: bool = False
+) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
+    """Every rank's tensors after a call, and what its ``out`` should be, in float64."""
+    shape, world, dtype = made.gemm, made.world_size, getattr(torch, made.dtype)
+    gathers = made.op == "all_gather_gemm"
+    scatters = made.op == "gemm_reduce_scatter"
+    random = torch.Generator().manual_seed(1)
+
+    def drawn(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=random).to(dtype)
+
+    everyone = [
+        {
+            "a": drawn(shape.m // world if gathers else shape.m, shape.k),
+            "b": drawn(shape.k, shape.n),
+            "out": torch.full(
+                (shape.m // world if scatters else shape.m, shape.n), torch.nan, dtype=dtype
+            ),
+        }
+        for _ in range(world)
+    ]
+    if gathered:
+        for tensors in everyone:
+            tensors["gathered"] = torch.full((shape.m, shape.k), torch.nan, dtype=dtype)
+    shared = {
+        name: tuple(each[name].data_ptr() for each in everyone)
+        for name in ("out", "gathered")
+        if symmetric and name in everyone[0]
+    }
+
+    def start(rank: int) -> None:
+        call = Call(
+            plan=made, rank=rank, tensors=everyone[rank], epoch=1, number=3, pad=0,
+            workspace=region_of(rank), signal_base=0,
+            peers={p: PeerMemory(0, region_of(p)) for p in range(world) if p != rank},
+            region=0, fifo=0, timeout_s=1.0, view=view, symmetric=shared,
+        )  # fmt: skip
+        lane: Any = SimpleNamespace(device=0, stream=STREAM, order=None, control=64)
+        library.start(call, lane)
+
+    with ThreadPoolExecutor(world) as pool:
+        list(pool.map(start, range(world)))
+    if gathers:
+        whole = torch.cat([each["a"] for each in everyone]).double()
+        return everyone, [whole @ each["b"].double() for each in everyone]
+    total = torch.stack([each["a"].double() @ each["b"].double() for each in everyone]).sum(0)
+    return everyone, list(total.chunk(world)) if scatters else [total] * world
+
+
+def assert_right(
+    everyone: list[dict[str, torch.Tensor]], wanted: list[torch.Tensor], dtype: str
+) -> None:
+    for tensors, right in zip(everyone, wanted, strict=True):
+        error = (tensors["out"].double() - right).norm() / right.norm()
+        assert error <= TOLERANCE[dtype]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@worlds
+@every_op
+def test_results(fabric: Any, op: str, world: int, dtype: str) -> None:
+    for n in (8, 4096):  # a result that scatters, and one that does not
+        fabric(world)
+        everyone, wanted = run(planned(op, 8, n, 64, world, dtype=dtype))
+        assert_right(everyone, wanted, dtype)
+
+
+@worlds
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_gathered_is_an_output_too(fabric: Any, world: int, symmetric: bool) -> None:
+    made = fabric(world)
+    everyone, wanted = run(
+        planned("all_gather_gemm", 16, 8, 64, world), gathered=True, symmetric=symmetric
+    )
+    assert_right(everyone, wanted, "bfloat16")
+    whole = torch.cat([each["a"] for each in everyone])
+    assert all(torch.equal(each["gathered"], whole) for each in everyone)
+    assert made.called == ([("all_gather", symmetric)] if world > 1 else [])
+
+
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
+def test_large_sums_travel_in_the_inputs_dtype(fabric: Any, op: str) -> None:
+    for n, sent in ((1024, "float32"), (1032, "float16")):
+        made = fabric(2)
+        everyone, wanted = run(planned(op, 1024, n, 8, 2, dtype="float16"))
+        assert_right(everyone, wanted, "float16")
+        ((_, element, *_),) = made.called
+        assert element == (sent, "float16")
+
+
+def test_one_exchange_for_small_sums_and_two_for_large_ones(fabric: Any) -> None:
+    for world, m, way in ((4, 64, "one_shot"), (4, 256, "two_shot"), (2, 1024, "one_shot")):
+        made = fabric(world)
+        everyone, wanted = run(planned("gemm_all_reduce", m, 1024, 16, world), symmetric=True)
+        assert_right(everyone, wanted, "bfloat16")
+        ((used, _, symmetric),) = made.called
+        assert (used, symmetric) == (way, way == "two_shot")
+
+
+@every_op
+def test_compute_only_exchanges_nothing(fabric: Any, op: str) -> None:
+    made = fabric(2)
+    run(planned(op, 64, 64, 64, 2), view="compute_only")
+    assert made.called == []
+
+
+@every_op
+def test_inputs_that_want_gradients(fabric: Any, op: str) -> None:
+    fabric(1)
+    made = planned(op, 8, 8, 8, 1)
+    a, b = (torch.randn(8, 8, dtype=torch.bfloat16, requires_grad=True) for _ in "ab")
+    out = torch.empty(8, 8, dtype=torch.bfloat16)
+    call: Any = SimpleNamespace(plan=made, tensors={"a": a, "b": b, "out": out}, view="pipelined")
+    library.start(call, SimpleNamespace(stream=STREAM))  # type: ignore[arg-type]
+    assert not out.requires_grad
+
+
+@every_op
+def test_a_plan_has_the_region_of_its_path(
+    fabric: Any, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    made = fabric(4)
+    monkeypatch.setattr(launches, "native", lambda: made)
+    there = launches.Op("all_gather", lambda plan: 7, lambda call, lane: None)
+    monkeypatch.setattr(launches, "OPS", {op: there})
+    assert launches.region_bytes(planned(op, 64, 64, 64, 4, path="fused")) == 7
+    needed = launches.region_bytes(planned(op, 64, 64, 64, 4))
+    assert needed == library.region_bytes(planned(op, 64, 64, 64, 4)) > DATA_OFFSET
+    assert library.region_bytes(planned(op, 64, 64, 64, 1)) == DATA_OFFSET
+    several = planned(op, 64, 64, 64, 4).model_copy(update={"nodes": 2, "ranks_per_node": 2})
+    with pytest.raises(Unsupported, match="one node"):
+        library.region_bytes(several)
+
+
+def test_a_call_goes_the_way_of_its_plan(fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "native", lambda: fabric(1))
+    gone: list[str] = []
+    there = launches.Op("all_gather", lambda plan: 7, lambda call, lane: gone.append("fused"))
+    monkeypatch.setattr(launches, "OPS", {"all_gather_gemm": there})
+    monkeypatch.setattr(library, "start", lambda call, lane: gone.append("library"))
+    for path in ("fused", "library"):
+        call: Any = SimpleNamespace(plan=planned("all_gather_gemm", 8, 8, 8, 1, path=path))
+        launches.start(call, None)  # type: ignore[arg-type]
+    assert gone == ["fused", "library"]
+
+
+def test_the_path_needs_products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "ops", lambda: ("all_gather_gemm", "ring_attention"))
+    monkeypatch.setattr(library, "usable", lambda: True)
+    assert launches.library_ops() == ("all_gather_gemm",)
+    monkeypatch.setattr(library, "usable", lambda: False)
+    assert launches.library_ops() == ()
+    assert HopperAccelerator().capabilities().library_ops == ()
