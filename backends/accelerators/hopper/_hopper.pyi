@@ -148,7 +148,9 @@ class Owners:
         band_columns: int,
         last_columns: int = 0,
         pace: int = 0,
+        by_outbox: bool = False,
         everywhere: bool,
+        outs: list[int] = ...,
         alone: bool = False,
     ) -> None: ...
 
@@ -157,7 +159,7 @@ MAX_COPIED_CHUNKS: int
 DATA_OFFSET: int
 
 def all_gather_gemm_bytes(world: int, chunks: Chunks, k: int) -> int: ...
-def gemm_reduce_bytes(world: int, rows: int, n: int, everywhere: bool) -> int: ...
+def gemm_reduce_bytes(world: int, rows: int, n: int, by_outbox: bool, gathers: bool) -> int: ...
 def push_rows(
     device: int, world: World, rows: int, row_bytes: int, chunks: Chunks, stream: int
 ) -> None: ...

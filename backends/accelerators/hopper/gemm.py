@@ -49,7 +49,9 @@ def reduce_bytes(plan: LaunchPlan) -> int:
     made, shape = native(), plan.gemm
     how = _reduction(plan)
     try:
-        fused: int = made.gemm_reduce_bytes(world, how.rows, shape.n, plan.op == "gemm_all_reduce")
+        fused: int = made.gemm_reduce_bytes(
+            world, how.rows, shape.n, how.spread.by_outbox, plan.op == "gemm_all_reduce"
+        )
     except ValueError as error:  # too few flags
         raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
     staged: int = made.DATA_OFFSET + _staging(plan)
@@ -145,8 +147,8 @@ def start_reduce(call: Call, lane: Lane) -> None:
     """GEMM+ReduceScatter or GEMM+AllReduce, into ``out``."""
     made = native()
     a, b, out = _aligned(call.tensors["a"]), _aligned(call.tensors["b"]), _Out(call.tensors["out"])
+    everywhere = list(call.symmetric.get("out", ())) if out.direct else []
     if call.plan.world_size > 1 and call.view == "sequential":
-        everywhere = list(call.symmetric.get("out", ())) if out.direct else []
         _product_then_collective(call, lane, a, b, everywhere or [out.address])
     else:
         how = _reduction(call.plan)
@@ -156,7 +158,9 @@ def start_reduce(call: Call, lane: Lane) -> None:
             band_columns=how.spread.band_columns,
             last_columns=how.spread.last_columns,
             pace=how.spread.pace,
+            by_outbox=how.spread.by_outbox,
             everywhere=call.plan.op == "gemm_all_reduce",
+            outs=everywhere if call.plan.op == "gemm_all_reduce" else [],
             alone=call.view == "compute_only",
         )
         product = _product(call.plan, a, b, out.address, how.tiling)

@@ -38,24 +38,27 @@ class Spread:
 
     ``band_columns``: tile columns of a band; the other owners' tiles of a band are computed before
     the own ones of the band before. ``last_columns``: of the last band; 0: as the others. ``pace``:
-    least clock cycles between two puts of a block.
+    least clock cycles between two puts of a block. ``by_outbox``: puts come from memory, not straight
+    from the block that made the tile: smoother, and worth its memory traffic where the link is nearly
+    full.
     """
 
     from_k: int
     band_columns: int
     last_columns: int
     pace: int
+    by_outbox: bool = False
 
 
 SPREADS: dict[str, tuple[Spread, ...]] = {
     "gemm_reduce_scatter": (
         Spread(4096, ALL_COLUMNS, 0, 3000),
-        Spread(2048, 8, 0, 2500),
+        Spread(2048, ALL_COLUMNS, 0, 2200, by_outbox=True),
         Spread(0, ALL_COLUMNS, 0, 0),
     ),
     "gemm_all_reduce": (
         Spread(4096, 4, 0, 4000),
-        Spread(2048, 8, 0, 2500),
+        Spread(2048, ALL_COLUMNS, 0, 2500),
         Spread(0, ALL_COLUMNS, 0, 0),
     ),
 }

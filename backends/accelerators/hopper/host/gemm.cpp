@@ -97,12 +97,12 @@ std::size_t all_gather_gemm_bytes(int world, const Chunks& chunks, int k) {
     return kDataOffset + static_cast<std::size_t>(world) * chunks.rows * k * kElementBytes;
 }
 
-std::size_t gemm_reduce_bytes(int world, int rows, int n, bool everywhere) {
+std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool gathers) {
     const auto tiles = static_cast<std::uint64_t>(divide_up(rows, kTileRows) + 1) *
                        static_cast<std::uint64_t>(divide_up(n, 128));
-    check_flags(2 * tiles * (world - 1));
+    check_flags((gathers ? 2 : 1) * tiles * (world - 1));
     const std::size_t owned = static_cast<std::size_t>(rows) * n * kElementBytes;
-    return kDataOffset + owned * (world - 1 + (everywhere ? 1 : 0));
+    return kDataOffset + owned * (world - 1) * (1 + (by_outbox ? 1 : 0) + (gathers ? 1 : 0));
 }
 
 void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
@@ -173,17 +173,27 @@ void gemm_reduce(const World& world, const Product& product, const Owners& owner
     const auto layers = [&](std::uint64_t address, int count, int rows, int box_rows) {
         return map_of_layers(address, count, rows, product.n, product.half, box_rows);
     };
+    const std::uint64_t area =
+        static_cast<std::uint64_t>(ranks - 1) * owners.rows * product.n * kElementBytes;
+    const int out_rows = owners.everywhere ? owners.m : owners.rows;
+    args.symmetric = !owners.outs.empty();
     for (int rank = 0; rank < ranks && ranks > 1; ++rank) {
         const auto inbox = reinterpret_cast<std::uint64_t>(args.region.data(rank));
-        const std::uint64_t stage =
-            inbox + static_cast<std::uint64_t>(ranks - 1) * owners.rows * product.n * kElementBytes;
+        const std::uint64_t outbox = inbox + area;
+        const std::uint64_t gathered = outbox + (owners.by_outbox ? area : 0);
         args.inboxes[rank] = layers(inbox, ranks - 1, owners.rows, kPieceRows);
-        if (owners.everywhere) args.stages[rank] = layers(stage, 1, owners.rows, kPieceRows);
+        if (args.symmetric) {
+            args.everyone[rank] = layers(owners.outs.at(rank), 1, out_rows, kPieceRows);
+        } else if (owners.everywhere) {
+            args.everyone[rank] = layers(gathered, ranks - 1, owners.rows, kPieceRows);
+        }
         if (rank != world.rank) continue;
         args.inbox = layers(inbox, ranks - 1, owners.rows, kTileRows);
-        if (owners.everywhere) args.stage = layers(stage, 1, owners.rows, kTileRows);
+        if (!owners.by_outbox) continue;
+        args.outbox = layers(outbox, ranks - 1, owners.rows, kTileRows);
+        args.outbox_pieces = layers(outbox, ranks - 1, owners.rows, kPieceRows);
     }
-    const int out_rows = owners.everywhere ? owners.m : owners.rows;
+    args.by_outbox = owners.by_outbox;
     args.out = layers(product.out, 1, out_rows, kTileRows);
     args.out_pieces = layers(product.out, 1, out_rows, kPieceRows);
     args.everywhere = owners.everywhere;

@@ -43,7 +43,8 @@ struct Chunks {
 // Bytes of a region's data area, and its flags, that a call needs. std::length_error where flags run
 // out.
 std::size_t all_gather_gemm_bytes(int world, const Chunks& chunks, int k);
-std::size_t gemm_reduce_bytes(int world, int rows, int n, bool everywhere);
+// `gathers`: AllReduce into an out that is not symmetric.
+std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool gathers);
 
 // Copies the own rows into every peer's region, the rank before this one first, and the epoch into
 // the flags behind them: whole shards, but the last peer's chunk by chunk, since only the end of the
@@ -56,16 +57,19 @@ void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
 void all_gather_gemm(const World& world, const Product& product, const Chunks& chunks, bool wait,
                      std::uint64_t stream);
 
-// Who sums what. `rows`: of each owner, the last one's perhaps beyond `m`; a multiple of the height of
-// a cluster (256, 128 for Tiling::narrow) where `everywhere`. `everywhere`: AllReduce, `out` is [m, n];
-// else ReduceScatter, [rows, n]. `alone`: exchange nothing.
+// Who sums what, and how it travels (kernels/gemm_reduce.cuh). `rows`: of each owner, the last one's
+// perhaps beyond `m`; a multiple of the height of a cluster (256, 128 for Tiling::narrow) where
+// `everywhere`. `everywhere`: AllReduce, `out` is [m, n]; else ReduceScatter, [rows, n]. `alone`:
+// exchange nothing.
 struct Owners {
     int m;
     int rows;
     int band_columns;  // tile columns of a band; >= 1
     int last_columns;  // of the last one; 0: as the others
     int pace;          // clock cycles from one piece that is put to the next
+    bool by_outbox;
     bool everywhere;
+    std::vector<std::uint64_t> outs;  // every rank's `out` by rank, where AllReduce's is symmetric
     bool alone;
 };
 void gemm_reduce(const World& world, const Product& product, const Owners& owners,

@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             });
             break;
         }
-        case Role::puller:
+        case Role::sender:
+        case Role::receiver:
         case Role::idle:
             break;
     }

@@ -1,21 +1,24 @@
 // GEMM+ReduceScatter and GEMM+AllReduce: sums over ranks of a @ b, each tile summed by its owner.
 //
 // Rank o owns rows [o * rows, (o + 1) * rows) of the M of the sum. Data flow of one call on rank r:
-//   a, b ──▶ tiles of the other owners' rows ──storer──▶ rounded, put into the owner's inbox; then the
-//            tile's flag there is set to the epoch
+//   a, b ──▶ tiles of the other owners' rows ──storer──▶ rounded, put into the inbox of the owner, or,
+//            `by_outbox`, into the own outbox and from there ──sender──▶ the inbox; then the tile's
+//            flag there is set to the epoch
 //   a, b ──▶ tiles of the own rows; a tile stays in registers, and those of ranks r + 1, r + 2, ...
 //            are added from the inbox in that order, in float32, as their flags come ──▶ rounded
 //            once ──storer──▶ out
 // AllReduce besides:
-//   own tiles ──storer──▶ stage of the own region too; then the tile's second flag at every peer
-//   peers' stages ──puller──▶ out
+//   own tiles ──storer──▶ out of every peer where it is symmetric; the end of the call says that all
+//            has come. Else the gathered area of every peer, then the second flag there, and
+//   gathered area ──receiver──▶ out
 // What crosses the link is spread over the whole call: columns are cut into bands, the own tiles of a
 // band are computed after the other owners' tiles of the next, and the last band may be narrow, since
-// what follows it is hidden by nothing. Puts go at a pace (tile/store.cuh says why).
+// what follows it is hidden by nothing. Puts keep a pace (tile/store.cuh says why).
 //
-// Region: inbox [W - 1, rows, N], by source: (s - o - 1) mod W; stage [rows, N]. Flag of a tile of
-// source s at rank r: ((s - r - 1) mod W) * tiles of an owner + its number, row-major; the second
-// flags, of owner s, follow those of all sources.
+// Region, each [W - 1, rows, N]: inbox, by source: (s - r - 1) mod W; then, where the call uses them,
+// outbox and gathered, by owner: (o - r - 1) mod W. Flag of a tile of source s at rank r: ((s - r - 1)
+// mod W) * tiles of an owner + its number, row-major; the second flags, of owner s, follow those of all
+// sources.
 #pragma once
 
 #include <cuda.h>
@@ -36,20 +39,23 @@ struct Bands {
 struct GemmReduceArgs {
     CUtensorMap a;  // [M, K]
     CUtensorMap b;
-    CUtensorMap inbox;               // to load from, whole slices
-    CUtensorMap inboxes[kMaxRanks];  // the peers', to store to, in pieces
-    CUtensorMap stage;               // [1, rows, N], whole slices
-    CUtensorMap stages[kMaxRanks];   // the peers', to load from, in pieces
-    CUtensorMap out;                 // [1, rows or M, N], whole slices
-    CUtensorMap out_pieces;          // the same, in pieces
-    const void* bias;                // [N], added once, by the owner; or null
+    CUtensorMap inbox;                // whole slices
+    CUtensorMap inboxes[kMaxRanks];   // the peers', in pieces
+    CUtensorMap outbox;               // whole slices
+    CUtensorMap outbox_pieces;        // the same memory, in pieces
+    CUtensorMap everyone[kMaxRanks];  // every rank's gathered area, or symmetric out; in pieces
+    CUtensorMap out;                  // [1, rows or M, N], whole slices
+    CUtensorMap out_pieces;           // the same memory, in pieces
+    const void* bias;                 // [N], added once, by the owner; or null
     Region region;
     Patience patience;
     Raster raster;  // of an owner's rows and all columns
     Bands bands;
     int pace;  // least clock cycles from one piece that is put to the next
     int rows, n, k;
+    bool by_outbox;
     bool everywhere;  // AllReduce: `out` has all rows, on every rank
+    bool symmetric;   // and may be written by peers
     bool alone;       // exchange nothing; for timing the products alone
 };
 

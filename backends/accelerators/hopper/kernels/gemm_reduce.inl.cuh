@@ -4,9 +4,9 @@
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/gemm_reduce.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
+#include "backends/accelerators/hopper/tile/courier.cuh"
 #include "backends/accelerators/hopper/tile/load.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
-#include "backends/accelerators/hopper/tile/pull.cuh"
 #include "backends/accelerators/hopper/tile/store.cuh"
 
 namespace mkernel::hopper {
@@ -104,10 +104,13 @@ struct TileFlags {
     const Region& region;
     int tiles;  // of an owner
 
+    // Of `other` among the ranks but `at`, from at + 1 on.
+    __device__ int slot(int other, int at) const {
+        return (other - at - 1 + region.world) % region.world;
+    }
     // What `source` sets at `at`; `second`: when the sum, not the part, is there.
     __device__ int number(int source, int at, int tile, bool second) const {
-        const int slot = (source - at - 1 + region.world) % region.world;
-        return ((second ? region.world - 1 : 0) + slot) * tiles + tile;
+        return ((second ? region.world - 1 : 0) + slot(source, at)) * tiles + tile;
     }
     __device__ bool wait(const Waiter& waiter, std::uint64_t epoch, int source, int tile,
                          bool second) const {
@@ -153,27 +156,47 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         }
         case Role::storer: {
             Storer<C> storer(shared);
+            const bool pushes = args.everywhere && sources > 0;
+            if (pushes && args.symmetric && blockIdx.x == 0) announce_start(args.region, epoch);
+            bool may_push = !args.symmetric;
+            std::uint32_t stored = 0;
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
-                if (tile.owner == rank) {
-                    const bool stages = args.everywhere && sources > 0;
-                    const int out_row = (args.everywhere ? rank * args.rows : 0) + tile.row;
-                    storer.tile([&](const void* slice, int number) {
-                        const int column = tile.column + number * kSliceN;
-                        ptx::store_box(&args.out, slice, column, out_row, 0);
-                        if (stages) ptx::store_box(&args.stage, slice, column, tile.row, 0);
+                const bool own = tile.owner == rank;
+                const int out_row = (args.everywhere ? rank * args.rows : 0) + tile.row;
+                if (own && pushes) {
+                    if (!may_push) may_push = wait_for_starts(args.region, waiter, epoch);
+                    storer.put(args.pace, [&](const void* piece, int x, int y) {
+                        ptx::store_box(&args.out_pieces, piece, tile.column + x, out_row + y, 0);
+                        for (int step = 1; may_push && step < world; ++step) {
+                            const int peer = (rank + step) % world;
+                            ptx::store_box(&args.everyone[peer], piece, tile.column + x,
+                                           (args.symmetric ? out_row : tile.row) + y,
+                                           args.symmetric ? 0 : flags.slot(rank, peer));
+                        }
                     });
-                    if (!stages) return;
+                    if (args.symmetric) return;
                     ptx::fence_async_proxy();
                     for (int step = 1; step < world; ++step) {
                         flags.set(epoch, (rank + step) % world, tile.number, true);
                     }
+                } else if (own) {
+                    storer.tile([&](const void* slice, int number) {
+                        ptx::store_box(&args.out, slice, tile.column + number * kSliceN, out_row,
+                                       0);
+                    });
                 } else if (sources == 0) {
                     storer.tile([](const void*, int) {});
+                } else if (args.by_outbox) {
+                    storer.tile([&](const void* slice, int number) {
+                        ptx::store_box(&args.outbox, slice, tile.column + number * kSliceN,
+                                       tile.row, flags.slot(tile.owner, rank));
+                    });
+                    tell_stored(shared, ++stored);
                 } else {
-                    const int slot = (rank - tile.owner - 1 + world) % world;
+                    const int there = flags.slot(rank, tile.owner);
                     storer.put(args.pace, [&](const void* piece, int x, int y) {
                         ptx::store_box(&args.inboxes[tile.owner], piece, tile.column + x,
-                                       tile.row + y, slot);
+                                       tile.row + y, there);
                     });
                     ptx::fence_async_proxy();
                     flags.set(epoch, tile.owner, tile.number, false);
@@ -181,19 +204,43 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             });
             break;
         }
-        case Role::puller: {
-            if (sources == 0 || !args.everywhere) break;
-            Puller<C> puller(shared);
+        case Role::sender: {
+            if (sources == 0 || !args.by_outbox) break;
+            Courier<C, 0, C::kPieceBuffers / 2> sender(shared, args.pace);
+            std::uint32_t stored = 0;
+            for_each_tile<C>(args, [&](const OwnedTile& tile) {
+                if (tile.owner == rank) return;
+                wait_stored(shared, ++stored);
+                const int layer = flags.slot(tile.owner, rank);
+                const int there = flags.slot(rank, tile.owner);
+                sender.tile(
+                    [&](void* piece, ptx::Mbarrier* arrived, int x, int y) {
+                        ptx::load_box(piece, &args.outbox_pieces, arrived, tile.column + x,
+                                      tile.row + y, layer);
+                    },
+                    [&](const void* piece, int x, int y) {
+                        ptx::store_box(&args.inboxes[tile.owner], piece, tile.column + x,
+                                       tile.row + y, there);
+                    });
+                ptx::fence_async_proxy();
+                flags.set(epoch, tile.owner, tile.number, false);
+            });
+            break;
+        }
+        case Role::receiver: {
+            if (sources == 0 || !args.everywhere || args.symmetric) break;
+            Courier<C, C::kPieceBuffers / 2, C::kPieceBuffers / 2> receiver(shared, 0);
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) return;
                 if (!flags.wait(waiter, epoch, tile.owner, tile.number, true)) return;
-                puller.tile(
-                    [&](void* buffer, ptx::Mbarrier* arrived, int x, int y) {
-                        ptx::load_box(buffer, &args.stages[tile.owner], arrived, tile.column + x,
-                                      tile.row + y, 0);
+                const int layer = flags.slot(tile.owner, rank);
+                receiver.tile(
+                    [&](void* piece, ptx::Mbarrier* arrived, int x, int y) {
+                        ptx::load_box(piece, &args.everyone[rank], arrived, tile.column + x,
+                                      tile.row + y, layer);
                     },
-                    [&](const void* buffer, int x, int y) {
-                        ptx::store_box(&args.out_pieces, buffer, tile.column + x,
+                    [&](const void* piece, int x, int y) {
+                        ptx::store_box(&args.out_pieces, piece, tile.column + x,
                                        tile.owner * args.rows + tile.row + y, 0);
                     });
             });
@@ -233,9 +280,9 @@ cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, 
     switch (variant.tiling) {
         case Tiling::wide:
         case Tiling::deep:
-            return start.template operator()<WidePull>();
+            return start.template operator()<WideCarry>();
         case Tiling::narrow:
-            return start.template operator()<NarrowPull>();
+            return start.template operator()<NarrowCarry>();
     }
     return cudaErrorInvalidValue;
 }

@@ -1,9 +1,10 @@
 // One block of a persistent, warp-specialised GEMM: its sizes, its shared memory, its roles.
 //
 // A block computes output tiles of 128 x kTileN, one after the other. Three warpgroups: of the first,
-// one thread each of its warps loads operands, stores results and, where the op needs it, pulls tiles
-// from peers; the other two warpgroups multiply, 64 rows each. What joins loader, multipliers and
-// storer are two rings in shared memory, which run on across tiles:
+// one thread each of its warps loads operands, stores results and, where the op needs it, carries
+// finished tiles to peers and from the region into the output; the other two warpgroups multiply, 64
+// rows each. What joins loader, multipliers and storer are two rings in shared memory, which run on
+// across tiles:
 //
 //   stages   loader → multipliers: A [128, 64] and B [64, kTileN] of one step of K
 //   slices   multipliers → storer: 64 columns of a finished tile
@@ -23,7 +24,7 @@ namespace mkernel::hopper {
 inline constexpr int kTileM = 128;
 inline constexpr int kTileK = 64;   // 128 bytes: the width of the swizzle
 inline constexpr int kSliceN = 64;  // the same
-// What crosses the link at a time: rows of a slice.
+// What is carried at a time: rows of a slice.
 inline constexpr int kPieceRows = 32;
 inline constexpr int kPieceBytes = 4096;
 inline constexpr int kElementBytes = 2;  // bfloat16, float16
@@ -33,8 +34,8 @@ inline constexpr int kBlockThreads = (1 + kMultipliers) * kWarpgroup;
 inline constexpr int kSharedBytes = 227 * 1024;
 inline constexpr int kBarrierBytes = 512;  // and counters: what else there is of shared memory
 
-// `kPullBuffers` of kPieceBytes: 0 where nothing is pulled.
-template <int kTileN_, int kCluster_, int kSliceSlots_, int kPullBuffers_ = 0>
+// `kPieceBuffers` of kPieceBytes: 0 where nothing is carried.
+template <int kTileN_, int kCluster_, int kSliceSlots_, int kPieceBuffers_ = 0>
 struct Config {
     static constexpr int kTileN = kTileN_;
     static constexpr int kCluster = kCluster_;
@@ -43,9 +44,9 @@ struct Config {
     static constexpr int kBBytes = kTileN * kTileK * kElementBytes;
     static constexpr int kStageBytes = kABytes + kBBytes;
     static constexpr int kSliceBytes = kTileM * kSliceN * kElementBytes;
-    static constexpr int kPullBuffers = kPullBuffers_;
+    static constexpr int kPieceBuffers = kPieceBuffers_;
     static constexpr int kStages =
-        (kSharedBytes - kSliceSlots * kSliceBytes - kPullBuffers * kPieceBytes - kBarrierBytes) /
+        (kSharedBytes - kSliceSlots * kSliceBytes - kPieceBuffers * kPieceBytes - kBarrierBytes) /
         kStageBytes;
     static constexpr int kShareN = kTileN / kCluster;  // columns of B that one block loads
     static constexpr int kSlices = kTileN / kSliceN;
@@ -56,23 +57,24 @@ struct Config {
 using Wide = Config<256, 2, 4>;    // 3 stages: many tiles a block
 using Deep = Config<256, 2, 2>;    // 4 stages: few tiles a block, each long
 using Narrow = Config<128, 1, 4>;  // 5 stages: few tiles in all
-using WidePull = Config<256, 2, 4, 4>;
-using NarrowPull = Config<128, 1, 4, 4>;
+using WideCarry = Config<256, 2, 4, 4>;
+using NarrowCarry = Config<128, 1, 4, 4>;
 
 template <class C>
 struct Shared {
     alignas(1024) unsigned char stages[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char slices[C::kSliceSlots][C::kSliceBytes];
-    alignas(1024) unsigned char pulls[C::kPullBuffers * kPieceBytes + 16];  // never of no size
-    ptx::Mbarrier full[C::kStages];              // a stage's bytes are there
-    ptx::Mbarrier empty[C::kStages];             // all multipliers of the cluster are done with it
-    ptx::Mbarrier written[C::kSliceSlots];       // a slice is there
-    ptx::Mbarrier drained[C::kSliceSlots];       // the stores have read a slice
-    ptx::Mbarrier arrived[C::kPullBuffers + 1];  // a pull's bytes are there
+    alignas(1024) unsigned char pieces[C::kPieceBuffers * kPieceBytes + 16];  // never of no size
+    ptx::Mbarrier full[C::kStages];               // a stage's bytes are there
+    ptx::Mbarrier empty[C::kStages];              // all multipliers of the cluster are done with it
+    ptx::Mbarrier written[C::kSliceSlots];        // a slice is there
+    ptx::Mbarrier drained[C::kSliceSlots];        // the stores have read a slice
+    ptx::Mbarrier arrived[C::kPieceBuffers + 1];  // a piece is there
+    std::uint32_t stored;                         // tiles that the storer has stored
 };
 static_assert(sizeof(Shared<Wide>) <= kSharedBytes && sizeof(Shared<Deep>) <= kSharedBytes &&
-              sizeof(Shared<Narrow>) <= kSharedBytes && sizeof(Shared<WidePull>) <= kSharedBytes &&
-              sizeof(Shared<NarrowPull>) <= kSharedBytes);
+              sizeof(Shared<Narrow>) <= kSharedBytes && sizeof(Shared<WideCarry>) <= kSharedBytes &&
+              sizeof(Shared<NarrowCarry>) <= kSharedBytes);
 
 // A place in a ring of kSlots; `parity` is that of the phase to wait for.
 template <int kSlots>
@@ -106,7 +108,8 @@ __device__ inline void open_block(Shared<C>& shared) {
             shared.written[slot].init(kMultipliers * kWarpgroup);
             shared.drained[slot].init(1);
         }
-        for (int buffer = 0; buffer < C::kPullBuffers; ++buffer) shared.arrived[buffer].init(1);
+        for (int buffer = 0; buffer < C::kPieceBuffers; ++buffer) shared.arrived[buffer].init(1);
+        shared.stored = 0;
         ptx::publish_barriers();
     }
     if constexpr (C::kCluster > 1) {
@@ -127,19 +130,19 @@ __device__ inline void close_block() {
 }
 
 // What one thread of each of the first warps does, and all of the second and third warpgroup's.
-enum class Role { loader, storer, puller, multiplier, idle };
+enum class Role { loader, storer, sender, receiver, multiplier, idle };
 
 // Hands registers to the multipliers; once, by all threads.
 __device__ inline Role take_role() {
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp < kWarpgroup / 32) {
-        ptx::fewer_registers<56>();
+        ptx::fewer_registers<64>();
         if (!ptx::elect_one()) return Role::idle;
         if (warp == 0) return Role::loader;  // not by a cast: ptxas must see which branch has what
         if (warp == 1) return Role::storer;
-        return warp == 2 ? Role::puller : Role::idle;
+        return warp == 2 ? Role::sender : Role::receiver;
     }
-    ptx::more_registers<224>();
+    ptx::more_registers<216>();
     return Role::multiplier;
 }
 

@@ -30,9 +30,9 @@ class Storer {
         ptx::wait_groups<0>();
     }
 
-    // Puts one tile to a peer, piece by piece: `store(piece, x, y)` starts the store of the
-    // [kPieceRows, kSliceN] at column x and row y of the tile, at least `pace` clock cycles after the
-    // one before. All blocks finish their tiles at about the same time, and the link takes several
+    // Puts one tile to peers, piece by piece: `store(piece, x, y)` starts the stores of the
+    // [kPieceRows, kSliceN] at column x and row y of the tile, at least `pace` clock cycles after
+    // those before. All blocks finish their tiles at about the same time, and the link takes several
     // times longer to carry them than memory does: stores that queue at a full link hold up the loads
     // of the same SM.
     template <class Store>
@@ -42,7 +42,7 @@ class Storer {
             shared_.written[cursor_.slot].wait(cursor_.parity);
             const unsigned char* slice = shared_.slices[cursor_.slot];
             for (int y = 0; y < kTileM; y += kPieceRows) {
-                while (clock64() < next) __nanosleep(kPaceNs);
+                while (clock64() < next) __nanosleep(kPauseNs);
                 next = clock64() + pace;
                 store(slice + y / kPieceRows * kPieceBytes, number * kSliceN, y);
                 ptx::close_group();
@@ -55,7 +55,7 @@ class Storer {
     }
 
   private:
-    static constexpr int kPaceNs = 40;
+    static constexpr int kPauseNs = 40;
 
     Shared<C>& shared_;
     Cursor<C::kSliceSlots> cursor_;

@@ -1,0 +1,84 @@
+// Finished tiles on their way between memories, piece by piece through small buffers of shared memory,
+// beside the work of the block: to a peer at a pace, or within this GPU. What waits in memory for the
+// link holds up nobody (Storer::put says what does), at the price of storing and loading it once more.
+#pragma once
+
+#include "backends/accelerators/hopper/tile/block.cuh"
+
+namespace mkernel::hopper {
+
+// Piece buffers kFirst to kFirst + kCount - 1 of a block, driven by one thread, always the same.
+template <class C, int kFirst, int kCount>
+class Courier {
+  public:
+    // `pace`: least clock cycles between the stores of two pieces.
+    __device__ Courier(Shared<C>& shared, int pace) : shared_(shared), pace_(pace) {}
+
+    // Carries a tile of kTileM rows and C::kSlices slices. `from(buffer, barrier, x, y)` starts the
+    // load of the piece [kPieceRows, kSliceN] at column x and row y of the tile, `to(buffer, x, y)`
+    // its stores. All is written when this returns.
+    template <class From, class To>
+    __device__ void tile(From&& from, To&& to) {
+        constexpr int kPieces = C::kSlices * kTileM / kPieceRows;
+        static_assert(kPieces % kCount == 0);
+        const auto load = [&](int piece) {
+            const int buffer = kFirst + piece % kCount;
+            shared_.arrived[buffer].expect(kPieceBytes);
+            from(&shared_.pieces[buffer * kPieceBytes], &shared_.arrived[buffer], column(piece),
+                 row(piece));
+        };
+        for (int piece = 0; piece < kCount; ++piece) load(piece);
+        for (int piece = 0; piece < kPieces; ++piece) {
+            const int buffer = kFirst + piece % kCount;
+            shared_.arrived[buffer].wait((turn_ + piece / kCount) & 1);
+            while (clock64() < next_) __nanosleep(kPauseNs);
+            next_ = clock64() + pace_;
+            to(&shared_.pieces[buffer * kPieceBytes], column(piece), row(piece));
+            ptx::close_group();
+            const int next = piece - 1 + kCount;  // into the buffer of the piece before
+            if (piece > 0 && next < kPieces) {
+                ptx::wait_groups_read<1>();
+                load(next);
+            }
+        }
+        turn_ += kPieces / kCount;
+        ptx::wait_groups<0>();
+    }
+
+  private:
+    static constexpr int kPauseNs = 40;
+
+    __device__ static int column(int piece) { return piece / (kTileM / kPieceRows) * kSliceN; }
+    __device__ static int row(int piece) { return piece % (kTileM / kPieceRows) * kPieceRows; }
+
+    Shared<C>& shared_;
+    int pace_;
+    int turn_ = 0;  // uses of each buffer so far
+    long long next_ = 0;
+};
+
+// From the storer to a courier of the same block: so many tiles are in memory.
+template <class C>
+__device__ inline void tell_stored(Shared<C>& shared, std::uint32_t tiles) {
+    ptx::fence_async_proxy();
+    asm volatile(
+        "st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(ptx::shared_address(&shared.stored)),
+        "r"(tiles)
+        : "memory");
+}
+
+template <class C>
+__device__ inline void wait_stored(const Shared<C>& shared, std::uint32_t tiles) {
+    while (true) {
+        std::uint32_t stored;
+        asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+                     : "=r"(stored)
+                     : "r"(ptx::shared_address(&shared.stored))
+                     : "memory");
+        if (stored >= tiles) break;
+        __nanosleep(100);
+    }
+    ptx::fence_async_proxy();
+}
+
+}  // namespace mkernel::hopper
