@@ -19,6 +19,8 @@ import mkernel
 from mkernel.bench.problem import Kind, Problem, Tensors
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import ArgumentError
+from mkernel.ops.gemm import GemmOp
+from mkernel.plan.model import PathName
 
 
 class Contender(ABC):
@@ -106,6 +108,33 @@ class MkernelSymmetric(Mkernel):
 
     def output(self) -> torch.Tensor:
         return self._out
+
+
+class MkernelFused(Mkernel):
+    """The op on its fused path, whatever the planner would choose."""
+
+    name = "mkernel-fused"
+    path: ClassVar[PathName] = "fused"
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.op in mkernel.capabilities().library_ops:
+            return None
+        return "the accelerator has one path for this op: mkernel"
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        op: GemmOp = import_module(f"mkernel.ops.{self.problem.op}").OP
+        result: torch.Tensor = op.call(inputs["a"], inputs["b"], out=out, path=self.path).outputs[
+            "out"
+        ]
+        return result
+
+
+class MkernelLibrary(MkernelFused):
+    """The op on its library path: a product of torch's and a collective of ours."""
+
+    name = "mkernel-library"
+    path = "library"
 
 
 class Gemm(Contender):
@@ -211,6 +240,8 @@ class _Place:
 _KNOWN = {
     "mkernel": _Place(__name__, "Mkernel"),
     "mkernel-symmetric": _Place(__name__, "MkernelSymmetric"),
+    "mkernel-fused": _Place(__name__, "MkernelFused"),
+    "mkernel-library": _Place(__name__, "MkernelLibrary"),
     "gemm": _Place(__name__, "Gemm"),
     "comm": _Place(__name__, "Collective"),
     "copy": _Place("mkernel.bench.symm_mem", "Copy"),
@@ -221,7 +252,7 @@ _KNOWN = {
 NAMES = tuple(_KNOWN)
 ALWAYS = ("gemm", "comm", "copy")
 """What gives T_c and T_m."""
-OURS = ("mkernel", "mkernel-symmetric")
+OURS = ("mkernel", "mkernel-symmetric", "mkernel-fused", "mkernel-library")
 PEERS = tuple(name for name in NAMES if name not in (*OURS, *ALWAYS))
 SEQUENTIAL = ("nccl+cublas", "gloo+matmul")
 
