@@ -16,6 +16,12 @@ pytestmark = [needs_gpus(4), pytest.mark.usefixtures("leaves_nothing")]
 CHECKS = accelerator_checks(True)
 
 
+@pytest.fixture(autouse=True, params=["fused", "library"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test is of one path: left to the planner, small calls would all take the same."""
+    monkeypatch.setenv("MKERNEL_PATH", request.param)
+
+
 @functools.cache
 def subject() -> AcceleratorSubject:
     """The backend, if it can run here."""

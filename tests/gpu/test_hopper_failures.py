@@ -29,8 +29,12 @@ SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sa
 
 
 @several
+@pytest.mark.parametrize("path", ["fused", "library"])
 @pytest.mark.parametrize("op", OPS)
-def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(op: str, world: int) -> None:
+def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(
+    op: str, path: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_PATH", path)
     told: dict[int, Any] = {}
     with pytest.raises(Timeout):
         mkernel.launch(

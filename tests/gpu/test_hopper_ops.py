@@ -30,6 +30,12 @@ MIXED = [
 ]
 
 
+@pytest.fixture(autouse=True, params=["fused", "library"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test is of one path: left to the planner, small calls would all take the same."""
+    monkeypatch.setenv("MKERNEL_PATH", request.param)
+
+
 def right(world: int, fn: Any, *arguments: Any) -> None:
     """No rank found a failure."""
     found = mkernel.launch(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=30)
