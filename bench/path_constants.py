@@ -1,0 +1,169 @@
+"""How well the planner's constants choose between the fused and the library path; better ones.
+
+    mkernel bench --shapes layers --peers mkernel-fused,mkernel-library,nccl+cublas,symm_mem \\
+        --ranks 4 --json FILE                    on the GPUs
+    python bench/path_constants.py FILE... [--fit topology/data/hopper.json]
+
+One line a shape: both paths measured and predicted, the choice, and what it costs: the chosen path's
+time over the faster path's, and over the best peer's. ``--fit`` then searches constants that predict
+the measured times, wrong choices counting most, and writes them into that file; its ``source`` is then
+yours to set right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkernel.bench import results
+from mkernel.plan import paths
+from mkernel.plan.model import DtypeName, GemmShape, OpName
+from mkernel.topology.cost import MachineConstants, load_constants
+
+CONSTANTS = Path(__file__).parents[1] / "topology" / "data" / "hopper.json"
+CORES = 132
+STEPS = (0.5, 0.8, 0.93, 1.07, 1.25, 2.0)
+ROUNDS = 40
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured row. Times in microseconds; ``peer``: the best peer's, where one was right."""
+
+    op: OpName
+    shape: GemmShape
+    dtype: DtypeName
+    world: int
+    fused: float
+    library: float
+    peer: float | None
+
+    def predicted(self, constants: MachineConstants) -> tuple[float, float]:
+        both = paths.predict(self.op, self.shape, self.dtype, self.world, CORES, CORES, constants)
+        if both is None:
+            raise SystemExit(f"constants {constants.name!r} lack those of a path")
+        return both[0].pipelined_us, both[1].pipelined_us
+
+    def cost(self, constants: MachineConstants) -> float:
+        """The chosen path's time over the faster path's."""
+        fused, library = self.predicted(constants)
+        chosen = self.library if library < fused else self.fused
+        return chosen / min(self.fused, self.library)
+
+
+def samples(files: list[Path]) -> Iterator[Sample]:
+    """The rows of which both paths were right."""
+    for file in files:
+        report = results.read(file)
+        if report is None:
+            raise SystemExit(f"{file} is no result of mkernel bench")
+        for row in report.rows:
+            times = {
+                name: entry.figures.median_us
+                for name, entry in row.entries.items()
+                if entry.figures is not None
+            }
+            if "mkernel-fused" in times and "mkernel-library" in times:
+                shape = GemmShape(m=row.shape.m, n=row.shape.n, k=row.shape.k)
+                yield Sample(
+                    row.shape.op, shape, report.spec.dtype, report.ranks,
+                    times["mkernel-fused"], times["mkernel-library"],
+                    times[row.best_peer] if row.best_peer else None,
+                )  # fmt: skip
+
+
+def table(found: list[Sample], constants: MachineConstants) -> None:
+    print(f"{'op':20} {'M x N x K':>22} W {'fused us':>9} {'pred.':>7} {'library':>9} {'pred.':>7}"
+          f"  {'choice':8} {'cost':>5} {'/peer':>6}")  # fmt: skip
+    over = []
+    for one in found:
+        fused, library = one.predicted(constants)
+        choice, chosen = ("library", one.library) if library < fused else ("fused", one.fused)
+        peer = "" if one.peer is None else f"{chosen / one.peer:6.3f}"
+        size = f"{one.shape.m} x {one.shape.n} x {one.shape.k}"
+        print(
+            f"{one.op:20} {size:>22} {one.world} {one.fused:9.1f} {fused:7.1f} {one.library:9.1f} "
+            f"{library:7.1f}  {choice:8} {one.cost(constants):5.2f} {peer}"
+        )
+        over.append(one.peer is not None and chosen > 1.03 * one.peer)
+    wrong = sum(one.cost(constants) > 1.03 for one in found)
+    print(f"{len(found)} shapes: {wrong} choices cost more than 3 %, {sum(over)} are more than 3 % "
+          f"behind a peer; loss {loss(found, constants):.4f}")  # fmt: skip
+
+
+def loss(found: list[Sample], constants: MachineConstants) -> float:
+    """Mean of squared logarithms: of predicted over measured, and ten times that of the choice."""
+    total = 0.0
+    for one in found:
+        fused, library = one.predicted(constants)
+        total += math.log(fused / one.fused) ** 2 + math.log(library / one.library) ** 2
+        total += 10 * math.log(one.cost(constants))
+    return total / len(found)
+
+
+def variables(tree: dict[str, object]) -> list[tuple[object, ...]]:
+    """Where the numbers lie that are searched."""
+    names = ("start_us", "tile_us", "split_us", "exchange_us", "egress_gbs")
+    found: list[tuple[object, ...]] = [("memory_gbs",)]
+    for path in ("fused", "library"):
+        part = tree[path]
+        assert isinstance(part, dict)
+        found += [(path, name) for name in names if part.get(name)]
+        found += [(path, "tiles", i, "tflops_per_core") for i in range(len(part["tiles"]))]
+    return found
+
+
+def scaled(tree: dict[str, object], where: tuple[object, ...], by: float) -> dict[str, object]:
+    copy = json.loads(json.dumps(tree))
+    place = copy
+    for part in where[:-1]:
+        place = place[part]
+    place[where[-1]] = float(f"{place[where[-1]] * by:.4g}")
+    found: dict[str, object] = copy
+    return found
+
+
+def fit(found: list[Sample], tree: dict[str, object]) -> dict[str, object]:
+    """Coordinate search from the given constants: each number times each step, while it helps."""
+
+    def rated(candidate: dict[str, object]) -> float:
+        return loss(found, MachineConstants.model_validate(candidate))
+
+    best = rated(tree)
+    for _ in range(ROUNDS):
+        before = best
+        for where in variables(tree):
+            for by in STEPS:
+                candidate = scaled(tree, where, by)
+                value = rated(candidate)
+                if value < best:
+                    tree, best = candidate, value
+        if before - best < 1e-5:
+            break
+    return tree
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--constants", type=Path, default=CONSTANTS)
+    parser.add_argument("--fit", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    found = list(samples(options.files))
+    if not found:
+        raise SystemExit("no row has both mkernel-fused and mkernel-library")
+    table(found, load_constants(options.constants))
+    if options.fit:
+        tree = fit(found, json.loads(options.constants.read_text()))
+        options.fit.write_text(json.dumps(tree, indent=2) + "\n")
+        table(found, load_constants(options.fit))
+
+
+if __name__ == "__main__":
+    main()
