@@ -3,9 +3,10 @@
 On a CUDA device, all on one stream, enqueued without a pause:
   L2 flushed ─ spin ─ barrier of all ranks ─ start ─ the call ─ end ─ copy of the output ─ barrier
 The spin lets every host run ahead of its device, so that what a call costs to launch is hidden alike
-for all; the barrier comes right before the start event. The copy is ordered after the call on the
-call's own stream: work that the call left on another stream without joining it is not in the copy,
-and fails the check. The last barrier keeps inputs untouched until every rank has read them.
+for all; without it (``launches``) each host starts when its device is past the barrier, and what the
+host does counts. The barrier comes right before the start event. The copy is ordered after the call
+on the call's own stream: work that the call left on another stream without joining it is not in the
+copy, and fails the check. The last barrier keeps inputs untouched until every rank has read them.
 
 In a *skewed* turn, which is checked and not timed, one rank comes late to the call: a wait that others
 leave out, or give up, then finds data of an earlier turn instead of being lucky.
@@ -72,7 +73,8 @@ class CpuStopwatch(Stopwatch):
 class CudaStopwatch(Stopwatch):
     """Device time between two events around the call."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, launches: bool = False) -> None:
+        self._spin_s = 0.0 if launches else SPIN_S
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(2 * cache + (16 << 20), dtype=torch.uint8, device=device)
         self._one = torch.zeros(1, device=device)
@@ -83,8 +85,10 @@ class CudaStopwatch(Stopwatch):
         self, call: Callable[[], torch.Tensor], late: bool = False
     ) -> tuple[torch.Tensor, float]:
         self._flush.zero_()
-        self._spin(SPIN_S)
+        self._spin(self._spin_s)
         distributed.all_reduce(self._one)
+        if self._spin_s == 0:
+            torch.cuda.synchronize()
         if late:
             self._spin(LATE_S)
         self._start.record()
@@ -96,12 +100,13 @@ class CudaStopwatch(Stopwatch):
         return copy, self._start.elapsed_time(self._end) / 1e3
 
     def _spin(self, seconds: float) -> None:
-        _cuda._sleep(int(seconds * _CLOCK_HZ))
+        if seconds > 0:
+            _cuda._sleep(int(seconds * _CLOCK_HZ))
 
     def settings(self) -> dict[str, Any]:
-        return {"clock": "events", "flush_bytes": self._flush.numel(), "spin_s": SPIN_S}
+        return {"clock": "events", "flush_bytes": self._flush.numel(), "spin_s": self._spin_s}
 
 
-def stopwatch(device: torch.device) -> Stopwatch:
-    """The one for a device."""
-    return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
+def stopwatch(device: torch.device, launches: bool = False) -> Stopwatch:
+    """The one for a device. ``launches``: the host's part of a call counts, as it does on a CPU."""
+    return CudaStopwatch(device, launches) if device.type == "cuda" else CpuStopwatch()

@@ -74,7 +74,7 @@ def run(spec: BenchSpec, port: int) -> RankResult:
     with guard.step("the process group", spec.timeout_s):
         if made:
             _join(world.rank, world.size, port, device, spec.timeout_s)
-        watch = stopwatch(device)
+        watch = stopwatch(device, spec.launches)
     try:
         rows, turn = [], 0
         for shape in spec.shapes:

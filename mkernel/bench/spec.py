@@ -44,6 +44,7 @@ class BenchSpec(Model):
     Attributes:
         contenders: names, in the order of the first iteration.
         iterations: timed turns of each contender; warmup: untimed ones before.
+        launches: what a call costs the host to launch counts too.
         timeout_s: of every step of a rank: a contender's construction, a turn, a check.
     """
 
@@ -54,4 +55,5 @@ class BenchSpec(Model):
     warmup: int = Field(3, ge=1)
     iterations: int = Field(20, ge=1)
     seed: int = Field(0, ge=0)
+    launches: bool = False
     timeout_s: float = Field(60.0, gt=0)

@@ -47,6 +47,9 @@ def command(
     iterations: Annotated[int, typer.Option(min=1, help="timed turns of each contender")] = 20,
     warmup: Annotated[int, typer.Option(min=1, help="untimed turns of each contender")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="of the random data")] = 0,
+    launches: Annotated[
+        bool, typer.Option("--launches", help="count what a call costs the host to launch")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="deadline of every step, seconds")] = 60.0,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="write all times and figures")
@@ -84,6 +87,7 @@ def command(
         warmup=warmup,
         iterations=iterations,
         seed=seed,
+        launches=launches,
         timeout_s=timeout,
     )
     with console.status("starting ranks") as status:

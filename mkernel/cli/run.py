@@ -64,7 +64,10 @@ def command(  # one option a parameter: this is the command line
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="of the inputs [float16]")] = None,
     out_dtype: Annotated[
-        str | None, typer.Option(help="of the result [GEMM: float32; else as the inputs]")
+        str | None,
+        typer.Option(
+            help="of the result [GEMM: float32 where the accelerator can; else as the inputs]"
+        ),
     ] = None,
     layout: Annotated[
         str | None, typer.Option(help="of the weight in memory: row or column [row]")
@@ -112,9 +115,10 @@ def command(  # one option a parameter: this is the command line
         if paths
         else _random(name, given, wanted, world_size)
     )
-    spec = _spec(name, sized, wanted, paths, output, warmup, iterations)
     console = Console(quiet=json, highlight=False)
     settings = load_settings()
+    mixes = registry.accelerator(accelerator or settings.accelerator).capabilities().mixed_dtypes
+    spec = _spec(name, sized, wanted, mixes, paths, output, warmup, iterations)
     backends = Backends(
         accelerator or settings.accelerator,
         (nic or settings.nic) if nodes > 1 else None,
@@ -225,11 +229,13 @@ def _spec(
     op: OpName,
     sized: _Sized,
     wanted: _Wanted,
+    mixes: bool,
     paths: tuple[Path, ...],
     output: Path | None,
     warmup: int,
     iterations: int,
 ) -> JobSpec:
+    """``mixes``: whether the accelerator's results may differ from its inputs in dtype."""
     case = case_of(op)
     gemm, moe, attention = issubclass(case, GemmCase), op.startswith("moe"), op == "ring_attention"
     for option, value, legal, where in (
@@ -248,13 +254,12 @@ def _spec(
         options["routing"] = wanted.routing
     if wanted.scale is not None:
         options["scale"] = wanted.scale
+    default = "float32" if gemm and mixes else sized.dtype
     return JobSpec(
         case=case(
             sizes=sized.sizes,
             dtype=sized.dtype,
-            out_dtype=_dtype(
-                "--out-dtype", wanted.out_dtype or ("float32" if gemm else sized.dtype)
-            ),
+            out_dtype=_dtype("--out-dtype", wanted.out_dtype or default),
             layout=wanted.layout or "row",
             chunk=wanted.chunk,
             seed=wanted.seed,

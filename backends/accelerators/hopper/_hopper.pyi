@@ -146,7 +146,6 @@ class Owners:
         m: int,
         rows: int,
         band_columns: int,
-        last_columns: int = 0,
         pace: int = 0,
         by_outbox: bool = False,
         everywhere: bool,

@@ -155,8 +155,7 @@ def start_reduce(call: Call, lane: Lane) -> None:
         owners = made.Owners(
             m=call.plan.gemm.m,
             rows=how.rows,
-            band_columns=how.spread.band_columns,
-            last_columns=how.spread.last_columns,
+            band_columns=how.band_columns,
             pace=how.spread.pace,
             by_outbox=how.spread.by_outbox,
             everywhere=call.plan.op == "gemm_all_reduce",

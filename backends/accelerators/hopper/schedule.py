@@ -29,37 +29,35 @@ PUSHED_ROWS = 64
 """Rows that a pushing block publishes at once."""
 
 
-ALL_COLUMNS = 1 << 20
+ALL_TILES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Spread:
     """How a reduction spreads its transfers over the call, from that share of K on.
 
-    ``band_columns``: tile columns of a band; the other owners' tiles of a band are computed before
-    the own ones of the band before. ``last_columns``: of the last band; 0: as the others. ``pace``:
-    least clock cycles between two puts of a block. ``by_outbox``: puts come from memory, not straight
-    from the block that made the tile: smoother, and worth its memory traffic where the link is nearly
-    full.
+    ``band_tiles``: tiles of a cluster, of one owner, in a band; the other owners' tiles of a band are
+    computed before the own ones of the band before. ``pace``: least clock cycles between two puts of
+    a block. ``by_outbox``: puts come from memory, not straight from the block that made the tile:
+    smoother, and worth its memory traffic where the link is nearly full.
     """
 
     from_k: int
-    band_columns: int
-    last_columns: int
+    band_tiles: int
     pace: int
     by_outbox: bool = False
 
 
 SPREADS: dict[str, tuple[Spread, ...]] = {
     "gemm_reduce_scatter": (
-        Spread(4096, ALL_COLUMNS, 0, 3000),
-        Spread(2048, ALL_COLUMNS, 0, 2200, by_outbox=True),
-        Spread(0, ALL_COLUMNS, 0, 0),
+        Spread(4096, ALL_TILES, 3500),
+        Spread(2048, 64, 2000, by_outbox=True),
+        Spread(0, ALL_TILES, 0),
     ),
     "gemm_all_reduce": (
-        Spread(4096, 4, 0, 4000),
-        Spread(2048, ALL_COLUMNS, 0, 2500),
-        Spread(0, ALL_COLUMNS, 0, 0),
+        Spread(4096, 32, 4000),
+        Spread(2048, 64, 2000, by_outbox=True),
+        Spread(0, 32, 0),
     ),
 }
 """By a rank's share of K, the longest first: it is the time of a tile, in which its puts must fit."""
@@ -76,10 +74,12 @@ class GatherSchedule:
 
 @dataclass(frozen=True)
 class ReduceSchedule:
-    """Of a GEMM with a reduction. ``rows``: of the sum, that one rank owns."""
+    """Of a GEMM with a reduction. ``rows``: of the sum, that one rank owns. ``band_columns``: tile
+    columns of a band."""
 
     tiling: TilingName
     rows: int
+    band_columns: int
     spread: Spread
 
 
@@ -115,10 +115,12 @@ def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> Redu
     the last owners may have fewer, or none."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
     tiles = tiling(rows, world, n, k, processors)
+    together = TILE_ROWS if tiles == "narrow" else 2 * TILE_ROWS
     if op == "gemm_all_reduce":
-        together = TILE_ROWS if tiles == "narrow" else 2 * TILE_ROWS
         rows = _up(rows, together) * together
-    return ReduceSchedule(tiles, rows, next(s for s in SPREADS[op] if k >= s.from_k))
+    spread = next(s for s in SPREADS[op] if k >= s.from_k)
+    band_columns = max(1, spread.band_tiles // _up(rows, together))
+    return ReduceSchedule(tiles, rows, band_columns, spread)
 
 
 def _up(value: int, by: int) -> int:

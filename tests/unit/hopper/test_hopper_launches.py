@@ -169,6 +169,6 @@ def test_tensors_at_any_element(queued: list[str], op: str) -> None:
     assert run(queued, made, offset=1) == run(queued, made)
 
 
-def test_the_planned_chunk_is_one_by_default() -> None:
+def test_the_planned_chunk_is_one_by_default(queued: list[str]) -> None:
     assert planned("all_gather_gemm", 4096, 256, 2048).rows_per_chunk == 2048
     assert planned("all_gather_gemm", 4096, 256, 2048, chunk=100).rows_per_chunk == 100

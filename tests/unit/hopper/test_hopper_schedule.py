@@ -59,7 +59,7 @@ def test_every_k_has_a_spread(op: str) -> None:
     assert limits == sorted(limits, reverse=True)
     assert limits[-1] == 0
     for k in (8, limits[0], 1 << 20):
-        assert schedule.reduce(op, 4096, 4096, k, 4, PROCESSORS).spread.band_columns >= 1
+        assert schedule.reduce(op, 4096, 4096, k, 4, PROCESSORS).band_columns >= 1
 
 
 # ---- with the native module ----------------------------------------------------------------------

@@ -32,11 +32,11 @@ class Waiter {
 
     __device__ bool until(const std::uint64_t* word, std::uint64_t wanted, Awaited what) const {
         if (ptx::load_acquire(word) >= wanted) return true;
-        return poll(word, wanted, what);
+        return poll(control_, patience_, kernel_, word, wanted, what);
     }
 
     // Whether this rank has given the call up.
-    __device__ bool failed() const { return ptx::load_relaxed(&control_->failed) != 0; }
+    __device__ bool failed() const { return has_failed(control_); }
 
   private:
     // Many blocks may wait at a time, and the copy engines that they wait for fetch their commands
@@ -45,8 +45,15 @@ class Waiter {
     static constexpr int kPollsBetweenLooks = 64;
     static constexpr std::uint64_t kHostLookNs = 1'000'000;
 
-    __device__ __noinline__ bool poll(const std::uint64_t* word, std::uint64_t wanted,
-                                      Awaited what) const {
+    __device__ static bool has_failed(const Control* control) {
+        return ptx::load_relaxed(&control->failed) != 0;
+    }
+
+    // Not inlined, since it is long and rare; with its arguments by value, so that they stay in
+    // registers.
+    __device__ static __noinline__ bool poll(Control* control, Patience patience,
+                                             runtime::Waiter kernel, const std::uint64_t* word,
+                                             std::uint64_t wanted, Awaited what) {
         const std::uint64_t start = ptx::global_ns();
         std::uint64_t look = start + kHostLookNs;
         while (true) {
@@ -54,31 +61,33 @@ class Waiter {
                 if (ptx::load_relaxed(word) >= wanted) return ptx::load_acquire(word) >= wanted;
                 __nanosleep(kPauseNs);
             }
-            if (failed()) return false;
+            if (has_failed(control)) return false;
             const std::uint64_t now = ptx::global_ns();
             if (now < look) continue;
             look = now + kHostLookNs;
-            if (ptx::load_relaxed(&patience_.host->abort) != 0) {
-                atomicExch(&control_->failed, 1u);
+            if (ptx::load_relaxed(&patience.host->abort) != 0) {
+                atomicExch(&control->failed, 1u);
                 return false;
             }
-            if (now - start > patience_.timeout_ns) {
-                give_up(word, wanted, what);
+            if (now - start > patience.timeout_ns) {
+                if (atomicExch(&control->failed, 1u) == 0) {
+                    record(patience, kernel, word, wanted, what);
+                }
                 return false;
             }
         }
     }
 
-    __device__ void give_up(const std::uint64_t* word, std::uint64_t wanted, Awaited what) const {
-        if (atomicExch(&control_->failed, 1u) != 0) return;
-        runtime::AbortRecord& record = patience_.host->record;
+    __device__ static void record(const Patience& patience, runtime::Waiter kernel,
+                                  const std::uint64_t* word, std::uint64_t wanted, Awaited what) {
+        runtime::AbortRecord& record = patience.host->record;
         runtime::Diagnosis& who = record.diagnosis;
-        who.waiter = kernel_;
+        who.waiter = kernel;
         who.core = blockIdx.x;
         who.signal = what.signal;
         who.peer = what.peer;
         who.chunk = what.chunk;
-        who.op = patience_.call;
+        who.op = patience.call;
         who.seen = ptx::load_relaxed(word);
         who.wanted = wanted;
         ptx::store_release(&record.code, static_cast<std::uint32_t>(runtime::AbortCode::timeout));

@@ -66,18 +66,16 @@ Chunks chunks_of(int rows, int chunk_rows, int push_blocks) {
     return {rows, chunk_rows, push_blocks};
 }
 
-Owners owners_of(int m, int rows, int band_columns, int last_columns, int pace, bool by_outbox,
-                 bool everywhere, const std::vector<std::uint64_t>& outs, bool alone) {
+Owners owners_of(int m, int rows, int band_columns, int pace, bool by_outbox, bool everywhere,
+                 const std::vector<std::uint64_t>& outs, bool alone) {
     require_positive("m", m);
     require_positive("rows", rows);
     require_positive("band_columns", band_columns);
-    require(last_columns >= 0, "last_columns", last_columns, "0 (as the others) or more");
     require(pace >= 0, "pace", pace, "0 or more clock cycles");
     for (const std::uint64_t out : outs) require_aligned("outs", out);
     return {.m = m,
             .rows = rows,
             .band_columns = band_columns,
-            .last_columns = last_columns,
             .pace = pace,
             .by_outbox = by_outbox,
             .everywhere = everywhere,
@@ -109,9 +107,9 @@ void bind_data(py::module_& module) {
         .def(py::init(&chunks_of), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0)
         .def_property_readonly("count", &Chunks::count);
     py::class_<Owners>(module, "Owners")
-        .def(py::init(&owners_of), py::kw_only(), "m"_a, "rows"_a, "band_columns"_a,
-             "last_columns"_a = 0, "pace"_a = 0, "by_outbox"_a = false, "everywhere"_a,
-             "outs"_a = std::vector<std::uint64_t>{}, "alone"_a = false);
+        .def(py::init(&owners_of), py::kw_only(), "m"_a, "rows"_a, "band_columns"_a, "pace"_a = 0,
+             "by_outbox"_a = false, "everywhere"_a, "outs"_a = std::vector<std::uint64_t>{},
+             "alone"_a = false);
     module.attr("MAX_FLAGS") = kFlags;
     module.attr("MAX_COPIED_CHUNKS") = kEpochCopies;
     module.attr("DATA_OFFSET") = kDataOffset;

@@ -201,7 +201,7 @@ void gemm_reduce(const World& world, const Product& product, const Owners& owner
     args.patience = patience_of(world);
     args.raster = {divide_up(owners.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};
-    args.bands = {std::min(owners.band_columns, args.raster.columns), owners.last_columns};
+    args.band_columns = std::min(owners.band_columns, args.raster.columns);
     args.pace = owners.pace;
     args.rows = owners.rows;
     args.n = product.n;

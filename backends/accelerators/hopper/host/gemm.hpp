@@ -65,7 +65,6 @@ struct Owners {
     int m;
     int rows;
     int band_columns;  // tile columns of a band; >= 1
-    int last_columns;  // of the last one; 0: as the others
     int pace;          // clock cycles from one piece that is put to the next
     bool by_outbox;
     bool everywhere;

@@ -11,9 +11,9 @@
 //   own tiles ──storer──▶ out of every peer where it is symmetric; the end of the call says that all
 //            has come. Else the gathered area of every peer, then the second flag there, and
 //   gathered area ──receiver──▶ out
-// What crosses the link is spread over the whole call: columns are cut into bands, the own tiles of a
-// band are computed after the other owners' tiles of the next, and the last band may be narrow, since
-// what follows it is hidden by nothing. Puts keep a pace (tile/store.cuh says why).
+// What crosses the link is spread over the whole call: columns are cut into bands, and the own tiles of
+// a band are computed after the other owners' tiles of the next. Puts keep a pace (tile/store.cuh says
+// why).
 //
 // Region, each [W - 1, rows, N]: inbox, by source: (s - r - 1) mod W; then, where the call uses them,
 // outbox and gathered, by owner: (o - r - 1) mod W. Flag of a tile of source s at rank r: ((s - r - 1)
@@ -31,11 +31,6 @@
 
 namespace mkernel::hopper {
 
-// Tile columns of each band but the last, and of the last (0: as the others).
-struct Bands {
-    int columns, last;
-};
-
 struct GemmReduceArgs {
     CUtensorMap a;  // [M, K]
     CUtensorMap b;
@@ -49,9 +44,9 @@ struct GemmReduceArgs {
     const void* bias;                 // [N], added once, by the owner; or null
     Region region;
     Patience patience;
-    Raster raster;  // of an owner's rows and all columns
-    Bands bands;
-    int pace;  // least clock cycles from one piece that is put to the next
+    Raster raster;     // of an owner's rows and all columns
+    int band_columns;  // tile columns of a band
+    int pace;          // least clock cycles from one piece that is put to the next
     int rows, n, k;
     bool by_outbox;
     bool everywhere;  // AllReduce: `out` has all rows, on every rank

@@ -18,73 +18,11 @@ struct OwnedTile {
     int number;  // among the owner's tiles
 };
 
-// The order of the tiles of all owners: the others' band 0; then, a band at a time, the others' next
-// and the own one before it; the own last one.
-class Sequence {
-  public:
-    __device__ Sequence(const Raster& raster, const Bands& bands, int world)
-        : raster_(raster), band_columns_(bands.columns), others_(world - 1) {
-        const int last = bands.last < raster.columns ? bands.last : 0;
-        end_ = raster.columns - last;
-        count_ = (end_ + bands.columns - 1) / bands.columns + (last > 0 ? 1 : 0);
-        has_last_ = last > 0;
-    }
-
-    // `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles.
-    __device__ void at(int index, int& step, int& cluster_row, int& column) const {
-        int band = 0;
-        int within = index;
-        step = 1;
-        if (within >= others_ * tiles(0)) {
-            within -= others_ * tiles(0);
-            const int full = (others_ + 1) * tiles(0);
-            int turn = min(within / full, max(count_ - 3, 0));  // those are alike
-            within -= turn * full;
-            while (turn + 1 < count_ && within >= others_ * tiles(turn + 1) + tiles(turn)) {
-                within -= others_ * tiles(turn + 1) + tiles(turn);
-                ++turn;
-            }
-            const int ahead = turn + 1 < count_ ? others_ * tiles(turn + 1) : 0;
-            if (within < ahead) {
-                band = turn + 1;
-            } else {
-                within -= ahead;
-                band = turn;
-                step = 0;
-            }
-        }
-        if (step > 0) {
-            step += within / tiles(band);
-            within %= tiles(band);
-        }
-        Raster part = raster_;
-        part.columns = width(band);
-        part.at(within, cluster_row, column);
-        column += first(band);
-    }
-
-  private:
-    __device__ bool is_last(int band) const { return has_last_ && band == count_ - 1; }
-    __device__ int first(int band) const { return is_last(band) ? end_ : band * band_columns_; }
-    __device__ int width(int band) const {
-        return is_last(band) ? raster_.columns - end_
-                             : min(band_columns_, end_ - band * band_columns_);
-    }
-    __device__ int tiles(int band) const { return raster_.cluster_rows * width(band); }
-
-    Raster raster_;
-    int band_columns_;
-    int others_;
-    int end_;    // where the last band begins, or the columns end
-    int count_;  // of bands
-    bool has_last_;
-};
-
 // Calls body(OwnedTile) for each of this block's tiles, in order.
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&& body) {
     const int world = args.region.world;
-    const Sequence sequence(args.raster, args.bands, world);
+    const OwnerOrder order(args.raster, args.band_columns, world);
     const int clusters = static_cast<int>(gridDim.x) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
     for (int index = static_cast<int>(blockIdx.x) / C::kCluster;
@@ -92,7 +30,7 @@ __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&&
         int step = 0;
         int cluster_row = 0;
         int column = 0;
-        sequence.at(index, step, cluster_row, column);
+        order.at(index, step, cluster_row, column);
         const int row = cluster_row * C::kCluster + block;
         body(OwnedTile{(args.region.rank + step) % world, row * kTileM, column * C::kTileN,
                        row * args.raster.columns + column});

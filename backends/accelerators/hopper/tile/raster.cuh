@@ -1,11 +1,12 @@
-// The order in which clusters take the tiles of a matrix, so that those in flight share operands in
-// L2: bands of `band` cluster rows, down the band first.
+// In which order clusters take tiles.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace mkernel::hopper {
 
+// Of one matrix, so that those in flight share operands in L2: bands of `band` cluster rows, down the
+// band first.
 struct Raster {
     int cluster_rows;  // tiles of (cluster x 128) rows
     int columns;       // tiles of kTileN columns
@@ -13,7 +14,7 @@ struct Raster {
 
     __host__ __device__ int tiles() const { return cluster_rows * columns; }
 
-    __device__ void at(int index, int& cluster_row, int& column) const {
+    __host__ __device__ void at(int index, int& cluster_row, int& column) const {
         const int first = index / (band * columns) * band;
         const int left = cluster_rows - first;
         const int height = left < band ? left : band;
@@ -21,6 +22,63 @@ struct Raster {
         column = within / height;
         cluster_row = first + within - column * height;
     }
+};
+
+// Of a matrix whose rows belong to `world` owners, each with a raster of its own: the others' band 0;
+// then, a band of columns at a time, the others' next and the own one before it; the own last one.
+class OwnerOrder {
+  public:
+    __host__ __device__ OwnerOrder(const Raster& raster, int band_columns, int world)
+        : raster_(raster),
+          band_columns_(band_columns),
+          bands_((raster.columns + band_columns - 1) / band_columns),
+          others_(world - 1) {}
+
+    // `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles.
+    __host__ __device__ void at(int index, int& step, int& cluster_row, int& column) const {
+        int band = 0;
+        int within = index;
+        step = 1;
+        if (within >= others_ * tiles(0)) {
+            within -= others_ * tiles(0);
+            const int full = (others_ + 1) * tiles(0);
+            int turn =
+                least(within / full, bands_ > 2 ? bands_ - 2 : 0);  // those before it are alike
+            within -= turn * full;
+            if (turn + 1 < bands_ && within >= others_ * tiles(turn + 1) + tiles(turn)) {
+                within -= others_ * tiles(turn + 1) + tiles(turn);
+                ++turn;
+            }
+            const int ahead = turn + 1 < bands_ ? others_ * tiles(turn + 1) : 0;
+            if (within < ahead) {
+                band = turn + 1;
+            } else {
+                within -= ahead;
+                band = turn;
+                step = 0;
+            }
+        }
+        if (step > 0) {
+            step += within / tiles(band);
+            within %= tiles(band);
+        }
+        Raster part = raster_;
+        part.columns = width(band);
+        part.at(within, cluster_row, column);
+        column += band * band_columns_;
+    }
+
+  private:
+    __host__ __device__ static int least(int a, int b) { return a < b ? a : b; }
+    __host__ __device__ int width(int band) const {
+        return least(band_columns_, raster_.columns - band * band_columns_);
+    }
+    __host__ __device__ int tiles(int band) const { return raster_.cluster_rows * width(band); }
+
+    Raster raster_;
+    int band_columns_;
+    int bands_;
+    int others_;
 };
 
 }  // namespace mkernel::hopper

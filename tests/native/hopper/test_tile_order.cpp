@@ -1,0 +1,64 @@
+// Every tile of every owner is taken once, and no rank waits for a part that comes after what waits.
+#include <cstdio>
+#include <map>
+#include <tuple>
+
+#include "backends/accelerators/hopper/tile/raster.cuh"
+
+using mkernel::hopper::OwnerOrder;
+using mkernel::hopper::Raster;
+
+namespace {
+
+// Step, cluster row, column → place in the order. Returns false where a tile is out of range or comes
+// twice.
+bool places(const Raster& raster, int band_columns, int world,
+            std::map<std::tuple<int, int, int>, int>& found) {
+    const OwnerOrder order(raster, band_columns, world);
+    for (int index = 0; index < world * raster.tiles(); ++index) {
+        int step = -1;
+        int row = -1;
+        int column = -1;
+        order.at(index, step, row, column);
+        const bool inside = step >= 0 && step < world && row >= 0 && row < raster.cluster_rows &&
+                            column >= 0 && column < raster.columns;
+        if (!inside || !found.emplace(std::tuple{step, row, column}, index).second) return false;
+    }
+    return true;
+}
+
+bool check(const Raster& raster, int band_columns, int world) {
+    std::map<std::tuple<int, int, int>, int> place;
+    if (!places(raster, band_columns, world, place)) return false;
+    // The own tile at (row, column) waits for the other ranks' parts of it. Each of them has it at
+    // another step; a rank that waits may hold up what it has not yet sent, so all parts of a tile
+    // must come before the own one, at every step.
+    for (int row = 0; row < raster.cluster_rows; ++row) {
+        for (int column = 0; column < raster.columns; ++column) {
+            for (int step = 1; step < world; ++step) {
+                if (place[{step, row, column}] > place[{0, row, column}]) return false;
+            }
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+int main() {
+    for (int world = 1; world <= 5; ++world) {
+        for (int rows = 1; rows <= 6; ++rows) {
+            for (int columns = 1; columns <= 9; ++columns) {
+                for (int width = 1; width <= columns; ++width) {
+                    for (int band = 1; band <= 3; ++band) {
+                        if (check({rows, columns, band}, width, world)) continue;
+                        std::printf("world %d, %d x %d tiles, bands of %d, raster band %d\n", world,
+                                    rows, columns, width, band);
+                        return 1;
+                    }
+                }
+            }
+        }
+    }
+    return 0;
+}
