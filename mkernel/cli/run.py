@@ -305,7 +305,7 @@ def _plan(
         )
     except Unsupported as error:
         others = [name for name in registry.names(registry.ACCELERATORS) if _claims(name, case.op)]
-        hint = f"try --accelerator {' or '.join(others)}" if others else "no installed one does"
+        hint = f"try --accelerator {' or '.join(others)}" if others else "none that runs here does"
         raise Unsupported(f"{error}; {hint}") from None
 
 
@@ -318,9 +318,10 @@ def _layout(case: Case) -> Literal["row", "column"]:
 
 
 def _claims(accelerator: str, op: str) -> bool:
-    """Whether an installed backend has the op; one that is broken has nothing."""
+    """Whether a backend has the op and can run here; one that is broken has nothing."""
     try:
-        return op in registry.accelerator(accelerator).capabilities().ops
+        backend = registry.accelerator(accelerator)
+        return op in backend.capabilities().ops and backend.status().usable
     except Exception:
         return False
 
