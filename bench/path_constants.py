@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from mkernel.bench import results
 from mkernel.plan import paths
 from mkernel.plan.model import DtypeName, GemmShape, OpName
@@ -107,7 +109,10 @@ def loss(found: list[Sample], constants: MachineConstants) -> float:
 
 def variables(tree: dict[str, object]) -> list[tuple[object, ...]]:
     """Where the numbers lie that are searched."""
-    names = ("start_us", "tile_us", "split_us", "exchange_us", "egress_gbs")
+    names = (
+        "start_us", "tile_us", "split_us", "exchange_us", "egress_gbs", "unhidden_gather",
+        "unhidden_scatter", "unhidden_reduce",
+    )  # fmt: skip
     found: list[tuple[object, ...]] = [("memory_gbs",)]
     for path in ("fused", "library"):
         part = tree[path]
@@ -139,7 +144,10 @@ def fit(found: list[Sample], tree: dict[str, object]) -> dict[str, object]:
         for where in variables(tree):
             for by in STEPS:
                 candidate = scaled(tree, where, by)
-                value = rated(candidate)
+                try:
+                    value = rated(candidate)
+                except ValidationError:  # a share above 1
+                    continue
                 if value < best:
                     tree, best = candidate, value
         if before - best < 1e-5:

@@ -39,6 +39,11 @@ class PathConstants(Model):
     split_us: float = Field(0.0, ge=0, description="launch of what adds the parts up")
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
+    unhidden_gather: float = Field(
+        0.0, ge=0, le=1, description="of the shorter of T_c and T_m, what overlap leaves: gathers"
+    )
+    unhidden_scatter: float = Field(0.0, ge=0, le=1, description="the same of reduce-scatters")
+    unhidden_reduce: float = Field(0.0, ge=0, le=1, description="the same of all-reduces")
 
 
 class MachineConstants(Model):

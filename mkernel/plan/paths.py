@@ -29,8 +29,9 @@ def predict(
 
     T_c: the product in waves (:func:`mkernel.topology.cost.products`). T_m: latency + what a rank
     sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
-    same in each of two exchanges. library = T_c + T_m. fused = max(T_c, T_m + one tile): the last
-    rows to come, or the first partial results to leave, are one tile's work away from the rest.
+    same in each of two exchanges. library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
+    last rows to come, or the first partial results to leave, are one tile's work away from the rest;
+    and a measured share of min(T_c, T_m).
     """
     fused, library = constants.fused, constants.library
     if fused is None or library is None:
@@ -55,15 +56,23 @@ def _fused(
     comm = _exchanges_us(op, shape, DTYPE_BYTES[dtype], DTYPE_BYTES[dtype], world, path)
     owners = 1 if op == "gemm_all_reduce" else world
 
+    unhidden = {
+        "all_gather_gemm": path.unhidden_gather,
+        "gemm_reduce_scatter": path.unhidden_scatter,
+        "gemm_all_reduce": path.unhidden_reduce,
+    }[op]
+
     def whole(product: Product) -> float:
-        return max(product.total_us, comm + product.tile_us if comm else 0.0)
+        compute = product.total_us
+        floor = max(compute, comm + product.tile_us if comm else 0.0)
+        return min(floor + unhidden * min(compute, comm), compute + comm)
 
     product = min(_products(owners, shape, dtype, cores, path, constants), key=whole)
     return Prediction(
         compute_us=product.total_us,
         comm_us=comm,
         sequential_us=product.total_us + comm + path.start_us,
-        pipelined_us=min(whole(product), product.total_us + comm) + path.start_us,
+        pipelined_us=whole(product) + path.start_us,
         constants=constants.name,
     )
 
