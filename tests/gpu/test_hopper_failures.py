@@ -38,14 +38,14 @@ def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(
     told: dict[int, Any] = {}
     with pytest.raises(Timeout):
         mkernel.launch(
-            hopper_ranks.absent, Shape(op, 1024, 512, 512), world - 1, 25.0,
-            ranks_per_node=world, accelerator="hopper", timeout_s=2.5,
+            hopper_ranks.absent, Shape(op, 1024, 512, 512), world - 1, 10.0,
+            ranks_per_node=world, accelerator="hopper", timeout_s=3,
             on_report=lambda rank, payload: told.update({rank: payload}),
         )  # fmt: skip
     assert sorted(told) == list(range(world - 1))
     for kind, seconds, message, alive in told.values():
         assert kind == "Timeout"
-        assert 5.5 < seconds < 14
+        assert 2.7 < seconds < 9
         assert f"of rank {world - 1}" in message
         assert "signal" in message
         assert "chunk" in message
