@@ -113,7 +113,7 @@ def variables(tree: dict[str, object]) -> list[tuple[object, ...]]:
         "start_us", "tile_us", "split_us", "exchange_us", "egress_gbs", "unhidden_gather",
         "unhidden_scatter", "unhidden_reduce",
     )  # fmt: skip
-    found: list[tuple[object, ...]] = [("memory_gbs",)]
+    found: list[tuple[object, ...]] = []
     for path in ("fused", "library"):
         part = tree[path]
         assert isinstance(part, dict)

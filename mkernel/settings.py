@@ -49,8 +49,8 @@ class Settings(BaseSettings):
     accelerator: str = Field("ascend", description="accelerator backend")
     path: Literal["auto", "fused", "library"] = Field(
         "auto",
-        description="of GEMM ops: fused kernels, a library's product and a collective, or what is "
-        "predicted to be faster; the same on all ranks",
+        description="of GEMM ops: fused kernels (not for sums of a few elements), a library's product "
+        "and a collective, or what is predicted to be faster; the same on all ranks",
     )
     nic: str = Field("cx7", description="NIC backend between nodes")
     verbs: str = Field("soft", description="verbs provider: soft, system, or a library's path")

@@ -15,6 +15,7 @@ reference of random inputs that are fresh in every iteration.
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -148,11 +149,21 @@ def uninitialised_is_nan() -> Iterator[None]:
     """torch.empty and its kin give NaN (integers: the largest value), on every thread."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    _set_deterministic(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        _set_deterministic(before, warn_only=warn_only)
+
+
+def _set_deterministic(mode: bool, *, warn_only: bool) -> None:
+    """``torch.use_deterministic_algorithms`` without its import of torch's compiler, which takes
+    every rank process two seconds and which nothing here uses."""
+    setter = getattr(torch._C, "_set_deterministic_algorithms", None)
+    if setter is None or "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+    else:
+        setter(mode, warn_only=warn_only)
 
 
 def poison_freed(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], device: Any) -> None:

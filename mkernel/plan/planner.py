@@ -77,7 +77,8 @@ def plan(
         compute_blocks, comm_blocks: cores of each kernel. None: all compute cores, and as many
             for communication as :func:`mkernel.plan.chunking.comm_blocks` says.
         constants: of the cost model. None: the shipped ones of the accelerator.
-        path: ``fused`` or ``library``; ``auto``: the one that is predicted to be faster.
+        path: ``library``; ``fused``, where it keeps the limit of error
+            (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
 
     Raises:
         UnknownOp, Unsupported: no such op, or the backend does not claim it, or not on that path.
@@ -230,6 +231,8 @@ def _predicted(
     wanted: PathName = "library" if choice.path == "library" else "fused"
     if not choice.library or not isinstance(shape, GemmShape):
         return wanted, None
+    if not paths.fusable(op, shape, world):
+        wanted = "library"
     both = paths.predict(op, shape, dtype, world, resources.compute_blocks, choice.cores, constants)
     if both is None:
         return wanted, None

@@ -1,0 +1,67 @@
+"""The product alone, of one rank: every tiling, dtype and layout, odd sizes, with and without bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_buffers import needs_gpus
+
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.cases.base import TOLERANCE
+
+pytestmark = needs_gpus(1)
+
+SIZES = [
+    (1, 8, 8),
+    (8, 8, 8),
+    (128, 256, 64),
+    (129, 264, 72),
+    (300, 776, 2056),
+    (1000, 1000, 1000),
+    (4096, 1024, 4096),
+]
+
+
+@pytest.mark.parametrize("kernel", ["all_gather_gemm", "gemm_reduce"])
+@pytest.mark.parametrize("tiling", ["wide", "deep", "narrow"])
+@pytest.mark.parametrize("n_major", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_product(dtype: str, n_major: bool, tiling: str, kernel: str) -> None:
+    made = native()
+    memory, control = made.DeviceMemory.create(0, 1), made.ControlBlock()
+    world = made.World([memory.address], 0, control.address, 5.0, 1)
+    stream = torch.cuda.current_stream().cuda_stream
+    for m, n, k in SIZES:
+        for bias in (False, True):
+            a, b = _random(m, k, dtype), _random(k, n, dtype)
+            stored = b if n_major else b.t().contiguous()
+            row = _random(1, n, dtype) * 10
+            guarded = torch.full((m + 2, n), float("nan"), device="cuda", dtype=a.dtype)
+            out = guarded[1:-1]
+            product = made.Product(
+                a=a.data_ptr(),
+                b=stored.data_ptr(),
+                out=out.data_ptr(),
+                bias=row.data_ptr() if bias else 0,
+                n=n,
+                k=k,
+                half=dtype == "float16",
+                n_major=n_major,
+                tiling=getattr(made.Tiling, tiling),
+                band=3,
+            )
+            if kernel == "all_gather_gemm":
+                made.all_gather_gemm(0, world, product, made.Chunks(m, m), False, stream)
+            else:
+                owners = made.Owners(m=m, rows=m, band_columns=2, everywhere=False)
+                made.gemm_reduce(0, world, product, owners, stream)
+            torch.cuda.synchronize()
+            truth = a.double() @ b.double() + (row.double() if bias else 0)
+            error = float((out.double() - truth).norm() / truth.norm())
+            assert error <= TOLERANCE[dtype], f"{m} x {n} x {k}, bias {bias}: error {error:.1e}"
+            assert guarded[0].isnan().all(), f"{m} x {n} x {k}: wrote before the output"
+            assert guarded[-1].isnan().all(), f"{m} x {n} x {k}: wrote behind the output"
+
+
+def _random(rows: int, columns: int, dtype: str) -> torch.Tensor:
+    return torch.randn(rows, columns, device="cuda").to(getattr(torch, dtype))
