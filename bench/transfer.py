@@ -65,6 +65,28 @@ class Memory:
             }
             holder = type("Peer", (), {"__cuda_array_interface__": interface})()
             self.peer = torch.as_tensor(holder, device="cuda:1")
+            # torch copies between devices only what its own allocator gave it
+            self.torch_peer = torch.empty(nbytes, dtype=torch.uint8, device="cuda:1")
+
+    def torch_pair(self, direction: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Destination and source of torch's own copy; only where ``pair`` gives one."""
+        if direction == "put":
+            return self.torch_peer, self.local[0]
+        if direction == "get":
+            return self.local[0], self.torch_peer
+        pair = self.pair(direction)
+        assert pair is not None
+        return pair[:2]
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor of any kind holds, on GPU 0."""
+        if tensor.data_ptr() != (0 if self.peer is None else self.peer.data_ptr()):
+            return tensor.to("cuda:0")
+        seen = torch.empty(tensor.numel(), dtype=torch.uint8, device="cuda:0")
+        stream = torch.cuda.current_stream().cuda_stream
+        plain = _hopper.Engine.plain
+        _hopper.copy(seen.data_ptr(), self.peer_address, seen.nbytes, plain, stream=stream)
+        return seen
 
     def pair(self, direction: str) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
         """Destination and source as tensors, then as addresses for GPU 0; None without a peer."""
@@ -103,6 +125,8 @@ def measure(
     if pair is None:
         return None
     dst, src, to, from_ = pair
+    if engine == "torch":
+        dst, src = memory.torch_pair(direction)
     copies = max(1, min(MOST_COPIES, BATCH_BYTES // nbytes))
     source = src[:nbytes]
     source.copy_(torch.randint(0, 256, (nbytes,), device="cuda:0", dtype=torch.uint8))
@@ -127,7 +151,7 @@ def measure(
             batch()
         device_us = median_us(graph.replay, copies, repeat)
     torch.cuda.synchronize()
-    if not torch.equal(dst[:nbytes].to("cuda:0"), source.to("cuda:0")):
+    if not torch.equal(memory.read(dst[:nbytes]), memory.read(source)):
         raise RuntimeError(f"{engine} {direction} of {nbytes} bytes on {blocks} blocks is wrong")
     best = min(device_us or launched, launched)
     return {

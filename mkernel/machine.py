@@ -8,7 +8,7 @@ from mkernel.errors import BackendUnavailable
 from mkernel.identity import Backends
 from mkernel.topology.discover import discover
 from mkernel.topology.emulate import emulate
-from mkernel.topology.model import Topology
+from mkernel.topology.model import Accelerator, Topology
 
 
 def machine_topology(backends: Backends) -> Topology:
@@ -27,11 +27,28 @@ def emulated_topology(
         raise BackendUnavailable(
             f"accelerator {backends.accelerator!r} finds no device; see `mkernel doctor`"
         )
+    if len(devices) >= nodes * ranks_per_node:  # fewer: each rank is shown its own device alone
+        machine = shown(machine, devices)
     nic = None
     if backends.nic:
         found = registry.nic(backends.nic).probe(backends.verbs or "system")
         nic = found[0] if found else None
     return emulate(machine, nodes, ranks_per_node, devices[0], nic)
+
+
+def shown(machine: Topology, devices: tuple[Accelerator, ...]) -> Topology:
+    """Without real devices of the backend's kind that it does not report: the driver lists what
+    CUDA_VISIBLE_DEVICES and its kin hide. Indices become the backend's."""
+    index = {device.pci: device.index for device in devices if device.pci and not device.emulated}
+    if not index or len(machine.nodes) != 1:
+        return machine
+    kept = tuple(
+        one.model_copy(update={"index": index[one.pci]}) if one.pci in index else one
+        for one in machine.nodes[0].accelerators
+        if one.kind != devices[0].kind or one.emulated or one.pci is None or one.pci in index
+    )
+    node = machine.nodes[0].model_copy(update={"accelerators": kept})
+    return machine.model_copy(update={"nodes": (node,)})
 
 
 def usable_accelerator(name: str) -> AcceleratorBackend:
