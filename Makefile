@@ -10,7 +10,7 @@ PACKAGE_FILES := $(shell find mkernel backends topology -type f \
 	$(shell find tests/native -type f 2>/dev/null) \
 	pyproject.toml CMakeLists.txt README.md LICENSE
 
-.PHONY: run test lint format bench numbers clean
+.PHONY: run test lint format bench sanitize numbers clean
 
 run: $(VENV)/.installed
 	@mkernel run all_gather_gemm
@@ -18,6 +18,18 @@ run: $(VENV)/.installed
 test: $(VENV)/.installed $(VENV)/.example
 	ctest --test-dir build/native --output-on-failure --timeout 120
 	pytest
+
+# The native tests of NICs and runtime under AddressSanitizer (with undefined behaviour), then
+# ThreadSanitizer.
+SANITIZED := nics\.|runtime\.
+sanitize: $(VENV)/.dependencies
+	@for which in address thread; do \
+		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
+			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
+		&& cmake --build build/sanitize-$$which --target native_nic_tests -- --no-print-directory \
+		&& ctest --test-dir build/sanitize-$$which -R '^($(SANITIZED))' --output-on-failure \
+			--no-tests=error --timeout 120 || exit 1; \
+	done
 
 lint: $(VENV)/.installed
 	ruff check .
