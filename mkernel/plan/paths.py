@@ -16,9 +16,9 @@ LEAST_FUSED_SUMS = 1 << 12
 limit of error whatever the data: in fewer the error, 2.4e-3 of 3e-3 in the mean, scatters too far."""
 
 
-def fusable(op: OpName, shape: GemmShape, world: int) -> bool:
+def fusable(op: OpName, shape: GemmShape, dtype: DtypeName, world: int) -> bool:
     """Whether the fused path may be taken where there is another."""
-    sums = op != "all_gather_gemm" and world > 1
+    sums = op != "all_gather_gemm" and world > 1 and dtype != "float32"
     return not sums or shape.m * shape.n >= LEAST_FUSED_SUMS * world
 
 

@@ -231,7 +231,7 @@ def _predicted(
     wanted: PathName = "library" if choice.path == "library" else "fused"
     if not choice.library or not isinstance(shape, GemmShape):
         return wanted, None
-    if not paths.fusable(op, shape, world):
+    if not paths.fusable(op, shape, dtype, world):
         wanted = "library"
     both = paths.predict(op, shape, dtype, world, resources.compute_blocks, choice.cores, constants)
     if both is None:

@@ -27,7 +27,7 @@ MODULES = [
 ]
 NOT_CLAIMED_BY_TINY = {
     "chunk-invariance", "split-invariance", "replicas", "routing", "expert-order",
-    "combine-weights", "handles", "causal", "gqa", "lse",
+    "combine-weights", "handles", "causal", "gqa", "lse", "queued-calls",
 }  # fmt: skip
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
