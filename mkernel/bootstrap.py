@@ -20,6 +20,8 @@ from torch.distributed import Store
 from mkernel.errors import MkernelError, PeerFailure, Timeout, WorldError
 
 _SIGNATURE_CHARS = 2 * hashlib.sha256().digest_size
+_MAX_CHARS = 1 << 24
+"""Of one message; topologies of big nodes are the longest ones."""
 _POLL_FIRST_S = 0.0005
 _POLL_MOST_S = 0.01
 
@@ -29,7 +31,7 @@ class StoreLost(WorldError):
 
 
 class Untrusted(MkernelError, PermissionError):
-    """A bootstrap message is not signed with this job's secret."""
+    """A bootstrap message is not signed with this job's secret, or not what a rank writes."""
 
 
 class Bootstrap:
@@ -50,6 +52,11 @@ class Bootstrap:
         return self._signature(key, body) + body
 
     def _open(self, key: str, sealed: bytes) -> Any:
+        if len(sealed) > _MAX_CHARS:
+            raise Untrusted(
+                f"bootstrap message {key!r} has {len(sealed)} bytes; a rank writes at most "
+                f"{_MAX_CHARS}"
+            )
         text = sealed.decode("ascii", errors="replace")
         signature, body = text[:_SIGNATURE_CHARS], text[_SIGNATURE_CHARS:]
         if not hmac.compare_digest(self._signature(key, body).encode(), signature.encode()):
@@ -57,7 +64,13 @@ class Bootstrap:
                 f"bootstrap message {key!r} is not signed with this job's secret; give every rank "
                 "the same MKERNEL_JOB_SECRET, and keep strangers from the store's port"
             )
-        return json.loads(body)
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise Untrusted(
+                f"bootstrap message {key!r} is not JSON ({error}); another program writes to this "
+                "job's store"
+            ) from error
 
     def _signature(self, key: str, body: str) -> str:
         return hmac.new(self._secret, f"{key}\0{body}".encode(), hashlib.sha256).hexdigest()

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mkernel.bootstrap import Bootstrap, StoreLost, Untrusted
 from mkernel.errors import Cancelled, Diagnosis, NicError, PeerFailure, Timeout, WorldError
@@ -53,8 +53,16 @@ class Notice:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Notice:
-        """Inverse of ``to_json``."""
-        return cls(data["kind"], int(data["rank"]), str(data["message"]), dict(data["details"]))
+        """Inverse of ``to_json``. Untrusted: ``data`` is not what ``to_json`` makes."""
+        try:
+            kind, rank, details = data["kind"], data["rank"], data["details"]
+            if kind not in get_args(NoticeKind) or not isinstance(rank, int):
+                raise ValueError(f"kind {kind!r}, rank {rank!r}")
+            notice = cls(kind, rank, str(data["message"]), dict(details))
+            notice.error()  # its details must be that error's
+            return notice
+        except (LookupError, TypeError, ValueError) as error:
+            raise Untrusted(f"an abort notice that no rank writes: {error}") from error
 
     @classmethod
     def from_error(cls, rank: int, error: BaseException) -> Notice:
@@ -223,8 +231,12 @@ class Watchdog:
         told = self._bootstrap.peek(f"heartbeat/{rank}")
         if told is None:
             return False
-        if self._last[rank][0] != told["beat"]:
-            self._last[rank] = (told["beat"], time.monotonic())
-        if told["state"] == "left":
+        try:
+            beat, state = told["beat"], told["state"]
+        except (LookupError, TypeError) as error:
+            raise Untrusted(f"a heartbeat of rank {rank} that no rank writes: {error}") from error
+        if self._last[rank][0] != beat:
+            self._last[rank] = (beat, time.monotonic())
+        if state == "left":
             self._left.add(rank)
         return rank in self._left

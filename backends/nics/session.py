@@ -58,7 +58,9 @@ class Key(_Message):
     rkey: _U32
 
 
-def _parse(model: type[_M], argument: str, text: str) -> _M:
+def _parse(model: type[_M], argument: str, text: object) -> _M:
+    if not isinstance(text, str):  # a peer's message may hold anything
+        raise ArgumentError(argument, repr(text)[:80], "text")
     if len(text) > _MAX_TEXT:
         raise ArgumentError(argument, f"{len(text)} characters", f"at most {_MAX_TEXT}")
     try:

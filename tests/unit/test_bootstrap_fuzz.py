@@ -1,0 +1,171 @@
+"""Mutated bootstrap messages: each is taken for what it is or refused by name, never anything else.
+
+Seeded, so that a failure repeats; the messages of ``corpus/bootstrap_messages.jsonl`` come first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from mkernel.backends.nics.session import Address, Key, _parse
+from mkernel.bootstrap import Bootstrap, Untrusted
+from mkernel.errors import ArgumentError, WorldError
+from mkernel.watch import Notice, Peer, Watchdog
+
+MESSAGES = (Path(__file__).parent / "corpus" / "bootstrap_messages.jsonl").read_text().splitlines()
+EDGES: list[Any] = [
+    *(None, True, "", "left", [], {}, [[]], 0, -1, 1.5, 1e308, 1 << 24, 1 << 32, 1 << 64, 1 << 200),
+    *("0" * 5000, "\ud800", "\0", float("nan"), float("inf"), {"": {}}),
+]
+PIECES = [
+    b"{",
+    b"}",
+    b"[",
+    b'"',
+    b"\\u",
+    b"\\",
+    b"null",
+    b"NaN",
+    b"-",
+    b"1e999",
+    b"\xff",
+    b"\0",
+    b",",
+]
+
+
+def mutated_bytes(data: bytes, chance: random.Random) -> bytes:
+    """Some bytes changed, cut, doubled or put in."""
+    out = bytearray(data)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(out) + 1)
+        match chance.randrange(5):
+            case 0 if at < len(out):
+                out[at] ^= 1 << chance.randrange(8)
+            case 1:
+                del out[at : at + chance.randint(1, 8)]
+            case 2:
+                out[at:at] = chance.choice(PIECES)
+            case 3:
+                out[at:at] = out[at : at + 64]
+            case _:
+                out[at:at] = bytes([chance.choice(b"[{")]) * chance.choice([1, 2000, 200_000])
+    return bytes(out)
+
+
+def mutated_value(value: Any, chance: random.Random) -> Any:
+    """One member, at any depth, replaced, left out or added."""
+    if not isinstance(value, dict) or not value or chance.random() < 0.05:
+        return chance.choice(EDGES)
+    name = chance.choice(list(value))
+    out = dict(value)
+    match chance.randrange(4):
+        case 0:
+            del out[name]
+        case 1:
+            out[chance.choice(["extra", "kind", "rank", "peer"])] = chance.choice(EDGES)
+        case _:
+            out[name] = mutated_value(value[name], chance)
+    return out
+
+
+def values(count: int, seed: int) -> list[Any]:
+    """The corpus, then its mutations; everything as it comes out of JSON."""
+    chance = random.Random(seed)
+    known = [json.loads(line) for line in MESSAGES]
+    made = [mutated_value(chance.choice(known), chance) for _ in range(count)]
+    return known + [json.loads(json.dumps(value)) for value in made]
+
+
+@pytest.mark.parametrize("secret", [b"", b"secret"])
+def test_changed_bytes_are_refused(secret: bytes) -> None:
+    chance = random.Random(1)
+    store = HashStore()
+    bootstrap = Bootstrap(store, secret)
+    for turn in range(4000):
+        bootstrap.publish("key", json.loads(MESSAGES[turn % len(MESSAGES)]))
+        sealed = bytes(store.get("key"))
+        changed = mutated_bytes(sealed, chance)
+        store.set("key", changed)
+        if changed == sealed:
+            continue
+        with pytest.raises(Untrusted):
+            bootstrap.peek("key")
+
+
+def test_any_body_that_is_signed_is_a_value_or_refused() -> None:
+    """Without a secret a stranger can sign too."""
+    chance = random.Random(2)
+    store = HashStore()
+    bootstrap = Bootstrap(store)
+    refused = 0
+    for turn in range(4000):
+        body = mutated_bytes(MESSAGES[turn % len(MESSAGES)].encode(), chance)
+        text = body.decode("ascii", errors="replace")
+        store.set("key", bootstrap._signature("key", text).encode() + body)
+        try:
+            bootstrap.peek("key")
+        except Untrusted:
+            refused += 1
+    assert 2000 < refused < 4000
+
+
+def test_a_message_without_end_is_refused() -> None:
+    store = HashStore()
+    bootstrap = Bootstrap(store, b"secret")
+    bootstrap.publish("key", "x" * (1 << 24))
+    with pytest.raises(Untrusted, match="at most"):
+        bootstrap.peek("key")
+
+
+def test_notices_are_errors_or_refused() -> None:
+    taken = 0
+    for value in values(20_000, 3):
+        try:
+            notice = Notice.from_json(value)
+        except Untrusted:
+            continue
+        assert isinstance(notice.error(), WorldError)
+        taken += 1
+    assert 4 < taken < 20_000
+
+
+def test_heartbeats_are_read_or_refused() -> None:
+    store = HashStore()
+    bootstrap = Bootstrap(store)
+    peers = {0: Peer(0, "here", 1), 1: Peer(1, "elsewhere", 1)}
+    watchdog = Watchdog(bootstrap, 0, peers, 60.0, dict, lambda: None, lambda notice: None)
+    watchdog.start()  # its own look comes long after this test
+    try:
+        for value in values(5000, 4):
+            bootstrap.publish("heartbeat/1", value)
+            watchdog._left.clear()
+            with contextlib.suppress(Untrusted):
+                assert watchdog._has_left(1) == (value is not None and value["state"] == "left")
+    finally:
+        watchdog.stop()
+
+
+@pytest.mark.parametrize("model", [Address, Key])
+def test_addresses_and_keys_are_valid_or_refused(model: type[Address] | type[Key]) -> None:
+    chance = random.Random(5)
+    taken = 0
+    for value in values(15_000, 6):
+        texts: list[Any] = [value, json.dumps(value)]
+        if chance.random() < 0.3:
+            texts.append(mutated_bytes(texts[1].encode(), chance).decode("latin-1"))
+        for text in texts:
+            try:
+                parsed = _parse(model, "text", text)
+            except ArgumentError:
+                continue
+            assert model.model_validate_json(parsed.model_dump_json()) == parsed
+            taken += 1
+    assert 0 < taken < 15_000
