@@ -35,6 +35,34 @@ bool has(int mask, int wanted) {
     return (mask & wanted) == wanted;
 }
 
+// The steps between states, with the attributes that each must and may be given (InfiniBand
+// specification, "QP state transition properties"); anything else is refused. RESET and ERR take none.
+struct Step {
+    ibv_qp_state from, to;
+    int required, optional;
+};
+constexpr Step kSteps[] = {
+    {IBV_QPS_RESET, IBV_QPS_INIT, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, 0},
+    {IBV_QPS_INIT, IBV_QPS_INIT, 0, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS},
+    {IBV_QPS_INIT, IBV_QPS_RTR,
+     IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
+         IBV_QP_MIN_RNR_TIMER,
+     IBV_QP_PKEY_INDEX | IBV_QP_ACCESS_FLAGS},
+    {IBV_QPS_RTR, IBV_QPS_RTS,
+     IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC,
+     IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER},
+    {IBV_QPS_RTS, IBV_QPS_RTS, 0, IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER}};
+
+bool allowed(ibv_qp_state from, ibv_qp_state to, int given) {
+    if (to == IBV_QPS_RESET || to == IBV_QPS_ERR) {
+        return given == 0 && (to == IBV_QPS_RESET || from != IBV_QPS_RESET);
+    }
+    const auto* step = std::ranges::find_if(
+        kSteps, [&](const Step& each) { return each.from == from && each.to == to; });
+    return step != std::end(kSteps) && has(given, step->required) &&
+           (given & ~(step->required | step->optional)) == 0;
+}
+
 ibv_wc_opcode completed_as(ibv_wr_opcode opcode) {
     return opcode == IBV_WR_SEND || opcode == IBV_WR_SEND_WITH_IMM ? IBV_WC_SEND
                                                                    : IBV_WC_RDMA_WRITE;
@@ -194,40 +222,31 @@ int Qp::post_recv(ibv_recv_wr* wr, ibv_recv_wr** bad) {
 // -----------------------------------------------------------------
 
 int Qp::modify(const ibv_qp_attr& attr, int mask) {
-    if (!has(mask, IBV_QP_STATE)) return EINVAL;
     if (has(mask, IBV_QP_CUR_STATE) && attr.cur_qp_state != state) return EINVAL;
-    switch (attr.qp_state) {
-        case IBV_QPS_RESET:
-            to_reset();
-            return 0;
-        case IBV_QPS_ERR:
-            enter_error();
-            return 0;
-        case IBV_QPS_INIT:
-            return state == IBV_QPS_RESET ? to_init(attr, mask) : EINVAL;
-        case IBV_QPS_RTR:
-            return state == IBV_QPS_INIT ? to_rtr(attr, mask) : EINVAL;
-        case IBV_QPS_RTS:
-            return state == IBV_QPS_RTR ? to_rts(attr, mask) : EINVAL;
-        default:
-            return EINVAL;
-    }
+    const ibv_qp_state next = has(mask, IBV_QP_STATE) ? attr.qp_state : state;
+    const int given = mask & ~(IBV_QP_STATE | IBV_QP_CUR_STATE);
+    if (!allowed(state, next, given)) return EINVAL;
+    if (has(given, IBV_QP_PKEY_INDEX) && attr.pkey_index != 0) return EINVAL;
+    int error = 0;
+    if (next == IBV_QPS_RESET) to_reset();
+    if (next == IBV_QPS_ERR) enter_error();
+    if (next == IBV_QPS_INIT) error = to_init(attr, given);
+    if (next == IBV_QPS_RTR) error = to_rtr(attr);
+    if (next == IBV_QPS_RTS) error = to_rts(attr, given);
+    if (error != 0) return error;
+    if (has(given, IBV_QP_ACCESS_FLAGS)) access_ = attr.qp_access_flags;
+    if (has(given, IBV_QP_MIN_RNR_TIMER)) min_rnr_timer_ = attr.min_rnr_timer & 31;
+    return 0;
 }
 
 int Qp::to_init(const ibv_qp_attr& attr, int mask) {
-    if (!has(mask, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) return EINVAL;
-    if (attr.port_num != 1 || attr.pkey_index != 0) return EINVAL;
-    access_ = attr.qp_access_flags;
+    if (has(mask, IBV_QP_PORT) && attr.port_num != 1) return EINVAL;
     state = IBV_QPS_INIT;
     state_.store(state, std::memory_order_release);
     return 0;
 }
 
-int Qp::to_rtr(const ibv_qp_attr& attr, int mask) {
-    if (!has(mask, IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-                       IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) {
-        return EINVAL;
-    }
+int Qp::to_rtr(const ibv_qp_attr& attr) {
     // An Ethernet port routes by GID only.
     if (attr.ah_attr.is_global == 0 || attr.ah_attr.port_num != 1) return EINVAL;
     if (attr.path_mtu < IBV_MTU_256 || attr.path_mtu > IBV_MTU_4096) return EINVAL;
@@ -241,7 +260,6 @@ int Qp::to_rtr(const ibv_qp_attr& attr, int mask) {
     dest_qp_num_ = attr.dest_qp_num;
     dest_gid_ = attr.ah_attr.grh.dgid;
     mtu_ = attr.path_mtu;
-    min_rnr_timer_ = attr.min_rnr_timer & 31;
     state = IBV_QPS_RTR;
     inbound().consumer.state.store(RingState::responsive, std::memory_order_release);
     state_.store(state, std::memory_order_release);
@@ -249,13 +267,9 @@ int Qp::to_rtr(const ibv_qp_attr& attr, int mask) {
 }
 
 int Qp::to_rts(const ibv_qp_attr& attr, int mask) {
-    if (!has(mask, IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
-                       IBV_QP_MAX_QP_RD_ATOMIC)) {
-        return EINVAL;
-    }
-    timeout_ = attr.timeout & 31;
-    retry_cnt_ = attr.retry_cnt & 7;
-    rnr_retry_ = attr.rnr_retry & 7;
+    if (has(mask, IBV_QP_TIMEOUT)) timeout_ = attr.timeout & 31;
+    if (has(mask, IBV_QP_RETRY_CNT)) retry_cnt_ = attr.retry_cnt & 7;
+    if (has(mask, IBV_QP_RNR_RETRY)) rnr_retry_ = attr.rnr_retry & 7;
     state = IBV_QPS_RTS;
     state_.store(state, std::memory_order_release);
     return 0;

@@ -72,7 +72,7 @@ struct Qp : ibv_qp {
     Ring& inbound() const;
     Ring& outbound() const;
     int to_init(const ibv_qp_attr& attr, int mask);
-    int to_rtr(const ibv_qp_attr& attr, int mask);
+    int to_rtr(const ibv_qp_attr& attr);
     int to_rts(const ibv_qp_attr& attr, int mask);
     void to_reset();
     void disconnect();

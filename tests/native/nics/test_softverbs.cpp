@@ -1,5 +1,7 @@
-// The software RDMA device against the rules of RC, through verbs alone: what passes here should
-// pass on a real card. Two devices of one process talk to each other. argv[1]: the library.
+// An RDMA device against the rules of RC, through verbs alone. Our software device and the kernel's
+// (rxe, see tests/rxe) both pass. Where rxe departs from the specification and from cards, the test
+// says so; everywhere else it is the oracle of ours.
+// Two contexts of one process talk to each other. argv: the library, the device, part of a name.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -26,6 +28,15 @@ using mkernel::runtime::monotonic_ns;
 namespace {
 
 std::string library;
+std::string device = "soft0";
+
+// For tests of what only our software device does or promises.
+bool software() {
+    return device == "soft0";
+}
+bool rxe() {
+    return device.starts_with("rxe");
+}
 
 struct Limits {
     std::uint32_t sends = 16;
@@ -46,7 +57,7 @@ struct End {
     explicit End(const Limits& limits = {})
         : limits(limits),
           v(verbs::Verbs::load(library)),
-          context(verbs::open_device(v, "soft0")),
+          context(verbs::open_device(v, device)),
           memory(kBytes, limits.shared) {
         pd = v->alloc_pd(context.get());
         cq = v->create_cq(context.get(), limits.cqe, nullptr, nullptr, 0);
@@ -87,6 +98,8 @@ struct End {
         a.min_rnr_timer = limits.rnr_timer;
         a.ah_attr.is_global = 1;
         a.ah_attr.port_num = 1;
+        a.ah_attr.grh.sgid_index = 1;  // the same port's where the device is the kernel's
+        a.ah_attr.grh.hop_limit = 1;
         v->query_gid(peer.context.get(), 1, 1, &a.ah_attr.grh.dgid);
         return v->modify_qp(qp, &a,
                             IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
@@ -284,7 +297,8 @@ void unsignaled_complete_silently_and_hold_their_slots() {
     }
     CHECK(!p.a.poll(0.05));
     CHECK(p.a.post(p.a.write(s, p.b, 7)) == 0);
-    CHECK(p.a.post(p.a.write(s, p.b, 8)) == ENOMEM);  // full until the signaled one is polled
+    // Full until the signaled one is polled. Other devices may have more room than was asked for.
+    CHECK(!software() || p.a.post(p.a.write(s, p.b, 8)) == ENOMEM);
     CHECK(p.a.completes(7, IBV_WC_SUCCESS));
     CHECK(p.a.post(p.a.write(s, p.b, 8)) == 0);
     CHECK(p.a.completes(8, IBV_WC_SUCCESS));
@@ -304,8 +318,10 @@ void access_error(const Limits& at_b, void (*spoil)(Pair&, ibv_send_wr&), ibv_wc
     CHECK(p.a.completes(1, wanted));
     CHECK(p.a.completes(2, IBV_WC_WR_FLUSH_ERR));
     CHECK(p.b.completes(77, IBV_WC_WR_FLUSH_ERR));
-    const auto event = p.b.event();
-    CHECK(event == IBV_EVENT_QP_ACCESS_ERR || event == IBV_EVENT_QP_REQ_ERR);
+    if (!rxe()) {  // cards tell the responder so, rxe does not
+        const auto event = p.b.event();
+        CHECK(event == IBV_EVENT_QP_ACCESS_ERR || event == IBV_EVENT_QP_REQ_ERR);
+    }
     bool untouched = true;
     for (std::size_t i = 0; i < kBytes; ++i) {
         untouched = untouched && p.b.memory.data()[i] == std::byte{0};
@@ -315,7 +331,8 @@ void access_error(const Limits& at_b, void (*spoil)(Pair&, ibv_send_wr&), ibv_wc
     CHECK(p.a.post(p.a.write(s, p.b, 3)) == 0);
     CHECK(p.a.completes(3, IBV_WC_WR_FLUSH_ERR));
     CHECK(p.b.receive(78) == 0);
-    CHECK(p.b.completes(78, IBV_WC_WR_FLUSH_ERR));
+    // rxe takes a receive without a system call, so that it notices this one later.
+    CHECK(rxe() || p.b.completes(78, IBV_WC_WR_FLUSH_ERR));
 }
 
 void bad_rkey() {
@@ -361,7 +378,7 @@ void local_protection_comes_after_what_precedes_it() {
     s.lkey ^= 1;
     CHECK(p.a.post(p.a.write(s, p.b, 2)) == 0);
     CHECK(p.a.completes(1, IBV_WC_SUCCESS));
-    CHECK(p.a.completes(2, IBV_WC_LOC_PROT_ERR));
+    CHECK(p.a.completes(2, rxe() ? IBV_WC_LOC_QP_OP_ERR : IBV_WC_LOC_PROT_ERR));
     s = p.a.sge(8);
     CHECK(p.a.post(p.a.write(s, p.b, 3)) == 0);
     CHECK(p.a.completes(3, IBV_WC_WR_FLUSH_ERR));
@@ -427,7 +444,7 @@ void states_come_in_order_and_complete() {
     CHECK(a.rtr(b) == EINVAL);
     CHECK(a.rts() == EINVAL);
     CHECK(a.init() == 0);
-    CHECK(a.init() == EINVAL);
+    CHECK(a.init() == 0);  // may be repeated
     CHECK(a.receive(1) == 0);
     CHECK(a.post(a.write(s, b, 1)) == EINVAL);
     ibv_qp_attr attr{};
@@ -440,6 +457,201 @@ void states_come_in_order_and_complete() {
     CHECK(a.v->dealloc_pd(a.pd) == EBUSY);
     CHECK(a.to(IBV_QPS_RESET) == 0);
     CHECK(!a.poll(0.02));  // reset drops, it does not flush
+}
+
+// Which states follow each other, and which attributes each step takes.
+void a_state_takes_its_attributes_and_no_others() {
+    End a;
+    End b;
+    ibv_qp_attr attr{};
+    attr.port_num = 1;
+    attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
+    attr.min_rnr_timer = 3;
+    attr.timeout = 9;
+    const auto change = [&](ibv_qp_state state, int mask) {
+        attr.qp_state = state;
+        return a.v->modify_qp(a.qp, &attr, IBV_QP_STATE | mask);
+    };
+    CHECK(a.to(IBV_QPS_ERR) == EINVAL);  // from RESET only INIT
+    CHECK(change(IBV_QPS_INIT, IBV_QP_PKEY_INDEX | IBV_QP_PORT) == EINVAL);
+    CHECK(change(IBV_QPS_INIT,
+                 IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS | IBV_QP_TIMEOUT) == EINVAL);
+    CHECK(a.init() == 0);
+    CHECK(change(IBV_QPS_INIT, IBV_QP_ACCESS_FLAGS) == 0);
+    CHECK(a.v->modify_qp(a.qp, &attr, IBV_QP_ACCESS_FLAGS) == 0);  // the state stays
+    CHECK(a.v->modify_qp(a.qp, &attr, IBV_QP_MIN_RNR_TIMER) == EINVAL);
+    CHECK(a.rtr(b) == 0);
+    CHECK(a.rtr(b) == EINVAL);
+    CHECK(a.init() == EINVAL);
+    CHECK(a.rts() == 0);
+    CHECK(a.rts() == EINVAL);
+    CHECK(change(IBV_QPS_RTS, IBV_QP_MIN_RNR_TIMER | IBV_QP_ACCESS_FLAGS) == 0);
+    CHECK(change(IBV_QPS_RTS, IBV_QP_TIMEOUT) == EINVAL);
+    CHECK(a.to(IBV_QPS_ERR) == 0);
+    CHECK(a.to(IBV_QPS_ERR) == 0);
+    CHECK(a.init() == EINVAL);
+    CHECK(a.rts() == EINVAL);
+    CHECK(a.to(IBV_QPS_RESET) == 0);
+    CHECK(a.to(IBV_QPS_RESET) == 0);
+    CHECK(a.init() == 0);
+}
+
+void access_flags_changed_later_count() {
+    Limits closed;
+    closed.qp_access = 0;
+    Pair p({}, closed);
+    ibv_qp_attr attr{};
+    attr.qp_state = IBV_QPS_RTS;
+    attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
+    CHECK(p.b.v->modify_qp(p.b.qp, &attr, IBV_QP_STATE | IBV_QP_ACCESS_FLAGS) == 0);
+    ibv_sge s = p.a.sge(8);
+    CHECK(p.a.post(p.a.write(s, p.b, 1)) == 0);
+    CHECK(p.a.completes(1, IBV_WC_SUCCESS));
+}
+
+void a_receiver_need_not_be_ready_to_send() {
+    End a;
+    End b;
+    CHECK(a.init() == 0 && b.init() == 0);
+    CHECK(a.rtr(b) == 0 && b.rtr(a) == 0 && a.rts() == 0);
+    CHECK(b.receive(5) == 0);
+    ibv_sge s = a.sge(100);
+    ibv_send_wr wr = a.write(s, b, 1);
+    wr.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+    CHECK(a.post(wr) == 0);
+    CHECK(a.completes(1, IBV_WC_SUCCESS));
+    CHECK(b.completes(5, IBV_WC_SUCCESS));
+}
+
+void an_empty_write_needs_no_key() {
+    Pair p;
+    CHECK(p.b.receive(5) == 0);
+    ibv_sge none = p.a.sge(0);
+    for (const auto opcode : {IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM}) {
+        ibv_send_wr wr = p.a.write(none, p.b, opcode);
+        wr.opcode = opcode;
+        wr.wr.rdma.rkey = 0;
+        wr.wr.rdma.remote_addr = 0;
+        CHECK(p.a.post(wr) == 0);
+        CHECK(p.a.completes(opcode, IBV_WC_SUCCESS));
+    }
+    CHECK(p.b.completes(5, IBV_WC_SUCCESS));
+}
+
+void a_send_larger_than_its_receive() {
+    Pair p;
+    CHECK(p.b.receive(5, 4000) == 0);
+    CHECK(p.b.receive(6, 8000) == 0);
+    ibv_sge s = p.a.sge(8000);
+    ibv_send_wr wr = p.a.write(s, p.b, 1);
+    wr.opcode = IBV_WR_SEND;
+    CHECK(p.a.post(wr) == 0);
+    CHECK(p.a.completes(1, rxe() ? IBV_WC_REM_OP_ERR : IBV_WC_REM_INV_REQ_ERR));
+    CHECK(p.b.completes(5, rxe() ? IBV_WC_LOC_QP_OP_ERR : IBV_WC_LOC_LEN_ERR));
+    CHECK(p.b.completes(6, IBV_WC_WR_FLUSH_ERR));
+}
+
+void an_unsignaled_failure_completes() {
+    Pair p;
+    ibv_sge s = p.a.sge(8);
+    ibv_send_wr wr = p.a.write(s, p.b, 1);
+    wr.send_flags = 0;
+    wr.wr.rdma.rkey ^= 1;
+    CHECK(p.a.post(wr) == 0);
+    CHECK(p.a.completes(1, IBV_WC_REM_ACCESS_ERR));
+}
+
+void a_key_of_another_domain() {
+    Pair p;
+    ibv_pd* other = p.b.v->alloc_pd(p.b.context.get());
+    ibv_mr* mr = p.b.v->reg_mr(other, p.b.memory.data(), kBytes, 7);
+    CHECK(mr != nullptr);
+    ibv_sge s = p.a.sge(8);
+    ibv_send_wr wr = p.a.write(s, p.b, 1);
+    if (mr != nullptr) wr.wr.rdma.rkey = mr->rkey;
+    CHECK(p.a.post(wr) == 0);
+    CHECK(p.a.completes(1, IBV_WC_REM_ACCESS_ERR));
+    if (mr != nullptr) CHECK(p.b.v->dereg_mr(mr) == 0);
+    CHECK(p.b.v->dealloc_pd(other) == 0);
+}
+
+void a_list_stops_at_what_is_refused() {
+    Pair p;
+    ibv_sge s[5];
+    for (auto& each : s) each = p.a.sge(8);
+    ibv_send_wr wrs[3] = {p.a.write(s[0], p.b, 1), p.a.write(s[0], p.b, 2),
+                          p.a.write(s[0], p.b, 3)};
+    wrs[0].next = &wrs[1];
+    wrs[1].next = &wrs[2];
+    wrs[1].sg_list = s;
+    wrs[1].num_sge = 5;  // the queue pair has 4
+    ibv_send_wr* bad = nullptr;
+    CHECK(ibv_post_send(p.a.qp, wrs, &bad) != 0);
+    CHECK(bad == &wrs[1]);
+    CHECK(p.a.completes(1, IBV_WC_SUCCESS));
+    CHECK(!p.a.poll(0.05));
+    CHECK(p.a.post(p.a.write(s[0], p.b, 4)) == 0);
+    CHECK(p.a.completes(4, IBV_WC_SUCCESS));
+}
+
+void a_write_gathers_its_pieces() {
+    Pair p;
+    fill(p.a, 300'000, 4);
+    ibv_sge pieces[3] = {p.a.sge(9'001, 200'000), p.a.sge(0, 7), p.a.sge(70'000, 1)};
+    ibv_send_wr wr = p.a.write(pieces[0], p.b, 1);
+    wr.sg_list = pieces;
+    wr.num_sge = 3;
+    CHECK(p.a.post(wr) == 0);
+    CHECK(p.a.completes(1, IBV_WC_SUCCESS));
+    CHECK(std::memcmp(p.b.memory.data(), p.a.memory.data() + 200'000, 9'001) == 0);
+    CHECK(std::memcmp(p.b.memory.data() + 9'001, p.a.memory.data() + 1, 70'000) == 0);
+}
+
+// What was placed before the error stays, what follows it is not placed.
+void an_error_stops_what_follows_it() {
+    Pair p;
+    fill(p.a, 64, 6);
+    std::memset(p.b.memory.data(), 0, 256);
+    for (std::uint64_t i = 0; i < 3; ++i) CHECK(p.b.receive(i) == 0);
+    ibv_sge s = p.a.sge(64);
+    ibv_send_wr wrs[3] = {p.a.write(s, p.b, 0), p.a.write(s, p.b, 1), p.a.write(s, p.b, 2)};
+    for (unsigned i = 0; i < 3; ++i) {
+        wrs[i].opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+        wrs[i].wr.rdma.remote_addr += 64 * i;
+        if (i < 2) wrs[i].next = &wrs[i + 1];
+    }
+    wrs[1].wr.rdma.rkey ^= 1;
+    ibv_send_wr* bad = nullptr;
+    CHECK(ibv_post_send(p.a.qp, wrs, &bad) == 0);
+    CHECK(p.a.completes(0, IBV_WC_SUCCESS));
+    CHECK(p.a.completes(1, IBV_WC_REM_ACCESS_ERR));
+    CHECK(p.a.completes(2, IBV_WC_WR_FLUSH_ERR));
+    CHECK(p.b.completes(0, IBV_WC_SUCCESS));
+    CHECK(p.b.completes(1, rxe() ? IBV_WC_REM_ACCESS_ERR : IBV_WC_WR_FLUSH_ERR));
+    CHECK(p.b.completes(2, IBV_WC_WR_FLUSH_ERR));
+    CHECK(std::memcmp(p.a.memory.data(), p.b.memory.data(), 64) == 0);
+    bool untouched = true;
+    for (std::size_t i = 64; i < 256; ++i) {
+        untouched = untouched && p.b.memory.data()[i] == std::byte{0};
+    }
+    CHECK(untouched);
+}
+
+void a_reset_queue_pair_connects_again() {
+    Pair p;
+    ibv_sge s = p.a.sge(8);
+    ibv_send_wr wr = p.a.write(s, p.b, 1);
+    wr.wr.rdma.rkey ^= 1;
+    CHECK(p.a.post(wr) == 0);
+    CHECK(p.a.completes(1, IBV_WC_REM_ACCESS_ERR));
+    for (End* end : {&p.a, &p.b}) CHECK(end->to(IBV_QPS_RESET) == 0 && end->init() == 0);
+    CHECK(p.a.rtr(p.b) == 0 && p.b.rtr(p.a) == 0 && p.a.rts() == 0 && p.b.rts() == 0);
+    CHECK(p.b.receive(7) == 0);
+    wr = p.a.write(s, p.b, 2);
+    wr.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+    CHECK(p.a.post(wr) == 0);
+    CHECK(p.a.completes(2, IBV_WC_SUCCESS));
+    CHECK(p.b.completes(7, IBV_WC_SUCCESS));
 }
 
 void overrun_queue_is_an_error() {
@@ -534,35 +746,50 @@ void completion_channel_tells_once() {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc < 2) return std::printf("usage: test_softverbs LIBRARY [TEST]\n"), 2;
+    if (argc < 2) return std::printf("usage: test_softverbs LIBRARY [DEVICE [TEST]]\n"), 2;
     library = argv[1];
-    return testing::run(
-        {{"writes_of_all_sizes_by_reference", [] { writes_of_all_sizes(true); }},
-         {"writes_of_all_sizes_through_the_ring", [] { writes_of_all_sizes(false); }},
-         {"immediate_follows_its_data", immediate_follows_its_data},
-         {"send_by_reference", [] { send_scatters_into_its_receive(true); }},
-         {"send_through_the_ring", [] { send_scatters_into_its_receive(false); }},
-         {"inline_data_is_taken_when_posted", inline_data_is_taken_when_posted},
-         {"unsignaled_complete_silently_and_hold_their_slots",
-          unsignaled_complete_silently_and_hold_their_slots},
-         {"bad_rkey", bad_rkey},
-         {"write_past_the_end", write_past_the_end},
-         {"write_before_the_start", write_before_the_start},
-         {"write_to_a_region_without_the_right", write_to_a_region_without_the_right},
-         {"write_to_a_queue_pair_without_the_right", write_to_a_queue_pair_without_the_right},
-         {"write_to_a_deregistered_region", write_to_a_deregistered_region},
-         {"local_protection_comes_after_what_precedes_it",
-          local_protection_comes_after_what_precedes_it},
-         {"receiver_not_ready_gives_up", receiver_not_ready_gives_up},
-         {"receiver_not_ready_is_retried", receiver_not_ready_is_retried},
-         {"vanished_peer_exhausts_the_retries", vanished_peer_exhausts_the_retries},
-         {"error_state_flushes_everything", error_state_flushes_everything},
-         {"states_come_in_order_and_complete", states_come_in_order_and_complete},
-         {"overrun_queue_is_an_error", overrun_queue_is_an_error},
-         {"registration_is_checked", registration_is_checked},
-         {"a_wrong_gid_does_not_connect", a_wrong_gid_does_not_connect},
-         {"latency_delays_delivery", latency_delays_delivery},
-         {"a_cut_link_exhausts_the_retries", a_cut_link_exhausts_the_retries},
-         {"completion_channel_tells_once", completion_channel_tells_once}},
-        argc > 2 ? argv[2] : nullptr);
+    if (argc > 2) device = argv[2];
+    std::vector<testing::Test> tests = {
+        {"writes_of_all_sizes_by_reference", [] { writes_of_all_sizes(true); }},
+        {"writes_of_all_sizes_through_the_ring", [] { writes_of_all_sizes(false); }},
+        {"immediate_follows_its_data", immediate_follows_its_data},
+        {"send_by_reference", [] { send_scatters_into_its_receive(true); }},
+        {"send_through_the_ring", [] { send_scatters_into_its_receive(false); }},
+        {"inline_data_is_taken_when_posted", inline_data_is_taken_when_posted},
+        {"unsignaled_complete_silently_and_hold_their_slots",
+         unsignaled_complete_silently_and_hold_their_slots},
+        {"bad_rkey", bad_rkey},
+        {"write_past_the_end", write_past_the_end},
+        {"write_before_the_start", write_before_the_start},
+        {"write_to_a_region_without_the_right", write_to_a_region_without_the_right},
+        {"write_to_a_queue_pair_without_the_right", write_to_a_queue_pair_without_the_right},
+        {"write_to_a_deregistered_region", write_to_a_deregistered_region},
+        {"local_protection_comes_after_what_precedes_it",
+         local_protection_comes_after_what_precedes_it},
+        {"receiver_not_ready_gives_up", receiver_not_ready_gives_up},
+        {"receiver_not_ready_is_retried", receiver_not_ready_is_retried},
+        {"vanished_peer_exhausts_the_retries", vanished_peer_exhausts_the_retries},
+        {"error_state_flushes_everything", error_state_flushes_everything},
+        {"states_come_in_order_and_complete", states_come_in_order_and_complete},
+        {"overrun_queue_is_an_error", overrun_queue_is_an_error},
+        {"registration_is_checked", registration_is_checked},
+        {"a_state_takes_its_attributes_and_no_others", a_state_takes_its_attributes_and_no_others},
+        {"access_flags_changed_later_count", access_flags_changed_later_count},
+        {"a_receiver_need_not_be_ready_to_send", a_receiver_need_not_be_ready_to_send},
+        {"an_empty_write_needs_no_key", an_empty_write_needs_no_key},
+        {"a_send_larger_than_its_receive", a_send_larger_than_its_receive},
+        {"an_unsignaled_failure_completes", an_unsignaled_failure_completes},
+        {"a_key_of_another_domain", a_key_of_another_domain},
+        {"a_list_stops_at_what_is_refused", a_list_stops_at_what_is_refused},
+        {"a_write_gathers_its_pieces", a_write_gathers_its_pieces},
+        {"an_error_stops_what_follows_it", an_error_stops_what_follows_it},
+        {"a_reset_queue_pair_connects_again", a_reset_queue_pair_connects_again},
+        {"completion_channel_tells_once", completion_channel_tells_once}};
+    if (software()) {
+        tests.insert(tests.end(),
+                     {{"a_wrong_gid_does_not_connect", a_wrong_gid_does_not_connect},
+                      {"latency_delays_delivery", latency_delays_delivery},
+                      {"a_cut_link_exhausts_the_retries", a_cut_link_exhausts_the_retries}});
+    }
+    return testing::run(tests, argc > 3 ? argv[3] : nullptr);
 }
