@@ -1,7 +1,5 @@
 #include "backends/nics/softverbs/completion.hpp"
 
-#include "backends/nics/softverbs/queue_pair.hpp"
-
 namespace mkernel::nics::softverbs {
 
 bool Cq::push(const Entry& entry, bool solicited) {
@@ -40,7 +38,7 @@ int Cq::poll(int count, ibv_wc* out) {
     return got;
 }
 
-void Cq::forget(const Qp* qp) {
+void Cq::forget(const SlotOwner* qp) {
     const std::lock_guard lock(poll_lock);
     const std::uint64_t end = head.load(std::memory_order_acquire);
     for (std::uint64_t at = tail.load(std::memory_order_relaxed); at != end; ++at) {

@@ -15,7 +15,14 @@
 
 namespace mkernel::nics::softverbs {
 
-struct Qp;
+// What gives a queue pair's slots back once the completion that frees them was polled. Any thread.
+class SlotOwner {
+  public:
+    virtual void reclaim(std::uint64_t to) = 0;
+
+  protected:
+    ~SlotOwner() = default;
+};
 
 // A pipe of 8-byte pointers to queues; `fd` of the verbs structure is its reading end.
 struct Channel : ibv_comp_channel {
@@ -26,8 +33,8 @@ struct Channel : ibv_comp_channel {
 struct Cq : ibv_cq {
     struct Entry {
         ibv_wc wc;
-        Qp* qp;                    // null: void, its queue pair is gone
-        std::uint64_t reclaim_to;  // send requests of `qp` whose slots this frees; 0: a receive
+        SlotOwner* qp;             // null: void, its queue pair is gone
+        std::uint64_t reclaim_to;  // what to tell `qp`; 0: nothing
     };
 
     std::vector<Entry> entries;  // a power of two
@@ -43,7 +50,7 @@ struct Cq : ibv_cq {
     // Any thread.
     int poll(int count, ibv_wc* out);
     // Under the control lock: voids what belongs to a queue pair that goes away.
-    void forget(const Qp* qp);
+    void forget(const SlotOwner* qp);
 };
 
 }  // namespace mkernel::nics::softverbs

@@ -29,6 +29,13 @@ Config Config::from_environment() {
     config.max_message = static_cast<std::uint32_t>(
         number("MKERNEL_SOFTVERBS_MAX_MESSAGE", config.max_message, 1, 1u << 30));
     config.scramble = static_cast<std::uint8_t>(number("MKERNEL_SOFTVERBS_SCRAMBLE", 0, 0, 255));
+    config.seed = number("MKERNEL_SOFTVERBS_SEED", config.seed, 0, kAny);
+    config.reorder = number("MKERNEL_SOFTVERBS_REORDER", 1, 0, 1) != 0;
+    config.duplicates = static_cast<std::uint32_t>(
+        number("MKERNEL_SOFTVERBS_DUPLICATES", config.duplicates, 0, 100));
+    config.srd_timeout_ms =
+        number("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", config.srd_timeout_ms, 1, 600'000);
+    config.rdma_write = number("MKERNEL_SOFTVERBS_RDMA_WRITE", 1, 0, 1) != 0;
     config.by_reference = number("MKERNEL_SOFTVERBS_BY_REFERENCE", 1, 0, 1) != 0;
     return config;
 }

@@ -98,6 +98,7 @@ bool Context::round(std::uint64_t& wake_at) {
     const std::uint64_t now = now_ns();
     bool worked = false;
     for (const auto& qp : qps) worked |= qp->step(now, wake_at);
+    worked |= fabric.step(now, wake_at);
     return worked;
 }
 

@@ -18,6 +18,7 @@
 #include "backends/nics/softverbs/memory.hpp"
 #include "backends/nics/softverbs/port.hpp"
 #include "backends/nics/softverbs/queue_pair.hpp"
+#include "backends/nics/softverbs/srd.hpp"
 
 namespace mkernel::nics::softverbs {
 
@@ -55,6 +56,7 @@ struct Context : verbs_context {
     std::atomic<int> control_waiting{0};
     MrTable regions;
     std::vector<std::unique_ptr<Qp>> qps;
+    Fabric fabric{*this};  // SRD
     Fd async_write;
     Fd async_read;
 

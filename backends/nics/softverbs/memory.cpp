@@ -5,9 +5,11 @@
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 
 namespace mkernel::nics::softverbs {
@@ -100,6 +102,17 @@ bool is_mapped(std::uint64_t address, std::uint64_t length, bool writable) {
         covered = a.end;
     }
     return covered >= address + length;
+}
+
+void place_bytes(const Config& config, std::uint64_t address, const std::byte* source,
+                 std::size_t bytes) {
+    auto* to = reinterpret_cast<std::byte*>(address);
+    const auto mask = static_cast<std::byte>(config.scramble);
+    if (mask == std::byte{0}) {
+        std::memcpy(to, source, bytes);
+    } else {
+        std::transform(source, source + bytes, to, [mask](std::byte b) { return b ^ mask; });
+    }
 }
 
 Mr* MrTable::add(std::unique_ptr<Mr> mr) {

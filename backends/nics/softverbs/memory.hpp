@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "backends/nics/softverbs/config.hpp"
 #include "backends/nics/softverbs/port.hpp"
 
 namespace mkernel::nics::softverbs {
@@ -32,6 +33,10 @@ std::optional<Backing> find_backing(std::uint64_t address, std::uint64_t length)
 
 // Whether every byte of the range is mapped with the wanted rights.
 bool is_mapped(std::uint64_t address, std::uint64_t length, bool writable);
+
+// Every payload byte that the device writes into its host's memory passes here.
+void place_bytes(const Config& config, std::uint64_t address, const std::byte* source,
+                 std::size_t bytes);
 
 struct Mr : ibv_mr {
     unsigned int access = 0;

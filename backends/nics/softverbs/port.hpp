@@ -8,6 +8,7 @@
 #include <memory>
 #include <unordered_map>
 
+#include "backends/nics/softverbs/flow.hpp"
 #include "backends/nics/softverbs/wire.hpp"
 
 namespace mkernel::nics::softverbs {
@@ -53,6 +54,9 @@ class LocalPort {
     [[nodiscard]] Ring& ring(std::uint32_t index) const {
         return *reinterpret_cast<Ring*>(map_->data() + kRingsOffset + index * kRingStride);
     }
+    [[nodiscard]] Flow& flow(std::uint32_t index) const {
+        return *reinterpret_cast<Flow*>(map_->data() + kFlowsOffset + index * kFlowStride);
+    }
     [[nodiscard]] PortAddress address() const { return address_; }
     // Gives a ring's memory back and zeroes it.
     void reset_ring(std::uint32_t index) const;
@@ -75,6 +79,9 @@ class RemotePort {
     }
     [[nodiscard]] Ring& ring(std::uint32_t index) const {
         return *reinterpret_cast<Ring*>(map_->data() + kRingsOffset + index * kRingStride);
+    }
+    [[nodiscard]] Flow& flow(std::uint32_t index) const {
+        return *reinterpret_cast<Flow*>(map_->data() + kFlowsOffset + index * kFlowStride);
     }
     // Whether its process runs. Asks the kernel at most once a millisecond; dead stays dead.
     bool alive(std::uint64_t now);

@@ -725,7 +725,7 @@ bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
     }
     if (write) {
         if (p.length != 0) {
-            deliver(p.remote_addr, source, p.length);
+            place_bytes(context_.config, p.remote_addr, source, p.length);
         }
         if (takes) complete_receive(take_receive(), IBV_WC_SUCCESS, IBV_WC_RECV_RDMA_WITH_IMM, p);
         return true;
@@ -740,17 +740,6 @@ bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
         complete_receive(current_, IBV_WC_SUCCESS, IBV_WC_RECV, p);
     }
     return true;
-}
-
-// Every payload byte that this device writes into its host's memory passes here.
-void Qp::deliver(std::uint64_t address, const std::byte* source, std::size_t bytes) const {
-    auto* to = reinterpret_cast<std::byte*>(address);
-    const auto mask = static_cast<std::byte>(context_.config.scramble);
-    if (mask == std::byte{0}) {
-        std::memcpy(to, source, bytes);
-    } else {
-        std::transform(source, source + bytes, to, [mask](std::byte b) { return b ^ mask; });
-    }
 }
 
 // A SEND's bytes into the receive's pieces.
@@ -784,7 +773,7 @@ bool Qp::scatter(const Packet& p, const std::byte* source) {
             continue;
         }
         const std::uint32_t here = std::min(left, sge.length - skip);
-        deliver(sge.addr + skip, source, here);
+        place_bytes(context_.config, sge.addr + skip, source, here);
         source += here;
         left -= here;
         placed_ += here;

@@ -47,14 +47,14 @@ struct ReceiveRequest {
     ibv_sge sge[kMaxSge];
 };
 
-struct Qp : ibv_qp {
+struct Qp final : ibv_qp, SlotOwner {
     Qp(Context& context, const ibv_qp_init_attr& init, std::uint32_t number);
     ~Qp();
 
     int post_send(ibv_send_wr* wr, ibv_send_wr** bad);
     int post_recv(ibv_recv_wr* wr, ibv_recv_wr** bad);
     // Called by poll: send requests numbered up to `to` have left the queue.
-    void reclaim(std::uint64_t to) { sq_reclaimed_.store(to, std::memory_order_release); }
+    void reclaim(std::uint64_t to) override { sq_reclaimed_.store(to, std::memory_order_release); }
 
     // 0 or an errno, as ibv_modify_qp.
     int modify(const ibv_qp_attr& attr, int mask);
@@ -95,7 +95,6 @@ struct Qp : ibv_qp {
     bool execute(const Packet& packet, const std::byte* payload, std::uint64_t now,
                  std::uint64_t& wake_at);
     bool may_write(const Packet& packet) const;
-    void deliver(std::uint64_t address, const std::byte* source, std::size_t bytes) const;
     bool scatter(const Packet& packet, const std::byte* source);
     bool have_receive(std::uint64_t now, std::uint64_t& wake_at);
     ReceiveRequest take_receive();

@@ -1,7 +1,7 @@
 // The exported verbs functions of the software device. Everything here turns C structures into our
 // objects, takes the control lock, and turns exceptions into errno; the work is done elsewhere.
 //
-// One device, "soft0", with one active port that looks like 100 Gb/s RoCE v2 Ethernet. Its GID
+// One device, "soft0", which has RC and, through efadv, SRD, with one active port that looks like 100 Gb/s RoCE v2 Ethernet. Its GID
 // table has two entries as on a real card: 0 RoCE v1, 1 RoCE v2.
 #include <fcntl.h>
 #include <infiniband/verbs.h>
@@ -54,6 +54,10 @@ auto guarded(Make make) -> decltype(make()) {
     return nullptr;
 }
 
+bool is_srd(const ibv_qp* qp) {
+    return qp->qp_type == IBV_QPT_DRIVER;
+}
+
 int poll_cq(ibv_cq* cq, int count, ibv_wc* wc) {
     return static_cast<soft::Cq*>(cq)->poll(count, wc);
 }
@@ -62,9 +66,12 @@ int req_notify_cq(ibv_cq* cq, int solicited) {
     return 0;
 }
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) {
+    // Plain post_send would carry SENDs alone on SRD; this device has the extended calls for them.
+    if (is_srd(qp)) return *bad = wr, EOPNOTSUPP;
     return static_cast<soft::Qp*>(qp)->post_send(wr, bad);
 }
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
+    if (is_srd(qp)) return soft::SrdQp::of(qp).post_recv(wr, bad);
     return static_cast<soft::Qp*>(qp)->post_recv(wr, bad);
 }
 
@@ -294,21 +301,30 @@ SOFTVERBS_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
     int error = 0;
     {
         const soft::Control lock(context);
-        error = static_cast<soft::Qp*>(qp)->modify(*attr, mask);
+        error = is_srd(qp) ? soft::SrdQp::of(qp).modify(*attr, mask)
+                           : static_cast<soft::Qp*>(qp)->modify(*attr, mask);
     }
     context.wake();
     return error;
 }
 SOFTVERBS_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int, ibv_qp_init_attr* init) {
     const soft::Control lock(soft::Context::of(qp->context));
-    static_cast<soft::Qp*>(qp)->query(*attr, *init);
+    if (is_srd(qp)) {
+        soft::SrdQp::of(qp).query(*attr, *init);
+    } else {
+        static_cast<soft::Qp*>(qp)->query(*attr, *init);
+    }
     return 0;
 }
 SOFTVERBS_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
     auto& context = soft::Context::of(qp->context);
     auto* pd = static_cast<soft::Pd*>(qp->pd);
     const soft::Control lock(context);
-    context.destroy_qp(static_cast<soft::Qp*>(qp));
+    if (is_srd(qp)) {
+        context.fabric.destroy_qp(&soft::SrdQp::of(qp));
+    } else {
+        context.destroy_qp(static_cast<soft::Qp*>(qp));
+    }
     --pd->users;
     return 0;
 }

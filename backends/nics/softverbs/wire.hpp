@@ -23,13 +23,14 @@
 namespace mkernel::nics::softverbs {
 
 inline constexpr std::uint32_t kMaxQps = 512;
+inline constexpr std::uint32_t kMaxFlows = 64;  // SRD: ports that may send to one port
 inline constexpr std::uint32_t kRingBytes = 256 * 1024;
 inline constexpr std::uint32_t kMaxPayload = 32 * 1024;      // of one packet, through the ring
 inline constexpr std::uint32_t kMaxReference = 1024 * 1024;  // of one packet, by reference
 inline constexpr std::uint32_t kReferenceFrom = 1024;        // smaller payloads travel in the ring
 inline constexpr std::uint32_t kPacketAlign = 64;
 inline constexpr std::uint64_t kPortMagic =
-    0x6d6b5f7265646d31;  // "mk_rdma1" in spirit: the layout's version
+    0x6d6b5f7265646d32;  // "mk_rdma1" in spirit: the layout's version
 
 enum class Opcode : std::uint8_t { pad = 0, write = 1, write_imm = 2, send = 3, send_imm = 4 };
 
@@ -85,11 +86,14 @@ struct PortHeader {
     alignas(64) std::atomic<std::uint32_t> sleeping;
     // Goes up whenever the owner deregisters memory that peers may have mapped.
     alignas(64) std::atomic<std::uint64_t> dropped_maps;
+    std::atomic<std::uint32_t> gone;     // 1 once the port is closed
+    std::atomic<std::uint32_t> claimed;  // SRD: goes up with each claim of a flow
+    // SRD: who sends through each flow; see flow.hpp.
+    alignas(64) std::atomic<std::uint64_t> flows[kMaxFlows];
 };
 
 inline constexpr std::size_t kRingsOffset = 4096;
 inline constexpr std::size_t kRingStride = (sizeof(Ring) + 4095) / 4096 * 4096;
-inline constexpr std::size_t kPortBytes = kRingsOffset + kMaxQps * kRingStride;
 
 // QP numbers: 9 bits of ring index, 15 bits of generation, never 0.
 inline std::uint32_t ring_of(std::uint32_t qp_num) {

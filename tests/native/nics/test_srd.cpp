@@ -1,0 +1,750 @@
+// The software device's SRD personality against the rules of EFA, through efadv and the extended
+// verbs alone. Devices of one process talk to each other. argv[1]: the library.
+#include <arpa/inet.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "backends/nics/verbs/devices.hpp"
+#include "backends/nics/verbs/efadv.hpp"
+#include "backends/nics/verbs/loader.hpp"
+#include "backends/runtime/signal_pad.hpp"
+#include "check.hpp"
+#include "pair.hpp"
+
+using namespace mkernel::nics;
+using mkernel::runtime::monotonic_ns;
+
+namespace {
+
+std::string library;
+
+constexpr std::size_t kBytes = 4 << 20;
+constexpr std::uint32_t kKey = 0x1234;
+constexpr std::uint64_t kWrites = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
+constexpr std::uint64_t kOps = kWrites | IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
+
+// For the life of a test.
+class Setting {
+  public:
+    Setting(const char* name, const std::string& value) : name_(name) {
+        ::setenv(name, value.c_str(), 1);
+    }
+    ~Setting() { ::unsetenv(name_); }
+    Setting(const Setting&) = delete;
+    Setting& operator=(const Setting&) = delete;
+
+  private:
+    const char* name_;
+};
+
+struct Limits {
+    std::uint32_t sends = 64;
+    std::uint32_t receives = 512;
+    int cqe = 4096;
+    int rnr_retry = 7;
+    bool ready = true;  // to RTS
+    bool shared = true;
+};
+
+struct Address {
+    ::ibv_gid gid{};
+    std::uint32_t qpn = 0;
+    std::uint64_t memory = 0;
+    std::uint32_t rkey = 0;
+};
+
+struct End {
+    explicit End(const Limits& limits = {})
+        : v(verbs::Verbs::load(library)),
+          efa(verbs::Efadv::load(*v, library)),
+          context(verbs::open_device(v, "soft0")),
+          memory(kBytes, limits.shared) {
+        pd = v->alloc_pd(context.get());
+        cq = v->create_cq(context.get(), limits.cqe, nullptr, nullptr, 0);
+        mr = v->reg_mr(pd, memory.data(), kBytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+        init.qp_type = IBV_QPT_DRIVER;
+        init.send_cq = init.recv_cq = cq;
+        init.pd = pd;
+        init.cap = {limits.sends, limits.receives, 2, 1, 32};
+        init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+        init.send_ops_flags = kOps;
+        base = create();
+        if (base == nullptr) return;
+        qp = efa->qp_to_qp_ex(base);
+        if (limits.ready) start(limits.rnr_retry);
+    }
+    ~End() {
+        drop();
+        for (ibv_ah* ah : handles) efa->destroy_ah(ah);
+        v->dereg_mr(mr);
+        v->destroy_cq(cq);
+        v->dealloc_pd(pd);
+    }
+    End(const End&) = delete;
+    End& operator=(const End&) = delete;
+
+    void drop() {
+        if (base != nullptr) v->destroy_qp(base);
+        base = nullptr;
+    }
+    [[nodiscard]] ibv_qp* create() {
+        efadv_qp_init_attr attr{};
+        attr.driver_qp_type = EFADV_QP_DRIVER_TYPE_SRD;
+        return efa->create_qp_ex(context.get(), &init, &attr, sizeof(attr));
+    }
+    void start(int rnr_retry) {
+        ibv_qp_attr a{};
+        a.qp_state = IBV_QPS_INIT;
+        a.port_num = 1;
+        a.qkey = kKey;
+        CHECK(v->modify_qp(base, &a,
+                           IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY) == 0);
+        a.qp_state = IBV_QPS_RTR;
+        CHECK(v->modify_qp(base, &a, IBV_QP_STATE) == 0);
+        a.qp_state = IBV_QPS_RTS;
+        a.rnr_retry = static_cast<std::uint8_t>(rnr_retry);
+        CHECK(v->modify_qp(base, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_RNR_RETRY) == 0);
+    }
+    [[nodiscard]] Address address() const {
+        Address a;
+        v->query_gid(context.get(), 1, 0, &a.gid);
+        a.qpn = base->qp_num;
+        a.memory = memory.address();
+        a.rkey = mr->rkey;
+        return a;
+    }
+    ibv_ah* handle(const Address& peer) {
+        ibv_ah_attr attr{};
+        attr.is_global = 1;
+        attr.port_num = 1;
+        attr.grh.dgid = peer.gid;
+        ibv_ah* ah = efa->create_ah(pd, &attr);
+        if (ah != nullptr) handles.push_back(ah);
+        return ah;
+    }
+    // One write, with its immediate if not negative. 0 or what wr_complete says.
+    int write(ibv_ah* ah, const Address& peer, std::uint64_t id, std::uint32_t bytes,
+              std::int64_t imm = -1, std::uint64_t from = 0, std::uint64_t to = 0) {
+        ibv_wr_start(qp);
+        stage(ah, peer, id, bytes, imm, from, to);
+        return ibv_wr_complete(qp);
+    }
+    void stage(ibv_ah* ah, const Address& peer, std::uint64_t id, std::uint32_t bytes,
+               std::int64_t imm = -1, std::uint64_t from = 0, std::uint64_t to = 0) {
+        qp->wr_id = id;
+        qp->wr_flags = IBV_SEND_SIGNALED;
+        if (imm < 0) {
+            ibv_wr_rdma_write(qp, peer.rkey, peer.memory + to);
+        } else {
+            ibv_wr_rdma_write_imm(qp, peer.rkey, peer.memory + to,
+                                  htonl(static_cast<std::uint32_t>(imm)));
+        }
+        ibv_wr_set_sge(qp, mr->lkey, memory.address() + from, bytes);
+        ibv_wr_set_ud_addr(qp, ah, peer.qpn, kKey);
+    }
+    int receive(std::uint64_t id, std::uint32_t length = 0, std::uint64_t offset = 0,
+                int pieces = 1) const {
+        ibv_sge sge{memory.address() + offset, length, mr->lkey};
+        ibv_recv_wr wr{};
+        wr.wr_id = id;
+        wr.sg_list = &sge;
+        wr.num_sge = pieces;
+        ibv_recv_wr* bad = nullptr;
+        return ibv_post_recv(base, &wr, &bad);
+    }
+    std::optional<ibv_wc> poll(double seconds = 5) const {
+        const std::uint64_t deadline = monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9);
+        ibv_wc wc{};
+        do {
+            if (ibv_poll_cq(cq, 1, &wc) > 0) return wc;
+            std::this_thread::yield();
+        } while (monotonic_ns() < deadline);
+        return std::nullopt;
+    }
+    [[nodiscard]] bool completes(std::uint64_t id, ibv_wc_status status) const {
+        const auto wc = poll();
+        if (wc && wc->wr_id == id && wc->status == status && wc->qp_num == base->qp_num)
+            return true;
+        std::printf("  expected wr_id %llu %s, got %llu %s\n", static_cast<unsigned long long>(id),
+                    verbs::status_name(status),
+                    wc ? static_cast<unsigned long long>(wc->wr_id) : 0ull,
+                    wc ? verbs::status_name(wc->status) : "nothing");
+        return false;
+    }
+
+    std::shared_ptr<const verbs::Verbs> v;
+    std::shared_ptr<const verbs::Efadv> efa;
+    std::shared_ptr<ibv_context> context;
+    testing::Memory memory;
+    ibv_pd* pd;
+    ibv_cq* cq;
+    ibv_mr* mr;
+    ibv_qp_init_attr_ex init{};
+    ibv_qp* base = nullptr;
+    ibv_qp_ex* qp = nullptr;
+    std::vector<ibv_ah*> handles;
+};
+
+// `a` sends to `b`; each has the other's handle.
+struct Pair {
+    explicit Pair(const Limits& la = {}, const Limits& lb = {})
+        : a(la), b(lb), peer(b.address()), ah(a.handle(peer)) {
+        b.handle(a.address());
+    }
+    int write(std::uint64_t id, std::uint32_t bytes, std::int64_t imm = -1, std::uint64_t from = 0,
+              std::uint64_t to = 0) {
+        return a.write(ah, peer, id, bytes, imm, from, to);
+    }
+    End a, b;
+    Address peer;
+    ibv_ah* ah;
+};
+
+void what_the_device_says() {
+    const End end;
+    efadv_device_attr attr{};
+    CHECK(end.efa->query_device(end.context.get(), &attr, sizeof(attr)) == 0);
+    CHECK(attr.max_sq_sge == 2 && attr.inline_buf_size == 32);
+    CHECK((attr.device_caps & verbs::kEfaRdmaWrite) != 0);
+    CHECK((attr.device_caps & verbs::kEfaUnsolicitedWriteRecv) == 0);
+    CHECK(attr.max_rdma_size == 1u << 30);
+    CHECK(end.base->qp_num != 0 && end.base->qp_num <= 0xffff);
+}
+
+void a_device_without_rdma_writes() {
+    const Setting without("MKERNEL_SOFTVERBS_RDMA_WRITE", "0");
+    End end;
+    CHECK(end.base == nullptr && errno == EOPNOTSUPP);
+    efadv_device_attr attr{};
+    CHECK(end.efa->query_device(end.context.get(), &attr, sizeof(attr)) == 0);
+    CHECK((attr.device_caps & verbs::kEfaRdmaWrite) == 0);
+    end.init.send_ops_flags = IBV_QP_EX_WITH_SEND;
+    end.base = end.create();
+    CHECK(end.base != nullptr);
+}
+
+void creation_is_checked() {
+    End end;
+    const ibv_qp_init_attr_ex good = end.init;
+    const auto refused = [&](int error) {
+        errno = 0;
+        ibv_qp* made = end.create();
+        const int why = errno;
+        if (made != nullptr) end.v->destroy_qp(made);
+        end.init = good;
+        return made == nullptr && why == error;
+    };
+    end.init.qp_type = IBV_QPT_RC;
+    CHECK(refused(EINVAL));
+    ibv_srq srq{};
+    end.init.srq = &srq;
+    CHECK(refused(EINVAL));
+    end.init.cap.max_send_sge = 3;
+    CHECK(refused(EINVAL));
+    end.init.cap.max_inline_data = 33;
+    CHECK(refused(EINVAL));
+    end.init.send_ops_flags |= IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
+    CHECK(refused(EOPNOTSUPP));
+    efadv_qp_init_attr unsolicited{};
+    unsolicited.driver_qp_type = EFADV_QP_DRIVER_TYPE_SRD;
+    unsolicited.reserved[0] = 1;
+    CHECK(end.efa->create_qp_ex(end.context.get(), &end.init, &unsolicited, sizeof(unsolicited)) ==
+              nullptr &&
+          errno == EOPNOTSUPP);
+    CHECK(end.receive(1, 0, 0, 0) == EINVAL);
+    CHECK(end.receive(1) == 0);
+}
+
+void a_request_within_the_limits() {
+    Pair p;
+    ibv_qp_ex* qp = p.a.qp;
+    const ibv_sge two[2] = {{p.a.memory.address(), 4, p.a.mr->lkey},
+                            {p.a.memory.address() + 8, 4, p.a.mr->lkey}};
+    std::byte text[33] = {};
+
+    ibv_wr_start(qp);
+    p.a.stage(p.ah, p.peer, 1, 8);
+    ibv_wr_set_sge_list(qp, 2, two);
+    CHECK(ibv_wr_complete(qp) == EINVAL);  // one piece a write
+
+    ibv_wr_start(qp);
+    qp->wr_flags = 0;
+    ibv_wr_rdma_write(qp, p.peer.rkey, p.peer.memory);
+    ibv_wr_set_sge(qp, p.a.mr->lkey, p.a.memory.address(), 8);
+    ibv_wr_set_ud_addr(qp, p.ah, p.peer.qpn, kKey);
+    CHECK(ibv_wr_complete(qp) == EINVAL);  // signaled only
+
+    ibv_wr_start(qp);
+    qp->wr_flags = IBV_SEND_SIGNALED | IBV_SEND_FENCE;
+    ibv_wr_rdma_write(qp, p.peer.rkey, p.peer.memory);
+    CHECK(ibv_wr_complete(qp) == EINVAL);
+
+    ibv_wr_start(qp);
+    qp->wr_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE;
+    ibv_wr_rdma_write(qp, p.peer.rkey, p.peer.memory);
+    ibv_wr_set_inline_data(qp, text, 8);
+    ibv_wr_set_ud_addr(qp, p.ah, p.peer.qpn, kKey);
+    CHECK(ibv_wr_complete(qp) == EINVAL);  // no inline writes
+
+    for (const std::size_t bytes : {std::size_t{33}, std::size_t{32}}) {
+        ibv_wr_start(qp);
+        qp->wr_id = 2;
+        qp->wr_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE;
+        ibv_wr_send(qp);
+        ibv_wr_set_inline_data(qp, text, bytes);
+        ibv_wr_set_ud_addr(qp, p.ah, p.peer.qpn, kKey);
+        CHECK(ibv_wr_complete(qp) == (bytes == 33 ? EINVAL : 0));
+    }
+    CHECK(p.b.receive(3, 64) == 0);
+    CHECK(p.b.completes(3, IBV_WC_SUCCESS) && p.a.completes(2, IBV_WC_SUCCESS));
+
+    ibv_wr_start(qp);
+    p.a.stage(p.ah, p.peer, 1, 8);
+    ibv_wr_set_ud_addr(qp, p.ah, 0x10000, kKey);
+    CHECK(ibv_wr_complete(qp) == EINVAL);  // 16-bit numbers
+
+    ibv_wr_start(qp);
+    qp->wr_flags = IBV_SEND_SIGNALED;
+    ibv_wr_rdma_write(qp, p.peer.rkey, p.peer.memory);
+    ibv_wr_set_sge(qp, p.a.mr->lkey, p.a.memory.address(), 8);
+    CHECK(ibv_wr_complete(qp) == EINVAL);  // to nobody
+
+    ibv_wr_start(qp);
+    p.a.stage(p.ah, p.peer, 9, 8);
+    ibv_wr_abort(qp);
+    CHECK(!p.a.poll(0.05));
+    CHECK(p.write(10, 8) == 0 && p.a.completes(10, IBV_WC_SUCCESS));
+}
+
+void a_full_queue_rolls_the_batch_back() {
+    Limits few;
+    few.sends = 4;
+    Pair p(few);
+    p.a.memory.data()[0] = std::byte{7};
+    // Two that fit, then a batch of three of which two would.
+    ibv_wr_start(p.a.qp);
+    for (std::uint64_t id = 1; id <= 2; ++id) p.a.stage(p.ah, p.peer, id, 1, -1, 0, id);
+    CHECK(ibv_wr_complete(p.a.qp) == 0);
+    ibv_wr_start(p.a.qp);
+    for (std::uint64_t id = 3; id <= 5; ++id) p.a.stage(p.ah, p.peer, id, 1, -1, 0, id);
+    CHECK(ibv_wr_complete(p.a.qp) == ENOMEM);
+    std::vector<std::uint64_t> ids;
+    while (const auto wc = p.a.poll(ids.size() < 2 ? 5 : 0.1)) ids.push_back(wc->wr_id);
+    std::sort(ids.begin(), ids.end());
+    CHECK((ids == std::vector<std::uint64_t>{1, 2}));
+    CHECK(p.b.memory.data()[2] == std::byte{7} && p.b.memory.data()[3] == std::byte{0});
+    // A slot is free once its completion was polled, not before: the same batch now goes.
+    ibv_wr_start(p.a.qp);
+    for (std::uint64_t id = 3; id <= 5; ++id) p.a.stage(p.ah, p.peer, id, 1, -1, 0, id);
+    CHECK(ibv_wr_complete(p.a.qp) == 0);
+    for (int i = 0; i < 3; ++i) CHECK(p.a.poll().has_value());
+    CHECK(p.b.memory.data()[5] == std::byte{7});
+}
+
+void a_send_gathers_and_arrives() {
+    Pair p;
+    std::memcpy(p.a.memory.data(), "abcd", 4);
+    std::memcpy(p.a.memory.data() + 100, "efgh", 4);
+    const ibv_sge two[2] = {{p.a.memory.address(), 4, p.a.mr->lkey},
+                            {p.a.memory.address() + 100, 4, p.a.mr->lkey}};
+    CHECK(p.b.receive(1, 16, 64) == 0);
+    ibv_wr_start(p.a.qp);
+    p.a.qp->wr_id = 2;
+    p.a.qp->wr_flags = IBV_SEND_SIGNALED;
+    ibv_wr_send_imm(p.a.qp, htonl(77));
+    ibv_wr_set_sge_list(p.a.qp, 2, two);
+    ibv_wr_set_ud_addr(p.a.qp, p.ah, p.peer.qpn, kKey);
+    CHECK(ibv_wr_complete(p.a.qp) == 0);
+    const auto wc = p.b.poll();
+    CHECK(wc && wc->status == IBV_WC_SUCCESS && wc->opcode == IBV_WC_RECV && wc->byte_len == 8);
+    CHECK(wc && ntohl(wc->imm_data) == 77 && wc->src_qp == p.a.base->qp_num);
+    CHECK(std::memcmp(p.b.memory.data() + 64, "abcdefgh", 8) == 0);
+    CHECK(p.a.completes(2, IBV_WC_SUCCESS));
+}
+
+void an_immediate_consumes_a_receive() {
+    Pair p;
+    CHECK(p.write(1, 8) == 0 && p.a.completes(1, IBV_WC_SUCCESS));  // none for a plain write
+    CHECK(p.write(2, 8, 5) == 0);
+    CHECK(!p.a.poll(0.1));  // waits, for ever by default
+    CHECK(p.b.receive(3) == 0);
+    const auto wc = p.b.poll();
+    CHECK(wc && wc->wr_id == 3 && wc->opcode == IBV_WC_RECV_RDMA_WITH_IMM);
+    CHECK(wc && ntohl(wc->imm_data) == 5 && wc->byte_len == 8);
+    CHECK(p.a.completes(2, IBV_WC_SUCCESS));
+    CHECK(!p.b.poll(0.02));
+}
+
+void without_a_receive_a_bounded_sender_gives_up() {
+    Limits bounded;
+    bounded.rnr_retry = 2;
+    Pair p(bounded);
+    CHECK(p.write(1, 8, 5) == 0 && p.a.completes(1, IBV_WC_RNR_RETRY_EXC_ERR));
+    CHECK(p.b.receive(2) == 0);
+    CHECK(p.write(3, 8, 6) == 0);  // the queue pair goes on
+    const auto wc = p.b.poll();
+    CHECK(wc && wc->wr_id == 2 && ntohl(wc->imm_data) == 6);
+    CHECK(p.a.completes(3, IBV_WC_SUCCESS));
+}
+
+void what_the_peer_refuses() {
+    Pair p;
+    Address wrong = p.peer;
+    wrong.qpn = p.peer.qpn == 0xffff ? 1 : p.peer.qpn + 1;
+    CHECK(p.a.write(p.ah, wrong, 1, 8) == 0 && p.a.completes(1, IBV_WC_REM_INV_RD_REQ_ERR));
+    wrong = p.peer;
+    wrong.rkey ^= 1;
+    CHECK(p.a.write(p.ah, wrong, 2, 8) == 0 && p.a.completes(2, IBV_WC_REM_ACCESS_ERR));
+    CHECK(p.write(3, 16, -1, 0, kBytes - 8) == 0 && p.a.completes(3, IBV_WC_REM_ACCESS_ERR));
+    CHECK(p.b.memory.data()[kBytes - 1] == std::byte{0});
+    ibv_wr_start(p.a.qp);
+    p.a.stage(p.ah, p.peer, 4, 8);
+    ibv_wr_set_ud_addr(p.a.qp, p.ah, p.peer.qpn, kKey + 1);
+    CHECK(ibv_wr_complete(p.a.qp) == 0 && p.a.completes(4, IBV_WC_REM_INV_RD_REQ_ERR));
+    // What is wrong here.
+    ibv_wr_start(p.a.qp);
+    p.a.stage(p.ah, p.peer, 5, 8);
+    ibv_wr_set_sge(p.a.qp, p.a.mr->lkey ^ 1, p.a.memory.address(), 8);
+    CHECK(ibv_wr_complete(p.a.qp) == 0 && p.a.completes(5, IBV_WC_LOC_PROT_ERR));
+    // None of it stops the queue pair, and a queue pair that is gone is a wrong number.
+    CHECK(p.write(6, 8) == 0 && p.a.completes(6, IBV_WC_SUCCESS));
+    p.b.drop();
+    CHECK(p.write(7, 8) == 0 && p.a.completes(7, IBV_WC_REM_INV_RD_REQ_ERR));
+}
+
+void a_peer_without_our_handle() {
+    End a;
+    const End b;
+    const Address peer = b.address();
+    CHECK(a.write(a.handle(peer), peer, 1, 8) == 0 && a.completes(1, IBV_WC_REM_OP_ERR));
+}
+
+void a_message_longer_than_the_device_takes() {
+    const Setting most("MKERNEL_SOFTVERBS_MAX_MESSAGE", "4096");
+    Pair p;
+    CHECK(p.write(1, 4097) == 0 && p.a.completes(1, IBV_WC_LOC_LEN_ERR));
+    CHECK(p.write(2, 4096) == 0 && p.a.completes(2, IBV_WC_SUCCESS));
+}
+
+void a_closed_peer_times_out() {
+    const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "50");
+    End a;
+    auto b = std::make_unique<End>();
+    const Address peer = b->address();
+    b->handle(a.address());
+    ibv_ah* ah = a.handle(peer);
+    CHECK(a.write(ah, peer, 1, 8) == 0 && a.completes(1, IBV_WC_SUCCESS));
+    b.reset();
+    CHECK(a.write(ah, peer, 2, 8) == 0 && a.completes(2, IBV_WC_RESP_TIMEOUT_ERR));
+    CHECK(a.write(ah, peer, 3, 8) == 0 && a.completes(3, IBV_WC_RESP_TIMEOUT_ERR));
+    // Another peer is reached all the same.
+    End c;
+    c.handle(a.address());
+    CHECK(a.write(a.handle(c.address()), c.address(), 4, 8) == 0 && a.completes(4, IBV_WC_SUCCESS));
+}
+
+void a_cut_link_times_out() {
+    const Setting cut("MKERNEL_SOFTVERBS_DROP_AFTER", "3");
+    const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "50");
+    Pair p;
+    for (std::uint64_t id = 1; id <= 3; ++id) {
+        CHECK(p.write(id, 8) == 0 && p.a.completes(id, IBV_WC_SUCCESS));
+    }
+    CHECK(p.write(4, 8) == 0 && p.a.completes(4, IBV_WC_RESP_TIMEOUT_ERR));
+}
+
+// A process that is killed with a message in flight.
+void a_killed_peer_times_out() {
+    int pipe_ends[2];
+    CHECK(::pipe(pipe_ends) == 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+        const End end;  // knows nobody's handle and posts no receives; both are not needed
+        const Address mine = end.address();
+        const bool told = ::write(pipe_ends[1], &mine, sizeof(mine)) == sizeof(mine);
+        std::this_thread::sleep_for(std::chrono::seconds(told ? 20 : 0));
+        ::_exit(1);
+    }
+    Address peer;
+    CHECK(::read(pipe_ends[0], &peer, sizeof(peer)) == sizeof(peer));
+    const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "50");
+    End a;
+    ibv_ah* ah = a.handle(peer);
+    CHECK(a.write(ah, peer, 1, 8) == 0 && a.completes(1, IBV_WC_REM_OP_ERR));
+    CHECK(::kill(child, SIGKILL) == 0);
+    CHECK(::waitpid(child, nullptr, 0) == child);
+    ::close(pipe_ends[0]);
+    ::close(pipe_ends[1]);
+    CHECK(a.write(ah, peer, 2, 8) == 0 && a.completes(2, IBV_WC_RESP_TIMEOUT_ERR));
+}
+
+void error_state_flushes_everything() {
+    Pair p;
+    CHECK(p.b.receive(1) == 0 && p.b.receive(2) == 0);
+    ibv_qp_attr a{};
+    a.qp_state = IBV_QPS_ERR;
+    CHECK(p.b.v->modify_qp(p.b.base, &a, IBV_QP_STATE) == 0);
+    CHECK(p.b.completes(1, IBV_WC_WR_FLUSH_ERR) && p.b.completes(2, IBV_WC_WR_FLUSH_ERR));
+    CHECK(p.write(3, 8, 1) == 0 && p.a.completes(3, IBV_WC_REM_INV_RD_REQ_ERR));
+    CHECK(p.a.v->modify_qp(p.a.base, &a, IBV_QP_STATE) == 0);
+    CHECK(p.write(4, 8) == 0 && p.a.completes(4, IBV_WC_WR_FLUSH_ERR));
+}
+
+// A message in flight is flushed with its queue pair, once.
+void a_message_in_flight_is_flushed() {
+    Pair p;
+    CHECK(p.write(1, 8, 1) == 0);
+    CHECK(!p.a.poll(0.05));
+    ibv_qp_attr a{};
+    a.qp_state = IBV_QPS_ERR;
+    CHECK(p.a.v->modify_qp(p.a.base, &a, IBV_QP_STATE) == 0);
+    CHECK(p.a.completes(1, IBV_WC_WR_FLUSH_ERR));
+    CHECK(p.b.receive(2) == 0 && p.b.completes(2, IBV_WC_SUCCESS));
+    CHECK(!p.a.poll(0.05));
+}
+
+std::uint32_t word(std::uint64_t seed, std::uint64_t at) {
+    return static_cast<std::uint32_t>((seed * 0x9e3779b97f4a7c15u + at) * 0xbf58476d1ce4e5b9u >>
+                                      32);
+}
+void fill(std::byte* data, std::uint64_t seed, std::size_t bytes) {
+    for (std::size_t i = 0; i < bytes; ++i) data[i] = static_cast<std::byte>(word(seed, i));
+}
+bool filled(const std::byte* data, std::uint64_t seed, std::size_t bytes) {
+    for (std::size_t i = 0; i < bytes; ++i) {
+        if (data[i] != static_cast<std::byte>(word(seed, i))) return false;
+    }
+    return true;
+}
+
+// Sizes, peers and the order of arrival mixed; each message once, and whole when its immediate is
+// seen. Returns the arrivals: (sender, message).
+std::vector<std::pair<int, std::uint32_t>> storm(bool shared) {
+    constexpr std::uint32_t kMessages = 120;
+    constexpr std::uint32_t kSlot = 16 * 1024;
+    static constexpr std::uint32_t kSizes[] = {8, 1, 16000, 0, 4096, 3, 9001, 64};
+    Limits limits;
+    limits.sends = 256;
+    limits.shared = shared;
+    End a(limits);
+    End c(limits);
+    End b(limits);
+    const Address peer = b.address();
+    b.handle(a.address());
+    b.handle(c.address());
+    End* senders[] = {&a, &c};
+    std::vector<std::pair<int, std::uint32_t>> order;
+    for (std::uint32_t i = 0; i < 2 * kMessages; ++i) CHECK(b.receive(i) == 0);
+    for (int s = 0; s < 2; ++s) {
+        ibv_ah* ah = senders[s]->handle(peer);
+        ibv_wr_start(senders[s]->qp);
+        for (std::uint32_t i = 0; i < kMessages; ++i) {
+            const std::uint64_t from = std::uint64_t{i} * kSlot;
+            const std::uint64_t to = (std::uint64_t(s) * kMessages + i) * kSlot;
+            fill(senders[s]->memory.data() + from, to, kSizes[i % 8]);
+            senders[s]->stage(ah, peer, i, kSizes[i % 8], s << 16 | static_cast<int>(i), from, to);
+        }
+        CHECK(ibv_wr_complete(senders[s]->qp) == 0);
+    }
+    for (std::uint32_t n = 0; n < 2 * kMessages; ++n) {
+        const auto wc = b.poll();
+        CHECK(wc && wc->status == IBV_WC_SUCCESS);
+        if (!wc) break;
+        const std::uint32_t imm = ntohl(wc->imm_data);
+        const std::uint32_t message = imm & 0xffff;
+        const std::uint64_t to = (std::uint64_t{imm >> 16} * kMessages + message) * kSlot;
+        CHECK(wc->byte_len == kSizes[message % 8]);
+        CHECK(filled(b.memory.data() + to, to, kSizes[message % 8]));
+        // Nothing comes after the completion: what we write now stays.
+        std::memset(b.memory.data() + to, 0xee, kSizes[message % 8]);
+        order.emplace_back(static_cast<int>(imm >> 16), message);
+    }
+    CHECK(!b.poll(0.02));
+    for (const auto& [s, message] : order) {
+        const std::uint64_t to = (std::uint64_t(s) * kMessages + message) * kSlot;
+        const std::byte* at = b.memory.data() + to;
+        CHECK(std::all_of(at, at + kSizes[message % 8],
+                          [](std::byte each) { return each == std::byte{0xee}; }));
+    }
+    for (End* sender : senders) {
+        for (std::uint32_t i = 0; i < kMessages; ++i) {
+            const auto wc = sender->poll();
+            CHECK(wc && wc->status == IBV_WC_SUCCESS);
+        }
+        CHECK(!sender->poll(0.01));
+    }
+    auto sorted = order;
+    std::sort(sorted.begin(), sorted.end());
+    CHECK(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end());
+    CHECK(sorted.size() == 2 * kMessages);
+    return order;
+}
+
+bool in_order(const std::vector<std::pair<int, std::uint32_t>>& order) {
+    std::map<int, std::uint32_t> next;
+    return std::all_of(order.begin(), order.end(),
+                       [&](const auto& each) { return next[each.first]++ == each.second; });
+}
+
+void messages_arrive_out_of_order_once_and_whole() {
+    const Setting often("MKERNEL_SOFTVERBS_DUPLICATES", "50");
+    for (const char* seed : {"1", "2", "3"}) {
+        const Setting chosen("MKERNEL_SOFTVERBS_SEED", seed);
+        CHECK(!in_order(storm(true)));
+        CHECK(!in_order(storm(false)));
+    }
+}
+
+void order_can_be_had_for_comparison() {
+    const Setting off("MKERNEL_SOFTVERBS_REORDER", "0");
+    CHECK(in_order(storm(true)));
+}
+
+// The reason why a flag must not be a write of its own.
+void a_small_message_overtakes_a_large_one() {
+    Pair p;
+    constexpr std::uint32_t kLarge = 1 << 20;
+    int overtaken = 0;
+    for (std::uint64_t n = 0; n < 20; ++n) {
+        fill(p.a.memory.data(), n, kLarge);
+        CHECK(p.b.receive(1) == 0 && p.b.receive(1) == 0);
+        ibv_wr_start(p.a.qp);
+        p.a.stage(p.ah, p.peer, 1, kLarge, 1, 0, 0);
+        p.a.stage(p.ah, p.peer, 2, 8, 2, kLarge, kLarge);
+        CHECK(ibv_wr_complete(p.a.qp) == 0);
+        for (int i = 0; i < 2; ++i) {
+            const auto wc = p.b.poll();
+            CHECK(wc && wc->status == IBV_WC_SUCCESS);
+            if (!wc) return;
+            if (i == 0 && ntohl(wc->imm_data) == 2) ++overtaken;
+            if (ntohl(wc->imm_data) == 1) CHECK(filled(p.b.memory.data(), n, kLarge));
+        }
+        for (int i = 0; i < 2; ++i) CHECK(p.a.poll().has_value());
+    }
+    CHECK(overtaken > 0);
+}
+
+// Looks at memory that the device is writing.
+__attribute__((no_sanitize("thread"))) bool take_back(volatile std::uint8_t& at) {
+    if (at == 0) return false;
+    at = 0;
+    return true;
+}
+
+// Whether any of many messages was placed again after we had undone it.
+bool placed_twice(std::uint64_t messages) {
+    Pair p;
+    p.a.memory.data()[0] = std::byte{9};
+    auto& at = *reinterpret_cast<volatile std::uint8_t*>(p.b.memory.data());
+    bool again = false;
+    for (std::uint64_t id = 1; id <= messages && !again; ++id) {
+        at = 0;
+        CHECK(p.b.receive(id) == 0 && p.write(id, 1, 1) == 0);
+        int seen = 0;
+        ibv_wc wc{};
+        const std::uint64_t deadline = monotonic_ns() + 5'000'000'000u;
+        while (ibv_poll_cq(p.b.cq, 1, &wc) == 0 && monotonic_ns() < deadline) {
+            seen += take_back(at) ? 1 : 0;
+        }
+        seen += take_back(at) ? 1 : 0;
+        again = seen > 1;
+        CHECK(p.a.completes(id, IBV_WC_SUCCESS));
+    }
+    return again;
+}
+
+void bytes_are_placed_twice() {
+    {
+        const Setting always("MKERNEL_SOFTVERBS_DUPLICATES", "100");
+        CHECK(placed_twice(5000));
+    }
+    const Setting never("MKERNEL_SOFTVERBS_DUPLICATES", "0");
+    CHECK(!placed_twice(300));
+}
+
+// More messages than the window and the ring hold, through a queue that is polled meanwhile.
+void windows_wrap_around() {
+    Pair p;
+    constexpr std::uint32_t kMessages = 5000;
+    std::uint32_t posted = 0, done = 0, arrived = 0;
+    std::uint64_t sum = 0;
+    for (std::uint32_t i = 0; i < 512; ++i) CHECK(p.b.receive(0) == 0);
+    const std::uint64_t deadline = monotonic_ns() + 30'000'000'000u;
+    while ((done < kMessages || arrived < kMessages) && monotonic_ns() < deadline) {
+        while (posted < kMessages && posted - done < 64) {
+            CHECK(p.write(posted, posted % 3 == 0 ? 2000 : 8, posted) == 0);
+            ++posted;
+        }
+        ibv_wc wc{};
+        while (ibv_poll_cq(p.a.cq, 1, &wc) > 0) {
+            CHECK(wc.status == IBV_WC_SUCCESS);
+            ++done;
+        }
+        while (ibv_poll_cq(p.b.cq, 1, &wc) > 0) {
+            CHECK(wc.status == IBV_WC_SUCCESS && p.b.receive(0) == 0);
+            sum += ntohl(wc.imm_data);
+            ++arrived;
+        }
+    }
+    CHECK(done == kMessages && arrived == kMessages);
+    CHECK(sum == std::uint64_t{kMessages} * (kMessages - 1) / 2);
+}
+
+// More ports come and go than there are flows.
+void flows_are_given_back() {
+    End b;
+    const Address peer = b.address();
+    for (int i = 0; i < 150; ++i) {
+        End a;
+        ibv_ah* known = b.handle(a.address());
+        CHECK(a.write(a.handle(peer), peer, 1, 8) == 0 && a.completes(1, IBV_WC_SUCCESS));
+        b.efa->destroy_ah(known);
+        b.handles.pop_back();
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc < 2) return std::printf("usage: test_srd LIBRARY [NAME]\n"), 2;
+    library = argv[1];
+    return testing::run(
+        {{"a_killed_peer_times_out", a_killed_peer_times_out},
+         {"what_the_device_says", what_the_device_says},
+         {"a_device_without_rdma_writes", a_device_without_rdma_writes},
+         {"creation_is_checked", creation_is_checked},
+         {"a_request_within_the_limits", a_request_within_the_limits},
+         {"a_full_queue_rolls_the_batch_back", a_full_queue_rolls_the_batch_back},
+         {"a_send_gathers_and_arrives", a_send_gathers_and_arrives},
+         {"an_immediate_consumes_a_receive", an_immediate_consumes_a_receive},
+         {"without_a_receive_a_bounded_sender_gives_up",
+          without_a_receive_a_bounded_sender_gives_up},
+         {"what_the_peer_refuses", what_the_peer_refuses},
+         {"a_peer_without_our_handle", a_peer_without_our_handle},
+         {"a_message_longer_than_the_device_takes", a_message_longer_than_the_device_takes},
+         {"a_closed_peer_times_out", a_closed_peer_times_out},
+         {"a_cut_link_times_out", a_cut_link_times_out},
+         {"error_state_flushes_everything", error_state_flushes_everything},
+         {"a_message_in_flight_is_flushed", a_message_in_flight_is_flushed},
+         {"messages_arrive_out_of_order_once_and_whole",
+          messages_arrive_out_of_order_once_and_whole},
+         {"order_can_be_had_for_comparison", order_can_be_had_for_comparison},
+         {"a_small_message_overtakes_a_large_one", a_small_message_overtakes_a_large_one},
+         {"bytes_are_placed_twice", bytes_are_placed_twice},
+         {"windows_wrap_around", windows_wrap_around},
+         {"flows_are_given_back", flows_are_given_back}},
+        argc > 2 ? argv[2] : nullptr);
+}
