@@ -55,7 +55,11 @@ void Fifo::release() {
     const std::atomic_ref<std::uint64_t> tail(lines_->tail);
     if (tail.load(std::memory_order_relaxed) == next_) return;
     tail.store(next_, std::memory_order_seq_cst);
-    if (std::atomic_ref(lines_->waiting).load(std::memory_order_seq_cst) != 0) {
+    // A waiter woken for every batch would find a ring that is full again at once: it is worth a
+    // system call when a quarter is free. The drainer comes to that by itself; if the NIC holds it
+    // up, room is not what producers lack, and their sleeps are bounded.
+    if (std::atomic_ref(lines_->waiting).load(std::memory_order_seq_cst) != 0 &&
+        4 * (pushed() - next_) <= 3 * device_.capacity) {
         syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&lines_->tail), FUTEX_WAKE_PRIVATE,
                 INT_MAX, nullptr, nullptr, 0);
     }

@@ -27,7 +27,7 @@ class Fifo {
     // Copies the next command out. False where there is none. Its slot stays taken until release().
     bool pop(PutCommand& command);
     [[nodiscard]] bool ready() const;
-    // Gives every popped slot back and wakes producers that wait for space.
+    // Gives every popped slot back; wakes producers that wait for space once a quarter is free.
     void release();
 
     // Tickets: popped() commands were ever taken out, pushed() were ever promised.

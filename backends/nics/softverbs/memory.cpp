@@ -12,6 +12,10 @@
 #include <cstring>
 #include <string>
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 namespace mkernel::nics::softverbs {
 namespace {
 
@@ -104,12 +108,44 @@ bool is_mapped(std::uint64_t address, std::uint64_t length, bool writable) {
     return covered >= address + length;
 }
 
+namespace {
+
+constexpr std::size_t kStreamFrom = 64 * 1024;  // smaller ones fit the caches; their reader is near
+
+// memcpy past the caches, as a card writes: the destination is not read first, which saves a third
+// of the memory traffic. The fence puts the bytes before whatever the caller stores next.
+void copy_payload(std::byte* to, const std::byte* from, std::size_t bytes) {
+#if defined(__x86_64__)
+    if (bytes >= kStreamFrom) {
+        constexpr std::size_t kLine = 64;
+        constexpr std::size_t kAhead = 1024;
+        const std::size_t head = (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine;
+        std::memcpy(to, from, head);
+        std::size_t at = head;
+        for (; bytes - at >= kLine; at += kLine) {
+            // A prefetch past the end is dropped by the processor.
+            _mm_prefetch(reinterpret_cast<const char*>(from) + at + kAhead, _MM_HINT_NTA);
+            for (std::size_t i = 0; i < kLine; i += sizeof(__m128i)) {
+                const auto* source = reinterpret_cast<const __m128i*>(from + at + i);
+                _mm_stream_si128(reinterpret_cast<__m128i*>(to + at + i), _mm_loadu_si128(source));
+            }
+        }
+        std::memcpy(to + at, from + at, bytes - at);
+        _mm_sfence();
+        return;
+    }
+#endif
+    std::memcpy(to, from, bytes);
+}
+
+}  // namespace
+
 void place_bytes(const Config& config, std::uint64_t address, const std::byte* source,
                  std::size_t bytes) {
     auto* to = reinterpret_cast<std::byte*>(address);
     const auto mask = static_cast<std::byte>(config.scramble);
     if (mask == std::byte{0}) {
-        std::memcpy(to, source, bytes);
+        copy_payload(to, source, bytes);
     } else {
         std::transform(source, source + bytes, to, [mask](std::byte b) { return b ^ mask; });
     }

@@ -2,9 +2,9 @@
 // it by hand or from bench/. Usage: put_benchmark LIBRARY [megabytes moved per size]
 //
 // Prints one JSON object: round-trip latency of an 8-byte put-with-signal in microseconds,
-// bandwidth of 256 KiB and 1 MiB puts with the ratio to one memcpy of the same bytes by one thread,
-// commands per second through the FIFO to a proxy that only drains, 0-byte puts per second, and the
-// CPU time of an idle pair of sessions.
+// bandwidth of 256 KiB and 1 MiB puts with the ratio to memcpy of the same bytes by one thread (the
+// two take turns; medians of kTurns), 0-byte puts per second, and the CPU time of an idle pair of
+// sessions.
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -14,7 +14,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 #include <vector>
 
 #include "pair.hpp"
@@ -26,6 +25,7 @@ namespace {
 
 constexpr std::size_t kBuffer = 64u << 20;
 constexpr int kRounds = 2000;
+constexpr std::size_t kTurns = 7;
 
 struct Hello {
     Endpoint endpoint;
@@ -63,42 +63,29 @@ double cpu_seconds() {
            static_cast<double>(use.ru_utime.tv_usec + use.ru_stime.tv_usec) / 1e6;
 }
 
-double memcpy_gbps(std::size_t size, std::size_t total) {
-    const testing::Memory from(kBuffer);
-    const testing::Memory to(kBuffer);
-    std::memset(from.data(), 1, kBuffer);
-    std::memset(to.data(), 2, kBuffer);
-    const std::uint64_t start = monotonic_ns();
-    for (std::size_t done = 0; done < total; done += size) {
-        std::memcpy(to.data() + done % kBuffer, from.data() + done % kBuffer, size);
+// The same bytes by one thread, in memory of the kind that puts go through.
+class Copies {
+  public:
+    Copies() : from_(kBuffer), to_(kBuffer) {
+        std::memset(from_.data(), 1, kBuffer);
+        std::memset(to_.data(), 2, kBuffer);
     }
-    return static_cast<double>(total) / static_cast<double>(monotonic_ns() - start);
-}
-
-// A FIFO whose proxy only drains: the cost of the ring itself.
-double fifo_rate() {
-    Fifo fifo(1024);
-    const testing::Memory memory(mkernel::runtime::SignalPad::bytes(64));
-    const auto pad = mkernel::runtime::SignalPad::format(memory.data(), 64);
-    constexpr std::uint64_t kCommands = 4'000'000;
-    const std::uint64_t start = monotonic_ns();
-    std::thread producer([&] {
-        PutCommand c;
-        for (std::uint64_t i = 0; i < kCommands; ++i) {
-            c.bytes = i;
-            fifo.device().push(c, pad, monotonic_ns() + 10'000'000'000u, {});
+    double gbps(std::size_t size, std::size_t total) const {
+        const std::uint64_t start = monotonic_ns();
+        for (std::size_t done = 0; done < total; done += size) {
+            std::memcpy(to_.data() + done % kBuffer, from_.data() + done % kBuffer, size);
         }
-    });
-    std::uint64_t drained = 0;
-    PutCommand c;
-    while (drained < kCommands) {
-        int n = 0;
-        while (n < 32 && fifo.pop(c)) ++n;
-        fifo.release();
-        drained += static_cast<std::uint64_t>(n);
+        return static_cast<double>(total) / static_cast<double>(monotonic_ns() - start);
     }
-    producer.join();
-    return static_cast<double>(kCommands) * 1e9 / static_cast<double>(monotonic_ns() - start);
+
+  private:
+    testing::Memory from_;
+    testing::Memory to_;
+};
+
+double median(std::vector<double> values) {
+    std::sort(values.begin(), values.end());
+    return values[values.size() / 2];
 }
 
 void echo(testing::Rank& me) {
@@ -113,7 +100,8 @@ void echo(testing::Rank& me) {
 int main(int argc, char** argv) {
     if (argc < 2) return std::fprintf(stderr, "usage: put_benchmark LIBRARY [MB]\n"), 2;
     const std::string library = argv[1];
-    const std::size_t total = (argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 2048) << 20;
+    const std::size_t total = std::max<std::size_t>(
+        (argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 2048) << 20, kTurns * kBuffer);
     int to_child[2];
     int to_parent[2];
     if (::pipe(to_child) != 0 || ::pipe(to_parent) != 0) return 1;
@@ -146,20 +134,28 @@ int main(int argc, char** argv) {
         ::usleep(1'000'000);
         const double idle = cpu_seconds() - before;
 
+        const Copies copies;
         double rates[2] = {};
-        double copies[2] = {};
+        double ratios[2] = {};
         const std::size_t sizes[2] = {256 << 10, 1 << 20};
         for (int s = 0; s < 2; ++s) {
-            copies[s] = memcpy_gbps(sizes[s], total);
-            for (int warm = 1; warm >= 0; --warm) {
-                const std::size_t moved = warm != 0 ? kBuffer : total;
+            std::vector<double> rate;
+            std::vector<double> ratio;
+            for (int turn = -1; turn < static_cast<int>(kTurns); ++turn) {  // turn -1 warms up
+                const std::size_t moved = turn < 0 ? kBuffer : total / kTurns / kBuffer * kBuffer;
+                const double copied = copies.gbps(sizes[s], moved);
                 const std::uint64_t start = monotonic_ns();
                 for (std::size_t done = 0; done < moved; done += sizes[s]) {
                     me.put(sizes[s], 1, 1, done % kBuffer, done % kBuffer);
                 }
                 if (!me.session.flush(60)) return 1;
-                rates[s] = static_cast<double>(moved) / static_cast<double>(monotonic_ns() - start);
+                if (turn < 0) continue;
+                rate.push_back(static_cast<double>(moved) /
+                               static_cast<double>(monotonic_ns() - start));
+                ratio.push_back(rate.back() / copied);
             }
+            rates[s] = median(rate);
+            ratios[s] = median(ratio);
         }
         constexpr int kSmall = 400'000;
         const std::uint64_t start = monotonic_ns();
@@ -173,10 +169,9 @@ int main(int argc, char** argv) {
             "{\"round_trip_us\": {\"p10\": %.2f, \"median\": %.2f, \"p99\": %.2f}, "
             "\"put_256KiB_GBps\": %.2f, \"put_256KiB_vs_memcpy\": %.2f, "
             "\"put_1MiB_GBps\": %.2f, \"put_1MiB_vs_memcpy\": %.2f, "
-            "\"fifo_commands_per_s\": %.0f, \"empty_puts_per_s\": %.0f, \"idle_cpu\": %.4f}\n",
+            "\"empty_puts_per_s\": %.0f, \"idle_cpu\": %.4f}\n",
             trips[trips.size() / 10], trips[trips.size() / 2], trips[trips.size() * 99 / 100],
-            rates[0], rates[0] / copies[0], rates[1], rates[1] / copies[1], fifo_rate(), small,
-            idle);
+            rates[0], ratios[0], rates[1], ratios[1], small, idle);
     }
     int status = 0;
     ::waitpid(child, &status, 0);
