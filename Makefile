@@ -10,7 +10,7 @@ PACKAGE_FILES := $(shell find mkernel backends topology -type f \
 	$(shell find tests/native -type f 2>/dev/null) \
 	pyproject.toml CMakeLists.txt README.md LICENSE
 
-.PHONY: run test lint format bench sanitize numbers clean
+.PHONY: run test test-rxe lint format bench sanitize numbers clean
 
 run: $(VENV)/.installed
 	@mkernel run all_gather_gemm
@@ -18,6 +18,10 @@ run: $(VENV)/.installed
 test: $(VENV)/.installed $(VENV)/.example
 	ctest --test-dir build/native --output-on-failure --timeout 120
 	pytest
+
+# RC on the kernel's own software RDMA device, in a virtual machine: needs no RDMA hardware.
+test-rxe: $(VENV)/.installed
+	python scripts/test_rxe.py
 
 # The native tests of NICs and runtime under AddressSanitizer (with undefined behaviour), then
 # ThreadSanitizer.

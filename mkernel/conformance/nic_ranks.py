@@ -17,8 +17,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -161,6 +162,8 @@ class NicSubject:
         name: of the backend, or ``module:attribute`` of one that no entry point names.
         verbs: its provider. quick: fewer and smaller puts. seed: of sizes and payloads.
         timeout_s: deadline of every wait inside a check.
+        divisor: of the amount of traffic, for devices that are emulated and slow.
+        start: how rank processes start; ``fork`` spares the import of a fork server.
     """
 
     name: str
@@ -168,6 +171,8 @@ class NicSubject:
     quick: bool = False
     seed: int = 0
     timeout_s: float = 20.0
+    divisor: int = 1
+    start: Literal["forkserver", "fork"] = "forkserver"
 
     def __str__(self) -> str:
         return f"nic {self.name} on {self.verbs}"
@@ -205,8 +210,8 @@ class NicSubject:
         return self.backend().open(self.device(), self.verbs, rank, values)
 
     def scale(self, whole: int, quick: int) -> int:
-        """``whole``, or ``quick`` where a quick run was asked for."""
-        return quick if self.quick else whole
+        """``whole``, or ``quick`` where a quick run was asked for; at least 1."""
+        return max(1, (quick if self.quick else whole) // self.divisor)
 
     def variants(self) -> tuple[Mapping[str, str], ...]:
         """Environments to repeat the data checks in: the software device can be made to cut puts
@@ -239,8 +244,10 @@ class NicSubject:
         Raises:
             CheckFailed: a rank failed, died or hangs. CheckSkipped: a rank says so.
         """
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["mkernel", __name__])
+        context: ForkContext | ForkServerContext = multiprocessing.get_context("fork")
+        if self.start == "forkserver":
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["mkernel", __name__])
         members: list[_Member] = []
         try:
             work = pickle.dumps((self, body, arguments, {**os.environ, **(environment or {})}))
