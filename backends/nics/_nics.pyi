@@ -140,3 +140,14 @@ def open_cx7(
     gid_index: int | None,
     fifo_slots: int,
 ) -> Session: ...
+def open_efa(
+    *,
+    library: str,
+    efa_library: str,
+    device: str,
+    port: int,
+    queue_depth: int,
+    rnr_retry: int,
+    gid_index: int | None,
+    fifo_slots: int,
+) -> Session: ...

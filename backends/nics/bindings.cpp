@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "backends/nics/cx7/rc_nic.hpp"
+#include "backends/nics/efa/srd_nic.hpp"
 #include "backends/nics/session.hpp"
 #include "backends/nics/verbs/devices.hpp"
 #include "backends/nics/verbs/loader.hpp"
@@ -158,4 +159,23 @@ PYBIND11_MODULE(_nics, m) {
         py::kw_only(), py::arg("library"), py::arg("device"), py::arg("port"),
         py::arg("queue_depth"), py::arg("qp_timeout"), py::arg("retry_count"), py::arg("rnr_retry"),
         py::arg("gid_index"), py::arg("fifo_slots"), Unlocked());
+
+    m.def(
+        "open_efa",
+        [](const std::string& library, const std::string& efa_library, const std::string& device,
+           std::uint8_t port, std::uint32_t queue_depth, std::uint8_t rnr_retry,
+           std::optional<int> gid_index, std::uint64_t fifo_slots) {
+            nics::verbs::DeviceOptions options;
+            options.port = port;
+            options.queue_depth = queue_depth;
+            options.rnr_retry = rnr_retry;
+            options.gid_index = gid_index;
+            return std::make_unique<nics::Session>(
+                std::make_unique<nics::efa::SrdNic>(nics::verbs::Verbs::load(library), efa_library,
+                                                    device, options),
+                fifo_slots);
+        },
+        py::kw_only(), py::arg("library"), py::arg("efa_library"), py::arg("device"),
+        py::arg("port"), py::arg("queue_depth"), py::arg("rnr_retry"), py::arg("gid_index"),
+        py::arg("fifo_slots"), Unlocked());
 }

@@ -73,7 +73,8 @@ inline constexpr std::uint32_t kMaxRegions = 1024;
 // How far a put has got: zero before the first call of Nic::put for a command.
 struct PutCursor {
     std::uint64_t bytes = 0;  // of the payload, handed to the NIC
-    std::uint32_t value = 0;  // of the signal's value, handed to the NIC
+    std::uint32_t value = 0;  // of the signal's value, handed to the NIC (SRD: messages that
+                              // carry no bytes)
     bool begun = false;       // the command was checked
 };
 

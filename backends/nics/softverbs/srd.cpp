@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kPlacements = 96;       // packets that wait for their turn to be placed
 constexpr std::uint64_t kHoldNs = 40'000;     // a packet in four waits up to so long
 constexpr std::uint64_t kLateNs = 1'000'000;  // a second placement in eight, up to so long
-constexpr std::uint64_t kRnrNs = 1'000'000;
+constexpr std::uint64_t kRnrNs = 20'000'000;
 constexpr std::uint64_t kWatchNs = 2'000'000;
 constexpr std::uint64_t kTurnBytes = 1024 * 1024;
 constexpr int kTurnPackets = 128;

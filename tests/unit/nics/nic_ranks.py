@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from mkernel.backends.base import NicSession
+from mkernel.backends.base import NicBackend, NicSession
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.session import NativeSession
 from mkernel.backends.runtime import _runtime as runtime
@@ -51,14 +51,21 @@ class Rank:
     """One rank: open, then ``join`` the others, then put."""
 
     def __init__(
-        self, rank: int, nbytes: int = 1 << 20, shared: bool = True, **values: Any
+        self,
+        rank: int,
+        nbytes: int = 1 << 20,
+        shared: bool = True,
+        backend: NicBackend | None = None,
+        **values: Any,
     ) -> None:
         self.rank = rank
         self.memory = Memory(nbytes, shared)
         self.pad_memory = Memory(runtime.pad_bytes(SIGNALS))
         self.pad = self.pad_memory.address
         runtime.pad_format(self.pad, SIGNALS)
-        self.session: NicSession = Cx7Nic().open("soft0", "soft", rank, settings(**values))
+        self.session: NicSession = (backend or Cx7Nic()).open(
+            "soft0", "soft", rank, settings(**values)
+        )
 
     def count(self, signal: int) -> int:
         return runtime.pad_load(self.pad, signal)
