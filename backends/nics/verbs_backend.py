@@ -1,0 +1,84 @@
+"""What the NIC backends on verbs share: finding devices, and opening one as a session.
+
+The native module is imported late, so that ``mkernel doctor`` can say what is missing.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from mkernel.backends.base import NicBackend, NicSession, Status
+from mkernel.errors import BackendUnavailable
+from mkernel.settings import NicSettings
+from mkernel.topology.model import Nic
+
+_REINSTALL = "reinstall mkernel: its native NIC module is missing or does not fit this Python"
+
+
+class VerbsBackend(NicBackend):
+    """A kind of queue pair on the devices of a verbs provider."""
+
+    providers: ClassVar[tuple[str, ...]] = ("soft", "system")
+
+    @abstractmethod
+    def serves(self, nic: Nic) -> bool:
+        """Whether this kind of device has such queue pairs."""
+
+    @abstractmethod
+    def open_native(
+        self, verbs: str, library: str, settings: NicSettings, arguments: dict[str, Any]
+    ) -> Any:
+        """The native session on a device. OSError, RuntimeError.
+
+        Args:
+            library: name or path of the provider ``verbs``.
+            arguments: what every native ``open_*`` takes.
+        """
+
+    def status(self, verbs: str) -> Status:
+        """Whether it can run here on that verbs provider. Never raises."""
+        try:
+            from mkernel.backends.nics.provider import provider_status
+        except ImportError as error:
+            return Status(False, str(error), _REINSTALL)
+        return provider_status(verbs)
+
+    def probe(self, verbs: str) -> tuple[Nic, ...]:
+        """The ports of the provider that it serves."""
+        try:
+            from mkernel.backends.nics.provider import list_nics
+        except ImportError:
+            return ()
+        return tuple(nic for nic in list_nics(verbs) if self.serves(nic))
+
+    def open(self, device: str, verbs: str, rank: int, settings: NicSettings) -> NicSession:
+        """Open a device by its probed ``name`` or ``id`` (``name:port``).
+
+        Raises:
+            BackendUnavailable: no such provider or device, it lacks what is needed, or it does not
+                come up.
+        """
+        try:
+            from mkernel.backends.nics.provider import library_of
+            from mkernel.backends.nics.session import NativeSession
+        except ImportError as error:
+            raise BackendUnavailable(
+                f"nic {self.name!r} does not load: {error}; {_REINSTALL}"
+            ) from error
+        name, _, port = device.partition(":")
+        try:
+            library = library_of(verbs, settings)
+            arguments = {
+                "library": library,
+                "device": name,
+                "port": int(port) if port.isdecimal() else 1,
+                "queue_depth": settings.queue_depth,
+                "rnr_retry": settings.rnr_retry,
+                "gid_index": settings.gid_index,
+                "fifo_slots": settings.fifo_slots,
+            }
+            native = self.open_native(verbs, library, settings, arguments)
+        except (OSError, RuntimeError) as error:
+            raise BackendUnavailable(f"nic {self.name!r} on verbs {verbs!r}: {error}") from error
+        return NativeSession(self.name, rank, native)
