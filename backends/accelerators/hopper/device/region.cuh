@@ -2,11 +2,11 @@
 // the node, every rank's mapped here. Passed to kernels by value.
 //
 // Layout, the same on every rank:
-//   [0, 64 KiB)       control words: the epoch, tickets, one finished and one started word a rank
+//   [0, 64 KiB)       control words: the epoch, one finished and one started word a rank
 //   [64 KiB, 1 MiB)   flags: 64-bit, what they mean is the plan's business
 //   [1 MiB, ...)      data
 //
-// Epochs. `epoch()` is the number of the running call, 1 for the first; the call's last block moves
+// Epochs. `Control::epoch` is the number of the running call, 1 for the first; the call's last block moves
 // it on, so that a replayed graph counts as well as a launch does. Every flag and word that a peer
 // waits for is *set* to the epoch by its one writer, and waits are for `>= epoch`: nothing is ever
 // cleared, and the plans that share a region may follow each other in any order, since calls of a
@@ -28,12 +28,12 @@ inline constexpr int kEpochCopies = 16;
 // Local to a rank, but for `finished` and `started`, whose entry [r] rank r writes.
 struct Control {
     std::uint64_t epoch;  // set to 1 by the owner before any peer maps the region, as `epochs`
-    std::uint32_t blocks_done;  // tickets of the running call; back to 0 at its end
+    std::uint32_t blocks_done;  // of the running call; back to 0 at its end
     std::uint32_t failed;       // 1: a wait of this rank failed; all others give up at once
-    std::uint32_t tickets[28];  // for the kernels' own counting; 0 between calls
+    std::uint32_t reserved[28];
     // The epoch again, for copy engines to copy into as many flags in a row.
     std::uint64_t epochs[kEpochCopies];
-    std::uint64_t reserved[32];
+    std::uint64_t more_reserved[32];
     std::uint64_t finished[kMaxRanks];  // rank r needs nothing of this rank's of that call any more
     std::uint64_t started[kMaxRanks];   // rank r's memory may be written in that call
 };

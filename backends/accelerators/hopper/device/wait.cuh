@@ -35,19 +35,12 @@ class Waiter {
         return poll(control_, patience_, kernel_, word, wanted, what);
     }
 
-    // Whether this rank has given the call up.
-    __device__ bool failed() const { return has_failed(control_); }
-
   private:
     // Many blocks may wait at a time, and the copy engines that they wait for fetch their commands
     // over the same PCIe link as the abort word: polls pause, and looks at the host are rare.
     static constexpr int kPauseNs = 64;
     static constexpr int kPollsBetweenLooks = 64;
     static constexpr std::uint64_t kHostLookNs = 1'000'000;
-
-    __device__ static bool has_failed(const Control* control) {
-        return ptx::load_relaxed(&control->failed) != 0;
-    }
 
     // Not inlined, since it is long and rare; with its arguments by value, so that they stay in
     // registers.
@@ -61,7 +54,7 @@ class Waiter {
                 if (ptx::load_relaxed(word) >= wanted) return ptx::load_acquire(word) >= wanted;
                 __nanosleep(kPauseNs);
             }
-            if (has_failed(control)) return false;
+            if (ptx::load_relaxed(&control->failed) != 0) return false;
             const std::uint64_t now = ptx::global_ns();
             if (now < look) continue;
             look = now + kHostLookNs;

@@ -43,8 +43,6 @@ Driver look_up_all() {
     look_up(made.mem_export_to_shareable_handle, "cuMemExportToShareableHandle");
     look_up(made.mem_import_from_shareable_handle, "cuMemImportFromShareableHandle");
     look_up(made.mem_get_handle_for_address_range, "cuMemGetHandleForAddressRange");
-    look_up(made.stream_write_value, "cuStreamWriteValue64");
-    look_up(made.stream_batch_mem_op, "cuStreamBatchMemOp");
     look_up(made.tensor_map_encode_tiled, "cuTensorMapEncodeTiled");
     return made;
 }

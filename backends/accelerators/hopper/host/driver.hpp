@@ -20,8 +20,6 @@ struct Driver {
     decltype(&cuMemExportToShareableHandle) mem_export_to_shareable_handle;
     decltype(&cuMemImportFromShareableHandle) mem_import_from_shareable_handle;
     decltype(&cuMemGetHandleForAddressRange) mem_get_handle_for_address_range;
-    decltype(&cuStreamWriteValue64) stream_write_value;
-    decltype(&cuStreamBatchMemOp) stream_batch_mem_op;
     decltype(&cuTensorMapEncodeTiled) tensor_map_encode_tiled;
 };
 

@@ -118,9 +118,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             Multiplier<C, Element, kNMajorB> multiplier(shared);
             for_each_tile<C>(args, [&](int, int, int column) {
                 multiplier.multiply(steps);
-                if (args.bias != nullptr) {
-                    multiplier.add_bias(static_cast<const Element*>(args.bias), column, args.n);
-                }
+                multiplier.add_bias(args.bias, column, args.n);
                 multiplier.write();
             });
             break;

@@ -190,10 +190,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 multiplier.multiply(steps);
                 if (tile.owner == rank) {
                     for (int slot = 0; slot < sources; ++slot) multiplier.add_tile();
-                    if (args.bias != nullptr) {
-                        multiplier.add_bias(static_cast<const Element*>(args.bias), tile.column,
-                                            args.n);
-                    }
+                    multiplier.add_bias(args.bias, tile.column, args.n);
                 }
                 multiplier.write();
             });

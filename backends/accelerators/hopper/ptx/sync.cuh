@@ -41,10 +41,6 @@ __device__ inline void store_relaxed(std::uint64_t* at, std::uint64_t value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
-__device__ inline void add_release(std::uint64_t* at, std::uint64_t value) {
-    asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
-
 __device__ inline void fence_system() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
@@ -64,15 +60,6 @@ __device__ inline std::uint64_t global_ns() {
     std::uint64_t now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     return now;
-}
-
-template <int kId>
-__device__ inline void named_barrier(int threads) {
-    asm volatile("bar.sync %0, %1;" ::"n"(kId), "r"(threads) : "memory");
-}
-
-__device__ inline void named_barrier(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 template <int kRegisters>

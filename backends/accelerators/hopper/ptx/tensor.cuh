@@ -13,10 +13,6 @@
 
 namespace mkernel::hopper::ptx {
 
-__device__ inline void prefetch(const CUtensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 __device__ inline void load_box(void* to, const CUtensorMap* map, Mbarrier* done, int x, int y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "

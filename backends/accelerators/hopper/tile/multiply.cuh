@@ -78,14 +78,16 @@ class Multiplier {
         }
     }
 
-    // Adds bias[column + c] to every row; `columns`: of the matrix.
-    __device__ __forceinline__ void add_bias(const Element* bias, int column, int columns) {
+    // Adds bias[column + c] to every row, where there is a bias; `columns`: of the matrix.
+    __device__ __forceinline__ void add_bias(const void* bias, int column, int columns) {
+        if (bias == nullptr) return;
+        const auto* const row = static_cast<const Element*>(bias);
 #pragma unroll
         for (int block = 0; block < C::kTileN / 8; ++block) {
             const int at = column + block * 8 + lane_ % 4 * 2;
             if (at < columns) {
                 const float2 two =
-                    ptx::unpack<Element>(*reinterpret_cast<const std::uint32_t*>(bias + at));
+                    ptx::unpack<Element>(*reinterpret_cast<const std::uint32_t*>(row + at));
                 sum_[4 * block] += two.x;
                 sum_[4 * block + 1] += two.y;
                 sum_[4 * block + 2] += two.x;
