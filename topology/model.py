@@ -6,9 +6,13 @@ microseconds, memory in bytes. Models are frozen and round-trip exactly through 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from mkernel.errors import InputFileError
 
 SCHEMA_VERSION = 1
 
@@ -20,6 +24,18 @@ class Model(BaseModel):
     """Frozen, strict about unknown fields: a typo in a file is an error, not a default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def from_file(cls, file: Path, what: str) -> Self:
+        """The JSON of a file; ``what`` it is, in words. InputFileError names the bad field."""
+        try:
+            return cls.model_validate_json(file.read_text())
+        except OSError as error:
+            raise InputFileError(f"{what} {file}: {error.strerror}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"]) or "file"
+            raise InputFileError(f"{what} {file}: {field}: {first['msg']}") from error
 
 
 class NumaNode(Model):

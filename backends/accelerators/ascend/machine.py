@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from mkernel.errors import InputFileError
 from mkernel.topology.model import Model
 
 if TYPE_CHECKING:
@@ -108,11 +107,4 @@ class Machine(Model):
 def load_machine(path: str | Path | None = None) -> Machine:
     """A machine description; ``None``: the A3-class default. InputFileError names the bad field."""
     file = Path(path) if path is not None else Path(__file__).with_name("a3.json")
-    try:
-        return Machine.model_validate_json(file.read_text())
-    except OSError as error:
-        raise InputFileError(f"machine description {file}: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "file"
-        raise InputFileError(f"machine description {file}: {field}: {first['msg']}") from error
+    return Machine.from_file(file, "machine description")

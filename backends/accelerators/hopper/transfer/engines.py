@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from mkernel.errors import InputFileError
 from mkernel.topology.model import Model
 
 Engine = Literal["copy_engine", "bulk", "plain"]
@@ -97,11 +96,4 @@ def load_engines(path: str | Path | None = None) -> Engines:
     """A file of times; ``None``: the one that comes with mkernel. InputFileError names the bad
     field."""
     file = Path(path) if path is not None else Path(__file__).with_name("engines.json")
-    try:
-        return Engines.model_validate_json(file.read_text())
-    except OSError as error:
-        raise InputFileError(f"engine times {file}: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "file"
-        raise InputFileError(f"engine times {file}: {field}: {first['msg']}") from error
+    return Engines.from_file(file, "engine times")
