@@ -6,6 +6,7 @@ microseconds, memory in bytes. Models are frozen and round-trip exactly through 
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -61,13 +62,17 @@ class Accelerator(Model):
     pci_path: tuple[str, ...] = Field(
         default=(), description="host bridge and PCIe bridges above the device, outermost first"
     )
+    pcie_gbs: float | None = Field(default=None, gt=0, description="its own PCIe link")
     numa_node: int | None = None
     memory_bytes: int | None = None
     emulated: bool = False
 
 
 class Nic(Model):
-    """One RDMA device port, or one that a software provider emulates."""
+    """One port of a network device, or one that a software provider emulates.
+
+    ``gpudirect``: whether it reads and writes accelerators' memory; None where nobody said.
+    """
 
     id: str
     kind: NicKind
@@ -77,15 +82,46 @@ class Nic(Model):
     pci_path: tuple[str, ...] = Field(
         default=(), description="host bridge and PCIe bridges above the device, outermost first"
     )
+    pcie_gbs: float | None = Field(default=None, gt=0, description="its own PCIe link")
     numa_node: int | None = None
     speed_gbps: float | None = None
     link_layer: Literal["InfiniBand", "Ethernet", "Unspecified"] | None = None
     active: bool = True
+    gpudirect: bool | None = None
     emulated: bool = False
 
 
+class Bridge(Model):
+    """A PCIe bridge that some ``pci_path`` names: a root port, or a port of a switch.
+
+    ``pcie_gbs`` is the link of that port: below a root or downstream port, above an upstream port.
+    """
+
+    id: str
+    pcie_gbs: float | None = Field(default=None, gt=0)
+
+
+FABRIC_SWITCH = "switch"
+"""As an end of a :class:`FabricLink`: the switches that join all accelerators linked to them."""
+
+
+class FabricLink(Model):
+    """The scale-up links between two accelerators of a node, or between one and its switches.
+
+    ``gbs``: all ``count`` links together, one direction.
+    """
+
+    kind: Literal["nvlink", "hccs", "xgmi"]
+    ends: tuple[str, str] = Field(description="two accelerator ids, or an id and `switch`")
+    count: int = Field(ge=1)
+    gbs: float | None = Field(default=None, gt=0)
+
+
 class Node(Model):
-    """A set of ranks joined by a scale-up fabric. ``emulated``: one of several on one machine."""
+    """A set of ranks joined by a scale-up fabric. ``emulated``: one of several on one machine.
+
+    ``no_p2p``: pairs of accelerators whose driver refuses them access to each other's memory.
+    """
 
     id: int = Field(ge=0)
     hostname: str
@@ -93,6 +129,9 @@ class Node(Model):
     numa: tuple[NumaNode, ...]
     accelerators: tuple[Accelerator, ...] = ()
     nics: tuple[Nic, ...] = ()
+    bridges: tuple[Bridge, ...] = ()
+    fabric: tuple[FabricLink, ...] = ()
+    no_p2p: tuple[tuple[str, str], ...] = ()
 
     @model_validator(mode="after")
     def _unique_ids(self) -> Node:
@@ -100,10 +139,26 @@ class Node(Model):
             ("accelerator", [a.id for a in self.accelerators]),
             ("nic", [n.id for n in self.nics]),
             ("numa node", [str(n.id) for n in self.numa]),
+            ("bridge", [bridge.id for bridge in self.bridges]),
         ):
-            twice = sorted({i for i in ids if ids.count(i) > 1})
+            twice = [i for i, times in Counter(ids).items() if times > 1]
             if twice:
-                raise ValueError(f"node {self.id}: {what} id {twice[0]!r} occurs twice")
+                raise ValueError(f"node {self.id}: {what} id {min(twice)!r} occurs twice")
+        return self
+
+    @model_validator(mode="after")
+    def _known_ends(self) -> Node:
+        known = {a.id for a in self.accelerators}
+        for what, ends, legal in (
+            *(("fabric link", link.ends, known | {FABRIC_SWITCH}) for link in self.fabric),
+            *(("no_p2p pair", pair, known) for pair in self.no_p2p),
+        ):
+            strangers = [end for end in ends if end not in legal]
+            if strangers or ends[0] == ends[1]:
+                raise ValueError(
+                    f"node {self.id}: {what} {ends}: expected two different accelerators of the "
+                    f"node{f', not {strangers[0]!r}' if strangers else ''}"
+                )
         return self
 
     @property

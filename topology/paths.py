@@ -1,33 +1,123 @@
-"""How near two devices of one node are: path classes as NCCL names them.
+"""How near two devices of one node are, and what their bytes cross: path classes as NCCL names them.
 
-``LOC`` same device, ``PIX`` at most one PCIe switch between, ``PXB`` several, ``PHB`` through the
-host bridge, ``NODE`` same NUMA node, ``SYS`` across NUMA nodes.
+``LOC`` same device, ``NVL`` NVLink (or xGMI), ``HCCS`` its Ascend like, ``PIX`` at most one PCIe
+switch between, ``PXB`` several, ``PHB`` through the host bridge, ``NODE`` between host bridges of
+one NUMA node, ``SYS`` across NUMA nodes.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from mkernel.topology.model import Accelerator, Nic
+from mkernel.topology.model import FABRIC_SWITCH, Accelerator, FabricLink, Nic, Node
 
-PathClass = Literal["LOC", "PIX", "PXB", "PHB", "NODE", "SYS"]
-CLASSES: tuple[PathClass, ...] = ("LOC", "PIX", "PXB", "PHB", "NODE", "SYS")
+PathClass = Literal["LOC", "NVL", "HCCS", "PIX", "PXB", "PHB", "NODE", "SYS"]
+CLASSES: tuple[PathClass, ...] = ("LOC", "NVL", "HCCS", "PIX", "PXB", "PHB", "NODE", "SYS")
 """Best first."""
+
+_FABRICS: dict[str, PathClass] = {"nvlink": "NVL", "xgmi": "NVL", "hccs": "HCCS"}
+
+# Estimates of the right magnitude; `mkernel probe --measure` finds what a machine really does.
+_SOCKETS_GBS = 16.0
+_FABRIC_US = 0.35
+_PCIE_US = 0.15
+_HOST_BRIDGE_US = 0.3
+_SOCKETS_US = 0.5
+
+
+class Hop(NamedTuple):
+    """One thing on the way: a link, or what joins two links (``gbs`` None: it sets no limit)."""
+
+    name: str
+    gbs: float | None
+    latency_us: float
+
+
+class DevicePath(NamedTuple):
+    """The way between two devices of a node, one direction.
+
+    ``gbs`` in GB/s is the narrowest link of known rate; None where no rate is known. Hops of PCIe
+    are named by the address of the function whose link it is, an NIC's port by the NIC's id.
+    """
+
+    kind: PathClass
+    hops: tuple[Hop, ...]
+
+    @property
+    def gbs(self) -> float | None:
+        return min((hop.gbs for hop in self.hops if hop.gbs is not None), default=None)
+
+    @property
+    def latency_us(self) -> float:
+        return sum(hop.latency_us for hop in self.hops)
+
+
+class NodePaths:
+    """Paths between the devices of one node, NICs' ports included."""
+
+    def __init__(self, node: Node) -> None:
+        self._bridges = {bridge.id: bridge.pcie_gbs for bridge in node.bridges}
+        self._fabric = {frozenset(link.ends): link for link in node.fabric}
+
+    def between(self, one: Accelerator | Nic, other: Accelerator | Nic) -> DevicePath:
+        """The best path of a pair. Bytes to or from a NIC cross its port, too."""
+        kind = classify(one, other)
+        fabric = self._over_fabric(one, other) if kind != "LOC" else ()
+        if fabric:
+            return DevicePath(
+                _FABRICS[fabric[0].kind],
+                tuple(
+                    Hop(f"{link.kind} {'-'.join(link.ends)}", link.gbs, _FABRIC_US)
+                    for link in fabric
+                ),
+            )
+        return DevicePath(
+            kind,
+            (*_port(one), *(self._over_pcie(one, other) if kind != "LOC" else ()), *_port(other)),
+        )
+
+    def _over_fabric(self, one: Accelerator | Nic, other: Accelerator | Nic) -> list[FabricLink]:
+        if isinstance(one, Nic) or isinstance(other, Nic):
+            return []
+        direct = self._fabric.get(frozenset((one.id, other.id)))
+        if direct is not None:
+            return [direct]
+        up, down = (self._fabric.get(frozenset((a.id, FABRIC_SWITCH))) for a in (one, other))
+        return [up, down] if up and down and up.kind == down.kind else []
+
+    def _over_pcie(self, one: Accelerator | Nic, other: Accelerator | Nic) -> list[Hop]:
+        shared = _shared(one, other)
+        return [
+            *self._links(one, shared),
+            _turn(one, other, shared),
+            *reversed(self._links(other, shared)),
+        ]
+
+    def _links(self, device: Accelerator | Nic, shared: int) -> list[Hop]:
+        """From the device up to what it shares with the other, which is left out."""
+        if device.pci is None:
+            return []
+        first = max(shared, 1)  # host bridges have no link of their own
+        return [
+            Hop(device.pci, device.pcie_gbs, _PCIE_US),
+            *(
+                Hop(bridge, self._bridges.get(bridge), _PCIE_US)
+                for bridge in reversed(device.pci_path[first:])
+            ),
+        ]
 
 
 def classify(one: Accelerator | Nic, other: Accelerator | Nic) -> PathClass:
-    """Path class of a pair in one node.
+    """Path class of a pair in one node by PCIe and NUMA alone.
 
     Where PCI positions are unknown, the NUMA nodes decide; where those are unknown too, the pair
     counts as ``NODE``: unknown devices are all equally near, so that sharing stays balanced.
     """
     if one.pci is not None and one.pci == other.pci:
         return "LOC"
-    shared = 0
-    for left, right in zip(one.pci_path, other.pci_path, strict=False):
-        if left != right:
-            break
-        shared += 1
+    if one == other:
+        return "LOC"
+    shared = _shared(one, other)
     if shared > 1:
         # A switch shows as one upstream bridge (shared) and one downstream bridge a device, so one
         # further bridge on each side still is the same switch.
@@ -41,5 +131,34 @@ def classify(one: Accelerator | Nic, other: Accelerator | Nic) -> PathClass:
 
 
 def distance(one: Accelerator | Nic, other: Accelerator | Nic) -> int:
-    """Rank of the path class: 0 is nearest."""
+    """Rank of the path class by PCIe and NUMA: 0 is nearest."""
     return CLASSES.index(classify(one, other))
+
+
+def _shared(one: Accelerator | Nic, other: Accelerator | Nic) -> int:
+    """Number of bridges, host bridge first, that both devices lie below."""
+    count = 0
+    for left, right in zip(one.pci_path, other.pci_path, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
+
+
+def _turn(one: Accelerator | Nic, other: Accelerator | Nic, shared: int) -> Hop:
+    """Where the way stops going up and starts going down."""
+    if shared > 1:
+        return Hop(one.pci_path[shared - 1], None, 0.0)
+    if shared == 1:
+        return Hop(one.pci_path[0], None, _HOST_BRIDGE_US)
+    if classify(one, other) == "SYS":
+        return Hop(f"NUMA {one.numa_node}-{other.numa_node}", _SOCKETS_GBS, _SOCKETS_US)
+    known = [d.numa_node for d in (one, other) if d.numa_node is not None]
+    return Hop(f"NUMA {known[0]}" if known else "host", None, _HOST_BRIDGE_US)
+
+
+def _port(device: Accelerator | Nic) -> list[Hop]:
+    if isinstance(device, Accelerator):
+        return []
+    rate = device.speed_gbps / 8 if device.speed_gbps else None
+    return [Hop(device.id, rate, 0.0)]
