@@ -17,14 +17,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-import torch
-
 from mkernel.errors import NicError, Unsupported
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.settings import NicSettings
 from mkernel.topology.model import Accelerator, Model, Nic
 
 if TYPE_CHECKING:
+    import torch
+
     from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
 
 View = Literal["pipelined", "sequential", "compute_only"]
