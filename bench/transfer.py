@@ -88,6 +88,15 @@ class Memory:
         _hopper.copy(seen.data_ptr(), self.peer_address, seen.nbytes, plain, stream=stream)
         return seen
 
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """``values``, on GPU 0, into a tensor of any kind."""
+        if tensor.data_ptr() != (0 if self.peer is None else self.peer.data_ptr()):
+            tensor.copy_(values)
+            return
+        stream = torch.cuda.current_stream().cuda_stream
+        plain = _hopper.Engine.plain
+        _hopper.copy(self.peer_address, values.data_ptr(), values.nbytes, plain, stream=stream)
+
     def pair(self, direction: str) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
         """Destination and source as tensors, then as addresses for GPU 0; None without a peer."""
         local, other = self.local
@@ -129,7 +138,7 @@ def measure(
         dst, src = memory.torch_pair(direction)
     copies = max(1, min(MOST_COPIES, BATCH_BYTES // nbytes))
     source = src[:nbytes]
-    source.copy_(torch.randint(0, 256, (nbytes,), device="cuda:0", dtype=torch.uint8))
+    memory.write(source, torch.randint(0, 256, (nbytes,), device="cuda:0", dtype=torch.uint8))
     dst[:nbytes].fill_(0)
     for device in range(torch.cuda.device_count()):
         torch.cuda.synchronize(device)

@@ -99,7 +99,7 @@ def test_sanitizer(tmp_path: Path, op: str, tool: str) -> None:
         port = probe.getsockname()[1]
     command = [
         SANITIZER, "--tool", tool, "--error-exitcode", "86",
-        "--kernel-regex", "kns=mkernel",  # torch's kernels are not ours to judge
+        "--kernel-name", "kernel_substring=mkernel",  # torch's kernels are not ours to judge
         sys.executable, hopper_ranks.__file__, op, "512", "264", "200",
     ]  # fmt: skip
     logs = [tmp_path / f"rank{rank}" for rank in range(2)]

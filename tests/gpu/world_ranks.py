@@ -1,0 +1,57 @@
+"""What rank processes of test_hopper_world run. Importing it must not touch CUDA: the world chooses the
+device of a rank that has not used any."""
+
+from __future__ import annotations
+
+import torch
+
+import mkernel
+
+
+def symmetric() -> tuple[int, list[float], float]:
+    """(device, what every peer's tensor holds, the sum of a tensor after the end of its world)."""
+    from mkernel.backends.accelerators.hopper import _hopper
+
+    world = mkernel.world()
+    mine = mkernel.empty((3, 1000), torch.bfloat16)
+    assert mine.eq(0).all()
+    mine.fill_(world.rank + 1)
+    torch.cuda.synchronize()
+    world.barrier()
+    found = []
+    stream = torch.cuda.current_stream()
+    for peer, address in enumerate(world._everywhere(world._users[0], 0)):
+        seen = torch.empty_like(mine)
+        _hopper.copy(
+            seen.data_ptr(), address, seen.nbytes, _hopper.Engine.plain, stream=stream.cuda_stream
+        )
+        assert seen.eq(peer + 1).all(), f"rank {peer}'s tensor"
+        found.append(float(seen[2, 999]))
+    device = mine.device.index
+    mkernel.finalize()
+    return device, found, float(mine.sum(dtype=torch.float32))
+
+
+def crowded() -> None:
+    """Every rank on device 0."""
+    torch.cuda.set_device(0)
+    world = mkernel.world()
+    stores = (world._store, world._store)
+    mkernel.finalize()
+    mkernel.init(ranks_per_node=world.size, accelerator="hopper", stores=stores)
+    mkernel.empty((8,), torch.float16)
+
+
+def rounds() -> list[int]:
+    """Free bytes of the device after each of several worlds in one process."""
+    world = mkernel.world()
+    store, size, free = world._store, world.size, []
+    mkernel.finalize()
+    for _ in range(4):
+        made = mkernel.init(ranks_per_node=size, accelerator="hopper", stores=(store, store))
+        mkernel.empty((128 << 20,), torch.float16)
+        made.barrier()
+        mkernel.finalize()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0])
+    return free
