@@ -92,10 +92,23 @@ void Context::raise_event(ibv_event_type type, ibv_qp* qp, ibv_cq* cq) {
     [[maybe_unused]] const ssize_t written = ::write(async_write.get(), &event, sizeof(event));
 }
 
+bool Context::mute(std::uint64_t now) {
+    if (faults.none()) return false;
+    std::uint64_t whenever = 0;
+    return faults.lasts(FaultKind::stall, now, whenever) ||
+           faults.lasts(FaultKind::cut, now, whenever);
+}
+
 bool Context::round(std::uint64_t& wake_at) {
     while (control_waiting.load(std::memory_order_seq_cst) != 0) sched_yield();
     const std::lock_guard lock(control);
     const std::uint64_t now = now_ns();
+    if (!faults.none()) {
+        const bool stalled = faults.lasts(FaultKind::stall, now, wake_at);
+        const bool cut = faults.lasts(FaultKind::cut, now, wake_at);
+        port.header().silent.store(stalled || cut ? 1 : 0, std::memory_order_release);
+        if (stalled) return false;
+    }
     bool worked = false;
     for (const auto& qp : qps) worked |= qp->step(now, wake_at);
     worked |= fabric.step(now, wake_at);

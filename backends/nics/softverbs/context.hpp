@@ -10,11 +10,14 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include "backends/nics/softverbs/config.hpp"
+#include "backends/nics/softverbs/faults.hpp"
+#include "backends/nics/softverbs/link.hpp"
 #include "backends/nics/softverbs/memory.hpp"
 #include "backends/nics/softverbs/port.hpp"
 #include "backends/nics/softverbs/queue_pair.hpp"
@@ -50,13 +53,19 @@ struct Context : verbs_context {
 
     void wake() { ring_doorbell(port.header()); }
 
+    // Whether a cut of the link is on, or a stall of the device. Engine, or under the control lock.
+    bool mute(std::uint64_t now);
+
     Config config;
+    Faults faults{config.faults, now_ns()};
+    Link link{config};
     LocalPort port;
     std::mutex control;
     std::atomic<int> control_waiting{0};
     MrTable regions;
     std::vector<std::unique_ptr<Qp>> qps;
-    Fabric fabric{*this};  // SRD
+    std::mt19937_64 random{config.seed};  // engine
+    Fabric fabric{*this};                 // SRD
     Fd async_write;
     Fd async_read;
 

@@ -19,6 +19,7 @@ inline constexpr std::uint32_t kFlowPayload = 8 * 1024;     // of one packet, th
 
 struct alignas(64) FlowPacket {
     std::uint64_t message = 0;  // number on its flow
+    std::uint64_t arrival = 0;  // monotonic ns; see link.hpp
     std::uint64_t remote_addr = 0;
     std::uint64_t ref_inode = 0;
     std::uint64_t ref_offset = 0;

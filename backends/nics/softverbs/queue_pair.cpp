@@ -342,9 +342,11 @@ void Qp::query(ibv_qp_attr& attr, ibv_qp_init_attr& init) const {
 
 bool Qp::step(std::uint64_t now, std::uint64_t& wake_at) {
     bool worked = false;
-    if (state == IBV_QPS_RTR || state == IBV_QPS_RTS) worked |= receive(now, wake_at);
-    if (state == IBV_QPS_RTS) worked |= take_acks(now);
-    if (state == IBV_QPS_RTS) worked |= send(now);
+    if (!context_.mute(now)) {
+        if (state == IBV_QPS_RTR || state == IBV_QPS_RTS) worked |= receive(now, wake_at);
+        if (state == IBV_QPS_RTS) worked |= take_acks(now);
+        if (state == IBV_QPS_RTS) worked |= send(now);
+    }
     if (state == IBV_QPS_RTS) check_timers(now, wake_at);
     if (state == IBV_QPS_ERR) worked |= flush_queues();
     return worked;
@@ -355,6 +357,25 @@ void Qp::push(Cq* queue, const Cq::Entry& entry, bool solicited) {
     if (queue->push(entry, solicited) || before) return;
     context_.raise_event(IBV_EVENT_CQ_ERR, nullptr, queue);
     enter_error();
+}
+
+// What falls on the next message; whether it may go.
+bool Qp::withstands_faults(std::uint64_t now) {
+    Faults& faults = context_.faults;
+    if (faults.none()) return true;
+    faults.begin_counted(now);
+    if (faults.strikes(FaultKind::drop, now)) link_dead_ = true;
+    if (faults.strikes(FaultKind::cq_overflow, now)) {
+        auto* queue = static_cast<Cq*>(send_cq);
+        queue->overrun.store(true, std::memory_order_relaxed);
+        context_.raise_event(IBV_EVENT_CQ_ERR, nullptr, queue);
+        enter_error();
+    }
+    if (faults.strikes(FaultKind::qp_error, now)) {
+        context_.raise_event(IBV_EVENT_QP_FATAL, this, nullptr);
+        enter_error();
+    }
+    return !link_dead_ && state == IBV_QPS_RTS && !context_.mute(now);
 }
 
 bool Qp::flush_queues() {
@@ -411,10 +432,7 @@ bool Qp::send(std::uint64_t now) {
     if (sq_sent_ == posted || local_error_at_ != 0 || link_dead_ || !claim()) return false;
     bool worked = false;
     while (sq_sent_ < posted) {
-        if (context_.config.drop_after != 0 && sq_sent_ - sq_base_ >= context_.config.drop_after) {
-            link_dead_ = true;
-            break;
-        }
+        if (!withstands_faults(now)) break;
         const SendRequest& r = sq_[sq_sent_ % sq_.size()];
         if (!sound(r)) {
             local_error_at_ = sq_sent_ + 1;
@@ -424,6 +442,7 @@ bool Qp::send(std::uint64_t now) {
         if (!send_message(r, now)) break;
         ++sq_sent_;
         cursor_ = 0;
+        context_.faults.count_message();
     }
     if (head_ != published_) {
         published_ = head_;
@@ -485,7 +504,7 @@ bool Qp::send_message(const SendRequest& r, std::uint64_t now) {
         const bool write = r.opcode == IBV_WR_RDMA_WRITE || r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
         p.opcode = write ? (imm ? Opcode::write_imm : Opcode::write)
                          : (imm ? Opcode::send_imm : Opcode::send);
-        p.deliver_at = context_.config.latency_ns != 0 ? now + context_.config.latency_ns : 0;
+        p.arrival = context_.link.depart(now, length);
         p.remote_addr = r.remote_addr + cursor_;
         p.rkey = r.rkey;
         p.imm = r.imm;
@@ -564,7 +583,10 @@ bool Qp::take_acks(std::uint64_t now) {
 // A card does not share its host's scheduler, so a live peer whose engine is late has not lost
 // anything: only a peer that is gone, or a queue pair that does not listen, runs into time-outs.
 bool Qp::peer_responsive(std::uint64_t now) {
-    if (link_dead_ || !remote_->alive(now) || !claim()) return false;
+    if (link_dead_ || context_.mute(now) || !remote_->alive(now) || !claim() ||
+        remote_->header().silent.load(std::memory_order_acquire) != 0) {
+        return false;
+    }
     const auto& consumer = outbound().consumer;
     return consumer.qp_num.load(std::memory_order_acquire) == dest_qp_num_ &&
            consumer.state.load(std::memory_order_acquire) == RingState::responsive;
@@ -611,11 +633,9 @@ bool Qp::receive(std::uint64_t now, std::uint64_t& wake_at) {
             break;
         }
         if (p.opcode != Opcode::pad) {
-            if (p.deliver_at > now) {
-                wake_at = std::min(wake_at, p.deliver_at);
-                break;
-            }
+            if (!context_.link.arrived(p.arrival, now, wake_at)) break;
             if (!execute(p, at + sizeof(Packet), now, wake_at)) break;
+            context_.link.take(p.arrival, p.length);
             if ((p.flags & kLast) != 0) {
                 ++executed_;
                 placed_ = 0;
@@ -624,6 +644,7 @@ bool Qp::receive(std::uint64_t now, std::uint64_t& wake_at) {
         }
         tail_ += p.bytes;
     }
+    land();
     if (tail_ == before) return state == IBV_QPS_ERR;
     publish_executed();
     return true;
@@ -713,20 +734,20 @@ bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
     const bool takes = send ? (p.flags & kFirst) != 0 : last && p.opcode == Opcode::write_imm;
     if (takes && !have_receive(now, wake_at)) return false;
 
-    const std::byte* source = payload;
-    if ((p.flags & kReference) != 0) {
-        source = remote_->reference(p.ref_fd, p.ref_inode, p.ref_offset, p.length);
-        if (source == nullptr) {
-            // A peer that was killed takes its memory along: silence, as from a dead card.
-            deaf_ = !remote_->alive(now + 2'000'000);
-            if (!deaf_) refuse(IBV_WC_REM_OP_ERR, IBV_EVENT_QP_REQ_ERR);
-            return false;
-        }
+    const std::byte* source = source_of(p, payload);
+    if (source == nullptr) {
+        // A peer that was killed takes its memory along: silence, as from a dead card.
+        deaf_ = !remote_->alive(now + 2'000'000);
+        if (!deaf_) refuse(IBV_WC_REM_OP_ERR, IBV_EVENT_QP_REQ_ERR);
+        return false;
     }
     if (write) {
-        if (p.length != 0) {
+        if (p.length != 0 && relaxed(p)) {
+            held_.push_back({p, payload});
+        } else if (p.length != 0) {
             place_bytes(context_.config, p.remote_addr, source, p.length);
         }
+        if (takes) land();
         if (takes) complete_receive(take_receive(), IBV_WC_SUCCESS, IBV_WC_RECV_RDMA_WITH_IMM, p);
         return true;
     }
@@ -740,6 +761,27 @@ bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
         complete_receive(current_, IBV_WC_SUCCESS, IBV_WC_RECV, p);
     }
     return true;
+}
+
+const std::byte* Qp::source_of(const Packet& p, const std::byte* payload) const {
+    if ((p.flags & kReference) == 0) return payload;
+    return remote_->reference(p.ref_fd, p.ref_inode, p.ref_offset, p.length);
+}
+
+bool Qp::relaxed(const Packet& p) const {
+    const Mr* mr = context_.regions.find(p.rkey);
+    return context_.config.relaxed ||
+           (mr != nullptr && (mr->access & IBV_ACCESS_RELAXED_ORDERING) != 0);
+}
+
+// What was held back, in any order. Memory that its sender took away meanwhile is left out.
+void Qp::land() {
+    std::shuffle(held_.begin(), held_.end(), context_.random);
+    for (const auto& [p, payload] : held_) {
+        const std::byte* source = source_of(p, payload);
+        if (source != nullptr) place_bytes(context_.config, p.remote_addr, source, p.length);
+    }
+    held_.clear();
 }
 
 // A SEND's bytes into the receive's pieces.

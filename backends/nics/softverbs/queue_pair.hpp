@@ -86,6 +86,7 @@ struct Qp final : ibv_qp, SlotOwner {
     std::byte* reserve(std::uint32_t bytes);
     bool claim();
     bool sound(const SendRequest& request);
+    bool withstands_faults(std::uint64_t now);
     void complete_send(std::uint64_t number, ibv_wc_status status, std::uint32_t vendor_err);
     void fail_send(std::uint64_t number, ibv_wc_status status, std::uint32_t vendor_err);
 
@@ -96,6 +97,10 @@ struct Qp final : ibv_qp, SlotOwner {
                  std::uint64_t& wake_at);
     bool may_write(const Packet& packet) const;
     bool scatter(const Packet& packet, const std::byte* source);
+    // Null where the sender's memory cannot be read.
+    const std::byte* source_of(const Packet& packet, const std::byte* payload) const;
+    bool relaxed(const Packet& packet) const;
+    void land();
     bool have_receive(std::uint64_t now, std::uint64_t& wake_at);
     ReceiveRequest take_receive();
     void complete_receive(const ReceiveRequest& request, ibv_wc_status status, ibv_wc_opcode opcode,
@@ -138,7 +143,7 @@ struct Qp final : ibv_qp, SlotOwner {
 
     // Requester (engine).
     bool claimed_ = false;    // we are the producer of the peer's ring
-    bool link_dead_ = false;  // Config::drop_after
+    bool link_dead_ = false;  // FaultKind::drop
     std::uint64_t head_ = 0;  // bytes written to the peer's ring
     std::uint64_t published_ = 0;
     std::uint64_t acked_base_ = 0;      // peer's `acked` when the connection began
@@ -157,6 +162,12 @@ struct Qp final : ibv_qp, SlotOwner {
     ReceiveRequest current_{};  // receive of a SEND in progress
     bool receiving_ = false;
     std::uint32_t placed_ = 0;  // bytes of the current message already placed
+    struct Held {
+        Packet packet;
+        const std::byte* payload;
+    };
+    std::vector<Held>
+        held_;  // writes with relaxed ordering that have not landed; empty between turns
 };
 
 }  // namespace mkernel::nics::softverbs

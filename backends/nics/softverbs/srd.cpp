@@ -144,7 +144,9 @@ void SrdQp::begin(Opcode opcode, std::uint32_t rkey, std::uint64_t remote, std::
     if (error_ != 0) return;
     const int state = state_.load(std::memory_order_acquire);
     const bool signaled = signal_all_ || (wr_flags & IBV_SEND_SIGNALED) != 0;
-    if (staged_ - reclaimed_.load(std::memory_order_acquire) >= sq_.size()) {
+    const std::size_t most = context_.config.srd_queue;
+    const std::size_t room = most != 0 ? std::min(most, sq_.size()) : sq_.size();
+    if (staged_ - reclaimed_.load(std::memory_order_acquire) >= room) {
         error_ = ENOMEM;
     } else if ((state != IBV_QPS_RTS && state != IBV_QPS_ERR) || !signaled ||
                (wr_flags & ~unsigned{IBV_SEND_SIGNALED | IBV_SEND_INLINE}) != 0) {
@@ -426,17 +428,21 @@ bool Fabric::step(std::uint64_t now, std::uint64_t& wake_at) {
     }
     accept(now);
     bool worked = false;
-    for (auto& in : incoming_) {
-        if (!in) continue;
-        worked |= take(*in, now);
+    const bool mute = context_.mute(now);
+    if (!mute) {
+        for (auto& in : incoming_) {
+            if (in) worked |= take(*in, now, wake_at);
+        }
+        worked |= place(now, wake_at);
+        for (auto& in : incoming_) {
+            if (in) worked |= retry_unready(*in, now, wake_at);
+        }
+        for (auto& [cookie, out] : outgoing_) worked |= take_answers(*out);
     }
-    worked |= place(now, wake_at);
-    for (auto& in : incoming_) {
-        if (in) worked |= retry_unready(*in, now, wake_at);
-    }
-    for (auto& [cookie, out] : outgoing_) worked |= take_answers(*out);
     for (auto& [number, qp] : qps_) {
-        if (qp->qp_base.state == IBV_QPS_RTS) worked |= send(*qp, now);
+        if (qp->qp_base.state == IBV_QPS_RTS) {
+            worked |= mute ? give_up_held(*qp, now, wake_at) : send(*qp, now);
+        }
         if (qp->qp_base.state != IBV_QPS_ERR) continue;
         // In flight: flushed too, whatever the answer will be.
         for (auto& [cookie, out] : outgoing_) {
@@ -474,7 +480,7 @@ bool Fabric::present(Outgoing& out, std::uint64_t now) {
 // Whether there is a flow to the peer; tries to claim one at most once a millisecond.
 bool Fabric::reach(Outgoing& out, std::uint64_t now) {
     if (out.index != kMaxFlows) return true;
-    if (out.cut || (out.tried_at != 0 && now - out.tried_at < 1'000'000)) return false;
+    if (out.dropped || (out.tried_at != 0 && now - out.tried_at < 1'000'000)) return false;
     out.tried_at = now;
     try {
         if (!out.remote) out.remote = context_.connect(out.address);
@@ -546,17 +552,12 @@ bool Fabric::send(SrdQp& qp, std::uint64_t now) {
         }
         Outgoing& out = outgoing(r.peer);
         InFlight& place = out.window[out.next % kFlowWindow];
-        if (place.busy) break;
-        const auto limit = context_.config.drop_after;
-        if (limit != 0 && out.next >= limit) {
-            out.cut = true;
-            close(out);
-        }
+        if (place.busy || !withstands_faults(qp, out, now)) break;
         // Out of reach: it waits in flight for the peer's time-out.
-        if (out.cut || out.lost_at != 0 || !reach(out, now)) {
-            if (!out.cut && out.lost_at == 0) out.lost_at = now;
+        if (out.dropped || out.lost_at != 0 || !reach(out, now)) {
+            if (!out.dropped && out.lost_at == 0) out.lost_at = now;
         } else {
-            const bool whole = transmit(qp, r, out);
+            const bool whole = transmit(qp, r, out, now);
             worked |= out.head != out.published;
             publish(out);
             if (!whole) break;
@@ -566,9 +567,54 @@ bool Fabric::send(SrdQp& qp, std::uint64_t now) {
         ++out.waiting;
         ++qp.sent_;
         qp.cursor_ = 0;
+        qp.held_at_ = 0;
+        context_.faults.count_message();
         worked = true;
     }
     return worked;
+}
+
+// What falls on the next message; whether it may go.
+bool Fabric::withstands_faults(SrdQp& qp, Outgoing& out, std::uint64_t now) {
+    Faults& faults = context_.faults;
+    if (faults.none()) return true;
+    faults.begin_counted(now);
+    if (faults.strikes(FaultKind::drop, now)) {
+        out.dropped = true;
+        close(out);
+    }
+    if (faults.strikes(FaultKind::cq_overflow, now)) {
+        auto* queue = static_cast<Cq*>(qp.qp_base.send_cq);
+        queue->overrun.store(true, std::memory_order_relaxed);
+        context_.raise_event(IBV_EVENT_CQ_ERR, nullptr, queue);
+        qp.enter_error();
+    }
+    if (faults.strikes(FaultKind::qp_error, now)) qp.enter_error();
+    return qp.qp_base.state == IBV_QPS_RTS && !context_.mute(now);
+}
+
+// While the link is cut: requests that it holds time out like those in flight.
+bool Fabric::give_up_held(SrdQp& qp, std::uint64_t now, std::uint64_t& wake_at) {
+    const std::uint64_t posted = qp.posted_.load(std::memory_order_seq_cst);
+    if (qp.sent_ == posted) return false;
+    if (qp.held_at_ == 0) qp.held_at_ = now;
+    const std::uint64_t due = qp.held_at_ + context_.config.srd_timeout_ms * 1'000'000;
+    if (now < due) {
+        wake_at = std::min(wake_at, due);
+        return false;
+    }
+    if (qp.cursor_ != 0) {  // the rest of it does not come
+        Outgoing& out = outgoing(qp.sq_[qp.sent_ % qp.sq_.size()].peer);
+        out.lost_at = out.quiet_at != 0 ? out.quiet_at : now;
+        close(out);
+    }
+    qp.held_at_ = 0;
+    qp.cursor_ = 0;
+    for (; qp.sent_ < posted; ++qp.sent_) {
+        const SrdRequest& r = qp.sq_[qp.sent_ % qp.sq_.size()];
+        qp.complete_send(r.wr_id, r.opcode, r.total, IBV_WC_RESP_TIMEOUT_ERR, kVendorTimeout);
+    }
+    return true;
 }
 
 void Fabric::publish(Outgoing& out) {
@@ -596,7 +642,7 @@ std::byte* Fabric::reserve(Outgoing& out, std::uint32_t bytes) {
 }
 
 // Whether all of it is in the flow; if not, `cursor_` says how much.
-bool Fabric::transmit(SrdQp& qp, const SrdRequest& r, Outgoing& out) {
+bool Fabric::transmit(SrdQp& qp, const SrdRequest& r, Outgoing& out, std::uint64_t now) {
     do {
         const std::uint32_t left = r.total - qp.cursor_;
         const ibv_sge& sge = r.sge[0];
@@ -611,6 +657,7 @@ bool Fabric::transmit(SrdQp& qp, const SrdRequest& r, Outgoing& out) {
         std::byte* at = reserve(out, p.bytes);
         if (at == nullptr) return false;
         p.message = out.next;
+        p.arrival = context_.link.depart(now, p.length);
         p.remote_addr = r.remote_addr + qp.cursor_;
         p.total = r.total;
         p.offset = qp.cursor_;
@@ -677,18 +724,23 @@ bool Fabric::take_answers(Outgoing& out) {
 // A live peer whose engine is late has lost nothing; only one that is gone runs into the time-out.
 bool Fabric::check_peer(Outgoing& out, std::uint64_t now, std::uint64_t& wake_at) {
     if (out.waiting == 0) {
-        out.lost_at = 0;
+        out.lost_at = out.quiet_at = 0;
         return false;
     }
-    const bool lost = out.cut || out.lost_at != 0 || !present(out, now);
-    if (!lost) {
+    const bool lost = out.dropped || out.lost_at != 0 || !present(out, now);
+    if (lost && out.lost_at == 0) out.lost_at = out.quiet_at != 0 ? out.quiet_at : now;
+    const bool quiet = lost || context_.mute(now) ||
+                       out.remote->header().silent.load(std::memory_order_acquire) != 0;
+    if (!quiet) {
+        out.quiet_at = 0;
         wake_at = std::min(wake_at, now + kWatchNs);
         return false;
     }
-    if (out.lost_at == 0) out.lost_at = now;
-    const std::uint64_t due = out.lost_at + context_.config.srd_timeout_ms * 1'000'000;
+    if (out.quiet_at == 0) out.quiet_at = now;
+    const std::uint64_t due =
+        (lost ? out.lost_at : out.quiet_at) + context_.config.srd_timeout_ms * 1'000'000;
     if (now < due) {
-        wake_at = std::min(wake_at, due);
+        wake_at = std::min(wake_at, lost ? due : std::min(due, now + kWatchNs));
         return false;
     }
     close(out);
@@ -702,7 +754,7 @@ bool Fabric::check_peer(Outgoing& out, std::uint64_t now, std::uint64_t& wake_at
             qp->cursor_ = 0;
         }
     }
-    out.lost_at = 0;
+    out.lost_at = out.quiet_at = 0;
     return true;
 }
 
@@ -764,7 +816,7 @@ ibv_wc_status Fabric::judge(const Incoming& in, const FlowPacket& p) const {
 }
 
 // Packets from the flow into the set that waits to be placed.
-bool Fabric::take(Incoming& in, std::uint64_t now) {
+bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
     Flow& flow = context_.port.flow(in.index);
     const std::uint64_t head = flow.sender.head.load(std::memory_order_seq_cst);
     const auto& config = context_.config;
@@ -779,16 +831,20 @@ bool Fabric::take(Incoming& in, std::uint64_t now) {
             in.tail = head;  // not a packet: nothing after it can be read either
             break;
         }
+        if (p.opcode == Opcode::pad) {
+            in.tail += p.bytes;
+            continue;
+        }
+        if (!context_.link.arrived(p.arrival, now, wake_at)) break;
+        context_.link.take(p.arrival, p.length);
         in.tail += p.bytes;
-        if (p.opcode == Opcode::pad) continue;
         Arriving& message = in.messages[p.message];
         if (p.offset == 0) {
             message.first = p;
             message.status = judge(in, p);
         }
         message.taken += p.length;
-        Placement placement{
-            &in, p, {at + sizeof(p), at + sizeof(p) + payload}, now + config.latency_ns};
+        Placement placement{&in, p, {at + sizeof(p), at + sizeof(p) + payload}, now};
         if (config.reorder && random_() % 4 == 0) placement.not_before += random_() % kHoldNs;
         ++message.outstanding;
         if (is_write(p.opcode) && random_() % 100 < config.duplicates) {

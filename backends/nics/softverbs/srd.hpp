@@ -127,8 +127,9 @@ struct SrdQp final : ibv_qp_ex, SlotOwner {
     SrdRequest* current_ = nullptr;
     std::atomic<std::uint64_t> posted_{0};
     std::atomic<std::uint64_t> reclaimed_{0};
-    std::uint64_t sent_ = 0;    // engine
-    std::uint32_t cursor_ = 0;  // engine: bytes of the request `sent_` already on their way
+    std::uint64_t sent_ = 0;     // engine
+    std::uint32_t cursor_ = 0;   // engine: bytes of the request `sent_` already on their way
+    std::uint64_t held_at_ = 0;  // engine: since when a cut link has held requests; 0: it has not
 
     std::mutex rq_lock_;
     std::vector<SrdReceive> rq_;
@@ -168,9 +169,11 @@ class Fabric {
         std::uint64_t next = 0;      // number of the next message
         std::uint64_t answered = 0;  // of the log
         std::uint32_t waiting = 0;   // in flight
-        std::uint64_t lost_at = 0;   // since when the peer has been out of reach; 0: it is not
+        std::uint64_t lost_at = 0;   // since when messages to the peer have been lost; 0: none is
+        std::uint64_t quiet_at =
+            0;  // since when the peer or our link has been silent; 0: it is not
         std::uint64_t tried_at = 0;
-        bool cut = false;  // Config::drop_after
+        bool dropped = false;  // FaultKind::drop
         std::vector<InFlight> window{kFlowWindow};
     };
     struct Arriving {
@@ -203,8 +206,10 @@ class Fabric {
     static bool present(Outgoing& out, std::uint64_t now);
     bool reach(Outgoing& out, std::uint64_t now);
     bool send(SrdQp& qp, std::uint64_t now);
+    bool withstands_faults(SrdQp& qp, Outgoing& out, std::uint64_t now);
+    bool give_up_held(SrdQp& qp, std::uint64_t now, std::uint64_t& wake_at);
     ibv_wc_status sound(const SrdQp& qp, const SrdRequest& request) const;
-    bool transmit(SrdQp& qp, const SrdRequest& request, Outgoing& out);
+    bool transmit(SrdQp& qp, const SrdRequest& request, Outgoing& out, std::uint64_t now);
     std::byte* reserve(Outgoing& out, std::uint32_t bytes);
     void publish(Outgoing& out);
     bool take_answers(Outgoing& out);
@@ -214,7 +219,7 @@ class Fabric {
 
     // Receiving.
     void accept(std::uint64_t now);
-    bool take(Incoming& in, std::uint64_t now);
+    bool take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at);
     bool place(std::uint64_t now, std::uint64_t& wake_at);
     void execute(Placement& placement);
     ibv_wc_status judge(const Incoming& in, const FlowPacket& packet) const;

@@ -1,8 +1,9 @@
 // The exported verbs functions of the software device. Everything here turns C structures into our
 // objects, takes the control lock, and turns exceptions into errno; the work is done elsewhere.
 //
-// One device, "soft0", which has RC and, through efadv, SRD, with one active port that looks like 100 Gb/s RoCE v2 Ethernet. Its GID
-// table has two entries as on a real card: 0 RoCE v1, 1 RoCE v2.
+// One device, "soft0", which has RC and, through efadv, SRD, with one active port that looks like
+// RoCE v2 Ethernet, of 100 Gb/s where no bandwidth is set. Its GID table has two entries as on a
+// real card: 0 RoCE v1, 1 RoCE v2.
 #include <fcntl.h>
 #include <infiniband/verbs.h>
 
@@ -12,6 +13,7 @@
 #include <memory>
 #include <new>
 #include <system_error>
+#include <utility>
 
 #include "backends/nics/softverbs/completion.hpp"
 #include "backends/nics/softverbs/context.hpp"
@@ -75,17 +77,28 @@ int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
     return static_cast<soft::Qp*>(qp)->post_recv(wr, bad);
 }
 
+// The slowest speed of four lanes that carries the link's bandwidth; 25 Gb/s a lane without one.
+std::uint8_t speed_code(std::uint64_t mbps) {
+    constexpr std::pair<std::uint64_t, std::uint8_t> kFourLanes[] = {
+        {10'000, 1}, {20'000, 2}, {40'000, 4}, {56'000, 16}, {100'000, 32}, {200'000, 64}};
+    for (const auto& [carries, code] : kFourLanes) {
+        if (mbps != 0 && mbps <= carries) return code;
+    }
+    return mbps == 0 ? 32 : 128;
+}
+
 int query_port(ibv_context* context, std::uint8_t port, ibv_port_attr* attr, std::size_t size) {
     if (port != 1) return EINVAL;
     ibv_port_attr full{};
     full.state = IBV_PORT_ACTIVE;
     full.max_mtu = full.active_mtu = IBV_MTU_4096;
     full.gid_tbl_len = 2;
-    full.max_msg_sz = soft::Context::of(context).config.max_message;
+    const soft::Config& config = soft::Context::of(context).config;
+    full.max_msg_sz = config.max_message;
     full.pkey_tbl_len = 1;
-    full.active_width = 2;   // 4x
-    full.active_speed = 32;  // 25 Gb/s a lane
-    full.phys_state = 5;     // link up
+    full.active_width = 2;  // 4x
+    full.active_speed = speed_code(config.bandwidth_mbps);
+    full.phys_state = 5;  // link up
     full.link_layer = IBV_LINK_LAYER_ETHERNET;
     std::memcpy(attr, &full, std::min(size, sizeof(full)));
     return 0;
@@ -206,6 +219,10 @@ SOFTVERBS_EXPORT ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* address, std::size_t
         mr->access = access;
         mr->backing = soft::find_backing(start, length);
         const soft::Control lock(context);
+        if (context.faults.strikes(soft::FaultKind::registration, soft::now_ns())) {
+            return errno = ENOMEM, nullptr;
+        }
+        context.faults.count_registration();
         soft::Mr* added = context.regions.add(std::move(mr));
         if (added == nullptr) return errno = ENOMEM, nullptr;
         ++static_cast<soft::Pd*>(pd)->users;

@@ -30,7 +30,7 @@ inline constexpr std::uint32_t kMaxReference = 1024 * 1024;  // of one packet, b
 inline constexpr std::uint32_t kReferenceFrom = 1024;        // smaller payloads travel in the ring
 inline constexpr std::uint32_t kPacketAlign = 64;
 inline constexpr std::uint64_t kPortMagic =
-    0x6d6b5f7265646d32;  // "mk_rdma1" in spirit: the layout's version
+    0x6d6b5f7265646d33;  // "mk_rdma1" in spirit: the layout's version
 
 enum class Opcode : std::uint8_t { pad = 0, write = 1, write_imm = 2, send = 3, send_imm = 4 };
 
@@ -40,7 +40,7 @@ inline constexpr std::uint8_t kReference = 4;  // payload lies at (file, offset)
 inline constexpr std::uint8_t kSolicited = 8;
 
 struct Packet {
-    std::uint64_t deliver_at = 0;   // monotonic ns; emulated latency
+    std::uint64_t arrival = 0;      // monotonic ns; see link.hpp
     std::uint64_t remote_addr = 0;  // of this packet's payload (writes)
     std::uint64_t ref_inode = 0;
     std::uint64_t ref_offset = 0;
@@ -87,6 +87,7 @@ struct PortHeader {
     // Goes up whenever the owner deregisters memory that peers may have mapped.
     alignas(64) std::atomic<std::uint64_t> dropped_maps;
     std::atomic<std::uint32_t> gone;     // 1 once the port is closed
+    std::atomic<std::uint32_t> silent;   // 1 while a fault keeps the owner from answering
     std::atomic<std::uint32_t> claimed;  // SRD: goes up with each claim of a flow
     // SRD: who sends through each flow; see flow.hpp.
     alignas(64) std::atomic<std::uint64_t> flows[kMaxFlows];

@@ -22,196 +22,14 @@
 #include "backends/nics/verbs/loader.hpp"
 #include "backends/runtime/signal_pad.hpp"
 #include "check.hpp"
-#include "pair.hpp"
+#include "setting.hpp"
+#include "srd_end.hpp"
 
 using namespace mkernel::nics;
-using mkernel::runtime::monotonic_ns;
+using namespace mkernel::nics::testing::srd;
+using mkernel::nics::testing::Setting;
 
 namespace {
-
-std::string library;
-
-constexpr std::size_t kBytes = 4 << 20;
-constexpr std::uint32_t kKey = 0x1234;
-constexpr std::uint64_t kWrites = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
-constexpr std::uint64_t kOps = kWrites | IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
-
-// For the life of a test.
-class Setting {
-  public:
-    Setting(const char* name, const std::string& value) : name_(name) {
-        ::setenv(name, value.c_str(), 1);
-    }
-    ~Setting() { ::unsetenv(name_); }
-    Setting(const Setting&) = delete;
-    Setting& operator=(const Setting&) = delete;
-
-  private:
-    const char* name_;
-};
-
-struct Limits {
-    std::uint32_t sends = 64;
-    std::uint32_t receives = 512;
-    int cqe = 4096;
-    int rnr_retry = 7;
-    bool ready = true;  // to RTS
-    bool shared = true;
-};
-
-struct Address {
-    ::ibv_gid gid{};
-    std::uint32_t qpn = 0;
-    std::uint64_t memory = 0;
-    std::uint32_t rkey = 0;
-};
-
-struct End {
-    explicit End(const Limits& limits = {})
-        : v(verbs::Verbs::load(library)),
-          efa(verbs::Efadv::load(*v, library)),
-          context(verbs::open_device(v, "soft0")),
-          memory(kBytes, limits.shared) {
-        pd = v->alloc_pd(context.get());
-        cq = v->create_cq(context.get(), limits.cqe, nullptr, nullptr, 0);
-        mr = v->reg_mr(pd, memory.data(), kBytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
-        init.qp_type = IBV_QPT_DRIVER;
-        init.send_cq = init.recv_cq = cq;
-        init.pd = pd;
-        init.cap = {limits.sends, limits.receives, 2, 1, 32};
-        init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
-        init.send_ops_flags = kOps;
-        base = create();
-        if (base == nullptr) return;
-        qp = efa->qp_to_qp_ex(base);
-        if (limits.ready) start(limits.rnr_retry);
-    }
-    ~End() {
-        drop();
-        for (ibv_ah* ah : handles) efa->destroy_ah(ah);
-        v->dereg_mr(mr);
-        v->destroy_cq(cq);
-        v->dealloc_pd(pd);
-    }
-    End(const End&) = delete;
-    End& operator=(const End&) = delete;
-
-    void drop() {
-        if (base != nullptr) v->destroy_qp(base);
-        base = nullptr;
-    }
-    [[nodiscard]] ibv_qp* create() {
-        efadv_qp_init_attr attr{};
-        attr.driver_qp_type = EFADV_QP_DRIVER_TYPE_SRD;
-        return efa->create_qp_ex(context.get(), &init, &attr, sizeof(attr));
-    }
-    void start(int rnr_retry) {
-        ibv_qp_attr a{};
-        a.qp_state = IBV_QPS_INIT;
-        a.port_num = 1;
-        a.qkey = kKey;
-        CHECK(v->modify_qp(base, &a,
-                           IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY) == 0);
-        a.qp_state = IBV_QPS_RTR;
-        CHECK(v->modify_qp(base, &a, IBV_QP_STATE) == 0);
-        a.qp_state = IBV_QPS_RTS;
-        a.rnr_retry = static_cast<std::uint8_t>(rnr_retry);
-        CHECK(v->modify_qp(base, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_RNR_RETRY) == 0);
-    }
-    [[nodiscard]] Address address() const {
-        Address a;
-        v->query_gid(context.get(), 1, 0, &a.gid);
-        a.qpn = base->qp_num;
-        a.memory = memory.address();
-        a.rkey = mr->rkey;
-        return a;
-    }
-    ibv_ah* handle(const Address& peer) {
-        ibv_ah_attr attr{};
-        attr.is_global = 1;
-        attr.port_num = 1;
-        attr.grh.dgid = peer.gid;
-        ibv_ah* ah = efa->create_ah(pd, &attr);
-        if (ah != nullptr) handles.push_back(ah);
-        return ah;
-    }
-    // One write, with its immediate if not negative. 0 or what wr_complete says.
-    int write(ibv_ah* ah, const Address& peer, std::uint64_t id, std::uint32_t bytes,
-              std::int64_t imm = -1, std::uint64_t from = 0, std::uint64_t to = 0) {
-        ibv_wr_start(qp);
-        stage(ah, peer, id, bytes, imm, from, to);
-        return ibv_wr_complete(qp);
-    }
-    void stage(ibv_ah* ah, const Address& peer, std::uint64_t id, std::uint32_t bytes,
-               std::int64_t imm = -1, std::uint64_t from = 0, std::uint64_t to = 0) {
-        qp->wr_id = id;
-        qp->wr_flags = IBV_SEND_SIGNALED;
-        if (imm < 0) {
-            ibv_wr_rdma_write(qp, peer.rkey, peer.memory + to);
-        } else {
-            ibv_wr_rdma_write_imm(qp, peer.rkey, peer.memory + to,
-                                  htonl(static_cast<std::uint32_t>(imm)));
-        }
-        ibv_wr_set_sge(qp, mr->lkey, memory.address() + from, bytes);
-        ibv_wr_set_ud_addr(qp, ah, peer.qpn, kKey);
-    }
-    int receive(std::uint64_t id, std::uint32_t length = 0, std::uint64_t offset = 0,
-                int pieces = 1) const {
-        ibv_sge sge{memory.address() + offset, length, mr->lkey};
-        ibv_recv_wr wr{};
-        wr.wr_id = id;
-        wr.sg_list = &sge;
-        wr.num_sge = pieces;
-        ibv_recv_wr* bad = nullptr;
-        return ibv_post_recv(base, &wr, &bad);
-    }
-    std::optional<ibv_wc> poll(double seconds = 5) const {
-        const std::uint64_t deadline = monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9);
-        ibv_wc wc{};
-        do {
-            if (ibv_poll_cq(cq, 1, &wc) > 0) return wc;
-            std::this_thread::yield();
-        } while (monotonic_ns() < deadline);
-        return std::nullopt;
-    }
-    [[nodiscard]] bool completes(std::uint64_t id, ibv_wc_status status) const {
-        const auto wc = poll();
-        if (wc && wc->wr_id == id && wc->status == status && wc->qp_num == base->qp_num)
-            return true;
-        std::printf("  expected wr_id %llu %s, got %llu %s\n", static_cast<unsigned long long>(id),
-                    verbs::status_name(status),
-                    wc ? static_cast<unsigned long long>(wc->wr_id) : 0ull,
-                    wc ? verbs::status_name(wc->status) : "nothing");
-        return false;
-    }
-
-    std::shared_ptr<const verbs::Verbs> v;
-    std::shared_ptr<const verbs::Efadv> efa;
-    std::shared_ptr<ibv_context> context;
-    testing::Memory memory;
-    ibv_pd* pd;
-    ibv_cq* cq;
-    ibv_mr* mr;
-    ibv_qp_init_attr_ex init{};
-    ibv_qp* base = nullptr;
-    ibv_qp_ex* qp = nullptr;
-    std::vector<ibv_ah*> handles;
-};
-
-// `a` sends to `b`; each has the other's handle.
-struct Pair {
-    explicit Pair(const Limits& la = {}, const Limits& lb = {})
-        : a(la), b(lb), peer(b.address()), ah(a.handle(peer)) {
-        b.handle(a.address());
-    }
-    int write(std::uint64_t id, std::uint32_t bytes, std::int64_t imm = -1, std::uint64_t from = 0,
-              std::uint64_t to = 0) {
-        return a.write(ah, peer, id, bytes, imm, from, to);
-    }
-    End a, b;
-    Address peer;
-    ibv_ah* ah;
-};
 
 void what_the_device_says() {
     const End end;
@@ -454,16 +272,6 @@ void a_closed_peer_times_out() {
     End c;
     c.handle(a.address());
     CHECK(a.write(a.handle(c.address()), c.address(), 4, 8) == 0 && a.completes(4, IBV_WC_SUCCESS));
-}
-
-void a_cut_link_times_out() {
-    const Setting cut("MKERNEL_SOFTVERBS_DROP_AFTER", "3");
-    const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "50");
-    Pair p;
-    for (std::uint64_t id = 1; id <= 3; ++id) {
-        CHECK(p.write(id, 8) == 0 && p.a.completes(id, IBV_WC_SUCCESS));
-    }
-    CHECK(p.write(4, 8) == 0 && p.a.completes(4, IBV_WC_RESP_TIMEOUT_ERR));
 }
 
 // A process that is killed with a message in flight.
@@ -736,7 +544,6 @@ int main(int argc, char** argv) {
          {"a_peer_without_our_handle", a_peer_without_our_handle},
          {"a_message_longer_than_the_device_takes", a_message_longer_than_the_device_takes},
          {"a_closed_peer_times_out", a_closed_peer_times_out},
-         {"a_cut_link_times_out", a_cut_link_times_out},
          {"error_state_flushes_everything", error_state_flushes_everything},
          {"a_message_in_flight_is_flushed", a_message_in_flight_is_flushed},
          {"messages_arrive_out_of_order_once_and_whole",

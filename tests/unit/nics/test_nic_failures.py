@@ -135,7 +135,7 @@ def test_the_first_error_stays() -> None:
 
 
 def test_a_cut_link_exhausts_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MKERNEL_SOFTVERBS_DROP_AFTER", "3")
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_FAULTS", "drop@3")
     with local_ranks(qp_timeout=10, retry_count=2) as (a, b):
         for _ in range(6):
             a.session.put(1, 0, 0, 0, 8, 0, 1)

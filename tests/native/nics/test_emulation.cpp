@@ -1,0 +1,414 @@
+// What can be set on the software device: its link, and faults by count or time. Each on both
+// personalities. argv: the library, part of a name.
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "rc_end.hpp"
+#include "setting.hpp"
+#include "srd_end.hpp"
+
+using namespace mkernel::nics;
+using mkernel::nics::testing::Setting;
+using mkernel::runtime::monotonic_ns;
+namespace rc = mkernel::nics::testing::rc;
+namespace srd = mkernel::nics::testing::srd;
+
+namespace {
+
+constexpr const char* kFaults = "MKERNEL_SOFTVERBS_FAULTS";
+
+double milliseconds_since(std::uint64_t start) {
+    return static_cast<double>(monotonic_ns() - start) / 1e6;
+}
+
+// The two personalities as one: a write from `a` to `b`, and how it ended.
+struct Rc : rc::Pair {
+    static constexpr ibv_wc_status kUnreachable = IBV_WC_RETRY_EXC_ERR;
+    static rc::Limits limits() {
+        rc::Limits limits;
+        limits.timeout = 12;  // 16.8 ms a try, four tries
+        limits.sends = 64;
+        return limits;
+    }
+    Rc() : rc::Pair(limits(), limits()) {}
+    static int post(rc::End& from, const rc::End& to, std::uint64_t id, std::uint32_t bytes) {
+        ibv_sge sge = from.sge(bytes);
+        return from.post(from.write(sge, to, id));
+    }
+    int forth(std::uint64_t id, std::uint32_t bytes = 8) { return post(a, b, id, bytes); }
+    int back(std::uint64_t id) { return post(b, a, id, 8); }
+};
+
+struct Srd : srd::Pair {
+    static constexpr ibv_wc_status kUnreachable = IBV_WC_RESP_TIMEOUT_ERR;
+    static int post(srd::End& from, const srd::End& to, std::uint64_t id, std::uint32_t bytes) {
+        return from.write(from.handles.back(), to.address(), id, bytes);
+    }
+    int forth(std::uint64_t id, std::uint32_t bytes = 8) { return post(a, b, id, bytes); }
+    int back(std::uint64_t id) { return post(b, a, id, 8); }
+};
+
+// ---- the link
+
+template <typename P>
+void latency_delays_delivery() {
+    const Setting slow("MKERNEL_SOFTVERBS_LATENCY_NS", "20000000");
+    P p;
+    const std::uint64_t start = monotonic_ns();
+    CHECK(p.forth(1) == 0 && p.a.completes(1, IBV_WC_SUCCESS));
+    CHECK(milliseconds_since(start) >= 20);
+}
+
+template <typename P>
+void jitter_is_drawn_from_the_seed() {
+    const Setting unsteady("MKERNEL_SOFTVERBS_JITTER_NS", "8000000");
+    std::vector<double> took[2];
+    for (auto& times : took) {
+        P p;
+        for (std::uint64_t id = 0; id < 12; ++id) {
+            const std::uint64_t start = monotonic_ns();
+            CHECK(p.forth(id) == 0 && p.a.completes(id, IBV_WC_SUCCESS));
+            times.push_back(milliseconds_since(start));
+        }
+        const auto [least, most] = std::minmax_element(times.begin(), times.end());
+        CHECK(*most - *least > 1);
+    }
+    int near = 0;  // scheduling adds to a few
+    for (std::size_t i = 0; i < took[0].size(); ++i) near += std::abs(took[0][i] - took[1][i]) < 1;
+    CHECK(near >= 8);
+}
+
+// Gb/s that one pair, or two into one receiver, carry in messages of 1 MiB.
+template <typename P>
+double rate(double gbps) {
+    constexpr std::uint32_t kMessage = 1 << 20;
+    constexpr std::uint64_t kWindow = 16;
+    const auto messages = static_cast<std::uint64_t>(gbps * 0.25e9 / 8 / kMessage) + kWindow;
+    P p;
+    std::uint64_t posted = 0, done = 0;
+    const std::uint64_t start = monotonic_ns();
+    while (done < messages) {
+        while (posted < messages && posted - done < kWindow) {
+            CHECK(p.forth(posted++, kMessage) == 0);
+        }
+        const auto wc = p.a.poll();
+        CHECK(wc && wc->status == IBV_WC_SUCCESS);
+        if (!wc) return 0;
+        ++done;
+    }
+    return static_cast<double>(messages) * kMessage * 8 /
+           static_cast<double>(monotonic_ns() - start);
+}
+
+template <typename P>
+void the_set_bandwidth_is_kept() {
+    const double most = rate<P>(8);
+    std::printf("  %.1f Gb/s without a limit\n", most);
+    for (const int mbps : {500, 8000, 100'000, 400'000}) {
+        const Setting limit("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS", std::to_string(mbps));
+        const double wanted = mbps / 1e3;
+        if (mbps > 500 && wanted > 0.6 * most) continue;  // this host, or its sanitizer, is slower
+        double got = 0;  // the best of three: other work on this host only makes it slower
+        for (int i = 0; i < 3 && got < 0.9 * wanted; ++i) {
+            got = rate<P>(wanted);
+            CHECK(got <= 1.1 * wanted);
+        }
+        std::printf("  %.2f Gb/s of %.2f\n", got, wanted);
+        CHECK(got >= 0.9 * wanted);
+    }
+}
+
+// A receiver's side of the link is shared by its senders.
+void two_senders_share_the_receiver() {
+    const Setting limit("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS", "1000");
+    srd::End a, b, c;
+    const srd::Address peer = c.address();
+    c.handle(a.address());
+    c.handle(b.address());
+    constexpr std::uint32_t kMessage = 1 << 20;
+    const std::uint64_t start = monotonic_ns();
+    for (srd::End* end : {&a, &b}) {
+        ibv_ah* ah = end->handle(peer);
+        for (std::uint64_t id = 0; id < 12; ++id) CHECK(end->write(ah, peer, id, kMessage) == 0);
+    }
+    for (int i = 0; i < 12; ++i) CHECK(a.poll().has_value() && b.poll().has_value());
+    CHECK(milliseconds_since(start) >= 0.9 * 24 * kMessage * 8 / 1e6);
+}
+
+// ---- faults
+
+template <typename P>
+void a_dropped_peer_is_unreachable() {
+    const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "50");
+    const Setting fault(kFaults, "drop@3");
+    P p;
+    for (std::uint64_t id = 1; id <= 3; ++id) {
+        CHECK(p.forth(id) == 0 && p.a.completes(id, IBV_WC_SUCCESS));
+    }
+    CHECK(p.forth(4) == 0 && p.a.completes(4, P::kUnreachable));
+}
+
+// Retries outlast the cut: nothing is lost, and nobody is told.
+template <typename P>
+void a_link_that_comes_back_loses_nothing(const char* fault) {
+    const Setting set(kFaults, fault);
+    P p;
+    const std::uint64_t start = monotonic_ns();
+    for (std::uint64_t id = 1; id <= 8; ++id) CHECK(p.forth(id) == 0 && p.back(id) == 0);
+    for (int i = 0; i < 8; ++i) {
+        for (auto* end : {&p.a, &p.b}) {
+            const auto wc = end->poll();
+            CHECK(wc && wc->status == IBV_WC_SUCCESS);
+        }
+    }
+    CHECK(milliseconds_since(start) >= 30);
+}
+
+template <typename P>
+void a_cut_link_is_an_error_at_both_ends(const char* fault) {
+    const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "50");
+    auto cut = std::make_unique<Setting>(kFaults, fault);
+    P p;
+    cut.reset();
+    CHECK(p.forth(1) == 0 && p.a.completes(1, IBV_WC_SUCCESS));
+    CHECK(p.forth(2) == 0 && p.back(3) == 0);
+    CHECK(p.a.completes(2, P::kUnreachable) && p.b.completes(3, P::kUnreachable));
+}
+
+// SRD goes on once the link is back, whatever was lost before.
+void srd_goes_on_after_a_cut() {
+    const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "30");
+    const Setting fault(kFaults, "cut@1+150ms");
+    Srd p;
+    CHECK(p.forth(1) == 0 && p.a.completes(1, IBV_WC_SUCCESS));
+    CHECK(p.forth(2) == 0 && p.a.completes(2, IBV_WC_RESP_TIMEOUT_ERR));
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    CHECK(p.forth(3) == 0 && p.a.completes(3, IBV_WC_SUCCESS));
+    CHECK(p.back(4) == 0 && p.b.completes(4, IBV_WC_SUCCESS));
+}
+
+// A stalled device tells its host nothing; its peers find that it does not answer.
+template <typename P>
+void a_stalled_device_is_silent() {
+    const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "50");
+    const Setting fault(kFaults, "stall@1");
+    P p;
+    CHECK(p.forth(1) == 0 && p.a.completes(1, IBV_WC_SUCCESS));
+    CHECK(p.forth(2) == 0);
+    // b's own stall begins with its first message, so that this one goes out.
+    CHECK(p.back(3) == 0 && p.b.completes(3, P::kUnreachable));
+    CHECK(!p.a.poll(0.1));
+}
+
+void an_rc_queue_pair_breaks() {
+    const Setting fault(kFaults, "qp-error@2");
+    Rc p;
+    for (std::uint64_t id = 1; id <= 2; ++id) {
+        CHECK(p.forth(id) == 0 && p.a.completes(id, IBV_WC_SUCCESS));
+    }
+    CHECK(p.forth(3) == 0 && p.a.completes(3, IBV_WC_WR_FLUSH_ERR));
+    CHECK(p.a.event() == IBV_EVENT_QP_FATAL);
+    CHECK(p.forth(4) == 0 && p.a.completes(4, IBV_WC_WR_FLUSH_ERR));
+}
+
+void an_srd_queue_pair_breaks() {
+    const Setting fault(kFaults, "qp-error@2");
+    Srd p;
+    for (std::uint64_t id = 1; id <= 2; ++id) {
+        CHECK(p.forth(id) == 0 && p.a.completes(id, IBV_WC_SUCCESS));
+    }
+    CHECK(p.forth(3) == 0 && p.a.completes(3, IBV_WC_WR_FLUSH_ERR));
+    CHECK(p.forth(4) == 0 && p.a.completes(4, IBV_WC_WR_FLUSH_ERR));
+}
+
+template <typename P, typename E>
+void a_queue_overflows(E event) {
+    const Setting fault(kFaults, "cq-overflow@2");
+    P p;
+    for (std::uint64_t id = 1; id <= 2; ++id) {
+        CHECK(p.forth(id) == 0 && p.a.completes(id, IBV_WC_SUCCESS));
+    }
+    CHECK(p.forth(3) == 0);
+    CHECK(event(p) == IBV_EVENT_CQ_ERR);
+    CHECK(!p.a.poll(0.05));
+}
+
+template <typename End>
+void a_registration_fails() {
+    const Setting fault(kFaults, "registration@1");  // the end's own is the first
+    End end;
+    const auto again = [&] {
+        errno = 0;
+        return end.v->reg_mr(end.pd, end.memory.data(), 4096, IBV_ACCESS_LOCAL_WRITE);
+    };
+    CHECK(again() == nullptr && errno == ENOMEM);
+    ibv_mr* mr = again();
+    CHECK(mr != nullptr && end.v->dereg_mr(mr) == 0);
+}
+
+void a_time_may_be_given_instead_of_a_count() {
+    const Setting fault(kFaults, "registration@60000ms,cq-overflow@60000ms,qp-error@40ms");
+    Rc p;
+    CHECK(p.forth(1) == 0 && p.a.completes(1, IBV_WC_SUCCESS));
+    std::this_thread::sleep_for(std::chrono::milliseconds(60));
+    CHECK(p.forth(2) == 0 && p.a.completes(2, IBV_WC_WR_FLUSH_ERR));
+}
+
+void what_cannot_be_read_is_refused() {
+    const std::pair<const char*, const char*> wrong[] = {{kFaults, "explode@3"},
+                                                         {kFaults, "cut"},
+                                                         {kFaults, "cut@"},
+                                                         {kFaults, "cut@3s"},
+                                                         {kFaults, "drop@3+20ms"},
+                                                         {kFaults, "cut@3+0ms"},
+                                                         {kFaults, "cut@1,"},
+                                                         {kFaults, "cut@1 "},
+                                                         {"MKERNEL_SOFTVERBS_SEED", "x"},
+                                                         {"MKERNEL_SOFTVERBS_DUPLICATES", "101"},
+                                                         {"MKERNEL_SOFTVERBS_LATENCY_NS", "-1"},
+                                                         {"MKERNEL_SOFTVERBS_REORDER", "yes"}};
+    const auto v = verbs::Verbs::load(rc::library);
+    int count = 0;
+    ibv_device** list = v->get_device_list(&count);
+    for (const auto& [name, value] : wrong) {
+        const Setting set(name, value);
+        errno = 0;
+        ibv_context* opened = v->open_device(list[0]);
+        if (opened != nullptr) std::printf("  %s='%s' was taken\n", name, value);
+        CHECK(opened == nullptr && errno == EINVAL);
+        if (opened != nullptr) v->close_device(opened);
+    }
+    v->free_device_list(list);
+}
+
+// ---- relaxed ordering, RC
+
+// Looks at memory that the device is writing.
+__attribute__((no_sanitize("thread"))) std::uint32_t peek(const std::byte* at) {
+    return *reinterpret_cast<const volatile std::uint32_t*>(at);
+}
+
+// How often a flag was seen before the data that was written before it.
+int flags_that_overtake(int turns) {
+    constexpr std::uint32_t kData = 128 * 1024;
+    Rc p;
+    int early = 0;
+    for (int n = 1; n <= turns; ++n) {
+        std::memcpy(p.a.memory.data() + kData - 4, &n, 4);
+        std::memcpy(p.a.memory.data() + kData, &n, 4);
+        ibv_sge data = p.a.sge(kData), flag = p.a.sge(4, kData);
+        ibv_send_wr wrs[2] = {p.a.write(data, p.b, 1), p.a.write(flag, p.b, 2)};
+        wrs[1].wr.rdma.remote_addr += kData;
+        wrs[0].next = &wrs[1];
+        ibv_send_wr* bad = nullptr;
+        CHECK(ibv_post_send(p.a.qp, wrs, &bad) == 0);
+        const auto number = static_cast<std::uint32_t>(n);
+        const std::uint64_t deadline = monotonic_ns() + 5'000'000'000u;
+        while (peek(p.b.memory.data() + kData) != number && monotonic_ns() < deadline) {
+        }
+        if (peek(p.b.memory.data() + kData - 4) != number) ++early;
+        CHECK(p.a.completes(1, IBV_WC_SUCCESS) && p.a.completes(2, IBV_WC_SUCCESS));
+    }
+    return early;
+}
+
+void relaxed_writes_overtake_each_other() {
+    CHECK(flags_that_overtake(200) == 0);
+    const Setting relaxed("MKERNEL_SOFTVERBS_RELAXED_ORDERING", "1");
+    CHECK(flags_that_overtake(500) > 0);
+}
+
+void an_immediate_waits_for_relaxed_writes() {
+    const Setting relaxed("MKERNEL_SOFTVERBS_RELAXED_ORDERING", "1");
+    constexpr std::uint32_t kData = 64 * 1024;
+    Rc p;
+    for (std::uint32_t n = 1; n <= 300; ++n) {
+        std::memset(p.a.memory.data(), static_cast<int>(n), 2 * kData);
+        CHECK(p.b.receive(n) == 0);
+        ibv_sge first = p.a.sge(kData), second = p.a.sge(kData, kData);
+        ibv_send_wr wrs[2] = {p.a.write(first, p.b, 1), p.a.write(second, p.b, 2)};
+        wrs[1].wr.rdma.remote_addr += kData;
+        wrs[1].opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+        wrs[0].next = &wrs[1];
+        ibv_send_wr* bad = nullptr;
+        CHECK(ibv_post_send(p.a.qp, wrs, &bad) == 0);
+        CHECK(p.b.completes(n, IBV_WC_SUCCESS));
+        CHECK(std::memcmp(p.a.memory.data(), p.b.memory.data(), 2 * kData) == 0);
+        CHECK(p.a.completes(1, IBV_WC_SUCCESS) && p.a.completes(2, IBV_WC_SUCCESS));
+    }
+}
+
+// ---- SRD's queue
+
+void a_smaller_queue_than_asked_for_rolls_back() {
+    const Setting small("MKERNEL_SOFTVERBS_SRD_QUEUE", "4");
+    Srd p;
+    const auto batch = [&](std::uint64_t count) {
+        ibv_wr_start(p.a.qp);
+        for (std::uint64_t id = 0; id < count; ++id) p.a.stage(p.ah, p.peer, id, 8);
+        return ibv_wr_complete(p.a.qp);
+    };
+    CHECK(batch(5) == ENOMEM && !p.a.poll(0.05));
+    CHECK(batch(4) == 0 && batch(1) == ENOMEM);
+    for (int i = 0; i < 4; ++i) CHECK(p.a.poll().has_value());
+    CHECK(batch(1) == 0 && p.a.poll().has_value());
+}
+
+std::optional<ibv_event_type> event_of(ibv_context* context, const verbs::Verbs& v) {
+    pollfd wait{context->async_fd, POLLIN, 0};
+    ibv_async_event event{};
+    if (::poll(&wait, 1, 2000) <= 0 || v.get_async_event(context, &event) != 0) return std::nullopt;
+    v.ack_async_event(&event);
+    return event.event_type;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc < 2) return std::printf("usage: test_emulation LIBRARY [NAME]\n"), 2;
+    rc::library = srd::library = argv[1];
+    const auto event = [](auto& p) { return event_of(p.a.context.get(), *p.a.v); };
+    return testing::run(
+        {{"rc_latency", latency_delays_delivery<Rc>},
+         {"srd_latency", latency_delays_delivery<Srd>},
+         {"rc_jitter", jitter_is_drawn_from_the_seed<Rc>},
+         {"srd_jitter",
+          [] {
+              const Setting order("MKERNEL_SOFTVERBS_REORDER", "0");
+              jitter_is_drawn_from_the_seed<Srd>();
+          }},
+         {"rc_bandwidth", the_set_bandwidth_is_kept<Rc>},
+         {"srd_bandwidth", the_set_bandwidth_is_kept<Srd>},
+         {"two_senders_share_the_receiver", two_senders_share_the_receiver},
+         {"rc_dropped_peer", a_dropped_peer_is_unreachable<Rc>},
+         {"srd_dropped_peer", a_dropped_peer_is_unreachable<Srd>},
+         {"rc_link_comes_back", [] { a_link_that_comes_back_loses_nothing<Rc>("cut@3+40ms"); }},
+         {"srd_link_comes_back", [] { a_link_that_comes_back_loses_nothing<Srd>("cut@3+40ms"); }},
+         {"rc_stall_ends", [] { a_link_that_comes_back_loses_nothing<Rc>("stall@3+40ms"); }},
+         {"srd_stall_ends", [] { a_link_that_comes_back_loses_nothing<Srd>("stall@3+40ms"); }},
+         {"rc_cut_link", [] { a_cut_link_is_an_error_at_both_ends<Rc>("cut@1"); }},
+         {"srd_cut_link", [] { a_cut_link_is_an_error_at_both_ends<Srd>("cut@1"); }},
+         {"srd_goes_on_after_a_cut", srd_goes_on_after_a_cut},
+         {"rc_stalled_device", a_stalled_device_is_silent<Rc>},
+         {"srd_stalled_device", a_stalled_device_is_silent<Srd>},
+         {"rc_broken_queue_pair", an_rc_queue_pair_breaks},
+         {"srd_broken_queue_pair", an_srd_queue_pair_breaks},
+         {"rc_queue_overflow", [&] { a_queue_overflows<Rc>(event); }},
+         {"srd_queue_overflow", [&] { a_queue_overflows<Srd>(event); }},
+         {"rc_registration", a_registration_fails<rc::End>},
+         {"srd_registration", a_registration_fails<srd::End>},
+         {"a_time_may_be_given_instead_of_a_count", a_time_may_be_given_instead_of_a_count},
+         {"what_cannot_be_read_is_refused", what_cannot_be_read_is_refused},
+         {"relaxed_writes_overtake_each_other", relaxed_writes_overtake_each_other},
+         {"an_immediate_waits_for_relaxed_writes", an_immediate_waits_for_relaxed_writes},
+         {"a_smaller_queue_than_asked_for_rolls_back", a_smaller_queue_than_asked_for_rolls_back}},
+        argc > 2 ? argv[2] : nullptr);
+}
