@@ -27,7 +27,7 @@ def emulated_topology(
         raise BackendUnavailable(
             f"accelerator {backends.accelerator!r} finds no device; see `mkernel doctor`"
         )
-    if len(devices) >= nodes * ranks_per_node:  # fewer: each rank is shown its own device alone
+    if not len(devices) == 1 < nodes * ranks_per_node:  # else each rank is shown its own alone
         machine = shown(machine, devices)
     nic = None
     if backends.nic:

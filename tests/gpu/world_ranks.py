@@ -3,6 +3,8 @@ device of a rank that has not used any."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 
 import mkernel
@@ -43,15 +45,18 @@ def crowded() -> None:
 
 
 def rounds() -> list[int]:
-    """Free bytes of the device after each of several worlds in one process."""
+    """Free bytes of the device after each of several worlds in one process. A rank's memory is free
+    once every rank has let go of it."""
     world = mkernel.world()
-    store, size, free = world._store, world.size, []
+    store, rank, size, free = world._store, world.rank, world.size, []
     mkernel.finalize()
-    for _ in range(4):
+    for turn in range(4):
         made = mkernel.init(ranks_per_node=size, accelerator="hopper", stores=(store, store))
         mkernel.empty((128 << 20,), torch.float16)
         made.barrier()
         mkernel.finalize()
         torch.cuda.empty_cache()
+        store.set(f"left/{turn}/{rank}", "")
+        store.wait([f"left/{turn}/{other}" for other in range(size)], timedelta(seconds=20))
         free.append(torch.cuda.mem_get_info()[0])
     return free
