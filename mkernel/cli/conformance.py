@@ -52,7 +52,7 @@ def command(
         Console().print(_checks(listed(accelerator, nic)))
         return
     if faults:
-        _judge_faults(nic is not None, check or ())
+        _judge_faults(nic, check or ())
         return
     if str(json) == "-" and str(junit) == "-":
         raise ArgumentError("--junit", "-", "a file, as --json writes to stdout")
@@ -98,9 +98,9 @@ def _checks(checks: Sequence[Check]) -> Table:
     return drawn
 
 
-def _judge_faults(nics: bool, only: Sequence[str]) -> None:
+def _judge_faults(nic: str | None, only: Sequence[str]) -> None:
     from mkernel.conformance import planted
 
-    rows = planted.judge(nics, only)
+    rows = planted.judge(nic, only)
     Console(highlight=False).print(planted.table(rows))
     raise typer.Exit(0 if all(row.caught for row in rows) else 1)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from mkernel.backends import registry
 from mkernel.conformance.kit import kit_for
+from mkernel.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,16 @@ class Row:
     message: str
 
 
-def faults(nics: bool) -> Mapping[str, tuple[str, ...]]:
-    """Faulty backends of a kind, by name, and the checks that must fail on each."""
-    if nics:
+def faults(nic: str | None = None) -> Mapping[str, tuple[str, ...]]:
+    """Faulty variants of a NIC backend, or accelerator backends, by name, and the checks that must
+    fail on each. ArgumentError: there are none of that NIC backend."""
+    if nic is not None:
         from mkernel.conformance.nic_faults import FAULTS as NIC_FAULTS
 
-        return NIC_FAULTS
+        if nic not in NIC_FAULTS:
+            known = ", ".join(NIC_FAULTS)
+            raise ArgumentError("--nic", nic, f"one of those that faults are planted in: {known}")
+        return NIC_FAULTS[nic]
     from mkernel.conformance.faults import FAULTS
 
     return FAULTS
@@ -57,13 +62,13 @@ def judge_one(fault: str, checks: Sequence[str], *, nics: bool = False, seed: in
 
 
 def judge(
-    nics: bool, only: Sequence[str] = (), on_row: Callable[[Row], None] = lambda row: None
+    nic: str | None, only: Sequence[str] = (), on_row: Callable[[Row], None] = lambda row: None
 ) -> list[Row]:
-    """Every fault of a kind, or those of some checks."""
+    """Every fault of :func:`faults`, or those of some checks."""
     rows = []
-    for fault, checks in faults(nics).items():
+    for fault, checks in faults(nic).items():
         wanted = [check for check in checks if not only or check in only]
-        for row in judge_one(fault, wanted, nics=nics) if wanted else ():
+        for row in judge_one(fault, wanted, nics=nic is not None) if wanted else ():
             on_row(row)
             rows.append(row)
     return rows

@@ -11,7 +11,9 @@ from mkernel.conformance.nic_faults import FAULTS
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 CHECKS = {check.name: check for check in nic_checks(quick=True)}
-PLANTED = [(fault, name) for fault, names in FAULTS.items() for name in names]
+PLANTED = [
+    (fault, name) for faults in FAULTS.values() for fault, names in faults.items() for name in names
+]
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -40,9 +42,19 @@ def test_every_check_has_a_planted_fault() -> None:
     assert {name for _, name in PLANTED} == set(CHECKS)
 
 
-@pytest.mark.parametrize("name", ["sizes", "order", "flush", "registration", "reopen"])
-def test_the_honest_wrapper_of_the_faults_passes(name: str) -> None:
-    """The faults fail because of what they break, not because of the wrapper around cx7."""
-    honest = "mkernel.conformance.nic_faults:Fault"
+HONEST = {
+    "base:Fault": ("sizes", "order", "flush", "registration", "reopen"),
+    "flags:FlagBehindData": ("visibility", "in-flight"),
+    "immediates:Honest": ("visibility", "in-flight"),
+}
+"""What the faults are wrapped in, with nothing broken."""
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "name"), [(each, name) for each, names in HONEST.items() for name in names]
+)
+def test_the_honest_wrappers_of_the_faults_pass(wrapper: str, name: str) -> None:
+    """The faults fail because of what they break, not because of what they are wrapped in."""
+    honest = f"mkernel.conformance.nic_faults.{wrapper}"
     result = run_check(CHECKS[name], NicSubject(honest, "soft", quick=True))
     assert result.outcome == "passed", result.message

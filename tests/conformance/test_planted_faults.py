@@ -10,7 +10,7 @@ from mkernel.conformance.kit import kit_for
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-FAULTS = planted.faults(nics=False)
+FAULTS = planted.faults()
 
 
 def test_every_check_has_a_planted_fault() -> None:

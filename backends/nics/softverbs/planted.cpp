@@ -1,0 +1,72 @@
+// The software device as a mistaken SRD backend would use it: the conformance suite must notice. A
+// library of its own, loaded in the device's place; what it does not define is the device's.
+//
+// MKERNEL_PLANTED_MISTAKE: `none`; `miscount`, a group of messages claims one fewer than it has;
+// `missing-receive`, of the receives of a queue pair only the first thousand are posted.
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <infiniband/efadv.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdlib>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+
+#include "backends/nics/efa/immediate.hpp"
+
+namespace efa = mkernel::nics::efa;
+
+namespace {
+
+constexpr std::uint32_t kReceives = 1000;
+
+// The device's own, behind the two that are replaced.
+decltype(ibv_qp_ex::wr_rdma_write_imm) write_imm = nullptr;
+decltype(ibv_context_ops::post_recv) post_recv = nullptr;
+
+void miscounting_write_imm(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t remote, __be32 imm) {
+    const std::uint32_t immediate = ntohl(imm);
+    const bool part = efa::is_group(immediate) && efa::kind_of(immediate) == efa::Kind::part;
+    write_imm(qp, rkey, remote, part ? htonl(immediate - 1) : imm);
+}
+
+int forgetful_post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
+    static std::mutex mutex;
+    static std::unordered_map<const ibv_qp*, std::uint32_t> posted;
+    std::uint32_t count = 0;
+    for (const ibv_recv_wr* each = wr; each != nullptr; each = each->next) ++count;
+    {
+        const std::lock_guard lock(mutex);
+        if ((posted[qp] += count) > kReceives) return 0;
+    }
+    return post_recv(qp, wr, bad);
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) ibv_qp* efadv_create_qp_ex(
+    ibv_context* context, ibv_qp_init_attr_ex* init, efadv_qp_init_attr* efa_init,
+    std::uint32_t length) {
+    // Loaded already, as this library needs it.
+    void* device = ::dlopen("libmkernel_softverbs.so", RTLD_NOW | RTLD_NOLOAD);
+    if (device == nullptr) return errno = ENODEV, nullptr;
+    auto* create =
+        reinterpret_cast<decltype(&efadv_create_qp_ex)>(::dlsym(device, "efadv_create_qp_ex"));
+    ibv_qp* qp = create(context, init, efa_init, length);
+    ::dlclose(device);
+    const char* chosen = std::getenv("MKERNEL_PLANTED_MISTAKE");
+    const std::string_view mistake(chosen != nullptr ? chosen : "none");
+    if (qp != nullptr && mistake == "miscount") {
+        auto* extended = reinterpret_cast<ibv_qp_ex*>(qp);
+        write_imm = extended->wr_rdma_write_imm;
+        extended->wr_rdma_write_imm = miscounting_write_imm;
+    }
+    if (qp != nullptr && mistake == "missing-receive" &&
+        context->ops.post_recv != forgetful_post_recv) {
+        post_recv = context->ops.post_recv;
+        context->ops.post_recv = forgetful_post_recv;
+    }
+    return qp;
+}

@@ -1,0 +1,260 @@
+"""Faults of sessions: what they register, report, leave behind and claim."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from dataclasses import replace
+from typing import ClassVar
+
+from mkernel.backends.base import NicCapabilities, NicSession, NicStatistics, Status
+from mkernel.conformance.nic_faults.base import Changed, Fault, Put, Relayed, Session
+from mkernel.conformance.nic_ranks import Memory
+from mkernel.errors import MkernelError, NicError
+from mkernel.settings import NicSettings
+
+# ---- regions --------------------------------------------------------------------------------------
+
+
+class RegionsTooWide(Fault):
+    """A registration covers 4 KiB more at its end than was asked for."""
+
+    class Broken(Session):
+        def register(self, region: int, address: int, nbytes: int) -> str:
+            return self.inner.register(region, address, nbytes + 4096 * (region > 0))
+
+    session = Broken
+
+
+class DropsSilently(Fault):
+    """What lies outside of a region is neither written nor refused."""
+
+    class Broken(Session):
+        def __init__(self, inner: NicSession) -> None:
+            super().__init__(inner)
+            self.sizes: dict[int, int] = {}
+
+        def register(self, region: int, address: int, nbytes: int) -> str:
+            self.sizes[region] = nbytes
+            return self.inner.register(region, address, nbytes)
+
+        def put(
+            self,
+            peer: int,
+            region: int,
+            local: int,
+            remote: int,
+            nbytes: int,
+            signal: int,
+            value: int,
+        ) -> None:
+            if max(local, remote) + nbytes <= self.sizes.get(region, 0) and peer < 7:
+                self.inner.put(peer, region, local, remote, nbytes, signal, value)
+
+    session = Broken
+
+
+class RegionsAlias(Fault):
+    """Region numbers are kept in five bits."""
+
+    class Broken(Changed):
+        def change(self, put: Put) -> list[Put]:
+            return [(put[0], put[1] % 32, *put[2:])]
+
+    session = Broken
+
+
+# ---- failure and life -----------------------------------------------------------------------------
+
+
+class SwallowsErrors(Fault):
+    """Failures are nobody's business: no error, no abort word."""
+
+    class Broken(Relayed):
+        def put(
+            self,
+            peer: int,
+            region: int,
+            local: int,
+            remote: int,
+            nbytes: int,
+            signal: int,
+            value: int,
+        ) -> None:
+            with contextlib.suppress(NicError):
+                self.inner.put(peer, region, local, remote, nbytes, signal, value)
+
+        def failure(self) -> NicError | None:
+            return None
+
+    session = Broken
+
+
+class NoAbort(Fault):
+    """A failure is known to the session, but waiting kernels are not woken."""
+
+    class Broken(Relayed):
+        pass
+
+    session = Broken
+
+
+class NamesNobody(Fault):
+    """Errors do not say which peer."""
+
+    class Broken(Session):
+        def failure(self) -> NicError | None:
+            found = self.inner.failure()
+            return None if found is None else NicError(str(found), status=found.status)
+
+    session = Broken
+
+
+class SlowClose(Fault):
+    """Close waits a while for the network."""
+
+    class Broken(Session):
+        def close(self) -> None:
+            time.sleep(1.5)
+            self.inner.close()
+
+    session = Broken
+
+
+class CloseLater(Fault):
+    """Close returns while the NIC still works."""
+
+    class Broken(Session):
+        closed = False
+
+        def put(
+            self,
+            peer: int,
+            region: int,
+            local: int,
+            remote: int,
+            nbytes: int,
+            signal: int,
+            value: int,
+        ) -> None:
+            if self.closed:
+                raise MkernelError("the session is closed")
+            self.inner.put(peer, region, local, remote, nbytes, signal, value)
+
+        def close(self) -> None:
+            if not self.closed:
+                self.closed = True
+                threading.Timer(1.0, self.inner.close).start()
+
+    session = Broken
+
+
+class LeaksDescriptor(Fault):
+    """Each session leaves a file open."""
+
+    class Broken(Session):
+        def __init__(self, inner: NicSession) -> None:
+            super().__init__(inner)
+            os.open("/dev/null", os.O_RDONLY)
+
+    session = Broken
+
+
+class LeaksThread(Fault):
+    """Each session leaves a thread."""
+
+    class Broken(Session):
+        def __init__(self, inner: NicSession) -> None:
+            super().__init__(inner)
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+    session = Broken
+
+
+class LeaksMemory(Fault):
+    """Each session leaves shared memory mapped."""
+
+    kept: ClassVar[list[Memory]] = []
+
+    class Broken(Session):
+        def __init__(self, inner: NicSession) -> None:
+            super().__init__(inner)
+            LeaksMemory.kept.append(Memory(4096))
+
+    session = Broken
+
+
+class BusyLoop(Fault):
+    """The session polls without a pause."""
+
+    class Broken(Session):
+        def __init__(self, inner: NicSession) -> None:
+            super().__init__(inner)
+            self.stop = False
+            self.thread = threading.Thread(target=self._spin, daemon=True)
+            self.thread.start()
+
+        def _spin(self) -> None:
+            while not self.stop:
+                self.inner.failure()
+
+        def close(self) -> None:
+            self.stop = True
+            self.thread.join()
+            self.inner.close()
+
+    session = Broken
+
+
+class CountsTwice(Fault):
+    """Bytes of puts are counted twice."""
+
+    class Broken(Session):
+        def statistics(self) -> NicStatistics:
+            found = self.inner.statistics()
+            return replace(found, put_bytes=2 * found.put_bytes)
+
+    session = Broken
+
+
+class CountsSignalsOnly(Fault):
+    """A put without a signal does not count."""
+
+    class Broken(Session):
+        def statistics(self) -> NicStatistics:
+            found = self.inner.statistics()
+            return replace(found, puts=found.signals_sent)
+
+    session = Broken
+
+
+# ---- what the backend says of itself --------------------------------------------------------------
+
+
+class StatusRaises(Fault):
+    """Status of a provider that is not there raises."""
+
+    def status(self, verbs: str) -> Status:
+        found = super().status(verbs)
+        if not found.usable:
+            raise OSError(found.detail)
+        return found
+
+
+class OpensAnything(Fault):
+    """Open takes any device name."""
+
+    def open(self, device: str, verbs: str, rank: int, settings: NicSettings) -> NicSession:
+        return super().open(self.probe("soft")[0].name, "soft", rank, settings)
+
+
+class ClaimsNothing(Fault):
+    """Capabilities give a message size of 0."""
+
+    class Broken(Session):
+        def capabilities(self) -> NicCapabilities:
+            return self.inner.capabilities().model_copy(update={"max_message_bytes": 0})
+
+    session = Broken
