@@ -1,9 +1,10 @@
-"""What this machine is made of: asks every source and merges their answers."""
+"""What a machine is made of: asks every source, or reads a file, and merges the answers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,17 +13,20 @@ from mkernel.errors import ArgumentError, InputFileError
 from mkernel.topology.emulate import emulate, replicate
 from mkernel.topology.merge import merge
 from mkernel.topology.model import Accelerator, Model, Nic, Node, Note, Topology
-from mkernel.topology.sources import cpu, infiniband, nvml
-from mkernel.topology.sources.files import read_text
+from mkernel.topology.sources import cpu, hwloc, infiniband, nccl, npu, nvml, pci_tree, verbs, xml
+from mkernel.topology.sources.files import read_bytes, read_text
+from mkernel.topology.sources.findings import Findings, Notes
 
-__all__ = ["Discovery", "discover", "emulate", "load", "replicate"]
+__all__ = ["Discovery", "discover", "emulate", "load", "read", "replicate"]
 
 _REAL_ROOT = Path("/")
 _MOST_BYTES = 64 << 20
+_MOST_ACCELERATORS, _MOST_NICS = 256, 1024
+"""Of one machine. What is made of every pair of devices stays small so."""
 
 
 class Discovery(Model):
-    """One machine, and what could not be found out about it."""
+    """A machine, or the nodes of a world, and what could not be found out about it."""
 
     topology: Topology
     notes: tuple[Note, ...] = ()
@@ -45,51 +49,112 @@ def discover(
     """
     if not (root / "sys").is_dir():
         raise ArgumentError("root", str(root), "a folder that holds a recorded or real `sys`")
-    numa, notes = cpu.read(root)
-    found_nics, more = infiniband.read(root)
-    notes += more
-    found_nics, more = merge((), found_nics, infiniband.SOURCE)  # a recorded tree may repeat itself
-    notes += more
-    found_accelerators: tuple[Accelerator, ...] = ()
+    hostname = read_text(root / "proc/sys/kernel/hostname")
+    cpus = cpu.read(root)
+    sources = [replace(cpus, hostname=hostname), infiniband.read(root)]
     if root == _REAL_ROOT:
-        found_accelerators, more = nvml.read(root)
-        notes += more
-    all_accelerators, more = merge(found_accelerators, accelerators, "accelerator backends")
-    notes += more
-    all_nics, more = merge(found_nics, nics, "NIC backends")
-    notes += more
-    node = Node(
-        id=0,
-        hostname=read_text(root / "proc/sys/kernel/hostname") or "unknown",
-        numa=numa,
-        accelerators=all_accelerators,
-        nics=all_nics,
+        sources += [verbs.read(), nvml.read(root), npu.read(cpus.numa)]
+    sources.append(Findings("accelerator backends", accelerators=tuple(accelerators)))
+    tree = pci_tree.read(root)
+    if root == _REAL_ROOT:
+        tree = _driven(tree, merge(sources).accelerators)
+    sources += [tree, Findings("NIC backends", nics=tuple(nics))]
+    return _machine(merge(sources), str(root))
+
+
+def read(path: Path) -> Discovery:
+    """The machine, or the nodes, of a file.
+
+    Args:
+        path: NCCL's topology XML, hwloc 2's XML, the text of ``npu-smi info -t topo`` (and of
+            ``npu-smi info``, one behind the other), or JSON: a dumped :class:`Topology`, or any
+            object with such a ``topology`` key, as ``mkernel probe --json`` prints.
+
+    Raises:
+        InputFileError: missing, unreadable, too large, malformed or hostile, or none of these
+            formats; says where.
+    """
+    text = read_bytes(path, _MOST_BYTES)
+    if not xml.is_xml(text):
+        plain = text.decode("utf-8", errors="replace")
+        if npu.is_text(plain):
+            return _machine(merge([npu.parse(plain)]), str(path))
+        return _from_json(text, path)
+    root = xml.parse(text, path)
+    if root.tag == nccl.ROOT:
+        hosts = [_machine(merge([host]), str(path)) for host in nccl.read(root, path)]
+        return _joined(hosts)
+    if root.tag == hwloc.ROOT:
+        return _machine(merge([hwloc.read(root, path)]), str(path))
+    raise InputFileError(
+        f"topology file {path}: its root element is <{root.tag[:40]}>; expected <{nccl.ROOT}> "
+        f"(NCCL) or <{hwloc.ROOT}> (hwloc)"
     )
-    return Discovery(topology=Topology(nodes=(node,)), notes=notes)
 
 
 def load(path: Path) -> Topology:
-    """A topology from a JSON file: a dumped :class:`Topology`, or any object with such a
-    ``topology`` key (what ``mkernel probe --json`` prints).
+    """The topology of a file that :func:`read` takes, without the notes."""
+    return read(path).topology
 
-    Raises:
-        InputFileError: missing, unreadable, above 64 MiB, or not a topology; says which field.
-    """
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise InputFileError(f"topology file {path}: {error.strerror or error}") from error
-    if len(text) > _MOST_BYTES:
-        raise InputFileError(f"topology file {path} is larger than {_MOST_BYTES >> 20} MiB")
+
+def _driven(tree: Findings, known: Iterable[Accelerator]) -> Findings:
+    """Without accelerators that no driver of this machine reports: they cannot be used. (In a
+    container, sysfs still shows the devices of the others.)"""
+    addresses = {one.pci for one in known}
+    notes = Notes(tree.source)
+    for one in tree.accelerators:
+        if one.pci not in addresses:
+            notes.add(f"{one.kind} device {one.pci} is there, but no driver reports it; left out")
+    return replace(
+        tree,
+        accelerators=tuple(one for one in tree.accelerators if one.pci in addresses),
+        notes=tree.notes + notes.all(),
+    )
+
+
+def _machine(found: Findings, where: str) -> Discovery:
+    """InputFileError where it has more devices than any machine: a file may hold anything."""
+    for what, devices, most in (
+        ("accelerators", found.accelerators, _MOST_ACCELERATORS),
+        ("NICs", found.nics, _MOST_NICS),
+    ):
+        if len(devices) > most:
+            raise InputFileError(f"{where}: {len(devices)} {what}; expected at most {most}")
+    node = Node(
+        id=0,
+        hostname=found.hostname or "unknown",
+        numa=found.numa,
+        accelerators=found.accelerators,
+        nics=found.nics,
+        bridges=found.bridges,
+        fabric=found.fabric,
+        no_p2p=found.no_p2p,
+    )
+    return Discovery(topology=Topology(nodes=(node,)), notes=found.notes)
+
+
+def _joined(hosts: list[Discovery]) -> Discovery:
+    """Single machines as the nodes of one topology."""
+    nodes = [host.topology.nodes[0] for host in hosts]
+    return Discovery(
+        topology=Topology(
+            nodes=tuple(node.model_copy(update={"id": id_}) for id_, node in enumerate(nodes))
+        ),
+        notes=tuple(note for host in hosts for note in host.notes),
+    )
+
+
+def _from_json(text: bytes, path: Path) -> Discovery:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputFileError(f"topology file {path} is not JSON: {error}") from error
+        raise InputFileError(
+            f"topology file {path} is not JSON: {error} (nor XML, nor text of npu-smi)"
+        ) from error
     if isinstance(data, dict) and "topology" in data:
         data = data["topology"]
     try:
-        return Topology.model_validate_json(json.dumps(data))
+        return Discovery(topology=Topology.model_validate_json(json.dumps(data)))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"

@@ -1,4 +1,4 @@
-"""One machine seen by several sources is one machine: merges what they report of a device.
+"""One machine seen by several sources is one machine: merges what they report.
 
 Same PCI address (and port, for NICs) is the same device; where an address is unknown, the same id
 or device name of the same kind is. A gap is filled from the other source; a contradiction keeps
@@ -8,30 +8,106 @@ the first source's value and is reported, never averaged.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from mkernel.topology.model import Accelerator, Nic, Note
+from mkernel.topology.model import (
+    FABRIC_HOST,
+    FABRIC_SWITCH,
+    Accelerator,
+    Bridge,
+    FabricLink,
+    Model,
+    Nic,
+    NumaNode,
+)
+from mkernel.topology.sources import pci
+from mkernel.topology.sources.findings import Findings, Notes
 
 _Device = TypeVar("_Device", Accelerator, Nic)
-_OWN_NAMES = frozenset({"id", "name", "index"})
+_Part = TypeVar("_Part", NumaNode, Bridge)
+_AnyModel = TypeVar("_AnyModel", bound=Model)
+
+_OWN_NAMES = frozenset({"id", "name", "index", "ends"})
 """Fields in which sources may differ without contradicting each other."""
 
 
-def merge(
-    first: Iterable[_Device], second: Iterable[_Device], source: str
-) -> tuple[tuple[_Device, ...], tuple[Note, ...]]:
-    """Devices of both, each once, in order of appearance. ``source`` names where ``second`` is
-    from, for the notes."""
-    merged = list(first)
-    notes: list[Note] = []
-    for device in second:
-        for place, known in enumerate(merged):
-            if _same(known, device):
-                merged[place] = _combine(known, device, source, notes)
+def merge(sources: Iterable[Findings]) -> Findings:
+    """All of them as one, each thing once, in order of appearance; the earlier source is right.
+
+    ``hostname`` is the first that is known. Links of accelerators have the merged ids as ends.
+    """
+    whole = Findings(source="merged")
+    for found in sources:
+        whole = _join(whole, found)
+    return whole
+
+
+def _join(known: Findings, found: Findings) -> Findings:
+    notes = Notes(found.source)
+    accelerators, names = _devices(known.accelerators, found.accelerators, notes)
+    nics, _ = _devices(known.nics, found.nics, notes)
+    return Findings(
+        source=known.source,
+        hostname=known.hostname or found.hostname,
+        numa=_parts(known.numa, found.numa, "NUMA node", notes),
+        accelerators=accelerators,
+        nics=nics,
+        bridges=_parts(known.bridges, found.bridges, "bridge", notes),
+        fabric=_links(known.fabric, found.fabric, names, notes),
+        no_p2p=_pairs((*known.no_p2p, *((names[a], names[b]) for a, b in found.no_p2p))),
+        notes=known.notes + found.notes + notes.all(),
+    )
+
+
+def _devices(
+    known: tuple[_Device, ...], found: tuple[_Device, ...], notes: Notes
+) -> tuple[tuple[_Device, ...], dict[str, str]]:
+    """Devices of both, and found id → merged id."""
+    merged, names = list(known), {}
+    for device in found:
+        for place, other in enumerate(merged):
+            if _same(other, device):
+                merged[place] = _combine(other, device, other.id, notes)
+                names[device.id] = other.id
                 break
         else:
-            merged.append(_distinct(device, {known.id for known in merged}, source, notes))
-    return tuple(merged), tuple(notes)
+            new = _distinct(device, {other.id for other in merged}, notes)
+            merged.append(new)
+            names[device.id] = new.id
+    return tuple(merged), names
+
+
+def _parts(
+    known: tuple[_Part, ...], found: tuple[_Part, ...], what: str, notes: Notes
+) -> tuple[_Part, ...]:
+    merged = {part.id: part for part in known}
+    for part in found:
+        first = merged.setdefault(part.id, part)
+        if first is not part:
+            merged[part.id] = _combine(first, part, f"{what} {part.id}", notes)
+    return tuple(merged.values())
+
+
+def _links(
+    known: tuple[FabricLink, ...],
+    found: tuple[FabricLink, ...],
+    names: dict[str, str],
+    notes: Notes,
+) -> tuple[FabricLink, ...]:
+    places = {end: end for end in (FABRIC_SWITCH, FABRIC_HOST)} | names
+    merged = {(link.kind, frozenset(link.ends)): link for link in known}
+    for link in found:
+        ends = (places[link.ends[0]], places[link.ends[1]])
+        renamed = link.model_copy(update={"ends": ends})
+        key = (link.kind, frozenset(ends))
+        first = merged.setdefault(key, renamed)
+        if first is not renamed:
+            merged[key] = _combine(first, renamed, f"{link.kind} {'-'.join(ends)}", notes)
+    return tuple(merged.values())
+
+
+def _pairs(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    return tuple({frozenset(pair): pair for pair in pairs}.values())
 
 
 def _same(one: _Device, other: _Device) -> bool:
@@ -45,26 +121,37 @@ def _same(one: _Device, other: _Device) -> bool:
     return one.id == other.id or (isinstance(one, Nic) and one.name == other.name)
 
 
-def _combine(known: _Device, device: _Device, source: str, notes: list[Note]) -> _Device:
+def _combine(known: _AnyModel, found: _AnyModel, name: str, notes: Notes) -> _AnyModel:
     fill = {}
     for field in type(known).model_fields:
-        mine, theirs = getattr(known, field), getattr(device, field)
+        mine, theirs = getattr(known, field), getattr(found, field)
         if mine == theirs or theirs in (None, ()) or field in _OWN_NAMES:
             continue
-        if mine in (None, ()):
+        if mine in (None, ()) or _refines(field, theirs, mine):
             fill[field] = theirs
-        else:
-            notes.append(
-                Note(
-                    source=source,
-                    message=f"{known.id}: {field} is {theirs!r} here and {mine!r} in an earlier "
-                    "source; the earlier is kept",
-                )
+        elif not _refines(field, mine, theirs):
+            notes.add(
+                f"{name}: {field} is {theirs!r} here and {mine!r} in an earlier source; the "
+                "earlier is kept"
             )
     return known.model_copy(update=fill) if fill else known
 
 
-def _distinct(device: _Device, taken: set[str], source: str, notes: list[Note]) -> _Device:
+def _refines(field: str, fine: Any, coarse: Any) -> bool:
+    """Whether a value says the same as another, and more.
+
+    An RDMA device of unknown vendor may turn out to be of a known one. A ``pci_path`` may leave
+    bridges out: NCCL has no root ports and no downstream ports.
+    """
+    if field == "kind":
+        return bool(coarse == "infiniband" and fine in ("cx", "efa"))
+    if field != "pci_path":
+        return False
+    rest = iter(fine)
+    return all(bridge in rest for bridge in coarse if pci.is_real(bridge))
+
+
+def _distinct(device: _Device, taken: set[str], notes: Notes) -> _Device:
     """The device under an id that no other one of the machine has."""
     if device.id not in taken:
         return device
@@ -72,5 +159,5 @@ def _distinct(device: _Device, taken: set[str], source: str, notes: list[Note]) 
     while f"{device.id}-{number}" in taken:
         number += 1
     renamed = f"{device.id}-{number}"
-    notes.append(Note(source=source, message=f"a second device has the id {device.id}: {renamed}"))
+    notes.add(f"a second device has the id {device.id}: {renamed}")
     return device.model_copy(update={"id": renamed})

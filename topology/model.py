@@ -102,17 +102,19 @@ class Bridge(Model):
 
 
 FABRIC_SWITCH = "switch"
-"""As an end of a :class:`FabricLink`: the switches that join all accelerators linked to them."""
+FABRIC_HOST = "host"
+"""As second end of a :class:`FabricLink`: the switches that join all accelerators linked to them,
+and the CPU with its memory."""
 
 
 class FabricLink(Model):
-    """The scale-up links between two accelerators of a node, or between one and its switches.
+    """The scale-up links between two accelerators of a node, or from one to switches or its CPU.
 
     ``gbs``: all ``count`` links together, one direction.
     """
 
-    kind: Literal["nvlink", "hccs", "xgmi"]
-    ends: tuple[str, str] = Field(description="two accelerator ids, or an id and `switch`")
+    kind: Literal["nvlink", "hccs", "xgmi", "c2c"]
+    ends: tuple[str, str] = Field(description="accelerator ids; the second may be switch or host")
     count: int = Field(ge=1)
     gbs: float | None = Field(default=None, gt=0)
 
@@ -150,7 +152,7 @@ class Node(Model):
     def _known_ends(self) -> Node:
         known = {a.id for a in self.accelerators}
         for what, ends, legal in (
-            *(("fabric link", link.ends, known | {FABRIC_SWITCH}) for link in self.fabric),
+            *(("fabric link", link.ends, known | {FABRIC_SWITCH, FABRIC_HOST}) for link in self.fabric),
             *(("no_p2p pair", pair, known) for pair in self.no_p2p),
         ):
             strangers = [end for end in ends if end not in legal]

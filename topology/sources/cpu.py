@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mkernel.topology.model import Note, NumaNode
+from mkernel.topology.model import NumaNode
 from mkernel.topology.sources.files import children, read_text
+from mkernel.topology.sources.findings import Findings, Notes
 
 SOURCE = "sysfs cpu"
 _MOST_CPUS = 65536
@@ -15,15 +16,15 @@ _ALLOWED = ("cpuset.cpus.effective", "cpuset/cpuset.effective_cpus")
 affinity: every rank of a machine must find the same topology."""
 
 
-def read(root: Path = Path("/")) -> tuple[tuple[NumaNode, ...], tuple[Note, ...]]:
-    """NUMA nodes with the CPUs that may be used, and notes.
+def read(root: Path = Path("/")) -> Findings:
+    """NUMA nodes with the CPUs that may be used.
 
     Only CPUs that are online, and that the control group of this machine or container allows, are
     listed. A machine that shows no NUMA nodes is one node. Memory-only nodes are kept, without
     CPUs.
     """
     system = root / "sys/devices/system"
-    notes: list[Note] = []
+    notes = Notes(SOURCE)
     online = _cpu_file(system / "cpu/online", notes)
     allowed = None
     for name in _ALLOWED:
@@ -39,9 +40,7 @@ def read(root: Path = Path("/")) -> tuple[tuple[NumaNode, ...], tuple[Note, ...]
         twice = [cpu for cpu in sorted(cpus) if owner.setdefault(cpu, node) != node]
         if twice:
             others = sorted({owner[cpu] for cpu in twice})
-            notes.append(
-                _note(f"node {node} lists CPU {twice[0]}, which node {others[0]} has too; ignored")
-            )
+            notes.add(f"node {node} lists CPU {twice[0]}, which node {others[0]} has too; ignored")
         own = {cpu for cpu in cpus if owner[cpu] == node}
         if online is not None:
             own &= online
@@ -51,12 +50,12 @@ def read(root: Path = Path("/")) -> tuple[tuple[NumaNode, ...], tuple[Note, ...]
             NumaNode(id=node, cpus=tuple(sorted(own)), memory_bytes=_memory(folder / "meminfo"))
         )
     if not found and online:
-        notes.append(_note("no NUMA nodes are listed; all CPUs count as node 0"))
+        notes.add("no NUMA nodes are listed; all CPUs count as node 0")
         usable = online if allowed is None else online & allowed
         found.append(NumaNode(id=0, cpus=tuple(sorted(usable))))
     if not any(node.cpus for node in found):
-        notes.append(_note(f"no usable CPU is listed under {system}"))
-    return tuple(sorted(found, key=lambda node: node.id)), tuple(notes)
+        notes.add(f"no usable CPU is listed under {system}")
+    return Findings(SOURCE, numa=tuple(sorted(found, key=lambda node: node.id)), notes=notes.all())
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
@@ -73,21 +72,32 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def _cpu_file(path: Path, notes: list[Note]) -> frozenset[int] | None:
+def parse_cpu_mask(text: str) -> frozenset[int]:
+    """``0x1,,0x0000000f`` → {0, 1, 2, 3, 64}: hexadecimal words of 32 CPUs, the highest first.
+    ValueError for anything else, or for more than 65,536 CPUs."""
+    words = text.split(",")
+    if len(words) > _MOST_CPUS // 32:
+        raise ValueError(f"a mask of {len(words)} words is for more than {_MOST_CPUS} CPUs")
+    mask = 0
+    for word in words:
+        match = re.fullmatch(r"(?:0x)?([0-9a-fA-F]{0,8})", word.strip())
+        if match is None:
+            raise ValueError(f"{word[:40]!r} is no word of a CPU mask")
+        mask = mask << 32 | int(match[1] or "0", 16)
+    return frozenset(cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1)
+
+
+def _cpu_file(path: Path, notes: Notes) -> frozenset[int] | None:
     text = read_text(path)
     if text is None:
         return None
     try:
         return parse_cpu_list(text)
     except ValueError as error:
-        notes.append(_note(f"{path}: {error}; ignored"))
+        notes.add(f"{path}: {error}; ignored")
         return None
 
 
 def _memory(path: Path) -> int | None:
     match = re.search(r"MemTotal:\s*(\d{1,15})\s*kB", read_text(path) or "")
     return int(match[1]) * 1024 if match else None
-
-
-def _note(message: str) -> Note:
-    return Note(source=SOURCE, message=message)

@@ -1,8 +1,10 @@
-"""Reading small text files of a real or recorded system tree."""
+"""Reading small text files of a real or recorded system tree, and files that a user names."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from mkernel.errors import InputFileError
 
 _MOST = 65536
 """No attribute of sysfs is longer; a recorded tree from elsewhere may hold anything."""
@@ -15,6 +17,18 @@ def read_text(path: Path) -> str | None:
             return file.read(_MOST).decode("utf-8", errors="replace").strip("\0 \t\r\n") or None
     except (OSError, ValueError):
         return None
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """The whole of a topology file. InputFileError: it cannot be read, or is longer than ``most``."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(most + 1)
+    except OSError as error:
+        raise InputFileError(f"topology file {path}: {error.strerror or error}") from error
+    if len(text) > most:
+        raise InputFileError(f"topology file {path} is larger than {most >> 20} MiB")
+    return text
 
 
 def read_int(path: Path) -> int | None:

@@ -6,14 +6,12 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from mkernel.topology.model import Nic, NicKind, Note
-from mkernel.topology.sources import pci
+from mkernel.topology.model import Nic
+from mkernel.topology.sources import kinds, pci
 from mkernel.topology.sources.files import children, read_int, read_text, resolve
+from mkernel.topology.sources.findings import Findings, Notes
 
 SOURCE = "sysfs infiniband"
-_VENDORS: dict[int, NicKind] = {0x15B3: "cx", 0x02C9: "cx", 0x1D0F: "efa"}
-"""PCI vendor ids: Mellanox/NVIDIA (and its IEEE number, which some drivers report), Amazon."""
-
 LinkLayer = Literal["InfiniBand", "Ethernet", "Unspecified"]
 _LAYERS: dict[str, LinkLayer] = {
     "infiniband": "InfiniBand",
@@ -22,69 +20,64 @@ _LAYERS: dict[str, LinkLayer] = {
 }
 
 
-def read(root: Path = Path("/")) -> tuple[tuple[Nic, ...], tuple[Note, ...]]:
-    """All RDMA ports, by device and port, and notes.
+def read(root: Path = Path("/")) -> Findings:
+    """All RDMA ports, by device and port.
 
     A port whose state is missing counts as down: a route over it would hang. The id is the device's
     name, with ``:port`` where the device has several.
     """
-    base = root / "sys/class/infiniband"
-    nics: list[Nic] = []
-    notes: list[Note] = []
-    devices = children(base)
-    for entry in devices:
-        device, found = _device(entry, root)
-        nics += device
-        notes += found
+    notes = Notes(SOURCE)
+    devices = children(root / "sys/class/infiniband")
+    nics = [nic for entry in devices for nic in _device(entry, root, notes)]
     if not devices:
-        notes.append(_note("no RDMA device (sys/class/infiniband is absent or empty)"))
-    return tuple(nics), tuple(notes)
+        notes.add("no RDMA device (sys/class/infiniband is absent or empty)")
+    return Findings(SOURCE, nics=tuple(nics), notes=notes.all())
 
 
-def _device(entry: Path, root: Path) -> tuple[list[Nic], list[Note]]:
-    notes: list[Note] = []
+def _device(entry: Path, root: Path, notes: Notes) -> list[Nic]:
     folder = resolve(entry, root)
     if folder is None:
-        return [], [_note(f"{entry.name}: its link leads nowhere; ignored")]
-    address, numa, vendor = None, None, None
-    path: tuple[str, ...] = ()
+        notes.add(f"{entry.name}: its link leads nowhere; ignored")
+        return []
+    device = Nic(id=entry.name, kind="infiniband", name=entry.name)
     function = resolve(folder / "device", root)
     if function is not None:
-        address = pci.normalise(function.name)
-        path = pci.bridges(function)
-        numa, numa_notes = pci.numa_node(function, SOURCE)
-        notes += numa_notes
-        vendor = read_int(function / "vendor")
-    if address is None:
-        notes.append(_note(f"{entry.name}: no PCI address; its nearness to others is unknown"))
+        device = device.model_copy(
+            update={
+                "kind": kinds.rdma(read_int(function / "vendor")),
+                "pci": pci.normalise(function.name),
+                "pci_path": pci.bridges(function),
+                "pcie_gbs": pci.device_gbs(function, idles=False),
+                "numa_node": pci.numa_node(function, notes),
+            }
+        )
+    if device.pci is None:
+        notes.add(f"{entry.name}: no PCI address; its nearness to others is unknown")
 
-    ports = [
+    ports = sorted(
         (int(port.name), port)
         for port in children(folder / "ports")
         if re.fullmatch(r"[1-9]\d{0,2}", port.name)
-    ]
+    )
     if not ports:
-        notes.append(_note(f"{entry.name}: no ports are listed; ignored"))
+        notes.add(f"{entry.name}: no ports are listed; ignored")
     nics = []
-    for number, port in sorted(ports):
+    for number, port in ports:
         state = read_text(port / "state")
         if state is None:
-            notes.append(_note(f"{entry.name} port {number}: no state; counted as down"))
+            notes.add(f"{entry.name} port {number}: no state; counted as down")
         nics.append(
-            Nic(
-                id=entry.name if len(ports) == 1 else f"{entry.name}:{number}",
-                kind=_VENDORS.get(vendor or 0, "infiniband"),
-                name=entry.name,
-                port=number,
-                pci=address,
-                pci_path=path,
-                numa_node=numa,
-                speed_gbps=parse_rate(read_text(port / "rate") or ""),
-                link_layer=_LAYERS.get((read_text(port / "link_layer") or "").lower()),
-                active=state is not None and is_active(state),
+            device.model_copy(
+                update={
+                    "id": entry.name if len(ports) == 1 else f"{entry.name}:{number}",
+                    "port": number,
+                    "speed_gbps": parse_rate(read_text(port / "rate") or ""),
+                    "link_layer": _LAYERS.get((read_text(port / "link_layer") or "").lower()),
+                    "active": state is not None and is_active(state),
+                }
             )
         )
-    return nics, notes
+    return nics
 
 
 def parse_rate(text: str) -> float | None:
@@ -98,7 +91,3 @@ def is_active(state: str) -> bool:
     """Whether a port's ``state`` (``4: ACTIVE``) lets data through."""
     number, _, word = state.partition(":")
     return number.strip() == "4" or word.strip().upper() == "ACTIVE"
-
-
-def _note(message: str) -> Note:
-    return Note(source=SOURCE, message=message)

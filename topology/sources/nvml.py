@@ -1,48 +1,72 @@
-"""NVIDIA GPUs, from the driver's management library through nvidia-ml-py."""
+"""NVIDIA GPUs and the links between them, from the driver's management library (nvidia-ml-py)."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+from collections import Counter
+from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from mkernel.topology.model import Accelerator, Note
-from mkernel.topology.sources import pci
+from mkernel.topology.model import FABRIC_HOST, FABRIC_SWITCH, Accelerator, FabricLink
+from mkernel.topology.sources import kinds, nvlink, pci
+from mkernel.topology.sources.findings import Findings, Notes
 
 SOURCE = "nvml"
 
+# Names of the library's constants would tie us to its releases; these are NVML's interface.
+_MOST_LINKS = 36
+_GPU, _CPU, _SWITCH = 0, 1, 2
+_WRITE = 1
+_P2P_OK, _P2P_UNKNOWN = 0, 6
+_SCOPE_NODE = 0
+_NODE_WORDS = 16
 
-def read(
-    root: Path = Path("/"), library: Any = None
-) -> tuple[tuple[Accelerator, ...], tuple[Note, ...]]:
-    """The GPUs that NVML lists, and notes. No driver is not an error: then there is only a note.
+
+def read(root: Path = Path("/"), library: Any = None) -> Findings:
+    """The GPUs that NVML lists. No driver is not an error: then there is only a note.
 
     Args:
         root: where sysfs is, for the position on PCIe.
         library: stands in for the ``pynvml`` module.
     """
+    notes = Notes(SOURCE)
     if library is None:
         try:
             library = importlib.import_module("pynvml")
         except Exception as error:  # a broken installation may raise anything
-            return (), (_note(f"nvidia-ml-py does not import: {error}"),)
+            notes.add(f"nvidia-ml-py does not import: {error}")
+            return Findings(SOURCE, notes=notes.all())
     try:
         library.nvmlInit()
     except Exception as error:
-        return (), (_note(f"no NVIDIA driver: {error}"),)
+        notes.add(f"no NVIDIA driver: {error}")
+        return Findings(SOURCE, notes=notes.all())
+    gpus: list[tuple[Accelerator, Any]] = []
+    fabric: tuple[FabricLink, ...] = ()
+    no_p2p: tuple[tuple[str, str], ...] = ()
     try:
-        return _devices(library, root)
+        gpus += _gpus(library, root, notes)
+        fabric = _fabric(library, gpus, notes)
+        no_p2p = tuple(_no_p2p(library, gpus, notes))
     except Exception as error:
-        return (), (_note(f"listing GPUs failed: {error}"),)
+        notes.add(f"listing GPUs failed: {error}")
     finally:
         with contextlib.suppress(Exception):  # nothing depends on it any more
             library.nvmlShutdown()
+    return Findings(
+        SOURCE,
+        accelerators=tuple(gpu for gpu, _ in gpus),
+        fabric=fabric,
+        no_p2p=no_p2p,
+        notes=notes.all(),
+    )
 
 
-def _devices(library: Any, root: Path) -> tuple[tuple[Accelerator, ...], tuple[Note, ...]]:
-    found: list[Accelerator] = []
-    notes: list[Note] = []
+def _gpus(library: Any, root: Path, notes: Notes) -> Iterator[tuple[Accelerator, Any]]:
+    """GPUs with their handles."""
     for index in range(library.nvmlDeviceGetCount()):
         try:
             handle = library.nvmlDeviceGetHandleByIndex(index)
@@ -50,34 +74,105 @@ def _devices(library: Any, root: Path) -> tuple[tuple[Accelerator, ...], tuple[N
             raw = _text(library.nvmlDeviceGetPciInfo(handle).busId)
             memory = int(library.nvmlDeviceGetMemoryInfo(handle).total)
         except Exception as error:  # one lost GPU must not hide the others
-            notes.append(_note(f"GPU {index} cannot be read: {error}; ignored"))
+            notes.add(f"GPU {index} cannot be read: {error}; ignored")
             continue
         address = pci.normalise(raw)
+        path: tuple[str, ...] = ()
+        gbs = numa = None
         if address is None:
-            notes.append(_note(f"GPU {index}: {raw[:40]!r} is no PCI address"))
-        numa = None
-        if address is not None:
-            numa, numa_notes = pci.numa_node(root / "sys/bus/pci/devices" / address, SOURCE)
-            notes += numa_notes
-        found.append(
+            notes.add(f"GPU {index}: {raw[:40]!r} is no PCI address")
+        else:
+            function = pci.folder(root, address)
+            if function is not None:
+                path = pci.bridges(function)
+                gbs = pci.device_gbs(function, idles=True)
+                numa = pci.numa_node(function, notes)
+        yield (
             Accelerator(
-                id=f"cuda{index}",
+                id=kinds.accelerator_id("cuda", index),
                 kind="cuda",
                 name=name,
                 index=index,
                 pci=address,
-                pci_path=pci.position(root, address) if address else (),
-                numa_node=numa,
+                pci_path=path,
+                pcie_gbs=gbs,
+                numa_node=_near(library, handle) if numa is None else numa,
                 memory_bytes=memory,
-            )
+            ),
+            handle,
         )
-    return tuple(found), tuple(notes)
+
+
+def _near(library: Any, handle: Any) -> int | None:
+    """The NUMA node that the driver puts a GPU on, if one alone: sysfs does not know it everywhere."""
+    try:
+        words = list(library.nvmlDeviceGetMemoryAffinity(handle, _NODE_WORDS, _SCOPE_NODE))
+    except Exception:
+        return None
+    nodes = [
+        64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1
+    ]
+    return nodes[0] if len(nodes) == 1 else None
+
+
+def _fabric(
+    library: Any, gpus: list[tuple[Accelerator, Any]], notes: Notes
+) -> tuple[FabricLink, ...]:
+    """NVLinks that are up, by pair of ends; links to several switches count together."""
+    by_address = {gpu.pci: gpu.id for gpu, _ in gpus}
+    found: dict[frozenset[str], FabricLink] = {}
+    for gpu, handle in gpus:
+        ends = Counter(_ends(library, handle, by_address))
+        if not ends:
+            continue
+        try:
+            major, minor = library.nvmlDeviceGetCudaComputeCapability(handle)
+            rate = nvlink.link_gbs(10 * major + minor)
+        except Exception as error:
+            notes.add(f"{gpu.id}: generation of its NVLinks is unknown: {error}")
+            rate = None
+        for end, count in ends.items():
+            gbs = round(rate * count, 3) if rate else None
+            link = FabricLink(kind="nvlink", ends=(gpu.id, end), count=count, gbs=gbs)
+            first = found.setdefault(frozenset(link.ends), link)
+            if first.count != count:
+                notes.add(f"{gpu.id} has {count} links to {end}, which has {first.count} back")
+    return tuple(found.values())
+
+
+def _ends(library: Any, handle: Any, by_address: dict[str | None, str]) -> Iterator[str]:
+    """The other end of each NVLink that is up. A GPU that is not this process's is left out."""
+    for link in range(_MOST_LINKS):
+        try:
+            if not library.nvmlDeviceGetNvLinkState(handle, link):
+                continue
+            kind = library.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
+            remote = _text(library.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
+        except Exception:  # NVML raises for links that a GPU does not have
+            continue
+        if kind == _SWITCH:
+            yield FABRIC_SWITCH
+        elif kind == _CPU:
+            yield FABRIC_HOST
+        else:
+            other = by_address.get(pci.normalise(remote))
+            if kind == _GPU and other is not None:
+                yield other
+
+
+def _no_p2p(
+    library: Any, gpus: list[tuple[Accelerator, Any]], notes: Notes
+) -> Iterator[tuple[str, str]]:
+    for (one, handle), (other, other_handle) in combinations(gpus, 2):
+        try:
+            status = library.nvmlDeviceGetP2PStatus(handle, other_handle, _WRITE)
+        except Exception as error:
+            notes.add(f"whether GPUs reach each other's memory is unknown: {error}")
+            return
+        if status not in (_P2P_OK, _P2P_UNKNOWN):
+            yield one.id, other.id
 
 
 def _text(value: str | bytes) -> str:
     """Older releases of nvidia-ml-py return bytes."""
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
-
-
-def _note(message: str) -> Note:
-    return Note(source=SOURCE, message=message)

@@ -1,12 +1,12 @@
-"""PCI addresses, and where a device sits in the tree of bridges."""
+"""PCI addresses, where a device sits in the tree of bridges, and what its link carries."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from mkernel.topology.model import Note
-from mkernel.topology.sources.files import read_text, resolve
+from mkernel.topology.sources.files import read_int, read_text, resolve
+from mkernel.topology.sources.findings import Notes
 
 _ADDRESS = re.compile(
     r"(?:(?P<domain>[0-9a-f]{1,8}):)?(?P<bus>[0-9a-f]{1,2}):(?P<device>[0-9a-f]{1,2})"
@@ -14,6 +14,9 @@ _ADDRESS = re.compile(
     re.IGNORECASE,
 )
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", re.IGNORECASE)
+_CODING = ((5.0, 8 / 10), (32.0, 128 / 130), (128.0, 242 / 256))
+"""Up to this many GT/s, the share of the bits on the wire that carries data."""
+_MOST_LANES = 32
 
 
 def normalise(address: str) -> str | None:
@@ -24,6 +27,16 @@ def normalise(address: str) -> str | None:
         return None
     domain, bus, device = (int(match[part] or "0", 16) for part in ("domain", "bus", "device"))
     return f"{domain:04x}:{bus:02x}:{device:02x}.{match['function']}"
+
+
+def is_real(bridge: str) -> bool:
+    """Whether a bridge's name is the system's own, and not one that a source made up."""
+    return _HOST_BRIDGE.fullmatch(bridge) is not None or normalise(bridge) is not None
+
+
+def sort_key(address: str) -> tuple[int, ...]:
+    """Order of normalised addresses, as drivers number devices."""
+    return tuple(int(part, 16) for part in re.split(r"[:.]", address))
 
 
 def bridges(device: Path) -> tuple[str, ...]:
@@ -38,19 +51,62 @@ def bridges(device: Path) -> tuple[str, ...]:
     return tuple(found[roots[-1] :]) if roots else ()
 
 
-def position(root: Path, address: str) -> tuple[str, ...]:
-    """:func:`bridges` of a PCI address in the tree; empty where it is not listed."""
-    device = resolve(root / "sys/bus/pci/devices" / address, root)
-    return bridges(device) if device is not None else ()
+def folder(root: Path, address: str) -> Path | None:
+    """The real sysfs folder of a PCI function; None where the tree does not list it."""
+    return resolve(root / "sys/bus/pci/devices" / address, root)
 
 
-def numa_node(device: Path, source: str) -> tuple[int | None, tuple[Note, ...]]:
-    """The device folder's NUMA node. None where sysfs does not say (no file, empty, or -1); a
-    value that is no number is also worth a note."""
-    text = read_text(device / "numa_node")
+def parse_speed(text: str | None) -> float | None:
+    """``16.0 GT/s PCIe`` → 16.0; None for what is no speed (``Unknown speed``)."""
+    match = re.match(r"(\d{1,3}(?:\.\d{1,3})?) *GT/s", (text or "").strip())
+    return (float(match[1]) or None) if match else None
+
+
+def link_gbs(speed: float | None, lanes: int | None) -> float | None:
+    """GB/s in one direction of a link of so many GT/s a lane. None where either is unknown: virtual
+    machines show links of no lanes."""
+    coding = next((share for most, share in _CODING if speed and speed <= most), None)
+    if speed is None or coding is None or lanes is None or not 1 <= lanes <= _MOST_LANES:
+        return None
+    return round(speed * lanes * coding / 8, 3)
+
+
+def port_gbs(port: Path) -> float | None:
+    """Of the link that a bridge's folder describes."""
+    return link_gbs(_speed(port, idles=True), _lanes(port))
+
+
+def device_gbs(function: Path, *, idles: bool) -> float | None:
+    """Of the link above a function: the lesser of its two sides, in speed and in width.
+
+    Args:
+        idles: whether the link slows down with an idle device, as those of GPUs do: then the
+            fastest speed counts and not the current one. The current width counts in either case,
+            since a link that was trained narrow stays so.
+    """
+    sides = (function, function.parent)
+    speeds = [speed for side in sides if (speed := _speed(side, idles=idles)) is not None]
+    lanes = [width for side in sides if (width := _lanes(side)) is not None]
+    return link_gbs(min(speeds, default=None), min(lanes, default=None))
+
+
+def _speed(function: Path, *, idles: bool) -> float | None:
+    now = None if idles else parse_speed(read_text(function / "current_link_speed"))
+    return now or parse_speed(read_text(function / "max_link_speed"))
+
+
+def _lanes(function: Path) -> int | None:
+    now = read_int(function / "current_link_width")
+    return now or read_int(function / "max_link_width")
+
+
+def numa_node(function: Path, notes: Notes) -> int | None:
+    """The function's NUMA node. None where sysfs does not say (no file, empty, or -1); a value that
+    is no number is also worth a note."""
+    text = read_text(function / "numa_node")
     if text is None or text == "-1":
-        return None, ()
+        return None
     if text.isdecimal() and int(text) < 2**16:
-        return int(text), ()
-    message = f"{device.name}: numa_node holds {text[:40]!r}, which is no node number; ignored"
-    return None, (Note(source=source, message=message),)
+        return int(text)
+    notes.add(f"{function.name}: numa_node holds {text[:40]!r}, which is no node number; ignored")
+    return None

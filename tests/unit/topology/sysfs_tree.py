@@ -24,16 +24,36 @@ class SysfsTree:
         if kib is not None:
             self.write(f"{base}/meminfo", f"Node {node} MemTotal:       {kib} kB\n")
 
-    def pci(self, path: str, *, numa: str | None = "0\n", vendor: str = "0x15b3\n") -> Path:
-        """A PCI function, by its path below ``sys/devices`` (host bridge, bridges, function)."""
+    def pci(
+        self,
+        path: str,
+        *,
+        numa: str | None = "0\n",
+        vendor: str = "0x15b3\n",
+        link: tuple[str, str] | None = None,
+        **files: str,
+    ) -> Path:
+        """A PCI function, by its path below ``sys/devices`` (host bridge, bridges, function).
+
+        ``link``: speed and width, as the function and the port above it show them. ``files``: more
+        files of the function, as ``class_="0x030200"``.
+        """
         folder = self.root / "sys/devices" / path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "vendor").write_text(vendor)
         if numa is not None:
             (folder / "numa_node").write_text(numa)
-        link = self.root / "sys/bus/pci/devices" / folder.name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(Path("../../../devices") / path)
+        for name, text in files.items():
+            (folder / name.rstrip("_")).write_text(text)
+        if link is not None:
+            for side in (folder, folder.parent):
+                for name in ("max_link_speed", "current_link_speed"):
+                    (side / name).write_text(f"{link[0]}\n")
+                for name in ("max_link_width", "current_link_width"):
+                    (side / name).write_text(f"{link[1]}\n")
+        entry = self.root / "sys/bus/pci/devices" / folder.name
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        entry.symlink_to(Path("../../../devices") / path)
         return folder
 
     def rdma(

@@ -7,7 +7,6 @@ from sysfs_tree import SysfsTree
 
 from mkernel.errors import ArgumentError, InputFileError
 from mkernel.topology.discover import discover, load
-from mkernel.topology.merge import merge
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
 
 SIM = Accelerator(id="ascend-sim0", kind="ascend", name="simulator", index=0, emulated=True)
@@ -50,30 +49,6 @@ def test_a_contradiction_is_reported_not_averaged(tmp_path: Path) -> None:
     assert (nic.speed_gbps, nic.numa_node) == (400.0, 0)
     fields = [note.message.split()[1] for note in found.notes]
     assert sorted(fields) == ["numa_node", "speed_gbps"]
-
-
-def test_gaps_are_filled() -> None:
-    (nic,), notes = merge([cx(numa_node=1)], [cx(pci="0000:00:05.0", speed_gbps=100)], "backend")
-    assert (nic.pci, nic.numa_node, nic.speed_gbps) == ("0000:00:05.0", 1, 100)
-    assert notes == ()
-
-
-def test_same_id_on_another_address_is_another_device() -> None:
-    nics, notes = merge([cx(pci="0000:00:05.0")], [cx(pci="0000:00:06.0")], "backend")
-    assert [n.id for n in nics] == ["mlx5_0", "mlx5_0-2"]
-    assert len(notes) == 1
-
-
-def test_ports_of_one_device_stay_apart() -> None:
-    one, two = cx(id="a:1", pci="0000:00:05.0"), cx(id="a:2", pci="0000:00:05.0", port=2)
-    nics, _ = merge([one], [two, two], "backend")
-    assert nics == (one, two)
-
-
-def test_two_gpus_of_one_model_stay_apart() -> None:
-    gpus = [Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(2)]
-    merged, _ = merge((), gpus, "backend")
-    assert merged == tuple(gpus)
 
 
 def test_nothing_at_all_is_still_a_machine(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ def test_two_numa_nodes_with_memory(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     tree.numa(0, "0-1,4", kib=2048)
     tree.numa(1, "2-3", kib=None)
-    nodes, notes = cpu.read(tmp_path)
+    found = cpu.read(tmp_path)
+    nodes, notes = found.numa, found.notes
     assert [(n.id, n.cpus, n.memory_bytes) for n in nodes] == [
         (0, (0, 1, 4), 2048 * 1024),
         (1, (2, 3), None),
@@ -26,7 +27,7 @@ def test_nodes_are_in_numeric_order(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     for node in (10, 2, 0):
         tree.numa(node, str(node))
-    nodes, _ = cpu.read(tmp_path)
+    nodes = cpu.read(tmp_path).numa
     assert [n.id for n in nodes] == [0, 2, 10]
 
 
@@ -36,7 +37,7 @@ def test_only_cpus_that_are_online_and_allowed(tmp_path: Path, file: str) -> Non
     tree.numa(0, "0-7")
     tree.write("sys/devices/system/cpu/online", "0-5\n")
     tree.write(f"sys/fs/cgroup/{file}", "4-7\n")
-    nodes, _ = cpu.read(tmp_path)
+    nodes = cpu.read(tmp_path).numa
     assert nodes[0].cpus == (4, 5)
 
 
@@ -44,20 +45,23 @@ def test_memory_only_node_is_kept(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     tree.numa(0, "0")
     tree.numa(1, "")
-    nodes, notes = cpu.read(tmp_path)
+    found = cpu.read(tmp_path)
+    nodes, notes = found.numa, found.notes
     assert [n.cpus for n in nodes] == [(0,), ()]
     assert notes == ()
 
 
 def test_without_numa_nodes_all_cpus_are_node_0(tmp_path: Path) -> None:
     SysfsTree(tmp_path).write("sys/devices/system/cpu/online", "0-3")
-    nodes, notes = cpu.read(tmp_path)
+    found = cpu.read(tmp_path)
+    nodes, notes = found.numa, found.notes
     assert [(n.id, n.cpus) for n in nodes] == [(0, (0, 1, 2, 3))]
     assert "no NUMA nodes" in notes[0].message
 
 
 def test_an_empty_tree_is_only_a_note(tmp_path: Path) -> None:
-    nodes, notes = cpu.read(tmp_path)
+    found = cpu.read(tmp_path)
+    nodes, notes = found.numa, found.notes
     assert nodes == ()
     assert "no usable CPU" in notes[-1].message
 
@@ -69,7 +73,8 @@ def test_garbage_is_reported_and_ignored(tmp_path: Path) -> None:
     tree.numa(2, "0-99999999999")
     tree.write("sys/devices/system/node/node3x/cpulist", "9")
     (tmp_path / "sys/devices/system/node/node4").mkdir()
-    nodes, notes = cpu.read(tmp_path)
+    found = cpu.read(tmp_path)
+    nodes, notes = found.numa, found.notes
     assert [(n.id, n.cpus) for n in nodes] == [(0, (0, 1)), (1, ()), (2, ()), (4, ())]
     assert len(notes) == 2
 
@@ -78,7 +83,8 @@ def test_a_cpu_in_two_nodes_is_reported(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     tree.numa(0, "0-1")
     tree.numa(1, "1-2")
-    nodes, notes = cpu.read(tmp_path)
+    found = cpu.read(tmp_path)
+    nodes, notes = found.numa, found.notes
     assert [n.cpus for n in nodes] == [(0, 1), (2,)]
     assert "CPU 1" in notes[0].message
 
@@ -100,5 +106,5 @@ def test_any_text_is_a_list_or_a_value_error(text: str) -> None:
 
 
 def test_the_real_machine_has_cpus() -> None:
-    nodes, _ = cpu.read()
+    nodes = cpu.read().numa
     assert any(node.cpus for node in nodes)

@@ -16,7 +16,8 @@ SWITCH = "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0"
 def test_a_port_with_everything(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     tree.rdma("mlx5_0", tree.pci(f"{SWITCH}/0000:03:00.0", numa="1\n"))
-    (nic,), notes = infiniband.read(tmp_path)
+    found = infiniband.read(tmp_path)
+    (nic,), notes = found.nics, found.notes
     assert notes == ()
     assert (nic.id, nic.name, nic.kind, nic.port) == ("mlx5_0", "mlx5_0", "cx", 1)
     assert (nic.pci, nic.numa_node, nic.speed_gbps) == ("0000:03:00.0", 1, 400.0)
@@ -38,7 +39,7 @@ def test_a_port_with_everything(tmp_path: Path) -> None:
 def test_kind_by_vendor(tmp_path: Path, vendor: str, kind: str) -> None:
     tree = SysfsTree(tmp_path)
     tree.rdma("dev0", tree.pci("pci0000:00/0000:00:05.0", vendor=vendor))
-    (nic,), _ = infiniband.read(tmp_path)
+    (nic,) = infiniband.read(tmp_path).nics
     assert nic.kind == kind
 
 
@@ -48,7 +49,8 @@ def test_kind_by_vendor(tmp_path: Path, vendor: str, kind: str) -> None:
 def test_numa_node_that_says_nothing(tmp_path: Path, numa: str | None, noted: bool) -> None:
     tree = SysfsTree(tmp_path)
     tree.rdma("mlx5_0", tree.pci("pci0000:00/0000:00:05.0", numa=numa))
-    (nic,), notes = infiniband.read(tmp_path)
+    found = infiniband.read(tmp_path)
+    (nic,), notes = found.nics, found.notes
     assert nic.numa_node is None
     assert bool(notes) is noted
 
@@ -58,7 +60,7 @@ def test_each_port_is_a_nic(tmp_path: Path) -> None:
     function = tree.pci("pci0000:00/0000:00:05.0")
     tree.rdma("mlx4_0", function, port=1)
     tree.rdma("mlx4_0", function, port=2, state="1: DOWN\n", link_layer="Ethernet\n")
-    nics, _ = infiniband.read(tmp_path)
+    nics = infiniband.read(tmp_path).nics
     assert [(n.id, n.port, n.active, n.link_layer) for n in nics] == [
         ("mlx4_0:1", 1, True, "InfiniBand"),
         ("mlx4_0:2", 2, False, "Ethernet"),
@@ -69,7 +71,8 @@ def test_a_port_without_files_counts_as_down(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     function = tree.pci("pci0000:00/0000:00:05.0")
     tree.rdma("mlx5_0", function, state=None, rate=None, link_layer=None)
-    (nic,), notes = infiniband.read(tmp_path)
+    found = infiniband.read(tmp_path)
+    (nic,), notes = found.nics, found.notes
     assert (nic.active, nic.speed_gbps, nic.link_layer) == (False, None, None)
     assert "no state" in notes[0].message
 
@@ -77,7 +80,8 @@ def test_a_port_without_files_counts_as_down(tmp_path: Path) -> None:
 def test_a_virtual_device_has_no_pci_address(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     tree.rdma("rxe0", None, link_layer="Ethernet\n")
-    (nic,), notes = infiniband.read(tmp_path)
+    found = infiniband.read(tmp_path)
+    (nic,), notes = found.nics, found.notes
     assert (nic.kind, nic.pci, nic.pci_path) == ("infiniband", None, ())
     assert "no PCI address" in notes[0].message
 
@@ -89,7 +93,8 @@ def test_broken_entries_are_notes(tmp_path: Path) -> None:
     (base / "loop0").symlink_to("loop0")
     (base / "out0").symlink_to("../../../../..")
     (base / "bare0").mkdir()
-    nics, notes = infiniband.read(tmp_path)
+    found = infiniband.read(tmp_path)
+    nics, notes = found.nics, found.notes
     assert nics == ()
     named = {note.message.split(":")[0] for note in notes}
     assert named == {"gone0", "loop0", "out0", "bare0"}
@@ -111,12 +116,13 @@ def test_absolute_links_stay_in_the_tree(tmp_path: Path) -> None:
     link = tmp_path / "sys/class/infiniband/mlx5_0"
     link.unlink()
     link.symlink_to("/sys/devices/pci0000:00/0000:00:05.0/infiniband/mlx5_0")
-    (nic,), _ = infiniband.read(tmp_path)
+    (nic,) = infiniband.read(tmp_path).nics
     assert nic.pci == "0000:00:05.0"
 
 
 def test_no_device_is_a_note(tmp_path: Path) -> None:
-    nics, notes = infiniband.read(tmp_path)
+    found = infiniband.read(tmp_path)
+    nics, notes = found.nics, found.notes
     assert nics == ()
     assert "no RDMA device" in notes[0].message
 

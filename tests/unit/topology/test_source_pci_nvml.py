@@ -49,6 +49,10 @@ class FakeNvml:
         self, gpus: list[tuple[str | bytes, str | bytes]], fail: Collection[str] = ()
     ) -> None:
         self.gpus, self.fail, self.closed = gpus, fail, 0
+        self.links: dict[tuple[int, int], tuple[int, str]] = {}
+        """(GPU, link) → kind and address of the other end; any other link is down or not there."""
+        self.refused: dict[tuple[int, int], int] = {}
+        self.nodes: dict[int, list[int]] = {}
 
     def _call(self, name: str) -> None:
         if name in self.fail:
@@ -78,12 +82,37 @@ class FakeNvml:
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
         return SimpleNamespace(total=1 << 37)
 
+    def nvmlDeviceGetMemoryAffinity(self, handle: int, words: int, scope: int) -> list[int]:
+        self._call("affinity")
+        return (self.nodes.get(handle, []) + [0] * words)[:words]
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        self._call("capability")
+        return 9, 0
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        if link >= 18:
+            raise RuntimeError("Invalid Argument")
+        return int((handle, link) in self.links)
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
+        return self.links[handle, link][0]
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
+        return SimpleNamespace(busId=self.links[handle, link][1])
+
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
+        self._call("p2p")
+        assert index == 1, "writes are what kernels do"
+        return self.refused.get((one, other), 0)
+
 
 def test_gpus_with_their_place_on_pcie(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     tree.pci("pci0000:38/0000:38:01.0/0000:3b:00.0", numa="1\n", vendor="0x10de")
     library = FakeNvml([(b"NVIDIA H200", b"00000000:3B:00.0"), ("NVIDIA H200", "0000:5d:00.0")])
-    (first, second), notes = nvml.read(tmp_path, library)
+    found = nvml.read(tmp_path, library)
+    (first, second), notes = found.accelerators, found.notes
     assert (first.id, first.kind, first.name, first.index) == ("cuda0", "cuda", "NVIDIA H200", 0)
     assert (first.pci, first.numa_node, first.memory_bytes) == ("0000:3b:00.0", 1, 1 << 37)
     assert first.pci_path == ("pci0000:38", "0000:38:01.0")
@@ -95,14 +124,16 @@ def test_gpus_with_their_place_on_pcie(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", ["init", "count"])
 def test_a_driver_that_fails_is_a_note(tmp_path: Path, call: str) -> None:
     library = FakeNvml([("GPU", "0000:3b:00.0")], fail={call, "shutdown"})
-    gpus, notes = nvml.read(tmp_path, library)
+    found = nvml.read(tmp_path, library)
+    gpus, notes = found.accelerators, found.notes
     assert gpus == ()
     assert f"{call} failed" in notes[0].message
 
 
 def test_one_lost_gpu_does_not_hide_the_others(tmp_path: Path) -> None:
     library = FakeNvml([("A", "0000:3b:00.0"), ("B", "0000:5d:00.0")], fail={"handle0"})
-    gpus, notes = nvml.read(tmp_path, library)
+    found = nvml.read(tmp_path, library)
+    gpus, notes = found.accelerators, found.notes
     assert [gpu.id for gpu in gpus] == ["cuda1"]
     assert "GPU 0" in notes[0].message
 
@@ -112,6 +143,101 @@ def test_an_absent_module_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(nvml.importlib, "import_module", gone)
-    gpus, notes = nvml.read()
+    found = nvml.read()
+    gpus, notes = found.accelerators, found.notes
     assert gpus == ()
     assert "nvidia-ml-py does not import" in notes[0].message
+
+
+TWO = [("A", "0000:01:00.0"), ("B", "0000:02:00.0")]
+
+
+def test_links_to_switches_count_together(tmp_path: Path) -> None:
+    library = FakeNvml(TWO)
+    for gpu in range(2):
+        library.links |= {(gpu, link): (2, f"0000:c{link % 4}:00.0") for link in range(18)}
+    found = nvml.read(tmp_path, library)
+    assert [(link.ends, link.count, link.gbs) for link in found.fabric] == [
+        (("cuda0", "switch"), 18, 450.0),
+        (("cuda1", "switch"), 18, 450.0),
+    ]
+    assert (found.notes, found.no_p2p) == ((), ())
+
+
+def test_links_between_gpus_are_one_a_pair(tmp_path: Path) -> None:
+    library = FakeNvml(TWO)
+    library.links = {
+        (0, 0): (0, "00000000:02:00.0"),
+        (0, 3): (0, "00000000:02:00.0"),
+        (0, 4): (0, "00000000:99:00.0"),  # of another container
+        (0, 5): (1, "0000:04:00.0"),
+        (1, 0): (0, "00000000:01:00.0"),
+    }
+    found = nvml.read(tmp_path, library)
+    assert [(link.ends, link.count, link.gbs) for link in found.fabric] == [
+        (("cuda0", "cuda1"), 2, 50.0),
+        (("cuda0", "host"), 1, 25.0),
+    ]
+    assert [note.message for note in found.notes] == [
+        "cuda1 has 1 links to cuda0, which has 2 back"
+    ]
+
+
+def test_unknown_generation_leaves_the_rate_open(tmp_path: Path) -> None:
+    library = FakeNvml(TWO, fail={"capability"})
+    library.links = {(0, 0): (2, ""), (1, 0): (2, "")}
+    assert [link.gbs for link in nvml.read(tmp_path, library).fabric] == [None, None]
+
+
+def test_pairs_whose_driver_refuses_peer_access(tmp_path: Path) -> None:
+    library = FakeNvml([*TWO, ("C", "0000:03:00.0")])
+    library.refused = {(0, 2): 1, (1, 2): 6}  # chipset; unknown
+    assert nvml.read(tmp_path, library).no_p2p == (("cuda0", "cuda2"),)
+    unknown = nvml.read(tmp_path, FakeNvml(TWO, fail={"p2p"}))
+    assert unknown.no_p2p == ()
+    assert "p2p failed" in unknown.notes[0].message
+
+
+def test_the_driver_knows_numa_nodes_that_sysfs_does_not(tmp_path: Path) -> None:
+    SysfsTree(tmp_path).pci("pci0000:00/0000:01:00.0", numa="-1", vendor="0x10de")
+    library = FakeNvml([*TWO, ("C", "0000:03:00.0")])
+    library.nodes = {0: [0, 2], 1: [3], 2: []}
+    assert [gpu.numa_node for gpu in nvml.read(tmp_path, library).accelerators] == [65, None, None]
+    silent = FakeNvml(TWO, fail={"affinity"})
+    assert {gpu.numa_node for gpu in nvml.read(tmp_path, silent).accelerators} == {None}
+
+
+@pytest.mark.parametrize(
+    ("speed", "lanes", "gbs"),
+    [
+        ("2.5 GT/s PCIe", 1, 0.25),
+        ("8.0 GT/s PCIe", 16, 15.754),
+        ("16 GT/s", 16, 31.508),
+        ("32.0 GT/s PCIe", 16, 63.015),
+        ("64.0 GT/s PCIe", 16, 121.0),
+        ("Unknown speed", 16, None),
+        ("32.0 GT/s PCIe", 0, None),
+        ("32.0 GT/s PCIe", 255, None),
+        (None, 16, None),
+        ("32.0 GT/s PCIe", None, None),
+    ],
+)
+def test_rates_of_links(speed: str | None, lanes: int | None, gbs: float | None) -> None:
+    assert pci.link_gbs(pci.parse_speed(speed), lanes) == gbs
+
+
+def test_a_link_is_as_fast_as_its_lesser_side(tmp_path: Path) -> None:
+    tree = SysfsTree(tmp_path)
+    gpu = tree.pci("pci0000:38/0000:38:01.0/0000:3b:00.0", link=("32.0 GT/s PCIe", "16"))
+    assert pci.device_gbs(gpu, idles=True) == 63.015
+    (gpu.parent / "max_link_speed").write_text("16.0 GT/s PCIe\n")
+    assert pci.device_gbs(gpu, idles=True) == 31.508
+    (gpu / "current_link_width").write_text("8\n")
+    assert pci.device_gbs(gpu, idles=True) == 15.754, "the port's speed, the GPU's width"
+    (gpu / "current_link_speed").write_text("2.5 GT/s PCIe\n")
+    assert pci.device_gbs(gpu, idles=True) == 15.754, "an idle GPU slows its link down"
+    assert pci.device_gbs(gpu, idles=False) == 2.0, "a NIC does not"
+
+
+def test_a_link_that_nobody_describes_has_no_rate(tmp_path: Path) -> None:
+    assert pci.device_gbs(SysfsTree(tmp_path).pci("pci0000:00/0000:01:00.0"), idles=True) is None

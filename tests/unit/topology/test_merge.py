@@ -1,0 +1,141 @@
+"""Several sources, one machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkernel.topology.merge import merge
+from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Node, NumaNode
+from mkernel.topology.sources.findings import Findings
+
+
+def cx(**fields: object) -> Nic:
+    return Nic.model_validate({"id": "mlx5_0", "kind": "cx", "name": "mlx5_0", **fields})
+
+
+def gpu(index: int, **fields: object) -> Accelerator:
+    described = {"id": f"cuda{index}", "kind": "cuda", "name": "H200", "index": index, **fields}
+    return Accelerator.model_validate(described)
+
+
+def merged(*sources: Findings) -> Findings:
+    whole = merge(sources)
+    numa = whole.numa or (NumaNode(id=0, cpus=()),)
+    Node(  # what is merged is a node, with unique ids and known ends
+        id=0,
+        hostname="h",
+        numa=numa,
+        accelerators=whole.accelerators,
+        nics=whole.nics,
+        bridges=whole.bridges,
+        fabric=whole.fabric,
+        no_p2p=whole.no_p2p,
+    )
+    return whole
+
+
+def nics(*each: Nic) -> Findings:
+    return Findings("nics", nics=each)
+
+
+def test_gaps_are_filled() -> None:
+    found = merged(nics(cx(numa_node=1)), nics(cx(pci="0000:00:05.0", speed_gbps=100)))
+    (nic,) = found.nics
+    assert (nic.pci, nic.numa_node, nic.speed_gbps) == ("0000:00:05.0", 1, 100)
+    assert found.notes == ()
+
+
+def test_a_contradiction_keeps_the_earlier_and_names_both() -> None:
+    address = "0000:00:05.0"
+    found = merged(
+        nics(cx(pci=address, speed_gbps=400)), nics(cx(id="a", pci=address, speed_gbps=200))
+    )
+    assert [nic.speed_gbps for nic in found.nics] == [400]
+    assert [note.message for note in found.notes] == [
+        "mlx5_0: speed_gbps is 200.0 here and 400.0 in an earlier source; the earlier is kept"
+    ]
+
+
+def test_same_id_on_another_address_is_another_device() -> None:
+    found = merged(nics(cx(pci="0000:00:05.0")), nics(cx(pci="0000:00:06.0")))
+    assert [nic.id for nic in found.nics] == ["mlx5_0", "mlx5_0-2"]
+    assert len(found.notes) == 1
+
+
+def test_ports_of_one_device_stay_apart() -> None:
+    one, two = cx(id="a:1", pci="0000:00:05.0"), cx(id="a:2", pci="0000:00:05.0", port=2)
+    assert merged(nics(one), nics(two, two)).nics == (one, two)
+
+
+def test_two_gpus_of_one_model_stay_apart() -> None:
+    gpus = (gpu(0), gpu(1))
+    assert merged(Findings("a"), Findings("b", accelerators=gpus)).accelerators == gpus
+
+
+def test_an_unknown_vendor_becomes_a_known_one() -> None:
+    address = "0000:00:05.0"
+    for kinds in (("infiniband", "cx"), ("cx", "infiniband")):
+        found = merged(*(nics(cx(kind=kind, pci=address)) for kind in kinds))
+        assert [nic.kind for nic in found.nics] == ["cx"]
+        assert found.notes == ()
+
+
+NCCL = ("cpu0/0", "0000:39:00.0", "0000:39:00.0/0")
+SYSFS = ("pci0000:38", "0000:38:01.0", "0000:39:00.0", "0000:3a:00.0")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept", "contradict"),
+    [
+        (NCCL, SYSFS, SYSFS, False),
+        (SYSFS, NCCL, SYSFS, False),
+        (SYSFS, ("pci0000:40", *SYSFS[1:]), SYSFS, True),
+        (("pci0000:10",), ("pci0000:20",), ("pci0000:10",), True),
+        (("pci0000:10",), ("cpu0/0",), ("pci0000:10",), False),
+    ],
+)
+def test_a_path_that_leaves_bridges_out_is_no_contradiction(
+    first: tuple[str, ...], second: tuple[str, ...], kept: tuple[str, ...], contradict: bool
+) -> None:
+    one, two = (nics(cx(pci="0000:3b:00.0", pci_path=path)) for path in (first, second))
+    found = merged(one, two)
+    assert found.nics[0].pci_path == kept
+    assert bool(found.notes) is contradict
+
+
+def test_links_follow_their_accelerators_to_the_merged_ids() -> None:
+    first = Findings("a", accelerators=(gpu(0, pci="0000:01:00.0"), gpu(1, pci="0000:02:00.0")))
+    link = FabricLink(kind="nvlink", ends=("cuda0", "cuda1"), count=4, gbs=100.0)
+    to_switch = FabricLink(kind="nvlink", ends=("cuda0", "switch"), count=18, gbs=450.0)
+    second = Findings(
+        "b",
+        accelerators=(gpu(0, pci="0000:02:00.0"), gpu(1, pci="0000:01:00.0")),  # numbered otherwise
+        fabric=(link, to_switch),
+        no_p2p=(("cuda0", "cuda1"),),
+    )
+    found = merged(first, second)
+    assert [one.ends for one in found.fabric] == [("cuda1", "cuda0"), ("cuda1", "switch")]
+    assert found.no_p2p == (("cuda1", "cuda0"),)
+    again = merged(first, second, second)
+    assert (again.fabric, again.no_p2p, again.notes) == (found.fabric, found.no_p2p, ())
+
+
+def test_links_that_contradict_are_reported() -> None:
+    gpus = (gpu(0, pci="0000:01:00.0"), gpu(1, pci="0000:02:00.0"))
+    links = [FabricLink(kind="nvlink", ends=("cuda0", "cuda1"), count=n) for n in (4, 6)]
+    found = merged(*(Findings("s", accelerators=gpus, fabric=(link,)) for link in links))
+    assert [link.count for link in found.fabric] == [4]
+    assert "count is 6 here and 4" in found.notes[0].message
+
+
+def test_numa_nodes_and_bridges_are_merged_by_id() -> None:
+    one = Findings("a", numa=(NumaNode(id=0, cpus=()),), bridges=(Bridge(id="0000:00:01.0"),))
+    two = Findings(
+        "b",
+        numa=(NumaNode(id=0, cpus=(0, 1)), NumaNode(id=1, cpus=(2,))),
+        bridges=(Bridge(id="0000:00:01.0", pcie_gbs=31.5),),
+    )
+    found = merged(one, two)
+    assert found.numa == two.numa
+    assert found.bridges == two.bridges
+    assert found.notes == ()

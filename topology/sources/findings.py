@@ -1,0 +1,39 @@
+"""What one source says of a machine: the pieces that :mod:`mkernel.topology.merge` puts together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Note, NumaNode
+
+
+@dataclass(frozen=True)
+class Findings:
+    """As the fields of a node. What the source does not know of is left out.
+
+    Ends of ``fabric`` and ``no_p2p`` are ids of this source's own ``accelerators``.
+    """
+
+    source: str
+    hostname: str | None = None
+    numa: tuple[NumaNode, ...] = ()
+    accelerators: tuple[Accelerator, ...] = ()
+    nics: tuple[Nic, ...] = ()
+    bridges: tuple[Bridge, ...] = ()
+    fabric: tuple[FabricLink, ...] = ()
+    no_p2p: tuple[tuple[str, str], ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+class Notes:
+    """Collects the notes of one source, each once."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._notes: dict[str, Note] = {}
+
+    def add(self, message: str) -> None:
+        self._notes.setdefault(message, Note(source=self.source, message=message))
+
+    def all(self) -> tuple[Note, ...]:
+        return tuple(self._notes.values())

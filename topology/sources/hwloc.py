@@ -1,0 +1,268 @@
+"""hwloc 2 XML: what ``lstopo --of xml`` writes.
+
+Links between accelerators and rates of ports are not in it; it names what a node is made of, where it
+sits on PCIe, and how fast the links there are.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from mkernel.errors import InputFileError
+from mkernel.topology.model import Accelerator, AcceleratorKind, Bridge, Nic, NumaNode
+from mkernel.topology.sources import kinds, pci
+from mkernel.topology.sources.cpu import parse_cpu_mask
+from mkernel.topology.sources.findings import Findings, Notes
+from mkernel.topology.sources.xml import Element
+
+SOURCE = "hwloc XML"
+ROOT = "topology"
+"""Tag of the root element."""
+
+_NETWORK, _OPENFABRICS = 2, 3
+"""Types of operating-system devices."""
+_ACTIVE = "4"
+"""State of a port that lets data through."""
+_PCI_TYPE = re.compile(r"([0-9a-f]{4}) \[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
+_HOST_BUS = re.compile(r"([0-9a-f]{1,8}):\[([0-9a-f]{2})-[0-9a-f]{2}\]", re.IGNORECASE)
+_NUMBERED = re.compile(r"(?:nvml|rsmi)(\d{1,4})")
+"""Operating-system devices that carry the driver's own number of a GPU."""
+
+
+class _Place(NamedTuple):
+    """Where in the tree an object is."""
+
+    numa: int | None
+    bridges: tuple[str, ...]
+
+
+class _Gpu(NamedTuple):
+    kind: AcceleratorKind
+    place: _Place
+    element: Element
+    ids: tuple[int, int]
+
+
+def read(topology: Element, path: Path) -> Findings:
+    """The machine of the file.
+
+    Raises:
+        InputFileError: not of hwloc 2, no machine in it, a bus id that is none, or one that occurs
+            twice.
+    """
+    version = topology.attributes.get("version", "1 (none is given)")
+    if not version.startswith("2."):
+        raise InputFileError(
+            f"topology file {path}: hwloc version is {version[:40]}; expected 2.x, from "
+            "`lstopo --of xml` of hwloc 2"
+        )
+    machine = next(topology.all("object"), None)
+    if machine is None:
+        raise InputFileError(f"topology file {path}: <topology> holds no <object>; is it whole?")
+    return _Reader(path).read(machine)
+
+
+class _Reader:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._notes = Notes(SOURCE)
+        self._lines: dict[str, int] = {}
+        self._numa: list[NumaNode] = []
+        self._bridges: list[Bridge] = []
+        self._gpus: dict[str, _Gpu] = {}
+        self._nics: list[Nic] = []
+
+    def read(self, machine: Element) -> Findings:
+        self._object(machine, _Place(None, ()))
+        accelerators = self._numbered()
+        if sum(one.kind == "cuda" for one in accelerators) > 1:
+            self._notes.add("links between accelerators are not in the file; paths are PCIe's")
+        return Findings(
+            source=SOURCE,
+            hostname=_info(machine, "HostName"),
+            numa=tuple(self._numa),
+            accelerators=accelerators,
+            nics=tuple(self._nics),
+            bridges=tuple(self._bridges),
+            notes=self._notes.all(),
+        )
+
+    def _object(self, element: Element, place: _Place) -> None:
+        match element.attributes.get("type"):
+            case "Bridge":
+                place = self._bridge(element, place)
+            case "PCIDev":
+                self._function(element, place)
+                return
+            case "OSDev":
+                if element.number("osdev_type") == _OPENFABRICS:
+                    self._rdma(element, place, None, None)
+                return
+            case "NUMANode":
+                self._numa_node(element)
+            case _:
+                place = place._replace(numa=self._nearest(element))
+        for child in element.all("object"):
+            self._object(child, place)
+
+    def _nearest(self, element: Element) -> int | None:
+        """The NUMA node that an object belongs to, if to one alone."""
+        mask = element.attributes.get("nodeset", "")
+        try:
+            nodes = parse_cpu_mask(mask)
+        except ValueError:
+            return None
+        return next(iter(nodes)) if len(nodes) == 1 else None
+
+    def _numa_node(self, element: Element) -> None:
+        number = element.number("os_index")
+        if number is None:
+            self._notes.add(f"line {element.line}: a NUMA node without os_index; ignored")
+            return
+        try:
+            cpus = parse_cpu_mask(element.attributes.get("cpuset", ""))
+        except ValueError as error:
+            self._notes.add(f"NUMA node {number}: cpuset: {error}; ignored")
+            cpus = frozenset()
+        memory = element.attributes.get("local_memory", "")
+        size = int(memory) if re.fullmatch(r"\d{1,18}", memory) else None
+        self._numa.append(NumaNode(id=number, cpus=tuple(sorted(cpus)), memory_bytes=size))
+
+    def _bridge(self, element: Element, place: _Place) -> _Place:
+        if element.attributes.get("bridge_type", "").startswith("0"):
+            match = _HOST_BUS.match(element.attributes.get("bridge_pci", ""))
+            name = f"pci{int(match[1], 16):04x}:{match[2].lower()}" if match else None
+            return place._replace(bridges=(name or f"bridge in line {element.line}",))
+        address = self._address(element)
+        self._bridges.append(Bridge(id=address, pcie_gbs=_gbs(element)))
+        return place._replace(bridges=(*place.bridges, address))
+
+    def _address(self, element: Element) -> str:
+        text = element.attributes.get("pci_busid", "")
+        address = pci.normalise(text)
+        where = f"topology file {self._path}, line {element.line}"
+        if address is None:
+            raise InputFileError(f"{where}: pci_busid {text[:40]!r} is no PCI address")
+        if address in self._lines:
+            first = self._lines[address]
+            raise InputFileError(
+                f"{where}: pci_busid {address} occurs twice; first in line {first}"
+            )
+        self._lines[address] = element.line
+        return address
+
+    def _function(self, element: Element, place: _Place) -> None:
+        address = self._address(element)
+        match = _PCI_TYPE.match(element.attributes.get("pci_type", ""))
+        if match is None:
+            self._notes.add(f"{address}: no pci_type; ignored")
+            return
+        pci_class, vendor, device = (int(part, 16) for part in match.groups())
+        kind = kinds.accelerator(pci_class, vendor)
+        if kind is not None:
+            self._gpus[address] = _Gpu(kind, place, element, (vendor, device))
+        elif kinds.is_network(pci_class):
+            self._network(element, address, place, (pci_class, vendor, device))
+
+    def _network(
+        self, function: Element, address: str, place: _Place, ids: tuple[int, int, int]
+    ) -> None:
+        devices = {
+            kind: [each for each in function.all("object") if each.number("osdev_type") == kind]
+            for kind in (_NETWORK, _OPENFABRICS)
+        }
+        for device in devices[_OPENFABRICS]:
+            self._rdma(device, place, function, ids[1])
+        if devices[_OPENFABRICS]:
+            return
+        names = [each.attributes.get("name", address) for each in devices[_NETWORK]]
+        # A file without any was made without looking for them: then the PCI ids tell.
+        kind = "ethernet" if names else kinds.network(*ids)
+        for name in names or [address]:
+            self._add(Nic(id=name, kind=kind, name=name), place, function)
+
+    def _rdma(
+        self, device: Element, place: _Place, function: Element | None, vendor: int | None
+    ) -> None:
+        """The ports of an RDMA device; ``function`` None where it is not on PCI."""
+        name = device.attributes.get("name")
+        if name is None:
+            self._notes.add(f"line {device.line}: an RDMA device without a name; ignored")
+            return
+        states = {
+            int(match[1]): info.attributes.get("value")
+            for info in device.all("info")
+            if (match := re.fullmatch(r"Port([1-9]\d{0,2})State", info.attributes.get("name", "")))
+        }
+        for port, state in sorted((states or {1: None}).items()):
+            nic = Nic(
+                id=f"{name}:{port}" if len(states) > 1 else name,
+                kind=kinds.rdma(vendor),
+                name=name,
+                port=port,
+                active=state in (None, _ACTIVE),
+            )
+            self._add(nic, place, function)
+
+    def _add(self, nic: Nic, place: _Place, function: Element | None) -> None:
+        if function is None:
+            self._nics.append(nic.model_copy(update={"numa_node": place.numa}))
+            return
+        self._nics.append(
+            nic.model_copy(
+                update={
+                    "pci": pci.normalise(function.attributes["pci_busid"]),
+                    "pci_path": place.bridges,
+                    "pcie_gbs": _gbs(function),
+                    "numa_node": place.numa,
+                }
+            )
+        )
+
+    def _numbered(self) -> tuple[Accelerator, ...]:
+        """With the driver's own numbers where the file names them, or else by bus id, as drivers
+        number."""
+        order = sorted(self._gpus, key=pci.sort_key)
+        named = {address: _driver_number(gpu.element) for address, gpu in self._gpus.items()}
+        complete = None not in named.values() and len(set(named.values())) == len(named)
+        found = []
+        for place, address in enumerate(order):
+            gpu, number = self._gpus[address], named[address]
+            index = number if complete and number is not None else place
+            found.append(
+                Accelerator(
+                    id=kinds.accelerator_id(gpu.kind, index),
+                    kind=gpu.kind,
+                    name=_info(gpu.element, "PCIDevice") or kinds.model(*gpu.ids),
+                    index=index,
+                    pci=address,
+                    pci_path=gpu.place.bridges,
+                    pcie_gbs=_gbs(gpu.element),
+                    numa_node=gpu.place.numa,
+                )
+            )
+        return tuple(sorted(found, key=lambda one: one.index))
+
+
+def _driver_number(function: Element) -> int | None:
+    for device in function.all("object"):
+        match = _NUMBERED.fullmatch(device.attributes.get("name", ""))
+        if match is not None:
+            return int(match[1])
+    return None
+
+
+def _info(element: Element, name: str) -> str | None:
+    for info in element.all("info"):
+        if info.attributes.get("name") == name:
+            return info.attributes.get("value") or None
+    return None
+
+
+def _gbs(element: Element) -> float | None:
+    """hwloc writes GB/s, and 0 where it does not know."""
+    text = element.attributes.get("pci_link_speed", "")
+    gbs = float(text) if re.fullmatch(r"\d{1,5}(?:\.\d{1,9})?", text) else 0.0
+    return round(gbs, 3) or None

@@ -1,0 +1,71 @@
+"""What a PCI function is, from its class and vendor."""
+
+from __future__ import annotations
+
+from mkernel.topology.model import AcceleratorKind, NicKind
+
+NVIDIA, AMD, HUAWEI = 0x10DE, 0x1002, 0x19E5
+MELLANOX, MELLANOX_OUI, AMAZON = 0x15B3, 0x02C9, 0x1D0F
+"""``MELLANOX_OUI`` is Mellanox's number at the IEEE, which some drivers report for the vendor."""
+
+_ACCELERATORS: dict[int, AcceleratorKind] = {NVIDIA: "cuda", AMD: "rocm", HUAWEI: "ascend"}
+_STEMS: dict[AcceleratorKind, str] = {"cuda": "cuda", "ascend": "npu", "rocm": "rocm", "cpu": "cpu"}
+_BRIDGE, _DISPLAY, _PROCESSOR, _NETWORK = 0x0604, 0x03, 0x12, 0x02
+_INFINIBAND = 0x0207
+_EFA_DEVICES = range(0xEFA0, 0xEFB0)
+
+
+def is_bridge(pci_class: int) -> bool:
+    """PCI-to-PCI bridge; classes are of 16 bits here, without the programming interface."""
+    return pci_class == _BRIDGE
+
+
+def is_display(pci_class: int) -> bool:
+    """A display or processing function: an accelerator, if its vendor makes any."""
+    return pci_class >> 8 in (_DISPLAY, _PROCESSOR)
+
+
+def accelerator(pci_class: int, vendor: int | None) -> AcceleratorKind | None:
+    """The kind of accelerator that a function is. None: it is none, as far as one can tell.
+
+    Display and processing functions of vendors without accelerators (a server's console) are none.
+    """
+    if not is_display(pci_class):
+        return None
+    return _ACCELERATORS.get(vendor or 0)
+
+
+def accelerator_id(kind: AcceleratorKind, index: int) -> str:
+    """``cuda0``, ``npu3``, …"""
+    return f"{_STEMS[kind]}{index}"
+
+
+def model(vendor: int | None, device: int | None) -> str:
+    """A name for a device of which no better one is known: ``10de:2330``."""
+    return "unknown" if vendor is None or device is None else f"{vendor:04x}:{device:04x}"
+
+
+def is_network(pci_class: int) -> bool:
+    """Any network controller, InfiniBand's and Ethernet's alike."""
+    return pci_class >> 8 == _NETWORK
+
+
+def is_infiniband(pci_class: int) -> bool:
+    """A network controller that is not Ethernet."""
+    return pci_class == _INFINIBAND
+
+
+def rdma(vendor: int | None) -> NicKind:
+    """The kind of a device that is known to do RDMA."""
+    if vendor in (MELLANOX, MELLANOX_OUI):
+        return "cx"
+    return "efa" if vendor == AMAZON else "infiniband"
+
+
+def network(pci_class: int, vendor: int | None, device: int | None) -> NicKind:
+    """The kind of a network function where nothing but its PCI ids is known: Mellanox' cards,
+    Amazon's EFA and the InfiniBand class do RDMA, all others count as plain Ethernet."""
+    is_efa = vendor == AMAZON and device in _EFA_DEVICES
+    if is_efa or vendor == MELLANOX or is_infiniband(pci_class):
+        return rdma(vendor)
+    return "ethernet"

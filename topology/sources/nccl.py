@@ -1,0 +1,283 @@
+"""NCCL's topology XML: what ``NCCL_TOPO_DUMP_FILE`` writes, and clouds ship for their machines.
+
+NCCL shows a whole switch as one ``pci`` element and leaves root ports out, while sysfs and hwloc show
+every port. So that paths come out the same, each child of a switch gets a downstream port of its own
+here, and each top element of a CPU a host bridge and a root port: the file does not name them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from mkernel.errors import InputFileError
+from mkernel.topology.model import (
+    FABRIC_HOST,
+    FABRIC_SWITCH,
+    Accelerator,
+    AcceleratorKind,
+    Bridge,
+    FabricLink,
+    Nic,
+    NicKind,
+    NumaNode,
+)
+from mkernel.topology.sources import kinds, nvlink, pci
+from mkernel.topology.sources.cpu import parse_cpu_mask
+from mkernel.topology.sources.findings import Findings, Notes
+from mkernel.topology.sources.xml import Element
+
+SOURCE = "NCCL XML"
+ROOT = "system"
+"""Tag of the root element."""
+
+_NVSWITCH, _NPU_BRIDGE = "0x068000", "0x068001"
+"""Classes of NVLink's other ends: a switch, and the CPU of a POWER machine."""
+
+
+class _Place(NamedTuple):
+    """Where in the tree an element is."""
+
+    numa: int | None
+    bridges: tuple[str, ...]
+
+
+class _Gpu(NamedTuple):
+    address: str
+    kind: AcceleratorKind
+    place: _Place
+    element: Element
+    gpu: Element | None
+
+
+def read(system: Element, path: Path) -> tuple[Findings, ...]:
+    """The hosts of the file, in order of appearance; dumps of one host hold one.
+
+    Raises:
+        InputFileError: no CPUs, a bus id that is none, or one that occurs twice on a host.
+    """
+    hosts: dict[str, list[Element]] = {}
+    for cpu in system.all("cpu"):
+        hosts.setdefault(cpu.attributes.get("host_hash", ""), []).append(cpu)
+    if not hosts:
+        raise InputFileError(f"topology file {path}: <system> holds no <cpu>; is it a whole dump?")
+    return tuple(_Host(path).read(cpus) for cpus in hosts.values())
+
+
+class _Host:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._notes = Notes(SOURCE)
+        self._lines: dict[str, int] = {}
+        self._numa: list[NumaNode] = []
+        self._bridges: list[Bridge] = []
+        self._gpus: list[_Gpu] = []
+        self._nics: dict[str, Nic] = {}
+
+    def read(self, cpus: list[Element]) -> Findings:
+        for number, cpu in enumerate(cpus):
+            self._cpu(number, cpu)
+        accelerators = self._numbered()
+        return Findings(
+            source=SOURCE,
+            numa=tuple(self._numa),
+            accelerators=tuple(sorted(accelerators.values(), key=lambda one: one.index)),
+            nics=tuple(self._nics.values()),
+            bridges=tuple(self._bridges),
+            fabric=tuple(self._fabric(accelerators)),
+            notes=self._notes.all(),
+        )
+
+    def _cpu(self, number: int, cpu: Element) -> None:
+        numa = cpu.number("numaid")
+        if numa is None:
+            self._notes.add(f"line {cpu.line}: a CPU without a NUMA node; its place is unknown")
+        else:
+            self._numa.append(NumaNode(id=numa, cpus=self._affinity(cpu)))
+        self._network(cpu, None, _Place(numa, ()))
+        for index, element in enumerate(cpu.all("pci")):
+            bridge = f"cpu{number}/{index}"
+            self._function(element, _Place(numa, (bridge, f"{bridge}/port")))
+
+    def _affinity(self, cpu: Element) -> tuple[int, ...]:
+        mask = cpu.attributes.get("affinity", "")
+        try:
+            return tuple(sorted(parse_cpu_mask(mask)))
+        except ValueError as error:
+            self._notes.add(f"line {cpu.line}: affinity: {error}; ignored")
+            return ()
+
+    def _function(self, element: Element, place: _Place) -> None:
+        address = self._address(element)
+        code, vendor = (element.number(name, 16) for name in ("class", "vendor"))
+        pci_class = (code or 0) >> 8
+        gpu = next(element.all("gpu"), None)
+        if gpu is not None or kinds.is_display(pci_class):
+            kind = _accelerator_kind(pci_class, vendor, gpu)
+            if kind is None:
+                self._notes.add(f"{address}: no known kind of accelerator; ignored")
+            else:
+                self._gpus.append(_Gpu(address, kind, place, element, gpu))
+        elif kinds.is_network(pci_class) or next(element.all("nic"), None):
+            self._network(element, address, place)
+        children = list(element.all("pci"))
+        if children or kinds.is_bridge(pci_class):
+            self._bridges.append(Bridge(id=address, pcie_gbs=_gbs(element)))
+        for index, child in enumerate(children):
+            self._function(
+                child, place._replace(bridges=(*place.bridges, address, f"{address}/{index}"))
+            )
+
+    def _address(self, element: Element) -> str:
+        text = element.attributes.get("busid", "")
+        address = pci.normalise(text)
+        where = f"topology file {self._path}, line {element.line}"
+        if address is None:
+            raise InputFileError(f"{where}: busid {text[:40]!r} is no PCI address")
+        if address in self._lines:
+            first = self._lines[address]
+            raise InputFileError(f"{where}: busid {address} occurs twice; first in line {first}")
+        self._lines[address] = element.line
+        return address
+
+    def _network(self, parent: Element, address: str | None, place: _Place) -> None:
+        """The ports of a PCI function; ``address`` None: of the NICs right below a CPU."""
+        nets = [net for nic in parent.all("nic") for net in nic.all("net")]
+        if not nets and address is not None:
+            self._nics[address] = self._nic(parent, address, place, name=address, port=1)
+        several = Counter(net.attributes.get("name") for net in nets)
+        for net in nets:
+            name = net.attributes.get("name") or address
+            if name is None:
+                self._notes.add(f"line {net.line}: a network without name or bus id; ignored")
+                continue
+            if "+" in name:
+                self._notes.add(f"{name} joins ports that are listed themselves; ignored")
+                continue
+            port = net.number("port") or 1
+            key = f"{name}:{port}" if several[name] > 1 else name
+            nic = self._nic(parent, address, place, name=name, port=port, net=net, key=key)
+            known = self._nics.setdefault(key, nic)
+            if known.numa_node != nic.numa_node:  # NCCL lists a socket's NIC below every CPU
+                self._nics[key] = known.model_copy(update={"numa_node": None})
+
+    def _nic(
+        self,
+        function: Element,
+        address: str | None,
+        place: _Place,
+        *,
+        name: str,
+        port: int,
+        net: Element | None = None,
+        key: str | None = None,
+    ) -> Nic:
+        code = function.number("class", 16) if address else None
+        pci_class = (code or 0) >> 8
+        vendor, device = (function.number(each, 16) for each in ("vendor", "device"))
+        gdr = net.attributes.get("gdr") if net is not None else None
+        kind: NicKind = kinds.network(pci_class, vendor, device)
+        if kind == "ethernet" and gdr == "1":
+            kind = kinds.rdma(vendor)
+        speed = net.number("speed") if net is not None else None  # Mb/s
+        return Nic(
+            id=key or name,
+            kind=kind,
+            name=name,
+            port=port,
+            pci=address,
+            pci_path=place.bridges if address else (),
+            pcie_gbs=_gbs(function) if address else None,
+            numa_node=place.numa,
+            speed_gbps=speed / 1000 if speed else None,
+            link_layer="InfiniBand" if kinds.is_infiniband(pci_class) else None,
+            gpudirect={"1": True, "0": False}.get(gdr or ""),
+        )
+
+    def _numbered(self) -> dict[str, Accelerator]:
+        """By bus id, with the numbers that NCCL found, or else in the driver's order: by bus id."""
+        devs = [one.gpu.number("dev") if one.gpu is not None else None for one in self._gpus]
+        order = sorted((one.address for one in self._gpus), key=pci.sort_key)
+        numbers = {address: number for number, address in enumerate(order)}
+        if None not in devs and len(set(devs)) == len(devs):
+            numbers = {
+                one.address: dev
+                for one, dev in zip(self._gpus, devs, strict=True)
+                if dev is not None
+            }
+        return {
+            one.address: Accelerator(
+                id=kinds.accelerator_id(one.kind, numbers[one.address]),
+                kind=one.kind,
+                name=kinds.model(
+                    one.element.number("vendor", 16), one.element.number("device", 16)
+                ),
+                index=numbers[one.address],
+                pci=one.address,
+                pci_path=one.place.bridges,
+                pcie_gbs=_gbs(one.element),
+                numa_node=one.place.numa,
+            )
+            for one in self._gpus
+        }
+
+    def _fabric(self, accelerators: dict[str, Accelerator]) -> Iterator[FabricLink]:
+        """Each pair once. Links to several switches, or several rows of one pair, add up."""
+        found: dict[frozenset[str], FabricLink] = {}
+        for one in self._gpus:
+            if one.gpu is None:
+                continue
+            own = accelerators[one.address].id
+            counts: Counter[tuple[Literal["nvlink", "xgmi"], str]] = Counter()
+            for kind in ("nvlink", "xgmi"):
+                for link in one.gpu.all(kind):
+                    end = self._end(link, accelerators)
+                    if end is not None and end != own:
+                        counts[kind, end] += link.number("count") or 1
+            rate = nvlink.link_gbs(one.gpu.number("sm"))
+            for (kind, end), count in counts.items():
+                gbs = round(rate * count, 3) if rate and kind == "nvlink" else None
+                link_ = FabricLink(kind=kind, ends=(own, end), count=count, gbs=gbs)
+                first = found.setdefault(frozenset(link_.ends), link_)
+                if first.count != count:
+                    self._notes.add(
+                        f"{own} has {count} links to {end}, which has {first.count} back; the "
+                        "latter are counted"
+                    )
+            for link in one.gpu.all("c2c"):
+                count, mbs = link.number("count") or 1, link.number("bw")
+                ends = (own, FABRIC_HOST)
+                gbs = mbs * count / 1000 if mbs else None
+                found[frozenset(ends)] = FabricLink(kind="c2c", ends=ends, count=count, gbs=gbs)
+        yield from found.values()
+
+    def _end(self, link: Element, accelerators: dict[str, Accelerator]) -> str | None:
+        target = link.attributes.get("target", "")
+        tclass = link.attributes.get("tclass", "")
+        if tclass == _NVSWITCH:
+            return FABRIC_SWITCH
+        if tclass == _NPU_BRIDGE:
+            return FABRIC_HOST
+        known = accelerators.get(pci.normalise(target) or "")
+        if known is None:
+            self._notes.add(
+                f"line {link.line}: a link to {target[:40]!r}, which is no accelerator of this "
+                "file; ignored"
+            )
+        return known.id if known else None
+
+
+def _accelerator_kind(
+    pci_class: int, vendor: int | None, gpu: Element | None
+) -> AcceleratorKind | None:
+    """Files for NCCL that name no vendor speak of NVIDIA's GPUs, those of AMD's RCCL name a ``gcn``."""
+    if vendor is not None:
+        return kinds.accelerator(pci_class, vendor)
+    return "rocm" if gpu is not None and "gcn" in gpu.attributes else "cuda"
+
+
+def _gbs(element: Element) -> float | None:
+    speed = pci.parse_speed(element.attributes.get("link_speed"))
+    return pci.link_gbs(speed, element.number("link_width"))

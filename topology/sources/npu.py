@@ -1,0 +1,152 @@
+"""Ascend NPUs, from what ``npu-smi info`` and ``npu-smi info -t topo`` print."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from mkernel.topology.model import Accelerator, FabricLink, NumaNode
+from mkernel.topology.sources import kinds, pci
+from mkernel.topology.sources.cpu import parse_cpu_list
+from mkernel.topology.sources.findings import Findings, Notes
+
+SOURCE = "npu-smi"
+
+_COMMANDS = (("npu-smi", "info"), ("npu-smi", "info", "-t", "topo"))
+_TIMEOUT_S = 20.0
+_MOST_NPUS = 1024
+
+_FABRIC: dict[str, float | None] = {"HCCS": 28.0, "HCCS_SW": None, "SIO": None}
+"""Relations that are scale-up links, and GB/s in one direction: a direct HCCS link of an A2, nominal.
+What goes through a switch (SW), or between two dies of a chip (SIO), is not known here."""
+_RELATIONS = {"X", "SYS", "PHB", "PIX", "PXB", "PIB", "NA", *_FABRIC}
+
+_NAME = re.compile(r"(?:NPU|Phy-ID)(\d{1,4})")
+_CARD = re.compile(r"(\d{1,4})\s+(\S*\d{3}\S*)")
+"""``0  910B3``: the upper line of a device in the table of ``npu-smi info``."""
+_CHIP = re.compile(r"\d{1,4}(?:\s+(\d{1,4}))?")
+"""``0``, or ``0  5`` with a physical id: the lower line, whose second cell is the bus id."""
+
+
+def is_text(text: str) -> bool:
+    """Whether a text is what ``npu-smi info -t topo`` prints."""
+    return any(_header(line.split()) for line in text.splitlines()[:_MOST_NPUS])
+
+
+def read(numa: Sequence[NumaNode] = ()) -> Findings:
+    """The NPUs of this machine. No ``npu-smi`` means none, which is worth no note.
+
+    Args:
+        numa: to find the node of the CPUs that a device is nearest to.
+    """
+    if shutil.which(_COMMANDS[0][0]) is None:
+        return Findings(SOURCE)
+    texts = []
+    for command in _COMMANDS:
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+            )
+        except (OSError, subprocess.SubprocessError, UnicodeError) as error:
+            notes = Notes(SOURCE)
+            notes.add(f"`{' '.join(command)}` failed: {error}; no NPU is listed")
+            return Findings(SOURCE, notes=notes.all())
+        texts.append(done.stdout)
+    return parse("\n".join(texts), numa)
+
+
+def parse(text: str, numa: Sequence[NumaNode] = ()) -> Findings:
+    """The NPUs that the texts of either command, or of both, name. Never raises."""
+    notes = Notes(SOURCE)
+    models, addresses = _table(text)
+    rows, affinity = _matrix(text, notes)
+    accelerators = tuple(
+        Accelerator(
+            id=kinds.accelerator_id("ascend", number),
+            kind="ascend",
+            name=models.get(number, "NPU"),
+            index=number,
+            pci=addresses.get(number),
+            numa_node=_node_of(affinity.get(number, ""), numa),
+        )
+        for number in sorted({*rows, *addresses})
+    )
+    return Findings(
+        SOURCE, accelerators=accelerators, fabric=_links(rows, notes), notes=notes.all()
+    )
+
+
+def _table(text: str) -> tuple[dict[int, str], dict[int, str]]:
+    """Models and bus ids by NPU number: the physical id where the table has one."""
+    models: dict[int, str] = {}
+    addresses: dict[int, str] = {}
+    card: tuple[int, str] | None = None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) < 2:
+            continue
+        named, chip = _CARD.fullmatch(cells[0]), _CHIP.fullmatch(cells[0])
+        address = pci.normalise(cells[1])
+        if address is not None and chip is not None and card is not None:
+            number = int(chip[1]) if chip[1] else card[0]
+            models[number], addresses[number] = card[1], address
+        elif named is not None:
+            card = (int(named[1]), named[2])
+    return models, addresses
+
+
+def _matrix(text: str, notes: Notes) -> tuple[dict[int, dict[int, str]], dict[int, str]]:
+    """Relations by row and column, and the CPUs near each NPU as text."""
+    columns: list[int] = []
+    rows: dict[int, dict[int, str]] = {}
+    affinity: dict[int, str] = {}
+    for line in text.splitlines():
+        words = line.split()
+        columns = _header(words) or columns
+        name = _NAME.fullmatch(words[0]) if words else None
+        if name is None or not columns or _header(words):
+            continue
+        number, relations = int(name[1]), words[1 : 1 + len(columns)]
+        strange = [word for word in relations if word not in _RELATIONS]
+        if strange or len(relations) < len(columns) or number in rows:
+            what = f"{strange[0][:20]!r} in it" if strange else "too short, or a second one"
+            notes.add(f"the row of {words[0]} is not understood ({what}); ignored")
+            continue
+        rows[number] = dict(zip(columns, relations, strict=True))
+        affinity[number] = "".join(words[1 + len(columns) :])
+    return rows, affinity
+
+
+def _header(words: list[str]) -> list[int]:
+    """NPU numbers of a matrix's columns; empty where the line is not its header."""
+    if words[-2:] == ["CPU", "Affinity"]:
+        words = words[:-2]
+    names = [_NAME.fullmatch(word) for word in words[:_MOST_NPUS]]
+    return [int(name[1]) for name in names if name] if all(names) else []
+
+
+def _links(rows: dict[int, dict[int, str]], notes: Notes) -> tuple[FabricLink, ...]:
+    found = []
+    for one, row in rows.items():
+        for other, relation in row.items():
+            back = rows.get(other, {}).get(one)
+            if one >= other or back is None:
+                continue
+            if back != relation:
+                notes.add(f"NPU {one} to {other} is {relation}, and {back} back; not linked")
+            elif relation in _FABRIC:
+                ends = (kinds.accelerator_id("ascend", one), kinds.accelerator_id("ascend", other))
+                found.append(FabricLink(kind="hccs", ends=ends, count=1, gbs=_FABRIC[relation]))
+    return tuple(found)
+
+
+def _node_of(affinity: str, numa: Sequence[NumaNode]) -> int | None:
+    """The one NUMA node that has all of the CPUs."""
+    try:
+        cpus = parse_cpu_list(affinity)
+    except ValueError:
+        return None
+    nodes = [node.id for node in numa if cpus and cpus <= set(node.cpus)]
+    return nodes[0] if len(nodes) == 1 else None
