@@ -502,6 +502,55 @@ void overrun_queue_is_an_error() {
     CHECK(p.a.event() == IBV_EVENT_CQ_ERR);
 }
 
+void a_full_receive_queue() {
+    Limits limits;
+    limits.receives = 4;
+    Pair p(limits, limits);
+    int posted = 0;
+    while (posted < 64 && p.a.receive(1) == 0) ++posted;
+    CHECK(software() ? posted == 4 : posted >= 4);  // other devices may have more room
+    CHECK(posted == 64 || p.a.receive(1) == ENOMEM);
+}
+
+void creation_is_checked() {
+    End a;
+    const auto refused = [&](int error, auto spoil) {
+        ibv_qp_init_attr init{};
+        init.qp_type = IBV_QPT_RC;
+        init.send_cq = init.recv_cq = a.cq;
+        init.cap = {16, 16, 4, 4, 64};
+        spoil(init);
+        errno = 0;
+        ibv_qp* made = a.v->create_qp(a.pd, &init);
+        const int why = errno;
+        if (made != nullptr) a.v->destroy_qp(made);
+        return made == nullptr && why == error;
+    };
+    CHECK(!refused(0, [](ibv_qp_init_attr&) {}));
+    CHECK(refused(EINVAL, [](ibv_qp_init_attr& init) { init.cap.max_send_wr = 1 << 20; }));
+    CHECK(refused(EINVAL, [](ibv_qp_init_attr& init) { init.cap.max_recv_wr = 1 << 20; }));
+    CHECK(refused(EINVAL, [](ibv_qp_init_attr& init) { init.cap.max_send_sge = 1000; }));
+    CHECK(refused(EINVAL, [](ibv_qp_init_attr& init) { init.cap.max_inline_data = 1 << 20; }));
+}
+
+void atomics_are_not_there() {
+    Pair p;
+    ibv_sge s = p.a.sge(8);
+    ibv_send_wr wr = p.a.write(s, p.b, 1);
+    wr.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+    CHECK(p.a.post(wr) == EOPNOTSUPP);
+    CHECK(p.a.post(p.a.write(s, p.b, 2)) == 0 && p.a.completes(2, IBV_WC_SUCCESS));
+}
+
+void a_message_longer_than_the_device_takes() {
+    const Setting most("MKERNEL_SOFTVERBS_MAX_MESSAGE", "4096");
+    Pair p;
+    ibv_sge fits = p.a.sge(4096), longer = p.a.sge(4097);
+    CHECK(p.a.post(p.a.write(fits, p.b, 1)) == 0 && p.a.completes(1, IBV_WC_SUCCESS));
+    CHECK(p.a.post(p.a.write(longer, p.b, 2)) == 0 && p.a.completes(2, IBV_WC_LOC_LEN_ERR));
+    CHECK(p.a.post(p.a.write(fits, p.b, 3)) == 0 && p.a.completes(3, IBV_WC_WR_FLUSH_ERR));
+}
+
 void registration_is_checked() {
     End a;
     CHECK(a.v->reg_mr(a.pd, a.memory.data(), kBytes, IBV_ACCESS_REMOTE_WRITE) == nullptr);
@@ -586,6 +635,8 @@ int main(int argc, char** argv) {
         {"states_come_in_order_and_complete", states_come_in_order_and_complete},
         {"overrun_queue_is_an_error", overrun_queue_is_an_error},
         {"registration_is_checked", registration_is_checked},
+        {"a_full_receive_queue", a_full_receive_queue},
+        {"creation_is_checked", creation_is_checked},
         {"a_state_takes_its_attributes_and_no_others", a_state_takes_its_attributes_and_no_others},
         {"access_flags_changed_later_count", access_flags_changed_later_count},
         {"a_receiver_need_not_be_ready_to_send", a_receiver_need_not_be_ready_to_send},
@@ -599,7 +650,10 @@ int main(int argc, char** argv) {
         {"a_reset_queue_pair_connects_again", a_reset_queue_pair_connects_again},
         {"completion_channel_tells_once", completion_channel_tells_once}};
     if (software()) {
-        tests.insert(tests.end(), {{"a_wrong_gid_does_not_connect", a_wrong_gid_does_not_connect}});
+        tests.insert(tests.end(), {{"a_wrong_gid_does_not_connect", a_wrong_gid_does_not_connect},
+                                   {"atomics_are_not_there", atomics_are_not_there},
+                                   {"a_message_longer_than_the_device_takes",
+                                    a_message_longer_than_the_device_takes}});
     }
     return testing::run(tests, argc > 3 ? argv[3] : nullptr);
 }

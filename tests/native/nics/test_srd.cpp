@@ -257,6 +257,76 @@ void a_message_longer_than_the_device_takes() {
     CHECK(p.write(2, 4096) == 0 && p.a.completes(2, IBV_WC_SUCCESS));
 }
 
+void a_send_longer_than_it_may_be() {
+    Pair p;
+    const auto send = [&](std::uint64_t id, std::uint32_t bytes) {
+        ibv_wr_start(p.a.qp);
+        p.a.qp->wr_id = id;
+        p.a.qp->wr_flags = IBV_SEND_SIGNALED;
+        ibv_wr_send(p.a.qp);
+        ibv_wr_set_sge(p.a.qp, p.a.mr->lkey, p.a.memory.address(), bytes);
+        ibv_wr_set_ud_addr(p.a.qp, p.ah, p.peer.qpn, kKey);
+        return ibv_wr_complete(p.a.qp);
+    };
+    CHECK(p.b.receive(1, 8192) == 0 && p.b.receive(2, 100) == 0);
+    CHECK(send(3, 8193) == 0 && p.a.completes(3, IBV_WC_LOC_LEN_ERR));
+    CHECK(send(4, 8192) == 0 && p.a.completes(4, IBV_WC_SUCCESS));
+    CHECK(p.b.completes(1, IBV_WC_SUCCESS));
+    CHECK(send(5, 101) == 0 && p.a.completes(5, IBV_WC_REM_INV_REQ_ERR));  // its receive is short
+    CHECK(p.b.completes(2, IBV_WC_LOC_LEN_ERR));
+}
+
+void a_full_receive_queue() {
+    Limits few;
+    few.receives = 4;
+    const End end(few);
+    for (std::uint64_t id = 0; id < 4; ++id) CHECK(end.receive(id) == 0);
+    CHECK(end.receive(4) == ENOMEM);
+    CHECK(end.receive(5, 0, 0, 2) == EINVAL);  // made for one piece
+}
+
+void handles_are_checked() {
+    End a;
+    Address nowhere = a.address();
+    nowhere.gid.raw[0] = 0;
+    errno = 0;
+    CHECK(a.handle(nowhere) == nullptr && errno == EINVAL);
+    ibv_ah_attr attr{};
+    attr.port_num = 1;
+    attr.grh.dgid = a.address().gid;
+    CHECK(a.efa->create_ah(a.pd, &attr) == nullptr);  // by GID only
+    // A handle of another domain.
+    ibv_pd* other = a.v->alloc_pd(a.context.get());
+    attr.is_global = 1;
+    ibv_ah* foreign = a.efa->create_ah(other, &attr);
+    CHECK(foreign != nullptr && a.v->dealloc_pd(other) == EBUSY);
+    CHECK(a.write(foreign, a.address(), 1, 8) == EINVAL);
+    CHECK(a.efa->destroy_ah(foreign) == 0 && a.v->dealloc_pd(other) == 0);
+}
+
+void states_come_in_order() {
+    Limits idle;
+    idle.ready = false;
+    End a(idle);
+    ibv_qp_attr attr{};
+    attr.port_num = 1;
+    const auto to = [&](ibv_qp_state state, int mask) {
+        attr.qp_state = state;
+        return a.v->modify_qp(a.base, &attr, IBV_QP_STATE | mask);
+    };
+    CHECK(a.receive(1) == EINVAL);
+    CHECK(to(IBV_QPS_RTR, 0) == EINVAL);
+    CHECK(to(IBV_QPS_INIT, IBV_QP_PKEY_INDEX | IBV_QP_PORT) == EINVAL);  // its key is missing
+    CHECK(to(IBV_QPS_INIT, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY) == 0);
+    CHECK(to(IBV_QPS_RTS, IBV_QP_SQ_PSN) == EINVAL);
+    CHECK(to(IBV_QPS_RTR, 0) == 0);
+    ibv_ah* ah = a.handle(a.address());
+    CHECK(a.write(ah, a.address(), 1, 8) == EINVAL);  // not yet
+    CHECK(to(IBV_QPS_RTS, 0) == EINVAL);
+    CHECK(to(IBV_QPS_RTS, IBV_QP_SQ_PSN) == 0);
+    CHECK(a.receive(1) == 0);
+}
+
 void a_closed_peer_times_out() {
     const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "50");
     End a;
@@ -511,6 +581,56 @@ void windows_wrap_around() {
     CHECK(sum == std::uint64_t{kMessages} * (kMessages - 1) / 2);
 }
 
+// A process that sends to the address it is told, says so, and waits to be killed.
+struct Sender {
+    pid_t pid = 0;
+    int tell = -1;
+    int hear = -1;
+};
+
+Sender fork_sender() {
+    int down[2], up[2];
+    CHECK(::pipe(down) == 0 && ::pipe(up) == 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+        ::close(down[1]);  // so that a parent that gives up ends this process
+        Address peer;
+        if (::read(down[0], &peer, sizeof(peer)) != sizeof(peer)) ::_exit(1);
+        End a;
+        // Refused, as the peer has no handle of it; but it holds a flow, and sends on.
+        ibv_ah* ah = a.handle(peer);
+        char sent = a.write(ah, peer, 1, 8) == 0 && a.poll().has_value() ? 1 : 0;
+        for (std::uint64_t id = 2; id < 20; ++id) {
+            if (a.write(ah, peer, id, kBytes) != 0) sent = 0;
+        }
+        if (::write(up[1], &sent, 1) == 1) std::this_thread::sleep_for(std::chrono::seconds(20));
+        ::_exit(1);
+    }
+    ::close(down[0]);
+    ::close(up[1]);
+    return {child, down[1], up[0]};
+}
+
+// Killed senders hold nothing: their flows are given to others.
+void killed_senders_leave_nothing() {
+    std::vector<Sender> senders;  // forked before there are threads; more of them than flows
+    for (std::uint32_t i = 0; i < 70; ++i) senders.push_back(fork_sender());
+    End b;
+    const Address peer = b.address();
+    for (const Sender& sender : senders) {
+        char sent = 0;
+        CHECK(::write(sender.tell, &peer, sizeof(peer)) == sizeof(peer));
+        CHECK(::read(sender.hear, &sent, 1) == 1 && sent == 1);
+        CHECK(::kill(sender.pid, SIGKILL) == 0);
+        CHECK(::waitpid(sender.pid, nullptr, 0) == sender.pid);
+        ::close(sender.tell);
+        ::close(sender.hear);
+    }
+    End a;
+    b.handle(a.address());
+    CHECK(a.write(a.handle(peer), peer, 1, 8) == 0 && a.completes(1, IBV_WC_SUCCESS));
+}
+
 // More ports come and go than there are flows.
 void flows_are_given_back() {
     End b;
@@ -530,7 +650,8 @@ int main(int argc, char** argv) {
     if (argc < 2) return std::printf("usage: test_srd LIBRARY [NAME]\n"), 2;
     library = argv[1];
     return testing::run(
-        {{"a_killed_peer_times_out", a_killed_peer_times_out},
+        {{"killed_senders_leave_nothing", killed_senders_leave_nothing},
+         {"a_killed_peer_times_out", a_killed_peer_times_out},
          {"what_the_device_says", what_the_device_says},
          {"a_device_without_rdma_writes", a_device_without_rdma_writes},
          {"creation_is_checked", creation_is_checked},
@@ -543,6 +664,10 @@ int main(int argc, char** argv) {
          {"what_the_peer_refuses", what_the_peer_refuses},
          {"a_peer_without_our_handle", a_peer_without_our_handle},
          {"a_message_longer_than_the_device_takes", a_message_longer_than_the_device_takes},
+         {"a_send_longer_than_it_may_be", a_send_longer_than_it_may_be},
+         {"a_full_receive_queue", a_full_receive_queue},
+         {"handles_are_checked", handles_are_checked},
+         {"states_come_in_order", states_come_in_order},
          {"a_closed_peer_times_out", a_closed_peer_times_out},
          {"error_state_flushes_everything", error_state_flushes_everything},
          {"a_message_in_flight_is_flushed", a_message_in_flight_is_flushed},
