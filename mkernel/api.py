@@ -99,4 +99,5 @@ def plan(
         topology=topology,
         chunk=chunk,
         path=path or settings.path,
+        pinning=settings.pinning,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from mkernel.backends import registry
 from mkernel.backends.base import AcceleratorBackend
 from mkernel.errors import BackendUnavailable
@@ -9,13 +11,21 @@ from mkernel.identity import Backends
 from mkernel.topology.discover import discover
 from mkernel.topology.emulate import emulate
 from mkernel.topology.model import Accelerator, Topology
+from mkernel.topology.placement import visible
 
 
 def machine_topology(backends: Backends) -> Topology:
-    """This machine as sysfs, NVML and the chosen backends see it (one node)."""
+    """This machine as sysfs, NVML and the chosen backends see it (one node), without devices that
+    ``CUDA_VISIBLE_DEVICES`` and its kin hide."""
     accelerator = registry.accelerator(backends.accelerator)
     nics = () if not backends.nic else registry.nic(backends.nic).probe(backends.verbs or "system")
-    return discover(accelerators=accelerator.probe(), nics=nics).topology
+    devices = accelerator.probe()
+    found = discover(accelerators=devices, nics=nics).topology
+    if any(one.pci and not one.emulated for one in devices):
+        return found  # such a backend is shown what is visible, and `shown` keeps to that
+    node = found.nodes[0]
+    left = visible(node.accelerators, os.environ)
+    return found.model_copy(update={"nodes": (node.model_copy(update={"accelerators": left}),)})
 
 
 def emulated_topology(

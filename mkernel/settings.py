@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from mkernel.errors import ArgumentError
+from mkernel.topology.placement import NOT_PINNED, Pinning
 
 MASK = "********"
 
@@ -60,6 +61,11 @@ class Settings(BaseSettings):
     signals: int = Field(65536, ge=64, le=1 << 24, description="counters in a rank's signal pad")
     job_secret: SecretStr = Field(
         SecretStr(""), description="key that signs bootstrap messages; `launch` makes one per world"
+    )
+    pinning: Pinning = Field(
+        NOT_PINNED,
+        description="accelerators of local ranks, NICs of accelerators, where not the planner's "
+        "choice; JSON, the same on all ranks",
     )
     nic_settings: NicSettings = Field(default_factory=NicSettings)
 

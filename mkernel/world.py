@@ -188,7 +188,12 @@ class World:
 
         self.accelerator = machine.usable_accelerator(self.backends.accelerator)
         self.topology = self._gather_topology(peers)
-        here = place(self.topology, self.identity.ranks_per_node, nics=False)[rank].accelerator
+        here = place(
+            self.topology,
+            self.identity.ranks_per_node,
+            nics=False,
+            pinning=self.settings.pinning,
+        )[rank].accelerator
         node = self.topology.nodes[self.identity.node]
         self.accelerator.open(next(a for a in node.accelerators if a.id == here))
         self._opened = self.accelerator
@@ -250,7 +255,7 @@ class World:
                 f"accelerator {self.backends.accelerator!r} has no path between nodes (it claims "
                 f"{', '.join(paths)}); make a world of one node, or use another accelerator"
             )
-        here = place(self.topology, me.ranks_per_node)[me.rank]
+        here = place(self.topology, me.ranks_per_node, pinning=self.settings.pinning)[me.rank]
         if not here.nics:
             raise NoRoute(
                 f"rank {me.rank} on node {me.node} has no active NIC towards other nodes; "

@@ -7,7 +7,7 @@ its source. Every result is a *prediction*.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -69,6 +69,15 @@ class MachineConstants(Model):
     comm_block_gbs: float = Field(gt=0, description="copy rate of one communication block")
     signal_us: float = Field(ge=0, description="fence and notify after one chunk, by one block")
     launch_us: float = Field(ge=0, description="starting the kernels of one call")
+    egress_gbs: float | None = Field(
+        None, gt=0, description="what a rank sends to all of its node together; None: a link a peer"
+    )
+    host_gbs: float = Field(12.0, gt=0, description="staging through host memory (estimate)")
+    host_latency_us: float = Field(10.0, ge=0, description="of each such stop (estimate)")
+    cross_rail_share: float = Field(
+        1.0, ge=0, le=1, description="of a NIC's rate towards NICs of other rails; 0: not joined"
+    )
+    cross_rail_latency_us: float = Field(0.0, ge=0, description="what crossing rails adds")
     fused: PathConstants | None = Field(
         None, description="of the fused kernels, where a backend also has a library path"
     )
@@ -119,15 +128,6 @@ def default_constants(accelerator: str) -> MachineConstants:
 def transfer_us(nbytes: float, bandwidth_gbs: float, latency_us: float) -> float:
     """Time of one message: alpha + n/beta (the alpha-beta or Hockney model)."""
     return latency_us + nbytes / (bandwidth_gbs * 1e3)
-
-
-def shared_link_us(loads: Iterable[float], bandwidth_gbs: float, latency_us: float) -> float:
-    """Time until a link that several senders share has carried all of their bytes.
-
-    Latencies of pipelined messages overlap, bytes do not: alpha + (sum of n)/beta. No load: 0.
-    """
-    total = sum(loads)
-    return transfer_us(total, bandwidth_gbs, latency_us) if total else 0.0
 
 
 def gemm_tile_us(tile_m: int, tile_n: int, k: int, tflops_per_core: float) -> float:

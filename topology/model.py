@@ -188,36 +188,3 @@ class Note(Model):
 
     source: str
     message: str
-
-
-class Placement(Model):
-    """Where one rank runs: node, local rank, accelerator, NICs (best first), proxy CPUs."""
-
-    rank: int = Field(ge=0)
-    node: int = Field(ge=0)
-    local_rank: int = Field(ge=0)
-    accelerator: str
-    nics: tuple[str, ...] = ()
-    proxy_cpus: tuple[int, ...] = ()
-
-
-class Route(Model):
-    """How bytes go from rank ``src`` to rank ``dst``: ``p2p`` (scale-up fabric) or ``nic``."""
-
-    src: int = Field(ge=0)
-    dst: int = Field(ge=0)
-    kind: Literal["p2p", "nic"]
-    src_nic: str | None = None
-    dst_nic: str | None = None
-    bandwidth_gbs: float = Field(gt=0, description="GB/s, one direction")
-    latency_us: float = Field(ge=0)
-
-    @model_validator(mode="after")
-    def _nic_named(self) -> Route:
-        named = (self.src_nic is not None) + (self.dst_nic is not None)
-        if named != (2 if self.kind == "nic" else 0):
-            raise ValueError(
-                f"route {self.src}→{self.dst}: kind {self.kind!r} with NICs "
-                f"{self.src_nic!r}, {self.dst_nic!r}"
-            )
-        return self

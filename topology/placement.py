@@ -2,49 +2,248 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+from pydantic import Field, model_validator
 
 from mkernel.errors import ArgumentError
-from mkernel.topology.model import Accelerator, Nic, Node, Placement, Topology
-from mkernel.topology.paths import distance
+from mkernel.topology.kinds import NodeKinds, Spans, node_kinds
+from mkernel.topology.model import Accelerator, Model, Nic, Node, Topology
+from mkernel.topology.paths import CLASSES, distance
 
 
-def place(topology: Topology, ranks_per_node: int, *, nics: bool = True) -> tuple[Placement, ...]:
+class Pinning(Model):
+    """What a user decided; the rest is decided here. Ids as ``mkernel probe`` prints them."""
+
+    accelerators: tuple[str, ...] = Field((), description="accelerator of each local rank")
+    nics: dict[str, tuple[str, ...]] = Field({}, description="accelerator id → its NICs")
+
+    def __hash__(self) -> int:
+        return hash((self.accelerators, tuple(sorted(self.nics.items()))))
+
+
+NOT_PINNED = Pinning()
+
+
+class Placement(Model):
+    """Where one rank runs: node, local rank, accelerator, NICs (best first), proxy CPUs."""
+
+    rank: int = Field(ge=0)
+    node: int = Field(ge=0)
+    local_rank: int = Field(ge=0)
+    accelerator: str
+    nics: tuple[str, ...] = ()
+    proxy_cpus: tuple[int, ...] = ()
+
+
+class Seat(Model):
+    """What a local rank has on every node of a kind: as in :class:`Placement`."""
+
+    accelerator: str
+    nics: tuple[str, ...] = ()
+    proxy_cpus: tuple[int, ...] = ()
+
+
+class Site(Model):
+    """Equal nodes, and the seats of their local ranks."""
+
+    nodes: Spans
+    seats: tuple[Seat, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of nodes."""
+        return sum(last - first + 1 for first, last in self.nodes)
+
+
+class WorldPlacement(Model):
+    """The placement of every rank, by rank: a sequence of :class:`Placement`, kept by kind of node."""
+
+    sites: tuple[Site, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _complete(self) -> WorldPlacement:
+        following = 0
+        for first, last, _ in self._spans:
+            if first != following or last < first:
+                raise ValueError(f"sites must hold every node once: look at node {following}")
+            following = last + 1
+        if len({len(site.seats) for site in self.sites}) != 1 or not self.sites[0].seats:
+            raise ValueError("every node must have the same number of seats, at least one")
+        return self
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int, int]]:
+        """(first node, last node, site), sorted."""
+        return sorted((*span, s) for s, site in enumerate(self.sites) for span in site.nodes)
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return [first for first, _, _ in self._spans]
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self._spans[-1][1] + 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks on each node."""
+        return len(self.sites[0].seats)
+
+    def site_of(self, node: int) -> int:
+        """Index of the node's site."""
+        return self._spans[bisect_right(self._firsts, node) - 1][2]
+
+    def __len__(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def __getitem__(self, rank: int) -> Placement:
+        if not 0 <= rank < len(self):
+            raise IndexError(f"rank {rank} of a world of {len(self)}")
+        node, local_rank = divmod(rank, self.ranks_per_node)
+        seat = self.sites[self.site_of(node)].seats[local_rank]
+        return Placement(rank=rank, node=node, local_rank=local_rank, **dict(seat))
+
+    def __iter__(self) -> Iterator[Placement]:  # type: ignore[override]
+        return map(self.__getitem__, range(len(self)))
+
+
+def place(
+    world: Topology | NodeKinds,
+    ranks_per_node: int,
+    *,
+    nics: bool = True,
+    pinning: Pinning = NOT_PINNED,
+) -> WorldPlacement:
     """Places ``ranks_per_node`` ranks on each node, node by node.
 
-    Local rank i gets the node's i-th accelerator. ``nics=False`` leaves NICs and proxies out, for
-    worlds of one node.
+    Local rank i gets the node's i-th accelerator, or the one that ``pinning`` gives it.
+    ``nics=False`` leaves NICs and proxies out, for worlds of one node.
 
     Raises:
-        ArgumentError: a node has fewer accelerators than ranks.
+        ArgumentError: a node has fewer accelerators than ranks, or not what ``pinning`` names.
     """
     if ranks_per_node < 1:
         raise ArgumentError("ranks_per_node", ranks_per_node, "1 or more")
-    placements = []
-    for node in topology.nodes:
-        if len(node.accelerators) < ranks_per_node:
-            raise ArgumentError(
-                "ranks_per_node",
-                ranks_per_node,
-                f"at most {len(node.accelerators)}, the number of accelerators of node {node.id} "
-                f"({node.hostname})",
+    kinds = node_kinds(world) if isinstance(world, Topology) else world
+    return WorldPlacement(
+        sites=tuple(
+            Site(
+                nodes=kinds.nodes(kind),
+                seats=_seats(node, kinds.nodes(kind)[0][0], ranks_per_node, nics, pinning),
             )
-        used = node.accelerators[:ranks_per_node]
-        affinity = assign_nics(used, usable_nics(node)) if nics else {}
-        for local_rank, accelerator in enumerate(used):
-            own = affinity.get(accelerator.id, ())
-            placements.append(
-                Placement(
-                    rank=node.id * ranks_per_node + local_rank,
-                    node=node.id,
-                    local_rank=local_rank,
-                    accelerator=accelerator.id,
-                    nics=tuple(nic.id for nic in own),
-                    proxy_cpus=cpus_near(node, own[0]) if own else (),
+            for kind, node in enumerate(kinds.prototypes)
+        )
+    )
+
+
+def _seats(
+    node: Node, number: int, ranks_per_node: int, nics: bool, pinning: Pinning
+) -> tuple[Seat, ...]:
+    """``number``: of the first such node, for messages."""
+    used = _pinned_accelerators(node, number, ranks_per_node, pinning)
+    affinity = _affinity(node, number, used, pinning) if nics else {}
+    return tuple(
+        Seat(
+            accelerator=one.id,
+            nics=tuple(nic.id for nic in affinity.get(one.id, ())),
+            proxy_cpus=cpus_near(node, affinity[one.id][0]) if affinity.get(one.id) else (),
+        )
+        for one in used
+    )
+
+
+def _pinned_accelerators(
+    node: Node, number: int, ranks_per_node: int, pinning: Pinning
+) -> tuple[Accelerator, ...]:
+    if len(node.accelerators) < ranks_per_node:
+        raise ArgumentError(
+            "ranks_per_node",
+            ranks_per_node,
+            f"at most {len(node.accelerators)}, the number of accelerators of node {number}"
+            + (f" ({node.hostname})" if node.hostname else ""),
+        )
+    if not pinning.accelerators:
+        return node.accelerators[:ranks_per_node]
+    known = {one.id: one for one in node.accelerators}
+    wanted = pinning.accelerators[:ranks_per_node]
+    if len(set(wanted)) < ranks_per_node or not known.keys() >= set(wanted):
+        raise ArgumentError(
+            "pinning.accelerators",
+            ", ".join(pinning.accelerators),
+            f"{ranks_per_node} different ones of node {number}: {', '.join(known)}",
+        )
+    return tuple(known[name] for name in wanted)
+
+
+def _affinity(
+    node: Node, number: int, used: Sequence[Accelerator], pinning: Pinning
+) -> dict[str, tuple[Nic, ...]]:
+    """NICs of the accelerators that ranks use; those of pinned ones only go to others where none is
+    left."""
+    usable = {nic.id: nic for nic in usable_nics(node)}
+    pinned = {}
+    for one in used:
+        if one.id in pinning.nics:
+            names = pinning.nics[one.id]
+            if not names or not usable.keys() >= set(names):
+                raise ArgumentError(
+                    f"pinning.nics[{one.id}]",
+                    ", ".join(names) or "none",
+                    f"active RDMA NICs of node {number}: {', '.join(usable) or 'it has none'}",
                 )
-            )
-    return tuple(placements)
+            pinned[one.id] = tuple(usable[name] for name in dict.fromkeys(names))
+    taken = {nic.id for own in pinned.values() for nic in own}
+    free = [nic for name, nic in usable.items() if name not in taken] or list(usable.values())
+    rest = [one for one in used if one.id not in pinned]
+    others = [one for one in node.accelerators if one not in used]
+    return assign_nics(rest, _not_nearer_to(others, used, free)) | pinned
+
+
+def _not_nearer_to(
+    others: Sequence[Accelerator], used: Sequence[Accelerator], nics: Sequence[Nic]
+) -> tuple[Nic, ...]:
+    """NICs that lie as near to an accelerator in use as to any other; all where there are none."""
+    kept = tuple(
+        nic
+        for nic in nics
+        if min(distance(one, nic) for one in used)
+        <= min((distance(one, nic) for one in others), default=len(CLASSES))
+    )
+    return kept or tuple(nics)
+
+
+def visible(
+    accelerators: Sequence[Accelerator], environment: Mapping[str, str]
+) -> tuple[Accelerator, ...]:
+    """The accelerators that ``CUDA_VISIBLE_DEVICES`` and ``ASCEND_RT_VISIBLE_DEVICES`` leave, in
+    their order; other kinds, and simulated ones, as they are.
+
+    As the drivers read it: a list of indices, cut at the first that names no device. A list with
+    UUIDs says nothing here: no accelerator carries one.
+    """
+    shown = tuple(accelerators)
+    for kind, variable in _VISIBLE.items():
+        wanted = environment.get(variable)
+        if wanted is None or not set(wanted) <= set("0123456789,- "):
+            continue
+        of_kind = {one.index: one for one in shown if one.kind == kind and not one.emulated}
+        listed = []
+        for text in wanted.split(","):
+            one = of_kind.pop(int(text), None) if text.strip().isdecimal() else None
+            if one is None:
+                break
+            listed.append(one)
+        rest = [one for one in shown if one.kind != kind or one.emulated]
+        shown = (*listed, *rest)
+    return shown
+
+
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "ascend": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def usable_nics(node: Node) -> tuple[Nic, ...]:
@@ -66,8 +265,8 @@ def assign_nics(
     """Accelerator id → its NICs, nearest first.
 
     Nearest path class first, and balanced within it: two accelerators share a NIC only when no
-    equally near one is idle. With more NICs than accelerators every NIC is used; with fewer, each
-    accelerator has one.
+    equally near one is idle. With more NICs than accelerators every NIC is used, and an accelerator
+    that is no NIC's nearest takes one over from a neighbour with several; with fewer, each has one.
     """
     owned: dict[str, list[Nic]] = {a.id: [] for a in accelerators}
     if not accelerators or not nics:
@@ -84,6 +283,9 @@ def assign_nics(
         }
         for n, a in balance(near).items():
             owned[accelerators[a].id].append(nics[n])
+        for a, one in enumerate(accelerators):
+            if not owned[one.id]:
+                _take_over(one, [gap[a, n] for n in range(len(nics))], nics, owned)
     # Every accelerator that has none yet (all of them, where NICs are not in excess) takes one.
     bare = [a for a, one in enumerate(accelerators) if not owned[one.id]]
     near = {a: _nearest(a, [gap[a, n] for n in range(len(nics))]) for a in bare}
@@ -94,6 +296,19 @@ def assign_nics(
         one.id: tuple(sorted(owned[one.id], key=lambda nic: distance(one, nic)))
         for one in accelerators
     }
+
+
+def _take_over(
+    bare: Accelerator, gaps: Sequence[int], nics: Sequence[Nic], owned: dict[str, list[Nic]]
+) -> None:
+    """Gives ``bare`` one of its nearest NICs, from the accelerator that has most, if that has two."""
+    nearest = {nics[n].id for n in _nearest(0, gaps)}
+    owners = [name for name, own in owned.items() if any(nic.id in nearest for nic in own)]
+    richest = max(owners, key=lambda name: len(owned[name]))
+    if len(owned[richest]) > 1:
+        nic = [nic for nic in owned[richest] if nic.id in nearest][-1]
+        owned[richest].remove(nic)
+        owned[bare.id].append(nic)
 
 
 def _nearest(item: int, gaps: Sequence[int]) -> tuple[int, ...]:

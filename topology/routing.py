@@ -1,63 +1,52 @@
-"""A route for every ordered pair of ranks."""
+"""A route for every ordered pair of ranks, decided once for all pairs of equal ends.
+
+Inside a node bytes go over the scale-up fabric, or through host memory where devices do not reach
+each other. Between nodes they go by the NICs that placement gave the ranks, rail to rail: a rail is
+the n-th RDMA NIC of every node. Where that is slower, or impossible, they go by the NICs of a
+neighbour (a relay, as NCCL's PXN), and where a NIC cannot read a device's memory, through the host's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 from mkernel.errors import NoRoute
-from mkernel.topology.cost import MachineConstants
-from mkernel.topology.model import Nic, Node, Placement, Route, Topology
+from mkernel.topology.cost import MachineConstants, transfer_us
+from mkernel.topology.kinds import NodeKinds, node_kinds
+from mkernel.topology.model import FABRIC_SWITCH, Accelerator, Nic, Node, Topology
+from mkernel.topology.paths import CLASSES, NodePaths, classify
+from mkernel.topology.placement import WorldPlacement, usable_nics
+from mkernel.topology.routes import Ends, Rail, RouteClass, RouteTable, Way, pair_classes
+
+REFERENCE_BYTES = 1 << 20
+"""Ways are compared by the time that a message of this size takes."""
 
 _FAMILIES = {"cx": "ib-verbs", "infiniband": "ib-verbs", "efa": "srd", "soft": "soft"}
+_FARTHEST_DIRECT = CLASSES.index("PXB")
+"""GPUDirect crosses PCIe switches, not the host bridge."""
 
 
 def routes(
-    topology: Topology, placement: Sequence[Placement], constants: MachineConstants
-) -> tuple[Route, ...]:
-    """Routes of all ordered pairs, by source rank, then destination rank.
-
-    Inside a node bytes go ``p2p``; between nodes they leave by the source's best NIC and arrive at
-    the destination's best NIC (one rail a rank).
+    world: Topology | NodeKinds, placement: WorldPlacement, constants: MachineConstants
+) -> RouteTable:
+    """Routes of all ordered pairs.
 
     Raises:
         NoRoute: a pair has no path; the message names both ends and what is missing.
     """
-    nics = {(node.id, nic.id): nic for node in topology.nodes for nic in node.nics}
-    found = []
-    for src in placement:
-        for dst in placement:
-            if src.rank == dst.rank:
-                continue
-            if src.node == dst.node:
-                found.append(
-                    Route(
-                        src=src.rank,
-                        dst=dst.rank,
-                        kind="p2p",
-                        bandwidth_gbs=constants.p2p_gbs,
-                        latency_us=constants.p2p_latency_us,
-                    )
-                )
-                continue
-            for end in (src, dst):
-                if not end.nics:
-                    raise NoRoute(f"{_pair(src, dst)}: {_why_no_nic(topology.nodes[end.node])}")
-            out, into = nics[src.node, src.nics[0]], nics[dst.node, dst.nics[0]]
-            mismatch = _mismatch(out, into)
-            if mismatch:
-                raise NoRoute(f"{_pair(src, dst)}: {mismatch}")
-            found.append(
-                Route(
-                    src=src.rank,
-                    dst=dst.rank,
-                    kind="nic",
-                    src_nic=out.id,
-                    dst_nic=into.id,
-                    bandwidth_gbs=min(nic_gbs(out, constants), nic_gbs(into, constants)),
-                    latency_us=constants.nic_latency_us,
-                )
-            )
-    return tuple(found)
+    kinds = node_kinds(world) if isinstance(world, Topology) else world
+    sides = [_Side(node, placement, site, constants) for site, node in enumerate(kinds.prototypes)]
+    made = []
+    for ends, pairs in pair_classes(placement).items():
+        src, dst = sides[ends.src_site], sides[ends.dst_site]
+        i, j = ends.src_local, ends.dst_local
+        way = src.inside(i, j) if ends.within else _fastest(src, i, dst, j, constants)
+        if way is None:
+            raise NoRoute(_missing(ends, placement, src, dst))
+        made.append(RouteClass(**ends._asdict(), pairs=pairs, **dict(way)))
+    return RouteTable(classes=tuple(made), egress_gbs=tuple(side.egress_gbs for side in sides))
 
 
 def nic_gbs(nic: Nic, constants: MachineConstants) -> float:
@@ -65,24 +54,242 @@ def nic_gbs(nic: Nic, constants: MachineConstants) -> float:
     return nic.speed_gbps / 8 if nic.speed_gbps else constants.nic_gbs
 
 
-def _pair(src: Placement, dst: Placement) -> str:
-    return (
-        f"rank {src.rank} (node {src.node}, {src.accelerator}) has no route to "
-        f"rank {dst.rank} (node {dst.node}, {dst.accelerator})"
+class _Access(NamedTuple):
+    """How one NIC and one device's memory meet."""
+
+    gbs: float
+    staged: bool
+
+
+class _Side:
+    """Nodes of one site, as the ranks on them see their NICs and each other."""
+
+    def __init__(
+        self, node: Node, placement: WorldPlacement, site: int, constants: MachineConstants
+    ) -> None:
+        known = {one.id: one for one in node.accelerators}
+        seats = placement.sites[site].seats
+        self.node = node
+        self.site = site
+        self.devices = [known[seat.accelerator] for seat in seats]
+        self.usable = {nic.id: nic for nic in usable_nics(node)}
+        self.nics = [[self.usable[name] for name in seat.nics] for seat in seats]
+        self.rail = {
+            nic.id: rail
+            for rail, nic in enumerate(nic for nic in node.nics if nic.kind != "ethernet")
+        }
+        self._paths = NodePaths(node)
+        self._constants = constants
+        self._refused = {frozenset(pair) for pair in node.no_p2p}
+        self._accesses: dict[tuple[int, str], _Access] = {}
+
+    def inside(self, i: int, j: int) -> Way:
+        """Between two local ranks."""
+        constants = self._constants
+        gbs = self.fabric_gbs(i, j)
+        if gbs is None:
+            return Way(
+                kind="host",
+                staged=("source", "destination"),
+                bandwidth_gbs=constants.host_gbs,
+                latency_us=constants.p2p_latency_us + constants.host_latency_us,
+            )
+        return Way(kind="p2p", bandwidth_gbs=gbs, latency_us=constants.p2p_latency_us)
+
+    def fabric_gbs(self, i: int, j: int) -> float | None:
+        """Between two local ranks' devices; None where they do not reach each other.
+
+        A node that lists no scale-up link says nothing about them: the constants' rate then.
+        """
+        one, other = self.devices[i], self.devices[j]
+        if one.kind != other.kind or frozenset((one.id, other.id)) in self._refused:
+            return None
+        known = self._paths.between(one, other).gbs if self.node.fabric else None
+        return min(gbs for gbs in (self._constants.p2p_gbs, known, self.egress_gbs) if gbs)
+
+    @property
+    def egress_gbs(self) -> float | None:
+        """What a rank sends to all of its node together, where peers share that."""
+        ports = [link.gbs for link in self.node.fabric if FABRIC_SWITCH in link.ends]
+        return min((gbs for gbs in (*ports, self._constants.egress_gbs) if gbs), default=None)
+
+    def access(self, i: int, nic: Nic) -> _Access:
+        """Of a local rank's device memory by a NIC."""
+        key = (i, nic.id)
+        if key not in self._accesses:
+            gbs, staged = nic_gbs(nic, self._constants), _staged(self.devices[i], nic)
+            path = self._paths.between(self.devices[i], nic).gbs
+            limits = [gbs, *([path] if path else []), *([self._constants.host_gbs] * staged)]
+            self._accesses[key] = _Access(min(limits), staged)
+        return self._accesses[key]
+
+    def neighbours(self, i: int) -> Iterator[int]:
+        """Local ranks that can relay for ``i``: reached by the fabric, next to NICs of their own."""
+        for q, own in enumerate(self.nics):
+            if q != i and own and not self.access(q, own[0]).staged and self.fabric_gbs(i, q):
+                yield q
+
+
+def _staged(device: Accelerator, nic: Nic) -> bool:
+    """Whether bytes between them rest in host memory. Unknown positions count as near."""
+    if device.kind == "cpu" or device.emulated or nic.emulated:
+        return False
+    if nic.gpudirect is not None:
+        return not nic.gpudirect
+    known = bool(device.pci_path and nic.pci_path)
+    return known and CLASSES.index(classify(device, nic)) > _FARTHEST_DIRECT
+
+
+def _fastest(src: _Side, i: int, dst: _Side, j: int, constants: MachineConstants) -> Way | None:
+    """The fastest way between two nodes; of equally fast ones the first: own NICs, a relay at the
+    source, at the destination, and only where all of these fail, any NICs of the two nodes."""
+    found = [
+        way
+        for via, to in chain(
+            [(i, j)],
+            ((q, j) for q in src.neighbours(i) if _rails(src, q) & _rails(dst, j)),
+            ((i, q) for q in dst.neighbours(j) if _rails(src, i) & _rails(dst, q)),
+        )
+        if (way := _way(src, i, via, src.nics[via], dst, j, to, dst.nics[to], constants))
+    ]
+    found = found or list(_any_nics(src, i, dst, j, constants))
+    return min(
+        found,
+        key=lambda way: transfer_us(REFERENCE_BYTES, way.bandwidth_gbs, way.latency_us),
+        default=None,
     )
 
 
-def _why_no_nic(node: Node) -> str:
+def _any_nics(src: _Side, i: int, dst: _Side, j: int, constants: MachineConstants) -> Iterator[Way]:
+    for via in (i, *src.neighbours(i)):
+        for to in (j, *dst.neighbours(j)):
+            leaving = src.usable.values() if via == i else src.nics[via]
+            arriving = dst.usable.values() if to == j else dst.nics[to]
+            for out in leaving:
+                for into in arriving:
+                    way = _way(src, i, via, [out], dst, j, to, [into], constants)
+                    if way is not None:
+                        yield way
+
+
+def _rails(side: _Side, local: int) -> set[int]:
+    return {side.rail[nic.id] for nic in side.nics[local]}
+
+
+def _way(
+    src: _Side,
+    i: int,
+    via: int,
+    leaving: Sequence[Nic],
+    dst: _Side,
+    j: int,
+    to: int,
+    arriving: Sequence[Nic],
+    constants: MachineConstants,
+) -> Way | None:
+    """From ``i`` by NICs next to ``via`` and NICs next to ``to`` to ``j``; None: they do not meet."""
+    rails, crossed = [], False
+    accesses = []
+    for out, into in _matched(src, leaving, dst, arriving):
+        cross = src.rail[out.id] != dst.rail[into.id]
+        if _mismatch(out, into) or (cross and not constants.cross_rail_share):
+            continue
+        near, far = src.access(via, out), dst.access(to, into)
+        gbs = min(near.gbs, far.gbs) * (constants.cross_rail_share if cross else 1.0)
+        rails.append(Rail(src_nic=out.id, dst_nic=into.id, bandwidth_gbs=gbs))
+        accesses.append((near, far))
+        crossed |= cross
+    if not rails:
+        return None
+    sides = (("source", 0), ("destination", 1))
+    staged = tuple(name for name, end in sides if any(pair[end].staged for pair in accesses))
+    hops = [
+        side.fabric_gbs(*pair)
+        for side, pair in ((src, (i, via)), (dst, (to, j)))
+        if pair[0] != pair[1]
+    ]
+    if None in hops:
+        return None
+    fabric = min((gbs for gbs in hops if gbs), default=None)
+    limits = [sum(rail.bandwidth_gbs for rail in rails)]
+    limits += [end.pcie_gbs for end in (src.devices[via], dst.devices[to]) if end.pcie_gbs]
+    limits += [constants.host_gbs] * bool(staged) + ([fabric] if fabric else [])
+    latency = constants.nic_latency_us + constants.cross_rail_latency_us * crossed
+    latency += constants.host_latency_us * len(staged)
+    latency += (constants.p2p_latency_us + constants.signal_us) * len(hops)
+    fields: dict[str, Any] = {
+        "kind": "relay" if hops else "nic",
+        "rails": tuple(rails),
+        "src_relay": via if via != i else None,
+        "dst_relay": to if to != j else None,
+        "staged": staged,
+        "fabric_gbs": fabric,
+        "bandwidth_gbs": min(limits),
+        "latency_us": latency,
+    }
+    if len(rails) > 1:
+        fields["stripe_bytes"] = _stripe_bytes(rails, min(limits), constants)
+    return Way(**fields)
+
+
+def _matched(
+    src: _Side, leaving: Sequence[Nic], dst: _Side, arriving: Sequence[Nic]
+) -> Iterator[tuple[Nic, Nic]]:
+    """Pairs of the same rail first; the others in order, as far as both sides have NICs."""
+    by_rail = {dst.rail[nic.id]: nic for nic in arriving}
+    same = [(nic, by_rail[src.rail[nic.id]]) for nic in leaving if src.rail[nic.id] in by_rail]
+    yield from same
+    taken = {nic.id for _, nic in same}
+    out = [nic for nic in leaving if src.rail[nic.id] not in by_rail]
+    into = [nic for nic in arriving if nic.id not in taken]
+    yield from zip(out, into, strict=False)
+
+
+def _stripe_bytes(rails: Sequence[Rail], together: float, constants: MachineConstants) -> int:
+    """Where n/B1 = (R-1)·signal + n/BR: every further rail costs one more put and its signal."""
+    one = rails[0].bandwidth_gbs
+    if together <= one:
+        return 1 << 62  # the device's own link is the limit: no message gains
+    extra = (len(rails) - 1) * constants.signal_us
+    return max(1, round(extra / (1 / (one * 1e3) - 1 / (together * 1e3))))
+
+
+def _missing(ends: Ends, placement: WorldPlacement, src: _Side, dst: _Side) -> str:
+    """Both ends, by the first such pair, and what is missing."""
+    here = placement.sites[ends.src_site].nodes[0][0]
+    there = next(
+        node
+        for first, last in placement.sites[ends.dst_site].nodes
+        for node in range(first, last + 1)
+        if node != here
+    )
+    each = placement.ranks_per_node
+    text = (
+        f"rank {here * each + ends.src_local} (node {here}, {src.devices[ends.src_local].id}) has "
+        f"no route to rank {there * each + ends.dst_local} (node {there}, "
+        f"{dst.devices[ends.dst_local].id}): "
+    )
+    for number, side in ((here, src), (there, dst)):
+        if not side.usable:
+            return text + _why_no_nic(number, side.node)
+    return text + (
+        _mismatch(next(iter(src.usable.values())), next(iter(dst.usable.values())))
+        or "no two of their NICs are on one rail, and the constants say that rails are not joined "
+        "(cross_rail_share 0); use the same NICs on all nodes"
+    )
+
+
+def _why_no_nic(number: int, node: Node) -> str:
     if not node.nics:
         return (
-            f"node {node.id} has no NIC; choose a NIC that is usable there (`mkernel doctor` lists "
+            f"node {number} has no NIC; choose a NIC that is usable there (`mkernel doctor` lists "
             "them), or put all ranks on one node"
         )
     listed = ", ".join(
         f"{nic.id} is {'down' if not nic.active else 'plain Ethernet, without RDMA'}"
         for nic in node.nics
     )
-    return f"node {node.id} has no active RDMA NIC ({listed}); bring one up, or use another NIC"
+    return f"node {number} has no active RDMA NIC ({listed}); bring one up, or use another NIC"
 
 
 def _mismatch(one: Nic, other: Nic) -> str | None:

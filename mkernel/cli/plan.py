@@ -151,6 +151,7 @@ def command(
         topology=world,
         chunk=chunk,
         path=path or settings.path,
+        pinning=settings.pinning,
     )
     if as_json:
         typer.echo(made.model_dump_json(indent=2))

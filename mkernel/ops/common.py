@@ -71,4 +71,5 @@ def _plan_for(
         topology=world.topology,
         chunk=chunk,
         path=path or world.settings.path,
+        pinning=world.settings.pinning,
     )

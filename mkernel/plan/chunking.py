@@ -73,20 +73,3 @@ def comm_blocks(nodes: int, ranks_per_node: int, cores: int) -> int:
     """
     destinations = ranks_per_node - 1 + (nodes > 1)
     return max(1, min(cores, BLOCKS_PER_DESTINATION * destinations))
-
-
-def consumption_order(nodes: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
-    """Per rank: the ranks whose rows it consumes: itself, its node's peers, then other nodes.
-
-    Rotated, so that at every step each source is wanted by exactly one rank: rank (n, l) takes
-    (n + i mod N, l + j mod L) for i, then j, from 0 upwards.
-    """
-    return tuple(
-        tuple(
-            (node + i) % nodes * ranks_per_node + (local + j) % ranks_per_node
-            for i in range(nodes)
-            for j in range(ranks_per_node)
-        )
-        for node in range(nodes)
-        for local in range(ranks_per_node)
-    )

@@ -17,22 +17,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from mkernel.topology.model import Model, Placement, Route
-
-__all__ = [
-    "DTYPE_BYTES",
-    "Chunking",
-    "DtypeName",
-    "GemmShape",
-    "LaunchPlan",
-    "PathChoice",
-    "PathName",
-    "Placement",
-    "Prediction",
-    "Resources",
-    "Route",
-    "first_difference",
-]
+from mkernel.plan.order import ConsumptionOrder
+from mkernel.topology.model import Model
+from mkernel.topology.placement import WorldPlacement
+from mkernel.topology.routes import Route, RouteTable
 
 DtypeName = Literal["float16", "bfloat16", "float32"]
 PathName = Literal["fused", "library"]
@@ -154,15 +142,13 @@ class LaunchPlan(Model):
     accelerator: str
     nic: str | None
     verbs: str | None
-    placement: tuple[Placement, ...]
-    routes: tuple[Route, ...]
+    placement: WorldPlacement
+    routes: RouteTable
     chunking: Chunking | None = Field(description="tiles and chunks; None: not cut in tiles")
     rows_per_chunk: int | None = Field(
         None, ge=1, description="rows (positions, tokens) a chunk where backends cut by rows"
     )
-    order: tuple[tuple[int, ...], ...] = Field(
-        description="per rank: the ranks whose rows it consumes, first to last (itself first)"
-    )
+    order: ConsumptionOrder
     resources: Resources
     prediction: Prediction
 
@@ -180,10 +166,7 @@ class LaunchPlan(Model):
 
     def route(self, src: int, dst: int) -> Route:
         """The route of the ordered pair. KeyError if ``src == dst`` or out of range."""
-        world = self.world_size
-        if src == dst or not (0 <= src < world and 0 <= dst < world):
-            raise KeyError(f"no route from rank {src} to rank {dst} in a world of {world}")
-        return self.routes[src * (world - 1) + dst - (dst > src)]
+        return self.routes.route(self.placement, src, dst)
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON (hex); equal exactly when all decisions are equal."""
@@ -203,23 +186,20 @@ class LaunchPlan(Model):
     @model_validator(mode="after")
     def _complete(self) -> LaunchPlan:
         world = self.world_size
-        if [p.rank for p in self.placement] != list(range(world)):
-            raise ValueError(f"placement must list ranks 0 to {world - 1} in order")
-        pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
-        if [(r.src, r.dst) for r in self.routes] != pairs:
-            raise ValueError("routes must list every ordered pair of ranks once, in order")
-        for rank, order in enumerate(self.order):
-            if sorted(order) != list(range(world)) or order[0] != rank:
-                raise ValueError(
-                    f"order[{rank}] = {order} is not a permutation that starts at {rank}"
-                )
+        placed = (self.placement.nodes, self.placement.ranks_per_node)
+        if placed != (self.nodes, self.ranks_per_node):
+            raise ValueError(
+                f"placement is of {placed[0]} nodes x {placed[1]} ranks, the plan of {self.nodes} x "
+                f"{self.ranks_per_node}"
+            )
+        self.routes.check(self.placement)
+        if len(self.order) != world:
+            raise ValueError(f"order is of {len(self.order)} ranks, the plan of {world}")
         if self.path == "library" and not isinstance(self.shape, GemmShape):
             raise ValueError(f"{self.op} has no library path")
         sharded = self.op in ("all_gather_gemm", "gemm_reduce_scatter")
         if sharded and self.gemm.m % world:
             raise ValueError(f"shape.m = {self.gemm.m} is not a multiple of {world} ranks")
-        if len(self.order) != world:
-            raise ValueError(f"order has {len(self.order)} entries for {world} ranks")
         return self
 
 

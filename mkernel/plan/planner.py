@@ -25,10 +25,12 @@ from mkernel.plan.model import (
     Shape,
 )
 from mkernel.plan.ops import canonical
+from mkernel.plan.order import ConsumptionOrder
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.topology.cost import MachineConstants, default_constants
+from mkernel.topology.kinds import NodeKinds, node_kinds
 from mkernel.topology.model import Topology
-from mkernel.topology.placement import place
+from mkernel.topology.placement import NOT_PINNED, Pinning, place
 from mkernel.topology.routing import routes
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 Layout = Literal["row", "column"]
 
 
-def plan(
+def plan(  # noqa: PLR0913 - keywords, one decision each
     op: str,
     sizes: Mapping[str, int],
     *,
@@ -56,6 +58,7 @@ def plan(
     comm_blocks: int | None = None,
     constants: MachineConstants | None = None,
     path: str = "auto",
+    pinning: Pinning = NOT_PINNED,
 ) -> LaunchPlan:
     """The plan of one op in one world; cached by its inputs.
 
@@ -79,6 +82,7 @@ def plan(
         constants: of the cost model. None: the shipped ones of the accelerator.
         path: ``library``; ``fused``, where it keeps the limit of error
             (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
+        pinning: what the user decided of the placement.
 
     Raises:
         UnknownOp, Unsupported: no such op, or the backend does not claim it, or not on that path.
@@ -136,10 +140,9 @@ def plan(
         in_dtype,
         result_dtype,
         layout,
-        ranks_per_node,
+        _Places(node_kinds(topology), ranks_per_node, pinning),
         accelerator,
         (nic, verbs) if nodes > 1 else (None, None),
-        topology,
         _Choice(
             capabilities.chunk_unit,
             capabilities.row_chunks if capabilities.overlaps else 1,
@@ -151,6 +154,15 @@ def plan(
         resources,
         constants if constants is not None else default_constants(accelerator),
     )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where ranks can be, and what the user decided of it."""
+
+    kinds: NodeKinds
+    ranks_per_node: int
+    pinning: Pinning
 
 
 @dataclass(frozen=True)
@@ -173,18 +185,18 @@ def _plan(
     dtype: DtypeName,
     out_dtype: DtypeName,
     b_layout: Layout,
-    ranks_per_node: int,
+    places: _Places,
     accelerator: str,
     between: tuple[str | None, str | None],
-    topology: Topology,
     choice: _Choice,
     resources: Resources,
     constants: MachineConstants,
 ) -> LaunchPlan:
     """The plan of checked inputs."""
-    nodes = len(topology.nodes)
-    placement = place(topology, ranks_per_node, nics=nodes > 1)
-    links = routes(topology, placement, constants)
+    kinds, ranks_per_node = places.kinds, places.ranks_per_node
+    nodes = len(kinds.of)
+    placement = place(kinds, ranks_per_node, nics=nodes > 1, pinning=places.pinning)
+    links = routes(kinds, placement, constants)
     tiles, rows = None, None
     if choice.unit == "rows":
         rows = chunking.row_chunk(shape, len(placement), choice.chunk, choice.row_chunks)
@@ -212,7 +224,7 @@ def _plan(
         routes=links,
         chunking=tiles,
         rows_per_chunk=rows,
-        order=chunking.consumption_order(nodes, ranks_per_node),
+        order=ConsumptionOrder(nodes=nodes, ranks_per_node=ranks_per_node),
         resources=resources,
         prediction=prediction,
     )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-
 from mkernel.plan.model import (
     DTYPE_BYTES,
     Chunking,
@@ -13,19 +10,19 @@ from mkernel.plan.model import (
     GemmShape,
     MoeShape,
     OpName,
-    Placement,
     Prediction,
     Resources,
-    Route,
     Shape,
 )
 from mkernel.topology.cost import (
     MachineConstants,
     gemm_tile_us,
     gemm_us,
-    shared_link_us,
     transfer_us,
 )
+from mkernel.topology.lanes import loads
+from mkernel.topology.placement import WorldPlacement
+from mkernel.topology.routes import RouteTable
 
 
 def predict(
@@ -33,8 +30,8 @@ def predict(
     shape: Shape,
     dtype: DtypeName,
     out_dtype: DtypeName,
-    placement: Sequence[Placement],
-    routes: Sequence[Route],
+    placement: WorldPlacement,
+    routes: RouteTable,
     chunking: Chunking | None,
     resources: Resources,
     constants: MachineConstants,
@@ -51,8 +48,8 @@ def closed_form(
     op: OpName,
     shape: Shape,
     dtype: DtypeName,
-    placement: Sequence[Placement],
-    routes: Sequence[Route],
+    placement: WorldPlacement,
+    routes: RouteTable,
     resources: Resources,
     constants: MachineConstants,
 ) -> Prediction:
@@ -102,8 +99,8 @@ def all_gather_gemm(
     shape: GemmShape,
     dtype: DtypeName,
     out_dtype: DtypeName,
-    placement: Sequence[Placement],
-    routes: Sequence[Route],
+    placement: WorldPlacement,
+    routes: RouteTable,
     chunking: Chunking,
     resources: Resources,
     constants: MachineConstants,
@@ -149,7 +146,7 @@ def all_gather_gemm(
 
     chunk_bytes = shard / chunking.chunks_per_rank
     first = constants.signal_us + min(
-        transfer_us(chunk_bytes, route.bandwidth_gbs, route.latency_us) for route in routes
+        transfer_us(chunk_bytes, route.bandwidth_gbs, route.latency_us) for route in routes.classes
     )
     exposed = max(0.0, min(first, comm) - compute / world)
     tile = gemm_tile_us(chunking.tile_m, chunking.tile_n, shape.k, rate)
@@ -165,31 +162,13 @@ def all_gather_gemm(
 
 def _link_times(
     shard: float,
-    placement: Sequence[Placement],
-    routes: Sequence[Route],
+    placement: WorldPlacement,
+    routes: RouteTable,
     resources: Resources,
     constants: MachineConstants,
 ) -> list[float]:
-    """Busy time of each p2p link, each NIC direction and each rank's communication blocks.
-
-    A NIC is as fast as the fastest of its routes: a slow peer's own NIC is the one it holds up.
-    """
-    times = []
-    through_nic: defaultdict[tuple[str, int, str | None], list[Route]] = defaultdict(list)
-    for route in routes:
-        if route.kind == "p2p":
-            times.append(transfer_us(shard, route.bandwidth_gbs, route.latency_us))
-        else:
-            through_nic["out", placement[route.src].node, route.src_nic].append(route)
-            through_nic["in", placement[route.dst].node, route.dst_nic].append(route)
-    times += [
-        shared_link_us(
-            [shard] * len(users),
-            max(route.bandwidth_gbs for route in users),
-            max(route.latency_us for route in users),
-        )
-        for users in through_nic.values()
-    ]
+    """Busy time of each link, and of a rank's communication blocks."""
+    times = [transfer_us(*load) for load in loads(routes, placement, lambda _: shard)]
     copy_rate = resources.comm_blocks * constants.comm_block_gbs
     times.append(transfer_us(shard * (len(placement) - 1), copy_rate, 0.0))
     return times

@@ -46,7 +46,9 @@ def topology(world: Topology) -> RenderableType:
 def plan(made: LaunchPlan) -> RenderableType:
     """What was decided, one decision a line. Times are predictions and say so."""
     cut, times = made.chunking, made.prediction
-    kinds = Counter(route.kind for route in made.routes)
+    kinds: Counter[str] = Counter()
+    for route in made.routes.classes:
+        kinds[route.kind] += route.pairs
     between = f", {made.nic} over {made.verbs} verbs between nodes" if made.nic else ""
     rows = {
         "plan": f"{made.op} · {_sizes(made)} · {made.dtype} → {made.out_dtype}",
@@ -98,10 +100,10 @@ def _line(text: str, style: str = "") -> Text:
 
 def _rank(plan: LaunchPlan, node: int) -> str:
     first = node * plan.ranks_per_node
-    own = plan.placement[first : first + plan.ranks_per_node]
+    own = plan.placement.sites[plan.placement.site_of(node)].seats
     ranks = f"{first}" if len(own) == 1 else f"{first}-{first + len(own) - 1}"
-    devices = _shorten([place.accelerator for place in own], 4, "devices")
-    nics = sorted({nic for place in own for nic in place.nics[:1]})
+    devices = _shorten([seat.accelerator for seat in own], 4, "devices")
+    nics = sorted({nic for seat in own for nic in seat.nics[:1]})
     return f"{ranks} on node {node} ({devices}{'; ' + _shorten(nics, 4, 'NICs') if nics else ''})"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from mkernel.plan.model import LaunchPlan
 
 
@@ -26,18 +24,5 @@ def rotation(plan: LaunchPlan, rank: int) -> tuple[tuple[int, int], ...]:
     The order is a rotation: in every step each rank has one partner on either side, so messages
     that all ranks post step by step always find each other.
     """
-    return _rotation(plan.order, rank)
-
-
-@lru_cache(maxsize=64)
-def _rotation(order: tuple[tuple[int, ...], ...], rank: int) -> tuple[tuple[int, int], ...]:
-    steps = []
-    for step, source in enumerate(order[rank]):
-        consumers = [other for other, wanted in enumerate(order) if wanted[step] == rank]
-        if len(consumers) != 1:
-            raise ValueError(
-                f"plan.order: step {step} consumes rank {rank} on ranks {consumers}; expected one"
-            )
-        if step:
-            steps.append((source, consumers[0]))
-    return tuple(steps)
+    order = plan.order
+    return tuple(zip(order[rank][1:], order.consumers(rank)[1:], strict=True))

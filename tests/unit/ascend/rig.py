@@ -19,11 +19,12 @@ from mkernel.plan.model import (
     Chunking,
     GemmShape,
     LaunchPlan,
-    Placement,
     Prediction,
     Resources,
-    Route,
 )
+from mkernel.plan.order import ConsumptionOrder
+from mkernel.topology.placement import Seat, Site, WorldPlacement
+from mkernel.topology.routes import Rail, RouteClass, RouteTable, pair_classes
 
 TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 LIMIT = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
@@ -61,6 +62,20 @@ def make_plan(
     tile_k = tile_k or (128 if wide else 256)
     step_k = step_k or (32 if wide else 64)
     tiles = up(m // world, tile_m) * up(k, tile_k)
+    seats = tuple(Seat(accelerator=f"ascend-sim{i}") for i in range(ranks_per_node))
+    placement = WorldPlacement(sites=(Site(nodes=((0, nodes - 1),), seats=seats),))
+    rail = Rail(src_nic="soft0", dst_nic="soft0", bandwidth_gbs=14.0)
+    classes = [
+        RouteClass(
+            **ends._asdict(),
+            pairs=pairs,
+            kind="p2p" if ends.within else "nic",
+            rails=() if ends.within else (rail,),
+            bandwidth_gbs=14.0,
+            latency_us=1.0,
+        )
+        for ends, pairs in pair_classes(placement).items()
+    ]
     return LaunchPlan(
         op="all_gather_gemm",
         shape=GemmShape(m=m, n=n, k=k),
@@ -72,29 +87,8 @@ def make_plan(
         accelerator="ascend",
         nic="cx7" if nodes > 1 else None,
         verbs="soft" if nodes > 1 else None,
-        placement=tuple(
-            Placement(
-                rank=r,
-                node=r // ranks_per_node,
-                local_rank=r % ranks_per_node,
-                accelerator=f"ascend-sim{r % ranks_per_node}",
-            )
-            for r in range(world)
-        ),
-        routes=tuple(
-            Route(
-                src=a,
-                dst=b,
-                kind="p2p" if a // ranks_per_node == b // ranks_per_node else "nic",
-                src_nic=None if a // ranks_per_node == b // ranks_per_node else "soft0",
-                dst_nic=None if a // ranks_per_node == b // ranks_per_node else "soft0",
-                bandwidth_gbs=14.0,
-                latency_us=1.0,
-            )
-            for a in range(world)
-            for b in range(world)
-            if a != b
-        ),
+        placement=placement,
+        routes=RouteTable(classes=tuple(classes)),
         chunking=Chunking(
             tile_m=tile_m,
             tile_n=tile_n,
@@ -103,7 +97,7 @@ def make_plan(
             tiles_per_chunk=tiles_per_chunk,
             chunks_per_rank=up(tiles, tiles_per_chunk),
         ),
-        order=tuple(tuple((r + i) % world for i in range(world)) for r in range(world)),
+        order=ConsumptionOrder(nodes=1, ranks_per_node=world),
         resources=Resources(compute_blocks=compute_blocks, comm_blocks=comm_blocks),
         prediction=Prediction(
             compute_us=1, comm_us=1, sequential_us=2, pipelined_us=1, constants="none"

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mkernel.plan.chunking import chunking, consumption_order
+from mkernel.plan.chunking import chunking
 from mkernel.plan.model import DtypeName
+from mkernel.plan.order import ConsumptionOrder
 
 dtypes: st.SearchStrategy[DtypeName] = st.sampled_from(["float16", "bfloat16", "float32"])
 
@@ -56,7 +57,7 @@ def test_chunks_cover_all_tiles_and_none_is_empty(
 
 
 def test_order_by_hand() -> None:
-    assert consumption_order(3, 2)[:4] == (
+    assert tuple(ConsumptionOrder(nodes=3, ranks_per_node=2))[:4] == (
         (0, 1, 2, 3, 4, 5),
         (1, 0, 3, 2, 5, 4),
         (2, 3, 4, 5, 0, 1),
@@ -66,7 +67,7 @@ def test_order_by_hand() -> None:
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_order_starts_at_home_and_never_collides(nodes: int, ranks: int) -> None:
-    order = consumption_order(nodes, ranks)
+    order = ConsumptionOrder(nodes=nodes, ranks_per_node=ranks)
     world = nodes * ranks
     assert len(order) == world
     for rank, own in enumerate(order):

@@ -15,6 +15,7 @@ from mkernel.backends.base import Status
 from mkernel.cli import doctor as command
 from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.settings import NicSettings, Settings
+from mkernel.topology.placement import Pinning
 
 
 class FakeAccelerator:
@@ -176,8 +177,9 @@ def sources(rows: list[doctor.SettingRow]) -> dict[str, str]:
 
 def test_every_setting_is_listed_with_its_meaning(clean: pytest.MonkeyPatch) -> None:
     rows = {row.name: row for row in doctor.setting_rows()}
-    wanted = set(Settings.model_fields) - {"nic_settings"}
-    wanted |= {f"nic_settings.{name}" for name in NicSettings.model_fields}
+    groups = {"nic_settings": NicSettings, "pinning": Pinning}
+    wanted = set(Settings.model_fields) - set(groups)
+    wanted |= {f"{group}.{name}" for group, model in groups.items() for name in model.model_fields}
     assert set(rows) == wanted
     assert all(row.description for row in rows.values())
     assert sources(list(rows.values())) == {}

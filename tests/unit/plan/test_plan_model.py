@@ -10,7 +10,8 @@ from plan_worlds import make
 from pydantic import ValidationError
 
 from mkernel.plan.model import LaunchPlan, first_difference
-from mkernel.topology.model import Route, Topology
+from mkernel.topology.model import Topology
+from mkernel.topology.routes import Rail
 
 PLAN = make()
 DUMP: dict[str, Any] = PLAN.model_dump(mode="json")
@@ -102,15 +103,18 @@ def test_a_copy_has_its_own_digest() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("placement", 0, "rank"), 1, "placement must list"),
-        (("routes", 0, "dst"), 2, "every ordered pair"),
+        (("placement", "sites", 0, "nodes"), [[1, 1]], "every node once"),
+        (("placement", "sites", 0, "nodes"), [[0, 0], [2, 2]], "placement is of 3 nodes x 2"),
+        (("placement", "sites", 0, "seats"), [], "at least one"),
+        (("routes", "classes", 0, "dst_local"), 0, "every ordered pair"),
+        (("routes", "classes", 0, "pairs"), 2, "every ordered pair"),
         (("shape", "m"), 2047, "not a multiple"),
-        (("order", 1), [0, 1, 2, 3], "not a permutation"),
-        (("order", 1), [], "not a permutation"),
-        (("order",), [], "order has 0 entries"),
-        (("routes", 0, "src_nic"), "soft0", "with NICs"),
-        (("routes", 1, "dst_nic"), None, "with NICs"),
-        (("routes", 0, "bandwidth_gbs"), 0, "greater than 0"),
+        (("order", "nodes"), 3, "order is of 6 ranks"),
+        (("routes", "classes", 0, "kind"), "nic", "with 0 rails"),
+        (("routes", "classes", 1, "rails"), [], "with 0 rails"),
+        (("routes", "classes", 1, "src_relay"), 1, "relays 1"),
+        (("routes", "classes", 1, "stripe_bytes"), 1, "several rails"),
+        (("routes", "classes", 0, "bandwidth_gbs"), 0, "greater than 0"),
         (("schema_version",), 2, "Input should be 1"),
         (("extra",), 1, "Extra inputs"),
     ],
@@ -140,9 +144,9 @@ def test_models_are_frozen() -> None:
         PLAN.nic = "efa"  # type: ignore[misc]
 
 
-def test_a_half_named_route_is_refused() -> None:
-    with pytest.raises(ValidationError, match="with NICs"):
-        Route(src=0, dst=1, kind="nic", src_nic="a", bandwidth_gbs=1, latency_us=1)
+def test_a_half_named_rail_is_refused() -> None:
+    with pytest.raises(ValidationError, match="dst_nic"):
+        Rail.model_validate({"src_nic": "a", "bandwidth_gbs": 1})
 
 
 def test_topology_wants_nodes_in_order() -> None:

@@ -7,9 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mkernel.errors import ArgumentError
+from mkernel.topology.kinds import node_kinds
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
 from mkernel.topology.paths import CLASSES, classify, distance
-from mkernel.topology.placement import assign_nics, balance, place, usable_nics
+from mkernel.topology.placement import (
+    Pinning,
+    WorldPlacement,
+    assign_nics,
+    balance,
+    place,
+    usable_nics,
+    visible,
+)
 
 
 def gpu(index: int, path: tuple[str, ...] = (), numa: int | None = None) -> Accelerator:
@@ -168,6 +177,94 @@ def test_down_and_plain_ethernet_nics_are_not_used() -> None:
     nics = (nic(0, active=False), nic(1, kind="ethernet"), nic(2))
     assert [n.id for n in usable_nics(node(0, nics=nics))] == ["mlx5_2"]
     assert place(world(node(0, nics=nics)), 1)[0].nics == ("mlx5_2",)
+
+
+def test_an_accelerator_nearest_to_no_nic_takes_one_over() -> None:
+    """Three NICs below cuda0's switch: cuda1 gets one of them for itself."""
+    gpus = [gpu(0, switch(0, 0), numa=0), gpu(1, switch(1, 0), numa=0)]
+    nics = [nic(i, switch(0, 1 + i), numa=0) for i in range(3)]
+    affinity = assign_nics(gpus, nics)
+    assert [len(own) for own in affinity.values()] == [2, 1]
+    assert not set(affinity["cuda0"]) & set(affinity["cuda1"])
+
+
+def test_a_world_that_leaves_accelerators_out_leaves_their_nics_out() -> None:
+    near = tuple(nic(i, switch(i // 2, 1 + i % 2), numa=0) for i in range(8))
+    one = node(0, nics=near).model_copy(
+        update={"accelerators": tuple(gpu(i, switch(i, 0), numa=0) for i in range(4))}
+    )
+    assert place(world(one), 1)[0].nics == ("mlx5_0", "mlx5_1")
+    anywhere = node(0, gpus=4, nics=tuple(nic(i) for i in range(2)))
+    assert [p.nics for p in place(world(anywhere), 2)] == [("mlx5_0",), ("mlx5_1",)]
+
+
+def test_equal_nodes_are_placed_once() -> None:
+    other = node(2, nics=(nic(3),))
+    placed = place(world(node(0), node(1), other, node(3)), 2)
+    assert [site.nodes for site in placed.sites] == [((0, 1), (3, 3)), ((2, 2),)]
+    assert [p.nics for p in placed] == [("mlx5_0",)] * 4 + [("mlx5_3",)] * 2 + [("mlx5_0",)] * 2
+    assert [p.rank for p in placed] == list(range(len(placed)))
+    assert WorldPlacement.model_validate_json(placed.model_dump_json()) == placed
+    with pytest.raises(IndexError, match="rank 8"):
+        placed[8]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_kinds_hold_every_node_once(of: list[int]) -> None:
+    nodes = tuple(node(i, gpus=1 + kind) for i, kind in enumerate(of))
+    kinds = node_kinds(world(*nodes))
+    assert len(kinds.prototypes) == len(set(of))
+    for kind, prototype in enumerate(kinds.prototypes):
+        for first, last in kinds.nodes(kind):
+            for number in range(first, last + 1):
+                assert nodes[number].accelerators == prototype.accelerators
+
+
+def test_pinning_is_honoured() -> None:
+    nics = tuple(nic(i) for i in range(3))
+    pinning = Pinning(accelerators=("cuda2", "cuda0"), nics={"cuda2": ("mlx5_1",)})
+    placed = place(world(node(0, gpus=3, nics=nics)), 2, pinning=pinning)
+    assert [p.accelerator for p in placed] == ["cuda2", "cuda0"]
+    assert placed[0].nics == ("mlx5_1",)
+    assert set(placed[1].nics) == {"mlx5_0", "mlx5_2"}
+
+
+@pytest.mark.parametrize(
+    ("pinning", "message"),
+    [
+        (Pinning(accelerators=("cuda0", "cuda9")), "pinning.accelerators = cuda0, cuda9 .*cuda1"),
+        (Pinning(accelerators=("cuda0", "cuda0")), "2 different ones of node 0"),
+        (Pinning(accelerators=("cuda0",)), "2 different ones of node 0"),
+        (Pinning(nics={"cuda0": ("gone",)}), r"pinning.nics\[cuda0\] = gone .*: mlx5_0"),
+        (Pinning(nics={"cuda0": ()}), r"pinning.nics\[cuda0\] = none"),
+    ],
+)
+def test_pinning_to_what_is_not_there_is_refused(pinning: Pinning, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        place(world(node(0)), 2, pinning=pinning)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("2,0", [2, 0]),
+        ("", []),
+        ("1,7,2", [1]),
+        ("-1", []),
+        (" 3 , 1", [3, 1]),
+        ("1,1", [1]),
+        ("GPU-8f3a", [0, 1, 2, 3]),
+    ],
+)
+def test_visible_devices(value: str | None, shown: list[int]) -> None:
+    simulator = Accelerator(id="sim0", kind="ascend", name="sim", index=0, emulated=True)
+    environment = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    left = visible([*(gpu(i) for i in range(4)), simulator], environment)
+    assert sorted(one.id for one in left) == sorted([*(f"cuda{i}" for i in shown), "sim0"])
+    assert [one.index for one in left if one.kind == "cuda"] == shown
+    hidden = visible([simulator], {"ASCEND_RT_VISIBLE_DEVICES": ""})
+    assert hidden == (simulator,), "a simulator is not the driver's to hide"
 
 
 def test_too_few_accelerators_name_the_node() -> None:

@@ -14,7 +14,6 @@ from mkernel.topology.cost import (
     gemm_tile_us,
     gemm_us,
     load_constants,
-    shared_link_us,
     transfer_us,
 )
 from mkernel.topology.emulate import emulate
@@ -44,15 +43,15 @@ def pair(left: tuple[Nic, ...], right: tuple[Nic, ...]) -> Topology:
 def test_every_ordered_pair_has_its_route(nodes: int, ranks: int) -> None:
     world = emulate(MACHINE, nodes, ranks, SIM, soft())
     placed = place(world, ranks)
-    found = routes(world, placed, CONSTANTS)
+    table = routes(world, placed, CONSTANTS)
     total = nodes * ranks
-    assert [(r.src, r.dst) for r in found] == [
-        (a, b) for a in range(total) for b in range(total) if a != b
-    ]
+    assert sum(one.pairs for one in table.classes) == total * (total - 1)
+    found = [table.route(placed, a, b) for a in range(total) for b in range(total) if a != b]
     for route in found:
         inside = placed[route.src].node == placed[route.dst].node
         assert route.kind == ("p2p" if inside else "nic")
-        assert (route.src_nic, route.dst_nic) == ((None,) * 2 if inside else ("soft0",) * 2)
+        ends = [(rail.src_nic, rail.dst_nic) for rail in route.rails]
+        assert ends == ([] if inside else [("soft0", "soft0")])
     back = {(r.dst, r.src): r.bandwidth_gbs for r in found}
     assert all(back[r.src, r.dst] == r.bandwidth_gbs for r in found)
 
@@ -61,11 +60,11 @@ def test_bandwidth_is_the_slower_port_or_the_constant() -> None:
     fast, slow = soft(speed_gbps=400), soft(speed_gbps=100)
     world = pair((fast,), (slow,))
     found = routes(world, place(world, 2), CONSTANTS)
-    assert {r.bandwidth_gbs for r in found if r.kind == "nic"} == {12.5}
+    assert {r.bandwidth_gbs for r in found.classes if r.kind == "nic"} == {12.5}
     world = pair((soft(),), (soft(),))
     found = routes(world, place(world, 2), CONSTANTS)
-    assert {r.bandwidth_gbs for r in found if r.kind == "nic"} == {CONSTANTS.nic_gbs}
-    assert {r.bandwidth_gbs for r in found if r.kind == "p2p"} == {CONSTANTS.p2p_gbs}
+    assert {r.bandwidth_gbs for r in found.classes if r.kind == "nic"} == {CONSTANTS.nic_gbs}
+    assert {r.bandwidth_gbs for r in found.classes if r.kind == "p2p"} == {CONSTANTS.p2p_gbs}
 
 
 @pytest.mark.parametrize(
@@ -93,13 +92,11 @@ def test_a_missing_path_names_both_ends(
 
 def test_a_down_nic_is_no_obstacle_inside_a_node() -> None:
     world = Topology(nodes=(pair((soft(active=False),), ()).nodes[0],))
-    assert {r.kind for r in routes(world, place(world, 2), CONSTANTS)} == {"p2p"}
+    assert {r.kind for r in routes(world, place(world, 2), CONSTANTS).classes} == {"p2p"}
 
 
 def test_alpha_beta_by_hand() -> None:
     assert transfer_us(50_000, 50, 2) == 3.0  # 1 us of bytes and 2 us of latency
-    assert shared_link_us([50_000, 150_000], 50, 2) == 6.0
-    assert shared_link_us([], 50, 2) == 0.0
 
 
 def test_waves_are_whole() -> None:

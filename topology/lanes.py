@@ -1,0 +1,134 @@
+"""What a message occupies on its way: the links that it crosses, which others share.
+
+The closed-form predictions add up the bytes on each link; the simulation lets messages queue for
+them. Both read the same lanes, so that they can only differ by contention.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from mkernel.topology.placement import Seat, WorldPlacement
+from mkernel.topology.routes import RouteClass, RouteTable, Way
+
+
+class Link(NamedTuple):
+    """One direction of something that bytes cross, on every node of a site."""
+
+    site: int
+    name: str
+
+
+class Lane(NamedTuple):
+    """A part of a message that travels by itself: ``share`` of its bytes, over ``links`` in order;
+    ``src_links`` of them are on the sending node."""
+
+    share: float
+    links: tuple[tuple[Link, float], ...]
+    src_links: int
+
+
+def lanes(route: RouteClass, table: RouteTable, placement: WorldPlacement) -> tuple[Lane, ...]:
+    """The lanes of a big message, each link with its rate in GB/s."""
+    here = placement.sites[route.src_site].seats
+    there = placement.sites[route.dst_site].seats
+    if not route.rails:
+        links = tuple(
+            _staging(route, "source", route.src_site, here[route.src_local].accelerator)
+            if route.kind == "host"
+            else _fabric(table, route, route.src_site, here, route.src_local, route.dst_local)
+        )
+        return (Lane(1.0, links, len(links)),)
+    total = sum(rail.bandwidth_gbs for rail in route.rails)
+    before = _device(route, total, route.src_site, here, route.src_local, "out")
+    if route.src_relay is not None:
+        before += _fabric(table, route, route.src_site, here, route.src_local, route.src_relay)
+    before += _staging(route, "source", route.src_site, here[route.src_local].accelerator)
+    after = _staging(route, "destination", route.dst_site, there[route.dst_local].accelerator)
+    if route.dst_relay is not None:
+        after += _fabric(table, route, route.dst_site, there, route.dst_relay, route.dst_local)
+    after += _device(route, total, route.dst_site, there, route.dst_local, "in")
+    return tuple(
+        Lane(
+            rail.bandwidth_gbs / total,
+            (
+                *before,
+                (Link(route.src_site, f"{rail.src_nic} out"), rail.bandwidth_gbs),
+                (Link(route.dst_site, f"{rail.dst_nic} in"), rail.bandwidth_gbs),
+                *after,
+            ),
+            len(before) + 1,
+        )
+        for rail in route.rails
+    )
+
+
+def capacities(all_lanes: Sequence[tuple[Lane, ...]]) -> dict[Link, float]:
+    """The rate of each link in GB/s: that of the fastest route over it. A slow peer's own link is
+    the one that it holds up."""
+    found: dict[Link, float] = {}
+    for lane in (lane for own in all_lanes for lane in own):
+        for link, gbs in lane.links:
+            found[link] = max(gbs, found.get(link, 0.0))
+    return found
+
+
+def loads(
+    table: RouteTable,
+    placement: WorldPlacement,
+    sent: Callable[[RouteClass], float],
+) -> Iterator[tuple[float, float, float]]:
+    """(bytes, GB/s, longest latency of its routes) of each link, where the pairs of a class each send
+    ``sent`` bytes."""
+    every = [(route, lanes(route, table, placement)) for route in table.classes]
+    rate = capacities([own for _, own in every])
+    total: defaultdict[Link, float] = defaultdict(float)
+    latency: defaultdict[Link, float] = defaultdict(float)
+    for route, own in every:
+        nbytes = sent(route) * route.pairs
+        for lane in own:
+            for link, _ in lane.links:
+                total[link] += lane.share * nbytes / placement.sites[link.site].count
+                latency[link] = max(latency[link], route.latency_us)
+    for link, nbytes in total.items():
+        yield nbytes, rate[link], latency[link]
+
+
+_Links = tuple[tuple[Link, float], ...]
+
+
+def _fabric(
+    table: RouteTable, route: Way, site: int, seats: Sequence[Seat], i: int, j: int
+) -> _Links:
+    """From one local rank to another: the switches' ports of both, or a link of the pair's own."""
+    gbs = route.fabric_gbs or route.bandwidth_gbs
+    one, other = seats[i].accelerator, seats[j].accelerator
+    egress = table.egress_gbs[site] if table.egress_gbs else None
+    if egress is None:
+        return ((Link(site, f"{one} → {other}"), gbs),)
+    return (
+        (Link(site, f"{one} egress"), egress),
+        (Link(site, f"{other} ingress"), egress),
+    )
+
+
+def _staging(route: Way, side: str, site: int, accelerator: str) -> _Links:
+    if side not in route.staged:
+        return ()
+    return (
+        (
+            Link(site, f"{accelerator} host {'out' if side == 'source' else 'in'}"),
+            route.bandwidth_gbs,
+        ),
+    )
+
+
+def _device(
+    route: Way, rails_gbs: float, site: int, seats: Sequence[Seat], local: int, direction: str
+) -> _Links:
+    """The device's own link, where that and not the NICs is the limit."""
+    if route.bandwidth_gbs >= rails_gbs or route.staged or route.kind == "relay":
+        return ()
+    return ((Link(site, f"{seats[local].accelerator} {direction}"), route.bandwidth_gbs),)

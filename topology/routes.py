@@ -1,0 +1,143 @@
+"""Routes as data: how bytes go between ranks, kept once for all equal pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from mkernel.topology.model import Model
+from mkernel.topology.placement import WorldPlacement
+
+RouteKind = Literal["p2p", "nic", "relay", "host"]
+
+
+class Rail(Model):
+    """A NIC of the sending node and the one of the receiving node that its writes arrive at."""
+
+    src_nic: str
+    dst_nic: str
+    bandwidth_gbs: float = Field(gt=0, description="GB/s, one direction")
+
+
+class Way(Model):
+    """How bytes travel. ``p2p``: over the scale-up fabric. ``host``: inside a node through host
+    memory, where devices do not reach each other. ``nic``: by NICs. ``relay``: the same, by NICs of
+    a neighbour that the scale-up fabric reaches, on one side or both.
+
+    ``src_relay``, ``dst_relay`` are local ranks. ``staged``: the sides on which bytes rest in host
+    memory, because the NIC cannot read or write the device's.
+    """
+
+    kind: RouteKind
+    rails: tuple[Rail, ...] = ()
+    stripe_bytes: int | None = Field(
+        None, ge=1, description="messages from this size on use all rails, smaller ones the first"
+    )
+    src_relay: int | None = Field(None, ge=0)
+    dst_relay: int | None = Field(None, ge=0)
+    staged: tuple[Literal["source", "destination"], ...] = ()
+    fabric_gbs: float | None = Field(None, gt=0, description="of the hop to or from a relay")
+    bandwidth_gbs: float = Field(gt=0, description="GB/s, one direction, all rails together")
+    latency_us: float = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Way:
+        relayed = self.src_relay is not None or self.dst_relay is not None
+        if bool(self.rails) != (self.kind in ("nic", "relay")) or relayed != (self.kind == "relay"):
+            raise ValueError(
+                f"a route of kind {self.kind!r} with {len(self.rails)} rails and relays "
+                f"{self.src_relay}, {self.dst_relay}"
+            )
+        if (self.stripe_bytes is not None) != (len(self.rails) > 1):
+            raise ValueError("stripe_bytes belongs to routes of several rails, and to those only")
+        return self
+
+
+class Route(Way):
+    """The way from rank ``src`` to rank ``dst``."""
+
+    src: int = Field(ge=0)
+    dst: int = Field(ge=0)
+
+
+class Ends(NamedTuple):
+    """A class of ordered pairs: site and local rank on either side, inside one node or between two."""
+
+    src_site: int
+    src_local: int
+    dst_site: int
+    dst_local: int
+    within: bool
+
+
+class RouteClass(Way):
+    """The way of all ordered pairs between equal ends; ``pairs`` is how many there are."""
+
+    src_site: int = Field(ge=0)
+    src_local: int = Field(ge=0)
+    dst_site: int = Field(ge=0)
+    dst_local: int = Field(ge=0)
+    within: bool = Field(description="both ranks on one node")
+    pairs: int = Field(ge=1)
+
+    @property
+    def ends(self) -> Ends:
+        """What the class is of."""
+        return Ends(self.src_site, self.src_local, self.dst_site, self.dst_local, self.within)
+
+    @property
+    def way(self) -> dict[str, object]:
+        """The fields of :class:`Way`."""
+        return {name: getattr(self, name) for name in Way.model_fields}
+
+
+class RouteTable(Model):
+    """The routes of all ordered pairs of ranks."""
+
+    classes: tuple[RouteClass, ...] = ()
+    egress_gbs: tuple[float | None, ...] = Field(
+        (),
+        description="by site: what a rank sends to all of its node together; None: a link a peer",
+    )
+
+    @cached_property
+    def by_ends(self) -> Mapping[Ends, RouteClass]:
+        """The classes, to look up."""
+        return {one.ends: one for one in self.classes}
+
+    def route(self, placement: WorldPlacement, src: int, dst: int) -> Route:
+        """The route of an ordered pair. KeyError: ``src == dst``, or out of range."""
+        world = len(placement)
+        if src == dst or not (0 <= src < world and 0 <= dst < world):
+            raise KeyError(f"no route from rank {src} to rank {dst} in a world of {world}")
+        (here, i), (there, j) = (divmod(rank, placement.ranks_per_node) for rank in (src, dst))
+        ends = Ends(placement.site_of(here), i, placement.site_of(there), j, here == there)
+        return Route(src=src, dst=dst, **self.by_ends[ends].way)
+
+    def check(self, placement: WorldPlacement) -> None:
+        """ValueError where a pair of the world's ranks has no route, or one too many."""
+        wanted = pair_classes(placement)
+        found = {one.ends: one.pairs for one in self.classes}
+        if found != wanted or len(self.classes) != len(wanted):
+            wrong = sorted(found.items() ^ wanted.items())
+            raise ValueError(
+                "routes must hold every ordered pair of ranks once; look at "
+                f"{wrong[0][0] if wrong else 'a class that occurs twice'}"
+            )
+
+
+def pair_classes(placement: WorldPlacement) -> dict[Ends, int]:
+    """All classes of ordered pairs of a world, in order, with how many pairs each has."""
+    locals_ = range(placement.ranks_per_node)
+    counts = [site.count for site in placement.sites]
+    found: dict[Ends, int] = {}
+    for a, here in enumerate(counts):
+        for i in locals_:
+            found |= {Ends(a, i, a, j, True): here for j in locals_ if i != j}
+            for b, there in enumerate(counts):
+                pairs = here * (there - (a == b))
+                found |= {Ends(a, i, b, j, False): pairs for j in locals_ if pairs}
+    return found
