@@ -62,30 +62,49 @@ def discover(
     return _machine(merge(sources), str(root))
 
 
-def read(path: Path) -> Discovery:
-    """The machine, or the nodes, of a file.
+def read(*paths: Path) -> Discovery:
+    """The machine, or the nodes, of a file; or one machine from several files that describe it.
 
     Args:
-        path: NCCL's topology XML, hwloc 2's XML, the text of ``npu-smi info -t topo`` (and of
+        paths: each NCCL's topology XML, hwloc 2's XML, the text of ``npu-smi info -t topo`` (and of
             ``npu-smi info``, one behind the other), or JSON: a dumped :class:`Topology`, or any
-            object with such a ``topology`` key, as ``mkernel probe --json`` prints.
+            object with such a ``topology`` key, as ``mkernel probe --json`` prints. Where they
+            contradict each other, the first is right, and a note says so.
 
     Raises:
+        ArgumentError: several files, and one of them holds several nodes.
         InputFileError: missing, unreadable, too large, malformed or hostile, or none of these
             formats; says where.
     """
+    found = [_file(path) for path in paths]
+    if len(found) == 1:
+        return found[0]
+    whole = merge(_findings(path, one) for path, one in zip(paths, found, strict=True))
+    return _machine(whole, " and ".join(map(str, paths)))
+
+
+def _findings(path: Path, found: Discovery) -> Findings:
+    nodes = found.topology.nodes
+    if len(nodes) != 1:
+        raise ArgumentError(str(path), f"{len(nodes)} nodes", "one node, to merge it with others")
+    fields = {name: getattr(nodes[0], name) for name in Node.model_fields}
+    del fields["id"], fields["emulated"]
+    return Findings(path.name, notes=found.notes, **fields)
+
+
+def _file(path: Path) -> Discovery:
     text = read_bytes(path, _MOST_BYTES)
     if not xml.is_xml(text):
         plain = text.decode("utf-8", errors="replace")
         if npu.is_text(plain):
-            return _machine(merge([npu.parse(plain)]), str(path))
+            return _machine(merge([npu.parse(plain)]), str(path), path.stem)
         return _from_json(text, path)
     root = xml.parse(text, path)
     if root.tag == nccl.ROOT:
-        hosts = [_machine(merge([host]), str(path)) for host in nccl.read(root, path)]
-        return _joined(hosts)
+        hosts = nccl.read(root, path)
+        return _joined([_machine(merge([host]), str(path), path.stem) for host in hosts])
     if root.tag == hwloc.ROOT:
-        return _machine(merge([hwloc.read(root, path)]), str(path))
+        return _machine(merge([hwloc.read(root, path)]), str(path), path.stem)
     raise InputFileError(
         f"topology file {path}: its root element is <{root.tag[:40]}>; expected <{nccl.ROOT}> "
         f"(NCCL) or <{hwloc.ROOT}> (hwloc)"
@@ -112,8 +131,9 @@ def _driven(tree: Findings, known: Iterable[Accelerator]) -> Findings:
     )
 
 
-def _machine(found: Findings, where: str) -> Discovery:
-    """InputFileError where it has more devices than any machine: a file may hold anything."""
+def _machine(found: Findings, where: str, name: str = "unknown") -> Discovery:
+    """``name`` is the host's, where no source knows one. InputFileError where there are more devices
+    than in any machine: a file may hold anything."""
     for what, devices, most in (
         ("accelerators", found.accelerators, _MOST_ACCELERATORS),
         ("NICs", found.nics, _MOST_NICS),
@@ -122,7 +142,7 @@ def _machine(found: Findings, where: str) -> Discovery:
             raise InputFileError(f"{where}: {len(devices)} {what}; expected at most {most}")
     node = Node(
         id=0,
-        hostname=found.hostname or "unknown",
+        hostname=found.hostname or name,
         numa=found.numa,
         accelerators=found.accelerators,
         nics=found.nics,

@@ -18,6 +18,7 @@ from mkernel.topology.model import (
     FabricLink,
     Model,
     Nic,
+    Note,
     NumaNode,
 )
 from mkernel.topology.sources import pci
@@ -29,6 +30,31 @@ _AnyModel = TypeVar("_AnyModel", bound=Model)
 
 _OWN_NAMES = frozenset({"id", "name", "index", "ends"})
 """Fields in which sources may differ without contradicting each other."""
+_MOST_SHOWN = 80
+
+
+class _Contradictions(Notes):
+    """Notes of one source's merge. Things that contradict in the same way share one."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(source)
+        self._names: dict[tuple[str, str, str], list[str]] = {}
+
+    def contradiction(self, name: str, field: str, mine: Any, theirs: Any) -> None:
+        self._names.setdefault((field, _short(mine), _short(theirs)), []).append(name)
+
+    def all(self) -> tuple[Note, ...]:
+        for (field, mine, theirs), names in self._names.items():
+            self.add(
+                f"{', '.join(names)}: {field} is {theirs} here and {mine} in an earlier source; the "
+                "earlier is kept"
+            )
+        return super().all()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def merge(sources: Iterable[Findings]) -> Findings:
@@ -43,7 +69,7 @@ def merge(sources: Iterable[Findings]) -> Findings:
 
 
 def _join(known: Findings, found: Findings) -> Findings:
-    notes = Notes(found.source)
+    notes = _Contradictions(found.source)
     accelerators, names = _devices(known.accelerators, found.accelerators, notes)
     nics, _ = _devices(known.nics, found.nics, notes)
     return Findings(
@@ -60,7 +86,7 @@ def _join(known: Findings, found: Findings) -> Findings:
 
 
 def _devices(
-    known: tuple[_Device, ...], found: tuple[_Device, ...], notes: Notes
+    known: tuple[_Device, ...], found: tuple[_Device, ...], notes: _Contradictions
 ) -> tuple[tuple[_Device, ...], dict[str, str]]:
     """Devices of both, and found id → merged id."""
     merged, names = list(known), {}
@@ -78,7 +104,7 @@ def _devices(
 
 
 def _parts(
-    known: tuple[_Part, ...], found: tuple[_Part, ...], what: str, notes: Notes
+    known: tuple[_Part, ...], found: tuple[_Part, ...], what: str, notes: _Contradictions
 ) -> tuple[_Part, ...]:
     merged = {part.id: part for part in known}
     for part in found:
@@ -92,7 +118,7 @@ def _links(
     known: tuple[FabricLink, ...],
     found: tuple[FabricLink, ...],
     names: dict[str, str],
-    notes: Notes,
+    notes: _Contradictions,
 ) -> tuple[FabricLink, ...]:
     places = {end: end for end in (FABRIC_SWITCH, FABRIC_HOST)} | names
     merged = {(link.kind, frozenset(link.ends)): link for link in known}
@@ -121,7 +147,7 @@ def _same(one: _Device, other: _Device) -> bool:
     return one.id == other.id or (isinstance(one, Nic) and one.name == other.name)
 
 
-def _combine(known: _AnyModel, found: _AnyModel, name: str, notes: Notes) -> _AnyModel:
+def _combine(known: _AnyModel, found: _AnyModel, name: str, notes: _Contradictions) -> _AnyModel:
     fill = {}
     for field in type(known).model_fields:
         mine, theirs = getattr(known, field), getattr(found, field)
@@ -130,10 +156,7 @@ def _combine(known: _AnyModel, found: _AnyModel, name: str, notes: Notes) -> _An
         if mine in (None, ()) or _refines(field, theirs, mine):
             fill[field] = theirs
         elif not _refines(field, mine, theirs):
-            notes.add(
-                f"{name}: {field} is {theirs!r} here and {mine!r} in an earlier source; the "
-                "earlier is kept"
-            )
+            notes.contradiction(name, field, mine, theirs)
     return known.model_copy(update=fill) if fill else known
 
 
@@ -151,7 +174,7 @@ def _refines(field: str, fine: Any, coarse: Any) -> bool:
     return all(bridge in rest for bridge in coarse if pci.is_real(bridge))
 
 
-def _distinct(device: _Device, taken: set[str], notes: Notes) -> _Device:
+def _distinct(device: _Device, taken: set[str], notes: _Contradictions) -> _Device:
     """The device under an id that no other one of the machine has."""
     if device.id not in taken:
         return device

@@ -62,7 +62,7 @@ class NodePaths:
     def between(self, one: Accelerator | Nic, other: Accelerator | Nic) -> DevicePath:
         """The best path of a pair. Bytes to or from a NIC cross its port, too."""
         kind = classify(one, other)
-        fabric = self._over_fabric(one, other) if kind != "LOC" else ()
+        fabric = self.fabric(one, other) if kind != "LOC" else ()
         if fabric:
             return DevicePath(
                 _FABRICS[fabric[0].kind],
@@ -76,14 +76,16 @@ class NodePaths:
             (*_port(one), *(self._over_pcie(one, other) if kind != "LOC" else ()), *_port(other)),
         )
 
-    def _over_fabric(self, one: Accelerator | Nic, other: Accelerator | Nic) -> list[FabricLink]:
+    def fabric(self, one: Accelerator | Nic, other: Accelerator | Nic) -> tuple[FabricLink, ...]:
+        """The scale-up links that the bytes of a pair cross: one, or two with a switch between.
+        Empty where there are none; other accelerators do not pass bytes on."""
         if isinstance(one, Nic) or isinstance(other, Nic):
-            return []
+            return ()
         direct = self._fabric.get(frozenset((one.id, other.id)))
         if direct is not None:
-            return [direct]
+            return (direct,)
         up, down = (self._fabric.get(frozenset((a.id, FABRIC_SWITCH))) for a in (one, other))
-        return [up, down] if up and down and up.kind == down.kind else []
+        return (up, down) if up and down and up.kind == down.kind else ()
 
     def _over_pcie(self, one: Accelerator | Nic, other: Accelerator | Nic) -> list[Hop]:
         shared = _shared(one, other)

@@ -9,72 +9,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mkernel.plan import render
-from mkernel.topology.discover import Discovery, discover
-from mkernel.topology.model import (
-    Accelerator,
-    AcceleratorKind,
-    Model,
-    Nic,
-    NicKind,
-    Note,
-    Topology,
-)
-from mkernel.topology.placement import assign_nics, usable_nics
-
-
-class AcceleratorEntry(Model):
-    """An accelerator, by the keys that other tools may rely on."""
-
-    id: str
-    kind: AcceleratorKind
-    pci: str | None
-    numa_node: int | None
-
-
-class NicEntry(Model):
-    """A NIC, by the keys that other tools may rely on. ``speed_gbps`` in Gb/s."""
-
-    id: str
-    kind: NicKind
-    pci: str | None
-    numa_node: int | None
-    speed_gbps: float | None
-
-
-class ProbeReport(Model):
-    """What ``mkernel probe --json`` prints: stable keys first, then the whole model.
-
-    ``affinity``: accelerator id → ids of its NICs, nearest first. ``topology`` alone can be saved
-    and given to ``mkernel plan --topology``, and so can the whole report.
-    """
-
-    accelerators: tuple[AcceleratorEntry, ...]
-    nics: tuple[NicEntry, ...]
-    affinity: dict[str, tuple[str, ...]]
-    notes: tuple[Note, ...]
-    topology: Topology
-
-
-def report(found: Discovery) -> ProbeReport:
-    """The report of one machine."""
-    node = found.topology.nodes[0]
-    affinity = assign_nics(node.accelerators, usable_nics(node))
-    return ProbeReport(
-        accelerators=tuple(
-            AcceleratorEntry(id=a.id, kind=a.kind, pci=a.pci, numa_node=a.numa_node)
-            for a in node.accelerators
-        ),
-        nics=tuple(
-            NicEntry(
-                id=n.id, kind=n.kind, pci=n.pci, numa_node=n.numa_node, speed_gbps=n.speed_gbps
-            )
-            for n in node.nics
-        ),
-        affinity={key: tuple(nic.id for nic in nics) for key, nics in affinity.items()},
-        notes=found.notes,
-        topology=found.topology,
-    )
+from mkernel.errors import ArgumentError, Unsupported
+from mkernel.probe import picture
+from mkernel.probe.matrix import matrix
+from mkernel.probe.report import report
+from mkernel.probe.tree import tree
+from mkernel.topology.discover import Discovery, discover, read
+from mkernel.topology.model import Accelerator, Nic, Node, Note
 
 
 def backend_devices() -> tuple[tuple[Accelerator, ...], tuple[Nic, ...], tuple[Note, ...]]:
@@ -102,9 +43,15 @@ def backend_devices() -> tuple[tuple[Accelerator, ...], tuple[Nic, ...], tuple[N
 
 
 def command(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    from_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Read a machine from NCCL's or hwloc's XML, npu-smi's text, or JSON that this "
+            "command printed. Given several times: files about one machine, merged.",
+        ),
+    ] = None,
     sysfs_root: Annotated[
         Path | None,
         typer.Option(
@@ -113,18 +60,54 @@ def command(
             help="Read a recorded tree: a folder that holds `sys/`. Drivers are not asked then.",
         ),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+    as_matrix: Annotated[
+        bool, typer.Option("--matrix", help="Print the path class of every pair of devices.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the machine: .svg, .png or .pdf."),
+    ] = None,
 ) -> None:
-    """Show CPUs, accelerators and NICs of this machine."""
-    if sysfs_root is None:
-        accelerators, nics, notes = backend_devices()
-        found = discover(accelerators=accelerators, nics=nics)
-        found = found.model_copy(update={"notes": found.notes + notes})
-    else:
-        found = discover(sysfs_root)
+    """Show what this machine, or a recorded one, is made of: CPUs, accelerators, NICs, links."""
+    found = _discovery(tuple(from_file or ()), sysfs_root)
+    first = found.topology.nodes[0]
+    if plot is not None:
+        _draw(first, plot)
     if as_json:
-        typer.echo(report(found).model_dump_json(indent=2))
+        typer.echo(report(found).model_dump_json(indent=2, by_alias=True))
+        return
+    if as_matrix:
+        typer.echo(matrix(first))
         return
     console = Console()
-    console.print(render.topology(found.topology))
+    console.print(tree(found.topology))
     for note in found.notes:
         console.print(Text(f"note: {note.source}: {note.message}", style="dim"))
+
+
+def _discovery(files: tuple[Path, ...], sysfs_root: Path | None) -> Discovery:
+    if files and sysfs_root is not None:
+        raise ArgumentError("--sysfs-root", sysfs_root, "nothing beside --from")
+    if files:
+        return read(*files)
+    if sysfs_root is not None:
+        return discover(sysfs_root)
+    accelerators, nics, notes = backend_devices()
+    found = discover(accelerators=accelerators, nics=nics)
+    return found.model_copy(update={"notes": found.notes + notes})
+
+
+def _draw(node: Node, file: Path) -> None:
+    try:
+        picture.write(node, file)
+    except ImportError as error:
+        raise Unsupported(
+            f"--plot needs matplotlib: pip install 'mkernel[bench]' ({error})"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            "--plot", file, "a file that can be written, .svg, .png or .pdf", why=str(error)
+        ) from error

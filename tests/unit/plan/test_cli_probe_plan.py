@@ -15,6 +15,7 @@ from mkernel.cli import plan as plan_command
 from mkernel.cli import probe as probe_command
 from mkernel.errors import ArgumentError, BackendUnavailable, ShapeError, UnknownBackend, UnknownOp
 from mkernel.plan.model import LaunchPlan
+from mkernel.probe.report import ProbeReport
 from mkernel.topology.model import Topology
 
 
@@ -151,7 +152,7 @@ def test_probe_json_has_the_keys_that_tools_rely_on() -> None:
     assert data["affinity"]["ascend-sim0"]
     Topology.model_validate(data["topology"])
     assert any("does not import" in note["message"] for note in data["notes"])
-    assert probe_command.ProbeReport.model_validate(data)
+    assert ProbeReport.model_validate(data)
 
 
 def test_probe_of_a_recorded_tree_asks_nobody_else(tmp_path: Path) -> None:

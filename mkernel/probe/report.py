@@ -1,0 +1,110 @@
+"""A machine as one JSON object with keys that other tools may rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import Field
+
+from mkernel.topology.discover import Discovery
+from mkernel.topology.model import (
+    Accelerator,
+    AcceleratorKind,
+    Model,
+    Nic,
+    NicKind,
+    Note,
+    Topology,
+)
+from mkernel.topology.paths import DevicePath, NodePaths, PathClass
+from mkernel.topology.placement import assign_nics, usable_nics
+
+
+class AcceleratorEntry(Model):
+    """An accelerator."""
+
+    id: str
+    kind: AcceleratorKind
+    pci: str | None
+    numa_node: int | None
+
+
+class NicEntry(Model):
+    """A NIC. ``speed_gbps``: of its port, in Gb/s."""
+
+    id: str
+    kind: NicKind
+    pci: str | None
+    numa_node: int | None
+    speed_gbps: float | None
+
+
+class PathEntry(Model):
+    """The way between two devices: class, Gb/s of the narrowest link (null where no link's rate is
+    known), microseconds (an estimate), and what the bytes cross."""
+
+    kind: PathClass = Field(alias="class")
+    bandwidth_gbps: float | None
+    latency_us: float
+    hops: tuple[str, ...]
+
+
+class ProbeReport(Model):
+    """What ``mkernel probe --json`` prints: stable keys first, then the whole model.
+
+    ``affinity``: accelerator id → ids of its NICs, best first. ``paths``: accelerator id → NIC id →
+    path. ``p2p``: accelerator id → id of another → path. All of the first node, where there are
+    several. ``topology`` alone can be saved and given to ``mkernel plan --topology``, and so can the
+    whole report.
+    """
+
+    accelerators: tuple[AcceleratorEntry, ...]
+    nics: tuple[NicEntry, ...]
+    affinity: dict[str, tuple[str, ...]]
+    paths: dict[str, dict[str, PathEntry]]
+    p2p: dict[str, dict[str, PathEntry]]
+    notes: tuple[Note, ...]
+    topology: Topology
+
+
+def report(found: Discovery) -> ProbeReport:
+    """The report of one machine, or of the first of several."""
+    node = found.topology.nodes[0]
+    between = NodePaths(node).between
+
+    def paths(others: Iterable[Accelerator | Nic]) -> dict[str, dict[str, PathEntry]]:
+        known = tuple(others)
+        return {
+            one.id: {other.id: _entry(between(one, other)) for other in known if other is not one}
+            for one in node.accelerators
+        }
+
+    affinity = assign_nics(node.accelerators, usable_nics(node))
+    return ProbeReport(
+        accelerators=tuple(
+            AcceleratorEntry(id=a.id, kind=a.kind, pci=a.pci, numa_node=a.numa_node)
+            for a in node.accelerators
+        ),
+        nics=tuple(
+            NicEntry(
+                id=n.id, kind=n.kind, pci=n.pci, numa_node=n.numa_node, speed_gbps=n.speed_gbps
+            )
+            for n in node.nics
+        ),
+        affinity={key: tuple(nic.id for nic in nics) for key, nics in affinity.items()},
+        paths=paths(node.nics),
+        p2p=paths(node.accelerators),
+        notes=found.notes,
+        topology=found.topology,
+    )
+
+
+def _entry(path: DevicePath) -> PathEntry:
+    return PathEntry.model_validate(
+        {
+            "class": path.kind,
+            "bandwidth_gbps": None if path.gbs is None else round(path.gbs * 8, 3),
+            "latency_us": round(path.latency_us, 3),
+            "hops": tuple(hop.name for hop in path.hops),
+        }
+    )

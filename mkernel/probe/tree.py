@@ -1,0 +1,116 @@
+"""A machine for people: NUMA nodes, switches, and what hangs on them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from rich.text import Text
+from rich.tree import Tree
+
+from mkernel.plan.render import ranges
+from mkernel.probe.layout import Branch, Leaf, layout
+from mkernel.topology.model import FABRIC_SWITCH, Accelerator, Nic, Node, Topology
+
+_MOST_NODES = 4
+_LINKS = {"nvlink": "NVLink", "hccs": "HCCS", "xgmi": "xGMI", "c2c": "C2C"}
+
+
+def tree(topology: Topology) -> Tree:
+    """Every device of the first nodes; equal ones side by side share a line."""
+    count = len(topology.nodes)
+    if count == 1:
+        return _node(topology.nodes[0])
+    top = Tree(_line(f"{count} nodes", "bold"))
+    for node in topology.nodes[:_MOST_NODES]:
+        top.add(_node(node))
+    if count > _MOST_NODES:
+        top.add(_line(f"… and {count - _MOST_NODES} more nodes"))
+    return top
+
+
+def _node(node: Node) -> Tree:
+    top = Tree(_line(f"host {node.hostname}{' · emulated' if node.emulated else ''}", "bold"))
+    numa = {part.id: part for part in node.numa}
+    for branch in layout(node):
+        title = branch.name
+        part = numa.get(branch.numa) if branch.numa is not None else None
+        if part is not None:
+            title += f" · CPUs {ranges(part.cpus) or 'none'}"
+            if part.memory_bytes:
+                title += f" · {part.memory_bytes / 2**30:.1f} GiB"
+        _fill(top.add(_line(title)), branch)
+    for text in _fabric(node):
+        top.add(_line(text))
+    for one, other in node.no_p2p:
+        top.add(_line(f"{one} and {other} have no access to each other's memory"))
+    for what, devices in (("accelerator", node.accelerators), ("NIC", node.nics)):
+        if not devices:
+            top.add(_line(f"no {what}"))
+    return top
+
+
+def _fill(at: Tree, branch: Branch) -> None:
+    for text in _grouped(branch.leaves):
+        at.add(_line(text))
+    for below in branch.branches:
+        up = "" if below.gbs is None else f" · {below.gbs:.1f} GB/s upwards"
+        _fill(at.add(_line(f"PCIe {below.name}{up}")), below)
+
+
+def _grouped(leaves: Iterable[Leaf]) -> list[str]:
+    """One line for all devices of the same description."""
+    groups: dict[str, list[str]] = {}
+    for leaf in leaves:
+        groups.setdefault(_describe(leaf), []).append(leaf.device.id)
+    return [f"{', '.join(ids)}: {what}" for what, ids in groups.items()]
+
+
+def _describe(leaf: Leaf) -> str:
+    device = leaf.device
+    what = _accelerator(device) if isinstance(device, Accelerator) else _nic(device)
+    return what if leaf.gbs is None else f"{what} · PCIe {leaf.gbs:.1f} GB/s"
+
+
+def _accelerator(device: Accelerator) -> str:
+    memory = f" {device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""
+    return f"{device.name} ({device.kind}{', simulated' if device.emulated else ''}){memory}"
+
+
+def _nic(device: Nic) -> str:
+    speed = f" {device.speed_gbps:g} Gb/s" if device.speed_gbps else ""
+    layer = f" {device.link_layer}" if device.link_layer else ""
+    direct = " without GPUDirect" if device.gpudirect is False else ""
+    state = "" if device.active else " DOWN"
+    return (
+        f"NIC ({device.kind}{', emulated' if device.emulated else ''}){speed}{layer}{direct}{state}"
+    )
+
+
+def _fabric(node: Node) -> list[str]:
+    """``18 NVLink to switches, 450 GB/s: cuda0, cuda1``, or the pairs where there is no switch."""
+    links = Counter(
+        (
+            link.kind,
+            link.ends[1] if link.ends[1] not in _ids(node) else "each other",
+            link.count,
+            link.gbs,
+        )
+        for link in node.fabric
+    )
+    lines = []
+    for (kind, end, count, gbs), times in links.items():
+        rate = f", {gbs:g} GB/s" if gbs else ""
+        where = "switches" if end == FABRIC_SWITCH else end
+        what = "pairs" if end == "each other" else "accelerators"
+        lines.append(f"{times} {what} with {count} {_LINKS[kind]} to {where}{rate}")
+    return lines
+
+
+def _ids(node: Node) -> set[str]:
+    return {one.id for one in node.accelerators}
+
+
+def _line(text: str, style: str = "") -> Text:
+    """Names come from devices and files and are no markup."""
+    return Text(text, style=style, overflow="fold")
