@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -67,6 +67,7 @@ _ATTRIBUTION_S = 1.0
 time-out too, and the watchdog's word is the better one."""
 _DRAIN_S = 5.0
 _NO_CHUNK = 0xFFFFFFFF
+_Failure = tuple[_runtime.AbortCode, _runtime.Diagnosis]
 _left_mapped: list[contextlib.ExitStack] = []
 """Memory of broken worlds whose calls did not end in time: kept until the process ends."""
 
@@ -82,8 +83,7 @@ class _PlanState:
     epoch: int = 0
 
 
-@dataclass(frozen=True)
-class CallRecord:
+class CallRecord(NamedTuple):
     """A call: outputs whose sizes only the call found out; once it has ended, wall seconds by
     kernel, and the trace where one was asked for."""
 
@@ -133,6 +133,7 @@ class World:
         self._running: deque[Launch] = deque()  # in the order of their calls
         self._opened: AcceleratorBackend | None = None
         self.planned: dict[Hashable, LaunchPlan] = {}  # by what was asked for; `ops.common`
+        self.checked: dict[Hashable, Any] = {}  # by how the arguments look; `ops.common`
         self._session: NicSession | None = None
         self._group: torch.distributed.ProcessGroup | None = None
         self._store = stores[0]
@@ -390,7 +391,7 @@ class World:
             return CallRecord(LaunchTimes(), None, launch.results())
         self._await()
         if not self._may_reuse():
-            raise self._failure(*self._outcome())
+            raise self._flush_failure()
         return CallRecord(launch.times(), launch.trace(), launch.results())
 
     @cached_property
@@ -497,7 +498,7 @@ class World:
     def _flush(self) -> None:
         """Raise what the puts still under way come to."""
         if self._session is not None and not self._session.flush(self.settings.timeout_s):
-            raise self._failure(*self._outcome())
+            raise self._flush_failure()
 
     def barrier(self) -> None:
         """Return once every rank has called it. Timeout, PeerFailure."""
@@ -634,19 +635,23 @@ class World:
                 self._alarm.publish_first("abort", notice.to_json())
         self._on_notice(notice)
 
-    def _outcome(self) -> tuple[_runtime.AbortCode, _runtime.Diagnosis]:
-        """What this rank's kernels and proxy recorded; code ``none``: no failure. Any thread."""
+    def _recorded(self) -> _Failure | None:
+        """What this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
         pad = getattr(self, "_pad", None)
-        found = None if pad is None else _runtime.pad_outcome(pad.local.address)
-        if found is not None and found[0] != _runtime.AbortCode.none:
-            return found
-        own = self._opened.failure() if self._opened is not None else None
-        return own or found or (_runtime.AbortCode.none, _runtime.Diagnosis())
+        if pad is not None:
+            found = _runtime.pad_outcome(pad.local.address)
+            if found[0] != _runtime.AbortCode.none:
+                return found
+        return None if self._opened is None else self._opened.failure()
 
     def _raise_own_failure(self) -> None:
-        code, who = self._outcome()
-        if code != _runtime.AbortCode.none:
-            raise self._failure(code, who)
+        found = self._recorded()
+        if found is not None:
+            raise self._failure(*found)
+
+    def _flush_failure(self) -> WorldError:
+        """Why puts did not complete: what was recorded, or nothing but the time that has passed."""
+        return self._failure(*(self._recorded() or (_runtime.AbortCode.none, _runtime.Diagnosis())))
 
     def _failure(self, code: _runtime.AbortCode, who: _runtime.Diagnosis) -> WorldError:
         """The one error that every rank of a broken world raises."""
@@ -699,10 +704,8 @@ class World:
         """What this rank recorded as wrong before anybody told. The watchdog's thread."""
         if self._state.notice is not None:
             return None
-        code, who = self._outcome()
-        if code == _runtime.AbortCode.none:
-            return None
-        return Notice.from_error(self.rank, self._local_failure(code, who))
+        found = self._recorded()
+        return None if found is None else Notice.from_error(self.rank, self._local_failure(*found))
 
     def _look_for_abort(self) -> None:
         told = self._bootstrap.peek("abort")

@@ -1,23 +1,45 @@
-"""What every op does between checking its arguments and launching: plan for the current world."""
+"""What every op does before launching: check a call like no other before it, plan for the world."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
 
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
 from mkernel.plan.planner import plan
 from mkernel.world import CallRecord, World
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Done:
+
+class Done(NamedTuple):
     """A finished call: its plan, its record (times, trace), its outputs by name."""
 
     plan: LaunchPlan
     record: CallRecord
     outputs: Mapping[str, Any]
+
+
+def look(argument: object) -> object:
+    """All that an op's checks see of an argument that should be a tensor: equal looks pass or fail
+    them alike. Hashable."""
+    if not isinstance(argument, torch.Tensor):
+        return type(argument)
+    strides = argument.stride() if argument.layout is torch.strided else argument.layout
+    return argument.shape, strides, argument.dtype, argument.device
+
+
+def checked(world: World, looks: Hashable, check: Callable[[], T]) -> T:
+    """What ``check`` found of a call with these looks and options, in this world.
+
+    Only what passed is remembered: a wrong call is checked, and refused in the same words, each time.
+    """
+    found: T | None = world.checked.get(looks)
+    if found is None:
+        found = world.checked[looks] = check()
+    return found
 
 
 def plan_for(

@@ -10,9 +10,18 @@ from mkernel.backends.base import View
 from mkernel.current import current
 from mkernel.errors import ShapeError
 from mkernel.ops import validate
-from mkernel.ops.common import Done, plan_for
+from mkernel.ops.common import Done, checked, look, plan_for
 from mkernel.plan.model import LaunchPlan, PathChoice
 from mkernel.world import World
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks of a call found: its plan; shape and dtype of the output."""
+
+    plan: LaunchPlan
+    shape: tuple[int, int]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -26,22 +35,24 @@ class GemmOp:
     gathers: bool = False
     scatters: bool = False
 
-    def prepare(
+    def check(
         self,
         world: World,
         a: torch.Tensor,
         b: torch.Tensor,
         out: torch.Tensor | None,
         out_dtype: torch.dtype | None,
+        gathered: bool | torch.Tensor,
         chunk: int | None,
-        path: PathChoice | None = None,
-    ) -> tuple[LaunchPlan, dict[str, torch.Tensor]]:
-        """Check the arguments, plan, and allocate the output where none was given."""
+        path: PathChoice | None,
+    ) -> Checked:
+        """Check the arguments of a call, and plan it."""
         capabilities = world.accelerator.capabilities()
+        device = world.accelerator.device
         validate.matrix("a", a)
         validate.matrix("b", b)
-        validate.on_device("a", a, world.accelerator.device)
-        validate.on_device("b", b, world.accelerator.device)
+        validate.on_device("a", a, device)
+        validate.on_device("b", b, device)
         dtype = validate.dtype_name("a.dtype", a.dtype, capabilities.dtypes)
         validate.same_dtype("b.dtype", b, "a", a)
         wanted = out_dtype or (out.dtype if out is not None else a.dtype)
@@ -67,12 +78,13 @@ class GemmOp:
             path=path,
         )
         shape = (rows // world.size if self.scatters else rows, b.shape[1])
-        if out is None:
-            out = torch.empty(shape, dtype=wanted, device=a.device)
-        else:
-            validate.on_device("out", out, world.accelerator.device)
+        if out is not None:
+            validate.on_device("out", out, device)
             validate.output("out", out, shape, wanted)
-        return plan, {"a": a, "b": b, "out": out}
+        if not isinstance(gathered, bool):
+            validate.on_device("gathered", gathered, device)
+            validate.output("gathered", gathered, (rows, a.shape[1]), a.dtype)
+        return Checked(plan, shape, wanted)
 
     def call(
         self,
@@ -94,16 +106,19 @@ class GemmOp:
         stream-ordered accelerator, so that the record has times. ``path``: instead of the setting's.
         """
         world = current()
-        plan, tensors = self.prepare(world, a, b, out, out_dtype, chunk, path)
-        names = ["out"]
+        known = checked(
+            world,
+            (self.name, look(a), look(b), look(out), look(gathered), out_dtype, repr(chunk), path),
+            lambda: self.check(world, a, b, out, out_dtype, gathered, chunk, path),
+        )
+        plan = known.plan
+        if out is None:
+            out = torch.empty(known.shape, dtype=known.dtype, device=a.device)
+        outputs = {"out": out}
         if gathered is not False:
-            whole = (plan.gemm.m, plan.gemm.k)
             if gathered is True:
+                whole = (plan.gemm.m, plan.gemm.k)
                 gathered = torch.empty(whole, dtype=a.dtype, device=a.device)
-            else:
-                validate.on_device("gathered", gathered, world.accelerator.device)
-                validate.output("gathered", gathered, whole, a.dtype)
-            tensors["gathered"] = gathered
-            names.append("gathered")
-        record = world.run(plan, tensors, view=view, trace=trace, wait=wait)
-        return Done(plan, record, {name: tensors[name] for name in names})
+            outputs["gathered"] = gathered
+        record = world.run(plan, {"a": a, "b": b, **outputs}, view=view, trace=trace, wait=wait)
+        return Done(plan, record, outputs)

@@ -65,6 +65,50 @@ def test_wrong_calls_are_refused_by_name() -> None:
             assert part in message, name
 
 
+# One argument of a right call, changed in one thing that the checks look at → the argument named.
+CHANGED: dict[str, tuple[str, object, str]] = {
+    "a, strides": ("a", half(64, 64).t(), "a"),
+    "a, dtype": ("a", half(64, 64).float(), "b.dtype"),
+    "a, shape": ("a", half(64, 56), "b"),
+    "a, device": ("a", half(64, 64).to("meta"), "a.device"),
+    "b, strides": ("b", half(64, 128)[:, ::2], "b"),
+    "b, dtype": ("b", half(64, 64).float(), "b.dtype"),
+    "out, strides": ("out", half(64, 128).t(), "out"),
+    "out, dtype": ("out", half(128, 64).float(), "out"),
+    "out, shape": ("out", half(128, 56), "out"),
+    "out, device": ("out", half(128, 64).to("meta"), "out.device"),
+    "gathered, strides": ("gathered", half(64, 128).t(), "gathered"),
+    "gathered, dtype": ("gathered", half(128, 64).float(), "gathered"),
+    "out_dtype": ("out_dtype", torch.float32, "out"),
+    "chunk": ("chunk", 0, "chunk"),
+}
+
+
+def try_changed() -> dict[str, list[str]]:
+    """The argument that each wrong call names, every time it is made after a right one."""
+    right: dict[str, object] = {
+        "a": half(64, 64), "b": half(64, 64), "out": half(128, 64), "gathered": half(128, 64),
+        "out_dtype": torch.float16, "chunk": 1,
+    }  # fmt: skip
+    found: dict[str, list[str]] = {name: [] for name in CHANGED}
+    for name, (argument, value, _) in CHANGED.items():
+        for _ in range(2):
+            mkernel.all_gather_gemm(**right)  # type: ignore[call-overload]
+            try:
+                mkernel.all_gather_gemm(**{**right, argument: value})  # type: ignore[call-overload]
+                found[name].append("nothing raised")
+            except ArgumentError as error:
+                found[name].append(error.argument)
+    return found
+
+
+@pytest.mark.parametrize("accelerator", ["ascend", "streams"])
+def test_a_call_like_a_right_one_is_refused_each_time(accelerator: str) -> None:
+    named = {name: [argument] * 2 for name, (_, _, argument) in CHANGED.items()}
+    for found in mkernel.launch(try_changed, ranks_per_node=2, accelerator=accelerator):
+        assert found == named
+
+
 def one_rank_wrong() -> str:
     """A rank that refuses its own call leaves; the others learn why."""
     rows = half(64, 64) if mkernel.world().rank else half(64)

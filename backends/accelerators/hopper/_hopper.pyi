@@ -43,6 +43,7 @@ class CallOrder:
 
 class ControlBlock:
     address: int
+    failed: bool
     def __init__(self) -> None: ...
     def abort(self, code: AbortCode) -> None: ...
     def outcome(self) -> tuple[AbortCode, Diagnosis]: ...
@@ -86,6 +87,7 @@ class Collective:
         staging_bytes: int,
         blocks: int = 0,
     ) -> None: ...
+    def of_call(self, number: int) -> Collective: ...
 
 def all_gather_staging(world: int, shard_bytes: int, symmetric: bool) -> int: ...
 def reduce_scatter_staging(world: int, element: Element, part_elements: int) -> int: ...
@@ -117,14 +119,15 @@ class World:
     def __init__(
         self, regions: list[int], rank: int, control: int, timeout_s: float, call: int
     ) -> None: ...
+    def of_call(self, number: int) -> World: ...
 
 class Product:
     def __init__(
         self,
         *,
-        a: int,
-        b: int,
-        out: int,
+        a: int = 0,
+        b: int = 0,
+        out: int = 0,
         bias: int = 0,
         n: int,
         k: int,
@@ -134,6 +137,7 @@ class Product:
         band: int,
         blocks: int = 0,
     ) -> None: ...
+    def of(self, a: int, b: int, out: int) -> Product: ...
 
 class Chunks:
     count: int

@@ -46,8 +46,12 @@ class _Open:
     """What a world has of its device."""
 
     device: int
+    current: torch.cuda.device
+    """Entered around each call to make the device torch's current one; made once."""
     control: _hopper.ControlBlock
     order: _hopper.CallOrder
+    worlds: dict[str, _hopper.World] = field(default_factory=dict)  # as in Lane
+    collectives: dict[str, _hopper.Collective] = field(default_factory=dict)
     used: bool = field(default=False)
 
 
@@ -180,7 +184,9 @@ class HopperAccelerator(AcceleratorBackend):
             )
         torch.empty(1, device="cuda")  # torch's context first
         made = native()
-        self._open = _Open(index, made.ControlBlock(), made.CallOrder(index))
+        self._open = _Open(
+            index, torch.cuda.device(index), made.ControlBlock(), made.CallOrder(index)
+        )
 
     def close(self, timeout_s: float) -> bool:
         """Wait for the device, and let go of it."""
@@ -208,7 +214,7 @@ class HopperAccelerator(AcceleratorBackend):
                     tensor.device,
                     f"cuda:{opened.device}, the device that this rank had when it made the world",
                 )
-        return torch.cuda.device(opened.device)
+        return opened.current
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed memory of the rank's device."""
@@ -234,20 +240,30 @@ class HopperAccelerator(AcceleratorBackend):
         """Queue the call on torch's current stream, after the world's previous one."""
         opened = self._opened()
         opened.used = True
-        stream = torch.cuda.current_stream(opened.device)
+        stream = _current_stream(opened.device)
+        order = opened.order
         events = None
         if call.timed and not torch.cuda.is_current_stream_capturing():
             events = (_timer(), _timer())
-        handle, order = stream.cuda_stream, opened.order
-        order.begin(handle)
+        order.begin(stream)
         if events is not None:
-            events[0].record(stream)
+            events[0].record()
         try:
-            launches.start(call, Lane(opened.device, handle, order, opened.control.address))
+            launches.start(
+                call,
+                Lane(
+                    opened.device,
+                    stream,
+                    order,
+                    opened.control.address,
+                    opened.worlds,
+                    opened.collectives,
+                ),
+            )
         finally:
             if events is not None:
-                events[1].record(stream)
-            number = order.end(handle)
+                events[1].record()
+            number = order.end(stream)
         return HopperLaunch(order, number, events)
 
     def abort(self, code: _runtime.AbortCode) -> None:
@@ -259,10 +275,9 @@ class HopperAccelerator(AcceleratorBackend):
     def failure(self) -> tuple[_runtime.AbortCode, _runtime.Diagnosis] | None:
         """The first time-out that a kernel of this world recorded."""
         opened = self._open
-        if opened is None:
+        if opened is None or not opened.control.failed:
             return None
-        code, who = opened.control.outcome()
-        return None if code == _runtime.AbortCode.none else (code, who)
+        return opened.control.outcome()
 
     def _opened(self) -> _Open:
         if self._open is None:
@@ -274,6 +289,13 @@ class HopperAccelerator(AcceleratorBackend):
 
 def _devices() -> list[_hopper.DeviceInfo]:
     return [device for device in native().devices() if (device.major, device.minor) == ARCHITECTURE]
+
+
+def _current_stream(device: int) -> int:
+    """Handle of torch's current stream."""
+    # As torch's own compiler asks: torch.cuda.current_stream makes an object for it, in 4 us.
+    handle: int = torch._C._cuda_getCurrentRawStream(device)
+    return handle
 
 
 def _timer() -> torch.cuda.Event:

@@ -10,12 +10,13 @@ Addresses must be multiples of 16: tensors that are not go through a copy.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from mkernel.backends.accelerators.hopper import schedule
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.planned import of_plan
 from mkernel.backends.base import Call
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
@@ -67,6 +68,7 @@ def one_node(plan: LaunchPlan) -> int:
     return plan.world_size
 
 
+@of_plan
 def _chunks(plan: LaunchPlan) -> tuple[schedule.GatherSchedule, _hopper.Chunks]:
     made, shape, world = native(), plan.gemm, plan.world_size
     rows = shape.m // world
@@ -83,6 +85,7 @@ def _chunks(plan: LaunchPlan) -> tuple[schedule.GatherSchedule, _hopper.Chunks]:
     return how, made.Chunks(rows, how.chunk_rows, how.push_blocks)
 
 
+@of_plan
 def _reduction(plan: LaunchPlan) -> schedule.ReduceSchedule:
     shape = plan.gemm
     return schedule.reduce(
@@ -237,27 +240,35 @@ def _copy(dst: int, src: int, nbytes: int, lane: Lane) -> None:
 def _product(
     plan: LaunchPlan, a: torch.Tensor, b: torch.Tensor, out: int, tiling: schedule.TilingName
 ) -> _hopper.Product:
+    return _products(plan)[tiling].of(a.data_ptr(), b.data_ptr(), out)
+
+
+@of_plan
+def _products(plan: LaunchPlan) -> dict[schedule.TilingName, _hopper.Product]:
+    """By tiling, of no tensors yet."""
     made = native()
-    product: _hopper.Product = made.Product(
-        a=a.data_ptr(),
-        b=b.data_ptr(),
-        out=out,
-        n=plan.gemm.n,
-        k=plan.gemm.k,
-        half=plan.dtype == "float16",
-        n_major=plan.b_layout == "row",
-        tiling=getattr(made.Tiling, tiling),
-        band=schedule.BAND,
-        blocks=plan.resources.compute_blocks,
-    )
-    return product
+    return {
+        name: made.Product(
+            n=plan.gemm.n,
+            k=plan.gemm.k,
+            half=plan.dtype == "float16",
+            n_major=plan.b_layout == "row",
+            tiling=getattr(made.Tiling, name),
+            band=schedule.BAND,
+            blocks=plan.resources.compute_blocks,
+        )
+        for name in get_args(schedule.TilingName)
+    }
 
 
 def _world(call: Call, lane: Lane) -> _hopper.World:
-    world: _hopper.World = native().World(
-        regions(call), call.rank, lane.control, call.timeout_s, call.number & 0xFFFFFFFF
-    )
-    return world
+    digest = call.plan.digest()
+    known = lane.worlds.get(digest)
+    if known is None:
+        known = lane.worlds[digest] = native().World(
+            regions(call), call.rank, lane.control, call.timeout_s, 0
+        )
+    return known.of_call(call.number & 0xFFFFFFFF)
 
 
 def regions(call: Call) -> list[int]:

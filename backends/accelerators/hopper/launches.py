@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mkernel.backends.accelerators.hopper import gemm, library
 from mkernel.backends.accelerators.hopper.native import native
@@ -19,15 +19,20 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """Where a call goes: a device, a stream of it that comes after the world's previous call, the
-    order that forks a second stream off it, and the address of the rank's HostControl."""
+    order that forks a second stream off it, and the address of the rank's HostControl.
+
+    ``worlds``, ``collectives``: what calls are told of the world, once made, by the plan's digest: a
+    plan has one region in a world.
+    """
 
     device: int
     stream: int
     order: _hopper.CallOrder
     control: int
+    worlds: dict[str, _hopper.World]
+    collectives: dict[str, _hopper.Collective]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 
 from mkernel.backends.accelerators.hopper.gemm import one_node, regions
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.planned import of_plan
 from mkernel.backends.base import Call
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
@@ -59,6 +60,7 @@ def start(call: Call, lane: Lane) -> None:
             _product_then_sum(call, lane)
 
 
+@of_plan
 def one_shot(plan: LaunchPlan) -> bool:
     """Whether an all-reduce sends everything to everyone at once."""
     nbytes = plan.gemm.m * plan.gemm.n * DTYPE_BYTES[paths.partial_dtype(plan.gemm, plan.dtype)]
@@ -143,17 +145,20 @@ def _staging(plan: LaunchPlan) -> int:
     return needed
 
 
+@of_plan
 def _way(plan: LaunchPlan) -> _hopper.Way:
     ways = native().Way
     way: _hopper.Way = ways.one_shot if one_shot(plan) else ways.two_shot
     return way
 
 
+@of_plan
 def _partial(plan: LaunchPlan) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, paths.partial_dtype(plan.gemm, plan.dtype))
     return dtype
 
 
+@of_plan
 def _element(plan: LaunchPlan) -> _hopper.Element:
     """What is added up, by its native name."""
     sent = paths.partial_dtype(plan.gemm, plan.dtype)
@@ -163,13 +168,16 @@ def _element(plan: LaunchPlan) -> _hopper.Element:
 
 
 def _collective(call: Call, lane: Lane) -> _hopper.Collective:
-    made: _hopper.Collective = native().Collective(
-        regions(call),
-        call.rank,
-        lane.control,
-        int(call.timeout_s * 1e9),
-        call.number & 0xFFFFFFFF,
-        0,
-        _staging(call.plan),
-    )
-    return made
+    digest = call.plan.digest()
+    known = lane.collectives.get(digest)
+    if known is None:
+        known = lane.collectives[digest] = native().Collective(
+            regions(call),
+            call.rank,
+            lane.control,
+            int(call.timeout_s * 1e9),
+            0,
+            0,
+            _staging(call.plan),
+        )
+    return known.of_call(call.number & 0xFFFFFFFF)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,7 +102,19 @@ def run(
     symmetric: bool = False,
     offset: int = 0,
 ) -> list[str]:
-    """Names of what rank 1 queues, in order."""
+    """Names of what the last rank queues, in order."""
+    call = last_rank(made, view, gathered=gathered, symmetric=symmetric, offset=offset)
+    queued.clear()
+    order: Any = Order(queued)
+    launches.OPS[made.op].start(call, launches.Lane(0, MAIN, order, 64, {}, {}))
+    assert launches.OPS[made.op].region_bytes(made) >= 1 << 20
+    return list(queued)
+
+
+def last_rank(
+    made: LaunchPlan, view: View, *, gathered: bool, symmetric: bool, offset: int
+) -> Call:
+    """Its call, number 1. ``offset``: of the tensors, in elements."""
     shape, world = made.gemm, made.world_size
     gathers = made.op == "all_gather_gemm"
     scatters = made.op == "gemm_reduce_scatter"
@@ -117,17 +129,12 @@ def run(
     for name, (rows, columns) in sizes.items():
         flat = torch.zeros(rows * columns + 8, dtype=torch.bfloat16)
         tensors[name] = flat[offset : offset + rows * columns].view(rows, columns)
-    call = Call(
+    return Call(
         plan=made, rank=world - 1, tensors=tensors, epoch=1, number=1, pad=0,
         workspace=REGIONS[world - 1], signal_base=0,
         peers={0: PeerMemory(0, REGIONS[0])} if world > 1 else {}, region=0, fifo=0, timeout_s=1.0,
         view=view, symmetric={"out": (1 << 31, 1 << 32)} if symmetric else {},
     )  # fmt: skip
-    queued.clear()
-    lane: Any = SimpleNamespace(device=0, stream=MAIN, order=Order(queued), control=64)
-    launches.OPS[made.op].start(call, lane)
-    assert launches.OPS[made.op].region_bytes(made) >= 1 << 20
-    return list(queued)
 
 
 def test_all_gather_gemm(queued: list[str]) -> None:
@@ -172,3 +179,37 @@ def test_tensors_at_any_element(queued: list[str], op: str) -> None:
 def test_the_planned_chunk_is_one_by_default(queued: list[str]) -> None:
     assert planned("all_gather_gemm", 4096, 256, 2048).rows_per_chunk == 2048
     assert planned("all_gather_gemm", 4096, 256, 2048, chunk=100).rows_per_chunk == 100
+
+
+class Told:
+    """Stands for World and Product: leaves what each call tells them."""
+
+    def __init__(self, left: list[Any]) -> None:
+        self._left = left
+
+    def of_call(self, number: int) -> Told:
+        self._left.append(number)
+        return self
+
+    def of(self, a: int, b: int, out: int) -> Told:
+        self._left.append((a, b, out))
+        return self
+
+
+@pytest.mark.parametrize("op", sorted(launches.OPS))
+def test_each_call_tells_its_own_number_and_tensors(
+    queued: list[str], monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    left: list[Any] = []
+    made: Any = gemm.native()
+    made.World = made.Product = lambda *args, **options: Told(left)
+    monkeypatch.setattr(gemm, "native", lambda: made)
+    plan = planned(op, 640, 256, 256)  # of no other test: what follows from a plan is kept
+    order: Any = Order(queued)
+    lane = launches.Lane(0, MAIN, order, 64, {}, {})
+    for number in (1, 2, (1 << 32) + 3):
+        call = last_rank(plan, "pipelined", gathered=False, symmetric=False, offset=0)
+        addresses = tuple(call.tensors[name].data_ptr() for name in ("a", "b", "out"))
+        left.clear()
+        launches.OPS[op].start(replace(call, number=number), lane)
+        assert set(left) == {number & 0xFFFFFFFF, addresses}

@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from mkernel.backends.accelerators.hopper import launches, library
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.launches import Lane
 from mkernel.backends.base import AcceleratorCapabilities, Call, PeerMemory, View
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import Unsupported
@@ -33,8 +35,21 @@ def bytes_at(address: int, nbytes: int) -> bytes:
     return ctypes.string_at(address, nbytes)
 
 
+@dataclass(frozen=True)
+class Told:
+    """Stands for Collective."""
+
+    rank: int
+    staging_bytes: int
+    number: int
+
+    def of_call(self, number: int) -> Told:
+        return replace(self, number=number)
+
+
 class Fabric:
-    """Stands for ``_hopper`` in all ranks. ``called``: what rank 0 started."""
+    """Stands for ``_hopper`` in all ranks. ``called``: what rank 0 started; ``numbers``: in which
+    call of the world."""
 
     DATA_OFFSET = DATA_OFFSET
     Element = SimpleNamespace(
@@ -48,6 +63,7 @@ class Fabric:
     def __init__(self, world: int) -> None:
         self.world = world
         self.called: list[tuple[Any, ...]] = []
+        self.numbers: list[int] = []
         self._barrier = threading.Barrier(world)
         self._sent: dict[int, bytes] = {}
 
@@ -56,8 +72,8 @@ class Fabric:
         staging: int, staging_bytes: int,
     ) -> Any:  # fmt: skip
         assert bases == [region_of(each) for each in range(self.world)]
-        assert (control, timeout_ns, number, staging) == (64, 1_000_000_000, 3, 0)
-        return SimpleNamespace(rank=rank, staging_bytes=staging_bytes)
+        assert (control, timeout_ns, staging) == (64, 1_000_000_000, 0)
+        return Told(rank, staging_bytes, number)
 
     def all_gather_staging(self, world: int, shard_bytes: int, symmetric: bool) -> int:
         return 0 if symmetric else world * shard_bytes
@@ -110,6 +126,7 @@ class Fabric:
         assert stream == STREAM
         if call.rank == 0:
             self.called.append(tuple(rest))
+            self.numbers.append(call.number)
 
     def _sum(self, rank: int, element: Any, src: int, elements: int) -> torch.Tensor:
         sent, result = (getattr(torch, name) for name in element)
@@ -172,9 +189,14 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
 
 
 def run(
-    made: LaunchPlan, *, view: View = "pipelined", gathered: bool = False, symmetric: bool = False
+    made: LaunchPlan,
+    *,
+    view: View = "pipelined",
+    gathered: bool = False,
+    symmetric: bool = False,
+    numbers: tuple[int, ...] = (3,),
 ) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
-    """Every rank's tensors after a call, and what its ``out`` should be, in float64."""
+    """Every rank's tensors after calls of these numbers, and what its ``out`` should be, in float64."""
     shape, world, dtype = made.gemm, made.world_size, getattr(torch, made.dtype)
     gathers = made.op == "all_gather_gemm"
     scatters = made.op == "gemm_reduce_scatter"
@@ -203,14 +225,16 @@ def run(
     }
 
     def start(rank: int) -> None:
-        call = Call(
-            plan=made, rank=rank, tensors=everyone[rank], epoch=1, number=3, pad=0,
-            workspace=region_of(rank), signal_base=0,
-            peers={p: PeerMemory(0, region_of(p)) for p in range(world) if p != rank},
-            region=0, fifo=0, timeout_s=1.0, view=view, symmetric=shared,
-        )  # fmt: skip
-        lane: Any = SimpleNamespace(device=0, stream=STREAM, order=None, control=64)
-        library.start(call, lane)
+        order: Any = None
+        lane = Lane(0, STREAM, order, 64, {}, {})
+        for number in numbers:
+            call = Call(
+                plan=made, rank=rank, tensors=everyone[rank], epoch=1, number=number, pad=0,
+                workspace=region_of(rank), signal_base=0,
+                peers={p: PeerMemory(0, region_of(p)) for p in range(world) if p != rank},
+                region=0, fifo=0, timeout_s=1.0, view=view, symmetric=shared,
+            )  # fmt: skip
+            library.start(call, lane)
 
     with ThreadPoolExecutor(world) as pool:
         list(pool.map(start, range(world)))
@@ -269,6 +293,14 @@ def test_one_exchange_for_small_sums_and_two_for_large_ones(fabric: Any) -> None
         assert_right(everyone, wanted, "bfloat16")
         ((used, _, symmetric),) = made.called
         assert (used, symmetric) == (way, way == "two_shot")
+
+
+@every_op
+def test_each_call_tells_its_own_number(fabric: Any, op: str) -> None:
+    made = fabric(2)
+    everyone, wanted = run(planned(op, 64, 64, 64, 2), numbers=(3, 4, (1 << 32) + 5))
+    assert_right(everyone, wanted, "bfloat16")
+    assert made.numbers == [3, 4, 5]  # kernels note 32 bits of it
 
 
 @every_op

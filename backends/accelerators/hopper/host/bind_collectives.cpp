@@ -80,7 +80,14 @@ void bind_collectives(py::module_& module) {
     py::enum_<Way>(module, "Way").value("one_shot", Way::one_shot).value("two_shot", Way::two_shot);
     py::class_<Collective>(module, "Collective")
         .def(py::init(&collective), "bases"_a, "rank"_a, "control"_a, "timeout_ns"_a, "number"_a,
-             "staging"_a, "staging_bytes"_a, "blocks"_a = 0);
+             "staging"_a, "staging_bytes"_a, "blocks"_a = 0)
+        .def(
+            "of_call",
+            [](Collective call, std::uint32_t number) {
+                call.patience.call = number;
+                return call;
+            },
+            "number"_a);
 
     module.def("all_gather_staging", &collectives::all_gather_staging, "world"_a, "shard_bytes"_a,
                "symmetric"_a);

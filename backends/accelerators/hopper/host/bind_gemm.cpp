@@ -45,17 +45,27 @@ World world_of(const std::vector<std::uint64_t>& regions, int rank, std::uint64_
     return {regions, rank, control, timeout_s, call};
 }
 
-Product product_of(std::uint64_t a, std::uint64_t b, std::uint64_t out, std::uint64_t bias, int n,
-                   int k, bool half, bool n_major, Tiling tiling, int band, int blocks) {
+// The product of these tensors.
+Product with_tensors(Product product, std::uint64_t a, std::uint64_t b, std::uint64_t out) {
     require_aligned("a", a);
     require_aligned("b", b);
     require_aligned("out", out);
+    product.a = a;
+    product.b = b;
+    product.out = out;
+    return product;
+}
+
+// Of no tensors yet where a, b and out are all 0.
+Product product_of(std::uint64_t a, std::uint64_t b, std::uint64_t out, std::uint64_t bias, int n,
+                   int k, bool half, bool n_major, Tiling tiling, int band, int blocks) {
     // Rows of a, b and out are packed, and each must be as aligned as the first.
     require(n >= 1 && n % 8 == 0, "n", n, "a positive multiple of 8");
     require(k >= 1 && k % 8 == 0, "k", k, "a positive multiple of 8");
     require_positive("band", band);
     require(blocks >= 0, "blocks", blocks, "0 (one a multiprocessor) or more");
-    return {a, b, out, bias, n, k, half, n_major, tiling, band, blocks};
+    const Product planned{0, 0, 0, bias, n, k, half, n_major, tiling, band, blocks};
+    return (a | b | out) == 0 ? planned : with_tensors(planned, a, b, out);
 }
 
 Chunks chunks_of(int rows, int chunk_rows, int push_blocks) {
@@ -99,10 +109,18 @@ void bind_data(py::module_& module) {
         .value("deep", Tiling::deep)
         .value("narrow", Tiling::narrow);
     py::class_<World>(module, "World")
-        .def(py::init(&world_of), "regions"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a);
+        .def(py::init(&world_of), "regions"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a)
+        .def(
+            "of_call",
+            [](World world, std::uint32_t number) {
+                world.call = number;
+                return world;
+            },
+            "number"_a);
     py::class_<Product>(module, "Product")
-        .def(py::init(&product_of), py::kw_only(), "a"_a, "b"_a, "out"_a, "bias"_a = 0, "n"_a,
-             "k"_a, "half"_a, "n_major"_a, "tiling"_a, "band"_a, "blocks"_a = 0);
+        .def(py::init(&product_of), py::kw_only(), "a"_a = 0, "b"_a = 0, "out"_a = 0, "bias"_a = 0,
+             "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a, "band"_a, "blocks"_a = 0)
+        .def("of", &with_tensors, "a"_a, "b"_a, "out"_a);
     py::class_<Chunks>(module, "Chunks")
         .def(py::init(&chunks_of), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0)
         .def_property_readonly("count", &Chunks::count);

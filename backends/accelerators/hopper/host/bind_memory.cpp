@@ -68,6 +68,7 @@ void bind_memory(py::module_& module) {
     py::class_<ControlBlock>(module, "ControlBlock")
         .def(py::init<>())
         .def_property_readonly("address", &ControlBlock::address)
+        .def_property_readonly("failed", &ControlBlock::failed)
         .def("abort", &ControlBlock::abort, py::arg("code"))
         .def("outcome", [](const ControlBlock& control) {
             const auto [code, who] = control.outcome();

@@ -48,9 +48,9 @@ CallOrder::~CallOrder() {
 }
 
 void CallOrder::begin(cudaStream_t stream) {
-    const unsigned long long capture = capture_of(stream);
-    if (capture != 0) {
-        if (capture == capture_) {
+    capturing_ = capture_of(stream);
+    if (capturing_ != 0) {
+        if (capturing_ == capture_) {
             check(cudaStreamWaitEvent(stream, captured_, 0), "cudaStreamWaitEvent");
         }
         return;
@@ -70,10 +70,9 @@ void CallOrder::join(cudaStream_t stream) {
 }
 
 std::uint64_t CallOrder::end(cudaStream_t stream) {
-    const unsigned long long capture = capture_of(stream);
-    if (capture != 0) {
+    if (capturing_ != 0) {
         check(cudaEventRecord(captured_, stream), "cudaEventRecord");
-        capture_ = capture;
+        capture_ = capturing_;
         return 0;
     }
     check(cudaEventRecord(event_of(calls_ + 1), stream), "cudaEventRecord");

@@ -46,6 +46,7 @@ class CallOrder {
     std::array<cudaEvent_t, kEvents> events_{};
     std::uint64_t calls_ = 0;
     cudaStream_t last_stream_ = nullptr;  // of call number `calls_`
+    unsigned long long capturing_ = 0;    // that the call under way is part of; 0: none
     unsigned long long capture_ = 0;      // that `captured_` belongs to; 0: none
 };
 

@@ -26,6 +26,10 @@ class ControlBlock {
     // Every wait of a running kernel ends soon after; those of later launches at once. Any thread.
     void abort(runtime::AbortCode code) const;
 
+    // Whether a kernel recorded a time-out. No more than a read; any thread.
+    [[nodiscard]] bool failed() const {
+        return runtime::abort_code(control_->record) != runtime::AbortCode::none;
+    }
     // The first time-out that a kernel recorded; (none, ...) where none did. Any thread.
     [[nodiscard]] std::pair<runtime::AbortCode, runtime::Diagnosis> outcome() const;
 

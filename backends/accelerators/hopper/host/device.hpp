@@ -50,7 +50,8 @@ class DeviceScope {
   public:
     explicit DeviceScope(int device) {
         check(cudaGetDevice(&before_), "cudaGetDevice");
-        check(cudaSetDevice(device), "cudaSetDevice(" + std::to_string(device) + ")");
+        check(cudaSetDevice(device),
+              [&] { return "cudaSetDevice(" + std::to_string(device) + ")"; });
     }
     ~DeviceScope() { cudaSetDevice(before_); }
     DeviceScope(const DeviceScope&) = delete;

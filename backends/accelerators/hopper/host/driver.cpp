@@ -54,14 +54,12 @@ const Driver& driver() {
     return found;
 }
 
-void check(cudaError_t result, const std::string& call) {
-    if (result == cudaSuccess) return;
+void fail(cudaError_t result, const std::string& call) {
     cudaGetLastError();  // told here; not to be found again by whoever asks next
     throw CudaError(call, result, cudaGetErrorName(result));
 }
 
-void check(CUresult result, const std::string& call) {
-    if (result == CUDA_SUCCESS) return;
+void fail(CUresult result, const std::string& call) {
     const char* name = nullptr;
     if (driver().get_error_name(result, &name) != CUDA_SUCCESS || name == nullptr) {
         name = "unknown error";

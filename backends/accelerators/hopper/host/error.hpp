@@ -6,6 +6,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace mkernel::hopper {
 
@@ -19,9 +20,19 @@ class CudaError : public std::runtime_error {
     int code;
 };
 
-// Throws unless `result` is success. `call`: the function, and what it was asked for where that
-// helps.
-void check(cudaError_t result, const std::string& call);
-void check(CUresult result, const std::string& call);
+// Throw unless `result` is success. `call`: the function, and what it was asked for where that helps;
+// as a callable, it is put into words only where the call failed.
+[[noreturn]] void fail(cudaError_t result, const std::string& call);
+[[noreturn]] void fail(CUresult result, const std::string& call);
+
+template <class Result, class Call>
+void check(Result result, const Call& call) {
+    if (result == Result{}) return;
+    if constexpr (std::is_invocable_v<const Call&>) {
+        fail(result, call());
+    } else {
+        fail(result, call);
+    }
+}
 
 }  // namespace mkernel::hopper

@@ -25,9 +25,11 @@ CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, boo
               reinterpret_cast<void*>(extent.address), sizes, strides, box, steps,
               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-          "cuTensorMapEncodeTiled([" + std::to_string(extent.depth) + ", " +
-              std::to_string(extent.height) + ", " + std::to_string(extent.width) + "] at " +
-              std::to_string(extent.address) + ")");
+          [&] {
+              return "cuTensorMapEncodeTiled([" + std::to_string(extent.depth) + ", " +
+                     std::to_string(extent.height) + ", " + std::to_string(extent.width) + "] at " +
+                     std::to_string(extent.address) + ")";
+          });
     return map;
 }
 

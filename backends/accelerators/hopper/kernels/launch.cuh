@@ -4,26 +4,54 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "backends/accelerators/hopper/tile/block.cuh"
 
 namespace mkernel::hopper {
+
+// What starting a kernel on a device takes, asked of the runtime once.
+class Prepared {
+  public:
+    // `processors`: of the calling thread's device, where `kernel` may use `shared_bytes` from now on.
+    // Any thread.
+    static cudaError_t find(const void* kernel, std::size_t shared_bytes, int& processors) {
+        int device = 0;
+        if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
+        static Prepared known;
+        const std::scoped_lock lock(known.mutex_);
+        const auto [entry, is_new] = known.processors_.try_emplace({kernel, device}, 0);
+        if (is_new) {
+            cudaError_t status =
+                cudaDeviceGetAttribute(&entry->second, cudaDevAttrMultiProcessorCount, device);
+            if (status == cudaSuccess) {
+                status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              static_cast<int>(shared_bytes));
+            }
+            if (status != cudaSuccess) {
+                known.processors_.erase(entry);
+                return status;
+            }
+        }
+        processors = entry->second;
+        return cudaSuccess;
+    }
+
+  private:
+    std::mutex mutex_;
+    std::map<std::pair<const void*, int>, int> processors_;  // by kernel and device
+};
 
 // `tiles`: of all clusters together. `blocks` 0: one an SM. Never more blocks than there is work for;
 // `others` of them, whole clusters, have other work than tiles.
 template <class C, class Args>
 cudaError_t launch_blocks(void (*kernel)(Args), const Args& args, int tiles, int blocks,
                           cudaStream_t stream, int others = 0) {
-    int device = 0;
     int processors = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess) {
-        status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    }
-    if (status == cudaSuccess) {
-        status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(sizeof(Shared<C>)));
-    }
+    const cudaError_t status =
+        Prepared::find(reinterpret_cast<const void*>(kernel), sizeof(Shared<C>), processors);
     if (status != cudaSuccess) return status;
     if (blocks <= 0) blocks = processors;
 
