@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mkernel.conformance.check import Check
 from mkernel.conformance.nic_checks import DATA_CHECKS
+from mkernel.conformance.nic_device_faults import DEVICE_FAULT_CHECKS
 from mkernel.conformance.nic_life_checks import LIFE_CHECKS
 from mkernel.conformance.nic_ranks import NicSubject
 
@@ -14,4 +15,4 @@ def nic_checks(quick: bool = False) -> tuple[Check, ...]:
     """All checks, to run with a :class:`NicSubject`. ``quick`` runs the same ones with less traffic
     (the subject's ``quick`` says so to each)."""
     del quick
-    return (*LIFE_CHECKS[:1], *DATA_CHECKS, *LIFE_CHECKS[1:])
+    return (*LIFE_CHECKS[:1], *DATA_CHECKS, *LIFE_CHECKS[1:], *DEVICE_FAULT_CHECKS)

@@ -171,6 +171,13 @@ def visibility(subject: NicSubject) -> None:
             subject.run(_visibility, 3, puts, settings, environment=environment)
 
 
+def worlds(subject: NicSubject) -> None:
+    """As above, among two to eight processes."""
+    puts = subject.scale(200, 25)
+    for ranks in (8,) if subject.quick else (2, 4, 5, 8):
+        subject.run(_visibility, ranks, puts, {})
+
+
 # ---- sizes and alignment --------------------------------------------------------------------------
 
 
@@ -555,6 +562,7 @@ def _checks() -> Iterable[Check]:
         "when a put's signal is seen, every byte of the put is there",
         visibility,
     )
+    yield Check("worlds", "so it is among eight processes that all put to each other", worlds)
     yield Check("sizes", "a put of any size, 0 included, writes just its bytes", sizes)
     yield Check("alignment", "local and remote offsets need no alignment", alignment)
     yield Check("in-flight", "puts beyond every queue's depth arrive, each once", in_flight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -292,7 +293,7 @@ def close(subject: NicSubject) -> None:
 # ---- what a session leaves and costs --------------------------------------------------------------
 
 
-def _left() -> dict[str, int]:
+def left_behind() -> dict[str, int]:
     """What this process holds that a closed session must not."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
@@ -303,11 +304,23 @@ def _left() -> dict[str, int]:
     }
 
 
-def _use_once(me: Rank, turn: int) -> None:
+def require_nothing_more(before: dict[str, int], since: str) -> None:
+    """CheckFailed where this process holds more than ``before``, soon after all was closed."""
+    gc.collect()  # an error's traceback may be what still holds a session
+    late = deadline(3.0)  # a joined thread leaves /proc a little later
+    while (after := left_behind()) != before and not late():
+        time.sleep(0.02)
+    for what, count in before.items():
+        require(after[what] <= count, f"{after[what] - count} {what} more than before {since}")
+
+
+def use_once(me: Rank, turn: int) -> None:
+    """A world that must work: every rank puts to the next one."""
+    ahead = (me.rank + 1) % me.size
     with me.open(256 * _KIB) as port:
         pattern = Pattern(turn, 100_000)
         port.memory.bytes[:100_000] = pattern.bytes
-        port.session.put(me.peers[0], 0, 0, 128 * _KIB, 100_000, 0, 1)
+        port.session.put(ahead, 0, 0, 128 * _KIB, 100_000, 0, 1)
         port.wait(0, 1, f"session {turn + 1} in one process")
         got = port.memory.bytes[128 * _KIB : 128 * _KIB + 100_000]
         require(bool((got == pattern.bytes).all()), f"session {turn + 1} carries other bytes")
@@ -316,19 +329,12 @@ def _use_once(me: Rank, turn: int) -> None:
 
 def _reopen(me: Rank, turns: int) -> None:
     for turn in range(2):  # what is made once, lazily, is no leak
-        _use_once(me, turn)
+        use_once(me, turn)
     time.sleep(0.1)
-    before = _left()
+    before = left_behind()
     for turn in range(turns):
-        _use_once(me, turn)
-    late = deadline(3.0)  # a joined thread leaves /proc a little later
-    while (after := _left()) != before and not late():
-        time.sleep(0.02)
-    for what, count in before.items():
-        require(
-            after[what] <= count,
-            f"{after[what] - count} {what} more than before {turns} sessions were used and closed",
-        )
+        use_once(me, turn)
+    require_nothing_more(before, f"{turns} sessions were used and closed")
 
 
 def reopen(subject: NicSubject) -> None:

@@ -215,11 +215,17 @@ class NicSubject:
 
     def variants(self) -> tuple[Mapping[str, str], ...]:
         """Environments to repeat the data checks in: the software device can be made to cut puts
-        into many messages and to copy through its rings, which other providers do by themselves."""
+        into many messages, to copy through its rings and to draw another order, which other
+        providers do by themselves."""
         if self.verbs != "soft":
             return ({},)
-        return ({}, {"MKERNEL_SOFTVERBS_MAX_MESSAGE": "4096"}) + (
-            () if self.quick else ({"MKERNEL_SOFTVERBS_BY_REFERENCE": "0"},)
+        seeds = iter(range(self.seed + 1, self.seed + 4))
+        settings = [{}, {"MAX_MESSAGE": "4096"}]
+        if not self.quick:
+            settings.append({"BY_REFERENCE": "0", "RELAXED_ORDERING": "1"})
+        return tuple(
+            {f"MKERNEL_SOFTVERBS_{name}": value for name, value in each.items()}
+            for each in ({"SEED": str(next(seeds)), **chosen} for chosen in settings)
         )
 
     def slow_link(self, latency_s: float) -> Mapping[str, str]:

@@ -20,7 +20,7 @@ CHECKS = {check.name: check for check in nic_checks(quick=True)}
 @pytest.mark.parametrize("name", CHECKS)
 def test_cx7_keeps_its_promises(name: str) -> None:
     result = run_check(CHECKS[name], SUBJECT)
-    assert result.outcome == "passed", result.message
+    assert result.outcome == ("skipped" if name == "device-faults" else "passed"), result.message
 
 
 def test_nothing_here_needed_torch() -> None:

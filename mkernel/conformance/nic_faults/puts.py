@@ -117,6 +117,16 @@ class LocalAligned(Fault):
     session = Broken
 
 
+class PeersOfTwoBits(Fault):
+    """Ranks above 3 are taken for those below."""
+
+    class Broken(Changed):
+        def change(self, put: Put) -> list[Put]:
+            return [(put[0] & 3, *put[1:])]
+
+    session = Broken
+
+
 class LosesPuts(Fault):
     """Every 1000th put is lost."""
 
