@@ -10,7 +10,7 @@ PACKAGE_FILES := $(shell find mkernel backends topology -type f \
 	$(shell find tests/native -type f 2>/dev/null) \
 	pyproject.toml CMakeLists.txt README.md LICENSE
 
-.PHONY: run test test-rxe lint format bench sanitize numbers clean
+.PHONY: run test test-rxe lint format bench sanitize fuzz numbers clean
 
 run: $(VENV)/.installed
 	@mkernel run all_gather_gemm
@@ -34,6 +34,11 @@ sanitize: $(VENV)/.dependencies
 		&& ctest --test-dir build/sanitize-$$which -R '^($(SANITIZED))' --output-on-failure \
 			--no-tests=error --timeout 120 || exit 1; \
 	done
+
+# What reads messages and files from outside, for a few seconds. (Commands and immediates of NICs are
+# fuzzed by native tests.)
+fuzz: $(VENV)/.installed
+	python tests/fuzz/run.py
 
 lint: $(VENV)/.installed
 	ruff check .

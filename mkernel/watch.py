@@ -100,6 +100,19 @@ class Peer:
     host: str
     pid: int
 
+    @classmethod
+    def from_hello(cls, rank: int, hello: Any) -> Peer:
+        """Untrusted: ``hello`` is not what a rank writes."""
+        try:
+            peer = cls(rank, hello["host"], hello["pid"])
+            if not isinstance(peer.host, str) or not isinstance(hello["world"], dict):
+                raise TypeError(f"host {peer.host!r}, world {hello['world']!r}")
+            if not isinstance(peer.pid, int) or not 0 < peer.pid < 1 << 31:
+                raise ValueError(f"pid {peer.pid!r}")
+            return peer
+        except (LookupError, TypeError, ValueError) as error:
+            raise Untrusted(f"a hello of rank {rank} that no rank writes: {error}") from error
+
 
 class Watchdog:
     """Runs until ``stop``. ``on_notice`` is called once, on the watchdog's thread.

@@ -169,11 +169,11 @@ class World:
         hellos = self._bootstrap.collect(
             "hello", range(self.size), timeout_s, lambda missing: self._look_for_abort()
         )
+        peers = {other: Peer.from_hello(other, told) for other, told in hellos.items()}
         for other in range(self.size):
             found = first_difference(hello["world"], hellos[other]["world"], "world")
             if found:
                 raise PlanMismatch((rank, other), found[0], (found[1], found[2]))
-        peers = {r: Peer(r, h["host"], h["pid"]) for r, h in hellos.items()}
         self._check_hosts(peers)
         self._one_host = len({peer.host for peer in peers.values()}) == 1
         self._watchdog = Watchdog(

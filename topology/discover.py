@@ -133,23 +133,26 @@ def _driven(tree: Findings, known: Iterable[Accelerator]) -> Findings:
 
 def _machine(found: Findings, where: str, name: str = "unknown") -> Discovery:
     """``name`` is the host's, where no source knows one. InputFileError where there are more devices
-    than in any machine: a file may hold anything."""
+    than in any machine, or they contradict each other: a file may hold anything."""
     for what, devices, most in (
         ("accelerators", found.accelerators, _MOST_ACCELERATORS),
         ("NICs", found.nics, _MOST_NICS),
     ):
         if len(devices) > most:
             raise InputFileError(f"{where}: {len(devices)} {what}; expected at most {most}")
-    node = Node(
-        id=0,
-        hostname=found.hostname or name,
-        numa=found.numa,
-        accelerators=found.accelerators,
-        nics=found.nics,
-        bridges=found.bridges,
-        fabric=found.fabric,
-        no_p2p=found.no_p2p,
-    )
+    try:
+        node = Node(
+            id=0,
+            hostname=found.hostname or name,
+            numa=found.numa,
+            accelerators=found.accelerators,
+            nics=found.nics,
+            bridges=found.bridges,
+            fabric=found.fabric,
+            no_p2p=found.no_p2p,
+        )
+    except ValidationError as error:
+        raise InputFileError(f"{where}: no such machine: {error.errors()[0]['msg']}") from error
     return Discovery(topology=Topology(nodes=(node,)), notes=found.notes)
 
 

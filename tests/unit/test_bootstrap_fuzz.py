@@ -1,6 +1,6 @@
 """Mutated bootstrap messages: each is taken for what it is or refused by name, never anything else.
 
-Seeded, so that a failure repeats; the messages of ``corpus/bootstrap_messages.jsonl`` come first.
+Seeded, so that a failure repeats; the messages of ``tests/fuzz/corpus/bootstrap`` come first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from mkernel.bootstrap import Bootstrap, Untrusted
 from mkernel.errors import ArgumentError, WorldError
 from mkernel.watch import Notice, Peer, Watchdog
 
-MESSAGES = (Path(__file__).parent / "corpus" / "bootstrap_messages.jsonl").read_text().splitlines()
+CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus" / "bootstrap"
+MESSAGES = [file.read_text().strip() for file in sorted(CORPUS.glob("*.json"))]
 EDGES: list[Any] = [
     *(None, True, "", "left", [], {}, [[]], 0, -1, 1.5, 1e308, 1 << 24, 1 << 32, 1 << 64, 1 << 200),
     *("0" * 5000, "\ud800", "\0", float("nan"), float("inf"), {"": {}}),
@@ -135,6 +136,19 @@ def test_notices_are_errors_or_refused() -> None:
         assert isinstance(notice.error(), WorldError)
         taken += 1
     assert 4 < taken < 20_000
+
+
+def test_hellos_are_peers_or_refused() -> None:
+    taken = 0
+    for value in values(5000, 7):
+        try:
+            peer = Peer.from_hello(1, value)
+        except Untrusted:
+            continue
+        assert isinstance(peer.host, str)
+        assert 0 < peer.pid < 1 << 31
+        taken += 1
+    assert 0 < taken < 5000
 
 
 def test_heartbeats_are_read_or_refused() -> None:

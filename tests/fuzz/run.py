@@ -1,0 +1,99 @@
+"""Fuzzes what reads data from outside, with coverage as feedback (atheris, libFuzzer).
+
+    python tests/fuzz/run.py [--seconds 8] [--keep]
+
+Every target first runs its corpus, then mutations of it. Returns 1 where one raised what it should not,
+hung or grew; says where in build/fuzz the input is. ``--keep`` adds to the corpus what
+reached new code, for a long run by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS = Path(__file__).parent / "corpus"
+FOUND = ROOT / "build" / "fuzz"
+INSTRUMENTED = ["mkernel.bootstrap", "mkernel.watch", "mkernel.topology", "mkernel.backends.nics"]
+TARGETS = ("bootstrap", "topology")
+START_S = 60
+
+
+def fuzz(target: str, arguments: list[str]) -> None:
+    """In this process; does not return. ``arguments``: libFuzzer's."""
+    import atheris
+
+    with atheris.instrument_imports(include=INSTRUMENTED):
+        from targets import TARGETS as functions
+
+    def one(data: bytes) -> None:
+        try:
+            functions[target](data)
+        except BaseException:
+            path = FOUND / f"{target}-{hashlib.sha256(data).hexdigest()[:12]}"
+            path.write_bytes(data)
+            traceback.print_exc()
+            print(f"the input is in {path}", flush=True)
+            os._exit(1)
+
+    atheris.Setup([sys.argv[0], *arguments], one)
+    atheris.Fuzz()
+
+
+def begin(target: str, scratch: Path, seconds: int, keep: bool) -> subprocess.Popen[str]:
+    """A process of its own for a target. ``scratch``: where new inputs go unless they are kept."""
+    scratch.mkdir()
+    folders = [CORPUS / target] if keep else [scratch, CORPUS / target]
+    limits = [f"-max_total_time={seconds}", "-timeout=5", "-rss_limit_mb=2048", "-max_len=16384"]
+    command = [sys.executable, __file__, "--target", target, "--", *limits]
+    return subprocess.Popen(
+        [*command, f"-artifact_prefix={FOUND}/{target}-", *map(str, folders)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def main() -> int:
+    """Run all targets at once."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seconds", type=int, default=8, help="for each target, all at once")
+    parser.add_argument("--keep", action="store_true", help="add to the corpus")
+    parser.add_argument("--target", choices=TARGETS, help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.target:
+        fuzz(chosen.target, chosen.arguments)
+    FOUND.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + chosen.seconds + START_S
+    failed = False
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = {
+            target: begin(target, Path(scratch) / target, chosen.seconds, chosen.keep)
+            for target in TARGETS
+        }
+        try:
+            for target, process in runs.items():
+                said, _ = process.communicate(timeout=deadline - time.monotonic())
+                last = said.strip().splitlines()[-1:]
+                print(f"{target}: {last[0] if last else 'said nothing'}")
+                if process.returncode != 0:
+                    failed = True
+                    print(said[-5000:], f"{target}: exit code {process.returncode}", sep="\n")
+        finally:
+            for process in runs.values():
+                process.kill()
+                process.wait()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
