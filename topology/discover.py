@@ -13,7 +13,18 @@ from mkernel.errors import ArgumentError, InputFileError
 from mkernel.topology.emulate import emulate, replicate
 from mkernel.topology.merge import merge
 from mkernel.topology.model import Accelerator, Model, Nic, Node, Note, Topology
-from mkernel.topology.sources import cpu, hwloc, infiniband, nccl, npu, nvml, pci_tree, verbs, xml
+from mkernel.topology.sources import (
+    cpu,
+    hwloc,
+    infiniband,
+    nccl,
+    npu,
+    nvml,
+    pci,
+    pci_tree,
+    verbs,
+    xml,
+)
 from mkernel.topology.sources.files import read_bytes, read_text
 from mkernel.topology.sources.findings import Findings, Notes
 
@@ -146,7 +157,7 @@ def _machine(found: Findings, where: str, name: str = "unknown") -> Discovery:
             hostname=found.hostname or name,
             numa=found.numa,
             accelerators=found.accelerators,
-            nics=found.nics,
+            nics=tuple(sorted(found.nics, key=_by_address)),
             bridges=found.bridges,
             fabric=found.fabric,
             no_p2p=found.no_p2p,
@@ -154,6 +165,12 @@ def _machine(found: Findings, where: str, name: str = "unknown") -> Discovery:
     except ValidationError as error:
         raise InputFileError(f"{where}: no such machine: {error.errors()[0]['msg']}") from error
     return Discovery(topology=Topology(nodes=(node,)), notes=found.notes)
+
+
+def _by_address(nic: Nic) -> tuple[bool, tuple[int, ...], int]:
+    """Order of NICs, whatever the source's: what is equally near is dealt out in this order. Those
+    that are not on PCI come last."""
+    return nic.pci is None, pci.sort_key(nic.pci) if nic.pci else (), nic.port
 
 
 def _joined(hosts: list[Discovery]) -> Discovery:

@@ -53,13 +53,14 @@ def read(root: Path = Path("/")) -> Findings:
         elif not children(function / "infiniband"):
             nics += [
                 Nic(
-                    id=interface,
+                    id=interface.name,
                     kind="ethernet",
-                    name=interface,
+                    name=interface.name,
                     pci=address,
                     pci_path=path,
                     pcie_gbs=pci.device_gbs(function, idles=False),
                     numa_node=numa,
+                    speed_gbps=_speed(interface),
                 )
                 for interface in _interfaces(function)
             ]
@@ -84,7 +85,13 @@ def _functions(root: Path) -> Iterator[tuple[str, Path]]:
         yield address, found[address]
 
 
-def _interfaces(function: Path) -> list[str]:
-    """Network interfaces; virtio's lie one folder below the function."""
+def _interfaces(function: Path) -> list[Path]:
+    """Folders of network interfaces; virtio's lie one folder below the function."""
     folders = [function, *(each for each in children(function) if each.name.startswith("virtio"))]
-    return [interface.name for folder in folders for interface in children(folder / "net")]
+    return [interface for folder in folders for interface in children(folder / "net")]
+
+
+def _speed(interface: Path) -> float | None:
+    """sysfs says Mb/s, and -1, or nothing at all, where the link is down."""
+    speed = read_int(interface / "speed")
+    return speed / 1000 if speed is not None and speed > 0 else None
