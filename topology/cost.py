@@ -69,6 +69,9 @@ class MachineConstants(Model):
     comm_block_gbs: float = Field(gt=0, description="copy rate of one communication block")
     signal_us: float = Field(ge=0, description="fence and notify after one chunk, by one block")
     launch_us: float = Field(ge=0, description="starting the kernels of one call")
+    copy_engine_gbs: float | None = Field(
+        None, gt=0, description="to one destination, where transfers need no communication block"
+    )
     egress_gbs: float | None = Field(
         None, gt=0, description="what a rank sends to all of its node together; None: a link a peer"
     )

@@ -152,7 +152,10 @@ class Node(Model):
     def _known_ends(self) -> Node:
         known = {a.id for a in self.accelerators}
         for what, ends, legal in (
-            *(("fabric link", link.ends, known | {FABRIC_SWITCH, FABRIC_HOST}) for link in self.fabric),
+            *(
+                ("fabric link", link.ends, known | {FABRIC_SWITCH, FABRIC_HOST})
+                for link in self.fabric
+            ),
             *(("no_p2p pair", pair, known) for pair in self.no_p2p),
         ):
             strangers = [end for end in ends if end not in legal]

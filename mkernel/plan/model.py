@@ -125,6 +125,11 @@ class Prediction(Model):
     )
 
 
+Exchange = Literal["direct", "hierarchical"]
+"""How ranks of different nodes exchange: each pair by itself; or one message a node, between ranks of
+the same local rank, which their neighbours share over the scale-up fabric."""
+
+
 class LaunchPlan(Model):
     """One op, one shape, one world: all decisions. The same object on every rank."""
 
@@ -144,6 +149,7 @@ class LaunchPlan(Model):
     verbs: str | None
     placement: WorldPlacement
     routes: RouteTable
+    exchange: Exchange = "direct"
     chunking: Chunking | None = Field(description="tiles and chunks; None: not cut in tiles")
     rows_per_chunk: int | None = Field(
         None, ge=1, description="rows (positions, tokens) a chunk where backends cut by rows"

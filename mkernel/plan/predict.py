@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from mkernel.plan.model import (
     DTYPE_BYTES,
     Chunking,
@@ -61,30 +63,11 @@ def closed_form(
     pipelined = max(T_c, T_m) + launch, the floor; sequential = T_c + T_m + launch.
     """
     world = len(placement)
-    size = DTYPE_BYTES[dtype]
-    work = payload = 0.0
-    if isinstance(shape, GemmShape):
-        work = 2.0 * shape.m * shape.n * shape.k
-        if op == "all_gather_gemm":
-            payload = shape.m / world * shape.k * size
-        else:
-            payload = shape.m / world * shape.n * size * (2 if op == "gemm_all_reduce" else 1)
-    elif isinstance(shape, MoeShape):
-        rows = shape.tokens * shape.top_k
-        work = 2.0 * rows * shape.hidden * shape.features
-        payload = rows / world * shape.hidden * size
-    elif isinstance(shape, CombineShape):
-        payload = shape.tokens * shape.top_k / world * shape.features * size
-        work = 2.0 * shape.tokens * shape.top_k * shape.features
-    else:
-        own = shape.sequence / world
-        work = 4.0 * shape.batch * shape.heads * own * shape.sequence * shape.head_dim
-        work /= 2 if shape.causal else 1
-        payload = 2.0 * shape.batch * shape.kv_heads * own * shape.head_dim * size
     rate = constants.tflops_per_core(dtype) * resources.compute_blocks * 1e6  # flop a microsecond
-    compute = work / rate
+    compute = work(shape, world) / rate
     comm = 0.0
     if world > 1:
+        payload = sum(payloads(op, shape, dtype, world))
         comm = max(_link_times(payload, placement, routes, resources, constants))
     return Prediction(
         compute_us=compute,
@@ -93,6 +76,44 @@ def closed_form(
         pipelined_us=max(compute, comm) + constants.launch_us,
         constants=constants.name,
     )
+
+
+def work(shape: Shape, world: int) -> float:
+    """Floating-point operations of one rank."""
+    if isinstance(shape, GemmShape):
+        return 2.0 * shape.m * shape.n * shape.k
+    if isinstance(shape, MoeShape):
+        return 2.0 * shape.tokens * shape.top_k * shape.hidden * shape.features
+    if isinstance(shape, CombineShape):
+        return 2.0 * shape.tokens * shape.top_k * shape.features
+    own = shape.sequence / world
+    whole = 4.0 * shape.batch * shape.heads * own * shape.sequence * shape.head_dim
+    return whole / 2 if shape.causal else whole
+
+
+class Payloads(NamedTuple):
+    """Bytes that a rank sends to each other rank: what its work reads (``gather``), partial results
+    (``scatter``), and results (``spread``)."""
+
+    gather: float = 0.0
+    scatter: float = 0.0
+    spread: float = 0.0
+
+
+def payloads(op: OpName, shape: Shape, dtype: DtypeName, world: int) -> Payloads:
+    """What each ordered pair of ranks exchanges; MoE with uniform routing."""
+    size = DTYPE_BYTES[dtype]
+    if isinstance(shape, GemmShape):
+        if op == "all_gather_gemm":
+            return Payloads(gather=shape.m / world * shape.k * size)
+        part = shape.m / world * shape.n * size
+        return Payloads(scatter=part, spread=part if op == "gemm_all_reduce" else 0.0)
+    if isinstance(shape, MoeShape):
+        return Payloads(gather=shape.tokens * shape.top_k / world * shape.hidden * size)
+    if isinstance(shape, CombineShape):
+        return Payloads(gather=shape.tokens * shape.top_k / world * shape.features * size)
+    own = shape.batch * shape.kv_heads * shape.sequence / world * shape.head_dim
+    return Payloads(gather=2.0 * own * size)
 
 
 def all_gather_gemm(

@@ -1,0 +1,253 @@
+"""The messages of one call, as a plan's ranks send them, for a few ranks that stand for all.
+
+Ranks of equal nodes do the same at the same time, since the plan's order is a rotation. So one node
+of each kind is simulated, and a message between two of them stands for all such messages: on the
+sender's links it has the bytes that one node of that kind sends, on the receiver's those that one
+receives. Nodes at neighbouring distances share a message where worlds are large (``steps``); bytes
+and signals stay what they are. In a world whose nodes are all of different kinds nothing is shared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from mkernel.plan.model import Exchange, LaunchPlan
+from mkernel.topology.cost import MachineConstants
+from mkernel.topology.lanes import Lane, Link, capacities, lanes
+from mkernel.topology.routes import Ends
+from mkernel.topology.simulate import Message
+
+MESSAGES = 4_000
+"""About how many messages a simulation may have: what it costs, against how fine it is."""
+
+
+class Step(NamedTuple):
+    """Nodes at distances ``first`` to ``first + size - 1`` in the order; 0 is the own node."""
+
+    first: int
+    size: int
+
+
+class At(NamedTuple):
+    """One of the simulated ranks."""
+
+    site: int
+    local: int
+
+
+class Came(NamedTuple):
+    """Where a message's bytes are in the order of its receiver: the node's step, the source's local
+    rank counted from the own one, and the piece of ``pieces``."""
+
+    step: int
+    turn: int
+    piece: int
+    pieces: int
+
+
+@dataclass
+class Schedule:
+    """Messages of a call, between ranks that stand for all. ``chunks``: of each rank's bytes."""
+
+    plan: LaunchPlan
+    constants: MachineConstants
+    chunks: int
+    detail: int = MESSAGES
+    messages: list[Message] = field(default_factory=list)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The own node, then others: single ones first, then runs that grow up to a limit."""
+        nodes, sites = self.plan.nodes, len(self.plan.placement.sites)
+        pairs = (sites * self.plan.ranks_per_node) ** 2
+        most = max(8, self.detail // pairs)  # steps that the detail allows
+        longest = 1 if nodes <= most or self._explicit else -(-2 * nodes // most)
+        found, at, size = [Step(0, 1)], 1, 1
+        while at < nodes:
+            found.append(Step(at, min(size, nodes - at)))
+            at += size
+            size = min(2 * size, longest)
+        return tuple(found)
+
+    @property
+    def _explicit(self) -> bool:
+        return len(self.plan.placement.sites) == self.plan.nodes
+
+    @cached_property
+    def links(self) -> dict[Link, int]:
+        """Number of every link."""
+        return {link: number for number, link in enumerate(self.rates)}
+
+    @cached_property
+    def rates(self) -> dict[Link, float]:
+        """GB/s of every link. A rank's communication blocks are dealt out evenly to destinations, all
+        other nodes being one; those of one destination count as a link."""
+        found = capacities(list(self._lanes.values()))
+        rate = self._blocks_each * self.constants.comm_block_gbs
+        rate = max(rate, self.constants.copy_engine_gbs or 0.0)
+        turns = (*range(1, self.plan.ranks_per_node), None)
+        for at in self.ranks():
+            found |= {self._blocks(at, turn): rate for turn in turns}
+        return found
+
+    @property
+    def _blocks_each(self) -> float:
+        destinations = self.plan.ranks_per_node - 1 + (self.plan.nodes > 1)
+        return self.plan.resources.comm_blocks / max(1, destinations)
+
+    @cached_property
+    def _lanes(self) -> dict[Ends, tuple[Lane, ...]]:
+        table, placement = self.plan.routes, self.plan.placement
+        return {one.ends: lanes(one, table, placement) for one in table.classes}
+
+    def _blocks(self, at: At, turn: int | None) -> Link:
+        """To the local rank ``turn`` before; None: to other nodes."""
+        seat = self.plan.placement.sites[at.site].seats[at.local]
+        where = "other nodes" if turn is None else f"local rank -{turn}"
+        return Link(at.site, f"{seat.accelerator} blocks to {where}")
+
+    def ranks(self) -> Iterator[At]:
+        """The simulated ranks."""
+        for site in range(len(self.plan.placement.sites)):
+            for local in range(self.plan.ranks_per_node):
+                yield At(site, local)
+
+    def name(self, came: Came) -> str:
+        """For timelines."""
+        step = self.steps[came.step]
+        last = f" to +{step.first + step.size - 1}" if step.size > 1 else ""
+        return f"node +{step.first}{last}, local rank +{came.turn}, part {came.piece}"
+
+    def pieces(self, step: Step) -> int:
+        """Into how many messages a step's bytes are cut: chunks, or as many as the detail allows."""
+        pairs = (len(self.plan.placement.sites) * self.plan.ranks_per_node) ** 2
+        return max(1, min(-(-self.chunks // step.size), self.detail // (4 * pairs)))
+
+    def weights(self, step: Step, src: int, dst: int) -> tuple[float, float]:
+        """How many nodes of site ``dst`` a node of ``src`` sends to in the step, and how many of
+        ``src`` one of ``dst`` receives from."""
+        sites, nodes = self.plan.placement.sites, self.plan.nodes
+        if step.first == 0:
+            return (1.0, 1.0) if src == dst else (0.0, 0.0)
+        if self._explicit:
+            here, there = (sites[site].nodes[0][0] for site in (src, dst))
+            meet = float(step.first <= (here - there) % nodes < step.first + step.size)
+            return meet, meet
+        share = step.size / (nodes - 1)
+        same = src == dst
+        return share * (sites[dst].count - same), share * (sites[src].count - same)
+
+    def exchanges(self, way: int) -> Iterator[tuple[Came, At, At, tuple[float, float]]]:
+        """Every message that direct exchange takes, in the order in which ranks send: its place, both
+        ends, and its weights. ``way``: -1 to the ranks that consume a rank's rows, 1 to those whose
+        rows it consumes."""
+        each = self.plan.ranks_per_node
+        for number, step in enumerate(self.steps):
+            pieces = self.pieces(step)
+            for turn in range(number == 0, each):
+                for piece in range(pieces):
+                    for src in self.ranks():
+                        for site in range(len(self.plan.placement.sites)):
+                            weight = self.weights(step, src.site, site)
+                            if any(weight):
+                                dst = At(site, (src.local + way * turn) % each)
+                                yield Came(number, turn, piece, pieces), src, dst, weight
+
+    def send(
+        self,
+        src: At,
+        dst: At,
+        payload: float,
+        weight: tuple[float, float],
+        came: Came,
+        ready_us: float = 0.0,
+        *,
+        within: bool = False,
+    ) -> Message:
+        """A new message: on either side, the piece's part of ``weight`` times ``payload`` bytes, and
+        its chunks' signals. ``within``: inside the node, whatever the step."""
+        within = within or came.step == 0
+        ends = Ends(src.site, src.local, dst.site, dst.local, within)
+        payload /= came.pieces
+        turn = (src.local - dst.local) % self.plan.ranks_per_node
+        blocks = self._blocks(src, turn if within else None)
+        signals = self.chunks / came.pieces * weight[0] / self._blocks_each
+        start_us = payload * weight[0] / (self.rates[blocks] * 1e3)
+        start_us += signals * self.constants.signal_us
+        times: list[list[tuple[int, float]]] = []
+        for lane in self._lanes[ends]:
+            times.append([(self.links[blocks], start_us * lane.share)])
+            for hop, (link, _) in enumerate(lane.links):
+                size = payload * lane.share * weight[hop >= lane.src_links]
+                times[-1].append((self.links[link], size / (self.rates[link] * 1e3)))
+        latency_us = self.plan.routes.by_ends[ends].latency_us
+        message = Message(self.name(came), times, latency_us, ready_us)
+        self.messages.append(message)
+        return message
+
+    def join(self, messages: Iterable[Message], ready_us: float) -> Message:
+        """The moment at which all of these have arrived, not before ``ready_us``."""
+        moment = Message("all are there", (), 0.0, ready_us)
+        for message in messages:
+            moment.after(message)
+        self.messages.append(moment)
+        return moment
+
+
+Arrivals = dict[tuple[At, Came], list[Message]]
+"""By receiver and place in its order: all that must have arrived."""
+
+
+def gather(
+    made: Schedule, payload: float, exchange: Exchange, after: Mapping[At, Sequence[Message]]
+) -> Arrivals:
+    """Every rank sends the same ``payload`` bytes to all others, in the order in which they consume.
+
+    ``after``: by rank, parts of its bytes in order, each there when that message has arrived; without
+    an entry all is there from the start. Hierarchical: the receiver hands them on to its neighbours.
+    """
+    arrivals: Arrivals = defaultdict(list)
+    for came, src, dst, weight in made.exchanges(-1):
+        within = came.step == 0
+        if exchange == "hierarchical" and not within and came.turn:
+            continue  # comes from the neighbour that this step's turn 0 goes to
+        message = made.send(src, dst, payload, weight, came)
+        if src in after:
+            parts = after[src]
+            message.after(parts[-(-(came.piece + 1) * len(parts) // came.pieces) - 1])
+        arrivals[dst, came].append(message)
+        if exchange == "direct" or within:
+            continue
+        for turn in range(1, made.plan.ranks_per_node):
+            peer = At(dst.site, (dst.local - turn) % made.plan.ranks_per_node)
+            onward = made.send(dst, peer, payload, (weight[1],) * 2, came, within=True)
+            onward.after(message)
+            arrivals[peer, came._replace(turn=turn)].append(onward)
+    return arrivals
+
+
+def scatter(
+    made: Schedule, payload: float, exchange: Exchange, done_us: Mapping[Came, float]
+) -> Arrivals:
+    """Every rank sends each other ``payload`` bytes of partial results, when they are computed.
+
+    Hierarchical: to the neighbour of the owner's local rank, which adds all of its node's up.
+    """
+    arrivals: Arrivals = defaultdict(list)
+    sums: dict[tuple[At, int, int, int], Message] = {}
+    for came, src, dst, weight in made.exchanges(1):
+        ready_us = done_us[came]
+        if exchange == "hierarchical" and came.step and came.turn:
+            adder = At(src.site, dst.local)
+            message = made.send(src, adder, payload, (weight[0],) * 2, came, ready_us, within=True)
+            sums[adder, dst.site, came.step, came.piece].after(message)
+            continue
+        message = made.send(src, dst, payload, weight, came, ready_us)
+        if came.step and not came.turn:
+            sums[src, dst.site, came.step, came.piece] = message
+        arrivals[dst, came].append(message)
+    return arrivals

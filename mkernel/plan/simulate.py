@@ -1,0 +1,242 @@
+"""What a plan's call is predicted to take, by simulating its messages and tiles. Never measured.
+
+Links queue (:mod:`mkernel.topology.simulate`), tiles come in whole waves (:mod:`.waves`), chunks cost
+signals; so contention, order and the size of chunks show, which closed forms leave out. The rates are
+those of the closed forms: where nothing contends, both agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pydantic import Field
+
+from mkernel.plan import waves
+from mkernel.plan.model import AttentionShape, Exchange, GemmShape, LaunchPlan
+from mkernel.plan.predict import payloads
+from mkernel.plan.schedule import MESSAGES, Arrivals, At, Came, Schedule, gather, scatter
+from mkernel.topology.cost import MachineConstants
+from mkernel.topology.model import Model
+from mkernel.topology.simulate import Busy, Message, run
+
+_PARTS = 8
+"""Parts of an owner's sums that AllReduce sends on as soon as they are complete."""
+_PLAIN_TILE = (128, 256)
+_TILES_A_CORE = 16
+"""Of ops that are no GEMM: their work is cut finely and evenly."""
+
+
+class LinkUse(Model):
+    """How busy a link was on each node of a site, in one call."""
+
+    nodes: int = Field(ge=1, description="nodes that have this link, all as busy")
+    site: int = Field(ge=0)
+    name: str
+    gbs: float = Field(gt=0)
+    busy_us: float = Field(ge=0)
+    utilization: float = Field(ge=0, le=1, description="of the call's time")
+
+
+class Simulation(Model):
+    """A simulated call, in microseconds.
+
+    ``floor_us``: no schedule can be faster: the launch, and the longer of the compute and the busiest
+    link. ``exposed_us``: communication that compute does not hide.
+    """
+
+    exchange: Exchange
+    time_us: float = Field(ge=0)
+    compute_us: float = Field(ge=0)
+    communication_us: float = Field(ge=0, description="until the last byte has arrived")
+    exposed_us: float = Field(ge=0)
+    floor_us: float = Field(ge=0)
+    constants: str
+    simulated_ranks: int = Field(ge=1, description="that stand for all of the world's")
+    messages: int = Field(ge=0)
+    links: tuple[LinkUse, ...] = Field(description="busiest first")
+
+
+class Traced(NamedTuple):
+    """A simulation and its timeline: what each link did by link, and each simulated rank's steps as
+    (name, start, end)."""
+
+    result: Simulation
+    schedule: Schedule
+    busy: list[list[Busy]]
+    computed: Mapping[At, list[tuple[str, float, float]]]
+
+
+def simulate(
+    plan: LaunchPlan,
+    constants: MachineConstants,
+    *,
+    exchange: Exchange | None = None,
+    detail: int = MESSAGES,
+) -> Simulation:
+    """The simulated call of a plan; ``exchange`` other than the plan's on request, and about
+    ``detail`` messages."""
+    return trace(plan, constants, exchange=exchange, detail=detail, keep=False).result
+
+
+def trace(
+    plan: LaunchPlan,
+    constants: MachineConstants,
+    *,
+    exchange: Exchange | None = None,
+    detail: int = MESSAGES,
+    keep: bool = True,
+) -> Traced:
+    """As :func:`simulate`, with the timeline where ``keep``."""
+    exchange = exchange or plan.exchange
+    made = Schedule(plan, constants, _chunks(plan), detail)
+    sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size)
+    device = _Device(plan)
+    after: dict[At, Sequence[Message]] = {}
+    arrivals: Arrivals = {}
+    done_us: dict[Came, float] = {}
+    if sent.scatter:
+        done_us = device.without_waiting(made)
+        library = plan.path == "library"
+        arrivals = scatter(
+            made, sent.scatter, exchange,
+            dict.fromkeys(done_us, device.total_us) if library else done_us,
+        )  # fmt: skip
+        if sent.spread:
+            after = {at: _sums(made, at, arrivals, device.total_us) for at in made.ranks()}
+            gather(made, sent.spread, exchange, after)
+    elif sent.gather:
+        arrivals = gather(made, sent.gather, exchange, after)
+    spans: list[list[Busy]] = [[] for _ in made.links]
+    busy = run(made.messages, len(made.links), spans if keep else None)
+    comm_us = max((message.arrived_us for message in made.messages), default=0.0)
+    computed = {at: device.steps(made, at, arrivals, done_us, comm_us) for at in made.ranks()}
+    end_us = max(comm_us, *(own[-1][2] for own in computed.values()))
+    result = Simulation(
+        exchange=exchange,
+        time_us=constants.launch_us + end_us,
+        compute_us=device.total_us,
+        communication_us=comm_us,
+        exposed_us=max(0.0, end_us - device.total_us),
+        floor_us=constants.launch_us + max(device.total_us, *_floors(made.messages, busy)),
+        constants=constants.name,
+        simulated_ranks=len(computed),
+        messages=len(made.messages),
+        links=_uses(made, busy, end_us),
+    )
+    return Traced(result, made, spans, computed)
+
+
+def _floors(messages: Sequence[Message], busy: Sequence[float]) -> list[float]:
+    """Each link's time, and the least latency behind it."""
+    latency = [float("inf")] * len(busy)
+    for message in messages:
+        for lane in message.lanes:
+            for link, _ in lane:
+                latency[link] = min(latency[link], message.latency_us)
+    return [time + least for time, least in zip(busy, latency, strict=True) if time] or [0.0]
+
+
+def _uses(made: Schedule, busy: Sequence[float], end_us: float) -> tuple[LinkUse, ...]:
+    sites = made.plan.placement.sites
+    uses = [
+        LinkUse(
+            nodes=sites[link.site].count,
+            site=link.site,
+            name=link.name,
+            gbs=made.rates[link],
+            busy_us=busy[number],
+            utilization=min(1.0, busy[number] / end_us) if end_us else 0.0,
+        )
+        for link, number in made.links.items()
+    ]
+    return tuple(sorted(uses, key=lambda use: (-use.utilization, use.site, use.name)))
+
+
+def _sums(made: Schedule, at: At, arrivals: Arrivals, computed_us: float) -> list[Message]:
+    """The moments at which parts of a rank's sums are complete; its own terms are computed last."""
+    parts: list[list[Message]] = [[] for _ in range(_PARTS)]
+    for (dst, came), messages in arrivals.items():
+        if dst == at:
+            parts[-(-(came.piece + 1) * _PARTS // came.pieces) - 1] += messages
+    return [made.join(messages, computed_us) for messages in parts]
+
+
+def _chunks(plan: LaunchPlan) -> int:
+    """Of one rank's bytes to another."""
+    if plan.chunking is not None:
+        return plan.chunking.chunks_per_rank
+    if plan.rows_per_chunk is None:
+        return 1
+    shape = plan.shape
+    if isinstance(shape, GemmShape):
+        rows = -(-shape.m // plan.world_size)
+    elif isinstance(shape, AttentionShape):
+        rows = shape.sequence // plan.world_size
+    else:
+        rows = shape.tokens
+    return max(1, -(-rows // plan.rows_per_chunk))
+
+
+class _Device:
+    """The compute of one rank: equal tiles that take the predicted time together, and their order."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self.total_us = plan.prediction.compute_us
+        self.cores = plan.resources.compute_blocks
+        shape, cut = plan.shape, plan.chunking
+        if isinstance(shape, GemmShape):
+            rows, columns = (cut.tile_m, cut.tile_n) if cut else _PLAIN_TILE
+            self.tiles = -(-shape.m // rows) * -(-shape.n // columns)
+        else:
+            self.tiles = self.cores * _TILES_A_CORE
+        self.tile_us = self.total_us / -(-self.tiles // self.cores)
+        self.overlaps = plan.path == "fused"
+        self._world = plan.world_size
+
+    def _ends(self, steps: Sequence[tuple[float, float]]) -> list[float]:
+        return list(waves.ends_us(steps, tiles=self.tiles, tile_us=self.tile_us, cores=self.cores))
+
+    def _places(self, made: Schedule) -> list[tuple[Came, float]]:
+        """Pieces of other ranks in order, each with its share of a rank's work."""
+        return [
+            (Came(number, turn, piece, pieces), step.size / self._world / pieces)
+            for number, step in enumerate(made.steps)
+            for pieces in (made.pieces(step),)
+            for turn in range(number == 0, made.plan.ranks_per_node)
+            for piece in range(pieces)
+        ]
+
+    def without_waiting(self, made: Schedule) -> dict[Came, float]:
+        """When the pieces for other ranks are computed; the own one comes last."""
+        places = self._places(made)
+        ends = self._ends([*((share, 0.0) for _, share in places), (1 / self._world, 0.0)])
+        return {came: end for (came, _), end in zip(places, ends, strict=False)}
+
+    def steps(
+        self,
+        made: Schedule,
+        at: At,
+        arrivals: Arrivals,
+        done_us: Mapping[Came, float],
+        comm_us: float,
+    ) -> list[tuple[str, float, float]]:
+        """(name, start, end) of what a rank computes, in order."""
+        places = self._places(made)
+        names = [made.name(came) for came, _ in places]
+        if done_us:
+            ends = [*done_us.values(), self.total_us]
+            names.append("own")
+        else:
+            there = [
+                max((one.arrived_us for one in arrivals.get((at, came), ())), default=0.0)
+                if self.overlaps
+                else comm_us
+                for came, _ in places
+            ]
+            own = 0.0 if self.overlaps else comm_us
+            shares = [(share, ready) for (_, share), ready in zip(places, there, strict=True)]
+            ends = self._ends([(1 / self._world, own), *shares])
+            names.insert(0, "own")
+        starts = [0.0, *ends[:-1]]
+        return list(zip(names, starts, ends, strict=True))
