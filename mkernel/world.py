@@ -758,5 +758,7 @@ class World:
 
 def _key(plan: LaunchPlan, placed: Mapping[str, tuple[int, int]]) -> str:
     """What all ranks must share of a call: the plan, and where its symmetric tensors lie."""
+    if not placed:
+        return plan.digest()
     places = "".join(f" {name}@{number}+{offset}" for name, (number, offset) in placed.items())
     return plan.digest() + places

@@ -238,6 +238,22 @@ def test_outside_of_a_world_nothing_is_there() -> None:
         backend.launch(Call.__new__(Call))
 
 
+def test_a_failure_is_what_the_kernels_recorded() -> None:
+    class Control:
+        failed = False
+
+        def outcome(self) -> tuple[_runtime.AbortCode, _runtime.Diagnosis]:
+            assert self.failed, "costs more than a read"
+            return _runtime.AbortCode.timeout, who
+
+    who, control = _runtime.Diagnosis(), Control()
+    backend: Any = HopperAccelerator()
+    backend._open = SimpleNamespace(control=control)
+    assert backend.failure() is None
+    control.failed = True
+    assert backend.failure() == (_runtime.AbortCode.timeout, who)
+
+
 def test_a_launch_is_waited_for_until_the_device_is_past_it() -> None:
     class Order:
         looks = 0
