@@ -1,6 +1,6 @@
 // Fuzzes what decodes commands: the FIFO's slots, and the NIC's look at a command before it touches
 // memory. Seeded mutations of a corpus; no coverage feedback, so it runs with any compiler.
-// Usage: fuzz_put LIBRARY CORPUS [seconds [seed]]
+// Usage: fuzz_put LIBRARY CORPUS cx7|efa [seconds [seed]]
 //
 // Slots: whatever lies in a ring, pop gives exactly the commands that were pushed, in order.
 // Commands: what an oracle of our own, in 128-bit numbers, calls sound arrives with its bytes and
@@ -12,13 +12,15 @@
 #include <cstring>
 #include <fstream>
 #include <iostream>
+#include <memory>
 #include <optional>
 #include <random>
 #include <sstream>
 #include <vector>
 
-#include "backends/nics/cx7/immediate.hpp"
+#include "backends/nics/efa/srd_nic.hpp"
 #include "pair.hpp"
+#include "setting.hpp"
 
 using namespace mkernel::nics;
 using mkernel::runtime::monotonic_ns;
@@ -118,10 +120,10 @@ PutCommand mutated(PutCommand c, Random& random) {
 }
 
 // Whether the NIC must take it.
-bool sound(const PutCommand& c) {
+bool sound(const PutCommand& c, const Capabilities& nic) {
     if (c.peer != 1) return false;
     if (c.signal != PutCommand::kNoSignal &&
-        (c.signal > cx7::kMaxSignal || c.value > cx7::kMaxValue)) {
+        (c.signal > nic.max_signal || c.value > nic.max_value)) {
         return false;
     }
     if (c.bytes == 0) return true;
@@ -145,14 +147,21 @@ struct Sink final : SignalSink {
     std::uint32_t last = 0;
 };
 
+std::unique_ptr<Nic> open(const std::string& nic, const std::string& library) {
+    auto verbs = verbs::Verbs::load(library);
+    if (nic == "cx7") return std::make_unique<cx7::RcNic>(verbs, "soft0", cx7::Options{});
+    if (nic != "efa") throw std::runtime_error("no NIC " + nic + "; cx7 or efa");
+    return std::make_unique<efa::SrdNic>(verbs, library, "soft0", verbs::DeviceOptions{});
+}
+
 // Two NICs, driven by this thread in place of their proxies. All regions of a side lie in one
 // buffer with guards between them.
 class World {
   public:
-    explicit World(const std::string& library)
-        : verbs_(verbs::Verbs::load(library)),
-          from_(verbs_, "soft0", {}),
-          to_(verbs_, "soft0", {}),
+    World(const std::string& nic, const std::string& library)
+        : from_owner_(open(nic, library)),
+          to_owner_(open(nic, library)),
+          limits_(from_.capabilities()),
           source_(kBytes),
           target_(kBytes),
           expected_(kBytes) {
@@ -174,6 +183,8 @@ class World {
         }
     }
 
+    const Capabilities& limits() const { return limits_; }
+
     // What is wrong, or nothing. `broken`: the world is used up.
     std::optional<std::string> put(const PutCommand& c, bool& broken) {
         PutCursor cursor;
@@ -189,7 +200,7 @@ class World {
             result = from_.put(c, cursor);
         }
         broken = result == PutResult::failed;
-        if (sound(c) == broken) return broken ? "refused" : "taken";
+        if (sound(c, limits_) == broken) return broken ? "refused" : "taken";
         if (broken) {
             if (from_.failure()->status != "INVALID_PUT") return "failed otherwise";
             return compare();
@@ -223,9 +234,11 @@ class World {
         return "leaves other bytes at the peer";
     }
 
-    std::shared_ptr<const verbs::Verbs> verbs_;
-    cx7::RcNic from_;
-    cx7::RcNic to_;
+    std::unique_ptr<Nic> from_owner_;
+    std::unique_ptr<Nic> to_owner_;
+    Nic& from_ = *from_owner_;
+    Nic& to_ = *to_owner_;
+    Capabilities limits_;
     testing::Memory source_;
     testing::Memory target_;
     std::vector<std::byte> expected_;
@@ -270,11 +283,12 @@ std::optional<std::string> fuzz_ring(const std::vector<PutCommand>& corpus, Rand
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc < 3) return std::cerr << "usage: fuzz_put LIBRARY CORPUS [seconds [seed]]\n", 2;
+    if (argc < 4)
+        return std::cerr << "usage: fuzz_put LIBRARY CORPUS cx7|efa [seconds [seed]]\n", 2;
     const auto corpus = read_corpus(argv[2]);
-    const double seconds = argc > 3 ? std::strtod(argv[3], nullptr) : 5;
+    const double seconds = argc > 4 ? std::strtod(argv[4], nullptr) : 5;
     const std::uint64_t seed =
-        argc > 4 ? std::strtoull(argv[4], nullptr, 10) : std::random_device{}();
+        argc > 5 ? std::strtoull(argv[5], nullptr, 10) : std::random_device{}();
     Random random(seed);
     const std::uint64_t end = monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9);
     std::uint64_t taken = 0;
@@ -282,11 +296,16 @@ int main(int argc, char** argv) {
     std::optional<World> world;
     // The corpus itself first.
     for (std::uint64_t n = 0; n < corpus.size() || monotonic_ns() < end; ++n) {
-        if (!world) world.emplace(argv[1]);
+        if (!world) {
+            // Every other world cuts puts into many messages.
+            const testing::Setting message("MKERNEL_SOFTVERBS_MAX_MESSAGE",
+                                           random() % 2 != 0 ? "4096" : "1048576");
+            world.emplace(argv[3], argv[1]);
+        }
         PutCommand c = corpus[n < corpus.size() ? n : random() % corpus.size()];
         if (n >= corpus.size()) c = mutated(c, random);
         // A refusal costs a new pair of NICs: most of the time goes to what is taken.
-        if (n >= corpus.size() && !sound(c) && random() % 16 != 0) continue;
+        if (n >= corpus.size() && !sound(c, world->limits()) && random() % 16 != 0) continue;
         bool broken = false;
         auto wrong = world->put(c, broken);
         if (wrong) wrong = "the command " + text(c) + " " + *wrong;
