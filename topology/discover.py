@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -30,10 +31,12 @@ from mkernel.topology.sources.findings import Findings, Notes
 
 __all__ = ["Discovery", "discover", "emulate", "load", "read", "replicate"]
 
+_Sized = TypeVar("_Sized", Findings, Node)
+
 _REAL_ROOT = Path("/")
 _MOST_BYTES = 64 << 20
 _MOST_ACCELERATORS, _MOST_NICS = 256, 1024
-"""Of one machine. What is made of every pair of devices stays small so."""
+"""Of one machine, so that what is made of every pair of devices stays small."""
 
 
 class Discovery(Model):
@@ -70,7 +73,7 @@ def discover(
     if root == _REAL_ROOT:
         tree = _driven(tree, merge(sources).accelerators)
     sources += [tree, Findings("NIC backends", nics=tuple(nics))]
-    return _machine(merge(sources), str(root))
+    return _machine(sources, str(root))
 
 
 def read(*paths: Path) -> Discovery:
@@ -90,8 +93,8 @@ def read(*paths: Path) -> Discovery:
     found = [_file(path) for path in paths]
     if len(found) == 1:
         return found[0]
-    whole = merge(_findings(path, one) for path, one in zip(paths, found, strict=True))
-    return _machine(whole, " and ".join(map(str, paths)))
+    sources = [_findings(path, one) for path, one in zip(paths, found, strict=True)]
+    return _machine(sources, " and ".join(map(str, paths)))
 
 
 def _findings(path: Path, found: Discovery) -> Findings:
@@ -104,20 +107,20 @@ def _findings(path: Path, found: Discovery) -> Findings:
 
 
 def _file(path: Path) -> Discovery:
-    text = read_bytes(path, _MOST_BYTES)
+    text, where = read_bytes(path, _MOST_BYTES), f"topology file {path}"
     if not xml.is_xml(text):
         plain = text.decode("utf-8", errors="replace")
         if npu.is_text(plain):
-            return _machine(merge([npu.parse(plain)]), str(path), path.stem)
+            return _machine([npu.parse(plain)], where, path.stem)
         return _from_json(text, path)
     root = xml.parse(text, path)
     if root.tag == nccl.ROOT:
         hosts = nccl.read(root, path)
-        return _joined([_machine(merge([host]), str(path), path.stem) for host in hosts])
+        return _joined([_machine([host], where, path.stem) for host in hosts])
     if root.tag == hwloc.ROOT:
-        return _machine(merge([hwloc.read(root, path)]), str(path), path.stem)
+        return _machine([hwloc.read(root, path)], where, path.stem)
     raise InputFileError(
-        f"topology file {path}: its root element is <{root.tag[:40]}>; expected <{nccl.ROOT}> "
+        f"{where}: its root element is <{root.tag[:40]}>; expected <{nccl.ROOT}> "
         f"(NCCL) or <{hwloc.ROOT}> (hwloc)"
     )
 
@@ -142,15 +145,10 @@ def _driven(tree: Findings, known: Iterable[Accelerator]) -> Findings:
     )
 
 
-def _machine(found: Findings, where: str, name: str = "unknown") -> Discovery:
+def _machine(sources: Iterable[Findings], where: str, name: str = "unknown") -> Discovery:
     """``name`` is the host's, where no source knows one. InputFileError where there are more devices
     than in any machine, or they contradict each other: a file may hold anything."""
-    for what, devices, most in (
-        ("accelerators", found.accelerators, _MOST_ACCELERATORS),
-        ("NICs", found.nics, _MOST_NICS),
-    ):
-        if len(devices) > most:
-            raise InputFileError(f"{where}: {len(devices)} {what}; expected at most {most}")
+    found = merge(_limited(source, where) for source in sources)
     try:
         node = Node(
             id=0,
@@ -165,6 +163,17 @@ def _machine(found: Findings, where: str, name: str = "unknown") -> Discovery:
     except ValidationError as error:
         raise InputFileError(f"{where}: no such machine: {error.errors()[0]['msg']}") from error
     return Discovery(topology=Topology(nodes=(node,)), notes=found.notes)
+
+
+def _limited(found: _Sized, where: str) -> _Sized:
+    """The same. InputFileError where it has more devices than any machine."""
+    for what, devices, most in (
+        ("accelerators", found.accelerators, _MOST_ACCELERATORS),
+        ("NICs", found.nics, _MOST_NICS),
+    ):
+        if len(devices) > most:
+            raise InputFileError(f"{where}: {len(devices)} {what}; expected at most {most}")
+    return found
 
 
 def _by_address(nic: Nic) -> tuple[bool, tuple[int, ...], int]:
@@ -194,8 +203,11 @@ def _from_json(text: bytes, path: Path) -> Discovery:
     if isinstance(data, dict) and "topology" in data:
         data = data["topology"]
     try:
-        return Discovery(topology=Topology.model_validate_json(json.dumps(data)))
+        topology = Topology.model_validate_json(json.dumps(data))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise InputFileError(f"topology file {path}: {where}: {first['msg']}") from error
+    for node in topology.nodes:
+        _limited(node, f"topology file {path}, node {node.id}")
+    return Discovery(topology=topology)

@@ -32,7 +32,8 @@ _CHIP = re.compile(r"\d{1,4}(?:\s+(\d{1,4}))?")
 
 def is_text(text: str) -> bool:
     """Whether a text is what ``npu-smi info -t topo`` prints."""
-    return any(_header(line.split()) for line in text.splitlines()[:_MOST_NPUS])
+    lines = text.splitlines()[:_MOST_NPUS]
+    return any(_header(line.split()) for line in lines) and bool(parse(text).accelerators)
 
 
 def read(numa: Sequence[NumaNode] = ()) -> Findings:

@@ -14,9 +14,9 @@ from xml.parsers import expat
 
 from mkernel.errors import InputFileError
 
-MOST_ELEMENTS = 200_000
+MOST_ELEMENTS = 50_000
 MOST_DEPTH = 200
-"""The largest machines' files have some MB, 20,000 elements and 30 levels."""
+"""The largest machines' files have some 10,000 elements and 30 levels."""
 
 
 @dataclass

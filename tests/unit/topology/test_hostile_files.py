@@ -1,0 +1,179 @@
+"""Files that are made to hurt are refused by name: in little time, in little memory, for a reason."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import dgx, hwloc_xml, nccl_xml
+from sysfs_tree import SysfsTree
+
+from mkernel.errors import InputFileError
+from mkernel.topology.discover import discover, read
+
+MOST_SECONDS = 20.0
+MOST_BYTES = 400 << 20
+
+LAUGHS = "".join(f'<!ENTITY l{i + 1} "{f"&l{i};" * 10}">' for i in range(12))
+SYSTEM = '<system version="1"><cpu numaid="0">{}</cpu></system>'
+MACHINE = '<topology version="2.0"><object type="Machine" nodeset="0x1">{}</object></topology>'
+
+
+@pytest.fixture(autouse=True)
+def bounded() -> Iterator[None]:
+    """Whatever a test of this module does takes little time and memory."""
+    tracemalloc.start()
+    began = time.monotonic()
+    yield
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < MOST_BYTES
+    assert time.monotonic() - began < MOST_SECONDS
+
+
+def refused(tmp_path: Path, content: str | bytes) -> str:
+    file = tmp_path / "hostile"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputFileError) as error:
+        read(file)
+    assert str(file) in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        f'<!ENTITY l0 "ha">{LAUGHS}',
+        '<!ENTITY l12 SYSTEM "file:///etc/passwd">',
+        '<!ENTITY l12 SYSTEM "http://127.0.0.1:9/x">',
+        "<!ENTITY % p \"<!ENTITY l12 'x'>\">%p;",
+    ],
+)
+def test_entities_are_refused(tmp_path: Path, declared: str) -> None:
+    text = f'<?xml version="1.0"?><!DOCTYPE system [{declared}]>{SYSTEM.format("&l12;")}'
+    assert "is declared; no topology needs one" in refused(tmp_path, text)
+
+
+def test_a_document_type_from_elsewhere_is_never_opened(tmp_path: Path) -> None:
+    """hwloc's own files name one; it must be allowed, and left alone."""
+    for name in ("hwloc2.dtd", "/etc/passwd", "http://127.0.0.1:9/x.dtd"):
+        file = tmp_path / "m.xml"
+        file.write_text(f'<!DOCTYPE topology SYSTEM "{name}">' + hwloc_xml(dgx()))
+        assert len(read(file).topology.nodes[0].accelerators) == 8
+
+
+@pytest.mark.parametrize("start", [b"<system>", b'{"nodes": [', b""])
+def test_100_mb_are_refused_unparsed(tmp_path: Path, start: bytes) -> None:
+    file = tmp_path / "hostile"
+    with file.open("wb") as out:
+        out.write(start)
+        out.truncate(100_000_000)
+    with pytest.raises(InputFileError, match=r"hostile is larger than 64 MiB"):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<system>" + "<cpu>" * 100_000,
+        SYSTEM.format("<pci>" * 100_000 + "</pci>" * 100_000),
+        MACHINE.format('<object type="Bridge">' * 5_000 + "</object>" * 5_000),
+    ],
+)
+def test_deep_nesting_is_refused(tmp_path: Path, text: str) -> None:
+    assert "more than 200 elements inside each other" in refused(tmp_path, text)
+
+
+def test_too_many_elements_are_refused(tmp_path: Path) -> None:
+    assert "more than 50000 elements" in refused(tmp_path, SYSTEM.format("<x/>" * 1_000_000))
+
+
+@pytest.mark.parametrize(
+    ("code", "what"), [("0x030200", "accelerators"), ("0x020700", "NICs")], ids=["gpu", "nic"]
+)
+def test_more_devices_than_any_machine_has_are_refused(
+    tmp_path: Path, code: str, what: str
+) -> None:
+    functions = "".join(f'<pci busid="{n:05x}:00:00.0" class="{code}"/>' for n in range(5_000))
+    assert f"5000 {what}; expected at most" in refused(tmp_path, SYSTEM.format(functions))
+
+
+def test_many_bridges_are_survived(tmp_path: Path) -> None:
+    bridges = "".join(f'<pci busid="{n:05x}:00:00.0" class="0x060400"/>' for n in range(20_000))
+    file = tmp_path / "m.xml"
+    file.write_text(SYSTEM.format(bridges))
+    assert len(read(file).topology.nodes[0].bridges) == 20_000
+
+
+def test_a_device_inside_itself_is_refused(tmp_path: Path) -> None:
+    inside = '<pci busid="01:00.0" class="0x060400">{}</pci>'
+    text = SYSTEM.format(inside.format(inside.format("")))
+    assert "0000:01:00.0 occurs twice" in refused(tmp_path, text)
+
+
+def test_sysfs_links_in_circles_end(tmp_path: Path) -> None:
+    tree = SysfsTree(tmp_path)
+    function = tree.pci("pci0000:00/0000:00:01.0/0000:01:00.0", class_="0x020700\n")
+    tree.rdma("mlx5_0", function)
+    (function / "virtio0").symlink_to(function.parent)
+    (function / "net").symlink_to(function)
+    entries = tmp_path / "sys/bus/pci/devices"
+    (entries / "0000:02:00.0").symlink_to("0000:03:00.0")
+    (entries / "0000:03:00.0").symlink_to("0000:02:00.0")
+    node = discover(tmp_path).topology.nodes[0]
+    assert [nic.id for nic in node.nics] == ["mlx5_0"]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("<system>", "not XML"),
+        ("<system><cpu></system>", "not XML"),
+        ("<nonsense/>", "its root element is <nonsense>"),
+        (b"<system>\xff\xfe</system>", "not XML"),
+        (b"<?xml version='1.0' encoding='none-such'?><system/>", "not XML"),
+        (b"\xff\xfe<\x00s\x00", "not JSON"),
+        ("<", "not XML"),
+        ("", "not JSON"),
+        ("NPU0 NPU1\nNPU7", "not JSON"),
+        ('{"nodes": [{"id": 0}]}', "nodes.0.hostname"),
+        ('{"topology": 7}', "the file"),
+    ],
+)
+def test_what_is_no_topology_is_named(tmp_path: Path, content: str | bytes, named: str) -> None:
+    assert named in refused(tmp_path, content)
+
+
+def test_json_with_too_many_devices_is_refused(tmp_path: Path) -> None:
+    gpus = [{"id": f"g{i}", "kind": "cuda", "name": "g", "index": i} for i in range(2000)]
+    node = {"id": 0, "hostname": "h", "numa": [], "accelerators": gpus}
+    assert "2000 accelerators" in refused(tmp_path, json.dumps({"nodes": [node]}))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([nccl_xml(dgx()), hwloc_xml(dgx())]),
+    st.floats(0, 1),
+    st.integers(0, 200),
+    st.sampled_from(["", "0", "-1", "9" * 20, '"', "<pci/>", "\x00", "&#0;"]) | st.text(max_size=8),
+)
+def test_a_damaged_file_is_read_or_refused_and_never_crashes(
+    text: str, where: float, cut: int, instead: str
+) -> None:
+    start = int(where * len(text))
+    damaged = text[:start] + instead + text[start + cut :]
+    with NamedTemporaryFile() as file:
+        file.write(damaged.encode("utf-8", errors="surrogatepass"))
+        file.flush()
+        try:
+            found = read(Path(file.name))
+        except InputFileError:
+            return
+        assert found.topology.nodes

@@ -1,0 +1,156 @@
+"""What hwloc's files say beyond a tree of devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mkernel.errors import InputFileError
+from mkernel.topology.discover import Discovery, read
+
+HOST = '<object type="Bridge" bridge_type="0-1" bridge_pci="0000:[00-ff]">{}</object>'
+
+
+def found(tmp_path: Path, inside: str, version: str = 'version="2.0"') -> Discovery:
+    file = tmp_path / "machine.xml"
+    file.write_text(
+        f'<!DOCTYPE topology SYSTEM "hwloc2.dtd"><topology {version}>'
+        f'<object type="Machine" nodeset="0x1">{inside}</object></topology>'
+    )
+    return read(file)
+
+
+def function(bus: str, ids: str, *system: str, infos: str = "") -> str:
+    inside = "".join(f'<object type="OSDev" {text}</object>' for text in system)
+    return (
+        f'<object type="PCIDev" pci_busid="{bus}" pci_type="{ids} [0000:0000] 00" '
+        f'pci_link_speed="0.000000">{infos}{inside}</object>'
+    )
+
+
+def rdma(name: str, infos: str = "") -> str:
+    return f'name="{name}" osdev_type="3">{infos}'
+
+
+def net(name: str) -> str:
+    return f'name="{name}" osdev_type="2">'
+
+
+def test_a_card_is_rdma_where_the_system_has_such_a_device(tmp_path: Path) -> None:
+    with_rdma = function("01:00.0", "0200 [15b3:1021]", rdma("mlx5_0"), net("ens1"))
+    without = function("02:00.0", "0200 [15b3:1021]", net("ens2"))
+    unseen = function("03:00.0", "0200 [15b3:1021]")
+    nics = found(tmp_path, HOST.format(with_rdma + without + unseen)).topology.nodes[0].nics
+    assert [(n.id, n.kind, n.pci) for n in nics] == [
+        ("mlx5_0", "cx", "0000:01:00.0"),
+        ("ens2", "ethernet", "0000:02:00.0"),
+        ("0000:03:00.0", "cx", "0000:03:00.0"),
+    ]
+
+
+def test_ports_with_their_state(tmp_path: Path) -> None:
+    infos = '<info name="Port1State" value="4"/><info name="Port2State" value="1"/>'
+    card = function("01:00.0", "0207 [15b3:1021]", rdma("mlx5_0", infos))
+    nics = found(tmp_path, HOST.format(card)).topology.nodes[0].nics
+    assert [(n.id, n.port, n.active) for n in nics] == [
+        ("mlx5_0:1", 1, True),
+        ("mlx5_0:2", 2, False),
+    ]
+
+
+def test_an_rdma_device_without_pci(tmp_path: Path) -> None:
+    (nic,) = found(tmp_path, f'<object type="OSDev" {rdma("rxe0")}</object>').topology.nodes[0].nics
+    assert (nic.id, nic.kind, nic.pci, nic.numa_node) == ("rxe0", "infiniband", None, 0)
+
+
+def test_names_numbers_and_hosts(tmp_path: Path) -> None:
+    infos = '<info name="PCIDevice" value="GA100"/>'
+    gpus = [
+        function("02:00.0", "0302 [10de:20b0]", 'name="nvml0" osdev_type="1">', infos=infos),
+        function("01:00.0", "0302 [10de:20b0]", 'name="nvml1" osdev_type="1">'),
+    ]
+    hosted = '<info name="HostName" value="node-a"/>' + HOST.format("".join(gpus))
+    seen = found(tmp_path, hosted)
+    (node,) = seen.topology.nodes
+    assert node.hostname == "node-a"
+    assert [(a.id, a.pci, a.name) for a in node.accelerators] == [
+        ("cuda0", "0000:02:00.0", "GA100"),
+        ("cuda1", "0000:01:00.0", "10de:20b0"),
+    ]
+    assert "links between accelerators" in seen.notes[0].message
+
+
+def test_consoles_and_disks_are_neither(tmp_path: Path) -> None:
+    inside = function("01:00.0", "0300 [1d0f:1111]") + function("02:00.0", "0108 [1d0f:8061]")
+    (node,) = found(tmp_path, HOST.format(inside)).topology.nodes
+    assert (node.accelerators, node.nics) == ((), ())
+
+
+def test_an_npu_and_an_amd_gpu(tmp_path: Path) -> None:
+    inside = function("01:00.0", "1200 [19e5:d802]") + function("02:00.0", "0380 [1002:74a1]")
+    (node,) = found(tmp_path, HOST.format(inside)).topology.nodes
+    assert [(a.kind, a.pci) for a in node.accelerators] == [
+        ("ascend", "0000:01:00.0"),
+        ("rocm", "0000:02:00.0"),
+    ]
+
+
+def test_bridges_without_range_or_type_are_survived(tmp_path: Path) -> None:
+    gpu = function("01:00.0", "0302 [10de:20b0]")
+    (node,) = found(
+        tmp_path, f'<object type="Bridge" bridge_type="0-1">{gpu}</object>'
+    ).topology.nodes
+    assert node.accelerators[0].pci_path == ("bridge in line 1",)
+    seen = found(tmp_path, HOST.format('<object type="PCIDev" pci_busid="01:00.0"/>'))
+    assert [note.message for note in seen.notes] == ["0000:01:00.0: no pci_type; ignored"]
+
+
+@pytest.mark.parametrize(
+    ("numa", "noted"),
+    [
+        ('type="NUMANode"', "without os_index"),
+        ('type="NUMANode" os_index="0" cpuset="0xf...f"', "NUMA node 0: cpuset"),
+    ],
+)
+def test_odd_numa_nodes_are_notes(tmp_path: Path, numa: str, noted: str) -> None:
+    assert noted in found(tmp_path, f"<object {numa}/>").notes[0].message
+
+
+def test_two_numa_nodes_of_one_number_are_a_contradiction(tmp_path: Path) -> None:
+    twice = "".join(f'<object type="NUMANode" os_index="0" cpuset="0x{n}"/>' for n in (1, 2))
+    seen = found(tmp_path, twice)
+    assert seen.topology.nodes[0].cpus == (0,)
+    assert "NUMA node 0: cpus is (1,) here and (0,)" in seen.notes[0].message
+
+
+@pytest.mark.parametrize("version", ["", 'version="1.11"', 'version="3.0"'])
+def test_other_versions_are_refused(tmp_path: Path, version: str) -> None:
+    with pytest.raises(InputFileError, match=r"expected 2\.x"):
+        found(tmp_path, "", version=version)
+
+
+@pytest.mark.parametrize(
+    ("inside", "named"),
+    [
+        (function("01:00.0", "") + function("0000:01:00.0", ""), "0000:01:00.0 occurs twice"),
+        (
+            '<object type="Bridge" bridge_type="1-1" pci_busid="01:00.0">'
+            + function("01:00.0", "")
+            + "</object>",
+            "0000:01:00.0 occurs twice",
+        ),
+        (function("x", ""), "pci_busid 'x' is no PCI address"),
+    ],
+)
+def test_bus_ids_must_be_addresses_and_unique(tmp_path: Path, inside: str, named: str) -> None:
+    with pytest.raises(InputFileError, match="line 1") as error:
+        found(tmp_path, HOST.format(inside))
+    assert named in str(error.value)
+
+
+def test_an_empty_topology_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "machine.xml"
+    file.write_text('<topology version="2.0"/>')
+    with pytest.raises(InputFileError, match="holds no <object>"):
+        read(file)
