@@ -115,6 +115,11 @@ class SymmetricMemory(ABC):
     def export(self) -> dict[str, Any]:
         """JSON-safe descriptor that a rank of the *same node* passes to ``attach``."""
 
+    def dmabuf(self) -> int | None:
+        """A new dmabuf descriptor of device memory, from its address on, for a NIC; the caller's to
+        close. None: it is host memory. OSError: the device exports none."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Release the mapping and the memory, the latter once no tensor of it is left. Twice is
@@ -355,13 +360,18 @@ class NicStatistics:
     signals_raised: int
     queue_depth: int
     stalls: int
+    host_regions: int = 0
+    """Regions registered now, by how: host memory, device memory by dmabuf, by peermem."""
+    dmabuf_regions: int = 0
+    peermem_regions: int = 0
 
 
 class NicSession(ABC):
     """One rank's opened NIC with its proxy thread and command FIFO.
 
     Order of use: ``address`` for each peer → exchange → ``connect`` → ``start`` → (``register`` →
-    exchange → ``bind``) for each region → puts → ``close``. Regions may be added while running.
+    exchange → ``bind``) for each region → puts → ``close``. Regions may be added and taken out while
+    puts of others run.
 
     Failure: the first error sets the pad's abort word (``AbortCode.nic_error``), and from then on
     ``put`` raises, ``flush`` returns False and ``failure`` says what it was. A put outside of what
@@ -382,7 +392,31 @@ class NicSession(ABC):
 
     @abstractmethod
     def register(self, region: int, address: int, nbytes: int) -> str:
-        """Register memory under a world-wide region number; returns the key for the peers."""
+        """Register host memory under a world-wide region number; returns the key for the peers."""
+
+    def register_device(
+        self, region: int, address: int, nbytes: int, dmabuf: int = -1, offset: int = 0
+    ) -> str:
+        """The same for device memory, which a NIC reaches through a dmabuf or a peermem module.
+
+        Args:
+            dmabuf: descriptor of one that holds the memory, the caller's to close afterwards; -1:
+                its accelerator exports none. offset: of the memory in it.
+
+        Raises:
+            NicError: neither way is open. Unsupported: this NIC knows neither.
+        """
+        raise Unsupported(f"{type(self).__name__} registers host memory only")
+
+    def deregister(self, region: int, timeout_s: float) -> None:
+        """Let go of a region and of the peers' part of it, once every put queued before is complete;
+        the number may be used again. Peers must have stopped putting to it (else they fail), and
+        puts of it that are queued meanwhile are refused.
+
+        Raises:
+            Timeout: the puts did not end. Unsupported: this NIC keeps its regions until it closes.
+        """
+        raise Unsupported(f"{type(self).__name__} keeps its regions until it closes")
 
     @abstractmethod
     def bind(self, region: int, peer: int, key: str) -> None:
@@ -430,6 +464,8 @@ class NicBackend(ABC):
 
     name: ClassVar[str]
     providers: ClassVar[tuple[str, ...]]
+    max_rails: ClassVar[int] = 1
+    """Devices that one session can use."""
 
     @abstractmethod
     def status(self, verbs: str) -> Status:
@@ -441,4 +477,5 @@ class NicBackend(ABC):
 
     @abstractmethod
     def open(self, device: str, verbs: str, rank: int, settings: NicSettings) -> NicSession:
-        """Open a device by its probed ``name``. Raises BackendUnavailable."""
+        """Open a device by its probed ``name``, or several, joined by commas, up to ``max_rails``.
+        Raises BackendUnavailable."""

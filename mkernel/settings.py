@@ -24,12 +24,24 @@ class NicSettings(BaseModel):
     fifo_slots: int = Field(
         1024, ge=2, description="command FIFO length; rounded up to a power of 2"
     )
+    rails: int | None = Field(
+        None, ge=1, le=8, description="devices a rank uses; None: all that it is placed next to"
+    )
+    qps: int = Field(1, ge=1, le=8, description="queue pairs (QPs) per peer and rail")
+    stripe_bytes: int = Field(
+        1 << 18, ge=1, description="a put of so many bytes is spread over all rails and QPs"
+    )
     queue_depth: int = Field(128, ge=4, le=8192, description="send work requests in flight per QP")
+    receive_depth: int = Field(
+        4096, ge=4, le=8192, description="receives posted per QP; a sender never runs ahead of them"
+    )
     qp_timeout: int = Field(14, ge=1, le=31, description="time-out a try is 4.096 us * 2^this")
     retry_count: int = Field(6, ge=0, le=7, description="tries before RETRY_EXC_ERR")
     rnr_retry: int = Field(
         6, ge=0, le=6, description="receiver-not-ready tries; 7 (for ever) is refused"
     )
+    traffic_class: int = Field(0, ge=0, le=255, description="of RC packets that are routed (RoCE)")
+    service_level: int = Field(0, ge=0, le=15, description="of RC packets")
     gid_index: int | None = Field(None, ge=0, description="GID table index; None picks by type")
     soft_library: str | None = Field(None, description="path of the software provider's library")
     system_library: str = Field("libibverbs.so.1", description="name or path of the system's verbs")
@@ -58,7 +70,7 @@ class Settings(BaseSettings):
     streams_device: str | None = Field(
         None, description="of accelerator streams: cpu, cuda or npu; None: cuda where there is one"
     )
-    signals: int = Field(65536, ge=64, le=1 << 24, description="counters in a rank's signal pad")
+    signals: int = Field(65536, ge=64, le=1 << 23, description="counters in a rank's signal pad")
     job_secret: SecretStr = Field(
         SecretStr(""), description="key that signs bootstrap messages; `launch` makes one per world"
     )

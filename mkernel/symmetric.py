@@ -7,6 +7,7 @@ nothing else, so it has no other way to the bytes.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,7 +72,7 @@ def allocate(
         undo.callback(local.close)
         prepare(local)
         if session is not None:
-            key = session.register(region, local.address, nbytes)
+            key = _register(session, region, local, nbytes)
             bootstrap.publish(f"region/{region}/nic/{rank}", key)
         bootstrap.publish(f"region/{region}/node{node_of[rank]}/{rank}", local.export())
 
@@ -90,3 +91,18 @@ def allocate(
         bootstrap.collect(f"region/{region}/ready", range(len(node_of)), timeout_s, check)
         undo.pop_all()
     return SymmetricBuffer(region, nbytes, local, peers)
+
+
+def _register(session: NicSession, region: int, memory: SymmetricMemory, nbytes: int) -> str:
+    """The key of host or device memory."""
+    try:
+        dmabuf = memory.dmabuf()
+    except OSError:
+        dmabuf = -1  # the NIC may have another way to it
+    if dmabuf is None:
+        return session.register(region, memory.address, nbytes)
+    try:
+        return session.register_device(region, memory.address, nbytes, dmabuf)
+    finally:
+        if dmabuf >= 0:
+            os.close(dmabuf)

@@ -263,8 +263,9 @@ class World:
                 "see `mkernel doctor`"
             )
         nics = {nic.id: nic for nic in self.topology.nodes[me.node].nics}
-        device = nics[here.nics[0]].name
-        session = backend.open(device, verbs, me.rank, self.settings.nic_settings)
+        rails = min(self.settings.nic_settings.rails or len(here.nics), backend.max_rails)
+        devices = ",".join(nics[nic].name for nic in here.nics[:rails])
+        session = backend.open(devices, verbs, me.rank, self.settings.nic_settings)
         self._undo.callback(session.close)
         if session.fifo == 0:
             raise BackendUnavailable(

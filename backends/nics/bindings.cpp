@@ -32,26 +32,41 @@ PYBIND11_MODULE(_nics, m) {
 
     py::class_<nics::Endpoint>(m, "Endpoint")
         .def(py::init([](std::uint32_t qp_num, std::uint32_t psn, std::uint32_t lid,
-                         std::uint32_t mtu, std::string gid, bool ethernet) {
-                 return nics::Endpoint{qp_num, psn, lid, mtu, std::move(gid), ethernet};
+                         std::uint32_t mtu, std::string gid, bool ethernet, std::uint32_t rail,
+                         std::uint32_t receives, std::uint64_t credit_address,
+                         std::uint32_t credit_rkey) {
+                 return nics::Endpoint{qp_num,         psn,        lid,  mtu,
+                                       std::move(gid), ethernet,   rail, receives,
+                                       credit_address, credit_rkey};
              }),
              py::kw_only(), py::arg("qp_num"), py::arg("psn"), py::arg("lid"), py::arg("mtu"),
-             py::arg("gid"), py::arg("ethernet"))
+             py::arg("gid"), py::arg("ethernet"), py::arg("rail"), py::arg("receives"),
+             py::arg("credit_address"), py::arg("credit_rkey"))
         .def_readonly("qp_num", &nics::Endpoint::qp_num)
         .def_readonly("psn", &nics::Endpoint::psn)
         .def_readonly("lid", &nics::Endpoint::lid)
         .def_readonly("mtu", &nics::Endpoint::mtu)
         .def_readonly("gid", &nics::Endpoint::gid)
-        .def_readonly("ethernet", &nics::Endpoint::ethernet);
+        .def_readonly("ethernet", &nics::Endpoint::ethernet)
+        .def_readonly("rail", &nics::Endpoint::rail)
+        .def_readonly("receives", &nics::Endpoint::receives)
+        .def_readonly("credit_address", &nics::Endpoint::credit_address)
+        .def_readonly("credit_rkey", &nics::Endpoint::credit_rkey);
 
     py::class_<nics::RemoteKey>(m, "RemoteKey")
-        .def(py::init([](std::uint64_t address, std::uint64_t bytes, std::uint32_t rkey) {
-                 return nics::RemoteKey{address, bytes, rkey};
-             }),
-             py::kw_only(), py::arg("address"), py::arg("bytes"), py::arg("rkey"))
+        .def(py::init(
+                 [](std::uint64_t address, std::uint64_t bytes, std::vector<std::uint32_t> rkeys) {
+                     return nics::RemoteKey{address, bytes, std::move(rkeys)};
+                 }),
+             py::kw_only(), py::arg("address"), py::arg("bytes"), py::arg("rkeys"))
         .def_readonly("address", &nics::RemoteKey::address)
         .def_readonly("bytes", &nics::RemoteKey::bytes)
-        .def_readonly("rkey", &nics::RemoteKey::rkey);
+        .def_readonly("rkeys", &nics::RemoteKey::rkeys);
+
+    py::class_<nics::Registrations>(m, "Registrations")
+        .def_readonly("host", &nics::Registrations::host)
+        .def_readonly("dmabuf", &nics::Registrations::dmabuf)
+        .def_readonly("peermem", &nics::Registrations::peermem);
 
     py::class_<nics::Failure>(m, "Failure")
         .def_readonly("status", &nics::Failure::status)
@@ -88,16 +103,20 @@ PYBIND11_MODULE(_nics, m) {
             py::arg("peer"), Unlocked())
         .def(
             "connect",
-            [](nics::Session& s, std::uint32_t peer, const nics::Endpoint& remote) {
+            [](nics::Session& s, std::uint32_t peer, const std::vector<nics::Endpoint>& remote) {
                 s.nic().connect(peer, remote);
             },
             py::arg("peer"), py::arg("remote"), Unlocked())
         .def(
             "register",
-            [](nics::Session& s, std::uint32_t region, std::uint64_t address, std::uint64_t bytes) {
-                return s.nic().register_memory(region, address, bytes);
+            [](nics::Session& s, std::uint32_t region, std::uint64_t address, std::uint64_t bytes,
+               bool device, int dmabuf, std::uint64_t offset) {
+                return s.nic().register_memory(region, {address, bytes, device, dmabuf, offset});
             },
-            py::arg("region"), py::arg("address"), py::arg("nbytes"), Unlocked())
+            py::arg("region"), py::arg("address"), py::arg("nbytes"), py::kw_only(),
+            py::arg("device"), py::arg("dmabuf"), py::arg("offset"), Unlocked())
+        .def("deregister", &nics::Session::deregister, py::arg("region"), py::arg("timeout_s"),
+             Unlocked())
         .def(
             "bind",
             [](nics::Session& s, std::uint32_t region, std::uint32_t peer,
@@ -129,6 +148,7 @@ PYBIND11_MODULE(_nics, m) {
             Unlocked())
         .def("flush", &nics::Session::flush, py::arg("timeout_s"), Unlocked())
         .def("statistics", &nics::Session::statistics)
+        .def("registrations", &nics::Session::registrations)
         .def("failure", &nics::Session::failure)
         .def("close", &nics::Session::close, Unlocked());
 
@@ -139,43 +159,48 @@ PYBIND11_MODULE(_nics, m) {
         },
         py::arg("library"), Unlocked());
 
+    py::class_<nics::verbs::PortName>(m, "PortName")
+        .def(py::init([](std::string device, std::uint8_t port) {
+                 return nics::verbs::PortName{std::move(device), port};
+             }),
+             py::arg("device"), py::arg("port"));
+
+    py::class_<nics::verbs::Options>(m, "Options")
+        .def(py::init<>())
+        .def_readwrite("queue_depth", &nics::verbs::Options::queue_depth)
+        .def_readwrite("receive_depth", &nics::verbs::Options::receive_depth)
+        .def_readwrite("qps", &nics::verbs::Options::qps)
+        .def_readwrite("stripe_bytes", &nics::verbs::Options::stripe_bytes)
+        .def_readwrite("rnr_retry", &nics::verbs::Options::rnr_retry)
+        .def_readwrite("traffic_class", &nics::verbs::Options::traffic_class)
+        .def_readwrite("service_level", &nics::verbs::Options::service_level)
+        .def_readwrite("gid_index", &nics::verbs::Options::gid_index)
+        .def_readwrite("peermem", &nics::verbs::Options::peermem)
+        .def_readwrite("qp_timeout", &nics::verbs::Options::qp_timeout)
+        .def_readwrite("retry_count", &nics::verbs::Options::retry_count);
+
     m.def(
         "open_cx7",
-        [](const std::string& library, const std::string& device, std::uint8_t port,
-           std::uint32_t queue_depth, std::uint8_t qp_timeout, std::uint8_t retry_count,
-           std::uint8_t rnr_retry, std::optional<int> gid_index, std::uint64_t fifo_slots) {
-            nics::cx7::Options options;
-            options.port = port;
-            options.queue_depth = queue_depth;
-            options.qp_timeout = qp_timeout;
-            options.retry_count = retry_count;
-            options.rnr_retry = rnr_retry;
-            options.gid_index = gid_index;
+        [](const std::string& library, const std::vector<nics::verbs::PortName>& ports,
+           const nics::verbs::Options& options, std::uint64_t fifo_slots) {
             return std::make_unique<nics::Session>(
-                std::make_unique<nics::cx7::RcNic>(nics::verbs::Verbs::load(library), device,
+                std::make_unique<nics::cx7::RcNic>(nics::verbs::Verbs::load(library), ports,
                                                    options),
                 fifo_slots);
         },
-        py::kw_only(), py::arg("library"), py::arg("device"), py::arg("port"),
-        py::arg("queue_depth"), py::arg("qp_timeout"), py::arg("retry_count"), py::arg("rnr_retry"),
-        py::arg("gid_index"), py::arg("fifo_slots"), Unlocked());
+        py::kw_only(), py::arg("library"), py::arg("ports"), py::arg("options"),
+        py::arg("fifo_slots"), Unlocked());
 
     m.def(
         "open_efa",
-        [](const std::string& library, const std::string& efa_library, const std::string& device,
-           std::uint8_t port, std::uint32_t queue_depth, std::uint8_t rnr_retry,
-           std::optional<int> gid_index, std::uint64_t fifo_slots) {
-            nics::verbs::DeviceOptions options;
-            options.port = port;
-            options.queue_depth = queue_depth;
-            options.rnr_retry = rnr_retry;
-            options.gid_index = gid_index;
+        [](const std::string& library, const std::string& efa_library,
+           const std::vector<nics::verbs::PortName>& ports, const nics::verbs::Options& options,
+           std::uint64_t fifo_slots) {
             return std::make_unique<nics::Session>(
                 std::make_unique<nics::efa::SrdNic>(nics::verbs::Verbs::load(library), efa_library,
-                                                    device, options),
+                                                    ports, options),
                 fifo_slots);
         },
-        py::kw_only(), py::arg("library"), py::arg("efa_library"), py::arg("device"),
-        py::arg("port"), py::arg("queue_depth"), py::arg("rnr_retry"), py::arg("gid_index"),
-        py::arg("fifo_slots"), Unlocked());
+        py::kw_only(), py::arg("library"), py::arg("efa_library"), py::arg("ports"),
+        py::arg("options"), py::arg("fifo_slots"), Unlocked());
 }

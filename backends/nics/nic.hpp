@@ -1,20 +1,22 @@
 // The NIC contract: what a NIC backend gives the proxy and the session.
 //
-// Threads. Set-up calls (add_peer, connect, register_memory, bind, inject_failure, close) come from
-// one thread at a time, the session's; add_peer and connect end before the proxy starts, close
-// comes after it has stopped, register_memory and bind may run beside it. The data path (put, ring,
-// poll, mark, reached_mark, arm, settle) belongs to the proxy thread alone. capabilities() and
-// failure() may be called by any thread.
+// Threads. Set-up calls (add_peer, connect, register_memory, bind, withdraw, deregister_memory,
+// inject_failure, close) come from one thread at a time, the session's; add_peer and connect end
+// before the proxy starts, close comes after it has stopped, those on memory may run beside it. The
+// data path (put, ring, poll, mark, reached_mark, arm, settle) belongs to the proxy thread alone.
+// capabilities(), registrations() and failure() may be called by any thread.
 //
 // The data path neither allocates nor locks, except once, when it records the first failure.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "backends/nics/fifo_device.hpp"
 
@@ -50,14 +52,31 @@ struct Capabilities {
     std::uint32_t max_value = 0;   // largest value one put may add
 };
 
-// What a peer must know to reach memory registered here.
+// Memory of this process that is to be registered.
+struct LocalMemory {
+    std::uint64_t address = 0;
+    std::uint64_t bytes = 0;
+    bool device = false;  // an accelerator's: a NIC reaches it through a dmabuf or peermem only
+    int dmabuf = -1;      // descriptor of a dmabuf that holds it, or -1. It stays the caller's, who
+                          // may close it once the memory is registered
+    std::uint64_t dmabuf_offset = 0;  // of `address` in the dmabuf, which begins at its granularity
+};
+
+// How memory came to be registered; the ladder is in verbs/registration.hpp.
+struct Registrations {
+    std::uint64_t host = 0;
+    std::uint64_t dmabuf = 0;
+    std::uint64_t peermem = 0;
+};
+
+// What a peer must know to reach memory registered here. A key a rail.
 struct RemoteKey {
     std::uint64_t address = 0;
     std::uint64_t bytes = 0;
-    std::uint32_t rkey = 0;
+    std::vector<std::uint32_t> rkeys;
 };
 
-// What a peer must know to connect to a queue pair made for it.
+// What a peer must know to connect to one of the queue pairs made for it.
 struct Endpoint {
     std::uint32_t qp_num = 0;
     std::uint32_t psn = 0;  // RC: first packet number; SRD: the queue key
@@ -65,17 +84,27 @@ struct Endpoint {
     std::uint32_t mtu = 0;  // bytes
     std::string gid;        // 32 hexadecimal digits
     bool ethernet = false;
+    std::uint32_t rail = 0;            // the owner's, whose keys open its memory here
+    std::uint32_t receives = 0;        // immediates that may be on their way to this end
+    std::uint64_t credit_address = 0;  // where this end learns how many the other has taken
+    std::uint32_t credit_rkey = 0;
 };
 
 // Region numbers are below this, so that their tables never move while the proxy reads them.
 inline constexpr std::uint32_t kMaxRegions = 1024;
+// At most so many descriptors are slept on.
+inline constexpr std::size_t kMaxDescriptors = 16;
 
-// How far a put has got: zero before the first call of Nic::put for a command.
+// How far a put has got; fresh before the first call of Nic::put for a command. The fields are the
+// NIC's own.
 struct PutCursor {
-    std::uint64_t bytes = 0;  // of the payload, handed to the NIC
-    std::uint32_t value = 0;  // of the signal's value, handed to the NIC (SRD: messages that
-                              // carry no bytes)
-    bool begun = false;       // the command was checked
+    bool begun = false;          // the command was checked, and a way chosen
+    bool spread = false;         // over all lanes; else over one
+    bool grouped = false;        // its messages are counted at the receiver
+    std::uint32_t group = 0;     // their group's number
+    std::uint32_t lane = 0;      // whose share is being handed over
+    std::uint64_t bytes = 0;     // of that share, handed over
+    std::uint32_t messages = 0;  // of that share, handed over
 };
 
 enum class PutResult {
@@ -104,15 +133,22 @@ class Nic {
 
     [[nodiscard]] virtual Capabilities capabilities() const = 0;
 
-    // Makes what `peer` will connect to; then connects to what the peer made for us. SetupError.
-    virtual Endpoint add_peer(std::uint32_t peer) = 0;
-    virtual void connect(std::uint32_t peer, const Endpoint& remote) = 0;
+    // Makes the queue pairs that `peer` will connect to; then connects them to those that the peer
+    // made for us, as many as both have. SetupError.
+    virtual std::vector<Endpoint> add_peer(std::uint32_t peer) = 0;
+    virtual void connect(std::uint32_t peer, const std::vector<Endpoint>& remote) = 0;
 
-    virtual RemoteKey register_memory(std::uint32_t region, std::uint64_t address,
-                                      std::uint64_t bytes) = 0;
+    virtual RemoteKey register_memory(std::uint32_t region, const LocalMemory& memory) = 0;
     virtual void bind(std::uint32_t region, std::uint32_t peer, const RemoteKey& key) = 0;
+    // Taking a region out, and all that is bound of it: after withdraw() puts of it are refused;
+    // once those before are complete, deregister_memory() lets go of it, and its number may be used
+    // again. Both are harmless for a region that is not there.
+    virtual void withdraw(std::uint32_t region) = 0;
+    virtual void deregister_memory(std::uint32_t region) = 0;
+    // Of the regions registered now.
+    [[nodiscard]] virtual Registrations registrations() const = 0;
 
-    // Makes the path to `peer` fail, through the NIC's own error machinery. For tests.
+    // Makes a path to `peer` fail, through the NIC's own error machinery. For tests.
     virtual void inject_failure(std::uint32_t peer) = 0;
 
     // Stages a put-with-signal, cut into messages the NIC takes. Whoever sees the signal sees every

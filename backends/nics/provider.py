@@ -75,6 +75,12 @@ def _remedy(verbs: str, library: str, detail: str) -> str:
     return "name an existing library, `soft` or `system`"
 
 
+def peermem_module(root: Path = Path("/")) -> str | None:
+    """The loaded kernel module by which a NIC registers a GPU's memory by its address, or None."""
+    modules = ("nvidia_peermem", "nv_peer_mem")
+    return next((name for name in modules if (root / "sys/module" / name).is_dir()), None)
+
+
 def list_nics(verbs: str, settings: NicSettings | None = None) -> tuple[Nic, ...]:
     """Every port of the provider's devices; empty where it is not usable."""
     try:

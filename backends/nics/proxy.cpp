@@ -24,7 +24,7 @@ void relax() {
 }  // namespace
 
 Proxy::Proxy(Nic& nic, Fifo& fifo, runtime::SignalPad pad, const std::vector<int>& cpus)
-    : nic_(nic), fifo_(fifo), pad_(pad) {
+    : nic_(nic), fifo_(fifo), pad_(pad), waiting_(fifo.device().capacity) {
     cpu_set_t set;
     CPU_ZERO(&set);
     for (const int cpu : cpus) {
@@ -94,28 +94,52 @@ bool Proxy::halted() {
 }
 
 bool Proxy::post() {
-    bool worked = false;
-    for (int n = 0; n < kBatch; ++n) {
-        if (!holding_) {
-            if (!fifo_.pop(command_)) break;
-            holding_ = true;
-            cursor_ = PutCursor{};
-            worked = true;
+    bool worked = retry();
+    for (int n = 0; n < kBatch && !waiting_.full(); ++n) {
+        const std::uint64_t ticket = fifo_.popped();
+        PutCommand command;
+        if (!fifo_.pop(command)) break;
+        worked = true;
+        PutCursor cursor;
+        if (!waiting_.has(command.peer)) {
+            const PutResult result = put(command, cursor);
+            if (result == PutResult::done) continue;
+            if (result == PutResult::failed) break;
+            bump(stalls_, 1);
         }
-        const PutResult result = nic_.put(command_, cursor_);
-        if (result == PutResult::failed) break;
-        if (result == PutResult::busy) {
-            if (worked) bump(stalls_, 1);
-            break;
-        }
-        holding_ = false;
-        bump(puts_, 1);
-        bump(put_bytes_, command_.bytes);
-        if (command_.signal != PutCommand::kNoSignal) bump(signals_sent_, 1);
+        waiting_.add(command, cursor, ticket);
     }
     nic_.ring();
     fifo_.release();
+    set_aside_.store(waiting_.size(), std::memory_order_relaxed);
     return worked;
+}
+
+// Goes on with what was set aside: peer by peer, each until its queue is full again.
+bool Proxy::retry() {
+    bool worked = false;
+    for (std::size_t left = waiting_.peers(); left > 0; --left) {
+        while (Waiting::Entry* entry = waiting_.first()) {
+            const PutResult result = put(entry->command, entry->cursor);
+            if (result == PutResult::failed) return worked;
+            if (result == PutResult::busy) {
+                waiting_.next_peer();
+                break;
+            }
+            worked = true;
+            if (waiting_.remove_first()) break;  // that peer has no more
+        }
+    }
+    return worked;
+}
+
+PutResult Proxy::put(const PutCommand& command, PutCursor& cursor) {
+    const PutResult result = nic_.put(command, cursor);
+    if (result != PutResult::done) return result;
+    bump(puts_, 1);
+    bump(put_bytes_, command.bytes);
+    if (command.signal != PutCommand::kNoSignal) bump(signals_sent_, 1);
+    return result;
 }
 
 bool Proxy::raise(std::uint32_t, std::uint32_t signal, std::uint64_t value) {
@@ -128,17 +152,18 @@ bool Proxy::raise(std::uint32_t, std::uint32_t signal, std::uint64_t value) {
 // A flush waits and everything it covers is with the NIC.
 bool Proxy::flush_due() {
     const std::uint64_t wanted = flush_wanted_.load(std::memory_order_seq_cst);
-    return !marked_ && !holding_ && !halted() &&
+    return !marked_ && !halted() &&
            wanted > std::atomic_ref(flushed_).load(std::memory_order_relaxed) &&
-           fifo_.popped() >= wanted;
+           fifo_.popped() >= wanted && waiting_.oldest(fifo_.popped()) >= wanted;
 }
 
-// One mark at a time: it stands for every ticket popped when it was set.
+// One mark at a time: it stands for every ticket before the oldest command that was not with the
+// NIC when it was set.
 void Proxy::progress_flush() {
     if (flush_due()) {
         nic_.mark();
         marked_ = true;
-        marked_at_ = fifo_.popped();
+        marked_at_ = waiting_.oldest(fifo_.popped());
     }
     if (!marked_ || nic_.failed() || !nic_.reached_mark()) return;
     marked_ = false;
@@ -173,10 +198,10 @@ void Proxy::sleep() {
     if (!nic_.failed()) nic_.arm();
     // Whatever came between the last look and the arming: see it now, or it wakes us.
     const bool news = stop_.load(std::memory_order_seq_cst) ||
-                      (!halted() && !holding_ && fifo_.ready()) || nic_.poll(*this) > 0 ||
+                      (!halted() && !waiting_.full() && fifo_.ready()) || nic_.poll(*this) > 0 ||
                       flush_due() || (nic_.failed() && !reported_);
     if (!news) {
-        std::array<pollfd, 8> wait{};
+        std::array<pollfd, 1 + kMaxDescriptors> wait{};
         nfds_t count = 0;
         wait[count++] = {fifo_.wake_fd(), POLLIN, 0};
         if (!nic_.failed()) {
@@ -185,7 +210,7 @@ void Proxy::sleep() {
             }
         }
         bump(sleeps_, 1);
-        ::poll(wait.data(), count, kMaxSleepMs);
+        ::poll(wait.data(), count, waiting_.size() != 0 ? kWaitingSleepMs : kMaxSleepMs);
     }
     fifo_.end_sleep();
     if (!nic_.failed()) nic_.settle();
@@ -195,8 +220,13 @@ ProxyStatistics Proxy::statistics() const {
     const auto get = [](const std::atomic<std::uint64_t>& counter) {
         return counter.load(std::memory_order_relaxed);
     };
-    return {get(puts_),    get(put_bytes_), get(signals_sent_), get(signals_raised_),
-            fifo_.depth(), get(stalls_),    get(sleeps_)};
+    return {get(puts_),
+            get(put_bytes_),
+            get(signals_sent_),
+            get(signals_raised_),
+            fifo_.depth() + get(set_aside_),
+            get(stalls_),
+            get(sleeps_)};
 }
 
 }  // namespace mkernel::nics

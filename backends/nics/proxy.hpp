@@ -4,6 +4,10 @@
 // completion and event descriptors, so an idle rank costs no CPU and every source wakes it at once.
 // The sleep is bounded by kMaxSleepMs, for producers that cannot ring and for the abort word.
 //
+// A peer whose queue is full does not hold up the others: its commands are set aside, in their order,
+// and tried again. There is room for as many as the FIFO has slots; when that is used up, commands
+// stay in the FIFO.
+//
 // After a failure of the NIC or an abort of the world it posts nothing more; a NIC failure also
 // sets the abort word of the pad (AbortCode::nic_error), which wakes whoever waits there.
 #pragma once
@@ -15,6 +19,7 @@
 
 #include "backends/nics/fifo.hpp"
 #include "backends/nics/nic.hpp"
+#include "backends/nics/waiting.hpp"
 #include "backends/runtime/signal_pad.hpp"
 
 namespace mkernel::nics {
@@ -24,8 +29,8 @@ struct ProxyStatistics {
     std::uint64_t put_bytes = 0;       // their payload
     std::uint64_t signals_sent = 0;    // commands that carried a signal
     std::uint64_t signals_raised = 0;  // arrivals added to the pad
-    std::uint64_t queue_depth = 0;     // commands in the FIFO now
-    std::uint64_t stalls = 0;          // times the NIC's queue was full
+    std::uint64_t queue_depth = 0;     // commands not yet handed to the NIC
+    std::uint64_t stalls = 0;          // commands set aside because their peer's queue was full
     std::uint64_t sleeps = 0;          // times it went to sleep
 };
 
@@ -34,6 +39,7 @@ class Proxy final : private SignalSink {
     static constexpr int kBatch = 32;
     static constexpr int kSpins = 200;
     static constexpr int kMaxSleepMs = 20;
+    static constexpr int kWaitingSleepMs = 1;  // while commands wait: credits come without an event
 
     // Starts the thread, pinned to `cpus` unless empty. `nic` and `fifo` outlive the proxy.
     Proxy(Nic& nic, Fifo& fifo, runtime::SignalPad pad, const std::vector<int>& cpus);
@@ -53,6 +59,8 @@ class Proxy final : private SignalSink {
   private:
     void run();
     bool post();
+    PutResult put(const PutCommand& command, PutCursor& cursor);
+    bool retry();
     bool flush_due();
     void progress_flush();
     void sleep();
@@ -65,9 +73,7 @@ class Proxy final : private SignalSink {
     std::atomic<bool> stop_{false};
 
     // Proxy thread only.
-    PutCommand command_;
-    PutCursor cursor_;
-    bool holding_ = false;   // command_ is not yet wholly handed over
+    Waiting waiting_;
     bool reported_ = false;  // the failure went to the pad
     bool marked_ = false;
     std::uint64_t marked_at_ = 0;
@@ -77,7 +83,7 @@ class Proxy final : private SignalSink {
     alignas(64) std::uint64_t flushed_ = 0;
 
     std::atomic<std::uint64_t> puts_{0}, put_bytes_{0}, signals_sent_{0}, signals_raised_{0};
-    std::atomic<std::uint64_t> stalls_{0}, sleeps_{0};
+    std::atomic<std::uint64_t> stalls_{0}, sleeps_{0}, set_aside_{0};
 
     std::thread thread_;
 };

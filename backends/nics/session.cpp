@@ -55,6 +55,18 @@ bool Session::flush(double timeout_s) {
     return proxy_->flush(deadline_after(timeout_s));
 }
 
+bool Session::deregister(std::uint32_t region, double timeout_s) {
+    Nic& nic = this->nic();
+    // Twice: for the puts queued before, then for one that was begun meanwhile.
+    const std::uint64_t deadline = deadline_after(timeout_s);
+    const auto quiet = [&] { return !proxy_ || nic.failed() || proxy_->flush(deadline); };
+    const bool drained = quiet();
+    nic.withdraw(region);
+    if (!drained || !quiet()) return false;
+    nic.deregister_memory(region);
+    return true;
+}
+
 ProxyStatistics Session::statistics() const {
     return proxy_ ? proxy_->statistics() : last_statistics_;
 }

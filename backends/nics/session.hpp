@@ -31,9 +31,17 @@ class Session {
     // Address of the FifoDevice handle.
     [[nodiscard]] std::uint64_t fifo() const;
 
+    // Lets go of a region once every put queued before is complete here, and forgets the peers' part
+    // of it. Its number may be used again. Puts of other regions go on. A put of it that is queued
+    // after this call began is refused, as INVALID_PUT; peers must have stopped putting to it. False
+    // where the puts did not end by then: the region is closed to puts, and still registered.
+    bool deregister(std::uint32_t region, double timeout_s);
+
     runtime::WaitResult put(const PutCommand& command, double timeout_s);
     bool flush(double timeout_s);
     [[nodiscard]] ProxyStatistics statistics() const;
+    // As they were before close.
+    [[nodiscard]] Registrations registrations() const { return nic_->registrations(); }
     [[nodiscard]] std::optional<Failure> failure() const;
     void close();
 

@@ -7,7 +7,7 @@ and are validated when they arrive, for they come from another process.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,13 +18,15 @@ from mkernel.errors import ArgumentError, MkernelError, NicError, Timeout
 __all__ = ["MAX_REGIONS", "NO_SIGNAL", "PUT_TIMEOUT_S", "Address", "Key", "NativeSession"]
 
 MAX_REGIONS = 1024
+MAX_RAILS = 8
+MAX_LANES = 64
 PUT_TIMEOUT_S = 30.0
 """How long :meth:`NativeSession.put` waits for room in the command FIFO."""
 
 _U24 = Annotated[int, Field(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
-_MAX_TEXT = 4096
+_MAX_TEXT = 1 << 14
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound="_Message")
 _Mtu = Literal[256, 512, 1024, 2048, 4096]
@@ -34,28 +36,38 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Address(_Message):
-    """How a rank reaches the queue pair that a peer made for it."""
+class Lane(_Message):
+    """One of the queue pairs that a rank made for a peer."""
 
-    nic: str = Field(max_length=64)
-    rank: _U32
-    peer: _U32
     qp_num: _U24
     psn: _U24
     lid: Annotated[int, Field(ge=0, lt=1 << 16)]
     mtu: _Mtu
     gid: str = Field(pattern=r"^[0-9a-f]{32}$")
     ethernet: bool
+    rail: Annotated[int, Field(ge=0, lt=MAX_RAILS)]
+    receives: Annotated[int, Field(ge=1, lt=1 << 16)]
+    credit_address: _U64
+    credit_rkey: _U32
+
+
+class Address(_Message):
+    """How a rank reaches the queue pairs that a peer made for it."""
+
+    nic: str = Field(max_length=64)
+    rank: _U32
+    peer: _U32
+    lanes: Annotated[list[Lane], Field(min_length=1, max_length=MAX_LANES)]
 
 
 class Key(_Message):
-    """Where a region lies at a rank, and the key that opens it."""
+    """Where a region lies at a rank, and the keys that open it, by rail."""
 
     rank: _U32
     region: Annotated[int, Field(ge=0, lt=MAX_REGIONS)]
     address: _U64
     nbytes: Annotated[int, Field(ge=1, lt=1 << 64)]
-    rkey: _U32
+    rkeys: Annotated[list[_U32], Field(min_length=1, max_length=MAX_RAILS)]
 
 
 def _parse(model: type[_M], argument: str, text: object) -> _M:
@@ -96,19 +108,13 @@ class NativeSession(NicSession):
         )
 
     def address(self, peer: int) -> str:
-        """Make a queue pair for ``peer``; the text that it hands to its own ``connect``."""
-        end = self._setup(lambda: self._native.add_peer(peer))
-        return Address(
-            nic=self._nic,
-            rank=self._rank,
-            peer=peer,
-            qp_num=end.qp_num,
-            psn=end.psn,
-            lid=end.lid,
-            mtu=cast(_Mtu, end.mtu),
-            gid=end.gid,
-            ethernet=end.ethernet,
-        ).model_dump_json()
+        """Make queue pairs for ``peer``; the text that it hands to its own ``connect``."""
+        ends = self._setup(lambda: self._native.add_peer(peer))
+        lanes = [
+            Lane.model_validate({field: getattr(end, field) for field in Lane.model_fields})
+            for end in ends
+        ]
+        return Address(nic=self._nic, rank=self._rank, peer=peer, lanes=lanes).model_dump_json()
 
     def connect(self, peer: int, address: str) -> None:
         """Connect to ``peer`` by what its ``address(this rank)`` returned."""
@@ -119,26 +125,52 @@ class NativeSession(NicSession):
                 f"that of {parsed.nic} rank {parsed.rank} for rank {parsed.peer}",
                 f"what {self._nic} rank {peer} made for rank {self._rank}",
             )
-        end = _nics.Endpoint(
-            qp_num=parsed.qp_num,
-            psn=parsed.psn,
-            lid=parsed.lid,
-            mtu=parsed.mtu,
-            gid=parsed.gid,
-            ethernet=parsed.ethernet,
-        )
-        self._setup(lambda: self._native.connect(peer, end), peer)
+        ends = [_nics.Endpoint(**lane.model_dump()) for lane in parsed.lanes]
+        self._setup(lambda: self._native.connect(peer, ends), peer)
 
     def register(self, region: int, address: int, nbytes: int) -> str:
-        """Register memory under a world-wide region number; returns the key for the peers."""
+        """Register host memory under a world-wide region number; returns the key for the peers."""
+        return self._register(region, address, nbytes, device=False)
+
+    def register_device(
+        self, region: int, address: int, nbytes: int, dmabuf: int = -1, offset: int = 0
+    ) -> str:
+        """The same for device memory, by dmabuf or through peermem. NicError: neither is open."""
+        return self._register(region, address, nbytes, device=True, dmabuf=dmabuf, offset=offset)
+
+    def _register(
+        self,
+        region: int,
+        address: int,
+        nbytes: int,
+        *,
+        device: bool,
+        dmabuf: int = -1,
+        offset: int = 0,
+    ) -> str:
         if not 0 <= region < MAX_REGIONS:
             raise ArgumentError("region", region, f"0 to {MAX_REGIONS - 1}")
         if nbytes < 1:
             raise ArgumentError("nbytes", nbytes, "at least 1")
-        key = self._setup(lambda: self._native.register(region, address, nbytes))
+        key = self._setup(
+            lambda: self._native.register(
+                region, address, nbytes, device=device, dmabuf=dmabuf, offset=offset
+            )
+        )
         return Key(
-            rank=self._rank, region=region, address=key.address, nbytes=key.bytes, rkey=key.rkey
+            rank=self._rank, region=region, address=key.address, nbytes=key.bytes, rkeys=key.rkeys
         ).model_dump_json()
+
+    def deregister(self, region: int, timeout_s: float) -> None:
+        """Let go of a region once every put queued before is complete. Puts of others go on."""
+        if not self._setup(lambda: self._native.deregister(region, timeout_s)):
+            failure = self.failure()
+            if failure is not None:
+                raise failure
+            raise Timeout(
+                f"rank {self._rank}: puts were still under way after {timeout_s:g} s, so region "
+                f"{region} stays registered; nothing more is put of it"
+            )
 
     def bind(self, region: int, peer: int, key: str) -> None:
         """Tell where ``region`` lies at ``peer``: what its ``register`` returned."""
@@ -149,7 +181,7 @@ class NativeSession(NicSession):
                 f"that of region {parsed.region} at rank {parsed.rank}",
                 f"the key of region {region} at rank {peer}",
             )
-        native = _nics.RemoteKey(address=parsed.address, bytes=parsed.nbytes, rkey=parsed.rkey)
+        native = _nics.RemoteKey(address=parsed.address, bytes=parsed.nbytes, rkeys=parsed.rkeys)
         self._setup(lambda: self._native.bind(region, peer, native))
 
     def start(self, pad: int, cpus: tuple[int, ...]) -> None:
@@ -206,6 +238,7 @@ class NativeSession(NicSession):
     def statistics(self) -> NicStatistics:
         """Counters so far; also after ``close``."""
         s = self._native.statistics()
+        regions = self._native.registrations()
         return NicStatistics(
             puts=s.puts,
             put_bytes=s.put_bytes,
@@ -213,6 +246,9 @@ class NativeSession(NicSession):
             signals_raised=s.signals_raised,
             queue_depth=s.queue_depth,
             stalls=s.stalls,
+            host_regions=regions.host,
+            dmabuf_regions=regions.dmabuf,
+            peermem_regions=regions.peermem,
         )
 
     def failure(self) -> NicError | None:
@@ -230,7 +266,7 @@ class NativeSession(NicSession):
         )
 
     def inject_failure(self, peer: int) -> None:
-        """Put the queue pair to ``peer`` into its error state, through verbs. For tests."""
+        """Put a queue pair to ``peer`` into its error state, through verbs. For tests."""
         self._setup(lambda: self._native.inject_failure(peer))
 
     def close(self) -> None:

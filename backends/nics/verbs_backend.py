@@ -13,6 +13,19 @@ from mkernel.errors import BackendUnavailable
 from mkernel.settings import NicSettings
 from mkernel.topology.model import Nic
 
+_OPTIONS = (
+    "queue_depth",
+    "receive_depth",
+    "qps",
+    "stripe_bytes",
+    "rnr_retry",
+    "qp_timeout",
+    "retry_count",
+    "traffic_class",
+    "service_level",
+    "gid_index",
+)
+"""Settings that native options have by the same name."""
 _REINSTALL = "reinstall mkernel: its native NIC module is missing or does not fit this Python"
 
 
@@ -20,15 +33,14 @@ class VerbsBackend(NicBackend):
     """A kind of queue pair on the devices of a verbs provider."""
 
     providers: ClassVar[tuple[str, ...]] = ("soft", "system")
+    max_rails: ClassVar[int] = 8
 
     @abstractmethod
     def serves(self, nic: Nic) -> bool:
         """Whether this kind of device has such queue pairs."""
 
     @abstractmethod
-    def open_native(
-        self, verbs: str, library: str, settings: NicSettings, arguments: dict[str, Any]
-    ) -> Any:
+    def open_native(self, verbs: str, library: str, arguments: dict[str, Any]) -> Any:
         """The native session on a device. OSError, RuntimeError.
 
         Args:
@@ -53,32 +65,40 @@ class VerbsBackend(NicBackend):
         return tuple(nic for nic in list_nics(verbs) if self.serves(nic))
 
     def open(self, device: str, verbs: str, rank: int, settings: NicSettings) -> NicSession:
-        """Open a device by its probed ``name`` or ``id`` (``name:port``).
+        """Open a device by its probed ``name`` or ``id`` (``name:port``), or several as rails.
 
         Raises:
             BackendUnavailable: no such provider or device, it lacks what is needed, or it does not
                 come up.
         """
         try:
-            from mkernel.backends.nics.provider import library_of
+            from mkernel.backends.nics import _nics
+            from mkernel.backends.nics.provider import library_of, peermem_module
             from mkernel.backends.nics.session import NativeSession
         except ImportError as error:
             raise BackendUnavailable(
                 f"nic {self.name!r} does not load: {error}; {_REINSTALL}"
             ) from error
-        name, _, port = device.partition(":")
+        ports = []
+        for each in device.split(","):
+            name, _, port = each.partition(":")
+            ports.append(_nics.PortName(name, int(port) if port.isdecimal() else 1))
+        options = _nics.Options()
+        for field in _OPTIONS:
+            setattr(options, field, getattr(settings, field))
+        options.peermem = peermem_module() is not None
         try:
             library = library_of(verbs, settings)
-            arguments = {
-                "library": library,
-                "device": name,
-                "port": int(port) if port.isdecimal() else 1,
-                "queue_depth": settings.queue_depth,
-                "rnr_retry": settings.rnr_retry,
-                "gid_index": settings.gid_index,
-                "fifo_slots": settings.fifo_slots,
-            }
-            native = self.open_native(verbs, library, settings, arguments)
+            native = self.open_native(
+                verbs,
+                library,
+                {
+                    "library": library,
+                    "ports": ports,
+                    "options": options,
+                    "fifo_slots": settings.fifo_slots,
+                },
+            )
         except (OSError, RuntimeError) as error:
             raise BackendUnavailable(f"nic {self.name!r} on verbs {verbs!r}: {error}") from error
         return NativeSession(self.name, rank, native)

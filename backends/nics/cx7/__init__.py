@@ -1,7 +1,8 @@
 """The ``cx7`` NIC backend: RC queue pairs on ConnectX cards, or any verbs device that has RC.
 
-A put is RDMA writes on one queue pair, of which the last carries the signal as its immediate; see
-``immediate.hpp`` for its 32 bits and ``rc_nic.hpp`` for queues and ordering.
+A put is RDMA writes of which the last on a queue pair carries an immediate: the signal itself, or,
+where the put is spread over several queue pairs, a part of what the receiver counts. See
+``verbs/immediate.hpp`` for its 32 bits and ``rc_nic.hpp`` for queues and ordering.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from mkernel.backends.nics.verbs_backend import VerbsBackend
-from mkernel.settings import NicSettings
 from mkernel.topology.model import Nic
 
 
@@ -22,12 +22,8 @@ class Cx7Nic(VerbsBackend):
         """All but EFA devices, which have no RC."""
         return nic.kind != "efa"
 
-    def open_native(
-        self, verbs: str, library: str, settings: NicSettings, arguments: dict[str, Any]
-    ) -> Any:
-        """With the retries of RC."""
+    def open_native(self, verbs: str, library: str, arguments: dict[str, Any]) -> Any:
+        """RC queue pairs."""
         from mkernel.backends.nics import _nics
 
-        return _nics.open_cx7(
-            qp_timeout=settings.qp_timeout, retry_count=settings.retry_count, **arguments
-        )
+        return _nics.open_cx7(**arguments)

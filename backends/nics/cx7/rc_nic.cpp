@@ -3,16 +3,14 @@
 #include <arpa/inet.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <random>
-
-#include "backends/nics/cx7/immediate.hpp"
 
 namespace mkernel::nics::cx7 {
 namespace {
 
-using verbs::make_wr_id;
 using verbs::reason;
+
+constexpr std::uint32_t kInline = 64;  // bytes that may lie in a request itself
 
 ibv_mtu mtu_code(std::uint32_t bytes) {
     int code = IBV_MTU_256;
@@ -22,93 +20,86 @@ ibv_mtu mtu_code(std::uint32_t bytes) {
 
 }  // namespace
 
-struct RcNic::RcPeer : Peer {
+struct RcNic::RcLane : Lane {
     std::uint32_t psn = 0;
+    std::uint32_t mtu = 0;
     std::uint32_t chain = 0;  // requests staged
     std::array<ibv_send_wr, kChain> requests{};
     std::array<ibv_sge, kChain> pieces{};
 };
 
-RcNic::RcNic(std::shared_ptr<const verbs::Verbs> verbs, const std::string& device,
-             const Options& options)
-    : VerbsNic(std::move(verbs), device, options), options_(options) {}
-
-Capabilities RcNic::capabilities() const {
-    Capabilities c;
-    c.ordered = true;
-    c.max_message_bytes = port_.max_msg_sz;
-    c.max_inline_bytes = max_inline_;
-    c.immediate_data = true;
-    c.max_sge = static_cast<std::uint32_t>(std::max(limits_.max_sge, 0));
-    c.atomics = limits_.atomic_cap != IBV_ATOMIC_NONE;
-    c.dmabuf = false;
-    c.max_signal = kMaxSignal;
-    c.max_value = kMaxValue;
-    return c;
+RcNic::RcNic(std::shared_ptr<const verbs::Verbs> verbs, const std::vector<verbs::PortName>& ports,
+             const verbs::Options& options)
+    : VerbsNic(std::move(verbs), ports, options, {.in_order = true, .receives_have_sge = false}) {
+    max_inline_ = kInline;
+    chain_limit_ = std::clamp(depth_ / 4, 1u, kChain);
 }
 
-Endpoint RcNic::add_peer(std::uint32_t rank) {
-    auto peer = std::make_unique<RcPeer>();
-    prepare(*peer, rank);
+std::unique_ptr<RcNic::Lane> RcNic::new_lane() {
+    return std::make_unique<RcLane>();
+}
 
+void RcNic::open(Lane& each, Endpoint& mine) {
+    auto& lane = static_cast<RcLane&>(each);
+    const verbs::Rail& rail = rail_of(lane);
     ibv_qp_init_attr init{};
     init.qp_type = IBV_QPT_RC;
-    init.send_cq = peer->queue.get();
-    init.recv_cq = peer->queue.get();
+    init.send_cq = lane.queue.get();
+    init.recv_cq = lane.queue.get();
     init.cap.max_send_wr = depth_;
     init.cap.max_recv_wr = receives_;
     init.cap.max_send_sge = 1;
     init.cap.max_recv_sge = 1;
-    init.cap.max_inline_data = 64;
-    ibv_qp* qp = verbs_->create_qp(pd_.get(), &init);
+    init.cap.max_inline_data = max_inline_;
+    ibv_qp* qp = verbs_->create_qp(rail.pd.get(), &init);
     if (qp == nullptr) {
         init.cap.max_inline_data = 0;
-        qp = verbs_->create_qp(pd_.get(), &init);
+        qp = verbs_->create_qp(rail.pd.get(), &init);
     }
-    own(*peer, qp);
-    max_inline_ = init.cap.max_inline_data;
+    lane.qp = rail.own(qp, lane.queue, lane.rank);
+    max_inline_ = std::min(max_inline_, init.cap.max_inline_data);
 
     ibv_qp_attr attr{};
     attr.qp_state = IBV_QPS_INIT;
     attr.pkey_index = 0;
-    attr.port_num = options_.port;
+    attr.port_num = rail.port_number;
     attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
     const int error = verbs_->modify_qp(
         qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
-    if (error != 0) throw SetupError(device_ + ": QP to INIT failed: " + reason(error));
-
-    Endpoint mine = endpoint_of(*peer);
-    mine.psn = std::random_device{}() & 0xffffff;
-    peer->psn = mine.psn;
-    adopt(std::move(peer));
-    return mine;
+    if (error != 0) throw SetupError(rail.name + ": QP to INIT failed: " + reason(error));
+    lane.mtu = mine.mtu;
+    lane.psn = mine.psn = std::random_device{}() & 0xffffff;
 }
 
-void RcNic::connect(std::uint32_t rank, const Endpoint& remote) {
-    auto& peer = static_cast<RcPeer&>(peer_at(rank, "connect"));
-    const ::ibv_gid gid = remote_gid(rank, remote);
+void RcNic::join(Lane& each, const Endpoint& remote) {
+    const auto& lane = static_cast<RcLane&>(each);
+    const verbs::Rail& rail = rail_of(lane);
+    const std::string peer = std::to_string(lane.rank);
+    const ::ibv_gid gid = rail.remote_gid(lane.rank, remote);
     ibv_qp_attr attr{};
     attr.qp_state = IBV_QPS_RTR;
-    attr.path_mtu = mtu_code(std::min(endpoint_of(peer).mtu, remote.mtu));
+    attr.path_mtu = mtu_code(std::min(lane.mtu, remote.mtu));
     attr.dest_qp_num = remote.qp_num;
     attr.rq_psn = remote.psn;
     attr.max_dest_rd_atomic = 1;
     attr.min_rnr_timer = kRnrTimer;
-    attr.ah_attr.port_num = options_.port;
+    attr.ah_attr.port_num = rail.port_number;
     attr.ah_attr.dlid = static_cast<std::uint16_t>(remote.lid);
+    attr.ah_attr.sl = options_.service_level;
     if (remote.ethernet || remote.lid == 0) {
         attr.ah_attr.is_global = 1;
         attr.ah_attr.grh.dgid = gid;
-        attr.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(gid_index_);
+        attr.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(rail.gid.index);
         attr.ah_attr.grh.hop_limit = 64;
+        attr.ah_attr.grh.traffic_class = options_.traffic_class;
     }
     int error =
-        verbs_->modify_qp(peer.qp.get(), &attr,
+        verbs_->modify_qp(lane.qp.get(), &attr,
                           IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
                               IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
     if (error != 0) {
-        throw SetupError(device_ + ": QP to RTR for peer " + std::to_string(rank) + " at GID " +
-                         remote.gid + " failed: " + reason(error) +
+        throw SetupError(rail.name + ": QP to RTR for peer " + peer + " at GID " + remote.gid +
+                         " failed: " + reason(error) +
                          "; is the peer alive, and is gid_index right on both sides?");
     }
     attr = {};
@@ -116,95 +107,50 @@ void RcNic::connect(std::uint32_t rank, const Endpoint& remote) {
     attr.timeout = options_.qp_timeout;
     attr.retry_cnt = options_.retry_count;
     attr.rnr_retry = options_.rnr_retry;
-    attr.sq_psn = peer.psn;
+    attr.sq_psn = lane.psn;
     attr.max_rd_atomic = 1;
-    error = verbs_->modify_qp(peer.qp.get(), &attr,
+    error = verbs_->modify_qp(lane.qp.get(), &attr,
                               IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
                                   IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
     if (error != 0) {
-        throw SetupError(device_ + ": QP to RTS for peer " + std::to_string(rank) +
-                         " failed: " + reason(error));
+        throw SetupError(rail.name + ": QP to RTS for peer " + peer + " failed: " + reason(error));
     }
-    peer.connected = true;
 }
 
-void RcNic::stage(RcPeer& peer, const ibv_send_wr& wr, const ibv_sge& sge) {
-    list_ready(peer);
-    ibv_send_wr& slot = peer.requests[peer.chain];
-    peer.pieces[peer.chain] = sge;
-    slot = wr;
-    slot.sg_list = &peer.pieces[peer.chain];
-    slot.num_sge = sge.length != 0 ? 1 : 0;
-    slot.wr_id = make_wr_id(false, peer.rank, ++peer.posted);
+// Chains are short enough that the NIC always has something to do.
+bool RcNic::stage(Lane& each, const Write& write) {
+    auto& lane = static_cast<RcLane&>(each);
+    list_ready(lane);
+    ibv_send_wr& slot = lane.requests[lane.chain];
+    lane.pieces[lane.chain] = write.source;
     slot.next = nullptr;
-    if (peer.chain > 0) peer.requests[peer.chain - 1].next = &slot;
-    ++peer.chain;
+    slot.wr_id = verbs::make_wr_id(false, lane.rank, lane.number, ++lane.posted);
+    slot.sg_list = &lane.pieces[lane.chain];
+    slot.num_sge = write.source.length != 0 ? 1 : 0;
+    slot.opcode = write.told ? IBV_WR_RDMA_WRITE_WITH_IMM : IBV_WR_RDMA_WRITE;
+    slot.send_flags = write.source.length <= max_inline_ ? IBV_SEND_INLINE : 0;
+    slot.imm_data = htonl(write.immediate);
+    slot.wr.rdma.remote_addr = write.remote_addr;
+    slot.wr.rdma.rkey = write.rkey;
+    if (lane.chain > 0) lane.requests[lane.chain - 1].next = &slot;
+    if (++lane.chain >= chain_limit_) hand_over(lane);
+    return !failed();
 }
 
-bool RcNic::hand_over(Peer& each) {
-    auto& peer = static_cast<RcPeer&>(each);
-    if (peer.chain == 0) return true;
-    peer.requests[peer.chain - 1].send_flags |= IBV_SEND_SIGNALED;
-    peer.chain = 0;
+bool RcNic::hand_over(Lane& each) {
+    auto& lane = static_cast<RcLane&>(each);
+    if (lane.chain == 0) return true;
+    lane.requests[lane.chain - 1].send_flags |= IBV_SEND_SIGNALED;
+    lane.chain = 0;
     ibv_send_wr* bad = nullptr;
-    const int error = ibv_post_send(peer.qp.get(), peer.requests.data(), &bad);
-    if (error != 0) post_failed(peer, bad != nullptr ? bad->wr_id : 0, error, "ibv_post_send");
+    const int error = ibv_post_send(lane.qp.get(), lane.requests.data(), &bad);
+    if (error != 0) post_failed(lane, bad != nullptr ? bad->wr_id : 0, error, "ibv_post_send");
     return true;
 }
 
-PutResult RcNic::put(const PutCommand& c, PutCursor& cursor) {
-    if (failed()) return PutResult::failed;
-    if (!cursor.begun) {
-        if (!check(c, kMaxSignal, kMaxValue)) return PutResult::failed;
-        cursor.begun = true;
-    }
-    auto& peer = static_cast<RcPeer&>(*peers_[c.peer]);
-    const std::uint32_t chain_limit = std::clamp(depth_ / 4, 1u, kChain);
-    const std::uint32_t value = c.signal == PutCommand::kNoSignal ? 0 : c.value;
-    while (cursor.bytes < c.bytes || cursor.value < value) {
-        if (free_slots(peer) == 0) return PutResult::busy;
-        ibv_send_wr wr{};
-        ibv_sge sge{};
-        const std::uint64_t length =
-            std::min<std::uint64_t>(c.bytes - cursor.bytes, port_.max_msg_sz);
-        if (length != 0) {
-            const RemoteKey& there = peer.regions[c.region].key;
-            sge.addr = regions_[c.region].address + c.local_offset + cursor.bytes;
-            sge.length = static_cast<std::uint32_t>(length);
-            sge.lkey = regions_[c.region].lkey;
-            wr.wr.rdma.remote_addr = there.address + c.remote_offset + cursor.bytes;
-            wr.wr.rdma.rkey = there.rkey;
-            if (length <= max_inline_) wr.send_flags |= IBV_SEND_INLINE;
-            cursor.bytes += length;
-        }
-        if (cursor.bytes == c.bytes && cursor.value < value) {
-            const std::uint32_t step = std::min(value - cursor.value, kMaxStep);
-            wr.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
-            wr.imm_data = htonl(pack_immediate(c.signal, step));
-            cursor.value += step;
-        } else {
-            wr.opcode = IBV_WR_RDMA_WRITE;
-        }
-        stage(peer, wr, sge);
-        if (peer.chain >= chain_limit) {
-            hand_over(peer);
-            if (failed()) return PutResult::failed;
-        }
-    }
-    return PutResult::done;
-}
-
 // Each chain ends in a signaled request, and RC completes them in order.
-void RcNic::sent(Peer& peer, std::uint64_t number) {
-    peer.completed = number;
-}
-
-void RcNic::arrived(Peer& peer, const ibv_wc& wc, SignalSink& sink) {
-    const std::uint32_t immediate = ntohl(wc.imm_data);
-    const std::uint32_t signal = immediate_signal(immediate);
-    if (!sink.raise(peer.rank, signal, immediate_step(immediate))) {
-        bad_signal(wc, peer.rank, signal);
-    }
+void RcNic::sent(Lane& lane, std::uint64_t number) {
+    lane.completed = number;
 }
 
 }  // namespace mkernel::nics::cx7

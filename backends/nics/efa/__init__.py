@@ -1,7 +1,7 @@
 """The ``efa`` NIC backend: SRD queue pairs on AWS EFA, or on the software RDMA device.
 
 A put is RDMA writes that each carry an immediate; the receiver counts them and raises the signal
-once all have come, for SRD keeps no order. See ``immediate.hpp`` and ``srd_nic.hpp``.
+once all have come, for SRD keeps no order. See ``verbs/immediate.hpp`` and ``srd_nic.hpp``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from mkernel.backends.base import Status
 from mkernel.backends.nics.verbs_backend import VerbsBackend
-from mkernel.settings import NicSettings
 from mkernel.topology.model import Nic
 
 SYSTEM_LIBRARY = "libefa.so.1"
@@ -35,9 +34,7 @@ class EfaNic(VerbsBackend):
         """EFA devices; the software device is one too."""
         return nic.kind in ("efa", "soft")
 
-    def open_native(
-        self, verbs: str, library: str, settings: NicSettings, arguments: dict[str, Any]
-    ) -> Any:
+    def open_native(self, verbs: str, library: str, arguments: dict[str, Any]) -> Any:
         """With the library that has ``efadv_*``. RuntimeError: no RDMA write."""
         from mkernel.backends.nics import _nics
         from mkernel.backends.nics.provider import SYSTEM

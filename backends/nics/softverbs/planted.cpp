@@ -14,9 +14,9 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "backends/nics/efa/immediate.hpp"
+#include "backends/nics/verbs/immediate.hpp"
 
-namespace efa = mkernel::nics::efa;
+namespace verbs = mkernel::nics::verbs;
 
 namespace {
 
@@ -28,7 +28,7 @@ decltype(ibv_context_ops::post_recv) post_recv = nullptr;
 
 void miscounting_write_imm(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t remote, __be32 imm) {
     const std::uint32_t immediate = ntohl(imm);
-    const bool part = efa::is_group(immediate) && efa::kind_of(immediate) == efa::Kind::part;
+    const bool part = verbs::is_group(immediate) && verbs::kind_of(immediate) == verbs::Kind::part;
     write_imm(qp, rkey, remote, part ? htonl(immediate - 1) : imm);
 }
 

@@ -66,6 +66,7 @@ std::shared_ptr<const Verbs> Verbs::load(const std::string& library) {
     need(handle, library, "ibv_get_async_event", v.get_async_event);
     need(handle, library, "ibv_ack_async_event", v.ack_async_event);
     find(handle, "_ibv_query_gid_ex", "IBVERBS_1.11", v.query_gid_ex);
+    find(handle, "ibv_reg_dmabuf_mr", "IBVERBS_1.12", v.reg_dmabuf_mr);
     return verbs;
 }
 

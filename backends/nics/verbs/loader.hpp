@@ -56,6 +56,7 @@ class Verbs {
     decltype(&::ibv_ack_async_event) ack_async_event = nullptr;
     // May be null: not in old libraries.
     decltype(&::_ibv_query_gid_ex) query_gid_ex = nullptr;
+    decltype(&::ibv_reg_dmabuf_mr) reg_dmabuf_mr = nullptr;
 
     // What ibv_query_port does: the provider's own function where there is one, else the exported
     // one, which fills the older, shorter structure. 0 or an errno.

@@ -1,8 +1,20 @@
-// What the backends on verbs have in common: the opened device, its memory, completion queues,
-// receives, failures and events. A backend adds its queue pairs and how a put becomes requests.
+// What the backends on verbs have in common: rails, peers with their lanes, memory, how a put
+// becomes messages and how these become signals, credits, failures and events. A backend adds how
+// a queue pair is made and how it is posted to.
 //
-// wr_id: bit 63 receive; bits 62..40 peer rank; bits 39..0 number of the request on its QP. It is
-// all that an error completion reliably tells beside its status.
+// Lanes. A peer is reached over `qps` queue pairs on each rail; each is a *lane*. Lane i of one side
+// is joined to lane i of the other. A put of `stripe_bytes` or more is spread: every lane carries
+// its share. A smaller one takes one lane, in turns. So there is no order between puts where there
+// are several lanes.
+//
+// Signals. A put of one message carries its signal as that message's immediate; so does one of
+// several messages on a lane that keeps order, with the last. All else is a group, whose immediates
+// are counted at the receiver: see immediate.hpp and arrivals.hpp.
+//
+// Credits. An immediate takes a receive at the peer. Each end tells the other how many of its
+// receives a lane has used and posted again, by a plain write of that number into the sender's
+// memory; a sender keeps back what the peer has no receive for. So however late a receiver looks,
+// it is never without a receive (RNR), and its completion queue never overflows.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -16,33 +28,46 @@
 #include <vector>
 
 #include "backends/nics/nic.hpp"
+#include "backends/nics/verbs/arrivals.hpp"
 #include "backends/nics/verbs/loader.hpp"
+#include "backends/nics/verbs/rail.hpp"
+#include "backends/nics/verbs/registration.hpp"
+#include "backends/nics/verbs/wr_id.hpp"
 
 namespace mkernel::nics::verbs {
 
-struct DeviceOptions {
-    std::uint32_t queue_depth = 128;
+struct Options {
+    std::uint32_t queue_depth = 128;     // requests in flight on a queue pair
+    std::uint32_t receive_depth = 4096;  // receives posted on a queue pair
+    std::uint32_t qps = 1;               // queue pairs per peer and rail
+    std::uint64_t stripe_bytes = 256 << 10;
     std::uint8_t rnr_retry = 6;
+    // Of RC alone.
+    std::uint8_t qp_timeout = 14;  // 4.096 us * 2^this a try
+    std::uint8_t retry_count = 6;
+    std::uint8_t traffic_class = 0;  // of the packets' global route header
+    std::uint8_t service_level = 0;
     std::optional<int> gid_index;
-    std::uint8_t port = 1;
+    bool peermem = false;  // the kernel module is loaded; see registration.hpp
 };
-
-std::uint64_t make_wr_id(bool receive, std::uint32_t peer, std::uint64_t number);
-// An errno, in words.
-std::string reason(int error);
 
 class VerbsNic : public Nic {
   public:
-    static constexpr std::uint32_t kReceives = 4096;
     static constexpr std::uint32_t kChain = 32;
-    static constexpr std::uint32_t kPeersPerQueue = 16;  // QPs that share a completion queue
-    static constexpr std::uint32_t kMaxPeers = 1u << 20;
+    static constexpr std::uint32_t kMaxRails = 8;
+    static_assert(2 * kMaxRails <= kMaxDescriptors);
 
     ~VerbsNic() override;
-    RemoteKey register_memory(std::uint32_t region, std::uint64_t address,
-                              std::uint64_t bytes) override;
+    std::vector<Endpoint> add_peer(std::uint32_t peer) override;
+    void connect(std::uint32_t peer, const std::vector<Endpoint>& remote) override;
+    RemoteKey register_memory(std::uint32_t region, const LocalMemory& memory) override;
     void bind(std::uint32_t region, std::uint32_t peer, const RemoteKey& key) override;
+    void withdraw(std::uint32_t region) override;
+    void deregister_memory(std::uint32_t region) override;
+    Registrations registrations() const override;
     void inject_failure(std::uint32_t peer) override;
+    Capabilities capabilities() const override;
+    PutResult put(const PutCommand& command, PutCursor& cursor) override;
     void ring() override;
     int poll(SignalSink& sink) override;
     void mark() override;
@@ -53,92 +78,144 @@ class VerbsNic : public Nic {
     void close() override;
 
   protected:
-    struct RemoteRegion {
-        RemoteKey key;
-        std::atomic<bool> bound{false};
+    // Words of a lane that the NIC reads and writes; each has a cache line.
+    struct Words {
+        alignas(64) std::uint64_t taken_there = 0;  // the peer writes it: see Credits
+        alignas(64) std::uint64_t taken_here = 0;   // what is written to the peer
+        alignas(64) std::uint64_t landing = 0;      // receives point here; nothing ever comes
     };
-    struct Peer {
-        virtual ~Peer() = default;
-        std::uint32_t rank = 0;
-        std::shared_ptr<ibv_qp> qp;
+    struct Lane {
+        virtual ~Lane() = default;
+        std::uint32_t rank = 0;  // of the peer
+        std::uint32_t number = 0;
+        std::uint32_t rail = 0;
+        std::uint32_t remote_rail = 0;
         std::shared_ptr<ibv_cq> queue;
-        bool connected = false;
+        std::shared_ptr<ibv_qp> qp;
         std::uint64_t posted = 0;     // requests staged or posted, ever
         std::uint64_t completed = 0;  // all up to this one are known complete
         std::uint64_t marked = 0;
         bool listed_ready = false;
-        std::uint32_t owed = 0;  // receives used and not posted again
+
+        std::uint64_t told = 0;     // immediates staged, ever
+        std::uint64_t allowed = 0;  // how many the peer is known to have room for
+        std::uint64_t remote_receives = 0;
+        std::uint64_t remote_word = 0;  // address and key of the peer's taken_there
+        std::uint32_t remote_word_key = 0;
+
+        std::uint32_t owed = 0;        // receives used and not posted again
+        std::uint64_t taken = 0;       // receives used and posted again
+        std::uint64_t taken_told = 0;  // of these, what the peer was told
+        std::uint64_t told_by = 0;     // number of the request that told it
         bool listed_owing = false;
+        Words* words = nullptr;
+        std::uint32_t words_key = 0;
+        ibv_sge landing{};
+        std::array<std::uint64_t, kGroups> last_of{};  // last request of each group's last use
         std::array<ibv_recv_wr, kChain> receives{};
-        std::unique_ptr<RemoteRegion[]> regions{new RemoteRegion[kMaxRegions]};
     };
-    struct LocalRegion {
-        std::shared_ptr<ibv_mr> mr;
-        std::uint64_t address = 0;
-        std::uint64_t bytes = 0;
-        std::uint32_t lkey = 0;
-        std::atomic<bool> ready{false};
+    // An RDMA write. Without bytes it only brings its immediate.
+    struct Write {
+        ibv_sge source{};
+        std::uint64_t remote_addr = 0;
+        std::uint32_t rkey = 0;
+        std::uint32_t immediate = 0;
+        bool told = false;  // carries the immediate
+    };
+    // What sets the kinds of queue pairs apart.
+    struct Traits {
+        bool in_order = false;           // a queue pair executes writes in order
+        bool receives_have_sge = false;  // a receive must name a piece of memory
     };
 
     // Throws SetupError.
-    VerbsNic(std::shared_ptr<const Verbs> verbs, const std::string& device,
-             const DeviceOptions& options);
+    VerbsNic(std::shared_ptr<const Verbs> verbs, const std::vector<PortName>& ports,
+             const Options& options, Traits traits);
 
-    // Gives a new peer its completion queue; then takes it in.
-    void prepare(Peer& peer, std::uint32_t rank);
-    void adopt(std::unique_ptr<Peer> peer);
-    void own(Peer& peer, ibv_qp* qp);
-    Endpoint endpoint_of(const Peer& peer) const;
-    // A peer with a queue pair; `what` wants it. SetupError.
-    Peer& peer_at(std::uint32_t rank, const char* what);
-    ::ibv_gid remote_gid(std::uint32_t rank, const Endpoint& remote) const;
-
-    bool check(const PutCommand& command, std::uint32_t max_signal, std::uint32_t max_value);
-    std::uint32_t free_slots(const Peer& peer) const {
-        return depth_ - static_cast<std::uint32_t>(peer.posted - peer.completed);
+    [[nodiscard]] const Rail& rail_of(const Lane& lane) const { return *rails_[lane.rail]; }
+    [[nodiscard]] std::uint32_t free_slots(const Lane& lane) const {
+        return depth_ - static_cast<std::uint32_t>(lane.posted - lane.completed);
     }
-    void list_ready(Peer& peer);
-    void post_receives(Peer& peer, std::uint32_t count);
-    void post_failed(const Peer& peer, std::uint64_t wr_id, int error, const char* call);
-    void bad_signal(const ibv_wc& wc, std::uint32_t rank, std::uint32_t signal);
+    void list_ready(Lane& lane);
+    void post_failed(const Lane& lane, std::uint64_t wr_id, int error, const char* call);
 
-    // Of a backend: hands what is staged for a peer to the NIC (false: its queue is full, and all of
-    // it stays staged); a request is complete; an immediate has arrived.
-    virtual bool hand_over(Peer& peer) = 0;
-    virtual void sent(Peer& peer, std::uint64_t number) = 0;
-    virtual void arrived(Peer& peer, const ibv_wc& wc, SignalSink& sink) = 0;
+    // Of a backend. A lane; its queue pair, which must take receives when this returns, with
+    // `mine.psn` filled in; its connection. SetupError.
+    virtual std::unique_ptr<Lane> new_lane() = 0;
+    virtual void open(Lane& lane, Endpoint& mine) = 0;
+    virtual void join(Lane& lane, const Endpoint& remote) = 0;
+    // Stages a write (false: no room, nothing is staged); hands what is staged to the NIC (false:
+    // its queue is full, all of it stays staged); a request is complete.
+    virtual bool stage(Lane& lane, const Write& write) = 0;
+    virtual bool hand_over(Lane& lane) = 0;
+    virtual void sent(Lane& lane, std::uint64_t number) = 0;
 
     std::shared_ptr<const Verbs> verbs_;
-    std::string device_;
+    const Options options_;
+    std::vector<std::unique_ptr<Rail>> rails_;
     std::uint32_t depth_;
-    std::uint32_t receives_ = kReceives;
-    std::uint8_t port_number_;
-    std::shared_ptr<ibv_context> context_;
-    std::shared_ptr<ibv_pd> pd_;
-    std::shared_ptr<ibv_comp_channel> channel_;
-    ibv_port_attr port_{};
-    ibv_device_attr limits_{};
-    ::ibv_gid gid_{};
-    int gid_index_ = 0;
+    std::uint32_t receives_;
+    std::uint64_t max_message_;
     std::uint32_t max_inline_ = 0;
-    ibv_sge* receive_piece_ = nullptr;  // of every receive; null: it has none
-    std::unique_ptr<LocalRegion[]> regions_;
-    std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
 
   private:
-    std::shared_ptr<ibv_cq> queue_for_next_peer();
-    void reject(const PutCommand& command, const std::string& why);
-    void complete(const ibv_wc& wc, SignalSink& sink);
-    void report(const ibv_wc& wc);
-    void read_events();
+    struct RemoteRegion {
+        std::uint64_t address = 0;
+        std::uint64_t bytes = 0;
+        std::array<std::uint32_t, kMaxRails> rkeys{};
+        std::atomic<bool> bound{false};
+    };
+    struct LocalRegion {
+        std::array<std::shared_ptr<ibv_mr>, kMaxRails> mrs;
+        std::array<std::uint32_t, kMaxRails> lkeys{};
+        std::uint64_t address = 0;
+        std::uint64_t bytes = 0;
+        Rung rung = Rung::host;
+        std::atomic<bool> ready{false};
+    };
+    struct Peer {
+        std::uint32_t rank = 0;
+        std::uint32_t turn = 0;  // the lane that the next small put takes
+        std::uint64_t groups_begun = 0;
+        bool connected = false;
+        std::unique_ptr<RemoteRegion[]> regions{new RemoteRegion[kMaxRegions]};
+        std::optional<Arrivals> arrivals;
+        std::unique_ptr<Words[]> words;
+        std::vector<std::shared_ptr<ibv_mr>> words_mrs;  // by rail
+        std::vector<std::unique_ptr<Lane>> lanes;        // last: their queue pairs go first
+    };
 
-    std::vector<std::shared_ptr<ibv_cq>> queues_;
-    std::vector<Peer*> ready_;  // peers with staged requests
-    std::vector<Peer*> owing_;  // peers whose receives want posting again
-    std::array<int, 2> descriptors_{-1, -1};
+    // A peer with queue pairs; `what` wants it. SetupError.
+    Peer& peer_at(std::uint32_t rank, const char* what);
+    static void check_region(std::uint32_t region);
+
+    // data_path.cpp
+    bool begin(const PutCommand& command, Peer& peer, PutCursor& cursor);
+    bool put_share(const PutCommand& command, Peer& peer, PutCursor& cursor);
+    bool room(Lane& lane, bool told) const;
+    void post_receives(Lane& lane, std::uint32_t count);
+    bool settle_receives(Lane& lane);
+    void complete(const ibv_wc& wc, SignalSink& sink);
+    void arrived(Lane& lane, const ibv_wc& wc, SignalSink& sink);
+
+    // failures.cpp
+    bool check(const PutCommand& command);
+    void reject(const PutCommand& command, const std::string& why);
+    void report(const ibv_wc& wc);
+    void bad_arrival(const Lane& lane, const ibv_wc& wc, const std::string& what);
+    void read_events();
+    void read_event(const Rail& rail, const ibv_async_event& event);
+
+    const Traits traits_;
+    std::unique_ptr<LocalRegion[]> regions_;
+    std::vector<std::unique_ptr<Peer>> peers_;    // by rank; null where there are no queue pairs
+    std::atomic<std::uint64_t> registered_[3]{};  // by rung
+    std::vector<Lane*> ready_;                    // lanes with staged requests
+    std::vector<Lane*> owing_;                    // lanes whose receives, or credits, are due
+    std::vector<int> descriptors_;
     std::optional<ibv_wc> flushed_;  // a flush seen before its cause
     std::uint32_t polls_ = 0;
-    std::uint32_t peer_count_ = 0;
+    std::uint32_t lane_count_ = 0;
 };
 
 }  // namespace mkernel::nics::verbs

@@ -1,5 +1,5 @@
-// A verbs library whose device completes everything at once and moves nothing: what is left of a
-// put's time on it is our own work. A queue pair is its own peer, so an immediate arrives where it
+// A verbs library whose device completes everything at once and moves nothing but single words (a
+// sender waits for its credits): what is left of a put's time on it is our own work. A queue pair is its own peer, so an immediate arrives where it
 // was sent. For one queue pair and one thread at a time; loaded as libibverbs is.
 #include <infiniband/verbs.h>
 #include <sys/eventfd.h>
@@ -61,6 +61,10 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) {
         if (queue.head - queue.tail + 2 > kEntries || (immediate && pair.receives == 0)) {
             *bad = wr;
             return ENOMEM;
+        }
+        if (wr->num_sge == 1 && wr->sg_list->length == sizeof(std::uint64_t)) {
+            std::memcpy(reinterpret_cast<void*>(wr->wr.rdma.remote_addr),
+                        reinterpret_cast<void*>(wr->sg_list->addr), sizeof(std::uint64_t));
         }
         if (immediate) {
             --pair.receives;

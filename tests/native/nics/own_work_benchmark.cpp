@@ -81,9 +81,11 @@ double own_ns_per_put(const std::string& library) {
     const testing::Memory signals(SignalPad::bytes(testing::kSignals));
     const SignalPad pad = SignalPad::format(signals.data(), testing::kSignals);
     Session session(
-        std::make_unique<cx7::RcNic>(verbs::Verbs::load(library), "null0", cx7::Options{}), kPuts);
+        std::make_unique<cx7::RcNic>(verbs::Verbs::load(library),
+                                     std::vector<verbs::PortName>{{"null0"}}, verbs::Options{}),
+        kPuts);
     session.nic().connect(0, session.nic().add_peer(0));
-    session.nic().bind(0, 0, session.nic().register_memory(0, memory.address(), memory.bytes()));
+    session.nic().bind(0, 0, session.nic().register_memory(0, {memory.address(), memory.bytes()}));
     // The proxy finds a full ring: nobody else runs beside it.
     const auto& fifo = *reinterpret_cast<const FifoDevice*>(session.fifo());
     PutCommand c;

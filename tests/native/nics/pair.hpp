@@ -11,8 +11,10 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "backends/nics/cx7/rc_nic.hpp"
+#include "backends/nics/efa/srd_nic.hpp"
 #include "backends/nics/session.hpp"
 #include "backends/nics/verbs/loader.hpp"
 #include "backends/runtime/signal_pad.hpp"
@@ -49,26 +51,41 @@ class Memory {
 
 inline constexpr std::uint32_t kSignals = 1024;
 
-// One rank. Order: endpoint() and key() → exchange → join().
+// How a rank's NIC is opened.
+struct Setup {
+    verbs::Options options{};
+    std::vector<verbs::PortName> ports{{"soft0"}};
+    bool srd = false;
+    std::uint64_t slots = 1024;
+
+    [[nodiscard]] std::unique_ptr<Nic> nic(const std::string& library) const {
+        const auto verbs = verbs::Verbs::load(library);
+        if (srd) return std::make_unique<efa::SrdNic>(verbs, library, ports, options);
+        return std::make_unique<cx7::RcNic>(verbs, ports, options);
+    }
+};
+
+// One rank. Order: endpoints and key → exchange → join, or connect and start.
 class Rank {
   public:
-    Rank(const std::string& library, std::uint32_t rank, std::uint32_t peer, std::size_t bytes,
-         const cx7::Options& options = {}, bool shared = true, std::uint64_t slots = 1024)
-        : memory(bytes, shared),
+    Rank(const std::string& library, std::uint32_t peer, std::size_t bytes, const Setup& setup = {})
+        : memory(bytes),
           pad_memory_(runtime::SignalPad::bytes(kSignals)),
           pad(runtime::SignalPad::format(pad_memory_.data(), kSignals)),
-          session(std::make_unique<cx7::RcNic>(verbs::Verbs::load(library), "soft0", options),
-                  slots),
+          session(setup.nic(library), setup.slots),
           peer_(peer) {
-        static_cast<void>(rank);
-        endpoint = session.nic().add_peer(peer);
-        key = session.nic().register_memory(0, memory.address(), memory.bytes());
+        endpoints = session.nic().add_peer(peer);
+        key = session.nic().register_memory(0, {memory.address(), memory.bytes()});
     }
-    void join(const Endpoint& remote, const RemoteKey& remote_key) {
+    void connect(const std::vector<Endpoint>& remote, const RemoteKey& remote_key) {
         session.nic().connect(peer_, remote);
         session.nic().bind(0, peer_, remote_key);
-        session.start(reinterpret_cast<std::uint64_t>(pad_memory_.data()), {});
     }
+    void join(const std::vector<Endpoint>& remote, const RemoteKey& remote_key) {
+        connect(remote, remote_key);
+        start();
+    }
+    void start() { session.start(reinterpret_cast<std::uint64_t>(pad_memory_.data()), {}); }
     runtime::WaitResult put(std::uint64_t bytes, std::uint32_t signal, std::uint32_t value = 1,
                             std::uint64_t local = 0, std::uint64_t remote = 0) {
         PutCommand c;
@@ -94,7 +111,7 @@ class Rank {
   public:
     runtime::SignalPad pad;
     Session session;
-    Endpoint endpoint;
+    std::vector<Endpoint> endpoints;
     RemoteKey key;
 
   private:

@@ -17,10 +17,10 @@ namespace {
 std::string library;
 
 struct Couple {
-    explicit Couple(std::size_t bytes, std::uint64_t slots = 64)
-        : one(library, 0, 1, bytes, {}, true, slots), other(library, 1, 0, bytes, {}, true, slots) {
-        one.join(other.endpoint, other.key);
-        other.join(one.endpoint, one.key);
+    explicit Couple(std::size_t bytes, const testing::Setup& setup = {.slots = 64})
+        : one(library, 1, bytes, setup), other(library, 0, bytes, setup) {
+        one.join(other.endpoints, other.key);
+        other.join(one.endpoints, one.key);
     }
     testing::Rank one;
     testing::Rank other;
@@ -79,7 +79,7 @@ void both_directions_with_everybody_at_work() {
 
 // The path breaks while producers push: all of them come back, the pad says why, close works.
 void a_broken_path_ends_every_push() {
-    Couple pair(1 << 16, 4);
+    Couple pair(1 << 16, {.slots = 4});
     std::vector<std::thread> producers;
     std::atomic<int> ended{0};
     for (int p = 0; p < 3; ++p) {
@@ -111,9 +111,9 @@ void registration_beside_traffic() {
         }
     });
     for (std::uint32_t region = 1; region <= 32; ++region) {
-        pair.one.session.nic().register_memory(region, here.address(), here.bytes());
+        pair.one.session.nic().register_memory(region, {here.address(), here.bytes()});
         const RemoteKey key =
-            pair.other.session.nic().register_memory(region, there.address(), there.bytes());
+            pair.other.session.nic().register_memory(region, {there.address(), there.bytes()});
         pair.one.session.nic().bind(region, 1, key);
         PutCommand c;
         std::memset(here.data(), static_cast<int>(region), 4096);

@@ -63,14 +63,14 @@ def test_a_seen_signal_means_a_whole_put(
 def test_values_of_parted_and_of_empty_puts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", "64")
     with efa_ranks() as (a, b):
-        for value in (1, 2, 127, 128, PUT_VALUE_MAX):
+        for value in (1, 2, 127, 128, PUT_VALUE_MAX, PUT_VALUE_MAX + 1, (1 << 23) - 1):
             for signal, nbytes in ((3, 0), (4, 64), (5, 1000)):
                 before = b.count(signal)
                 a.session.put(1, 0, 0, 0, nbytes, signal, value)
                 assert b.wait(signal, before + value)
                 assert b.count(signal) == before + value
         with pytest.raises(ArgumentError, match="value"):
-            a.session.put(1, 0, 0, 0, 8, 0, PUT_VALUE_MAX + 1)
+            a.session.put(1, 0, 0, 0, 8, 0, 1 << 23)
         with pytest.raises(ArgumentError, match="signal"):
             a.session.put(1, 0, 0, 0, 8, 1 << 23, 1)
 
@@ -97,7 +97,7 @@ def test_flush_covers_puts_without_a_signal() -> None:
 def test_a_wrong_key_is_refused_by_the_peer() -> None:
     ranks = [Rank(i, backend=EfaNic()) for i in range(2)]
     try:
-        join(ranks, lambda key: key.replace('"rkey":', '"rkey":1'))
+        join(ranks, lambda key: key.replace('"rkeys":[', '"rkeys":[1'))
         a, b = ranks
         a.session.put(1, 0, 0, 0, 8, 0, 1)
         assert a.wait_abort() == runtime.AbortCode.nic_error

@@ -31,7 +31,7 @@ def closes_at_once(rank: Rank) -> None:
 
 def spoiled_rkey(key: str) -> str:
     parsed = json.loads(key)
-    parsed["rkey"] ^= 1
+    parsed["rkeys"][0] ^= 1
     return json.dumps(parsed)
 
 

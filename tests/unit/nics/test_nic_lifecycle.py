@@ -132,13 +132,13 @@ def test_address_names_both_ends() -> None:
         "[]",
         "x" * 10_000,
         '{"rank": 1}',
-        json.dumps({"rank": 1, "region": 0, "address": -1, "nbytes": 8, "rkey": 1}),
-        json.dumps({"rank": 1, "region": 0, "address": 1, "nbytes": 0, "rkey": 1}),
-        json.dumps({"rank": 1, "region": 0, "address": 1, "nbytes": 8, "rkey": 1 << 32}),
-        json.dumps({"rank": 1, "region": 0, "address": 1, "nbytes": 8, "rkey": "1"}),
-        json.dumps({"rank": 1, "region": 1, "address": 1, "nbytes": 8, "rkey": 1}),
-        json.dumps({"rank": 2, "region": 0, "address": 1, "nbytes": 8, "rkey": 1}),
-        json.dumps({"rank": 1, "region": 0, "address": 1, "nbytes": 8, "rkey": 1, "x": 1}),
+        json.dumps({"rank": 1, "region": 0, "address": -1, "nbytes": 8, "rkeys": [1]}),
+        json.dumps({"rank": 1, "region": 0, "address": 1, "nbytes": 0, "rkeys": [1]}),
+        json.dumps({"rank": 1, "region": 0, "address": 1, "nbytes": 8, "rkeys": [1 << 32]}),
+        json.dumps({"rank": 1, "region": 0, "address": 1, "nbytes": 8, "rkeys": ["1"]}),
+        json.dumps({"rank": 1, "region": 1, "address": 1, "nbytes": 8, "rkeys": [1]}),
+        json.dumps({"rank": 2, "region": 0, "address": 1, "nbytes": 8, "rkeys": [1]}),
+        json.dumps({"rank": 1, "region": 0, "address": 1, "nbytes": 8, "rkeys": [1], "x": 1}),
     ],
 )
 def test_a_key_from_elsewhere_is_checked(text: str) -> None:
@@ -148,7 +148,7 @@ def test_a_key_from_elsewhere_is_checked(text: str) -> None:
         rank.session.bind(0, 1, text)
     assert caught.value.argument == "key"
     rank.session.bind(
-        0, 1, json.dumps({"rank": 1, "region": 0, "address": 1, "nbytes": 8, "rkey": 1})
+        0, 1, json.dumps({"rank": 1, "region": 0, "address": 1, "nbytes": 8, "rkeys": [1]})
     )
     rank.close()
 
@@ -163,14 +163,19 @@ def test_a_key_from_elsewhere_is_checked(text: str) -> None:
         {"nic": "efa"},
         {"extra": 1},
         {"lid": True},
+        {"rail": 8},
+        {"receives": 0},
+        {"lanes": []},
     ],
 )
 def test_an_address_from_elsewhere_is_checked(change: dict[str, object]) -> None:
     a, b = Rank(0), Rank(1)
     a.session.address(1)
     good = json.loads(b.session.address(0))
+    lane = good["lanes"][0]
+    bad = {"lanes": [lane | change]} if change.keys() <= lane.keys() else change
     with pytest.raises(ArgumentError) as caught:
-        a.session.connect(1, json.dumps(good | change))
+        a.session.connect(1, json.dumps(good | bad))
     assert caught.value.argument == "address"
     a.session.connect(1, json.dumps(good))
     a.close()

@@ -74,9 +74,9 @@ def test_a_put_may_carry_no_signal() -> None:
 @pytest.mark.parametrize(
     ("argument", "values"),
     [
-        ("signal", (1, 0, 0, 0, 8, 1 << 24, 1)),
+        ("signal", (1, 0, 0, 0, 8, 1 << 23, 1)),
         ("signal", (1, 0, 0, 0, 8, -1, 1)),
-        ("value", (1, 0, 0, 0, 8, 0, 4081)),
+        ("value", (1, 0, 0, 0, 8, 0, 1 << 23)),
         ("value", (1, 0, 0, 0, 8, 0, -1)),
         ("local", (1, 0, -1, 0, 8, 0, 1)),
         ("nbytes", (1, 0, 0, 0, 1 << 63, 0, 1)),

@@ -1,28 +1,33 @@
-// The 32-bit immediate of a put-with-signal on SRD. A put of one message, which is nearly all:
+// The 32-bit immediate of a put-with-signal. A put whose last message says it all, which is nearly
+// every one:
 //
 //   bit  31      0
 //   bits 30..23  value to add, 1..255
 //   bits 22..0   signal index, 0..8388607
 //
-// A larger put is a group of messages, each of which says what it is; nothing is raised until all
-// have come, in whatever order:
+// A put that is spread over queue pairs, or cut into messages that may overtake each other, or adds
+// more than 255, is a *group*: nothing is raised until all of it has come (arrivals.hpp), and each message says what it
+// is:
 //
 //   bit  31      1
-//   bits 30..29  part (one for each data message; says how many there are), signal, or value
+//   bits 30..29  part (of the data; says how many messages with an immediate its queue pair brings),
+//                signal, or value
 //   bits 28..23  group, counted modulo 64 by the sender for this peer
-//   bits 22..0   number of parts, signal index, or value
+//   bits 22..0   number of messages, signal index, or value
 //
-// A group's number is used again only once every message of its last use is complete at the sender:
-// its immediates are then in the receiver's completion queue, ahead of those of the new use.
+// A group's number is used again only once every request of its last use is complete at the sender:
+// its immediates are then in the receiver's completion queues, each ahead of those that its own
+// queue pair brings of the new use. So 64 groups may be in flight, and any number of other puts.
 #pragma once
 
 #include <cstdint>
 
-namespace mkernel::nics::efa {
+namespace mkernel::nics::verbs {
 
 inline constexpr std::uint32_t kMaxSignal = (1u << 23) - 1;
-inline constexpr std::uint32_t kMaxValue = 255;
-inline constexpr std::uint32_t kMaxParts = kMaxSignal;
+inline constexpr std::uint32_t kMaxValue = (1u << 23) - 1;
+inline constexpr std::uint32_t kMaxWholeValue = 255;  // without a group
+inline constexpr std::uint32_t kMaxMessages = kMaxSignal;
 inline constexpr std::uint32_t kGroups = 64;
 
 enum class Kind : std::uint32_t { part = 0, signal = 1, value = 2 };
@@ -49,4 +54,4 @@ constexpr std::uint32_t payload_of(std::uint32_t immediate) {
     return immediate & kMaxSignal;
 }
 
-}  // namespace mkernel::nics::efa
+}  // namespace mkernel::nics::verbs

@@ -1,0 +1,249 @@
+// Sessions over several rails and queue pairs, with both kinds of queue pair. A rail here is another
+// opening of the one software device. Usage: test_lanes LIBRARY [test]
+#include <unistd.h>
+
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "check.hpp"
+#include "pair.hpp"
+
+using namespace mkernel::nics;
+using mkernel::runtime::AbortCode;
+using mkernel::runtime::monotonic_ns;
+using mkernel::runtime::WaitResult;
+
+namespace {
+
+std::string library;
+
+constexpr std::size_t kBytes = 1 << 20;
+
+testing::Setup setup(bool srd, std::size_t rails, std::uint32_t qps) {
+    testing::Setup made;
+    made.srd = srd;
+    made.ports.assign(rails, {"soft0"});
+    made.options.qps = qps;
+    made.options.stripe_bytes = 4096;
+    return made;
+}
+
+struct Couple {
+    Couple(const testing::Setup& here, const testing::Setup& there)
+        : one(library, 1, kBytes, here), other(library, 0, kBytes, there) {
+        one.join(other.endpoints, other.key);
+        other.join(one.endpoints, one.key);
+    }
+    testing::Rank one;
+    testing::Rank other;
+};
+
+void fill(testing::Rank& rank, std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    auto* words = reinterpret_cast<std::uint64_t*>(rank.memory.data());
+    for (std::size_t i = 0; i < kBytes / sizeof(*words); ++i) words[i] = random();
+}
+
+// Puts of all sizes, one signal each; every signal promises its own bytes, whatever else is under
+// way on other lanes.
+void puts_arrive_whole(const testing::Setup& here, const testing::Setup& there) {
+    constexpr std::uint64_t kSlots = 12;
+    constexpr std::uint64_t kSlot = kBytes / kSlots / 64 * 64;
+    Couple pair(here, there);
+    std::mt19937_64 random(7);
+    for (std::uint64_t round = 1; round <= 12; ++round) {
+        fill(pair.one, round);
+        for (std::size_t i = 0; i < kBytes; ++i) {
+            pair.other.memory.data()[i] = ~pair.one.memory.data()[i];
+        }
+        std::array<std::uint64_t, kSlots> size{};
+        for (std::uint32_t i = 0; i < kSlots; ++i) {
+            size[i] = random() % (random() % 3 == 0 ? kSlot : 9000);
+            CHECK(pair.one.put(size[i], i, 3, i * kSlot, i * kSlot) == WaitResult::ok);
+        }
+        for (std::uint32_t i = 0; i < kSlots; ++i) {
+            CHECK(pair.other.wait(i, 3 * round));
+            const auto* sent = pair.one.memory.data() + i * kSlot;
+            const auto* came = pair.other.memory.data() + i * kSlot;
+            CHECK(std::memcmp(sent, came, size[i]) == 0);
+            CHECK(came[size[i]] != sent[size[i]]);
+        }
+        CHECK(pair.one.session.flush(10));
+    }
+    for (std::uint32_t i = 0; i < kSlots; ++i) CHECK(pair.other.pad.load(i) == 36);
+}
+
+void puts_arrive_whole_over_every_shape() {
+    for (const bool srd : {false, true}) {
+        for (const auto& [rails, qps] : {std::pair{1u, 1u}, {1u, 4u}, {2u, 1u}, {3u, 2u}}) {
+            const auto both = setup(srd, rails, qps);
+            puts_arrive_whole(both, both);
+        }
+    }
+}
+
+void ends_of_unlike_shapes_use_what_both_have() {
+    puts_arrive_whole(setup(false, 1, 4), setup(false, 2, 1));
+    puts_arrive_whole(setup(true, 2, 2), setup(true, 1, 3));
+}
+
+// Many more spread puts than there are group numbers, with and without room for them.
+void group_numbers_wrap() {
+    for (const bool srd : {false, true}) {
+        auto both = setup(srd, 2, 2);
+        both.options.queue_depth = srd ? 8 : 128;
+        Couple pair(both, both);
+        fill(pair.one, 3);
+        constexpr std::uint32_t kPuts = 1000;
+        for (std::uint32_t i = 0; i < kPuts; ++i) {
+            CHECK(pair.one.put(5000 + i, i % 2, 1, i, i) == WaitResult::ok);
+        }
+        CHECK(pair.other.wait(0, kPuts / 2, 30));
+        CHECK(pair.other.wait(1, kPuts / 2, 30));
+        CHECK(std::memcmp(pair.one.memory.data(), pair.other.memory.data(), 5000 + kPuts - 1) == 0);
+        CHECK(pair.other.session.statistics().signals_raised == kPuts);
+    }
+}
+
+void only_one_lane_of_rc_claims_order() {
+    const auto ordered = [](const testing::Setup& made) {
+        return made.nic(library)->capabilities().ordered;
+    };
+    CHECK(ordered(setup(false, 1, 1)));
+    CHECK(!ordered(setup(false, 1, 2)));
+    CHECK(!ordered(setup(false, 2, 1)));
+    CHECK(!ordered(setup(true, 1, 1)));
+}
+
+// The receiver's proxy does not run for a while: the sender stops at what the receiver has posted,
+// and nothing fails, though it is told to try but once where there is no receive.
+void a_receiver_that_does_not_look_is_never_overrun() {
+    for (const bool srd : {false, true}) {
+        for (const std::uint32_t qps : {1u, 2u}) {
+            auto both = setup(srd, 1, qps);
+            both.options.receive_depth = 16;
+            both.options.rnr_retry = 1;
+            testing::Rank one(library, 1, kBytes, both);
+            testing::Rank other(library, 0, kBytes, both);
+            one.connect(other.endpoints, other.key);
+            other.connect(one.endpoints, one.key);
+            one.start();
+            constexpr std::uint32_t kPuts = 500;
+            for (std::uint32_t i = 0; i < kPuts; ++i) CHECK(one.put(64, 5) == WaitResult::ok);
+            ::usleep(150'000);  // many times what an RNR retry takes
+            CHECK(!one.session.failure());
+            CHECK(one.session.statistics().puts == 16 * qps);
+            other.start();
+            CHECK(other.wait(5, kPuts));
+            CHECK(one.session.flush(10));
+            CHECK(!one.session.failure());
+            CHECK(!other.session.failure());
+        }
+    }
+}
+
+// Both at once, each far ahead of what the other has looked at.
+void credits_flow_both_ways() {
+    for (const bool srd : {false, true}) {
+        auto both = setup(srd, 2, 1);
+        both.options.receive_depth = 8;
+        both.options.queue_depth = 4;
+        Couple pair(both, both);
+        constexpr std::uint32_t kPuts = 3000;
+        std::thread back([&] {
+            for (std::uint32_t i = 0; i < kPuts; ++i) CHECK(pair.other.put(0, 1) == WaitResult::ok);
+        });
+        for (std::uint32_t i = 0; i < kPuts; ++i) {
+            CHECK(pair.one.put(i % 50 == 0 ? 6000 : 8, 1) == WaitResult::ok);
+        }
+        back.join();
+        CHECK(pair.other.wait(1, kPuts, 30));
+        CHECK(pair.one.wait(1, kPuts, 30));
+    }
+}
+
+// A region comes and goes while another is put through all the time.
+void regions_come_and_go_beside_traffic() {
+    for (const bool srd : {false, true}) {
+        const auto both = setup(srd, 2, 1);
+        Couple pair(both, both);
+        const testing::Memory here(1 << 16);
+        const testing::Memory there(1 << 16);
+        std::atomic<bool> over{false};
+        std::uint64_t puts = 0;
+        std::thread producer([&] {
+            while (!over) {
+                CHECK(pair.one.put(puts % 9000, 2) == WaitResult::ok);
+                ++puts;
+            }
+        });
+        Nic& mine = pair.one.session.nic();
+        Nic& theirs = pair.other.session.nic();
+        for (std::uint32_t round = 1; round <= 30; ++round) {
+            mine.register_memory(1, {here.address(), here.bytes()});
+            mine.bind(1, 1, theirs.register_memory(1, {there.address(), there.bytes()}));
+            CHECK(mine.registrations().host == 2);
+            std::memset(here.data(), static_cast<int>(round), here.bytes());
+            PutCommand c;
+            c.bytes = here.bytes();
+            c.peer = 1;
+            c.region = 1;
+            c.signal = 3;
+            c.value = 1;
+            CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
+            CHECK(pair.other.wait(3, round));
+            CHECK(there.data()[there.bytes() - 1] == static_cast<std::byte>(round));
+            CHECK(pair.one.session.deregister(1, 10));
+            CHECK(pair.other.session.deregister(1, 10));
+            CHECK(mine.registrations().host == 1);
+        }
+        over = true;
+        producer.join();
+        CHECK(pair.other.wait(2, puts));
+        CHECK(!pair.one.session.failure());
+        // It is gone: a put of it is refused, not written anywhere.
+        PutCommand c;
+        c.bytes = 8;
+        c.peer = 1;
+        c.region = 1;
+        CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
+        CHECK(!pair.one.session.flush(10));
+        CHECK(pair.one.session.failure() && pair.one.session.failure()->status == "INVALID_PUT");
+    }
+}
+
+// One of several lanes breaks: the failure names it, and both ends learn of it.
+void a_broken_lane_is_a_failure_of_the_peer() {
+    for (const bool srd : {false, true}) {
+        const auto both = setup(srd, 2, 2);
+        Couple pair(both, both);
+        pair.one.session.nic().inject_failure(1);
+        while (pair.one.put(8192, 1) == WaitResult::ok) {
+        }
+        CHECK(pair.one.pad.aborted() == AbortCode::nic_error);
+        const auto failure = pair.one.session.failure();
+        CHECK(failure && failure->peer == 1);
+        CHECK(failure && failure->qp == pair.one.endpoints[0].qp_num);
+        CHECK(failure && failure->status == "WR_FLUSH_ERR");
+        CHECK(failure && failure->message.find("soft0") != std::string::npos);
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc < 2) return std::fprintf(stderr, "usage: test_lanes LIBRARY [test]\n"), 2;
+    library = argv[1];
+    return testing::run(
+        {{"puts_arrive_whole_over_every_shape", puts_arrive_whole_over_every_shape},
+         {"ends_of_unlike_shapes_use_what_both_have", ends_of_unlike_shapes_use_what_both_have},
+         {"group_numbers_wrap", group_numbers_wrap},
+         {"only_one_lane_of_rc_claims_order", only_one_lane_of_rc_claims_order},
+         {"a_receiver_that_does_not_look_is_never_overrun",
+          a_receiver_that_does_not_look_is_never_overrun},
+         {"credits_flow_both_ways", credits_flow_both_ways},
+         {"regions_come_and_go_beside_traffic", regions_come_and_go_beside_traffic},
+         {"a_broken_lane_is_a_failure_of_the_peer", a_broken_lane_is_a_failure_of_the_peer}},
+        argc > 2 ? argv[2] : nullptr);
+}

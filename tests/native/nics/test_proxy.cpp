@@ -1,0 +1,195 @@
+// The proxy on a NIC whose queues the test opens and shuts. Usage: test_proxy [test]
+#include <array>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "backends/nics/proxy.hpp"
+#include "check.hpp"
+#include "pair.hpp"
+
+using namespace mkernel::nics;
+using mkernel::runtime::monotonic_ns;
+using mkernel::runtime::SignalPad;
+using mkernel::runtime::WaitResult;
+
+namespace {
+
+constexpr std::uint64_t kSecond = 1'000'000'000;
+
+// Takes a put in two steps where a peer's queue is open, and completes at once.
+class GatedNic final : public Nic {
+  public:
+    static constexpr std::uint32_t kPeers = 4;
+
+    void open(std::uint32_t peer, bool open = true) { open_[peer] = open; }
+    std::vector<std::uint64_t> taken(std::uint32_t peer) {
+        const std::lock_guard lock(mutex_);
+        return taken_[peer];
+    }
+
+    Capabilities capabilities() const override { return {}; }
+    std::vector<Endpoint> add_peer(std::uint32_t) override { return {}; }
+    void connect(std::uint32_t, const std::vector<Endpoint>&) override {}
+    RemoteKey register_memory(std::uint32_t, const LocalMemory&) override { return {}; }
+    void bind(std::uint32_t, std::uint32_t, const RemoteKey&) override {}
+    void withdraw(std::uint32_t) override {}
+    void deregister_memory(std::uint32_t) override {}
+    Registrations registrations() const override { return {}; }
+    void inject_failure(std::uint32_t) override {}
+    PutResult put(const PutCommand& c, PutCursor& cursor) override {
+        if (!cursor.begun) {  // the first half always fits
+            if (half_[c.peer]) overtaken_ = true;
+            half_[c.peer] = true;
+            cursor.begun = true;
+        }
+        if (!open_[c.peer]) return PutResult::busy;
+        half_[c.peer] = false;
+        const std::lock_guard lock(mutex_);
+        taken_[c.peer].push_back(c.bytes);
+        return PutResult::done;
+    }
+    void ring() override {}
+    int poll(SignalSink&) override { return 0; }
+    void mark() override {}
+    bool reached_mark() const override { return true; }
+    void arm() override {}
+    std::span<const int> descriptors() const override { return {}; }
+    void settle() override {}
+    void close() override {}
+
+    std::atomic<bool> overtaken_{false};  // a put began before the peer's last one had ended
+
+  private:
+    std::array<std::atomic<bool>, kPeers> open_{};
+    std::array<bool, kPeers> half_{};
+    std::mutex mutex_;
+    std::array<std::vector<std::uint64_t>, kPeers> taken_;
+};
+
+struct Rig {
+    explicit Rig(std::uint64_t slots)
+        : fifo(slots),
+          memory(SignalPad::bytes(64)),
+          pad(SignalPad::format(memory.data(), 64)),
+          proxy(nic, fifo, pad, {}) {}
+    WaitResult push(std::uint32_t peer, std::uint64_t number, std::uint64_t wait = 10 * kSecond) {
+        PutCommand c;
+        c.peer = peer;
+        c.bytes = number;
+        return fifo.device().push(c, pad, monotonic_ns() + wait, {});
+    }
+    bool soon(const std::function<bool()>& held) const {
+        const std::uint64_t deadline = monotonic_ns() + 10 * kSecond;
+        while (!held()) {
+            if (monotonic_ns() > deadline) return false;
+            std::this_thread::yield();
+        }
+        return true;
+    }
+    GatedNic nic;
+    Fifo fifo;
+    testing::Memory memory;
+    SignalPad pad;
+    Proxy proxy;
+};
+
+std::vector<std::uint64_t> numbers(std::uint64_t from, std::uint64_t to) {
+    std::vector<std::uint64_t> all;
+    for (std::uint64_t i = from; i < to; ++i) all.push_back(i);
+    return all;
+}
+
+// Peer 0's queue is full with more commands behind it than the FIFO has slots; peers 1 and 2 do not
+// notice. When it opens, all comes, in order and once.
+void a_full_peer_holds_up_nobody_and_loses_nothing() {
+    Rig rig(64);
+    rig.nic.open(1);
+    rig.nic.open(2);
+    for (std::uint64_t i = 0; i < 60; ++i) CHECK(rig.push(0, i) == WaitResult::ok);
+    for (std::uint64_t i = 0; i < 500; ++i) {
+        CHECK(rig.push(1, i) == WaitResult::ok);
+        CHECK(rig.push(2, i) == WaitResult::ok);
+    }
+    CHECK(rig.soon([&] { return rig.nic.taken(1).size() + rig.nic.taken(2).size() == 1000; }));
+    CHECK(rig.nic.taken(0).empty());
+    CHECK(rig.proxy.statistics().queue_depth == 60);
+    CHECK(rig.proxy.statistics().stalls == 1);
+    CHECK(!rig.proxy.flush(monotonic_ns() + kSecond / 20));
+    rig.nic.open(0);
+    CHECK(rig.proxy.flush(monotonic_ns() + 10 * kSecond));
+    CHECK(rig.nic.taken(0) == numbers(0, 60));
+    CHECK(rig.nic.taken(1) == numbers(0, 500));
+    CHECK(rig.nic.taken(2) == numbers(0, 500));
+    CHECK(rig.proxy.statistics().queue_depth == 0);
+    CHECK(!rig.nic.overtaken_);
+}
+
+// Queues that open and shut all the time, with every peer busy.
+void order_holds_while_queues_come_and_go() {
+    constexpr std::uint64_t kEach = 3000;
+    Rig rig(16);
+    std::atomic<bool> over{false};
+    std::thread gate([&] {
+        std::uint32_t n = 0;
+        while (!over) {
+            rig.nic.open(n % GatedNic::kPeers, n % 7 < 4);
+            ++n;
+            std::this_thread::yield();
+        }
+        for (std::uint32_t peer = 0; peer < GatedNic::kPeers; ++peer) rig.nic.open(peer);
+    });
+    for (std::uint64_t i = 0; i < kEach; ++i) {
+        for (std::uint32_t peer = 0; peer < GatedNic::kPeers; ++peer) {
+            CHECK(rig.push(peer, i) == WaitResult::ok);
+        }
+        if (i % 100 == 0) CHECK(rig.proxy.flush(monotonic_ns() + 10 * kSecond));
+    }
+    over = true;
+    gate.join();
+    CHECK(rig.proxy.flush(monotonic_ns() + 10 * kSecond));
+    for (std::uint32_t peer = 0; peer < GatedNic::kPeers; ++peer) {
+        CHECK(rig.nic.taken(peer) == numbers(0, kEach));
+    }
+    CHECK(!rig.nic.overtaken_);
+}
+
+// A flush waits for the commands before it, also where they were set aside, and for no later ones.
+void a_flush_covers_what_was_set_aside_and_nothing_later() {
+    Rig rig(64);
+    rig.nic.open(1);
+    CHECK(rig.push(1, 0) == WaitResult::ok);
+    CHECK(rig.proxy.flush(monotonic_ns() + 10 * kSecond));
+    CHECK(rig.push(0, 0) == WaitResult::ok);  // to a shut queue
+    CHECK(rig.push(1, 1) == WaitResult::ok);
+    CHECK(!rig.proxy.flush(monotonic_ns() + kSecond / 20));
+    std::thread waiter([&] { CHECK(rig.proxy.flush(monotonic_ns() + 10 * kSecond)); });
+    rig.nic.open(0);
+    waiter.join();
+    rig.nic.open(0, false);
+    CHECK(rig.push(0, 1) == WaitResult::ok);
+    CHECK(rig.soon([&] { return rig.nic.taken(0).size() == 1; }));
+    CHECK(rig.nic.taken(1) == numbers(0, 2));
+}
+
+// With everything set aside that there is room for, producers wait, and time out: nothing is lost.
+void a_full_waiting_room_is_back_pressure() {
+    Rig rig(4);
+    std::uint64_t pushed = 0;
+    while (rig.push(0, pushed, kSecond / 20) == WaitResult::ok) ++pushed;
+    CHECK(pushed == 8);  // the FIFO's slots, and as many set aside
+    CHECK(rig.proxy.statistics().queue_depth == 8);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    return testing::run(
+        {{"a_full_peer_holds_up_nobody_and_loses_nothing",
+          a_full_peer_holds_up_nobody_and_loses_nothing},
+         {"order_holds_while_queues_come_and_go", order_holds_while_queues_come_and_go},
+         {"a_flush_covers_what_was_set_aside_and_nothing_later",
+          a_flush_covers_what_was_set_aside_and_nothing_later},
+         {"a_full_waiting_room_is_back_pressure", a_full_waiting_room_is_back_pressure}},
+        argc > 1 ? argv[1] : nullptr);
+}
