@@ -14,7 +14,8 @@ from device_buffers import Buffer
 # Offsets in a region, as device/region.cuh lays it out.
 PEERS_WORDS = slice(512, 768)  # what peers finished and started
 FLAGS = slice(64 << 10, 1 << 20)
-DATA = 1 << 20
+DATA = 33 << 20
+BRIEF = 16 << 20  # bytes of slots up to which a call is brief
 DEADLINE_S = 20.0
 
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from mkernel.bench.problem import Problem, Tensors, relative_error
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import WorldError
 from mkernel.launch import report
-from mkernel.plan.model import DtypeName
+from mkernel.ops.gemm import GemmOp
+from mkernel.plan.model import DtypeName, PathName
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 LATE_S = 0.02
@@ -34,6 +36,7 @@ class Shape:
     k: int
     dtype: DtypeName = "bfloat16"
     layout: str = "row"
+    path: PathName | None = None  # instead of the setting's
 
 
 def spin(seconds: float) -> None:
@@ -64,10 +67,10 @@ class Work:
         self.out.fill_(float("nan"))
 
     def call(self) -> torch.Tensor:
-        """The public op, into ``out``."""
-        result: torch.Tensor = getattr(mkernel, self.shape.op)(
-            self.inputs["a"], self.inputs["b"], out=self.out
-        )
+        """What the public op does, into ``out``."""
+        op: GemmOp = import_module(f"mkernel.ops.{self.shape.op}").OP
+        a, b = self.inputs["a"], self.inputs["b"]
+        result: torch.Tensor = op.call(a, b, out=self.out, path=self.shape.path).outputs["out"]
         return result
 
     def error(self, turn: int, result: torch.Tensor | None = None) -> float:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from collective_ranks import FLAGS, PEERS_WORDS, Ranks, Work
+from collective_ranks import BRIEF, FLAGS, PEERS_WORDS, Ranks, Work
 from device_buffers import needs_gpus
 
 MIB = 1 << 20
@@ -139,6 +139,29 @@ def test_a_hundred_calls_of_skewed_ranks(world: int) -> None:
     ranks.check_outcomes()
     assert [made.name for made in calls if made.wrong_ranks()] == []
     assert ranks.epochs() == [1 + len(WAYS) + 100] * world
+
+
+@pytest.mark.parametrize("which", [which for which in WAYS if "symmetric" not in which])
+@worlds
+def test_a_slow_reader_is_not_overrun(world: int, which: str) -> None:
+    """The last rank reads with one block, byte by byte, when the others are in the next call."""
+    name, way, _ = WAYS[which]
+    slots = 2 if way == "two_shot" else world  # of a shard, a part or the whole
+    ranks = Ranks(world, BRIEF)
+    elements = BRIEF // slots // 2
+    calls = [Work(ranks, name, elements, way=way, out_offset=3) for _ in range(4)]
+    for seed, made in enumerate(calls):
+        made.refresh(seed)
+    run(work(ranks, which, 8))  # loads the kernels, see Ranks
+
+    def launch_all(rank: int) -> None:
+        for made in calls:
+            made.launch(rank, blocks=1 if rank == world - 1 else 0)
+
+    ranks.on_each(launch_all)
+    ranks.synchronize()
+    ranks.check_outcomes()
+    assert [number for number, made in enumerate(calls) if made.wrong_ranks()] == []
 
 
 @every_way

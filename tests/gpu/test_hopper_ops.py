@@ -28,6 +28,17 @@ MIXED = [
     Shape("all_gather_gemm", 128, 64, 4096, dtype="float16"),
     Shape("gemm_all_reduce", 2048, 2048, 512),
 ]
+# Calls that end without waiting for peers, between others: pushed by copy engines, by blocks, summed.
+ONE_AFTER_ANOTHER = [
+    Shape("gemm_all_reduce", 64, 1024, 512, path="library"),
+    Shape("all_gather_gemm", 8192, 512, 4096, path="fused"),
+    Shape("gemm_reduce_scatter", 256, 1024, 512, path="library"),
+    Shape("all_gather_gemm", 1024, 512, 1024, path="fused"),
+    Shape("gemm_all_reduce", 1024, 2048, 256, path="library"),
+    Shape("gemm_all_reduce", 2048, 2048, 512, path="fused"),
+    Shape("all_gather_gemm", 64, 512, 1024, path="library"),
+    Shape("all_gather_gemm", 16384, 256, 2048, path="library"),
+]
 
 
 @pytest.fixture(autouse=True, params=["fused", "library"])
@@ -79,6 +90,12 @@ def test_large(op: str, world: int) -> None:
 @several
 def test_late_ranks_and_reused_memory(world: int) -> None:
     right(world, hopper_ranks.skewed, MIXED, 60, 2)
+
+
+@several
+def test_brief_calls_between_others(world: int) -> None:
+    right(world, hopper_ranks.skewed, ONE_AFTER_ANOTHER, 60, 4)
+    right(world, hopper_ranks.queued, ONE_AFTER_ANOTHER, 80, 5)
 
 
 @several

@@ -17,6 +17,7 @@ import torch
 from mkernel.backends.accelerators.hopper import schedule
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.planned import of_plan
+from mkernel.backends.accelerators.hopper.transfer import measured_engines
 from mkernel.backends.base import Call
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
@@ -232,9 +233,11 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(dst: int, src: int, nbytes: int, lane: Lane) -> None:
-    made = native()
+    """Within this GPU, when no kernel of the call needs its processors any more."""
     if nbytes:
-        made.copy(dst, src, nbytes, made.Engine.copy_engine, stream=lane.stream)
+        made, best = native(), measured_engines().choose("local", nbytes)
+        engine = getattr(made.Engine, best.engine)
+        made.copy(dst, src, nbytes, engine, max(best.blocks, 1), stream=lane.stream)
 
 
 def _product(

@@ -1,13 +1,15 @@
 """How the GEMM kernels are run: tile sizes, chunks, who pushes them, bands.
 
-Pure functions of a plan's sizes, the same on every rank. The numbers were measured on four H200 with
-bfloat16 and NVLink; they change times, never results.
+Pure functions of a plan's sizes, the same on every rank. The numbers here and in transfer/engines.json
+were measured on four H200 with bfloat16 and NVLink; they change times, never results.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from mkernel.backends.accelerators.hopper.transfer import measured_engines
 
 TilingName = Literal["wide", "deep", "narrow"]
 
@@ -21,10 +23,8 @@ NARROW_BELOW_WAVES = 1.2
 DEEP_UP_TO_WAVES = 2.0
 DEEP_FROM_K = 4096
 
-COPY_ENGINE_FROM_BYTES = 8 << 20
-"""Of a rank's rows. A copy takes 8 us to start, W - 1 of them one after another: small shards are
-pushed by blocks of the kernel instead."""
 PUSH_BLOCKS = 8
+"""Blocks of the kernel that push small shards: they start at once, copy engines later."""
 PUSHED_ROWS = 64
 """Rows that a pushing block publishes at once."""
 
@@ -103,7 +103,8 @@ def gather(
     chunk = max(chunk, _up(rows, flags // world))
     if world == 1:
         return GatherSchedule(tiles, rows, 0)
-    if rows * k * ELEMENT_BYTES >= COPY_ENGINE_FROM_BYTES and _up(rows, chunk) <= copied:
+    put = measured_engines().choose("put", rows * k * ELEMENT_BYTES, PUSH_BLOCKS, flagged=True)
+    if put.engine == "copy_engine" and _up(rows, chunk) <= copied:
         return GatherSchedule(tiles, chunk, 0)
     if chunk == rows:  # one chunk that blocks push: they publish it in parts
         chunk = min(rows, PUSHED_ROWS)

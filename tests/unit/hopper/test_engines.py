@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mkernel.backends.accelerators.hopper.transfer import Engines, load_engines
+from mkernel.backends.accelerators.hopper.transfer import Engines, load_engines, measured_engines
 from mkernel.errors import InputFileError
 
 
@@ -58,15 +58,21 @@ def test_times_lie_on_the_lines_between_points() -> None:
     assert bulk.microseconds(199_000) == pytest.approx(76.0)
 
 
+def test_a_flag_costs_the_copy_engine_a_copy() -> None:
+    assert MEASURED.choose("put", 100_000, flagged=True).engine == "bulk"
+    alone = MEASURED.choose("put", 100_000, 0, flagged=True)
+    assert (alone.engine, alone.microseconds) == ("copy_engine", 30.0)
+
+
 def test_an_unmeasured_direction_is_said() -> None:
     with pytest.raises(ValueError, match=r"no engine is known for get .* bench/transfer\.py"):
         MEASURED.choose("get", 1)
 
 
 def test_what_comes_with_the_package() -> None:
-    engines = load_engines()
+    engines = measured_engines()
+    assert engines.choose("put", 1 << 18).engine != "copy_engine"
     for direction in ("put", "get"):
-        assert engines.choose(direction, 65_536).engine != "copy_engine"
         assert engines.choose(direction, 1 << 30).engine == "copy_engine"
     assert not engines.multicast
 

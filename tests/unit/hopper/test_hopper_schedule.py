@@ -24,9 +24,9 @@ def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
 
 
 def test_large_shards_are_copied_and_small_ones_pushed() -> None:
-    assert gathered(1024, 1024, 4096, 4, 1024) == schedule.GatherSchedule("narrow", 1024, 0)
-    assert gathered(1023, 1024, 4096, 4, 1023).push_blocks == schedule.PUSH_BLOCKS
-    assert gathered(1023, 1024, 4096, 4, 1023).chunk_rows == schedule.PUSHED_ROWS
+    assert gathered(1024, 1024, 16_384, 4, 1024) == schedule.GatherSchedule("narrow", 1024, 0)
+    assert gathered(500, 1024, 4096, 4, 500).push_blocks == schedule.PUSH_BLOCKS
+    assert gathered(500, 1024, 4096, 4, 500).chunk_rows == schedule.PUSHED_ROWS
     assert gathered(3, 1024, 4096, 4, 3).chunk_rows == 3
     assert gathered(1024, 1024, 4096, 1, 1024).push_blocks == 0
 

@@ -1,9 +1,20 @@
 // How a call of a kernel ends, and with it why memory of the region may be used again.
 //
-// One rule for every op: a call is over on a rank only when every rank of the world has said that it
-// needs nothing of that call any more. So whatever lies in the region's data area, and any flag, is
-// free for the next call from its first instruction, whatever op that is and in whatever order the
-// copy engines start; and whatever a peer wrote into this rank's memory in this call has arrived.
+// The rule: a call is over on a rank only when every rank of the world has said that it needs nothing
+// of that call any more. So whatever lies in the region's data area, and any flag, is free for the
+// next call from its first instruction, whatever op that is and in whatever order the copy engines
+// start; and whatever a peer wrote into this rank's memory in this call has arrived.
+//
+// Brief calls are the exception, for exchanges in which a rank waits for something of every peer and
+// for all that peers write into its memory, and that fit the brief part of the region: their rank goes
+// on at once (`finish_brief_call`), which saves a round trip. What keeps a fast rank from overwriting
+// what a slow peer still reads:
+//   data   calls of even and of odd epochs have memory of their own. Who is in call e has heard of
+//          every peer in call e - 1; each was then done with call e - 2, the last one of e's memory.
+//   flags  a brief flag has the same writer in every call, and nothing else uses it. A flag that is
+//          already at e + 1 was at e before, with e's data in place.
+// Other calls may come before and after; they use neither.
+//
 // A user's symmetric buffer is another matter: its owner may still read it between two calls, so who
 // pushes into it first waits for the owner's `started` word (`announce_start`).
 #pragma once
@@ -34,6 +45,13 @@ __device__ inline bool wait_for_starts(const Region& region, const Waiter& waite
     return true;
 }
 
+// After all else of call `epoch` on this rank. One thread of the grid.
+__device__ inline void move_on(Control& control, std::uint64_t epoch) {
+    control.blocks_done = 0;
+    control.epoch = epoch + 1;
+    for (std::uint64_t& copy : control.epochs) copy = epoch + 1;
+}
+
 // The end of a call; one thread of every block, after all the block's threads are done and its bulk
 // stores complete (`wait_group 0`). The last block tells the peers, waits for them, and moves the
 // epoch on.
@@ -53,9 +71,15 @@ __device__ inline void finish_call(const Region& region, const Waiter& waiter,
         const auto peer = static_cast<std::uint32_t>((region.rank + step) % region.world);
         if (!waiter.until(&control.finished[peer], epoch, {kControlWord, peer, kNoChunk})) break;
     }
-    control.blocks_done = 0;
-    control.epoch = epoch + 1;
-    for (std::uint64_t& copy : control.epochs) copy = epoch + 1;
+    move_on(control, epoch);
+}
+
+// The same of a brief call: waits for nobody.
+__device__ inline void finish_brief_call(const Region& region, std::uint64_t epoch) {
+    Control& control = region.control();
+    __threadfence();
+    if (atomicAdd(&control.blocks_done, 1u) != gridDim.x * gridDim.y * gridDim.z - 1) return;
+    move_on(control, epoch);
 }
 
 }  // namespace mkernel::hopper

@@ -2,9 +2,13 @@
 // the node, every rank's mapped here. Passed to kernels by value.
 //
 // Layout, the same on every rank:
-//   [0, 64 KiB)       control words: the epoch, one finished and one started word a rank
-//   [64 KiB, 1 MiB)   flags: 64-bit, what they mean is the plan's business
-//   [1 MiB, ...)      data
+//   [0, 64 KiB)        control words: the epoch, one finished and one started word a rank
+//   [64 KiB, 128 KiB)  flags of brief calls
+//   [128 KiB, 1 MiB)   flags: 64-bit, what they mean is the plan's business
+//   [1 MiB, 33 MiB)    data of brief calls, of even and of odd epochs
+//   [33 MiB, ...)      data
+//
+// Brief calls are those that end without waiting for their peers (call.cuh says which may).
 //
 // Epochs. `Control::epoch` is the number of the running call, 1 for the first; the call's last block moves
 // it on, so that a replayed graph counts as well as a launch does. Every flag and word that a peer
@@ -19,9 +23,15 @@ namespace mkernel::hopper {
 
 inline constexpr int kMaxRanks = 16;
 
-inline constexpr std::uint64_t kFlagsOffset = 64u << 10;
-inline constexpr std::uint64_t kDataOffset = 1u << 20;
-inline constexpr std::uint32_t kFlags = (kDataOffset - kFlagsOffset) / sizeof(std::uint64_t);
+inline constexpr std::uint64_t kBriefFlagsOffset = 64u << 10;
+inline constexpr std::uint64_t kFlagsOffset = 128u << 10;
+inline constexpr std::uint64_t kBriefOffset = 1u << 20;
+inline constexpr std::uint64_t kBriefBytes = 16u << 20;  // of one call
+inline constexpr std::uint64_t kDataOffset = kBriefOffset + 2 * kBriefBytes;
+
+inline constexpr std::uint32_t kBriefFlags =
+    (kFlagsOffset - kBriefFlagsOffset) / sizeof(std::uint64_t);
+inline constexpr std::uint32_t kFlags = (kBriefOffset - kFlagsOffset) / sizeof(std::uint64_t);
 
 inline constexpr int kEpochCopies = 16;
 
@@ -37,7 +47,7 @@ struct Control {
     std::uint64_t finished[kMaxRanks];  // rank r needs nothing of this rank's of that call any more
     std::uint64_t started[kMaxRanks];   // rank r's memory may be written in that call
 };
-static_assert(sizeof(Control) <= kFlagsOffset);
+static_assert(sizeof(Control) <= kBriefFlagsOffset);
 
 struct Region {
     char* base[kMaxRanks];  // [rank] is this rank's own
@@ -50,6 +60,9 @@ struct Region {
     __host__ __device__ Control& control() const { return control(rank); }
     __host__ __device__ std::uint64_t* flags(int of) const {
         return reinterpret_cast<std::uint64_t*>(base[of] + kFlagsOffset);
+    }
+    __host__ __device__ std::uint64_t* brief_flags(int of) const {
+        return reinterpret_cast<std::uint64_t*>(base[of] + kBriefFlagsOffset);
     }
     __host__ __device__ char* data(int of) const { return base[of] + kDataOffset; }
 };

@@ -23,24 +23,25 @@ struct Args {
     std::uint64_t part;     // bytes of each part but perhaps the last ones, in the source
     Chunking cut;
     bool symmetric;
+    bool brief;
 
-    // Of the source `writer` at rank `of`.
-    __device__ char* slot_at(int of, int writer) const {
-        return region.data(of) + staging + writer * slot;
+    // Of the source `writer` at rank `of`. `slots`: where the slots start in every region.
+    __device__ char* slot_at(std::uint64_t slots, int of, int writer) const {
+        return region.base[of] + slots + writer * slot;
     }
     // The second exchange's.
-    __device__ char* result_slot_at(int of, int writer) const {
-        return slot_at(of, region.world + writer);
+    __device__ char* result_slot_at(std::uint64_t slots, int of, int writer) const {
+        return slot_at(slots, of, region.world + writer);
     }
     // Where this rank's part of the outs goes for rank `to`, in the first and the second exchange. An
     // element of a source has kNarrower times the bytes of one of a result.
-    __device__ char* sent_to(int to) const {
-        return in_out(to) ? outs[to] + region.rank * part : slot_at(to, region.rank);
+    __device__ char* sent_to(std::uint64_t slots, int to) const {
+        return in_out(to) ? outs[to] + region.rank * part : slot_at(slots, to, region.rank);
     }
     template <std::uint32_t kNarrower>
-    __device__ char* result_sent_to(int to) const {
+    __device__ char* result_sent_to(std::uint64_t slots, int to) const {
         return in_out(to) ? outs[to] + region.rank * part / kNarrower
-                          : result_slot_at(to, region.rank);
+                          : result_slot_at(slots, to, region.rank);
     }
     __device__ bool in_out(int to) const { return symmetric || to == region.rank; }
     __device__ int peer(int step) const { return (region.rank + step) % region.world; }
@@ -54,7 +55,9 @@ struct Args {
 __global__ __launch_bounds__(kThreads,
                              2) void all_gather_kernel(const __grid_constant__ Args args) {
     __shared__ Lanes lanes;
-    Exchange exchange(args.region, args.patience);
+    ptx::wait_for_grid_before();
+    Exchange exchange(args.region, args.patience, args.brief);
+    const std::uint64_t slots = exchange.slots(args.staging);
     const int rank = args.region.rank;
     const int world = args.region.world;
     const auto send = [&](std::uint32_t index) {
@@ -62,7 +65,7 @@ __global__ __launch_bounds__(kThreads,
         const bool aligned = set_lanes(lanes, world, [&](int i) {
             const int to = args.peer(i + 1);  // itself last: the peers wait
             lanes.src[i] = args.src + chunk.at;
-            lanes.dst[i] = args.sent_to(to) + chunk.at;
+            lanes.dst[i] = args.sent_to(slots, to) + chunk.at;
             lanes.bytes[i] = chunk.bytes;
         });
         copy_to_each(lanes, world, aligned);
@@ -75,7 +78,7 @@ __global__ __launch_bounds__(kThreads,
         const Chunk chunk = chunk_of(args.cut, index, args.part);
         const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
             const int from = args.peer(i + 1);
-            lanes.src[i] = args.slot_at(rank, from) + chunk.at;
+            lanes.src[i] = args.slot_at(slots, rank, from) + chunk.at;
             lanes.dst[i] = args.outs[rank] + from * args.part + chunk.at;
             lanes.bytes[i] = chunk.bytes;
         });
@@ -92,14 +95,16 @@ __global__ __launch_bounds__(kThreads,
                              2) void all_reduce_one_shot_kernel(const __grid_constant__ Args args) {
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
     __shared__ Lanes lanes;
-    Exchange exchange(args.region, args.patience);
+    ptx::wait_for_grid_before();
+    Exchange exchange(args.region, args.patience, args.brief);
+    const std::uint64_t slots = exchange.slots(args.staging);
     const int rank = args.region.rank;
     const int world = args.region.world;
     const auto send = [&](std::uint32_t index) {
         const Chunk chunk = chunk_of(args.cut, index, args.total);
         const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
             lanes.src[i] = args.src + chunk.at;
-            lanes.dst[i] = args.slot_at(args.peer(i + 1), rank) + chunk.at;
+            lanes.dst[i] = args.slot_at(slots, args.peer(i + 1), rank) + chunk.at;
             lanes.bytes[i] = chunk.bytes;
         });
         copy_to_each(lanes, world - 1, aligned);
@@ -116,7 +121,7 @@ __global__ __launch_bounds__(kThreads,
             const std::uint64_t upto = min(end, (owner + 1) * args.part);
             const bool aligned = set_lanes(lanes, world, [&](int i) {
                 const int from = (owner + i) % world;
-                lanes.src[i] = (from == rank ? args.src : args.slot_at(rank, from)) + at;
+                lanes.src[i] = (from == rank ? args.src : args.slot_at(slots, rank, from)) + at;
                 lanes.dst[i] = args.outs[rank] + at / kNarrower;
             });
             sum_to_each<In, Out>(lanes, world, static_cast<std::uint32_t>(upto - at), 1, aligned);
@@ -133,7 +138,9 @@ template <class In, class Out, bool kGather>
 __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_constant__ Args args) {
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
     __shared__ Lanes lanes;
-    Exchange exchange(args.region, args.patience);
+    ptx::wait_for_grid_before();
+    Exchange exchange(args.region, args.patience, args.brief);
+    const std::uint64_t slots = exchange.slots(args.staging);
     const int rank = args.region.rank;
     const int world = args.region.world;
     const auto send = [&](std::uint32_t index) {
@@ -141,7 +148,7 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
             const int to = args.peer(i + 1);
             const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(to));
             lanes.src[i] = args.src + to * args.part + chunk.at;
-            lanes.dst[i] = args.slot_at(to, rank) + chunk.at;
+            lanes.dst[i] = args.slot_at(slots, to, rank) + chunk.at;
             lanes.bytes[i] = chunk.bytes;
         });
         copy_each(lanes, world - 1, args.cut.chunk, aligned);
@@ -153,11 +160,12 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
         const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(rank));
         const bool aligned = set_lanes(lanes, world, [&](int i) {
             const char* own = args.src + rank * args.part;
-            lanes.src[i] = (i == 0 ? own : args.slot_at(rank, (rank + i) % world)) + chunk.at;
+            lanes.src[i] =
+                (i == 0 ? own : args.slot_at(slots, rank, (rank + i) % world)) + chunk.at;
             // Whoever sent its part is in this call: its symmetric out may be written.
-            lanes.dst[i] =
-                (kGather ? args.result_sent_to<kNarrower>(args.peer(i + 1)) : args.outs[rank]) +
-                chunk.at / kNarrower;
+            lanes.dst[i] = (kGather ? args.result_sent_to<kNarrower>(slots, args.peer(i + 1))
+                                    : args.outs[rank]) +
+                           chunk.at / kNarrower;
         });
         sum_to_each<In, Out>(lanes, world, chunk.bytes, kGather ? world : 1, aligned);
         if (kGather && !args.symmetric) exchange.raise(args.flags_of(args.cut.chunks + index));
@@ -169,7 +177,7 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
         const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
             const int from = args.peer(i + 1);
             const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(from));
-            lanes.src[i] = args.result_slot_at(rank, from) + chunk.at / kNarrower;
+            lanes.src[i] = args.result_slot_at(slots, rank, from) + chunk.at / kNarrower;
             lanes.dst[i] = args.outs[rank] + (from * args.part + chunk.at) / kNarrower;
             lanes.bytes[i] = chunk.bytes / kNarrower;
         });
@@ -253,8 +261,9 @@ void check_call(const Collective& call, const void* src, const Outs& out,
     }
 }
 
+// `slot`: bytes of a slot at least, one a rank in each of `exchanges`.
 Args make_args(const Collective& call, const void* src, const Outs& out, std::uint64_t total,
-               std::uint64_t part, std::uint64_t slot, Chunking cut) {
+               std::uint64_t part, std::uint64_t slot, std::uint32_t exchanges, Chunking cut) {
     Args args{};
     args.region = call.region;
     args.patience = call.patience;
@@ -266,6 +275,9 @@ Args make_args(const Collective& call, const void* src, const Outs& out, std::ui
     args.part = part;
     args.cut = cut;
     args.symmetric = out.symmetric;
+    const std::uint64_t slots = std::uint64_t{exchanges} * call.region.world;
+    args.brief =
+        !out.symmetric && slots * args.slot <= kBriefBytes && slots * cut.chunks <= kBriefFlags;
     return args;
 }
 
@@ -282,6 +294,12 @@ void launch(void (*kernel)(Args), const Args& args, std::uint32_t blocks, cudaSt
     config.gridDim = dim3(std::min(blocks, args.cut.chunks));
     config.blockDim = dim3(kThreads);
     config.stream = stream;
+    // It gets ready while the product before it ends: see ptx::wait_for_grid_before.
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early;
+    config.numAttrs = 1;
     check(cudaLaunchKernelEx(&config, kernel, args), "launch of a collective");
 }
 
@@ -347,7 +365,7 @@ void all_gather(const Collective& call, const void* src, std::uint64_t shard_byt
     const int world = call.region.world;
     check_call(call, src, out, all_gather_staging(world, shard_bytes, out.symmetric), 1, 1);
     if (is_trivial(call, src, out, shard_bytes, stream)) return;
-    const Args args = make_args(call, src, out, world * shard_bytes, shard_bytes, shard_bytes,
+    const Args args = make_args(call, src, out, world * shard_bytes, shard_bytes, shard_bytes, 1,
                                 cut(shard_bytes, world, 1));
     launch(all_gather_kernel, args, call.blocks, stream);
 }
@@ -361,7 +379,7 @@ void reduce_scatter(const Collective& call, Element element, const void* src,
                source_bytes(element), kResultBytes);
     const std::uint64_t part = part_elements * source_bytes(element);
     if (part == 0 || (!from_float32(element) && is_trivial(call, src, outs, part, stream))) return;
-    const Args args = make_args(call, src, outs, world * part, part, part, cut(part, world, 1));
+    const Args args = make_args(call, src, outs, world * part, part, part, 1, cut(part, world, 1));
     launch(reduce_of<false>(element), args, call.blocks, stream);
 }
 
@@ -374,11 +392,11 @@ void all_reduce(const Collective& call, Element element, const void* src, std::u
     if (total == 0 || (!from_float32(element) && is_trivial(call, src, out, total, stream))) return;
     const std::uint64_t part = owned_elements(world, elements) * source_bytes(element);
     if (way == Way::one_shot) {
-        const Args args = make_args(call, src, out, total, part, total, cut(total, world, 1));
+        const Args args = make_args(call, src, out, total, part, total, 1, cut(total, world, 1));
         launch(one_shot_of(element), args, call.blocks, stream);
         return;
     }
-    const Args args = make_args(call, src, out, total, part, part, cut(part, world, 2));
+    const Args args = make_args(call, src, out, total, part, part, 2, cut(part, world, 2));
     launch(reduce_of<true>(element), args, call.blocks, stream);
 }
 

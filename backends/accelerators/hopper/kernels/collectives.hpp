@@ -14,9 +14,10 @@
 // owner + 1, owner + 2, ... modulo the world. Every element has one owner, whichever way is taken,
 // so results do not depend on timing, grid or size class, and are the same bits on all ranks.
 //
-// Reuse. Slots and flags are free for the next call because a call ends on a rank only when all
-// peers have ended it (device/call.cuh); `src` and `out` are private, but for symmetric outs, which
-// are written only after their owner said that it is in this call.
+// Reuse. Small calls into private outs are brief (device/call.cuh), and the others end on a rank only
+// when all peers have ended them: slots and flags are free for the next call. `src` and `out` are
+// private, but for symmetric outs, which are written only after their owner said that it is in this
+// call.
 //
 // Flags are set to the epoch, one writer each: chunk * world + rank, and for an all_reduce's second
 // exchange the same after all of the first. What goes straight into a symmetric out needs none: the

@@ -30,10 +30,17 @@ __device__ inline Chunk chunk_of(const Chunking& cut, std::uint32_t index,
 // One call's exchange, as each block sees it. All threads of a block call its functions together.
 class Exchange {
   public:
-    __device__ Exchange(const Region& region, const Patience& patience)
+    // `brief`: as in device/call.cuh.
+    __device__ Exchange(const Region& region, const Patience& patience, bool brief)
         : region_(region),
           waiter_(region, patience, runtime::Waiter::comm_kernel),
-          epoch_(region.control().epoch) {}
+          epoch_(region.control().epoch),
+          brief_(brief) {}
+
+    // Where the call's slots start in every rank's region. `staging`: offset in the data area.
+    __device__ std::uint64_t slots(std::uint64_t staging) const {
+        return brief_ ? kBriefOffset + epoch_ % 2 * kBriefBytes : kDataOffset + staging;
+    }
 
     // Whether every peer is in this call, so that its symmetric buffers may be written.
     __device__ bool meet() {
@@ -48,14 +55,15 @@ class Exchange {
     __device__ void raise(std::uint32_t first_flag) {
         __syncthreads();
         if (is_peer(threadIdx.x)) {
-            ptx::store_release(region_.flags(threadIdx.x) + first_flag + region_.rank, epoch_);
+            ptx::store_release(flags(static_cast<int>(threadIdx.x)) + first_flag + region_.rank,
+                               epoch_);
         }
     }
 
     // Whether the chunk has come from every peer.
     __device__ bool await(std::uint32_t first_flag, std::uint32_t chunk) {
         return all([&](std::uint32_t peer) {
-            return waiter_.until(region_.flags(region_.rank) + first_flag + peer, epoch_,
+            return waiter_.until(flags(region_.rank) + first_flag + peer, epoch_,
                                  {first_flag + peer, peer, chunk});
         });
     }
@@ -63,10 +71,18 @@ class Exchange {
     // The end of the block's part of the call.
     __device__ void finish() {
         __syncthreads();
-        if (threadIdx.x == 0) finish_call(region_, waiter_, epoch_);
+        if (threadIdx.x != 0) return;
+        if (brief_) {
+            finish_brief_call(region_, epoch_);
+        } else {
+            finish_call(region_, waiter_, epoch_);
+        }
     }
 
   private:
+    __device__ std::uint64_t* flags(int of) const {
+        return brief_ ? region_.brief_flags(of) : region_.flags(of);
+    }
     __device__ bool is_peer(std::uint32_t rank) const {
         return rank < static_cast<std::uint32_t>(region_.world) &&
                rank != static_cast<std::uint32_t>(region_.rank);
@@ -82,6 +98,7 @@ class Exchange {
     const Region& region_;
     Waiter waiter_;
     std::uint64_t epoch_;
+    bool brief_;
 };
 
 // Runs the stages of this block's chunks, each stage one turn behind the one before it, so that a

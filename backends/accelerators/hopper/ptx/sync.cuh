@@ -55,6 +55,12 @@ __device__ inline void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// A grid that is launched to start early (programmatic stream serialization) may read what the grid
+// before it on its stream wrote, and write what that one reads, only after this.
+__device__ inline void wait_for_grid_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Nanoseconds; the same clock on all SMs, coarse (about 1 us), not comparable between GPUs.
 __device__ inline std::uint64_t global_ns() {
     std::uint64_t now;

@@ -6,6 +6,7 @@ from mkernel.backends.accelerators.hopper.transfer.engines import (
     Engine,
     Engines,
     load_engines,
+    measured_engines,
 )
 
-__all__ = ["Choice", "Direction", "Engine", "Engines", "load_engines"]
+__all__ = ["Choice", "Direction", "Engine", "Engines", "load_engines", "measured_engines"]

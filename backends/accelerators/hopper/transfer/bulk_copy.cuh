@@ -23,8 +23,9 @@ __host__ __device__ inline bool alike(const void* dst, const void* src) {
 }
 
 // Stages that one thread, always the same, loads into and stores from. Any number of copies may
-// follow each other without a pause between them.
-template <int kStages>
+// follow each other without a pause between them. `kOpen`: stores that may still read their stages
+// when a new load starts; the other stages hold loads.
+template <int kStages, int kOpen = kStages / 2>
 class BulkRing {
   public:
     // `stages`: kStages * stage_bytes of shared memory, aligned to 128; `full`: kStages barriers in
@@ -74,6 +75,9 @@ class BulkRing {
         turn_ += mine;
     }
 
+    // The stages may be used for something else, or end with their block.
+    __device__ void release_stages() { ptx::wait_groups_read<0>(); }
+
     // All bytes of all copies so far are written, and a release by this thread publishes them.
     __device__ void complete() {
         ptx::wait_groups<0>();
@@ -81,9 +85,6 @@ class BulkRing {
     }
 
   private:
-    // Stores that may still read their stages when a new load starts; the other stages hold loads.
-    static constexpr int kOpen = kStages / 2;
-
     __device__ char* stage(std::uint64_t piece) const {
         return stages_ + piece % kStages * stage_bytes_;
     }
@@ -97,8 +98,8 @@ class BulkRing {
 // One converged warp copies share `share` of `shares` of a copy of any size between addresses that
 // are `alike`: lane 0 drives the ring (`init` and `complete` are its too), the others move the
 // unaligned ends by plain stores, which a release after __syncwarp publishes.
-template <int kStages>
-__device__ void copy_bulk(BulkRing<kStages>& ring, char* dst, const char* src, std::uint64_t nbytes,
+template <class Ring>
+__device__ void copy_bulk(Ring& ring, char* dst, const char* src, std::uint64_t nbytes,
                           std::uint32_t share, std::uint32_t shares) {
     const auto head = min(-reinterpret_cast<std::uintptr_t>(dst) & 15, nbytes);
     const std::uint64_t body = (nbytes - head) & ~std::uint64_t{15};

@@ -6,6 +6,7 @@ it anew on another machine.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -67,15 +68,19 @@ class Engines(Model):
     multicast: Literal[False] = False
     directions: dict[Direction, tuple[Curve, ...]]
 
-    def choose(self, direction: Direction, nbytes: int, max_blocks: int = 16) -> Choice:
+    def choose(
+        self, direction: Direction, nbytes: int, max_blocks: int = 16, *, flagged: bool = False
+    ) -> Choice:
         """The engine for a copy of ``nbytes`` that may use ``max_blocks`` multiprocessors; 0 leaves
-        only the copy engine. ValueError for a direction without times, or where no engine fits."""
+        only the copy engine. ``flagged``: a flag follows the bytes, for which the copy engine needs a
+        copy more. ValueError for a direction without times, or where no engine fits."""
+
+        def microseconds(curve: Curve) -> float:
+            flag = curve.microseconds(1) if flagged and curve.engine == "copy_engine" else 0.0
+            return curve.microseconds(nbytes) + flag
+
         choices = [
-            Choice(
-                engine=curve.engine,
-                blocks=curve.blocks,
-                microseconds=curve.microseconds(nbytes),
-            )
+            Choice(engine=curve.engine, blocks=curve.blocks, microseconds=microseconds(curve))
             for curve in self.directions.get(direction, ())
             if curve.blocks <= max_blocks
         ]
@@ -92,8 +97,12 @@ class Engines(Model):
         return best
 
 
-def load_engines(path: str | Path | None = None) -> Engines:
-    """A file of times; ``None``: the one that comes with mkernel. InputFileError names the bad
-    field."""
-    file = Path(path) if path is not None else Path(__file__).with_name("engines.json")
-    return Engines.from_file(file, "engine times")
+def load_engines(path: str | Path) -> Engines:
+    """A file of times. InputFileError names the bad field."""
+    return Engines.from_file(Path(path), "engine times")
+
+
+@cache
+def measured_engines() -> Engines:
+    """The times that come with mkernel."""
+    return load_engines(Path(__file__).with_name("engines.json"))

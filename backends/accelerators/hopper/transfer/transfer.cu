@@ -12,8 +12,9 @@
 namespace mkernel::hopper::transfer {
 namespace {
 
-constexpr int kStages = 4;
-constexpr std::uint32_t kDefaultStageBytes = 32u << 10;
+constexpr int kStages = 8;
+constexpr int kOpenStores = 2;
+constexpr std::uint32_t kDefaultStageBytes = 16u << 10;
 constexpr std::uint32_t kSmallestStageBytes = 2u << 10;
 constexpr int kPlainThreads = 1024;
 constexpr std::uint32_t kMaxBlocks = 65535;
@@ -23,10 +24,10 @@ __global__ __launch_bounds__(32) void copy_bulk_kernel(char* dst, const char* sr
                                                        std::uint32_t stage_bytes) {
     extern __shared__ __align__(128) char stages[];
     __shared__ ptx::Mbarrier full[kStages];
-    BulkRing<kStages> ring(stages, full, stage_bytes);
+    BulkRing<kStages, kOpenStores> ring(stages, full, stage_bytes);
     if (threadIdx.x == 0) ring.init();
     copy_bulk(ring, dst, src, nbytes, blockIdx.x, gridDim.x);
-    if (threadIdx.x == 0) ring.complete();
+    if (threadIdx.x == 0) ring.release_stages();  // what is written, the end of the grid publishes
 }
 
 __global__ __launch_bounds__(kPlainThreads) void copy_plain_kernel(char* dst, const char* src,

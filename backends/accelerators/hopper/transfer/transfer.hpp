@@ -22,10 +22,10 @@ struct Effort {
     std::uint32_t stage_bytes = 0;  // of the bulk engine, a multiple of 16; 0: by the size
 };
 
-inline constexpr std::uint32_t kMaxStageBytes = 48u << 10;
+inline constexpr std::uint32_t kMaxStageBytes = 24u << 10;
 
-// Copies `nbytes` on `stream`, of the current device, which runs the copy: a put where `src` is its own, a get where
-// `dst` is. Any size, any alignment; the bulk engine hands over to the plain one where source and
+// Copies `nbytes` on `stream`, of the current device, which runs the copy: a put where `src` is its
+// own, a get where `dst` is. Any size, any alignment; the bulk engine hands over to the plain one where source and
 // destination do not lie alike within 16 bytes. The ranges must not overlap. Any thread; may be
 // captured. CudaError; std::invalid_argument for an effort out of range.
 void copy(void* dst, const void* src, std::uint64_t nbytes, Engine engine, Effort effort,
