@@ -139,6 +139,7 @@ Config Config::from_environment() {
     c.by_reference = flag("MKERNEL_SOFTVERBS_BY_REFERENCE", c.by_reference);
     c.relaxed = flag("MKERNEL_SOFTVERBS_RELAXED_ORDERING", c.relaxed);
     c.reorder = flag("MKERNEL_SOFTVERBS_REORDER", c.reorder);
+    c.hold_ns = number("MKERNEL_SOFTVERBS_HOLD_NS", c.hold_ns, 1, kSecond);
     c.duplicates =
         static_cast<std::uint32_t>(number("MKERNEL_SOFTVERBS_DUPLICATES", c.duplicates, 0, 100));
     c.srd_timeout_ms = number("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", c.srd_timeout_ms, 1, 600'000);

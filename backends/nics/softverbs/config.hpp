@@ -53,9 +53,11 @@ struct Config {
                            // the next immediate, as in regions that are registered so
 
     // SRD.
-    bool reorder = true;            // MKERNEL_SOFTVERBS_REORDER=0: execute in order of arrival
-    std::uint32_t duplicates = 10;  // MKERNEL_SOFTVERBS_DUPLICATES: per cent of packets that are
-                                    // placed twice
+    bool reorder = true;             // MKERNEL_SOFTVERBS_REORDER=0: execute in order of arrival
+    std::uint64_t hold_ns = 40'000;  // MKERNEL_SOFTVERBS_HOLD_NS: a packet in four waits for up to
+                                     // so long, a second placement at times for much longer
+    std::uint32_t duplicates = 10;   // MKERNEL_SOFTVERBS_DUPLICATES: per cent of packets that are
+                                     // placed twice
     std::uint64_t srd_timeout_ms = 500;  // MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS: until a peer that does
                                          // not answer is unreachable
     std::uint32_t srd_queue = 0;  // MKERNEL_SOFTVERBS_SRD_QUEUE: requests that a send queue holds,

@@ -12,9 +12,8 @@
 namespace mkernel::nics::softverbs {
 namespace {
 
-constexpr std::size_t kPlacements = 96;       // packets that wait for their turn to be placed
-constexpr std::uint64_t kHoldNs = 40'000;     // a packet in four waits up to so long
-constexpr std::uint64_t kLateNs = 1'000'000;  // a second placement in eight, up to so long
+constexpr std::size_t kPlacements = 96;  // packets that wait for their turn to be placed
+constexpr std::uint64_t kLate = 25;      // a second placement in eight is held so much longer
 constexpr std::uint64_t kRnrNs = 20'000'000;
 constexpr std::uint64_t kWatchNs = 2'000'000;
 constexpr std::uint64_t kTurnBytes = 1024 * 1024;
@@ -820,6 +819,7 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
     Flow& flow = context_.port.flow(in.index);
     const std::uint64_t head = flow.sender.head.load(std::memory_order_seq_cst);
     const auto& config = context_.config;
+    const std::uint64_t hold = config.hold_ns;
     const std::uint64_t before = in.tail;
     while (in.tail != head && placements_.size() < kPlacements) {
         const std::byte* at = flow.data + in.tail % kRingBytes;
@@ -845,13 +845,14 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
         }
         message.taken += p.length;
         Placement placement{&in, p, {at + sizeof(p), at + sizeof(p) + payload}, now};
-        if (config.reorder && random_() % 4 == 0) placement.not_before += random_() % kHoldNs;
+        if (config.reorder && random_() % 4 == 0) placement.not_before += random_() % hold;
         ++message.outstanding;
         if (is_write(p.opcode) && random_() % 100 < config.duplicates) {
             ++message.outstanding;
             Placement again = placement;
-            if (config.reorder) again.not_before += random_() % kHoldNs;
-            if (config.reorder && random_() % 8 == 0) again.not_before += random_() % kLateNs;
+            if (config.reorder) again.not_before += random_() % hold;
+            if (config.reorder && random_() % 8 == 0)
+                again.not_before += random_() % (kLate * hold);
             placements_.push_back(std::move(again));
         }
         placements_.push_back(std::move(placement));

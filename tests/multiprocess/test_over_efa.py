@@ -1,0 +1,63 @@
+"""all_gather_gemm on ``ascend`` over ``efa``, on a device that reorders and places bytes twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mkernel
+from mkernel.cases.base import TOLERANCE
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+ROWS, K, N = 129, 520, 264
+HELD_NS = "5000000"
+"""A packet in four comes up to so much later: longer than a tile takes to compute."""
+
+
+def calls(count: int) -> list[tuple[bool, float]]:
+    """Of each call: whether the gathered rows are exact, and the product's relative error."""
+    world = mkernel.world()
+    assert world.nic is not None
+    assert not world.nic.capabilities().ordered
+    out = torch.empty(ROWS * world.size, N)
+    found = []
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        a = [torch.randn(ROWS, K, generator=generator).half() for _ in range(world.size)]
+        b = torch.randn(K, N, generator=generator).half()
+        out.fill_(float("nan"))
+        _, whole = mkernel.all_gather_gemm(a[world.rank], b, out=out, return_gathered=True)
+        reference = torch.cat(a).double() @ b.double()
+        error = float((out.double() - reference).norm() / reference.norm())
+        found.append((torch.equal(whole, torch.cat(a)), error))
+    return found
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+@pytest.mark.parametrize(
+    "message", ["1073741824", "32768", "4096"], ids=["whole", "some-parts", "parts"]
+)
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2)])
+def test_reordered_and_placed_twice(
+    nodes: int, ranks: int, message: str, seed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole puts, and puts of many messages, which the receiver counts."""
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_SEED", seed)
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_DUPLICATES", "50")
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", HELD_NS)
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", message)
+    for found in mkernel.launch(calls, 8, nodes=nodes, ranks_per_node=ranks, nic="efa"):
+        assert all(exact for exact, _ in found)
+        assert max(error for _, error in found) <= TOLERANCE["float32"]
+
+
+def test_a_miscounted_immediate_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal of a put of many messages is raised before the last of them: stale rows."""
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", "32768")
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", HELD_NS)
+    fault = "mkernel.conformance.nic_faults.immediates:MiscountedImmediate"
+    wrong = 0
+    for found in mkernel.launch(calls, 10, nodes=2, ranks_per_node=1, nic=fault):
+        wrong += sum(not exact or error > TOLERANCE["float32"] for exact, error in found)
+    assert wrong > 0
