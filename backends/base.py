@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from mkernel.errors import NicError, Unsupported
-from mkernel.plan.model import DtypeName, LaunchPlan
+from mkernel.plan.model import DtypeName, Exchange, LaunchPlan
 from mkernel.settings import NicSettings
 from mkernel.topology.model import Accelerator, Model, Nic
 
@@ -70,6 +70,8 @@ class AcceleratorCapabilities(Model):
     stream_ordered: bool = False
     """Whether a call is only queued on the device when the op returns, as torch's own ops are. What
     breaks then surfaces at the next call, at ``mkernel.synchronize()`` or at ``finalize()``."""
+    exchanges: tuple[Exchange, ...] = ("direct",)
+    """How its calls can exchange between nodes; the default first."""
     library_ops: tuple[str, ...] = ()
     """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
     one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""

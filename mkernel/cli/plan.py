@@ -2,76 +2,38 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
 
-from mkernel import machine
 from mkernel.backends import registry
-from mkernel.backends.base import Status
 from mkernel.cli import sizes
-from mkernel.errors import BackendUnavailable, UnknownBackend
+from mkernel.cli.plan_world import backends_of, world_of_file, world_of_machine
+from mkernel.errors import Unsupported
 from mkernel.identity import Backends
 from mkernel.plan import ops, render
-from mkernel.plan.planner import plan
+from mkernel.plan import scaling as growth
+from mkernel.plan.decide import Alternative
+from mkernel.plan.model import Exchange, LaunchPlan
+from mkernel.plan.planner import explain
 from mkernel.plan.shapes import sizes_or_defaults
+from mkernel.plan.simulate import Simulation, trace
+from mkernel.settings import Settings
 from mkernel.settings import load as load_settings
-from mkernel.topology.discover import load, replicate
-from mkernel.topology.model import Topology
+from mkernel.topology.cost import default_constants
+from mkernel.topology.model import Model, Topology
 
 
-def world_topology(
-    backends: Backends, nodes: int, ranks_per_node: int, file: Path | None = None
-) -> Topology:
-    """The nodes of a world that would run on this machine, or on the machines of a file.
+class PlanReport(Model):
+    """What ``--json`` prints where more than the plan was asked for."""
 
-    A file with ``nodes`` nodes is taken as it is; one machine in a file is repeated ``nodes``
-    times. A file without accelerators gets the backend's own.
-
-    Raises:
-        BackendUnavailable: there is no device to plan for; the message says what to do.
-    """
-    topology = None
-    if file is not None:
-        topology = load(file)
-        if any(node.accelerators for node in topology.nodes):
-            one = len(topology.nodes) == 1
-            return replicate(topology, nodes) if one and nodes > 1 else topology
-    _check_accelerator(backends.accelerator)
-    _check_nic(backends)
-    if topology is None:
-        topology = machine.machine_topology(backends)
-    return machine.emulated_topology(topology, backends, nodes, ranks_per_node)
-
-
-def _check_accelerator(name: str) -> None:
-    backend = registry.accelerator(name)
-    if not backend.probe():
-        raise BackendUnavailable(
-            f"accelerator {name!r} has no device here: {_reason(backend.status())}; "
-            "to plan for another machine, give its topology with --topology"
-        )
-
-
-def _check_nic(backends: Backends) -> None:
-    name, verbs = backends.nic, backends.verbs
-    if name is None or verbs is None:
-        return
-    backend = registry.nic(name)
-    # Any other provider is the path of a library, which is the system's verbs by another name.
-    if verbs not in backend.providers and "/" not in verbs:
-        raise UnknownBackend("verbs", repr(verbs), f"one of: {', '.join(backend.providers)}")
-    if not backend.probe(verbs):
-        raise BackendUnavailable(
-            f"nic {name!r} has no device on verbs provider {verbs!r}: "
-            f"{_reason(backend.status(verbs))}"
-        )
-
-
-def _reason(status: Status) -> str:
-    return f"{status.detail}; {status.remedy}" if status.remedy else status.detail
+    plan: LaunchPlan
+    alternatives: tuple[Alternative, ...] = ()
+    simulation: Simulation | None = None
+    scaling: tuple[growth.Point, ...] = ()
 
 
 def command(
@@ -102,7 +64,32 @@ def command(
     ] = None,
     topology: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Plan for this machine: `mkernel probe --json` output."),
+        typer.Option(
+            metavar="FILE",
+            help="Plan for the machine in it, times --nodes: `mkernel probe --json` output, or what "
+            "`mkernel probe --from` reads.",
+        ),
+    ] = None,
+    exchange: Annotated[
+        str, typer.Option(help="Between nodes: auto, direct or hierarchical.")
+    ] = "auto",
+    why: Annotated[
+        bool, typer.Option("--explain", help="The alternatives, with their predicted times.")
+    ] = False,
+    simulated: Annotated[
+        bool, typer.Option("--simulate", help="Simulate the call: contention, waves, signals.")
+    ] = False,
+    trace_file: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write the simulation for ui.perfetto.dev."),
+    ] = None,
+    scaling_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--scaling",
+            metavar="FILE",
+            help="Simulate 1, 2, 4, … nodes up to --nodes and draw it: .svg, .png or .pdf.",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
@@ -110,7 +97,7 @@ def command(
 ) -> None:
     """Print the launch plan of an op: placement, routes, chunks, order, predicted time."""
     name = ops.canonical(op)  # before a backend is loaded: a typo should not wait for that
-    chosen = sizes_or_defaults(
+    wanted = sizes_or_defaults(
         name,
         {
             "m": m,
@@ -130,32 +117,106 @@ def command(
         },
     )
     settings = load_settings()
-    apart = nodes > 1
-    backends = Backends(
-        accelerator or settings.accelerator,
-        (nic or settings.nic) if apart else None,
-        (verbs or settings.verbs) if apart else None,
-    )
-    backend = registry.accelerator(backends.accelerator)
-    world = world_topology(backends, nodes, ranks_per_node, topology)
-    made = plan(
+    given = {"accelerator": accelerator, "nic": nic, "verbs": verbs}
+    chosen = settings.model_copy(update={key: value for key, value in given.items() if value})
+    world, backends = _world(chosen, given, topology, nodes, ranks_per_node)
+    constants = default_constants(backends.accelerator)
+    capabilities = registry.accelerator(backends.accelerator).capabilities()
+    if _elsewhere(world, topology):
+        capabilities = capabilities.model_copy(update={"exchanges": get_args(Exchange)})
+    planned = partial(
+        explain,
         name,
-        chosen,
+        wanted,
         dtype=dtype,
-        nodes=nodes,
         ranks_per_node=ranks_per_node,
         accelerator=backends.accelerator,
-        capabilities=backend.capabilities(),
+        capabilities=capabilities,
         nic=backends.nic,
         verbs=backends.verbs,
-        topology=world,
         chunk=chunk,
+        constants=constants,
         path=path or settings.path,
         pinning=settings.pinning,
+        exchange=exchange,
     )
-    if as_json:
-        typer.echo(made.model_dump_json(indent=2))
-        return
+    made, considered = planned(nodes=nodes, topology=world)
     console = Console()
-    console.print(render.topology(world))
-    console.print(render.plan(made))
+    if not as_json:
+        console.print(render.topology(world))
+        console.print(render.plan(made))
+    found = None
+    if simulated or trace_file:
+        traced = trace(made, constants, keep=trace_file is not None)
+        found = traced.result
+        if trace_file:
+            from mkernel.job.files import write_trace
+            from mkernel.job.timeline import simulated as timeline
+
+            write_trace(timeline(traced), trace_file)
+    points: list[growth.Point] = []
+    if scaling_file:
+        points = list(
+            growth.points(
+                lambda count: planned(nodes=count, topology=_first(world, count)).plan,
+                constants,
+                nodes,
+            )
+        )
+        _draw(points, f"{made.op}, {made.accelerator}, {ranks_per_node} ranks a node", scaling_file)
+    if as_json:
+        report: Model = made
+        if why or found or points:
+            report = PlanReport(
+                plan=made,
+                alternatives=considered if why else (),
+                simulation=found,
+                scaling=tuple(points),
+            )
+        typer.echo(report.model_dump_json(indent=2))
+        return
+    if why:
+        console.print(render.alternatives(considered))
+    if found:
+        console.print(render.simulation(found))
+    for file in (trace_file, scaling_file):
+        if file:
+            console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+
+
+def _world(
+    chosen: Settings, given: dict[str, str | None], file: Path | None, nodes: int, ranks: int
+) -> tuple[Topology, Backends]:
+    """The world, and its backends: those given, else those of the file's devices or the settings."""
+    apart = nodes > 1
+    world = world_of_file(file, nodes) if file else None
+    if world is not None:
+        natural = backends_of(world, chosen, apart)
+        return world, Backends(
+            given["accelerator"] or natural.accelerator,
+            (given["nic"] or natural.nic) if apart else None,
+            (given["verbs"] or natural.verbs) if apart else None,
+        )
+    backends = Backends(
+        chosen.accelerator, chosen.nic if apart else None, chosen.verbs if apart else None
+    )
+    return world_of_machine(backends, nodes, ranks, file), backends
+
+
+def _elsewhere(world: Topology, file: Path | None) -> bool:
+    """Whether the world is of real devices in a file: nothing is launched on it from here, so any
+    exchange may be planned for it, whatever backends provide today."""
+    return file is not None and not world.nodes[0].accelerators[0].emulated
+
+
+def _first(world: Topology, count: int) -> Topology:
+    return world if count == len(world.nodes) else Topology(nodes=world.nodes[:count])
+
+
+def _draw(points: list[growth.Point], title: str, file: Path) -> None:
+    try:
+        growth.write(points, title, file)
+    except ImportError as error:
+        raise Unsupported(
+            f"--scaling needs matplotlib: pip install 'mkernel[bench]' ({error})"
+        ) from error

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mkernel.backends.base import Lane, ModelledRun, Span
 from mkernel.job.rank import VIEWS, RankResult
+from mkernel.plan.simulate import Traced
 
 _COLOURS = {"call": "#d0d0d0", "compute": "#2a6fbb", "comm": "#d9822b"}
 _WAITING = "#d0d0d0"
@@ -43,6 +44,37 @@ def modelled(run: ModelledRun) -> Timeline:
         title="pipelined: all cores of a lane overlaid; grey waits for a signal",
         total_us=run.total_us,
         lanes=run.lanes,
+    )
+
+
+def simulated(found: Traced) -> Timeline:
+    """A simulated call: what each link of a node that stands for its kind did, and each such rank."""
+    plan = found.schedule.plan
+    first = [site.nodes[0][0] * plan.ranks_per_node for site in plan.placement.sites]
+    lanes = [
+        Lane(
+            first[at.site] + at.local,
+            "compute",
+            "compute",
+            [Span(name, start, end - start) for name, start, end in steps if end > start],
+        )
+        for at, steps in found.computed.items()
+    ]
+    lanes += [
+        Lane(
+            first[link.site],
+            link.name,
+            "comm",
+            [Span(one.message.name, one.start_us, one.duration_us) for one in found.busy[number]],
+        )
+        for link, number in found.schedule.links.items()
+    ]
+    return Timeline(
+        clock=f"simulated with the constants of {found.result.constants}; not measured",
+        label=f"simulated, {found.result.constants}",
+        title="simulated call: links of one node of each kind, and its ranks' tiles",
+        total_us=found.result.time_us,
+        lanes=tuple(lanes),
     )
 
 

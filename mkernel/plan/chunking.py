@@ -47,6 +47,19 @@ def chunking(rows: int, k: int, dtype: DtypeName, chunk: int | None = None) -> C
     )
 
 
+def others(default: Chunking, rows: int, shape: Shape, dtype: DtypeName) -> list[Chunking]:
+    """Chunkings with more or fewer tiles a chunk than the default."""
+    if not isinstance(shape, GemmShape):
+        return []
+    made = {default.chunks_per_rank: default}
+    tiles = MIN_TILES
+    while tiles <= MAX_TILES:
+        cut = chunking(rows, shape.k, dtype, tiles)
+        made.setdefault(cut.chunks_per_rank, cut)
+        tiles *= 2
+    return [cut for cut in made.values() if cut is not default]
+
+
 def row_chunk(shape: Shape, world: int, chunk: int | None, chunks: int) -> int:
     """Rows (positions, tokens) a chunk for backends that cut by rows; at most one rank's rows.
 

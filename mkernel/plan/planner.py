@@ -6,15 +6,18 @@ here, and everything that can be wrong with a call's sizes is found here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Literal, NamedTuple, ParamSpec, cast, get_args
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
 from mkernel.plan import chunking, paths, predict
+from mkernel.plan.decide import Alternative, choose
 from mkernel.plan.model import (
+    Chunking,
     DtypeName,
+    Exchange,
     GemmShape,
     LaunchPlan,
     OpName,
@@ -39,7 +42,14 @@ if TYPE_CHECKING:
 Layout = Literal["row", "column"]
 
 
-def plan(  # noqa: PLR0913 - keywords, one decision each
+class Planned(NamedTuple):
+    """A plan, and every alternative that was considered for one of its decisions."""
+
+    plan: LaunchPlan
+    alternatives: tuple[Alternative, ...]
+
+
+def explain(  # noqa: PLR0913 - keywords, one decision each
     op: str,
     sizes: Mapping[str, int],
     *,
@@ -59,8 +69,9 @@ def plan(  # noqa: PLR0913 - keywords, one decision each
     constants: MachineConstants | None = None,
     path: str = "auto",
     pinning: Pinning = NOT_PINNED,
-) -> LaunchPlan:
-    """The plan of one op in one world; cached by its inputs.
+    exchange: str = "auto",
+) -> Planned:
+    """The plan of one op in one world, and what else was considered; cached by its inputs.
 
     Args:
         op: canonical name or alias (``ag_gemm``).
@@ -83,6 +94,8 @@ def plan(  # noqa: PLR0913 - keywords, one decision each
         path: ``library``; ``fused``, where it keeps the limit of error
             (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
         pinning: what the user decided of the placement.
+        exchange: between nodes, ``direct`` or ``hierarchical``; ``auto``: of what the backend provides
+            the one that is predicted to be faster.
 
     Raises:
         UnknownOp, Unsupported: no such op, or the backend does not claim it, or not on that path.
@@ -134,7 +147,7 @@ def plan(  # noqa: PLR0913 - keywords, one decision each
                 raise ArgumentError(
                     argument, given, f"the name of a {what}", why=f"the world has {nodes} nodes"
                 )
-    return _plan(
+    return _planned(
         name,
         shape,
         in_dtype,
@@ -150,10 +163,28 @@ def plan(  # noqa: PLR0913 - keywords, one decision each
             cast(PathChoice, path),
             library,
             capabilities.compute_cores,
+            _exchanges(exchange, nodes, accelerator, capabilities),
+            comm_blocks,
+            capabilities.comm_cores,
         ),
         resources,
         constants if constants is not None else default_constants(accelerator),
     )
+
+
+_Given = ParamSpec("_Given")
+
+
+def _plan_of(considered: Callable[_Given, Planned]) -> Callable[_Given, LaunchPlan]:
+    @wraps(considered)
+    def plan(*args: _Given.args, **options: _Given.kwargs) -> LaunchPlan:
+        return considered(*args, **options).plan
+
+    return plan
+
+
+plan = _plan_of(explain)
+"""The plan alone, of the same arguments."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +199,8 @@ class _Places:
 @dataclass(frozen=True)
 class _Choice:
     """How the caller and the backend want chunks; the path that the caller wants, whether the backend
-    has a library path, and how many cores that has."""
+    has a library path, and how many cores that has; the exchanges to choose from; how many blocks the
+    caller wants for communication, and how many cores there are for them."""
 
     unit: Literal["tiles", "rows"]
     row_chunks: int
@@ -176,10 +208,13 @@ class _Choice:
     path: PathChoice
     library: bool
     cores: int
+    exchanges: tuple[Exchange, ...]
+    comm_blocks: int | None
+    comm_cores: int
 
 
 @lru_cache(maxsize=256)
-def _plan(
+def _planned(
     op: OpName,
     shape: Shape,
     dtype: DtypeName,
@@ -191,8 +226,9 @@ def _plan(
     choice: _Choice,
     resources: Resources,
     constants: MachineConstants,
-) -> LaunchPlan:
-    """The plan of checked inputs."""
+) -> Planned:
+    """The plan of checked inputs. Decisions are made one after another, each with the defaults of
+    those that follow: path, exchange, chunks, communication blocks."""
     kinds, ranks_per_node = places.kinds, places.ranks_per_node
     nodes = len(kinds.of)
     placement = place(kinds, ranks_per_node, nics=nodes > 1, pinning=places.pinning)
@@ -204,11 +240,42 @@ def _plan(
         own_rows = shape.m if op == "gemm_all_reduce" else shape.m // len(placement)
         tiles = chunking.chunking(own_rows, shape.k, dtype, choice.chunk)
     path, prediction = _predicted(choice, op, shape, dtype, len(placement), resources, constants)
+    exchange, alternatives = choice.exchanges[0], _path_alternatives(path, prediction)
     if prediction is None:
-        prediction = predict.predict(
-            op, shape, dtype, out_dtype, placement, links, tiles, resources, constants
+
+        def predicted(
+            exchange: Exchange, tiles: Chunking | None, resources: Resources
+        ) -> Prediction:
+            return predict.predict(
+                op, shape, dtype, out_dtype, placement, links, exchange, tiles, resources, constants
+            )
+
+        exchange, considered = choose(
+            "exchange",
+            choice.exchanges,
+            lambda option: predicted(option, tiles, resources).pipelined_us,
         )
-    return LaunchPlan(
+        alternatives += considered
+        if tiles is not None and choice.chunk is None:
+            cuts: list[Chunking] = [tiles, *chunking.others(tiles, own_rows, shape, dtype)]
+            cut, considered = choose(
+                "chunk",
+                cuts,
+                lambda option: predicted(exchange, option, resources).pipelined_us,
+                lambda option: f"{option.tiles_per_chunk} tiles",
+            )
+            tiles = cut
+            alternatives += considered
+        if choice.comm_blocks is None:
+            resources, considered = choose(
+                "communication",
+                [resources, *_more_blocks(resources, choice.comm_cores)],
+                lambda option: predicted(exchange, tiles, option).pipelined_us,
+                lambda option: f"{option.comm_blocks} blocks",
+            )
+            alternatives += considered
+        prediction = predicted(exchange, tiles, resources)
+    made = LaunchPlan(
         op=op,
         shape=shape,
         dtype=dtype,
@@ -222,12 +289,50 @@ def _plan(
         verbs=between[1],
         placement=placement,
         routes=links,
+        exchange=exchange,
         chunking=tiles,
         rows_per_chunk=rows,
         order=ConsumptionOrder(nodes=nodes, ranks_per_node=ranks_per_node),
         resources=resources,
         prediction=prediction,
     )
+    return Planned(made, alternatives)
+
+
+def _more_blocks(resources: Resources, cores: int) -> list[Resources]:
+    """With twice and four times the blocks for communication, as far as there are cores."""
+    more = [factor * resources.comm_blocks for factor in (2, 4)]
+    return [resources.model_copy(update={"comm_blocks": n}) for n in more if n <= cores]
+
+
+def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Alternative, ...]:
+    """Both paths, where the backend has two and their times are known."""
+    if times is None or times.fused_us is None or times.library_us is None:
+        return ()
+    both: dict[PathName, float] = {"fused": times.fused_us, "library": times.library_us}
+    return tuple(
+        Alternative(decision="path", option=name, predicted_us=time, chosen=name == path)
+        for name, time in both.items()
+    )
+
+
+def _exchanges(
+    wanted: str, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
+) -> tuple[Exchange, ...]:
+    """Those to choose from; the default first."""
+    every: tuple[Exchange, ...] = get_args(Exchange)
+    if wanted not in ("auto", *every):
+        raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(every)}")
+    if nodes == 1:
+        return ("direct",)
+    if wanted == "auto":
+        return capabilities.exchanges
+    if wanted not in capabilities.exchanges:
+        raise Unsupported(
+            f"accelerator {accelerator!r} does not provide the exchange {wanted!r}; "
+            f"it provides: {', '.join(capabilities.exchanges)}"
+        )
+    return (wanted,)
 
 
 def _predicted(

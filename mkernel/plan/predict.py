@@ -9,6 +9,7 @@ from mkernel.plan.model import (
     Chunking,
     CombineShape,
     DtypeName,
+    Exchange,
     GemmShape,
     MoeShape,
     OpName,
@@ -24,7 +25,7 @@ from mkernel.topology.cost import (
 )
 from mkernel.topology.lanes import loads
 from mkernel.topology.placement import WorldPlacement
-from mkernel.topology.routes import RouteTable
+from mkernel.topology.routes import RouteClass, RouteTable
 
 
 def predict(
@@ -34,6 +35,7 @@ def predict(
     out_dtype: DtypeName,
     placement: WorldPlacement,
     routes: RouteTable,
+    exchange: Exchange,
     chunking: Chunking | None,
     resources: Resources,
     constants: MachineConstants,
@@ -41,9 +43,9 @@ def predict(
     """The prediction of any op: schedule-aware where tiles are planned, else the closed form."""
     if op == "all_gather_gemm" and isinstance(shape, GemmShape) and chunking is not None:
         return all_gather_gemm(
-            shape, dtype, out_dtype, placement, routes, chunking, resources, constants
+            shape, dtype, out_dtype, placement, routes, exchange, chunking, resources, constants
         )
-    return closed_form(op, shape, dtype, placement, routes, resources, constants)
+    return closed_form(op, shape, dtype, placement, routes, exchange, resources, constants)
 
 
 def closed_form(
@@ -52,6 +54,7 @@ def closed_form(
     dtype: DtypeName,
     placement: WorldPlacement,
     routes: RouteTable,
+    exchange: Exchange,
     resources: Resources,
     constants: MachineConstants,
 ) -> Prediction:
@@ -68,7 +71,7 @@ def closed_form(
     comm = 0.0
     if world > 1:
         payload = sum(payloads(op, shape, dtype, world))
-        comm = max(_link_times(payload, placement, routes, resources, constants))
+        comm = max(_link_times(payload, placement, routes, exchange, 1, resources, constants))
     return Prediction(
         compute_us=compute,
         comm_us=comm,
@@ -122,15 +125,16 @@ def all_gather_gemm(
     out_dtype: DtypeName,
     placement: WorldPlacement,
     routes: RouteTable,
+    exchange: Exchange,
     chunking: Chunking,
     resources: Resources,
     constants: MachineConstants,
 ) -> Prediction:
     """AllGather+GEMM: T_c = 2·M·K·N_r/C in waves, T_m = (W-1)/W·M·K·s/B over the slowest link.
 
-    Links: every ordered pair inside a node has its own (a full mesh); all routes through one NIC
-    share it, each direction by itself; and all of a rank's sends share its communication blocks.
-    Each chunk adds a signal, spread over the blocks that serve one destination.
+    Links: those that :mod:`mkernel.topology.lanes` names; a NIC's routes share it, each direction by
+    itself. The communication blocks that serve one destination share its bytes and chunks, and each
+    chunk adds a signal to their time.
 
     sequential = T_c + T_m. pipelined = max(T_c + wait for the first remote chunk that local rows do
     not cover, T_m + the last tile): never below max(T_c, T_m), never above sequential. Both also
@@ -161,11 +165,10 @@ def all_gather_gemm(
         )
 
     shard = shape.m // world * shape.k * DTYPE_BYTES[dtype]
-    blocks_each = max(1.0, resources.comm_blocks / (world - 1))
-    signals = chunking.chunks_per_rank * constants.signal_us / blocks_each
-    comm = max(_link_times(shard, placement, routes, resources, constants)) + signals
+    chunks = chunking.chunks_per_rank
+    comm = max(_link_times(shard, placement, routes, exchange, chunks, resources, constants))
 
-    chunk_bytes = shard / chunking.chunks_per_rank
+    chunk_bytes = shard / chunks
     first = constants.signal_us + min(
         transfer_us(chunk_bytes, route.bandwidth_gbs, route.latency_us) for route in routes.classes
     )
@@ -182,14 +185,30 @@ def all_gather_gemm(
 
 
 def _link_times(
-    shard: float,
+    payload: float,
     placement: WorldPlacement,
     routes: RouteTable,
+    exchange: Exchange,
+    chunks: int,
     resources: Resources,
     constants: MachineConstants,
 ) -> list[float]:
-    """Busy time of each link, and of a rank's communication blocks."""
-    times = [transfer_us(*load) for load in loads(routes, placement, lambda _: shard)]
-    copy_rate = resources.comm_blocks * constants.comm_block_gbs
-    times.append(transfer_us(shard * (len(placement) - 1), copy_rate, 0.0))
+    """Busy time of each link, and of the blocks that serve a rank's destinations: each neighbour is
+    one, and so are all other nodes together."""
+    nodes, each = placement.nodes, placement.ranks_per_node
+    once = exchange == "hierarchical"
+    near = payload * (nodes if once else 1)
+    far = payload * (nodes - 1) * (1 if once else each)
+
+    def sent(route: RouteClass) -> float:
+        if route.within:
+            return near
+        return payload if not once or route.src_local == route.dst_local else 0.0
+
+    times = [transfer_us(*load) for load in loads(routes, placement, sent) if load[0]]
+    blocks = resources.comm_blocks / max(1, each - 1 + (nodes > 1))
+    rate = max(blocks * constants.comm_block_gbs, constants.copy_engine_gbs or 0.0)
+    for nbytes in (near * (each > 1), far):
+        signals = chunks * nbytes / payload / blocks * constants.signal_us
+        times.append(transfer_us(nbytes, rate, signals))
     return times

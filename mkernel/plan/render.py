@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from mkernel.plan.decide import Alternative
 from mkernel.plan.model import GemmShape, LaunchPlan
+from mkernel.plan.simulate import Simulation
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
 
 _Device = TypeVar("_Device", Accelerator, Nic)
@@ -55,7 +57,8 @@ def plan(made: LaunchPlan) -> RenderableType:
         "world": f"{made.nodes} nodes x {made.ranks_per_node} ranks on {made.accelerator}{between}",
         "ranks": _shorten([_rank(made, node) for node in range(made.nodes)], 4, "nodes"),
         "path": _path(made),
-        "routes": ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed",
+        "routes": (", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed")
+        + (f"; {made.exchange} exchange" if made.nodes > 1 else ""),
         "chunks": f"{cut.chunks_per_rank} a rank of {cut.tiles_per_chunk} tiles "
         f"({cut.tile_m} x {cut.tile_k}); output tiles {cut.tile_m} x {cut.tile_n}"
         if cut
@@ -66,6 +69,47 @@ def plan(made: LaunchPlan) -> RenderableType:
         f"{times.sequential_us:.0f} us (compute {times.compute_us:.0f}, communication "
         f"{times.comm_us:.0f}; constants: {times.constants})",
         "digest": made.digest()[:16],
+    }
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows.items():
+        grid.add_row(name, Text(value))
+    return grid
+
+
+def alternatives(considered: Sequence[Alternative]) -> RenderableType:
+    """Why the plan is as it is: each decision's options with the time that the call would take."""
+    if not considered:
+        return Text("nothing to choose between: every decision was given or has one option")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("decision", "option", "predicted", "", ""):
+        table.add_column(column, justify="right" if column == "predicted" else "left")
+    before = ""
+    for one in considered:
+        time = "" if one.predicted_us is None else f"{one.predicted_us:.0f} us"
+        mark = "chosen" if one.chosen else ""
+        name = one.decision if one.decision != before else ""
+        table.add_row(name, Text(one.option), time, mark, one.why)
+        before = one.decision
+    return table
+
+
+MOST_LINKS = 6
+
+
+def simulation(found: Simulation) -> RenderableType:
+    """The simulated call: its times, and its busiest links."""
+    rows = {
+        "simulated": f"{found.time_us:.0f} us, predicted; floor {found.floor_us:.0f} "
+        f"({found.exchange} exchange; constants: {found.constants})",
+        "": f"compute {found.compute_us:.0f} us, communication until {found.communication_us:.0f}, "
+        f"of which {found.exposed_us:.0f} exposed",
+        "links": "; ".join(
+            f"{link.name} {100 * link.utilization:.0f} %" for link in found.links[:MOST_LINKS]
+        )
+        or "none",
+        "detail": f"{found.simulated_ranks} ranks stand for all; {found.messages} messages",
     }
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)

@@ -1,0 +1,72 @@
+"""How a call's time grows with the world: plans and simulations of 1, 2, 4, … nodes, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pydantic import Field
+
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.simulate import simulate
+from mkernel.topology.cost import MachineConstants
+from mkernel.topology.model import Model
+
+
+class Point(Model):
+    """One size of the world, simulated. Times in microseconds."""
+
+    nodes: int = Field(ge=1)
+    ranks: int = Field(ge=1)
+    exchange: str
+    time_us: float
+    compute_us: float
+    exposed_us: float
+    floor_us: float
+
+
+def points(
+    made: Callable[[int], LaunchPlan], constants: MachineConstants, most: int
+) -> Iterator[Point]:
+    """Of 1, 2, 4, … nodes, and ``most``. ``made``: the plan of so many."""
+    nodes = 1
+    while nodes <= most:
+        plan = made(nodes)
+        found = simulate(plan, constants)
+        yield Point(
+            nodes=nodes,
+            ranks=plan.world_size,
+            exchange=found.exchange,
+            time_us=found.time_us,
+            compute_us=found.compute_us,
+            exposed_us=found.exposed_us,
+            floor_us=found.floor_us,
+        )
+        nodes = most if nodes < most < 2 * nodes else 2 * nodes
+
+
+def write(found: list[Point], title: str, path: Path) -> None:
+    """Draw it: .svg, .png or .pdf. ImportError: matplotlib is missing (extra ``bench``)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
+    ranks = [point.ranks for point in found]
+    for label, values, style in (
+        ("call, simulated", [point.time_us for point in found], "o-"),
+        ("floor", [point.floor_us for point in found], "--"),
+        ("compute", [point.compute_us for point in found], ":"),
+        ("exposed communication", [point.exposed_us for point in found], "s-"),
+    ):
+        axes.plot(ranks, [max(value, 1e-3) for value in values], style, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("µs, predicted")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
