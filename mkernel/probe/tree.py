@@ -102,7 +102,7 @@ def _fabric(node: Node) -> list[str]:
     for (kind, end, count, gbs), times in links.items():
         rate = f", {gbs:g} GB/s" if gbs else ""
         where = "switches" if end == FABRIC_SWITCH else end
-        what = "pairs" if end == "each other" else "accelerators"
+        what = ("pair" if end == "each other" else "accelerator") + ("s" if times > 1 else "")
         lines.append(f"{times} {what} with {count} {_LINKS[kind]} to {where}{rate}")
     return lines
 

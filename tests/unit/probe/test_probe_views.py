@@ -1,0 +1,273 @@
+"""A machine as tree, matrix, picture and report."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from mkernel.cli import probe
+from mkernel.errors import ArgumentError, Unsupported
+from mkernel.probe import picture
+from mkernel.probe.layout import Branch, layout
+from mkernel.probe.matrix import matrix
+from mkernel.probe.tree import tree
+from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Node, NumaNode, Topology
+
+
+def path(switch: int, slot: int) -> tuple[str, ...]:
+    bus = f"{switch:02x}"
+    return (f"pci0000:{bus}", f"0000:{bus}:01.0", f"0001:{bus}:00.0", f"0002:{bus}:{slot:02x}.0")
+
+
+def machine(nvlink: bool = True) -> Node:
+    """Two sockets; below the switch of each a GPU, an RDMA NIC and an Ethernet one."""
+    gpus, nics, bridges = [], [], []
+    for s in range(2):
+        where: dict[str, Any] = {"numa_node": s, "pcie_gbs": 63.015}
+        gpus.append(
+            Accelerator(
+                id=f"cuda{s}",
+                kind="cuda",
+                name="H200",
+                index=s,
+                pci=f"0000:{16 * s + 1:02x}:00.0",
+                pci_path=path(s, 0),
+                **where,
+            )
+        )
+        for slot, (name, kind) in enumerate((("mlx5_", "cx"), ("eth", "ethernet")), start=1):
+            described = {
+                "id": f"{name}{s}",
+                "kind": kind,
+                "name": f"{name}{s}",
+                "speed_gbps": 400.0,
+            }
+            place = {
+                "pci": f"0000:{16 * s + 1 + slot:02x}:00.0",
+                "pci_path": path(s, slot),
+                **where,
+            }
+            active = not (s and kind == "cx")
+            nics.append(Nic.model_validate({**described, **place, "active": active}))
+        bridges += [Bridge(id=each, pcie_gbs=31.508) for each in path(s, 1)[1:]]
+    links = [FabricLink(kind="nvlink", ends=(g.id, "switch"), count=18, gbs=450.0) for g in gpus]
+    return Node(
+        id=0,
+        hostname="host-a",
+        numa=(NumaNode(id=0, cpus=(0, 1), memory_bytes=1 << 34), NumaNode(id=1, cpus=(2, 3))),
+        accelerators=tuple(gpus),
+        nics=tuple(nics),
+        bridges=tuple(bridges),
+        fabric=tuple(links) if nvlink else (),
+    )
+
+
+def shown(topology: Topology) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(tree(topology))
+    return console.export_text()
+
+
+def names(branches: list[Branch]) -> list[Any]:
+    return [
+        [b.name, b.gbs, [leaf.device.id for leaf in b.leaves], names(b.branches)] for b in branches
+    ]
+
+
+def test_bridges_without_a_fork_are_left_out() -> None:
+    assert names(layout(machine())) == [
+        ["NUMA 0", None, [], [["0001:00:00.0", 31.508, ["cuda0", "mlx5_0", "eth0"], []]]],
+        ["NUMA 1", None, [], [["0001:01:00.0", 31.508, ["cuda1", "mlx5_1", "eth1"], []]]],
+    ]
+
+
+def test_a_lone_device_hangs_on_its_numa_node_by_its_narrowest_link() -> None:
+    node = machine()
+    alone = node.model_copy(
+        update={"nics": (), "accelerators": node.accelerators[:1], "fabric": ()}
+    )
+    (first, second) = layout(alone)
+    assert (first.branches, second.leaves, second.branches) == ([], [], [])
+    assert [(leaf.device.id, leaf.gbs) for leaf in first.leaves] == [("cuda0", 31.508)]
+
+
+def test_devices_of_unknown_place_have_a_branch() -> None:
+    soft = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
+    node = machine().model_copy(update={"nics": (soft,)})
+    assert names(layout(node))[-1] == ["NUMA unknown", None, ["soft0"], []]
+    assert names(layout(node, ethernet=False)) == names(layout(node))
+
+
+def test_the_tree_names_everything_once() -> None:
+    text = shown(Topology(nodes=(machine(),)))
+    for wanted in (
+        "host host-a",
+        "NUMA 0 · CPUs 0-1 · 16.0 GiB",
+        "PCIe 0001:00:00.0 · 31.5 GB/s upwards",
+        "cuda0: H200 (cuda) · PCIe 63.0 GB/s",
+        "mlx5_0: NIC (cx) 400 Gb/s · PCIe",
+        "mlx5_1: NIC (cx) 400 Gb/s DOWN",
+        "2 accelerators with 18 NVLink to switches, 450 GB/s",
+    ):
+        assert text.count(wanted) == 1, wanted
+
+
+def test_the_tree_of_direct_links_and_refused_pairs() -> None:
+    node = machine().model_copy(
+        update={
+            "fabric": (FabricLink(kind="hccs", ends=("cuda0", "cuda1"), count=1, gbs=28.0),),
+            "no_p2p": (("cuda0", "cuda1"),),
+        }
+    )
+    text = shown(Topology(nodes=(node,)))
+    assert "1 pair with 1 HCCS to each other, 28 GB/s" in text
+    assert "cuda0 and cuda1 have no access to each other's memory" in text
+
+
+def test_many_nodes_are_counted() -> None:
+    nodes = tuple(machine().model_copy(update={"id": i}) for i in range(7))
+    text = shown(Topology(nodes=nodes))
+    assert text.count("host host-a") == 4
+    assert "7 nodes" in text
+    assert "… and 3 more nodes" in text
+
+
+def test_names_are_no_markup() -> None:
+    node = machine().model_copy(update={"hostname": "[bold]h[/nothing]"})
+    assert "[bold]h[/nothing]" in shown(Topology(nodes=(node,)))
+
+
+def test_the_matrix_is_as_nvidia_smis() -> None:
+    rows = [line.split() for line in matrix(machine()).splitlines()]
+    assert rows[:5] == [
+        ["cuda0", "cuda1", "NIC0", "NIC1", "CPUs", "NUMA"],
+        ["cuda0", "X", "NV18", "PIX", "SYS", "0-1", "0"],
+        ["cuda1", "NV18", "X", "SYS", "PIX", "2-3", "1"],
+        ["NIC0", "PIX", "SYS", "X", "SYS", "0-1", "0"],
+        ["NIC1", "SYS", "PIX", "SYS", "X", "2-3", "1"],
+    ]
+    legend = matrix(machine())
+    assert "NV#   # NVLinks" in legend
+    assert "PXB" not in legend
+    assert "NIC1: mlx5_1 (cx)" in legend
+    assert "NIC2" not in legend, "Ethernet is left out"
+    assert "NV" not in matrix(machine(nvlink=False))
+
+
+def test_the_matrix_of_nothing() -> None:
+    empty = Node(id=0, hostname="h", numa=())
+    assert matrix(empty) == "no accelerator and no RDMA NIC"
+
+
+@pytest.mark.parametrize("nvlink", [True, False])
+def test_the_picture_names_devices_and_colours_links(tmp_path: Path, nvlink: bool) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "topo.svg"
+    picture.write(machine(nvlink), file)
+    text = file.read_text()
+    ElementTree.fromstring(text)
+    for wanted in ("cuda0", "cuda1", "mlx5_0", "mlx5_1", "NUMA 0", "0001:01:00.0", "host-a"):
+        assert f"<!-- {wanted} -->" in text, wanted
+    assert "eth0" not in text
+    assert ("scale-up switches" in text) is nvlink
+    assert ("<!-- 450 -->" in text) is nvlink, "a tick of the scale of bandwidths"
+    assert "<!-- 31.5 -->" in text
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        Node(id=0, hostname="h", numa=()),
+        Node(id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0,)),)),
+        machine().model_copy(
+            update={"fabric": (FabricLink(kind="hccs", ends=("cuda0", "cuda1"), count=1),)}
+        ),
+    ],
+    ids=["nothing", "no device", "a bow"],
+)
+def test_odd_machines_can_be_drawn(tmp_path: Path, node: Node) -> None:
+    pytest.importorskip("matplotlib")
+    picture.write(node, tmp_path / "topo.png")
+    assert (tmp_path / "topo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def run(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(probe.command)
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    file = tmp_path / "t.json"
+    file.write_text(Topology(nodes=(machine(),)).model_dump_json())
+    return file
+
+
+def test_json_of_a_file_has_the_keys_that_tools_rely_on(dump: Path) -> None:
+    data = json.loads(run("--from", str(dump), "--json"))
+    assert [a["id"] for a in data["accelerators"]] == ["cuda0", "cuda1"]
+    assert [n["speed_gbps"] for n in data["nics"]] == [400.0] * 4
+    assert data["affinity"]["cuda0"] == ["mlx5_0"]
+    assert data["paths"]["cuda0"]["mlx5_0"]["class"] == "PIX"
+    assert data["paths"]["cuda0"]["mlx5_0"]["bandwidth_gbps"] == 252.064
+    assert data["paths"]["cuda1"]["mlx5_0"]["class"] == "SYS"
+    assert data["p2p"] == {
+        "cuda0": {
+            "cuda1": {**data["p2p"]["cuda0"]["cuda1"], "class": "NVL", "bandwidth_gbps": 3600.0}
+        },
+        "cuda1": {
+            "cuda0": {**data["p2p"]["cuda1"]["cuda0"], "class": "NVL", "bandwidth_gbps": 3600.0}
+        },
+    }
+
+
+def test_matrix_and_tree_of_a_file(dump: Path) -> None:
+    assert run("--from", str(dump), "--matrix").startswith("       cuda0  cuda1")
+    assert "cuda0: H200" in run("--from", str(dump))
+
+
+def test_a_file_twice_is_one_machine(dump: Path) -> None:
+    data = json.loads(run("--from", str(dump), "--from", str(dump), "--json"))
+    assert (len(data["accelerators"]), data["notes"]) == (2, [])
+
+
+def test_a_plot_is_written_beside_the_report(dump: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    json.loads(run("--from", str(dump), "--json", "--plot", str(tmp_path / "topo.svg")))
+    assert (tmp_path / "topo.svg").stat().st_size > 1000
+
+
+def test_what_cannot_be_asked_for(
+    dump: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ArgumentError, match="nothing beside --from"):
+        run("--from", str(dump), "--sysfs-root", str(tmp_path))
+    for name in ("topo.nonsense", "no/such/folder.svg"):
+        with pytest.raises(ArgumentError, match=r"a file that can be written, \.svg"):
+            run("--from", str(dump), "--plot", str(tmp_path / name))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(Unsupported, match="pip install"):
+        run("--from", str(dump), "--plot", str(tmp_path / "topo.svg"))
+
+
+def test_several_nodes_are_not_merged_with_others(dump: Path, tmp_path: Path) -> None:
+    two = tmp_path / "two.json"
+    nodes = tuple(machine().model_copy(update={"id": i}) for i in range(2))
+    two.write_text(Topology(nodes=nodes).model_dump_json())
+    with pytest.raises(ArgumentError, match="one node, to merge it with others"):
+        run("--from", str(dump), "--from", str(two))
+    assert len(json.loads(run("--from", str(two), "--json"))["topology"]["nodes"]) == 2
