@@ -94,9 +94,19 @@ def report(found: Discovery) -> ProbeReport:
         affinity={key: tuple(nic.id for nic in nics) for key, nics in affinity.items()},
         paths=paths(node.nics),
         p2p=paths(node.accelerators),
-        notes=found.notes,
+        notes=found.notes + _others(found.topology),
         topology=found.topology,
     )
+
+
+def _others(topology: Topology) -> tuple[Note, ...]:
+    count = len(topology.nodes)
+    if count == 1:
+        return ()
+    message = (
+        f"{count} nodes are known; accelerators, nics, affinity and paths are those of the first"
+    )
+    return (Note(source="report", message=message),)
 
 
 def _entry(path: DevicePath) -> PathEntry:

@@ -270,4 +270,7 @@ def test_several_nodes_are_not_merged_with_others(dump: Path, tmp_path: Path) ->
     two.write_text(Topology(nodes=nodes).model_dump_json())
     with pytest.raises(ArgumentError, match="one node, to merge it with others"):
         run("--from", str(dump), "--from", str(two))
-    assert len(json.loads(run("--from", str(two), "--json"))["topology"]["nodes"]) == 2
+    data = json.loads(run("--from", str(two), "--json"))
+    assert len(data["topology"]["nodes"]) == 2
+    assert len(data["accelerators"]) == 2
+    assert data["notes"][0]["message"].startswith("2 nodes are known; accelerators, nics")
