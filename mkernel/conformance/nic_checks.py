@@ -34,6 +34,10 @@ from mkernel.errors import ArgumentError
 _GUARD = 4096
 _STEPWISE: dict[str, Any] = {"queue_depth": 4, "fifo_slots": 4}
 """Settings by which a large put takes many steps, so that what overtakes it can be seen."""
+_STRIPED: dict[str, Any] = {"qps": 4, "stripe_bytes": 1000, "receive_depth": 64}
+"""Settings by which a put is spread over queue pairs, which keep no order among them."""
+_GROUPED: dict[str, Any] = {"qps": 2, "stripe_bytes": 1}
+"""Settings by which the smallest put is counted at the receiver."""
 _KIB = 1 << 10
 _MIB = 1 << 20
 
@@ -165,9 +169,9 @@ def visibility(subject: NicSubject) -> None:
     With few work requests in flight, a put of many messages takes many steps: a signal that is not
     the last of them is seen long before the rest.
     """
-    puts = subject.scale(3000, 200)
+    puts = subject.scale(2000, 120)
     for environment in subject.variants():
-        for settings in ({}, _STEPWISE):
+        for settings in ({}, _STEPWISE, _STRIPED):
             subject.run(_visibility, 3, puts, settings, environment=environment)
 
 
@@ -427,7 +431,7 @@ _EDGES = tuple((1 << bits) - 150 for bits in (8, 16, 24, 31, 32, 48, 63))
 _LAST = (1 << 64) - 1 - 2 * 300
 
 
-def _counter_wrap(me: Rank, many: int) -> None:
+def _counter_wrap(me: Rank, many: int, settings: dict[str, Any]) -> None:
     starts = (*_EDGES, _LAST)
 
     def prepare(port: Port) -> None:
@@ -435,7 +439,7 @@ def _counter_wrap(me: Rank, many: int) -> None:
             if start > 0:
                 _runtime.pad_add(port.pad, signal, start)
 
-    with me.open(64 * _KIB, prepare=prepare, fifo_slots=8) as port:
+    with me.open(64 * _KIB, prepare=prepare, fifo_slots=8, **settings) as port:
         (peer,) = me.peers
         me.exchange()
         for step in range(300):
@@ -444,14 +448,17 @@ def _counter_wrap(me: Rank, many: int) -> None:
         for signal, start in enumerate(starts):
             port.exactly(signal, max(start, 0) + 600, f"600 added to a counter at {start}")
         for _ in range(many):
-            port.session.put(peer, 0, 0, 0, 0, 100, 1)
+            port.session.put(peer, 0, 0, 0, 2, 100, 1)
         port.exactly(100, many, f"{many} puts on one signal")
         port.flush()
 
 
 def counter_wrap(subject: NicSubject) -> None:
-    """Counters are started just below 2^8 … 2^63 and near 2^64; then more puts than 16 bits hold."""
-    subject.run(_counter_wrap, 2, subject.scale(70_000, 5000))
+    """Counters are started just below 2^8 … 2^63 and near 2^64; then more puts than 16 bits hold,
+    whole and in parts, whose numbers wrap around too."""
+    many = subject.scale(70_000, 5000)
+    for settings in ({}, _GROUPED):
+        subject.run(_counter_wrap, 2, many, settings)
 
 
 def _order(me: Rank, rounds: int) -> None:

@@ -18,10 +18,10 @@ from mkernel.backends.base import (
     NicStatistics,
     Status,
 )
-from mkernel.conformance.check import Check, CheckFailed
+from mkernel.conformance.check import Check, CheckFailed, CheckSkipped
 from mkernel.conformance.nic_checks import Landing
 from mkernel.conformance.nic_ranks import CLOSE_S, NicSubject, Pattern, Port, Rank, deadline
-from mkernel.errors import ArgumentError, BackendUnavailable, NicError, Timeout
+from mkernel.errors import ArgumentError, BackendUnavailable, NicError, Timeout, Unsupported
 from mkernel.settings import NicSettings
 from mkernel.topology.model import Nic
 
@@ -205,6 +205,46 @@ def registration(subject: NicSubject) -> None:
     subject.run(_regions, 2, subject.scale(200, 40))
     for case, put in _OUTSIDE.items():
         subject.run(_outside, 2, case, put)
+
+
+def _churn(me: Rank, rounds: int) -> None:
+    """One region after another under few numbers, beside puts in region 0 that never stop."""
+    base, span = 64 * _KIB, 8 * _KIB
+    with me.open(base + 8 * span) as port:
+        (peer,) = me.peers
+        for turn in range(rounds):
+            for _ in range(4):
+                port.session.put(peer, 0, 0, 32 * _KIB, 32 * _KIB, 0, 1)
+            half, region, signal = 2000 + turn % 97, 1 + turn % 3, 1 + turn % 5
+            at = base + turn % 8 * span + turn % 61
+            area = port.memory.bytes[at : at + 2 * half]
+            area[:half] = (7 * turn + me.rank) % 251
+            area[half:] = 0xFF
+            me.share(port, region, port.memory.address + at, 2 * half)
+            port.session.put(peer, region, 0, half, half, signal, 1)
+            port.wait(signal, turn // 5 + 1, f"a put in region {turn + 1} of {rounds}")
+            require(
+                bool((area[half:] == (7 * turn + peer) % 251).all()),
+                f"a put in region {turn + 1} of {rounds} brought other bytes",
+            )
+            me.exchange()  # nobody puts in it any more
+            try:
+                port.session.deregister(region, port.timeout_s)
+            except Unsupported as error:
+                raise CheckSkipped(str(error)) from error
+        port.flush()
+        port.exactly(0, 4 * rounds, "puts beside regions that come and go")
+        me.exchange()
+        # What is gone is out of reach, here and there.
+        if me.rank == 0:
+            _expect_error(port, "a put in a region that is gone", (peer, 1, 0, 0, 100, 7, 1))
+        me.exchange()
+        require(port.count(7) == 0, "a put in a region that is gone raised its signal")
+
+
+def churn(subject: NicSubject) -> None:
+    """Regions are taken out and their numbers used again, while puts of another go on."""
+    subject.run(_churn, 2, subject.scale(500, 60))
 
 
 # ---- failure --------------------------------------------------------------------------------------
@@ -424,6 +464,7 @@ def _checks() -> Iterable[Check]:
         "regions may be added at any time, and only they can be read and written",
         registration,
     )
+    yield Check("churn", "regions may go and come while puts of others run", churn)
     yield Check("statistics", "puts, bytes and signals are counted exactly", statistics)
     yield Check(
         "killed-peer", "a killed peer becomes a NicError in time, and close works", killed_peer

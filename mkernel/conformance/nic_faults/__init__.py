@@ -35,6 +35,7 @@ _CX7: dict[type[Fault], tuple[str, ...]] = {
     sessions.RegionsTooWide: ("registration",),
     sessions.DropsSilently: ("registration",),
     sessions.RegionsAlias: ("registration",),
+    sessions.KeepsRegions: ("churn",),
     sessions.SwallowsErrors: ("killed-peer", "registration", "device-faults"),
     sessions.NoAbort: ("killed-peer", "device-faults"),
     sessions.NamesNobody: ("killed-peer",),

@@ -47,6 +47,9 @@ class Session(NicSession):
     def register(self, region: int, address: int, nbytes: int) -> str:
         return self.inner.register(region, address, nbytes)
 
+    def deregister(self, region: int, timeout_s: float) -> None:
+        self.inner.deregister(region, timeout_s)
+
     def bind(self, region: int, peer: int, key: str) -> None:
         self.inner.bind(region, peer, key)
 

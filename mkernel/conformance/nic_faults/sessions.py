@@ -66,6 +66,16 @@ class RegionsAlias(Fault):
     session = Broken
 
 
+class KeepsRegions(Fault):
+    """Deregistering does nothing."""
+
+    class Broken(Session):
+        def deregister(self, region: int, timeout_s: float) -> None:
+            pass
+
+    session = Broken
+
+
 # ---- failure and life -----------------------------------------------------------------------------
 
 
