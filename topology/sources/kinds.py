@@ -30,8 +30,11 @@ def accelerator(pci_class: int, vendor: int | None) -> AcceleratorKind | None:
 
     Display and processing functions of vendors without accelerators (a server's console) are none.
     """
-    if not is_display(pci_class):
-        return None
+    return made_by(vendor) if is_display(pci_class) else None
+
+
+def made_by(vendor: int | None) -> AcceleratorKind | None:
+    """The kind of accelerators that a vendor makes."""
     return _ACCELERATORS.get(vendor or 0)
 
 

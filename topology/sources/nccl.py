@@ -74,7 +74,9 @@ class _Host:
         self._numa: list[NumaNode] = []
         self._bridges: list[Bridge] = []
         self._gpus: list[_Gpu] = []
-        self._nics: dict[str, Nic] = {}
+        self._nics: list[Nic] = []
+        self._sockets: dict[str, Nic] = {}
+        """NICs below a CPU, by name: NCCL lists one that it knows no place of below each."""
 
     def read(self, cpus: list[Element]) -> Findings:
         for number, cpu in enumerate(cpus):
@@ -84,7 +86,7 @@ class _Host:
             source=SOURCE,
             numa=tuple(self._numa),
             accelerators=tuple(sorted(accelerators.values(), key=lambda one: one.index)),
-            nics=tuple(self._nics.values()),
+            nics=(*self._nics, *self._sockets.values()),
             bridges=tuple(self._bridges),
             fabric=tuple(self._fabric(accelerators)),
             notes=self._notes.all(),
@@ -115,7 +117,7 @@ class _Host:
         pci_class = (code or 0) >> 8
         gpu = next(element.all("gpu"), None)
         if gpu is not None or kinds.is_display(pci_class):
-            kind = _accelerator_kind(pci_class, vendor, gpu)
+            kind = _accelerator_kind(vendor, gpu)
             if kind is None:
                 self._notes.add(f"{address}: no known kind of accelerator; ignored")
             else:
@@ -146,33 +148,27 @@ class _Host:
         """The ports of a PCI function; ``address`` None: of the NICs right below a CPU."""
         nets = [net for nic in parent.all("nic") for net in nic.all("net")]
         if not nets and address is not None:
-            self._nics[address] = self._nic(parent, address, place, name=address, port=1)
+            self._nics.append(self._nic(parent, address, place, None, address))
         several = Counter(net.attributes.get("name") for net in nets)
         for net in nets:
             name = net.attributes.get("name") or address
             if name is None:
                 self._notes.add(f"line {net.line}: a network without name or bus id; ignored")
-                continue
-            if "+" in name:
+            elif "+" in name:
                 self._notes.add(f"{name} joins ports that are listed themselves; ignored")
-                continue
-            port = net.number("port") or 1
-            key = f"{name}:{port}" if several[name] > 1 else name
-            nic = self._nic(parent, address, place, name=name, port=port, net=net, key=key)
-            known = self._nics.setdefault(key, nic)
-            if known.numa_node != nic.numa_node:  # NCCL lists a socket's NIC below every CPU
-                self._nics[key] = known.model_copy(update={"numa_node": None})
+            elif address is not None:
+                nic = self._nic(parent, address, place, net, name)
+                if several[name] > 1:
+                    nic = nic.model_copy(update={"id": f"{name}:{nic.port}"})
+                self._nics.append(nic)
+            else:
+                nic = self._nic(parent, None, place, net, name)
+                known = self._sockets.setdefault(name, nic)
+                if known.numa_node != nic.numa_node:
+                    self._sockets[name] = known.model_copy(update={"numa_node": None})
 
     def _nic(
-        self,
-        function: Element,
-        address: str | None,
-        place: _Place,
-        *,
-        name: str,
-        port: int,
-        net: Element | None = None,
-        key: str | None = None,
+        self, function: Element, address: str | None, place: _Place, net: Element | None, name: str
     ) -> Nic:
         code = function.number("class", 16) if address else None
         pci_class = (code or 0) >> 8
@@ -183,10 +179,10 @@ class _Host:
             kind = kinds.rdma(vendor)
         speed = net.number("speed") if net is not None else None  # Mb/s
         return Nic(
-            id=key or name,
+            id=name,
             kind=kind,
             name=name,
-            port=port,
+            port=(net.number("port") if net is not None else None) or 1,
             pci=address,
             pci_path=place.bridges if address else (),
             pcie_gbs=_gbs(function) if address else None,
@@ -235,9 +231,9 @@ class _Host:
                 for link in one.gpu.all(kind):
                     end = self._end(link, accelerators)
                     if end is not None and end != own:
-                        counts[kind, end] += link.number("count") or 1
+                        counts[kind, end] += _count(link)
             rate = nvlink.link_gbs(one.gpu.number("sm"))
-            for (kind, end), count in counts.items():
+            for (kind, end), count in (+counts).items():
                 gbs = round(rate * count, 3) if rate and kind == "nvlink" else None
                 link_ = FabricLink(kind=kind, ends=(own, end), count=count, gbs=gbs)
                 first = found.setdefault(frozenset(link_.ends), link_)
@@ -247,7 +243,7 @@ class _Host:
                         "latter are counted"
                     )
             for link in one.gpu.all("c2c"):
-                count, mbs = link.number("count") or 1, link.number("bw")
+                count, mbs = max(_count(link), 1), link.number("bw")
                 ends = (own, FABRIC_HOST)
                 gbs = mbs * count / 1000 if mbs else None
                 found[frozenset(ends)] = FabricLink(kind="c2c", ends=ends, count=count, gbs=gbs)
@@ -269,13 +265,16 @@ class _Host:
         return known.id if known else None
 
 
-def _accelerator_kind(
-    pci_class: int, vendor: int | None, gpu: Element | None
-) -> AcceleratorKind | None:
+def _accelerator_kind(vendor: int | None, gpu: Element | None) -> AcceleratorKind | None:
     """Files for NCCL that name no vendor speak of NVIDIA's GPUs, those of AMD's RCCL name a ``gcn``."""
     if vendor is not None:
-        return kinds.accelerator(pci_class, vendor)
+        return kinds.made_by(vendor)
     return "rocm" if gpu is not None and "gcn" in gpu.attributes else "cuda"
+
+
+def _count(link: Element) -> int:
+    count = link.number("count")
+    return 1 if count is None else count
 
 
 def _gbs(element: Element) -> float | None:

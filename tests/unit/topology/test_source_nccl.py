@@ -82,6 +82,21 @@ def test_a_net_says_name_port_rate_and_gpudirect(tmp_path: Path) -> None:
     ]
 
 
+def test_two_cards_of_one_name_stay_two(tmp_path: Path) -> None:
+    net = '<nic><net name="mlx5_0"/></nic>'
+    seen = found(tmp_path, f'<pci busid="01:00.0">{net}</pci><pci busid="02:00.0">{net}</pci>')
+    assert [(n.id, n.pci) for n in seen.topology.nodes[0].nics] == [
+        ("mlx5_0", "0000:01:00.0"),
+        ("mlx5_0-2", "0000:02:00.0"),
+    ]
+    assert "a second device has the id mlx5_0" in seen.notes[0].message
+
+
+def test_a_gpu_without_a_class_is_one_by_its_element(tmp_path: Path) -> None:
+    (gpu,) = node(tmp_path, '<pci busid="01:00.0" vendor="0x10de"><gpu/></pci>').accelerators
+    assert gpu.kind == "cuda"
+
+
 def test_networks_below_a_cpu_are_one_each_and_near_none(tmp_path: Path) -> None:
     file = tmp_path / "system.xml"
     nic = '<nic><net name="eth0" speed="10000"/><net name="mlx5_0+mlx5_1"/></nic>'
@@ -127,7 +142,8 @@ def test_links_that_do_not_fit_are_notes(tmp_path: Path) -> None:
     other_way = '<gpu><nvlink target="0000:00:00.0" count="2" tclass="0x03"/></gpu>'
     stranger = '<gpu><nvlink target="0000:99:00.0" count="2" tclass="0x03"/></gpu>'
     to_itself = '<gpu><nvlink target="0000:03:00.0" count="2" tclass="0x03"/></gpu>'
-    seen = found(tmp_path, gpus(one_way, other_way, stranger, to_itself))
+    none = '<gpu><nvlink target="0000:00:00.0" count="0" tclass="0x03"/></gpu>'
+    seen = found(tmp_path, gpus(one_way, other_way, stranger, to_itself, none))
     assert [link.count for link in seen.topology.nodes[0].fabric] == [4]
     messages = [note.message for note in seen.notes]
     assert messages[0] == "cuda1 has 2 links to cuda0, which has 4 back; the latter are counted"
