@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ SOURCE = "nvml"
 
 # Names of the library's constants would tie us to its releases; these are NVML's interface.
 _MOST_LINKS = 36
-_GPU, _CPU, _SWITCH = 0, 1, 2
+_GPU, _CPU = 0, 1
 _WRITE = 1
 _P2P_OK, _P2P_UNKNOWN = 0, 6
 _SCOPE_NODE = 0
@@ -143,21 +143,25 @@ def _fabric(
 def _ends(library: Any, handle: Any, by_address: dict[str | None, str]) -> Iterator[str]:
     """The other end of each NVLink that is up. A GPU that is not this process's is left out."""
     for link in range(_MOST_LINKS):
-        try:
-            if not library.nvmlDeviceGetNvLinkState(handle, link):
-                continue
-            kind = library.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
-            remote = _text(library.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
-        except Exception:  # NVML raises for links that a GPU does not have
+        if not _answer(library.nvmlDeviceGetNvLinkState, handle, link):
             continue
-        if kind == _SWITCH:
-            yield FABRIC_SWITCH
+        kind = _answer(library.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+        remote = _answer(library.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+        other = by_address.get(pci.normalise(_text(remote.busId))) if remote is not None else None
+        if other is not None:
+            yield other
         elif kind == _CPU:
             yield FABRIC_HOST
-        else:
-            other = by_address.get(pci.normalise(remote))
-            if kind == _GPU and other is not None:
-                yield other
+        elif kind != _GPU:  # a switch, also where a virtual machine does not say what it is
+            yield FABRIC_SWITCH
+
+
+def _answer(question: Callable[[Any, int], Any], handle: Any, link: int) -> Any:
+    """None where NVML raises, as it does for links that a GPU does not have."""
+    try:
+        return question(handle, link)
+    except Exception:
+        return None
 
 
 def _no_p2p(

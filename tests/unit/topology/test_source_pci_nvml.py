@@ -96,9 +96,11 @@ class FakeNvml:
         return int((handle, link) in self.links)
 
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
+        self._call("remote type")
         return self.links[handle, link][0]
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
+        self._call("remote address")
         return SimpleNamespace(busId=self.links[handle, link][1])
 
     def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
@@ -162,6 +164,14 @@ def test_links_to_switches_count_together(tmp_path: Path) -> None:
         (("cuda1", "switch"), 18, 450.0),
     ]
     assert (found.notes, found.no_p2p) == ((), ())
+
+
+@pytest.mark.parametrize("fail", [{"remote type"}, {"remote type", "remote address"}])
+def test_ends_that_a_virtual_machine_hides_are_switches(tmp_path: Path, fail: set[str]) -> None:
+    library = FakeNvml(TWO, fail=fail)
+    library.links = {(gpu, link): (2, "ffffffff:ff:ff.0") for gpu in range(2) for link in range(18)}
+    found = nvml.read(tmp_path, library)
+    assert [(link.ends[1], link.count) for link in found.fabric] == [("switch", 18)] * 2
 
 
 def test_links_between_gpus_are_one_a_pair(tmp_path: Path) -> None:
