@@ -19,7 +19,7 @@ test: $(VENV)/.installed $(VENV)/.example
 	ctest --test-dir build/native --output-on-failure --timeout 120
 	pytest
 
-# RC on the kernel's own software RDMA device, in a virtual machine: needs no RDMA hardware.
+# RC on the kernel's own software RDMA device, in two virtual machines: needs no RDMA hardware.
 test-rxe: $(VENV)/.installed
 	python scripts/test_rxe.py
 

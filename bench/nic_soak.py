@@ -80,7 +80,7 @@ class Turn(NamedTuple):
             chance.randrange(RANKS),
             breaks,
             breaks and fault in SILENT,
-            chance.randint(50, 400),
+            chance.randint(50, 400) if chance.random() < 0.8 else chance.randint(1000, 4000),
             environment,
         )
 
@@ -100,8 +100,9 @@ def puts_of(seed: int, turn: Turn, source: int) -> list[Put]:
     chance = random.Random(f"{seed}/{turn.number}/{source}")
     peers = [rank for rank in range(RANKS) if rank != source]
     drawn = []
+    largest = 32 << 10 if turn.puts <= 400 else 64  # so that few puts cover each other
     for _ in range(turn.puts):
-        nbytes = chance.choice((0, chance.randint(1, 256), chance.randint(1, 32 << 10)))
+        nbytes = chance.choice((0, chance.randint(1, 64), chance.randint(1, largest)))
         at = chance.randint(0, AREA - nbytes)
         signal = source * SIGNALS + chance.randrange(SIGNALS)
         drawn.append(

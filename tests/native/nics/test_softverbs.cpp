@@ -526,9 +526,12 @@ void creation_is_checked() {
         if (made != nullptr) a.v->destroy_qp(made);
         return made == nullptr && why == error;
     };
+    ibv_device_attr most{};
+    CHECK(a.v->query_device(a.context.get(), &most) == 0);
+    const auto beyond = static_cast<std::uint32_t>(most.max_qp_wr) + 1;
     CHECK(!refused(0, [](ibv_qp_init_attr&) {}));
-    CHECK(refused(EINVAL, [](ibv_qp_init_attr& init) { init.cap.max_send_wr = 1 << 20; }));
-    CHECK(refused(EINVAL, [](ibv_qp_init_attr& init) { init.cap.max_recv_wr = 1 << 20; }));
+    CHECK(refused(EINVAL, [&](ibv_qp_init_attr& init) { init.cap.max_send_wr = beyond; }));
+    CHECK(refused(EINVAL, [&](ibv_qp_init_attr& init) { init.cap.max_recv_wr = beyond; }));
     CHECK(refused(EINVAL, [](ibv_qp_init_attr& init) { init.cap.max_send_sge = 1000; }));
     CHECK(refused(EINVAL, [](ibv_qp_init_attr& init) { init.cap.max_inline_data = 1 << 20; }));
 }
