@@ -12,6 +12,7 @@ from mkernel.identity import Backends
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan as _plan
 from mkernel.settings import load as load_settings
+from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Topology
 
 
@@ -100,4 +101,5 @@ def plan(
         chunk=chunk,
         path=path or settings.path,
         pinning=settings.pinning,
+        constants=constants_for(backends.accelerator, settings.constants),
     )

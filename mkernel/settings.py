@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
@@ -73,6 +74,11 @@ class Settings(BaseSettings):
     signals: int = Field(65536, ge=64, le=1 << 23, description="counters in a rank's signal pad")
     job_secret: SecretStr = Field(
         SecretStr(""), description="key that signs bootstrap messages; `launch` makes one per world"
+    )
+    constants: Path | None = Field(
+        None,
+        description="the machine's measured constants, a file of `mkernel probe --measure`, for "
+        "predictions; the same on all ranks; None: the shipped ones of the accelerator",
     )
     pinning: Pinning = Field(
         NOT_PINNED,

@@ -65,6 +65,9 @@ class MachineConstants(Model):
     p2p_gbs: float = Field(gt=0, description="one scale-up link to one peer, one direction")
     p2p_latency_us: float = Field(ge=0)
     nic_gbs: float = Field(gt=0, description="a NIC of unknown speed, one direction")
+    nic_most_gbs: float | None = Field(
+        None, gt=0, description="measured: what NICs give, whatever their ports are rated"
+    )
     nic_latency_us: float = Field(ge=0, description="command to visible signal, proxies included")
     comm_block_gbs: float = Field(gt=0, description="copy rate of one communication block")
     signal_us: float = Field(ge=0, description="fence and notify after one chunk, by one block")
@@ -110,6 +113,12 @@ def load_constants(path: Path) -> MachineConstants:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise InputFileError(f"constants file {path}: {where}: {first['msg']}") from error
+
+
+def constants_for(accelerator: str, file: Path | None) -> MachineConstants:
+    """The constants in a file (``mkernel probe --measure`` writes one), or the shipped ones.
+    InputFileError, as :func:`load_constants`."""
+    return default_constants(accelerator) if file is None else load_constants(file)
 
 
 @cache

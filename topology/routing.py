@@ -50,8 +50,10 @@ def routes(
 
 
 def nic_gbs(nic: Nic, constants: MachineConstants) -> float:
-    """Bandwidth of a NIC in GB/s: its port speed / 8, or the constants' where it is unknown."""
-    return nic.speed_gbps / 8 if nic.speed_gbps else constants.nic_gbs
+    """Bandwidth of a NIC in GB/s: its port speed / 8, or the constants' where it is unknown; no more
+    than was measured."""
+    rated = nic.speed_gbps / 8 if nic.speed_gbps else constants.nic_gbs
+    return min(rated, constants.nic_most_gbs or rated)
 
 
 class _Access(NamedTuple):

@@ -23,7 +23,7 @@ from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.plan.simulate import Simulation, trace
 from mkernel.settings import Settings
 from mkernel.settings import load as load_settings
-from mkernel.topology.cost import default_constants
+from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Model, Topology
 
 
@@ -68,6 +68,14 @@ def command(
             metavar="FILE",
             help="Plan for the machine in it, times --nodes: `mkernel probe --json` output, or what "
             "`mkernel probe --from` reads.",
+        ),
+    ] = None,
+    constants_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--constants",
+            metavar="FILE",
+            help="Of `mkernel probe --measure`; default: MKERNEL_CONSTANTS, or the shipped ones.",
         ),
     ] = None,
     exchange: Annotated[
@@ -120,7 +128,7 @@ def command(
     given = {"accelerator": accelerator, "nic": nic, "verbs": verbs}
     chosen = settings.model_copy(update={key: value for key, value in given.items() if value})
     world, backends = _world(chosen, given, topology, nodes, ranks_per_node)
-    constants = default_constants(backends.accelerator)
+    constants = constants_for(backends.accelerator, constants_file or settings.constants)
     capabilities = registry.accelerator(backends.accelerator).capabilities()
     if _elsewhere(world, topology):
         capabilities = capabilities.model_copy(update={"exchanges": get_args(Exchange)})

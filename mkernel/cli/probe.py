@@ -14,6 +14,7 @@ from mkernel.probe import picture
 from mkernel.probe.matrix import matrix
 from mkernel.probe.report import report
 from mkernel.probe.tree import tree
+from mkernel.settings import load as load_settings
 from mkernel.topology.discover import Discovery, discover, read
 from mkernel.topology.model import Accelerator, Nic, Node, Note
 
@@ -70,8 +71,25 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Draw the machine: .svg, .png or .pdf."),
     ] = None,
+    measure_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--measure",
+            metavar="FILE",
+            help="Measure what a CPU rank has of this machine (compute, shared memory, the NIC of the "
+            "settings; seconds) and write it for MKERNEL_CONSTANTS and `mkernel plan --constants`.",
+        ),
+    ] = None,
+    measured_ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="With --measure: ranks that share the cores.")
+    ] = 2,
 ) -> None:
     """Show what this machine, or a recorded one, is made of: CPUs, accelerators, NICs, links."""
+    if measure_file is not None:
+        if from_file or sysfs_root:
+            raise ArgumentError("--measure", measure_file, "no --from and no --sysfs-root")
+        _measure(measure_file, measured_ranks, as_json)
+        return
     found = _discovery(tuple(from_file or ()), sysfs_root)
     first = found.topology.nodes[0]
     if plot is not None:
@@ -98,6 +116,23 @@ def _discovery(files: tuple[Path, ...], sysfs_root: Path | None) -> Discovery:
     accelerators, nics, notes = backend_devices()
     found = discover(accelerators=accelerators, nics=nics)
     return found.model_copy(update={"notes": found.notes + notes})
+
+
+def _measure(file: Path, ranks: int, as_json: bool) -> None:
+    from mkernel.measure import measure
+
+    settings = load_settings()
+    text = measure(ranks, settings.nic, settings.verbs).model_dump_json(indent=2)
+    try:
+        file.write_text(text + "\n")
+    except OSError as error:
+        raise ArgumentError(
+            "--measure", file, "a file that can be written", why=error.strerror or str(error)
+        ) from error
+    if as_json:
+        typer.echo(text)
+    else:
+        Console(soft_wrap=True, highlight=False).print(f"wrote {file}")
 
 
 def _draw(node: Node, file: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
 from mkernel.plan.planner import plan
+from mkernel.topology.cost import constants_for
 from mkernel.world import CallRecord, World
 
 T = TypeVar("T")
@@ -94,4 +95,5 @@ def _plan_for(
         chunk=chunk,
         path=path or world.settings.path,
         pinning=world.settings.pinning,
+        constants=constants_for(world.backends.accelerator, world.settings.constants),
     )

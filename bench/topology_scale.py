@@ -1,0 +1,178 @@
+"""How long planning takes, and how much memory, as worlds grow; and what the simulator predicts there.
+
+    python bench/topology_scale.py [--topology FILE] [--nodes 16384]
+
+AllGather+GEMM of 131072 x 28672 x 8192 with 8 ranks a node, each size in a process of its own: the plan
+alone, a plan where one node in a hundred has lost a NIC, a simulation, and the whole command
+`mkernel plan --json` with its start. The machine: 8 GPUs, 4 NICs next to each, or the one in FILE. Also
+draws predicted time over ranks: `bench/results/topology_scale.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import results_file
+
+from mkernel.backends import registry
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.planner import plan
+from mkernel.plan.scaling import points, write
+from mkernel.plan.simulate import simulate
+from mkernel.topology.cost import default_constants
+from mkernel.topology.discover import load
+from mkernel.topology.emulate import replicate
+from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+
+RANKS = 8
+SIZES = {"m": 131072, "n": 28672, "k": 8192}
+CONSTANTS = default_constants("hopper")
+HURT_EVERY = 100
+
+
+def machine() -> Topology:
+    """8 switches with a GPU and 4 EFA devices each."""
+    paths = [(f"pci0000:{i:02x}", f"0000:{i:02x}:01.0", f"0001:{i:02x}:00.0") for i in range(RANKS)]
+    gpus = tuple(
+        Accelerator(
+            id=f"cuda{i}", kind="cuda", name="GPU", index=i, pci=f"0002:{i:02x}:00.0",
+            pci_path=(*paths[i], f"0003:{i:02x}:00.0"), pcie_gbs=63.0, numa_node=i // 4,
+        )
+        for i in range(RANKS)
+    )  # fmt: skip
+    nics = tuple(
+        Nic(
+            id=f"efa{n}", kind="efa", name=f"efa{n}", pci=f"0004:{n:02x}:00.0", speed_gbps=100.0,
+            pci_path=(*paths[n // 4], f"0003:{n // 4:02x}:{1 + n % 4:02x}.0"), numa_node=n // 16,
+        )
+        for n in range(4 * RANKS)
+    )  # fmt: skip
+    numa = tuple(NumaNode(id=i, cpus=tuple(range(48 * i, 48 * i + 48))) for i in range(2))
+    node = Node(id=0, hostname="machine", numa=numa, accelerators=gpus, nics=nics)
+    return Topology(nodes=(node,))
+
+
+def hurt(world: Topology) -> Topology:
+    """With one NIC down on every hundredth node."""
+    first = world.nodes[0]
+    fewer = (first.nics[0].model_copy(update={"active": False}), *first.nics[1:])
+    nodes = tuple(
+        node.model_copy(update={"nics": fewer}) if node.id % HURT_EVERY == 7 else node
+        for node in world.nodes
+    )
+    return Topology(nodes=nodes)
+
+
+def planned(world: Topology) -> LaunchPlan:
+    return plan(
+        "all_gather_gemm",
+        SIZES,
+        dtype="bfloat16",
+        nodes=len(world.nodes),
+        ranks_per_node=RANKS,
+        accelerator="hopper",
+        capabilities=registry.accelerator("hopper").capabilities(),
+        nic="efa",
+        verbs="system",
+        topology=world,
+        constants=CONSTANTS,
+    )
+
+
+def one(file: Path, nodes: int) -> dict[str, Any]:
+    """The figures of one size, from this process."""
+    topology = load(file)
+    planned(topology)  # whatever is done once
+    start = time.perf_counter()
+    world = replicate(topology, nodes)
+    made = planned(world)
+    plan_s = time.perf_counter() - start
+    pairs = sum(route.pairs for route in made.routes.classes)
+    assert pairs == made.world_size * (made.world_size - 1), "every pair has its route"
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    found = simulate(made, CONSTANTS)
+    simulate_s = time.perf_counter() - start
+    start = time.perf_counter()
+    mixed = planned(hurt(world))
+    return {
+        "nodes": nodes,
+        "ranks": made.world_size,
+        "plan_s": round(plan_s, 4),
+        "plan_us_a_node": round(1e6 * plan_s / nodes, 1),
+        "plan_with_nics_down_s": round(time.perf_counter() - start, 4),
+        "kinds_of_nodes_then": len(mixed.placement.sites),
+        "simulate_s": round(simulate_s, 4),
+        "peak_mb": round(memory / 1024, 1),
+        "json_kb": round(len(made.model_dump_json()) / 1024, 1),
+        "route_classes": len(made.routes.classes),
+        "pairs": pairs,
+        "predicted_us": round(found.time_us, 1),
+        "floor_us": round(found.floor_us, 1),
+    }
+
+
+def command(file: Path, nodes: int) -> dict[str, Any]:
+    """Of the whole command, its start included."""
+    sizes = [text for name, size in SIZES.items() for text in (f"--{name}", str(size))]
+    arguments = ["plan", "ag_gemm", "--topology", str(file), "--nodes", str(nodes), *sizes]
+    start = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-c", "from mkernel.cli.main import main; main()", *arguments,
+         "--ranks-per-node", str(RANKS), "--json"],
+        check=True, stdout=subprocess.DEVNULL, cwd=tempfile.gettempdir(), timeout=120,
+    )  # fmt: skip
+    return {"nodes": nodes, "command_s": round(time.perf_counter() - start, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--topology", type=Path, help="default: 8 GPUs with 4 NICs each")
+    parser.add_argument("--nodes", type=int, default=16384, help="of the largest world")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        file = options.topology or Path(folder) / "machine.json"
+        if options.topology is None:
+            file.write_text(machine().model_dump_json())
+        if options.one:
+            print(json.dumps(one(file, options.one)))
+            return
+        counts = [4**power for power in range(10) if 4**power < options.nodes] + [options.nodes]
+        rows = []
+        for nodes in counts:
+            run = subprocess.run(
+                [sys.executable, __file__, "--topology", str(file), "--one", str(nodes)],
+                check=True, capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+            rows.append(json.loads(run.stdout))
+        world = replicate(load(file), options.nodes)
+        growth = list(
+            points(
+                lambda count: planned(Topology(nodes=world.nodes[:count])), CONSTANTS, options.nodes
+            )
+        )
+        picture = results_file.ROOT / "bench" / "results" / "topology_scale.svg"
+        write(growth, "AllGather+GEMM, 8 ranks a node, predicted", picture)
+        results_file.write(
+            "topology_scale",
+            {
+                "sizes": SIZES,
+                "machine": options.topology.name if options.topology else "8 GPUs, 4 NICs each",
+                "rows": rows,
+                "commands": [command(file, nodes) for nodes in counts if nodes >= 1024],
+                "growth": [point.model_dump() for point in growth],
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
