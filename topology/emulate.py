@@ -6,9 +6,18 @@ import re
 from typing import TypeVar
 
 from mkernel.errors import ArgumentError
-from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+from mkernel.topology.model import (
+    FABRIC_HOST,
+    FABRIC_SWITCH,
+    Accelerator,
+    Nic,
+    Node,
+    NumaNode,
+    Topology,
+)
 
 _Device = TypeVar("_Device", Accelerator, Nic)
+_NO_DEVICES = {FABRIC_SWITCH, FABRIC_HOST}
 
 
 def emulate(
@@ -45,16 +54,19 @@ def emulate(
     made = []
     for index in range(nodes):
         numa = numa_shares[index]
+        own = _accelerators(machine, index, nodes, ranks_per_node, accelerator, numa)
+        ids = {one.id for one in own if not one.emulated}
         made.append(
             Node(
                 id=index,
                 hostname=machine.hostname,
                 emulated=nodes > 1,
                 numa=numa,
-                accelerators=_accelerators(
-                    machine, index, nodes, ranks_per_node, accelerator, numa
-                ),
+                accelerators=own,
                 nics=_nics(machine, index, nodes, nic, numa),
+                bridges=machine.bridges,
+                fabric=tuple(link for link in machine.fabric if ids | _NO_DEVICES >= {*link.ends}),
+                no_p2p=tuple(pair for pair in machine.no_p2p if ids >= {*pair}),
             )
         )
     return Topology(nodes=tuple(made))

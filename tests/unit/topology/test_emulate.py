@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mkernel.errors import ArgumentError
 from mkernel.topology.discover import emulate, replicate
-from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Node, NumaNode, Topology
 
 SIM = Accelerator(id="ascend-sim", kind="ascend", name="simulator", index=0, emulated=True)
 SOFT = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
@@ -30,6 +30,7 @@ def machine(cpus: tuple[int, ...] = (4, 4), gpus: int = 0, nics: int = 0) -> Top
     return Topology(nodes=(node,))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=3),
     st.integers(1, 5),
@@ -110,3 +111,23 @@ def test_replicate_repeats_the_whole_machine() -> None:
     assert {node.accelerators for node in world.nodes} == {whole.nodes[0].accelerators}
     assert Topology.model_validate_json(world.model_dump_json()) == world
     assert replicate(whole, 1) == whole
+
+
+def test_links_and_refusals_go_where_both_of_their_ends_go() -> None:
+    node = machine(gpus=4).nodes[0]
+    ends = [("cuda0", "cuda1"), ("cuda1", "cuda2"), ("cuda2", "switch"), ("cuda3", "host")]
+    fabric = tuple(FabricLink(kind="nvlink", ends=each, count=1) for each in ends)
+    more = {
+        "fabric": fabric,
+        "no_p2p": (("cuda0", "cuda3"), ("cuda2", "cuda3")),
+        "bridges": (Bridge(id="0000:00:01.0"),),
+    }
+    whole = Topology(nodes=(node.model_copy(update=more),))
+    one, two = emulate(whole, 2, 2, None, SOFT).nodes
+    assert [link.ends for link in one.fabric] == ends[:1]
+    assert [link.ends for link in two.fabric] == ends[2:]
+    assert (one.no_p2p, two.no_p2p) == ((), (("cuda2", "cuda3"),))
+    assert one.bridges == two.bridges == more["bridges"]
+    (alone,) = emulate(whole, 1, 4, None, SOFT).nodes
+    assert (alone.fabric, alone.no_p2p) == (fabric, more["no_p2p"])
+    assert emulate(whole, 1, 2, SIM, SOFT).nodes[0].fabric == ()
