@@ -51,6 +51,9 @@ class AcceleratorCapabilities(Model):
     out_dtypes: tuple[DtypeName, ...]
     mixed_dtypes: bool = True
     """Whether the output's dtype may differ from the inputs'."""
+    rounded_partials: bool = False
+    """Whether a sum over ranks may add results of single ranks that were rounded to the output's
+    dtype, each once; else everything is float32 until the end."""
     b_layouts: tuple[Literal["row", "column"], ...]
     alignment_bytes: int
     transfer_paths: tuple[str, ...]

@@ -99,6 +99,11 @@ class Case(ABC):
     def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
         """The outputs that ``rank`` must get, in float64 (integers exact), from the same inputs."""
 
+    def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """By output that is a sum over ranks: the sum of what the ranks add to it, without signs, in
+        float64. What is lost where each of them is rounded is a share of it."""
+        return {}
+
     def tolerances(self) -> dict[str, float]:
         """Largest relative Frobenius error by output; an output that is missing here must be
         equal."""

@@ -5,7 +5,7 @@ random data; A is then cut by rows (AllGather) or K (the others), B by columns o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -98,12 +98,24 @@ class AllGatherGemmCase(GemmCase):
 
 
 class _SumCase(GemmCase):
-    def _sum(self, world_size: int, iteration: int) -> torch.Tensor:
-        total = torch.zeros(self.sizes["m"], self.sizes["n"], dtype=torch.float64)
+    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """This rank's rows of sum(a @ b), or all of them."""
+        total = sum(self._partials(world_size, iteration), torch.zeros(()))
+        return {"out": self._kept(total, rank, world_size)}
+
+    def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """The same rows of sum(abs(a @ b))."""
+        parts = (part.abs() for part in self._partials(world_size, iteration))
+        return {"out": self._kept(sum(parts, torch.zeros(())), rank, world_size)}
+
+    def _partials(self, world_size: int, iteration: int) -> Iterator[torch.Tensor]:
         for source in range(world_size):
             a = self._a(source, world_size, iteration).double()
-            total += a @ self._b(source, world_size, iteration).double()
-        return total
+            yield a @ self._b(source, world_size, iteration).double()
+
+    def _kept(self, total: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+        rows = self.sizes["m"] // world_size
+        return total[rank * rows : (rank + 1) * rows] if self.gemm.scatters else total
 
 
 class GemmReduceScatterCase(_SumCase):
@@ -112,18 +124,9 @@ class GemmReduceScatterCase(_SumCase):
     op = "gemm_reduce_scatter"
     gemm = gemm_reduce_scatter.OP
 
-    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """C [M/W, N]."""
-        rows = self.sizes["m"] // world_size
-        return {"out": self._sum(world_size, iteration)[rank * rows : (rank + 1) * rows]}
-
 
 class GemmAllReduceCase(_SumCase):
     """sum(a @ b)."""
 
     op = "gemm_all_reduce"
     gemm = gemm_all_reduce.OP
-
-    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """C [M, N]."""
-        return {"out": self._sum(world_size, iteration)}

@@ -324,6 +324,31 @@ class SumsInBf16(Altered):
         out[first : first + rows] += error.to(out.dtype)
 
 
+class SumsInBf16WithinRanks(SumsInBf16):
+    """What ranks add may be rounded once, but a rank's own partial sums are rounded too."""
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        return self.inner.capabilities().model_copy(update={"rounded_partials": True})
+
+
+class RoundsPartials(Altered):
+    """Breaks nothing: what a rank adds to a sum over ranks is rounded to the output's dtype, as is
+    claimed."""
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        return self.inner.capabilities().model_copy(update={"rounded_partials": True})
+
+    def alter(self, call: Call, outputs: Tensors, results: dict[str, Any], kept: Any) -> None:
+        if call.plan.op not in ("gemm_reduce_scatter", "gemm_all_reduce"):
+            return
+        out = outputs["out"]
+        partial = call.tensors["a"].float() @ call.tensors["b"].float()
+        error = partial.to(out.dtype).float() - partial
+        if call.plan.op == "gemm_reduce_scatter":
+            error = error[call.rank * len(out) :][: len(out)]
+        out += error.to(out.dtype)
+
+
 class CombinesInBf16(Fault):
     """The combine's sum over slots is kept in bfloat16."""
 
@@ -948,6 +973,7 @@ _BROKEN: dict[type[Fault], tuple[str, ...]] = {
     SwapsNodes: ("worlds",),
     FewChunksOnly: ("many-chunks",),
     SumsInBf16: ("accumulation",),
+    SumsInBf16WithinRanks: ("accumulation",),
     CombinesInBf16: ("accumulation",),
     CleansNan: ("nonfinite",),
     WrongEveryFifth: ("repeated-calls",),

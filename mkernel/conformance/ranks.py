@@ -62,6 +62,7 @@ class Judge:
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self._rounds = mkernel.world().accelerator.capabilities().rounded_partials
         self._older: dict[int, Mapping[str, torch.Tensor]] = {}
 
     def inputs(self, iteration: int) -> dict[str, torch.Tensor]:
@@ -80,12 +81,15 @@ class Judge:
 
     def problems(self, outcome: Outcome, iteration: int) -> list[str]:
         """What is wrong with the results of a finished call."""
-        found, truth = [], self.truth(iteration)
+        world = mkernel.world()
+        found, truth, partials = [], self.truth(iteration), {}
+        if self._rounds:
+            partials = self.case.partials(world.rank, world.size, iteration)
         tolerances = self.case.tolerances()
         for name, wanted in truth.items():
             got = outcome.outputs[name].cpu()
             limit = tolerances.get(name)
-            wrong = _differs(self.case, name, got, wanted, limit)
+            wrong = _differs(self.case, name, got, wanted, limit, partials.get(name))
             if wrong:
                 why = self._explain(name, got, wanted, limit) or wrong
                 text = f"{describe(self.case)}, {where()}, call {iteration}: {name} {why}"
@@ -148,9 +152,15 @@ def _wrong_rows(got: torch.Tensor, wanted: torch.Tensor, limit: float) -> str:
 
 
 def _differs(
-    case: Case, name: str, got: torch.Tensor, wanted: torch.Tensor, limit: float | None
+    case: Case,
+    name: str,
+    got: torch.Tensor,
+    wanted: torch.Tensor,
+    limit: float | None,
+    partials: torch.Tensor | None,
 ) -> str:
-    """Why an output is not accepted, or nothing."""
+    """Why an output is not accepted, or nothing. ``partials``: where each of those that were added
+    may have been rounded, the sum of their sizes."""
     if limit is None:
         return "" if torch.equal(got, wanted.to(got.dtype)) else "is not equal to the truth"
     error = compare(got, wanted)
@@ -163,7 +173,10 @@ def _differs(
     scale = float(true.square().mean().sqrt())
     eps = _ROUNDING[str(got.dtype).removeprefix("torch.")]
     slack = _SLACK.get(case.op, _SLACK_ELSEWHERE)
-    over = (wide - true).abs() > eps * true.abs() + slack * scale
+    allowed = eps * true.abs() + slack * scale
+    if partials is not None:
+        allowed += eps / 2 * partials[finite]
+    over = (wide - true).abs() > allowed
     count = int(over.sum())
     return f"has {count} of {got.numel()} elements that are wrong" if count else ""
 

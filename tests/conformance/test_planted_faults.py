@@ -41,6 +41,12 @@ def test_a_fault_of_one_op_alone_is_caught(fault: str, op: str) -> None:
     assert row.caught, f"{row.check} lets {fault} of {op} pass"
 
 
+@pytest.mark.parametrize("check", ["shapes", "dtypes", "accumulation"])
+def test_partial_results_that_are_rounded_as_claimed_pass(check: str) -> None:
+    (row,) = planted.judge_one("mkernel.conformance.faults:RoundsPartials", [check])
+    assert not row.caught, row.message
+
+
 @pytest.mark.timeout(600)
 def test_a_wrapper_that_breaks_nothing_passes() -> None:
     report = kit_for("mkernel.conformance.faults:Fault", None, quick=True).run()

@@ -155,6 +155,7 @@ class HopperAccelerator(AcceleratorBackend):
                 dtypes=("bfloat16", "float16"),
                 out_dtypes=("bfloat16", "float16"),
                 mixed_dtypes=False,
+                rounded_partials=True,
                 b_layouts=("row", "column"),
                 alignment_bytes=16,
                 transfer_paths=("p2p",),

@@ -110,19 +110,26 @@ def _cancelling(
 ) -> Case:
     """A = [P, Q, -P], B = [R; S; R]: C = Q S, whole numbers below 128, while P R passes 10,000.
 
-    Where the op cuts K, the large terms lie on the first and last ranks.
+    Where the op cuts K, the large terms lie on the first and last ranks; but where what a rank adds
+    may be rounded, they cancel on each rank, so that what is rounded are whole numbers below 128.
     """
     case = typical(subject, op, world_size, dtype=dtype, out_dtype=out_dtype)
     m, n, k = (case.sizes[name] for name in "mnk")
-    k *= 1 if op == "all_gather_gemm" else world_size
-    third = k // 3
+    ranks = 1 if op == "all_gather_gemm" else world_size
+    apart = subject.capabilities.rounded_partials
     random = torch.Generator().manual_seed(subject.seed)
-    p = torch.randint(8, 17, (m, third), generator=random)
-    r = torch.randint(8, 17, (third, n), generator=random)
-    q = torch.randint(-1, 2, (m, k - 2 * third), generator=random)
-    s = torch.randint(-1, 2, (k - 2 * third, n), generator=random)
-    q[:, 120:] = 0
-    a, b = torch.cat([p, q, -p], 1), torch.cat([r, s, r])
+
+    def terms(k: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        third = k // 3
+        p = torch.randint(8, 17, (m, third), generator=random)
+        r = torch.randint(8, 17, (third, n), generator=random)
+        q = torch.randint(-1, 2, (m, k - 2 * third), generator=random)
+        s = torch.randint(-1, 2, (k - 2 * third, n), generator=random)
+        q[:, most:] = 0
+        return torch.cat([p, q, -p], 1), torch.cat([r, s, r])
+
+    each = [terms(k, 120 // ranks) for _ in range(ranks)] if apart else [terms(k * ranks, 120)]
+    a, b = torch.cat([a for a, _ in each], 1), torch.cat([b for _, b in each])
     kind = getattr(torch, dtype)
     return case.with_(options={"tensors": {"a": a.to(kind), "b": b.to(kind)}})
 

@@ -17,10 +17,18 @@ from mkernel.identity import Identity
 
 
 class OneRank:
-    """As much of a world as the judge asks for."""
+    """As much of a world as the judge asks for; it is its own accelerator too."""
 
     identity = Identity(0, 1, 1)
     rank, size = 0, 1
+    rounded_partials = False
+
+    @property
+    def accelerator(self) -> OneRank:
+        return self
+
+    def capabilities(self) -> OneRank:
+        return self
 
 
 @pytest.fixture
@@ -45,6 +53,27 @@ def right(case: Case, iteration: int) -> torch.Tensor:
 def test_the_truth_passes(judge: Judge) -> None:
     for iteration in range(6):
         assert judge.problems(outcome(right(judge.case, iteration)), iteration) == []
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_rounded_partial_results_pass_where_they_are_claimed(
+    claimed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneRank, "rounded_partials", claimed)
+    monkeypatch.setattr(OneRank, "size", 2)
+    monkeypatch.setattr(ranks.mkernel, "world", OneRank)
+    case = case_of("gemm_reduce_scatter")(
+        sizes={"m": 200, "n": 300, "k": 64}, dtype="bfloat16", out_dtype="bfloat16"
+    )
+    parts = []
+    for rank in range(2):
+        inputs = case.inputs(rank, 2, 0)
+        parts.append((inputs["a"].double() @ inputs["b"].double()).bfloat16().double())
+    out = sum(parts, torch.zeros(()))[:100].bfloat16()
+    found = Judge(case).problems(outcome(out), 0)
+    assert (found == []) == claimed
+    out[7, 8] += 0.1 * out.abs().max()
+    assert Judge(case).problems(outcome(out), 0) != []
 
 
 def test_zeros_are_named(judge: Judge) -> None:
