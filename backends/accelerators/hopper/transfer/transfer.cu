@@ -15,7 +15,7 @@ namespace {
 constexpr int kStages = 8;
 constexpr int kOpenStores = 2;
 constexpr std::uint32_t kDefaultStageBytes = 16u << 10;
-constexpr std::uint32_t kSmallestStageBytes = 2u << 10;
+constexpr std::uint32_t kSmallestStageBytes = 4u << 10;
 constexpr int kPlainThreads = 1024;
 constexpr std::uint32_t kMaxBlocks = 65535;
 
