@@ -113,9 +113,10 @@ void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
                                 " chunks of a rank, not " + std::to_string(chunks.count()));
     }
     const auto copy = [&](void* to, const void* from, std::uint64_t nbytes, int peer) {
-        check(cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDeviceToDevice, as_stream(stream)),
-              "cudaMemcpyAsync of " + std::to_string(nbytes) + " bytes to rank " +
-                  std::to_string(peer));
+        check(cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDeviceToDevice, as_stream(stream)), [&] {
+            return "cudaMemcpyAsync of " + std::to_string(nbytes) + " bytes to rank " +
+                   std::to_string(peer);
+        });
     };
     for (int step = 1; step < region.world; ++step) {
         const int peer = (region.rank + region.world - step) % region.world;
