@@ -286,14 +286,23 @@ def write_sysfs(machine: Machine, root: Path) -> SysfsTree:
 
 def _sysfs(files: SysfsTree, placed: Placed, above: str, numa: str, machine: Machine) -> None:
     item, path = placed.item, f"{above}/{placed.port}/{placed.address}"
-    ids = ("0604", "1000", "c030") if isinstance(item, Switch) else IDS[item.kind]
     link = None
     if item.link is not None:
         link = (f"{item.link.speed} GT/s PCIe", str(item.link.lanes))
-    function = files.pci(
-        path, numa=numa, vendor=f"0x{ids[1]}\n", class_=f"0x{ids[0]}00\n",
-        device=f"0x{ids[2]}\n", link=link,
-    )  # fmt: skip
+    bridge = ("0604", "1000", "c030")
+    ids = bridge if isinstance(item, Switch) else IDS[item.kind]
+    for where, (pci_class, vendor, device), side in (
+        (f"{above}/{placed.port}", bridge, None),
+        (path, ids, link),  # which describes both sides of the link
+    ):
+        function = files.pci(
+            where,
+            numa=numa,
+            vendor=f"0x{vendor}\n",
+            class_=f"0x{pci_class}00\n",
+            device=f"0x{device}\n",
+            link=side,
+        )
     if isinstance(item, Device) and item.kind == "ethernet":
         (function / "net" / placed.name).mkdir(parents=True)
         speed = RATES[item.kind] * 1000 if machine.rates else -1
