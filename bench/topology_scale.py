@@ -4,14 +4,16 @@
 
 AllGather+GEMM of 131072 x 28672 x 8192 with 8 ranks a node, each size in a process of its own: the plan
 alone, a plan where one node in a hundred has lost a NIC, a simulation, and the whole command
-`mkernel plan --json` with its start. The machine: 8 GPUs, 4 NICs next to each, or the one in FILE. Also
-draws predicted time over ranks: `bench/results/topology_scale.svg`.
+`mkernel plan --json` with its start (half of which is torch's). The machine: 8 GPUs, 4 NICs next to
+each, or the one in FILE. Also draws predicted time over ranks, with N = 1024:
+`bench/results/topology_scale.svg`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -34,6 +36,7 @@ from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
 
 RANKS = 8
 SIZES = {"m": 131072, "n": 28672, "k": 8192}
+GROWTH = {"m": 131072, "n": 1024, "k": 8192}
 CONSTANTS = default_constants("hopper")
 HURT_EVERY = 100
 
@@ -71,10 +74,10 @@ def hurt(world: Topology) -> Topology:
     return Topology(nodes=nodes)
 
 
-def planned(world: Topology) -> LaunchPlan:
+def planned(world: Topology, sizes: dict[str, int] = SIZES) -> LaunchPlan:
     return plan(
         "all_gather_gemm",
-        SIZES,
+        sizes,
         dtype="bfloat16",
         nodes=len(world.nodes),
         ranks_per_node=RANKS,
@@ -124,13 +127,19 @@ def command(file: Path, nodes: int) -> dict[str, Any]:
     """Of the whole command, its start included."""
     sizes = [text for name, size in SIZES.items() for text in (f"--{name}", str(size))]
     arguments = ["plan", "ag_gemm", "--topology", str(file), "--nodes", str(nodes), *sizes]
-    start = time.perf_counter()
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [sys.executable, "-c", "from mkernel.cli.main import main; main()", *arguments,
          "--ranks-per-node", str(RANKS), "--json"],
         check=True, stdout=subprocess.DEVNULL, cwd=tempfile.gettempdir(), timeout=120,
     )  # fmt: skip
-    return {"nodes": nodes, "command_s": round(time.perf_counter() - start, 2)}
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "nodes": nodes,
+        "command_s": round(time.perf_counter() - start, 2),
+        "command_cpu_s": round(cpu_s, 2),
+    }
 
 
 def main() -> None:
@@ -157,7 +166,9 @@ def main() -> None:
         world = replicate(load(file), options.nodes)
         growth = list(
             points(
-                lambda count: planned(Topology(nodes=world.nodes[:count])), CONSTANTS, options.nodes
+                lambda count: planned(Topology(nodes=world.nodes[:count]), GROWTH),
+                CONSTANTS,
+                options.nodes,
             )
         )
         picture = results_file.ROOT / "bench" / "results" / "topology_scale.svg"
@@ -169,6 +180,8 @@ def main() -> None:
                 "machine": options.topology.name if options.topology else "8 GPUs, 4 NICs each",
                 "rows": rows,
                 "commands": [command(file, nodes) for nodes in counts if nodes >= 1024],
+                "load_after": round(os.getloadavg()[0], 2),
+                "growth_sizes": GROWTH,
                 "growth": [point.model_dump() for point in growth],
             },
         )

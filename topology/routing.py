@@ -8,6 +8,7 @@ neighbour (a relay, as NCCL's PXN), and where a NIC cannot read a device's memor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -38,14 +39,19 @@ def routes(
     """
     kinds = node_kinds(world) if isinstance(world, Topology) else world
     sides = [_Side(node, placement, site, constants) for site, node in enumerate(kinds.prototypes)]
+    like = [next(s for s, one in enumerate(sides) if one.equals(side)) for side in sides]
+    known: dict[Ends, Way] = {}
     made = []
     for ends, pairs in pair_classes(placement).items():
-        src, dst = sides[ends.src_site], sides[ends.dst_site]
-        i, j = ends.src_local, ends.dst_local
-        way = src.inside(i, j) if ends.within else _fastest(src, i, dst, j, constants)
-        if way is None:
-            raise NoRoute(_missing(ends, placement, src, dst))
-        made.append(RouteClass(**ends._asdict(), pairs=pairs, **dict(way)))
+        key = ends._replace(src_site=like[ends.src_site], dst_site=like[ends.dst_site])
+        if key not in known:
+            src, dst = sides[ends.src_site], sides[ends.dst_site]
+            i, j = ends.src_local, ends.dst_local
+            way = src.inside(i, j) if ends.within else _fastest(src, i, dst, j, constants)
+            if way is None:
+                raise NoRoute(_missing(ends, placement, src, dst))
+            known[key] = way
+        made.append(RouteClass(**ends._asdict(), pairs=pairs, **dict(known[key])))
     return RouteTable(classes=tuple(made), egress_gbs=tuple(side.egress_gbs for side in sides))
 
 
@@ -72,7 +78,7 @@ class _Side:
         known = {one.id: one for one in node.accelerators}
         seats = placement.sites[site].seats
         self.node = node
-        self.site = site
+        self._seats = [(seat.accelerator, seat.nics) for seat in seats]
         self.devices = [known[seat.accelerator] for seat in seats]
         self.usable = {nic.id: nic for nic in usable_nics(node)}
         self.nics = [[self.usable[name] for name in seat.nics] for seat in seats]
@@ -84,6 +90,14 @@ class _Side:
         self._constants = constants
         self._refused = {frozenset(pair) for pair in node.no_p2p}
         self._accesses: dict[tuple[int, str], _Access] = {}
+
+    def equals(self, other: _Side) -> bool:
+        """Whether all routes from and to it are the other's: nodes may differ in their CPUs."""
+        mine, theirs = self.node, other.node
+        return self._seats == other._seats and all(
+            getattr(mine, name) == getattr(theirs, name)
+            for name in ("accelerators", "nics", "bridges", "fabric", "no_p2p")
+        )
 
     def inside(self, i: int, j: int) -> Way:
         """Between two local ranks."""
@@ -125,6 +139,10 @@ class _Side:
             self._accesses[key] = _Access(min(limits), staged)
         return self._accesses[key]
 
+    def supply(self, i: int) -> float:
+        """What a local rank's own NICs carry together, at most."""
+        return sum(self.access(i, nic).gbs for nic in self.nics[i])
+
     def neighbours(self, i: int) -> Iterator[int]:
         """Local ranks that can relay for ``i``: reached by the fabric, next to NICs of their own."""
         for q, own in enumerate(self.nics):
@@ -145,14 +163,23 @@ def _staged(device: Accelerator, nic: Nic) -> bool:
 def _fastest(src: _Side, i: int, dst: _Side, j: int, constants: MachineConstants) -> Way | None:
     """The fastest way between two nodes; of equally fast ones the first: own NICs, a relay at the
     source, at the destination, and only where all of these fail, any NICs of the two nodes."""
-    found = [
+    direct = _way(src, i, i, src.nics[i], dst, j, j, dst.nics[j], constants)
+    least_us = (
+        transfer_us(REFERENCE_BYTES, direct.bandwidth_gbs, direct.latency_us)
+        if direct
+        else math.inf
+    )
+    relay_us = constants.nic_latency_us + constants.p2p_latency_us + constants.signal_us
+    relays = chain(
+        ((q, j) for q in src.neighbours(i) if _rails(src, q) & _rails(dst, j)),
+        ((i, q) for q in dst.neighbours(j) if _rails(src, i) & _rails(dst, q)),
+    )
+    found = [direct] if direct else []
+    found += [
         way
-        for via, to in chain(
-            [(i, j)],
-            ((q, j) for q in src.neighbours(i) if _rails(src, q) & _rails(dst, j)),
-            ((i, q) for q in dst.neighbours(j) if _rails(src, i) & _rails(dst, q)),
-        )
-        if (way := _way(src, i, via, src.nics[via], dst, j, to, dst.nics[to], constants))
+        for via, to in relays
+        if transfer_us(REFERENCE_BYTES, min(src.supply(via), dst.supply(to)), relay_us) < least_us
+        and (way := _way(src, i, via, src.nics[via], dst, j, to, dst.nics[to], constants))
     ]
     found = found or list(_any_nics(src, i, dst, j, constants))
     return min(

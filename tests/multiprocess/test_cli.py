@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mkernel import zigzag_positions
+from mkernel.plan.model import LaunchPlan
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -51,7 +52,8 @@ def test_json_is_one_object(nodes: int, ranks: int) -> None:
     for clock in ("wall", "modelled"):
         for view in ("compute_only_ms", "sequential_ms", "pipelined_ms"):
             assert report[clock][view] > 0
-    assert len(report["plan"]["placement"]) == nodes * ranks
+    made = LaunchPlan.model_validate(report["plan"])
+    assert len(made.placement) == made.world_size == nodes * ranks
     assert (report["nic_bytes"] > 0) == (nodes > 1)
 
 
