@@ -40,7 +40,7 @@ struct Config {
                                        // each direction of the port; 400000 is 400 Gb/s. 0: as fast
                                        // as this host copies
     std::uint64_t seed = 1;            // MKERNEL_SOFTVERBS_SEED: of all that is drawn at random
-    std::vector<Fault> faults;         // MKERNEL_SOFTVERBS_FAULTS
+    std::vector<Fault> faults{};       // MKERNEL_SOFTVERBS_FAULTS
 
     // The device.
     std::uint32_t max_message = 1u << 30;  // MKERNEL_SOFTVERBS_MAX_MESSAGE: bytes

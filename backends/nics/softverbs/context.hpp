@@ -16,12 +16,12 @@
 #include <vector>
 
 #include "backends/nics/softverbs/config.hpp"
+#include "backends/nics/softverbs/fabric.hpp"
 #include "backends/nics/softverbs/faults.hpp"
 #include "backends/nics/softverbs/link.hpp"
 #include "backends/nics/softverbs/memory.hpp"
 #include "backends/nics/softverbs/port.hpp"
 #include "backends/nics/softverbs/queue_pair.hpp"
-#include "backends/nics/softverbs/srd.hpp"
 
 namespace mkernel::nics::softverbs {
 

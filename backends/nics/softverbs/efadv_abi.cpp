@@ -8,7 +8,7 @@
 #include <new>
 
 #include "backends/nics/softverbs/context.hpp"
-#include "backends/nics/softverbs/srd.hpp"
+#include "backends/nics/softverbs/fabric.hpp"
 #include "backends/nics/verbs/efadv.hpp"
 
 namespace soft = mkernel::nics::softverbs;

@@ -17,6 +17,8 @@ inline constexpr std::uint32_t kFlowWindow = 1024;          // messages not answ
 inline constexpr std::uint32_t kFlowReference = 64 * 1024;  // of one packet, by reference
 inline constexpr std::uint32_t kFlowPayload = 8 * 1024;     // of one packet, through the ring
 
+inline constexpr std::uint8_t kAbandoned = 16;  // the rest of the message does not come
+
 struct alignas(64) FlowPacket {
     std::uint64_t message = 0;  // number on its flow
     std::uint64_t arrival = 0;  // monotonic ns; see link.hpp

@@ -34,6 +34,16 @@ inline constexpr std::uint64_t kPortMagic =
 
 enum class Opcode : std::uint8_t { pad = 0, write = 1, write_imm = 2, send = 3, send_imm = 4 };
 
+constexpr bool is_write(Opcode opcode) {
+    return opcode == Opcode::write || opcode == Opcode::write_imm;
+}
+constexpr bool takes_receive(Opcode opcode) {
+    return opcode != Opcode::write;
+}
+constexpr std::uint32_t align_packet(std::uint32_t bytes) {
+    return (bytes + kPacketAlign - 1) / kPacketAlign * kPacketAlign;
+}
+
 inline constexpr std::uint8_t kFirst = 1;      // first packet of its message
 inline constexpr std::uint8_t kLast = 2;       // last packet of its message
 inline constexpr std::uint8_t kReference = 4;  // payload lies at (file, offset) of the sender

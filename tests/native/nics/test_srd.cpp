@@ -581,6 +581,59 @@ void windows_wrap_around() {
     CHECK(sum == std::uint64_t{kMessages} * (kMessages - 1) / 2);
 }
 
+// Another queue pair of an end takes the place of its own; the old one is the caller's to destroy.
+ibv_qp* replace_queue_pair(End& end) {
+    ibv_qp* old = end.base;
+    end.base = end.create();
+    end.qp = end.efa->qp_to_qp_ex(end.base);
+    end.start(7);
+    return old;
+}
+
+// Messages of two queue pairs to one peer, each larger than the flow, take turns in it.
+void queue_pairs_share_a_flow() {
+    Limits private_memory;
+    private_memory.shared = false;
+    Pair p(private_memory, private_memory);
+    constexpr std::uint32_t kMessage = 1 << 20;
+    fill(p.a.memory.data(), 5, 2 * kMessage);
+    ibv_qp* first = replace_queue_pair(p.a);
+    ibv_qp* second = p.a.base;
+    for (std::uint64_t turn = 0; turn < 20; ++turn) {
+        std::memset(p.b.memory.data(), 0, 2 * kMessage);
+        for (ibv_qp* each : {first, second}) {
+            p.a.qp = p.a.efa->qp_to_qp_ex(each);
+            const std::uint64_t at = each == first ? 0 : kMessage;
+            CHECK(p.write(at, kMessage, -1, at, at) == 0);
+        }
+        for (int i = 0; i < 2; ++i) {
+            const auto wc = p.a.poll();
+            CHECK(wc && wc->status == IBV_WC_SUCCESS);
+        }
+        CHECK(filled(p.b.memory.data(), 5, 2 * kMessage));
+    }
+    p.a.v->destroy_qp(first);
+}
+
+// A message whose queue pair breaks, or goes, half-way gives its place in flight back; there are 1024.
+void what_is_abandoned_frees_its_place() {
+    Limits private_memory;
+    private_memory.shared = false;
+    Pair p(private_memory, private_memory);
+    ibv_qp_attr error{};
+    error.qp_state = IBV_QPS_ERR;
+    for (std::uint64_t turn = 0; turn < 1100; ++turn) {
+        CHECK(p.write(1, kBytes) == 0);
+        if (turn % 2 == 0) {
+            CHECK(p.a.v->modify_qp(p.a.base, &error, IBV_QP_STATE) == 0);
+            const auto wc = p.a.poll();
+            CHECK(wc && (wc->status == IBV_WC_WR_FLUSH_ERR || wc->status == IBV_WC_SUCCESS));
+        }
+        p.a.v->destroy_qp(replace_queue_pair(p.a));
+    }
+    CHECK(p.write(2, 8) == 0 && p.a.completes(2, IBV_WC_SUCCESS));
+}
+
 // A process that sends to the address it is told, says so, and waits to be killed.
 struct Sender {
     pid_t pid = 0;
@@ -677,6 +730,8 @@ int main(int argc, char** argv) {
          {"a_small_message_overtakes_a_large_one", a_small_message_overtakes_a_large_one},
          {"bytes_are_placed_twice", bytes_are_placed_twice},
          {"windows_wrap_around", windows_wrap_around},
+         {"queue_pairs_share_a_flow", queue_pairs_share_a_flow},
+         {"what_is_abandoned_frees_its_place", what_is_abandoned_frees_its_place},
          {"flows_are_given_back", flows_are_given_back}},
         argc > 2 ? argv[2] : nullptr);
 }

@@ -1,0 +1,269 @@
+// The fabric's receiving half: packets from flows, placed in any order, then receives and answers.
+#include <signal.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+#include "backends/nics/softverbs/context.hpp"
+#include "backends/nics/softverbs/fabric.hpp"
+
+namespace mkernel::nics::softverbs {
+namespace {
+
+constexpr std::uint64_t kLate = 25;  // a second placement in eight is held so much longer
+constexpr std::uint64_t kRnrNs = 20'000'000;
+constexpr std::uint64_t kTurnBytes = 1024 * 1024;
+constexpr int kTurnPackets = 128;
+
+bool runs(std::int32_t pid) {
+    return ::kill(pid, 0) == 0 || errno != ESRCH;
+}
+
+}  // namespace
+
+// Looks for new senders, and once in a while for dead ones.
+void Fabric::accept(std::uint64_t now) {
+    auto& words = context_.port.header().flows;
+    const bool look = now - looked_at_ > 10'000'000;
+    if (look) looked_at_ = now;
+    for (std::uint32_t i = 0; i < kMaxFlows; ++i) {
+        const std::uint64_t word = words[i].load(std::memory_order_seq_cst);
+        if (word == 0) continue;
+        const FlowState state = flow_state(word);
+        auto& in = incoming_[i];
+        const bool gone = state == FlowState::closed ||
+                          (look && !(in ? in->sender->alive(now) : runs(flow_pid(word))));
+        if (gone) {
+            if (in) drop(*in);
+            in.reset();
+            words[i].store(0, std::memory_order_seq_cst);
+        } else if (state == FlowState::ready && !in) {
+            auto fresh = std::make_unique<Incoming>();
+            fresh->index = i;
+            fresh->word = word;
+            fresh->from = context_.port.flow(i).sender.from;
+            try {
+                fresh->sender = context_.connect(fresh->from);
+            } catch (const std::system_error&) {
+                continue;  // on its way out
+            }
+            in = std::move(fresh);
+        }
+    }
+}
+
+void Fabric::drop(Incoming& in) {
+    std::erase_if(placements_, [&in](const Placement& each) { return each.flow == &in; });
+}
+
+// What is wrong with a message, as far as its first packet tells.
+ibv_wc_status Fabric::judge(const Incoming& in, const FlowPacket& p) const {
+    const bool known = std::any_of(handles_.begin(), handles_.end(), [&in](const auto& ah) {
+        return ah->address.cookie == in.from.cookie;
+    });
+    if (!known) return IBV_WC_REM_OP_ERR;
+    // A wrong queue key is answered as a wrong number.
+    const auto found = qps_.find(p.destination);
+    if (found == qps_.end() || !found->second->receives() ||
+        found->second->queue_key != p.queue_key) {
+        return IBV_WC_REM_INV_RD_REQ_ERR;
+    }
+    if (!is_write(p.opcode) || p.total == 0) return IBV_WC_SUCCESS;
+    const Mr* mr = context_.regions.find(p.rkey);
+    const bool allowed = mr != nullptr && mr->pd == found->second->qp_base.pd &&
+                         (mr->access & IBV_ACCESS_REMOTE_WRITE) != 0 &&
+                         mr->contains(p.remote_addr, p.total);
+    return allowed ? IBV_WC_SUCCESS : IBV_WC_REM_ACCESS_ERR;
+}
+
+// Packets from the flow into the set that waits to be placed.
+bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
+    Flow& flow = context_.port.flow(in.index);
+    const std::uint64_t head = flow.sender.head.load(std::memory_order_seq_cst);
+    const auto& config = context_.config;
+    const std::uint64_t hold = config.hold_ns;
+    const std::uint64_t before = in.tail;
+    while (in.tail != head && placements_.size() < kPlacements) {
+        const std::byte* at = flow.data + in.tail % kRingBytes;
+        FlowPacket p;
+        std::memcpy(&p, at, sizeof(p));
+        const std::uint32_t payload = (p.flags & kReference) != 0 ? 0 : p.length;
+        if (p.bytes < sizeof(p) || p.bytes % sizeof(p) != 0 ||
+            p.bytes > kRingBytes - in.tail % kRingBytes || p.bytes - sizeof(p) < payload) {
+            in.tail = head;  // not a packet: nothing after it can be read either
+            break;
+        }
+        if (p.opcode == Opcode::pad) {
+            in.tail += p.bytes;
+            continue;
+        }
+        if (!context_.link.arrived(p.arrival, now, wake_at)) break;
+        context_.link.take(p.arrival, p.length);
+        in.tail += p.bytes;
+        if ((p.flags & kAbandoned) != 0) {
+            give_up(in, p.message);
+            continue;
+        }
+        Arriving& message = in.messages[p.message];
+        if (p.offset == 0) {
+            message.first = p;
+            message.status = judge(in, p);
+        }
+        message.taken += p.length;
+        Placement placement{&in, p, {at + sizeof(p), at + sizeof(p) + payload}, now};
+        if (config.reorder && random_() % 4 == 0) placement.not_before += random_() % hold;
+        ++message.outstanding;
+        if (is_write(p.opcode) && random_() % 100 < config.duplicates) {
+            ++message.outstanding;
+            Placement again = placement;
+            if (config.reorder) again.not_before += random_() % hold;
+            if (config.reorder && random_() % 8 == 0)
+                again.not_before += random_() % (kLate * hold);
+            placements_.push_back(std::move(again));
+        }
+        placements_.push_back(std::move(placement));
+    }
+    if (in.tail == before) return false;
+    flow.receiver.tail.store(in.tail, std::memory_order_release);
+    ring_doorbell(in.sender->header());
+    return true;
+}
+
+// The sender has abandoned a message, of which nothing or a part has come.
+void Fabric::give_up(Incoming& in, std::uint64_t number) {
+    const auto found = in.messages.find(number);
+    if (found == in.messages.end()) return reply(in, number, IBV_WC_REM_ABORT_ERR);
+    Arriving& message = found->second;
+    message.status = IBV_WC_REM_ABORT_ERR;
+    message.first.total = message.taken;  // it ends here
+    if (message.outstanding == 0) finish(in, number, message);
+}
+
+// Places packets whose time has come, any of them first.
+bool Fabric::place(std::uint64_t now, std::uint64_t& wake_at) {
+    std::uint64_t moved = 0;
+    bool worked = false;
+    for (int n = 0; n < kTurnPackets && moved < kTurnBytes && !placements_.empty(); ++n) {
+        const std::size_t size = placements_.size();
+        const std::size_t from = context_.config.reorder ? random_() % size : 0;
+        std::size_t chosen = size;
+        for (std::size_t i = 0; i < size && chosen == size; ++i) {
+            const std::size_t each = (from + i) % size;
+            const std::uint64_t due = placements_[each].not_before;
+            if (due <= now) chosen = each;
+            if (due > now) wake_at = std::min(wake_at, due);
+        }
+        if (chosen == size) break;
+        Placement placement = std::move(placements_[chosen]);
+        if (context_.config.reorder) {
+            if (chosen != size - 1) placements_[chosen] = std::move(placements_.back());
+            placements_.pop_back();
+        } else {
+            placements_.erase(placements_.begin() + static_cast<std::ptrdiff_t>(chosen));
+        }
+        moved += placement.packet.length;
+        execute(placement);
+        worked = true;
+    }
+    return worked;
+}
+
+void Fabric::execute(Placement& placement) {
+    Incoming& in = *placement.flow;
+    const FlowPacket& p = placement.packet;
+    Arriving& message = in.messages.at(p.message);
+    if (message.status == IBV_WC_SUCCESS) {
+        const std::byte* source = placement.payload.data();
+        if ((p.flags & kReference) != 0) {
+            source = in.sender->reference(p.ref_fd, p.ref_inode, p.ref_offset, p.length);
+        }
+        const Mr* mr = is_write(p.opcode) ? context_.regions.find(p.rkey) : nullptr;
+        if (!is_write(p.opcode)) {
+            message.payload = std::move(placement.payload);
+        } else if (p.length == 0) {
+            // Nothing to place.
+        } else if (source == nullptr) {
+            message.status = IBV_WC_REM_ABORT_ERR;  // the sender took its memory back
+        } else if (mr == nullptr || !mr->contains(p.remote_addr, p.length)) {
+            message.status = IBV_WC_REM_ACCESS_ERR;  // deregistered since
+        } else {
+            place_bytes(context_.config, p.remote_addr, source, p.length);
+        }
+    }
+    if (--message.outstanding == 0 && message.taken == message.first.total) {
+        finish(in, p.message, message);
+    }
+}
+
+// Every byte is placed: the receive and the answer.
+void Fabric::finish(Incoming& in, std::uint64_t number, Arriving& message) {
+    const FlowPacket& p = message.first;
+    if (message.status == IBV_WC_SUCCESS && takes_receive(p.opcode)) {
+        const auto found = qps_.find(p.destination);
+        if (found == qps_.end() || !found->second->receives()) {
+            message.status = IBV_WC_REM_INV_RD_REQ_ERR;
+        } else if (!found->second->has_receive()) {
+            in.unready.push_back(number);
+            return;
+        } else {
+            SrdQp& qp = *found->second;
+            const SrdReceive receive = qp.take_receive();
+            const ibv_wc_status here =
+                is_write(p.opcode) ? IBV_WC_SUCCESS : scatter(qp, receive, message.payload);
+            if (here != IBV_WC_SUCCESS) message.status = IBV_WC_REM_INV_REQ_ERR;
+            qp.complete_receive(receive, here, p);
+        }
+    }
+    reply(in, number, message.status);
+    in.messages.erase(number);
+}
+
+// Messages for which there was no receive, in the order in which they became whole.
+bool Fabric::retry_unready(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
+    if (in.unready.empty()) return false;
+    bool worked = false;
+    std::vector<std::uint64_t> waiting;
+    waiting.swap(in.unready);
+    for (const std::uint64_t number : waiting) {
+        Arriving& message = in.messages.at(number);
+        if (message.rnr_since == 0) message.rnr_since = now;
+        const std::uint64_t budget = (message.first.rnr_retry + 1u) * kRnrNs;
+        if (message.first.rnr_retry != 7 && now - message.rnr_since >= budget) {
+            message.status = IBV_WC_RNR_RETRY_EXC_ERR;
+        }
+        finish(in, number, message);
+    }
+    worked = in.unready.size() != waiting.size();
+    if (!in.unready.empty()) wake_at = std::min(wake_at, now + kRnrNs);
+    return worked;
+}
+
+ibv_wc_status Fabric::scatter(const SrdQp& qp, const SrdReceive& receive,
+                              const std::vector<std::byte>& payload) const {
+    std::size_t placed = 0;
+    for (std::uint32_t i = 0; i < receive.pieces && placed < payload.size(); ++i) {
+        const ibv_sge& sge = receive.sge[i];
+        const std::size_t here = std::min<std::size_t>(sge.length, payload.size() - placed);
+        if (here == 0) continue;
+        const Mr* mr = context_.regions.find(sge.lkey);
+        if (mr == nullptr || mr->pd != qp.qp_base.pd ||
+            (mr->access & IBV_ACCESS_LOCAL_WRITE) == 0 || !mr->contains(sge.addr, sge.length)) {
+            return IBV_WC_LOC_PROT_ERR;
+        }
+        place_bytes(context_.config, sge.addr, payload.data() + placed, here);
+        placed += here;
+    }
+    return placed == payload.size() ? IBV_WC_SUCCESS : IBV_WC_LOC_LEN_ERR;
+}
+
+void Fabric::reply(Incoming& in, std::uint64_t message, ibv_wc_status status) {
+    Flow& flow = context_.port.flow(in.index);
+    flow.acks[in.answered % kFlowWindow].store((message << 8) | static_cast<std::uint64_t>(status),
+                                               std::memory_order_relaxed);
+    flow.receiver.answered.store(++in.answered, std::memory_order_seq_cst);
+    ring_doorbell(in.sender->header());
+}
+
+}  // namespace mkernel::nics::softverbs

@@ -1,0 +1,236 @@
+// The sending half of an RC queue pair: requests into the peer's ring, acknowledgements, time-outs.
+#include <algorithm>
+#include <cstring>
+
+#include "backends/nics/softverbs/context.hpp"
+#include "backends/nics/softverbs/queue_pair.hpp"
+
+namespace mkernel::nics::softverbs {
+namespace {
+
+constexpr std::uint64_t kWatchNs = 2'000'000;  // how often a peer that owes an answer is looked at
+
+// Vendor codes, ours: what the status alone does not say.
+constexpr std::uint32_t kVendorTimeout = 0x81;
+constexpr std::uint32_t kVendorNak = 0x82;
+constexpr std::uint32_t kVendorLocal = 0x83;
+
+ibv_wc_opcode completed_as(ibv_wr_opcode opcode) {
+    return opcode == IBV_WR_SEND || opcode == IBV_WR_SEND_WITH_IMM ? IBV_WC_SEND
+                                                                   : IBV_WC_RDMA_WRITE;
+}
+
+}  // namespace
+
+bool Qp::claim() {
+    if (claimed_) return true;
+    Ring& ring = outbound();
+    if (ring.consumer.qp_num.load(std::memory_order_acquire) != dest_qp_num_) return false;
+    std::uint64_t nobody = 0;
+    if (!ring.producer.owner.compare_exchange_strong(nobody, token_)) return false;
+    head_ = published_ = ring.producer.head.load(std::memory_order_relaxed);
+    acked_base_ = ring.consumer.acked.load(std::memory_order_acquire);
+    sq_base_ = sq_completed_;
+    claimed_ = true;
+    return true;
+}
+
+bool Qp::sound(const SendRequest& r) {
+    local_error_ = IBV_WC_SUCCESS;
+    if (r.total > context_.config.max_message) local_error_ = IBV_WC_LOC_LEN_ERR;
+    for (std::uint32_t i = 0; i < r.pieces && !r.inlined; ++i) {
+        const Mr* mr = context_.regions.find(r.sge[i].lkey);
+        if (r.sge[i].length == 0) continue;
+        if (mr == nullptr || mr->pd != pd || !mr->contains(r.sge[i].addr, r.sge[i].length)) {
+            local_error_ = IBV_WC_LOC_PROT_ERR;
+        }
+    }
+    return local_error_ == IBV_WC_SUCCESS;
+}
+
+bool Qp::send(std::uint64_t now) {
+    const std::uint64_t posted = sq_posted_.load(std::memory_order_seq_cst);
+    if (sq_sent_ == posted || local_error_at_ != 0 || link_dead_ || !claim()) return false;
+    bool worked = false;
+    while (sq_sent_ < posted) {
+        if (!withstands_faults(now)) break;
+        const SendRequest& r = sq_[sq_sent_ % sq_.size()];
+        if (!sound(r)) {
+            local_error_at_ = sq_sent_ + 1;
+            worked = true;
+            break;
+        }
+        if (!send_message(r, now)) break;
+        ++sq_sent_;
+        cursor_ = 0;
+        context_.faults.count_message();
+    }
+    if (head_ != published_) {
+        published_ = head_;
+        outbound().producer.head.store(head_, std::memory_order_seq_cst);
+        ring_doorbell(remote_->header());
+        worked = true;
+    }
+    return worked;
+}
+
+// Contiguous room in the peer's ring, or null while it is full.
+std::byte* Qp::reserve(std::uint32_t bytes) {
+    Ring& ring = outbound();
+    const std::uint64_t free =
+        kRingBytes - (head_ - ring.consumer.tail.load(std::memory_order_acquire));
+    const auto at = static_cast<std::uint32_t>(head_ % kRingBytes);
+    const std::uint32_t to_end = kRingBytes - at;
+    if (bytes <= to_end) return bytes <= free ? ring.data + at : nullptr;
+    if (to_end + bytes > free) return nullptr;
+    Packet pad;
+    pad.bytes = to_end;
+    std::memcpy(ring.data + at, &pad, sizeof(pad));
+    head_ += to_end;
+    return ring.data;
+}
+
+bool Qp::send_message(const SendRequest& r, std::uint64_t now) {
+    do {
+        // The piece of the scatter list that the cursor stands in.
+        std::uint32_t piece = 0;
+        std::uint32_t skipped = 0;
+        std::uint32_t length = 0;
+        const std::byte* source = nullptr;
+        const Backing* backing = nullptr;
+        std::uint64_t ref_offset = 0;
+        if (r.total != 0 && r.inlined) {
+            source = inline_data_.data() + sq_sent_ % sq_.size() * cap_.max_inline_data + cursor_;
+            length = r.total - cursor_;
+        } else if (r.total != 0) {
+            while (cursor_ - skipped >= r.sge[piece].length) skipped += r.sge[piece++].length;
+            const ibv_sge& sge = r.sge[piece];
+            const Mr* mr = context_.regions.find(sge.lkey);
+            const std::uint32_t inside = cursor_ - skipped;
+            source = reinterpret_cast<const std::byte*>(sge.addr + inside);
+            length = sge.length - inside;
+            if (context_.config.by_reference && length >= kReferenceFrom && mr->backing) {
+                backing = &*mr->backing;
+                ref_offset =
+                    backing->offset + sge.addr + inside - reinterpret_cast<std::uint64_t>(mr->addr);
+            }
+        }
+        length = std::min(length, backing != nullptr ? kMaxReference : kMaxPayload);
+        Packet p;
+        p.bytes = static_cast<std::uint32_t>(sizeof(Packet)) +
+                  (backing != nullptr ? 0 : align_packet(length));
+        std::byte* at = reserve(p.bytes);
+        if (at == nullptr) return false;
+        const bool imm = r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM || r.opcode == IBV_WR_SEND_WITH_IMM;
+        const bool write = r.opcode == IBV_WR_RDMA_WRITE || r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+        p.opcode = write ? (imm ? Opcode::write_imm : Opcode::write)
+                         : (imm ? Opcode::send_imm : Opcode::send);
+        p.arrival = context_.link.depart(now, length);
+        p.remote_addr = r.remote_addr + cursor_;
+        p.rkey = r.rkey;
+        p.imm = r.imm;
+        p.length = length;
+        p.total = r.total;
+        if (cursor_ == 0) p.flags |= kFirst;
+        if (cursor_ + length == r.total) p.flags |= kLast;
+        if (r.solicited) p.flags |= kSolicited;
+        if (backing != nullptr) {
+            p.flags |= kReference;
+            p.ref_fd = backing->fd.get();
+            p.ref_inode = backing->inode;
+            p.ref_offset = ref_offset;
+        } else if (length != 0) {
+            std::memcpy(at + sizeof(Packet), source, length);
+        }
+        std::memcpy(at, &p, sizeof(p));
+        head_ += p.bytes;
+        cursor_ += length;
+    } while (cursor_ < r.total);
+    return true;
+}
+
+void Qp::complete_send(std::uint64_t number, ibv_wc_status status, std::uint32_t vendor_err) {
+    const SendRequest& r = sq_[(number - 1) % sq_.size()];
+    if (status == IBV_WC_SUCCESS && !r.signaled) return;
+    Cq::Entry entry{};
+    entry.wc.wr_id = r.wr_id;
+    entry.wc.status = status;
+    entry.wc.opcode = completed_as(r.opcode);
+    entry.wc.vendor_err = vendor_err;
+    entry.wc.byte_len = r.total;
+    entry.wc.qp_num = qp_num;
+    entry.qp = this;
+    entry.reclaim_to = number;
+    push(static_cast<Cq*>(send_cq), entry, status != IBV_WC_SUCCESS);
+}
+
+void Qp::fail_send(std::uint64_t number, ibv_wc_status status, std::uint32_t vendor_err) {
+    sq_completed_ = number;
+    complete_send(number, status, vendor_err);
+    enter_error();
+}
+
+bool Qp::take_acks(std::uint64_t now) {
+    if (!claimed_) return false;
+    bool worked = false;
+    Ring& ring = outbound();
+    // The refusal is read first: everything executed before it is then in `acked`.
+    const std::uint64_t nak = ring.consumer.nak.load(std::memory_order_acquire);
+    const std::uint64_t rnr = ring.consumer.rnr.load(std::memory_order_acquire);
+    const std::uint64_t acked = ring.consumer.acked.load(std::memory_order_acquire);
+    const std::uint64_t done = sq_base_ + (acked - acked_base_);
+    while (sq_completed_ < done && sq_completed_ < sq_sent_) {
+        complete_send(++sq_completed_, IBV_WC_SUCCESS, 0);
+        worked = true;
+    }
+    if (worked) progress_at_ = now;
+    if (state != IBV_QPS_RTS) return true;
+    const std::uint64_t next = acked + 1;  // in the ring's count
+    if (nak != 0 && nak >> 8 == next) {
+        fail_send(sq_completed_ + 1, static_cast<ibv_wc_status>(nak & 0xff), kVendorNak);
+        return true;
+    }
+    if (rnr != 0 && rnr >> 8 == next && rnr_retry_ != 7 && (rnr & 0xff) > rnr_retry_) {
+        fail_send(sq_completed_ + 1, IBV_WC_RNR_RETRY_EXC_ERR, kVendorNak);
+        return true;
+    }
+    if (local_error_at_ != 0 && local_error_at_ == sq_completed_ + 1) {
+        fail_send(local_error_at_, local_error_, kVendorLocal);
+        return true;
+    }
+    return worked;
+}
+
+// A card does not share its host's scheduler, so a live peer whose engine is late has not lost
+// anything: only a peer that is gone, or a queue pair that does not listen, runs into time-outs.
+bool Qp::peer_responsive(std::uint64_t now) {
+    if (link_dead_ || context_.mute(now) || !remote_->alive(now) || !claim() ||
+        remote_->header().silent.load(std::memory_order_acquire) != 0) {
+        return false;
+    }
+    const auto& consumer = outbound().consumer;
+    return consumer.qp_num.load(std::memory_order_acquire) == dest_qp_num_ &&
+           consumer.state.load(std::memory_order_acquire) == RingState::responsive;
+}
+
+void Qp::check_timers(std::uint64_t now, std::uint64_t& wake_at) {
+    if (sq_completed_ == sq_posted_.load(std::memory_order_relaxed)) {
+        progress_at_ = 0;
+        return;
+    }
+    if (progress_at_ == 0 || peer_responsive(now)) {
+        progress_at_ = now;
+        wake_at = std::min(wake_at, now + kWatchNs);
+        return;
+    }
+    if (timeout_ == 0) return;  // waits for ever, as the specification has it
+    const std::uint64_t budget = (std::uint64_t{4096} << timeout_) * (retry_cnt_ + 1u);
+    if (now >= progress_at_ + budget) {
+        fail_send(sq_completed_ + 1, IBV_WC_RETRY_EXC_ERR, kVendorTimeout);
+        wake_at = now;
+        return;
+    }
+    wake_at = std::min(wake_at, std::min(progress_at_ + budget, now + kWatchNs));
+}
+
+}  // namespace mkernel::nics::softverbs

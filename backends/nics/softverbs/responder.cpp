@@ -1,0 +1,232 @@
+// The receiving half of an RC queue pair: what peers sent is checked, placed and acknowledged.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "backends/nics/softverbs/context.hpp"
+#include "backends/nics/softverbs/queue_pair.hpp"
+
+namespace mkernel::nics::softverbs {
+namespace {
+
+// Receiver-not-ready timer codes of the InfiniBand specification, in units of 10 us.
+constexpr std::array<std::uint32_t, 32> kRnrTimer = {
+    65536, 1,    2,    3,    4,    6,     8,     12,    16,    24,   32,
+    48,    64,   96,   128,  192,  256,   384,   512,   768,   1024, 1536,
+    2048,  3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152};
+
+constexpr std::uint64_t kTurnBytes = 1024 * 1024;  // executed before the other QPs get their turn
+constexpr int kTurnPackets = 64;
+
+}  // namespace
+
+bool Qp::receive(std::uint64_t now, std::uint64_t& wake_at) {
+    Ring& ring = inbound();
+    const std::uint64_t head = ring.producer.head.load(std::memory_order_seq_cst);
+    if (tail_ == head || deaf_) return false;
+    const std::uint64_t before = tail_;
+    std::uint64_t moved = 0;
+    for (int n = 0; tail_ != head && n < kTurnPackets && moved < kTurnBytes; ++n) {
+        if (ring.producer.closed.load(std::memory_order_acquire) != 0) break;
+        const std::byte* at = ring.data + tail_ % kRingBytes;
+        Packet p;
+        std::memcpy(&p, at, sizeof(p));
+        const std::uint32_t payload = (p.flags & kReference) != 0 ? 0 : p.length;
+        if (p.bytes < sizeof(Packet) || p.bytes % kPacketAlign != 0 ||
+            p.bytes > kRingBytes - tail_ % kRingBytes || p.bytes - sizeof(Packet) < payload) {
+            refuse(IBV_WC_REM_INV_REQ_ERR, IBV_EVENT_QP_REQ_ERR);
+            break;
+        }
+        if (p.opcode != Opcode::pad) {
+            if (!context_.link.arrived(p.arrival, now, wake_at)) break;
+            if (!execute(p, at + sizeof(Packet), now, wake_at)) break;
+            context_.link.take(p.arrival, p.length);
+            if ((p.flags & kLast) != 0) {
+                ++executed_;
+                placed_ = 0;
+            }
+            moved += p.length;
+        }
+        tail_ += p.bytes;
+    }
+    land();
+    if (tail_ == before) return state == IBV_QPS_ERR;
+    publish_executed();
+    return true;
+}
+
+void Qp::publish_executed() {
+    auto& consumer = inbound().consumer;
+    consumer.tail.store(tail_, std::memory_order_release);
+    consumer.acked.store(executed_, std::memory_order_seq_cst);
+    ring_doorbell(remote_->header());
+}
+
+void Qp::refuse(ibv_wc_status at_requester, ibv_event_type event) {
+    auto& consumer = inbound().consumer;
+    consumer.acked.store(executed_, std::memory_order_release);
+    consumer.nak.store(((executed_ + 1) << 8) | static_cast<std::uint64_t>(at_requester),
+                       std::memory_order_seq_cst);
+    context_.raise_event(event, this, nullptr);
+    enter_error();
+    ring_doorbell(remote_->header());
+}
+
+bool Qp::may_write(const Packet& p) const {
+    if (p.total == 0) return true;
+    const Mr* mr = context_.regions.find(p.rkey);
+    const bool first = (p.flags & kFirst) != 0;
+    return mr != nullptr && mr->pd == pd && (mr->access & IBV_ACCESS_REMOTE_WRITE) != 0 &&
+           mr->contains(p.remote_addr, first ? p.total : p.length);
+}
+
+bool Qp::have_receive(std::uint64_t now, std::uint64_t& wake_at) {
+    if (now < rnr_until_) {
+        wake_at = std::min(wake_at, rnr_until_);
+        return false;
+    }
+    if (rq_taken_.load(std::memory_order_relaxed) != rq_posted_.load(std::memory_order_seq_cst)) {
+        rnr_until_ = rnr_count_ = 0;
+        return true;
+    }
+    rnr_count_ = std::min<std::uint64_t>(rnr_count_ + 1, 0xff);
+    rnr_until_ = now + std::uint64_t{kRnrTimer[min_rnr_timer_]} * 10'000;
+    wake_at = std::min(wake_at, rnr_until_);
+    auto& consumer = inbound().consumer;
+    consumer.acked.store(executed_, std::memory_order_release);
+    consumer.rnr.store(((executed_ + 1) << 8) | rnr_count_, std::memory_order_seq_cst);
+    ring_doorbell(remote_->header());
+    return false;
+}
+
+ReceiveRequest Qp::take_receive() {
+    const std::uint64_t number = rq_taken_.load(std::memory_order_relaxed);
+    const ReceiveRequest taken = rq_[number % rq_.size()];
+    rq_taken_.store(number + 1, std::memory_order_release);
+    return taken;
+}
+
+void Qp::complete_receive(const ReceiveRequest& request, ibv_wc_status status, ibv_wc_opcode opcode,
+                          const Packet& p) {
+    Cq::Entry entry{};
+    entry.wc.wr_id = request.wr_id;
+    entry.wc.status = status;
+    entry.wc.opcode = opcode;
+    entry.wc.byte_len = p.total;
+    entry.wc.qp_num = qp_num;
+    entry.wc.src_qp = dest_qp_num_;
+    if (p.opcode == Opcode::write_imm || p.opcode == Opcode::send_imm) {
+        entry.wc.imm_data = p.imm;
+        entry.wc.wc_flags = IBV_WC_WITH_IMM;
+    }
+    entry.qp = this;
+    push(static_cast<Cq*>(recv_cq), entry, (p.flags & kSolicited) != 0 || status != IBV_WC_SUCCESS);
+}
+
+bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
+                 std::uint64_t& wake_at) {
+    const bool write = p.opcode == Opcode::write || p.opcode == Opcode::write_imm;
+    const bool send = p.opcode == Opcode::send || p.opcode == Opcode::send_imm;
+    const bool last = (p.flags & kLast) != 0;
+    if ((!write && !send) || (write && (access_ & IBV_ACCESS_REMOTE_WRITE) == 0)) {
+        refuse(IBV_WC_REM_INV_REQ_ERR, IBV_EVENT_QP_REQ_ERR);
+        return false;
+    }
+    if (write && !may_write(p)) {
+        refuse(IBV_WC_REM_ACCESS_ERR, IBV_EVENT_QP_ACCESS_ERR);
+        return false;
+    }
+    const bool takes = send ? (p.flags & kFirst) != 0 : last && p.opcode == Opcode::write_imm;
+    if (takes && !have_receive(now, wake_at)) return false;
+
+    const std::byte* source = source_of(p, payload);
+    if (source == nullptr) {
+        // A peer that was killed takes its memory along: silence, as from a dead card.
+        deaf_ = !remote_->alive(now + 2'000'000);
+        if (!deaf_) refuse(IBV_WC_REM_OP_ERR, IBV_EVENT_QP_REQ_ERR);
+        return false;
+    }
+    if (write) {
+        if (p.length != 0 && relaxed(p)) {
+            held_.push_back({p, payload});
+        } else if (p.length != 0) {
+            place_bytes(context_.config, p.remote_addr, source, p.length);
+        }
+        if (takes) land();
+        if (takes) complete_receive(take_receive(), IBV_WC_SUCCESS, IBV_WC_RECV_RDMA_WITH_IMM, p);
+        return true;
+    }
+    if (takes) {
+        current_ = take_receive();
+        receiving_ = true;
+    }
+    if (!scatter(p, source)) return false;
+    if (last) {
+        receiving_ = false;
+        complete_receive(current_, IBV_WC_SUCCESS, IBV_WC_RECV, p);
+    }
+    return true;
+}
+
+const std::byte* Qp::source_of(const Packet& p, const std::byte* payload) const {
+    if ((p.flags & kReference) == 0) return payload;
+    return remote_->reference(p.ref_fd, p.ref_inode, p.ref_offset, p.length);
+}
+
+bool Qp::relaxed(const Packet& p) const {
+    const Mr* mr = context_.regions.find(p.rkey);
+    return context_.config.relaxed ||
+           (mr != nullptr && (mr->access & IBV_ACCESS_RELAXED_ORDERING) != 0);
+}
+
+// What was held back, in any order. Memory that its sender took away meanwhile is left out.
+void Qp::land() {
+    std::shuffle(held_.begin(), held_.end(), context_.random);
+    for (const auto& [p, payload] : held_) {
+        const std::byte* source = source_of(p, payload);
+        if (source != nullptr) place_bytes(context_.config, p.remote_addr, source, p.length);
+    }
+    held_.clear();
+}
+
+// A SEND's bytes into the receive's pieces.
+bool Qp::scatter(const Packet& p, const std::byte* source) {
+    std::uint64_t room = 0;
+    ibv_wc_status status = IBV_WC_SUCCESS;
+    for (std::uint32_t i = 0; i < current_.pieces; ++i) {
+        const ibv_sge& sge = current_.sge[i];
+        room += sge.length;
+        const Mr* mr = context_.regions.find(sge.lkey);
+        if (sge.length != 0 &&
+            (mr == nullptr || mr->pd != pd || (mr->access & IBV_ACCESS_LOCAL_WRITE) == 0 ||
+             !mr->contains(sge.addr, sge.length))) {
+            status = IBV_WC_LOC_PROT_ERR;
+        }
+    }
+    if (p.total > room) status = IBV_WC_LOC_LEN_ERR;
+    if (status != IBV_WC_SUCCESS) {
+        receiving_ = false;
+        complete_receive(current_, status, IBV_WC_RECV, p);
+        refuse(status == IBV_WC_LOC_LEN_ERR ? IBV_WC_REM_INV_REQ_ERR : IBV_WC_REM_OP_ERR,
+               IBV_EVENT_QP_REQ_ERR);
+        return false;
+    }
+    std::uint32_t left = p.length;
+    std::uint32_t skip = placed_;
+    for (std::uint32_t i = 0; i < current_.pieces && left != 0; ++i) {
+        const ibv_sge& sge = current_.sge[i];
+        if (skip >= sge.length) {
+            skip -= sge.length;
+            continue;
+        }
+        const std::uint32_t here = std::min(left, sge.length - skip);
+        place_bytes(context_.config, sge.addr + skip, source, here);
+        source += here;
+        left -= here;
+        placed_ += here;
+        skip = 0;
+    }
+    return true;
+}
+
+}  // namespace mkernel::nics::softverbs

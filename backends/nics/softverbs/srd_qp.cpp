@@ -1,0 +1,346 @@
+#include "backends/nics/softverbs/srd_qp.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "backends/nics/softverbs/context.hpp"
+
+namespace mkernel::nics::softverbs {
+namespace {
+
+bool has(int mask, int wanted) {
+    return (mask & wanted) == wanted;
+}
+
+// ---- the table of an extended queue pair
+
+void wr_start(ibv_qp_ex* qp) {
+    SrdQp::of(qp).start();
+}
+int wr_complete(ibv_qp_ex* qp) {
+    return SrdQp::of(qp).complete();
+}
+void wr_abort(ibv_qp_ex* qp) {
+    SrdQp::of(qp).abort();
+}
+void wr_rdma_write(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t remote) {
+    SrdQp::of(qp).begin(Opcode::write, rkey, remote, 0);
+}
+void wr_rdma_write_imm(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t remote, __be32 imm) {
+    SrdQp::of(qp).begin(Opcode::write_imm, rkey, remote, imm);
+}
+void wr_send(ibv_qp_ex* qp) {
+    SrdQp::of(qp).begin(Opcode::send, 0, 0, 0);
+}
+void wr_send_imm(ibv_qp_ex* qp, __be32 imm) {
+    SrdQp::of(qp).begin(Opcode::send_imm, 0, 0, imm);
+}
+void wr_set_ud_addr(ibv_qp_ex* qp, ibv_ah* ah, std::uint32_t qpn, std::uint32_t queue_key) {
+    SrdQp::of(qp).set_address(ah, qpn, queue_key);
+}
+void wr_set_sge(ibv_qp_ex* qp, std::uint32_t lkey, std::uint64_t address, std::uint32_t length) {
+    const ibv_sge sge{address, length, lkey};
+    SrdQp::of(qp).set_sge(1, &sge);
+}
+void wr_set_sge_list(ibv_qp_ex* qp, std::size_t count, const ibv_sge* list) {
+    SrdQp::of(qp).set_sge(count, list);
+}
+void wr_set_inline_data(ibv_qp_ex* qp, void* address, std::size_t length) {
+    const ibv_data_buf buffer{address, length};
+    SrdQp::of(qp).set_inline(1, &buffer);
+}
+void wr_set_inline_data_list(ibv_qp_ex* qp, std::size_t count, const ibv_data_buf* list) {
+    SrdQp::of(qp).set_inline(count, list);
+}
+
+}  // namespace
+
+SrdQp::SrdQp(Context& context, const ibv_qp_init_attr_ex& init, std::uint32_t number)
+    : ibv_qp_ex{},
+      context_(context),
+      cap_(init.cap),
+      signal_all_(init.sq_sig_all != 0),
+      sq_(init.cap.max_send_wr),
+      rq_(init.cap.max_recv_wr) {
+    qp_base.context = &context.context;
+    qp_base.qp_context = init.qp_context;
+    qp_base.pd = init.pd;
+    qp_base.send_cq = init.send_cq;
+    qp_base.recv_cq = init.recv_cq;
+    qp_base.qp_num = qp_base.handle = number;
+    qp_base.state = IBV_QPS_RESET;
+    qp_base.qp_type = IBV_QPT_DRIVER;
+    pthread_mutex_init(&qp_base.mutex, nullptr);
+    pthread_cond_init(&qp_base.cond, nullptr);
+    ibv_qp_ex::wr_start = softverbs::wr_start;
+    ibv_qp_ex::wr_complete = softverbs::wr_complete;
+    ibv_qp_ex::wr_abort = softverbs::wr_abort;
+    ibv_qp_ex::wr_set_ud_addr = softverbs::wr_set_ud_addr;
+    ibv_qp_ex::wr_set_sge = softverbs::wr_set_sge;
+    ibv_qp_ex::wr_set_sge_list = softverbs::wr_set_sge_list;
+    ibv_qp_ex::wr_set_inline_data = softverbs::wr_set_inline_data;
+    ibv_qp_ex::wr_set_inline_data_list = softverbs::wr_set_inline_data_list;
+    // As in a driver: what was not asked for at creation is not there.
+    const auto ops = init.send_ops_flags;
+    if ((ops & IBV_QP_EX_WITH_RDMA_WRITE) != 0) ibv_qp_ex::wr_rdma_write = softverbs::wr_rdma_write;
+    if ((ops & IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM) != 0) {
+        ibv_qp_ex::wr_rdma_write_imm = softverbs::wr_rdma_write_imm;
+    }
+    if ((ops & IBV_QP_EX_WITH_SEND) != 0) ibv_qp_ex::wr_send = softverbs::wr_send;
+    if ((ops & IBV_QP_EX_WITH_SEND_WITH_IMM) != 0) {
+        ibv_qp_ex::wr_send_imm = softverbs::wr_send_imm;
+    }
+    ++static_cast<Cq*>(qp_base.send_cq)->users;
+    ++static_cast<Cq*>(qp_base.recv_cq)->users;
+}
+
+SrdQp::~SrdQp() {
+    --static_cast<Cq*>(qp_base.send_cq)->users;
+    --static_cast<Cq*>(qp_base.recv_cq)->users;
+    pthread_cond_destroy(&qp_base.cond);
+    pthread_mutex_destroy(&qp_base.mutex);
+}
+
+// ---- posting: any thread
+
+void SrdQp::start() {
+    sq_lock_.lock();
+    staged_ = posted_.load(std::memory_order_relaxed);
+    error_ = 0;
+    current_ = nullptr;
+}
+
+void SrdQp::begin(Opcode opcode, std::uint32_t rkey, std::uint64_t remote, std::uint32_t imm) {
+    current_ = nullptr;
+    if (error_ != 0) return;
+    const int state = state_.load(std::memory_order_acquire);
+    const bool signaled = signal_all_ || (wr_flags & IBV_SEND_SIGNALED) != 0;
+    const std::size_t most = context_.config.srd_queue;
+    const std::size_t room = most != 0 ? std::min(most, sq_.size()) : sq_.size();
+    if (staged_ - reclaimed_.load(std::memory_order_acquire) >= room) {
+        error_ = ENOMEM;
+    } else if ((state != IBV_QPS_RTS && state != IBV_QPS_ERR) || !signaled ||
+               (wr_flags & ~unsigned{IBV_SEND_SIGNALED | IBV_SEND_INLINE}) != 0) {
+        error_ = EINVAL;
+    }
+    if (error_ != 0) return;
+    current_ = &sq_[staged_++ % sq_.size()];
+    *current_ = {};
+    current_->wr_id = wr_id;
+    current_->opcode = opcode;
+    current_->rkey = rkey;
+    current_->remote_addr = remote;
+    current_->imm = imm;
+    current_->inlined = (wr_flags & IBV_SEND_INLINE) != 0;
+}
+
+void SrdQp::set_address(ibv_ah* ah, std::uint32_t qpn, std::uint32_t key) {
+    if (error_ != 0) return;
+    if (current_ == nullptr || ah == nullptr || ah->pd != qp_base.pd || qpn > 0xffff) {
+        error_ = EINVAL;
+        return;
+    }
+    current_->peer = static_cast<AddressHandle*>(ah)->address;
+    current_->qpn = qpn;
+    current_->queue_key = key;
+    current_->addressed = true;
+}
+
+// The request that data is set for, if such data may be.
+SrdRequest* SrdQp::staging(bool inline_data) {
+    if (error_ == 0 && (current_ == nullptr || current_->inlined != inline_data)) error_ = EINVAL;
+    return error_ == 0 ? current_ : nullptr;
+}
+
+void SrdQp::set_sge(std::size_t count, const ibv_sge* list) {
+    SrdRequest* r = staging(false);
+    if (r == nullptr) return;
+    const std::size_t most =
+        is_write(r->opcode) ? kSrdRdmaSge : std::min(kSrdSendSge, cap_.max_send_sge);
+    std::uint64_t total = 0;
+    for (std::size_t i = 0; i < count && i < most; ++i) {
+        r->sge[i] = list[i];
+        total += list[i].length;
+    }
+    if (count > most || total > UINT32_MAX) {
+        error_ = EINVAL;
+        return;
+    }
+    r->pieces = static_cast<std::uint32_t>(count);
+    r->total = static_cast<std::uint32_t>(total);
+}
+
+// Inline data goes with SENDs alone.
+void SrdQp::set_inline(std::size_t count, const ibv_data_buf* buffers) {
+    SrdRequest* r = staging(true);
+    if (r == nullptr) return;
+    std::size_t total = 0;
+    for (std::size_t i = 0; i < count && error_ == 0; ++i) {
+        if (is_write(r->opcode) ||
+            buffers[i].length > std::min(kSrdInline, cap_.max_inline_data) - total) {
+            error_ = EINVAL;
+            return;
+        }
+        std::memcpy(r->inline_data.data() + total, buffers[i].addr, buffers[i].length);
+        total += buffers[i].length;
+    }
+    r->total = static_cast<std::uint32_t>(total);
+}
+
+int SrdQp::complete() {
+    for (auto n = posted_.load(std::memory_order_relaxed); n < staged_ && error_ == 0; ++n) {
+        if (!sq_[n % sq_.size()].addressed) error_ = EINVAL;
+    }
+    const int error = error_;
+    // seq_cst: before the look at the engine's `sleeping`.
+    if (error == 0) posted_.store(staged_, std::memory_order_seq_cst);
+    current_ = nullptr;
+    sq_lock_.unlock();
+    if (error == 0) context_.wake();
+    return error;
+}
+
+void SrdQp::abort() {
+    current_ = nullptr;
+    sq_lock_.unlock();
+}
+
+int SrdQp::post_recv(ibv_recv_wr* wr, ibv_recv_wr** bad) {
+    const std::lock_guard lock(rq_lock_);
+    const int now = state_.load(std::memory_order_acquire);
+    std::uint64_t posted = rq_posted_.load(std::memory_order_relaxed);
+    int error = 0;
+    for (; wr != nullptr; wr = wr->next) {
+        if (posted - rq_taken_.load(std::memory_order_acquire) >= rq_.size()) error = ENOMEM;
+        if (now == IBV_QPS_RESET || wr->num_sge < 1 ||
+            static_cast<std::uint32_t>(wr->num_sge) > std::min(kSrdReceiveSge, cap_.max_recv_sge)) {
+            error = EINVAL;
+        }
+        if (error != 0) break;
+        SrdReceive& r = rq_[posted % rq_.size()];
+        r.wr_id = wr->wr_id;
+        r.pieces = static_cast<std::uint32_t>(wr->num_sge);
+        std::copy_n(wr->sg_list, wr->num_sge, r.sge.begin());
+        ++posted;
+    }
+    if (error != 0 && bad != nullptr) *bad = wr;
+    rq_posted_.store(posted, std::memory_order_seq_cst);
+    context_.wake();
+    return error;
+}
+
+// ---- state: under the control lock
+
+int SrdQp::modify(const ibv_qp_attr& attr, int mask) {
+    auto& state = qp_base.state;
+    if (!has(mask, IBV_QP_STATE)) return EINVAL;
+    if (has(mask, IBV_QP_CUR_STATE) && attr.cur_qp_state != state) return EINVAL;
+    switch (attr.qp_state) {
+        case IBV_QPS_ERR:
+            enter_error();
+            return 0;
+        case IBV_QPS_INIT:
+            if (state != IBV_QPS_RESET || attr.port_num != 1 || attr.pkey_index != 0 ||
+                !has(mask, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY)) {
+                return EINVAL;
+            }
+            queue_key = attr.qkey;
+            break;
+        case IBV_QPS_RTR:
+            if (state != IBV_QPS_INIT) return EINVAL;
+            break;
+        case IBV_QPS_RTS:
+            if (state != IBV_QPS_RTR || !has(mask, IBV_QP_SQ_PSN)) return EINVAL;
+            if (has(mask, IBV_QP_RNR_RETRY)) rnr_retry = attr.rnr_retry & 7;
+            break;
+        default:
+            return EINVAL;
+    }
+    state = attr.qp_state;
+    state_.store(state, std::memory_order_release);
+    return 0;
+}
+
+void SrdQp::query(ibv_qp_attr& attr, ibv_qp_init_attr& init) const {
+    attr = {};
+    attr.qp_state = attr.cur_qp_state = qp_base.state;
+    attr.qkey = queue_key;
+    attr.cap = cap_;
+    attr.port_num = 1;
+    attr.rnr_retry = rnr_retry;
+    init = {};
+    init.qp_context = qp_base.qp_context;
+    init.send_cq = qp_base.send_cq;
+    init.recv_cq = qp_base.recv_cq;
+    init.cap = cap_;
+    init.qp_type = qp_base.qp_type;
+    init.sq_sig_all = signal_all_ ? 1 : 0;
+}
+
+void SrdQp::enter_error() {
+    qp_base.state = IBV_QPS_ERR;
+    state_.store(IBV_QPS_ERR, std::memory_order_release);
+}
+
+// ---- completions: engine
+
+void SrdQp::push(Cq* queue, const Cq::Entry& entry) {
+    const bool before = queue->overrun.load(std::memory_order_relaxed);
+    if (queue->push(entry, entry.wc.status != IBV_WC_SUCCESS) || before) return;
+    context_.raise_event(IBV_EVENT_CQ_ERR, nullptr, queue);
+    enter_error();
+}
+
+void SrdQp::complete_send(std::uint64_t id, Opcode opcode, std::uint32_t bytes,
+                          ibv_wc_status status, std::uint32_t vendor_err) {
+    Cq::Entry entry{};
+    entry.wc.wr_id = id;
+    entry.wc.status = status;
+    entry.wc.opcode = is_write(opcode) ? IBV_WC_RDMA_WRITE : IBV_WC_SEND;
+    entry.wc.vendor_err = vendor_err;
+    entry.wc.byte_len = bytes;
+    entry.wc.qp_num = qp_base.qp_num;
+    entry.qp = this;
+    entry.reclaim_to = 1;
+    push(static_cast<Cq*>(qp_base.send_cq), entry);
+}
+
+SrdReceive SrdQp::take_receive() {
+    const std::uint64_t number = rq_taken_.load(std::memory_order_relaxed);
+    const SrdReceive taken = rq_[number % rq_.size()];
+    rq_taken_.store(number + 1, std::memory_order_release);
+    return taken;
+}
+
+void SrdQp::complete_receive(const SrdReceive& receive, ibv_wc_status status, const FlowPacket& p) {
+    Cq::Entry entry{};
+    entry.wc.wr_id = receive.wr_id;
+    entry.wc.status = status;
+    entry.wc.opcode = is_write(p.opcode) ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV;
+    entry.wc.byte_len = p.total;
+    entry.wc.qp_num = qp_base.qp_num;
+    entry.wc.src_qp = p.source;
+    if (p.opcode == Opcode::write_imm || p.opcode == Opcode::send_imm) {
+        entry.wc.imm_data = p.imm;
+        entry.wc.wc_flags = IBV_WC_WITH_IMM;
+    }
+    entry.qp = this;
+    push(static_cast<Cq*>(qp_base.recv_cq), entry);
+}
+
+bool SrdQp::flush() {
+    bool worked = false;
+    const std::uint64_t posted = posted_.load(std::memory_order_seq_cst);
+    for (; sent_ < posted; ++sent_, worked = true) {
+        const SrdRequest& r = sq_[sent_ % sq_.size()];
+        complete_send(r.wr_id, r.opcode, r.total, IBV_WC_WR_FLUSH_ERR, 0);
+    }
+    const FlowPacket none;
+    for (; has_receive(); worked = true) {
+        complete_receive(take_receive(), IBV_WC_WR_FLUSH_ERR, none);
+    }
+    return worked;
+}
+
+}  // namespace mkernel::nics::softverbs

@@ -1,0 +1,139 @@
+// An SRD queue pair: its queues, its states, and how its requests are put together. What carries them
+// is the fabric.
+//
+// Threads: the wr_* calls and post_recv by any thread (a lock each); everything else by the engine or
+// under the control lock.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "backends/nics/softverbs/completion.hpp"
+#include "backends/nics/softverbs/flow.hpp"
+
+namespace mkernel::nics::softverbs {
+
+struct Context;
+class Fabric;
+
+inline constexpr std::uint32_t kSrdSendSge = 2;
+inline constexpr std::uint32_t kSrdRdmaSge = 1;
+inline constexpr std::uint32_t kSrdReceiveSge = 2;
+inline constexpr std::uint32_t kSrdInline = 32;
+inline constexpr std::uint32_t kSrdMaxWr = 4096;
+inline constexpr std::uint32_t kSrdMaxSend = kFlowPayload;  // bytes of a SEND
+
+struct AddressHandle : ibv_ah {
+    PortAddress address;
+};
+
+struct SrdRequest {
+    std::uint64_t wr_id;
+    PortAddress peer;
+    std::uint64_t remote_addr;
+    std::uint32_t rkey;
+    std::uint32_t imm;
+    std::uint32_t qpn;
+    std::uint32_t queue_key;
+    std::uint32_t total;
+    std::uint32_t pieces;
+    bool addressed;
+    bool inlined;
+    Opcode opcode;
+    std::array<ibv_sge, kSrdSendSge> sge;
+    std::array<std::byte, kSrdInline> inline_data;
+};
+
+struct SrdReceive {
+    std::uint64_t wr_id;
+    std::uint32_t pieces;
+    std::array<ibv_sge, kSrdReceiveSge> sge;
+};
+
+struct SrdQp final : ibv_qp_ex, SlotOwner {
+    SrdQp(Context& context, const ibv_qp_init_attr_ex& init, std::uint32_t number);
+    ~SrdQp();
+
+    static SrdQp& of(ibv_qp_ex* qp) { return *static_cast<SrdQp*>(qp); }
+    static SrdQp& of(ibv_qp* qp) { return of(reinterpret_cast<ibv_qp_ex*>(qp)); }
+
+    // Behind the ibv_wr_* calls. start() takes the lock that complete() and abort() release; the
+    // first error of a batch stays, and complete() then posts nothing of it.
+    void start();
+    int complete();
+    void abort();
+    void begin(Opcode opcode, std::uint32_t rkey, std::uint64_t remote_addr, std::uint32_t imm);
+    void set_address(ibv_ah* ah, std::uint32_t qpn, std::uint32_t queue_key);
+    void set_inline(std::size_t count, const ibv_data_buf* buffers);
+    void set_sge(std::size_t count, const ibv_sge* list);
+
+    int post_recv(ibv_recv_wr* wr, ibv_recv_wr** bad);
+    void reclaim(std::uint64_t slots) override {
+        reclaimed_.fetch_add(slots, std::memory_order_release);
+    }
+
+    // 0 or an errno, as ibv_modify_qp.
+    int modify(const ibv_qp_attr& attr, int mask);
+    void query(ibv_qp_attr& attr, ibv_qp_init_attr& init) const;
+    void enter_error();
+
+    [[nodiscard]] bool receives() const {
+        return qp_base.state == IBV_QPS_RTR || qp_base.state == IBV_QPS_RTS;
+    }
+    [[nodiscard]] bool has_receive() const {
+        return rq_taken_.load(std::memory_order_relaxed) !=
+               rq_posted_.load(std::memory_order_seq_cst);
+    }
+    SrdReceive take_receive();
+    void complete_send(std::uint64_t wr_id, Opcode opcode, std::uint32_t bytes,
+                       ibv_wc_status status, std::uint32_t vendor_err);
+    void complete_receive(const SrdReceive& receive, ibv_wc_status status,
+                          const FlowPacket& packet);
+
+    std::uint32_t queue_key = 0;
+    std::uint8_t rnr_retry = 7;
+
+  private:
+    friend class Fabric;
+    SrdRequest* staging(bool inline_data);
+    void push(Cq* queue, const Cq::Entry& entry);
+    void end_message() {
+        ++sent_;
+        begun_ = false;
+        cursor_ = 0;
+    }
+    bool flush();
+
+    Context& context_;
+    ibv_qp_cap cap_;
+    bool signal_all_;
+    std::atomic<int> state_{IBV_QPS_RESET};  // mirrors ibv_qp::state for the posting threads
+
+    std::mutex sq_lock_;
+    std::vector<SrdRequest> sq_;
+    std::uint64_t staged_ = 0;
+    int error_ = 0;
+    SrdRequest* current_ = nullptr;
+    std::atomic<std::uint64_t> posted_{0};
+    std::atomic<std::uint64_t> reclaimed_{0};
+    // Engine: the first request not sent yet; whether its message has a number, which, and how many
+    // of its bytes are on their way.
+    std::uint64_t sent_ = 0;
+    bool begun_ = false;
+    std::uint64_t message_ = 0;
+    std::uint32_t cursor_ = 0;
+    std::uint64_t held_at_ = 0;  // since when a cut link has held requests; 0: it has not
+
+    std::mutex rq_lock_;
+    std::vector<SrdReceive> rq_;
+    std::atomic<std::uint64_t> rq_posted_{0};
+    std::atomic<std::uint64_t> rq_taken_{0};
+};
+
+}  // namespace mkernel::nics::softverbs
