@@ -476,6 +476,11 @@ class NicBackend(ABC):
     def status(self, verbs: str) -> Status:
         """Whether it can run here on that verbs provider. Never raises."""
 
+    def details(self, verbs: str) -> tuple[tuple[str, Status], ...]:
+        """What `mkernel doctor` says of that provider beside its status: a name and a verdict each,
+        for ports and for what they need of the machine. Never raises."""
+        return ()
+
     @abstractmethod
     def probe(self, verbs: str) -> tuple[Nic, ...]:
         """The devices that provider offers; empty where it is not usable."""

@@ -24,7 +24,7 @@ from mkernel.topology.sources.files import read_text
 if TYPE_CHECKING:
     from mkernel.backends.base import AcceleratorBackend, NicBackend
 
-Kind = Literal["accelerator", "nic", "library", "build", "cpu", "memory"]
+Kind = Literal["accelerator", "nic", "fabric", "library", "build", "cpu", "memory"]
 Source = Literal["argument", "environment", "default"]
 
 _REINSTALL = "reinstall the package that ships it"
@@ -70,7 +70,8 @@ def accelerator_rows() -> list[Row]:
 
 
 def nic_rows() -> list[Row]:
-    """A row for every installed NIC backend on each of its verbs providers."""
+    """A row for every installed NIC backend on each of its verbs providers, and for what it finds
+    there: ports, libraries, ways to device memory."""
     return list(_backend_rows("nic", "NICS", _ask_nic))
 
 
@@ -130,6 +131,14 @@ def _ask_nic(backend: NicBackend, name: str) -> Iterator[Row]:
             detail=status.detail,
             remedy=status.remedy,
         )
+        for what, verdict in backend.details(provider):
+            yield Row(
+                kind="fabric",
+                name=f"{path}: {what}",
+                usable=verdict.usable,
+                detail=verdict.detail,
+                remedy=verdict.remedy,
+            )
 
 
 def machine_rows(root: Path = Path("/")) -> list[Row]:

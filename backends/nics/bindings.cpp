@@ -28,7 +28,13 @@ PYBIND11_MODULE(_nics, m) {
         .def_readonly("port", &nics::verbs::DeviceInfo::port)
         .def_readonly("active", &nics::verbs::DeviceInfo::active)
         .def_readonly("link_layer", &nics::verbs::DeviceInfo::link_layer)
-        .def_readonly("speed_gbps", &nics::verbs::DeviceInfo::speed_gbps);
+        .def_readonly("speed_gbps", &nics::verbs::DeviceInfo::speed_gbps)
+        .def_readonly("state", &nics::verbs::DeviceInfo::state)
+        .def_readonly("mtu", &nics::verbs::DeviceInfo::mtu)
+        .def_readonly("gid_index", &nics::verbs::DeviceInfo::gid_index)
+        .def_readonly("gid", &nics::verbs::DeviceInfo::gid)
+        .def_readonly("gid_type", &nics::verbs::DeviceInfo::gid_type)
+        .def_readonly("dmabuf", &nics::verbs::DeviceInfo::dmabuf);
 
     py::class_<nics::Endpoint>(m, "Endpoint")
         .def(py::init([](std::uint32_t qp_num, std::uint32_t psn, std::uint32_t lid,
@@ -151,6 +157,22 @@ PYBIND11_MODULE(_nics, m) {
         .def("registrations", &nics::Session::registrations)
         .def("failure", &nics::Session::failure)
         .def("close", &nics::Session::close, Unlocked());
+
+    m.def(
+        "library_path",
+        [](const std::string& library) { return nics::verbs::Verbs::load(library)->path(); },
+        py::arg("library"), Unlocked());
+
+    m.def(
+        "efa_capabilities",
+        [](const std::string& library, const std::string& efa_library, const std::string& device) {
+            const auto verbs = nics::verbs::Verbs::load(library);
+            const auto efa = nics::verbs::Efadv::load(*verbs, efa_library);
+            const auto context = nics::verbs::open_device(verbs, device);
+            return nics::efa::query(*efa, context.get(), device).device_caps;
+        },
+        py::arg("library"), py::arg("efa_library"), py::arg("device"), Unlocked());
+    m.attr("EFA_RDMA_WRITE") = nics::verbs::kEfaRdmaWrite;
 
     m.def(
         "devices",

@@ -56,6 +56,18 @@ class VerbsBackend(NicBackend):
             return Status(False, str(error), _REINSTALL)
         return provider_status(verbs)
 
+    def details(self, verbs: str) -> tuple[tuple[str, Status], ...]:
+        """Every port that it serves, the library, and how device memory can be reached."""
+        try:
+            from mkernel.backends.nics import report
+        except ImportError:
+            return ()
+        return report.details(verbs, self.serves, self.abilities)
+
+    def abilities(self, verbs: str, nic: Nic) -> tuple[str, Status | None]:
+        """What such a device can do that matters here, in words; a verdict where it cannot."""
+        return "", None
+
     def probe(self, verbs: str) -> tuple[Nic, ...]:
         """The ports of the provider that it serves."""
         try:

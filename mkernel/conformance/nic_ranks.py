@@ -205,8 +205,9 @@ class NicSubject:
         return active[0]
 
     def session(self, rank: int, **settings: Any) -> NicSession:
-        """Open the device in this process."""
-        values = NicSettings.model_validate(settings)
+        """Open the device in this process, with the environment's settings where a check has none."""
+        others = load_settings().nic_settings.model_dump()
+        values = NicSettings.model_validate({**others, **settings})
         return self.backend().open(self.device(), self.verbs, rank, values)
 
     def scale(self, whole: int, quick: int) -> int:

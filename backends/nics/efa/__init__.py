@@ -37,7 +37,29 @@ class EfaNic(VerbsBackend):
     def open_native(self, verbs: str, library: str, arguments: dict[str, Any]) -> Any:
         """With the library that has ``efadv_*``. RuntimeError: no RDMA write."""
         from mkernel.backends.nics import _nics
-        from mkernel.backends.nics.provider import SYSTEM
 
-        efa_library = SYSTEM_LIBRARY if verbs == SYSTEM else library
-        return _nics.open_efa(efa_library=efa_library, **arguments)
+        return _nics.open_efa(efa_library=_efa_library(verbs, library), **arguments)
+
+    def abilities(self, verbs: str, nic: Nic) -> tuple[str, Status | None]:
+        """Whether the device has RDMA write."""
+        from mkernel.backends.nics import _nics
+        from mkernel.backends.nics.provider import library_of
+
+        library = library_of(verbs)
+        try:
+            found = _nics.efa_capabilities(library, _efa_library(verbs, library), nic.name)
+        except (OSError, RuntimeError) as error:
+            return "", Status(False, str(error), "install rdma-core 46 or later with libefa")
+        if found & _nics.EFA_RDMA_WRITE:
+            return "RDMA write", None
+        return "", Status(
+            False,
+            f"no RDMA write (device capabilities {found:#x})",
+            "use an instance type whose EFA has it, and rdma-core 46 or later",
+        )
+
+
+def _efa_library(verbs: str, library: str) -> str:
+    from mkernel.backends.nics.provider import SYSTEM
+
+    return SYSTEM_LIBRARY if verbs == SYSTEM else library

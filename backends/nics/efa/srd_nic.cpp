@@ -28,17 +28,22 @@ struct SrdNic::SrdLane : Lane {
     std::vector<std::uint8_t> done;  // by number modulo depth: complete, but an older one is not
 };
 
+efadv_device_attr query(const verbs::Efadv& efa, ibv_context* context, const std::string& device) {
+    efadv_device_attr attributes{};
+    const int error = efa.query_device(context, &attributes, sizeof(attributes));
+    if (error != 0) {
+        throw SetupError(device + ": efadv_query_device failed: " + reason(error) +
+                         "; it is not an EFA device");
+    }
+    return attributes;
+}
+
 SrdNic::SrdNic(std::shared_ptr<const verbs::Verbs> verbs, const std::string& library,
                const std::vector<verbs::PortName>& ports, const verbs::Options& options)
     : VerbsNic(std::move(verbs), ports, options, {.in_order = false, .receives_have_sge = true}),
       efa_(verbs::Efadv::load(*verbs_, library)) {
     for (const auto& rail : rails_) {
-        efadv_device_attr device{};
-        const int error = efa_->query_device(rail->context.get(), &device, sizeof(device));
-        if (error != 0) {
-            throw SetupError(rail->name + ": efadv_query_device failed: " + reason(error) +
-                             "; it is not an EFA device");
-        }
+        const efadv_device_attr device = query(*efa_, rail->context.get(), rail->name);
         if ((device.device_caps & verbs::kEfaRdmaWrite) == 0) {
             throw SetupError(rail->name +
                              " has no RDMA write, which `efa` needs: its device capabilities are " +

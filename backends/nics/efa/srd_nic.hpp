@@ -22,6 +22,9 @@
 
 namespace mkernel::nics::efa {
 
+// What an EFA device says of itself. Throws SetupError: it is none.
+efadv_device_attr query(const verbs::Efadv& efa, ibv_context* context, const std::string& device);
+
 class SrdNic final : public verbs::VerbsNic {
   public:
     // `library`: where efadv_* are. Throws SetupError, LoadError.

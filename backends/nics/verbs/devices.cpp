@@ -28,6 +28,15 @@ const char* link_layer_name(std::uint8_t layer) {
     return "Unspecified";
 }
 
+const char* state_name(ibv_port_state state) {
+    static constexpr const char* kNames[] = {"NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "DEFER"};
+    return state <= IBV_PORT_ACTIVE_DEFER ? kNames[state] : "unknown";
+}
+
+const char* gid_type_name(std::uint32_t type) {
+    return type == IBV_GID_TYPE_ROCE_V2 ? "RoCE v2" : "RoCE v1";
+}
+
 double speed_gbps(const ibv_port_attr& port) {
     double lanes = 0;
     switch (port.active_width) {
@@ -103,6 +112,14 @@ bool read_gid(const Verbs& verbs, ibv_context* context, std::uint8_t port, int i
 
 }  // namespace
 
+bool registers_dmabufs(const Verbs& verbs, ibv_pd* pd) {
+    if (verbs.reg_dmabuf_mr == nullptr) return false;
+    ibv_mr* mr = verbs.reg_dmabuf_mr(pd, 0, 0, 0, -1, 0);
+    if (mr == nullptr) return errno == EBADF;
+    verbs.dereg_mr(mr);
+    return false;
+}
+
 std::vector<DeviceInfo> list_devices(const Verbs& verbs) {
     std::vector<DeviceInfo> found;
     const DeviceList list(verbs);
@@ -111,6 +128,9 @@ std::vector<DeviceInfo> list_devices(const Verbs& verbs) {
         if (context == nullptr) continue;
         ibv_device_attr device{};
         if (verbs.query_device(context, &device) == 0) {
+            ibv_pd* pd = verbs.alloc_pd(context);
+            const bool dmabuf = pd != nullptr && registers_dmabufs(verbs, pd);
+            if (pd != nullptr) verbs.dealloc_pd(pd);
             for (int port = 1; port <= device.phys_port_cnt; ++port) {
                 ibv_port_attr attributes{};
                 const auto number = static_cast<std::uint8_t>(port);
@@ -125,6 +145,19 @@ std::vector<DeviceInfo> list_devices(const Verbs& verbs) {
                 info.active = attributes.state == IBV_PORT_ACTIVE;
                 info.link_layer = link_layer_name(attributes.link_layer);
                 info.speed_gbps = speed_gbps(attributes);
+                info.state = state_name(attributes.state);
+                info.mtu = 128u << static_cast<unsigned>(attributes.active_mtu);
+                info.dmabuf = dmabuf;
+                try {
+                    const GidChoice gid =
+                        choose_gid(verbs, context, number, attributes, std::nullopt);
+                    info.gid_index = gid.index;
+                    info.gid = gid_text(gid.gid);
+                    const bool ethernet = attributes.link_layer == IBV_LINK_LAYER_ETHERNET;
+                    info.gid_type = ethernet ? gid_type_name(gid.type) : "IB";
+                } catch (const SetupError& why) {
+                    info.gid = why.what();
+                }
                 found.push_back(std::move(info));
             }
         }
@@ -164,14 +197,14 @@ GidChoice choose_gid(const Verbs& verbs, ibv_context* context, std::uint8_t port
                              std::to_string(attributes.gid_tbl_len) +
                              " entries); leave gid_index unset to pick one by type");
         }
-        return {entry.gid, *wanted};
+        return {entry.gid, *wanted, entry.gid_type};
     }
     if (attributes.link_layer != IBV_LINK_LAYER_ETHERNET) {
         if (!read_gid(verbs, context, port, 0, entry)) {
             throw SetupError("port " + std::to_string(port) +
                              " has no GID at index 0; is a subnet manager running?");
         }
-        return {entry.gid, 0};
+        return {entry.gid, 0, entry.gid_type};
     }
     GidChoice best;
     int best_score = -1;
@@ -180,7 +213,7 @@ GidChoice choose_gid(const Verbs& verbs, ibv_context* context, std::uint8_t port
         const int each = score(entry.gid, entry.gid_type);
         if (each > best_score) {
             best_score = each;
-            best = {entry.gid, index};
+            best = {entry.gid, index, entry.gid_type};
         }
     }
     if (best_score < 0) {

@@ -1,9 +1,11 @@
 #include "backends/nics/verbs/loader.hpp"
 
 #include <dlfcn.h>
+#include <link.h>
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 
 namespace mkernel::nics::verbs {
 namespace {
@@ -68,6 +70,14 @@ std::shared_ptr<const Verbs> Verbs::load(const std::string& library) {
     find(handle, "_ibv_query_gid_ex", "IBVERBS_1.11", v.query_gid_ex);
     find(handle, "ibv_reg_dmabuf_mr", "IBVERBS_1.12", v.reg_dmabuf_mr);
     return verbs;
+}
+
+std::string Verbs::path() const {
+    link_map* map = nullptr;
+    if (dlinfo(handle_, RTLD_DI_LINKMAP, &map) != 0 || map == nullptr) return library_;
+    std::error_code error;
+    const auto real = std::filesystem::canonical(map->l_name, error);
+    return error ? library_ : real.string();
 }
 
 Verbs::~Verbs() {

@@ -31,6 +31,8 @@ class Verbs {
     Verbs& operator=(const Verbs&) = delete;
 
     const std::string& library() const { return library_; }
+    // The file that was loaded, links followed; as `library` where that is not known.
+    std::string path() const;
 
     decltype(&::ibv_get_device_list) get_device_list = nullptr;
     decltype(&::ibv_free_device_list) free_device_list = nullptr;

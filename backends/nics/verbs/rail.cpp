@@ -13,15 +13,6 @@ void set_nonblocking(int fd) {
     ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK);
 }
 
-// Asked with a descriptor that is none: EBADF says that it was looked at.
-bool registers_dmabufs(const Verbs& verbs, ibv_pd* pd) {
-    if (verbs.reg_dmabuf_mr == nullptr) return false;
-    ibv_mr* mr = verbs.reg_dmabuf_mr(pd, 0, 0, 0, -1, 0);
-    if (mr == nullptr) return errno == EBADF;
-    verbs.dereg_mr(mr);
-    return false;
-}
-
 }  // namespace
 
 std::string reason(int error) {

@@ -47,7 +47,7 @@ struct Options {
     std::uint8_t retry_count = 6;
     std::uint8_t traffic_class = 0;  // of the packets' global route header
     std::uint8_t service_level = 0;
-    std::optional<int> gid_index;
+    std::optional<int> gid_index{};
     bool peermem = false;  // the kernel module is loaded; see registration.hpp
 };
 

@@ -40,6 +40,9 @@ class FakeNic:
         usable = verbs in self._usable
         return Status(usable, "here" if usable else "absent", "" if usable else "install it")
 
+    def details(self, verbs: str) -> tuple[tuple[str, Status], ...]:
+        return (("port 1", Status(True, "ACTIVE")),) if verbs == "soft" else ()
+
 
 Install = Callable[[dict[str, Any], dict[str, Any]], None]
 
@@ -76,6 +79,7 @@ def test_every_backend_and_provider_is_a_row(install: Install) -> None:
     assert rows["accelerator", "ascend"].usable
     assert rows["accelerator", "hopper"].remedy == "buy"
     assert rows["nic", "cx7 on soft"].usable
+    assert rows["fabric", "cx7 on soft: port 1"].detail == "ACTIVE"
     assert not rows["nic", "cx7 on system"].usable
     assert rows["nic", "cx7 on system"].remedy == "install it"
     assert {"library", "build", "cpu", "memory"} <= {kind for kind, _ in rows}
