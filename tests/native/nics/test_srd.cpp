@@ -590,6 +590,43 @@ ibv_qp* replace_queue_pair(End& end) {
     return old;
 }
 
+// Numbers have 16 bits: they are used again, though never two at once, and never 0.
+void queue_pair_numbers_wrap_around() {
+    Pair p;
+    const std::uint32_t kept = p.a.base->qp_num;
+    std::vector<bool> seen(1 << 16);
+    std::size_t different = 0;
+    for (int i = 0; i < (1 << 16) + 1000; ++i) {
+        ibv_qp* made = p.a.create();
+        CHECK(made != nullptr);
+        if (made == nullptr) return;
+        const std::uint32_t number = made->qp_num;
+        CHECK(number != 0 && number < 1u << 16 && number != kept);
+        if (number < 1u << 16 && !seen[number]) ++different;
+        if (number < 1u << 16) seen[number] = true;
+        p.a.v->destroy_qp(made);
+    }
+    CHECK(different == (1 << 16) - 2);  // all but 0 and the one in use
+    CHECK(p.write(1, 8) == 0 && p.a.completes(1, IBV_WC_SUCCESS));
+}
+
+// Keys wrap around too; a key that was given back does not work before then.
+void keys_wrap_around() {
+    Pair p;
+    std::uint32_t before = 0;
+    for (int i = 0; i < 600; ++i) {
+        ibv_mr* mr = p.b.v->reg_mr(p.b.pd, p.b.memory.data(), 4096,
+                                   IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+        CHECK(mr != nullptr && mr->rkey != 0 && mr->rkey != before && mr->rkey != p.b.mr->rkey);
+        if (mr == nullptr) return;
+        Address to = p.peer;
+        to.rkey = before = mr->rkey;
+        CHECK(p.a.write(p.ah, to, 1, 8) == 0 && p.a.completes(1, IBV_WC_SUCCESS));
+        CHECK(p.b.v->dereg_mr(mr) == 0);
+        CHECK(p.a.write(p.ah, to, 2, 8) == 0 && p.a.completes(2, IBV_WC_REM_ACCESS_ERR));
+    }
+}
+
 // Messages of two queue pairs to one peer, each larger than the flow, take turns in it.
 void queue_pairs_share_a_flow() {
     Limits private_memory;
@@ -730,6 +767,8 @@ int main(int argc, char** argv) {
          {"a_small_message_overtakes_a_large_one", a_small_message_overtakes_a_large_one},
          {"bytes_are_placed_twice", bytes_are_placed_twice},
          {"windows_wrap_around", windows_wrap_around},
+         {"queue_pair_numbers_wrap_around", queue_pair_numbers_wrap_around},
+         {"keys_wrap_around", keys_wrap_around},
          {"queue_pairs_share_a_flow", queue_pairs_share_a_flow},
          {"what_is_abandoned_frees_its_place", what_is_abandoned_frees_its_place},
          {"flows_are_given_back", flows_are_given_back}},
