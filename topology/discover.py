@@ -80,7 +80,7 @@ def read(*paths: Path) -> Discovery:
     """The machine, or the nodes, of a file; or one machine from several files that describe it.
 
     Args:
-        paths: each NCCL's topology XML, hwloc 2's XML, the text of ``npu-smi info -t topo`` (and of
+        paths: each NCCL's topology XML, hwloc's XML, the text of ``npu-smi info -t topo`` (and of
             ``npu-smi info``, one behind the other), or JSON: a dumped :class:`Topology`, or any
             object with such a ``topology`` key, as ``mkernel probe --json`` prints. Where they
             contradict each other, the first is right, and a note says so.

@@ -110,12 +110,12 @@ and the CPU with its memory."""
 class FabricLink(Model):
     """The scale-up links between two accelerators of a node, or from one to switches or its CPU.
 
-    ``gbs``: all ``count`` links together, one direction.
+    ``gbs``: all ``count`` links together, one direction. Either may be unknown.
     """
 
     kind: Literal["nvlink", "hccs", "xgmi", "c2c"]
     ends: tuple[str, str] = Field(description="accelerator ids; the second may be switch or host")
-    count: int = Field(ge=1)
+    count: int | None = Field(default=None, ge=1)
     gbs: float | None = Field(default=None, gt=0)
 
 

@@ -10,6 +10,7 @@ _LEGEND = {
     "X": "self",
     "LOC": "the same device",
     "NV#": "# NVLinks",
+    "NVL": "NVLinks, nobody knows how many",
     "HCCS": "Ascend's links",
     "PIX": "one PCIe switch at most",
     "PXB": "several PCIe switches",
@@ -36,7 +37,11 @@ def matrix(node: Node) -> str:
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    seen = {"NV#" if text.startswith("NV") else text for row in rows[1:] for text in row[1:-2]}
+    seen = {
+        "NV#" if text[:2] == "NV" and text != "NVL" else text
+        for row in rows[1:]
+        for text in row[1:-2]
+    }
     lines += ["", *(f"{key:<5} {what}" for key, what in _LEGEND.items() if key in seen)]
     if nics:
         lines += ["", *(f"NIC{number}: {nic.id} ({nic.kind})" for number, nic in enumerate(nics))]
@@ -47,7 +52,8 @@ def _cell(paths: NodePaths, one: Accelerator | Nic, other: Accelerator | Nic) ->
     if one is other:
         return "X"
     kind = paths.between(one, other).kind
-    return f"NV{min(link.count for link in paths.fabric(one, other))}" if kind == "NVL" else kind
+    counts = [link.count for link in paths.fabric(one, other) if link.count is not None]
+    return f"NV{min(counts)}" if kind == "NVL" and counts else kind
 
 
 def _place(node: Node, device: Accelerator | Nic) -> tuple[str, str]:

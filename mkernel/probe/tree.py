@@ -103,7 +103,9 @@ def _fabric(node: Node) -> list[str]:
         rate = f", {gbs:g} GB/s" if gbs else ""
         where = "switches" if end == FABRIC_SWITCH else end
         what = ("pair" if end == "each other" else "accelerator") + ("s" if times > 1 else "")
-        lines.append(f"{times} {what} with {count} {_LINKS[kind]} to {where}{rate}")
+        lines.append(
+            f"{times} {what} with {f'{count} ' if count else ''}{_LINKS[kind]} to {where}{rate}"
+        )
     return lines
 
 

@@ -1,7 +1,8 @@
-"""hwloc 2 XML: what ``lstopo --of xml`` writes.
+"""hwloc XML: what ``lstopo --of xml`` of hwloc 2 and 3 writes.
 
-Links between accelerators and rates of ports are not in it; it names what a node is made of, where it
-sits on PCIe, and how fast the links there are.
+It names what a node is made of, where it sits on PCIe, and how fast the links there are; where hwloc
+was built with NVIDIA's or AMD's library, also what links between accelerators carry. Rates of NICs'
+ports are not in it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mkernel.errors import InputFileError
-from mkernel.topology.model import Accelerator, AcceleratorKind, Bridge, Nic, NumaNode
-from mkernel.topology.sources import kinds, pci
+from mkernel.topology.model import (
+    FABRIC_SWITCH,
+    Accelerator,
+    AcceleratorKind,
+    Bridge,
+    Nic,
+    NumaNode,
+)
+from mkernel.topology.sources import hwloc_links, kinds, pci
 from mkernel.topology.sources.cpu import parse_cpu_mask
 from mkernel.topology.sources.findings import Findings, Notes
 from mkernel.topology.sources.xml import Element
@@ -22,7 +30,8 @@ ROOT = "topology"
 """Tag of the root element."""
 
 _NETWORK, _OPENFABRICS = 2, 3
-"""Types of operating-system devices."""
+_NETWORK_BIT, _OPENFABRICS_BIT = 1 << 4, 1 << 5
+"""Types of operating-system devices: numbers in hwloc 2, bits in hwloc 3."""
 _ACTIVE = "4"
 """State of a port that lets data through."""
 _PCI_TYPE = re.compile(r"([0-9a-f]{4}) \[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
@@ -49,43 +58,50 @@ def read(topology: Element, path: Path) -> Findings:
     """The machine of the file.
 
     Raises:
-        InputFileError: not of hwloc 2, no machine in it, a bus id that is none, or one that occurs
+        InputFileError: of another hwloc, no machine in it, a bus id that is none, or one that occurs
             twice.
     """
     version = topology.attributes.get("version", "1 (none is given)")
-    if not version.startswith("2."):
+    if not version.startswith(("2.", "3.")):
         raise InputFileError(
-            f"topology file {path}: hwloc version is {version[:40]}; expected 2.x, from "
-            "`lstopo --of xml` of hwloc 2"
+            f"topology file {path}: hwloc version is {version[:40]}; expected 2.x or 3.x, as "
+            "`lstopo --of xml` writes"
         )
     machine = next(topology.all("object"), None)
     if machine is None:
         raise InputFileError(f"topology file {path}: <topology> holds no <object>; is it whole?")
-    return _Reader(path).read(machine)
+    return _Reader(path, bits=version.startswith("3.")).read(topology, machine)
 
 
 class _Reader:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, bits: bool) -> None:
         self._path = path
+        self._bits = bits
         self._notes = Notes(SOURCE)
         self._lines: dict[str, int] = {}
         self._numa: list[NumaNode] = []
         self._bridges: list[Bridge] = []
         self._gpus: dict[str, _Gpu] = {}
         self._nics: list[Nic] = []
+        self._ends: dict[str, str] = {}
+        """``gp_index`` of what links may end at → a GPU's address, or ``switch``."""
 
-    def read(self, machine: Element) -> Findings:
+    def read(self, topology: Element, machine: Element) -> Findings:
         self._object(machine, _Place(None, ()))
         accelerators = self._numbered()
-        if sum(one.kind == "cuda" for one in accelerators) > 1:
+        ids = {one.pci: one.id for one in accelerators}
+        ends = {index: ids.get(end, end) for index, end in self._ends.items()}
+        fabric = tuple(hwloc_links.links(topology, ends, self._notes))
+        if not fabric and sum(one.kind == "cuda" for one in accelerators) > 1:
             self._notes.add("links between accelerators are not in the file; paths are PCIe's")
         return Findings(
             source=SOURCE,
-            hostname=_info(machine, "HostName"),
+            hostname=_info(machine, "HostName") or _info(topology, "HostName"),
             numa=tuple(self._numa),
             accelerators=accelerators,
             nics=tuple(self._nics),
             bridges=tuple(self._bridges),
+            fabric=fabric,
             notes=self._notes.all(),
         )
 
@@ -97,7 +113,7 @@ class _Reader:
                 self._function(element, place)
                 return
             case "OSDev":
-                if element.number("osdev_type") == _OPENFABRICS:
+                if self._is_rdma(element):
                     self._rdma(element, place, None, None)
                 return
             case "NUMANode":
@@ -106,6 +122,14 @@ class _Reader:
                 place = place._replace(numa=self._nearest(element))
         for child in element.all("object"):
             self._object(child, place)
+
+    def _is_rdma(self, device: Element) -> bool:
+        number = device.number("osdev_type") or 0
+        return bool(number & _OPENFABRICS_BIT) if self._bits else number == _OPENFABRICS
+
+    def _is_network(self, device: Element) -> bool:
+        number = device.number("osdev_type") or 0
+        return bool(number & _NETWORK_BIT) if self._bits else number == _NETWORK
 
     def _nearest(self, element: Element) -> int | None:
         """The NUMA node that an object belongs to, if to one alone."""
@@ -155,6 +179,9 @@ class _Reader:
 
     def _function(self, element: Element, place: _Place) -> None:
         address = self._address(element)
+        if element.attributes.get("subtype") == "NVSwitch":
+            self._ends[element.attributes.get("gp_index", "")] = FABRIC_SWITCH
+            return
         match = _PCI_TYPE.match(element.attributes.get("pci_type", ""))
         if match is None:
             self._notes.add(f"{address}: no pci_type; ignored")
@@ -163,21 +190,21 @@ class _Reader:
         kind = kinds.accelerator(pci_class, vendor)
         if kind is not None:
             self._gpus[address] = _Gpu(kind, place, element, (vendor, device))
+            for each in (element, *element.all("object")):
+                self._ends[each.attributes.get("gp_index", "")] = address
         elif kinds.is_network(pci_class):
             self._network(element, address, place, (pci_class, vendor, device))
 
     def _network(
         self, function: Element, address: str, place: _Place, ids: tuple[int, int, int]
     ) -> None:
-        devices = {
-            kind: [each for each in function.all("object") if each.number("osdev_type") == kind]
-            for kind in (_NETWORK, _OPENFABRICS)
-        }
-        for device in devices[_OPENFABRICS]:
+        ports = [each for each in function.all("object") if self._is_rdma(each)]
+        for device in ports:
             self._rdma(device, place, function, ids[1])
-        if devices[_OPENFABRICS]:
+        if ports:
             return
-        names = [each.attributes.get("name", address) for each in devices[_NETWORK]]
+        interfaces = [each for each in function.all("object") if self._is_network(each)]
+        names = [each.attributes.get("name", address) for each in interfaces]
         # A file without any was made without looking for them: then the PCI ids tell.
         kind = "ethernet" if names else kinds.network(*ids)
         for name in names or [address]:

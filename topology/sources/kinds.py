@@ -11,7 +11,7 @@ MELLANOX, MELLANOX_OUI, AMAZON = 0x15B3, 0x02C9, 0x1D0F
 _ACCELERATORS: dict[int, AcceleratorKind] = {NVIDIA: "cuda", AMD: "rocm", HUAWEI: "ascend"}
 _STEMS: dict[AcceleratorKind, str] = {"cuda": "cuda", "ascend": "npu", "rocm": "rocm", "cpu": "cpu"}
 _BRIDGE, _DISPLAY, _PROCESSOR, _NETWORK = 0x0604, 0x03, 0x12, 0x02
-_INFINIBAND = 0x0207
+_INFINIBAND, _VGA = 0x0207, 0x0300
 _EFA_DEVICES = range(0xEFA0, 0xEFB0)
 
 
@@ -30,6 +30,8 @@ def accelerator(pci_class: int, vendor: int | None) -> AcceleratorKind | None:
 
     Display and processing functions of vendors without accelerators (a server's console) are none.
     """
+    if pci_class == _VGA and vendor == AMD:  # of ATI's, servers have consoles
+        return None
     return made_by(vendor) if is_display(pci_class) else None
 
 

@@ -27,6 +27,8 @@ class Element:
     attributes: dict[str, str]
     line: int
     children: list[Element] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """Pieces of the text between its tags."""
 
     def all(self, tag: str) -> Iterator[Element]:
         """The children of that tag."""
@@ -66,6 +68,8 @@ class _Reader:
         self._parser.SetParamEntityParsing(expat.XML_PARAM_ENTITY_PARSING_NEVER)
         self._parser.StartElementHandler = self._start
         self._parser.EndElementHandler = self._end
+        self._parser.buffer_text = True
+        self._parser.CharacterDataHandler = self._text
         self._parser.EntityDeclHandler = self._entity
 
     def read(self, text: bytes) -> Element:
@@ -91,6 +95,9 @@ class _Reader:
 
     def _end(self, _tag: str) -> None:
         self._open.pop()
+
+    def _text(self, text: str) -> None:
+        self._open[-1].texts.append(text)
 
     def _entity(self, name: str, *_declaration: object) -> None:
         raise self._refused(f"entity {name[:40]!r} is declared; no topology needs one")

@@ -163,6 +163,17 @@ def test_the_matrix_is_as_nvidia_smis() -> None:
     assert "NV" not in matrix(machine(nvlink=False))
 
 
+def test_links_that_nobody_counted() -> None:
+    links = tuple(
+        FabricLink(kind="nvlink", ends=(f"cuda{i}", "switch"), gbs=450.0) for i in range(2)
+    )
+    node = machine().model_copy(update={"fabric": links})
+    text = matrix(node)
+    assert text.splitlines()[1].split()[:3] == ["cuda0", "X", "NVL"]
+    assert "NVL   NVLinks, nobody knows how many" in text
+    assert "2 accelerators with NVLink to switches, 450 GB/s" in shown(Topology(nodes=(node,)))
+
+
 def test_the_matrix_of_nothing() -> None:
     empty = Node(id=0, hostname="h", numa=())
     assert matrix(empty) == "no accelerator and no RDMA NIC"

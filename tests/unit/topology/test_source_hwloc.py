@@ -82,7 +82,8 @@ def test_names_numbers_and_hosts(tmp_path: Path) -> None:
 
 
 def test_consoles_and_disks_are_neither(tmp_path: Path) -> None:
-    inside = function("01:00.0", "0300 [1d0f:1111]") + function("02:00.0", "0108 [1d0f:8061]")
+    ids = ("0300 [1d0f:1111]", "0108 [1d0f:8061]", "0300 [1002:515e]")
+    inside = "".join(function(f"0{n}:00.0", each) for n, each in enumerate(ids))
     (node,) = found(tmp_path, HOST.format(inside)).topology.nodes
     assert (node.accelerators, node.nics) == ((), ())
 
@@ -124,9 +125,101 @@ def test_two_numa_nodes_of_one_number_are_a_contradiction(tmp_path: Path) -> Non
     assert "NUMA node 0: cpus is (1,) here and (0,)" in seen.notes[0].message
 
 
-@pytest.mark.parametrize("version", ["", 'version="1.11"', 'version="3.0"'])
+def test_types_are_bits_in_hwloc_3(tmp_path: Path) -> None:
+    devices = ['name="mlx5_0" osdev_type="32">', 'name="usnic_0" osdev_type="48">']
+    cards = [
+        function("01:00.0", "0200 [15b3:1021]", devices[0], 'name="ens1" osdev_type="16">'),
+        function("02:00.0", "0200 [1137:0043]", devices[1]),
+        function("03:00.0", "0200 [8086:1572]", 'name="ens2" osdev_type="16">'),
+    ]
+    nics = found(tmp_path, HOST.format("".join(cards)), 'version="3.0"').topology.nodes[0].nics
+    assert [(n.id, n.kind) for n in nics] == [
+        ("mlx5_0", "cx"),
+        ("usnic_0", "infiniband"),
+        ("ens2", "ethernet"),
+    ]
+
+
+def linked(tmp_path: Path, matrix: str, gpus: int = 2) -> Discovery:
+    """GPUs whose nvml devices are 10, 11, …, a switch of two ports 20 and 21; a matrix."""
+    functions = [
+        function(f"0{n}:00.0", "0302 [10de:1db8]", f'gp_index="{10 + n}" name="nvml{n}">')
+        for n in range(gpus)
+    ]
+    functions += [
+        f'<object type="PCIDev" gp_index="{20 + n}" subtype="NVSwitch" pci_busid="0a:0{n}.0"/>'
+        for n in range(2)
+    ]
+    file = tmp_path / "machine.xml"
+    file.write_text(
+        '<topology version="2.0"><object type="Machine" nodeset="0x1">'
+        f"{HOST.format(''.join(functions))}</object>{matrix}</topology>"
+    )
+    return read(file)
+
+
+def matrix(objects: str, values: str, name: str = "NVLinkBandwidth", tag: str = "hetero") -> str:
+    """As hwloc writes them: long lists in several elements."""
+    words = values.split()
+    halves = (words[: len(words) // 2], words[len(words) // 2 :])
+    parts = "".join(f"<u64values>{' '.join(half)} </u64values>" for half in halves)
+    return (
+        f'<distances2{tag} type="OSDev" name="{name}"><indexes>{objects} </indexes>'
+        f"{parts}</distances2{tag}>"
+    )
+
+
+def fabric(seen: Discovery) -> list[tuple[str, tuple[str, str], float | None]]:
+    return [(link.kind, link.ends, link.gbs) for link in seen.topology.nodes[0].fabric]
+
+
+@pytest.mark.parametrize(
+    ("objects", "values", "wanted"),
+    [
+        ("OSDev:10 OSDev:11", "1000000 50000 50000 1000000", [(("cuda0", "cuda1"), 50.0)]),
+        (
+            "OSDev:10 OSDev:11 PCIDev:20 PCIDev:21",
+            "9 0 25000 50000  0 9 25000 50000  25000 25000 9 0  50000 50000 0 9",
+            [(("cuda0", "switch"), 75.0), (("cuda1", "switch"), 75.0)],
+        ),
+        ("OSDev:10 Package:3", "9 40000 40000 9", [(("cuda0", "host"), 40.0)]),
+        ("OSDev:10 OSDev:99 PCIDev:98", "9 1 1 1 9 1 1 1 9", []),
+    ],
+)
+def test_links_by_matrix(
+    tmp_path: Path, objects: str, values: str, wanted: list[tuple[tuple[str, str], float]]
+) -> None:
+    seen = linked(tmp_path, matrix(objects, values + " "))
+    assert fabric(seen) == [("nvlink", ends, gbs) for ends, gbs in wanted]
+    assert [note.message[:5] for note in seen.notes] == ([] if wanted else ["links"])
+
+
+def test_a_matrix_of_one_type_and_one_of_something_else(tmp_path: Path) -> None:
+    both = matrix("10 11", "9 64000 64000 9 ", "XGMIBandwidth", "") + matrix(
+        "10 11", "9 1 1 9 ", "XGMIHops", ""
+    )
+    assert fabric(linked(tmp_path, both)) == [("xgmi", ("cuda0", "cuda1"), 64.0)]
+
+
+@pytest.mark.parametrize(
+    ("objects", "values", "noted"),
+    [
+        ("OSDev:10 OSDev:11", "9 50000 25000 9 ", "cuda1 to cuda0 is 25000 MB/s, and 50000 back"),
+        ("OSDev:10 OSDev:11", "9 50000 ", "a matrix of 2 objects, 2 values; ignored"),
+        ("OSDev:10 OSDev:11", "9 -5 5 9 ", "a matrix of 2 objects, 4 values; ignored"),
+        ("", "", "a matrix of 0 objects"),
+        ("OSDev:10 " * 600, "0 ", "a matrix of 600 objects"),
+    ],
+)
+def test_a_matrix_that_does_not_fit_is_a_note(
+    tmp_path: Path, objects: str, values: str, noted: str
+) -> None:
+    assert noted in linked(tmp_path, matrix(objects, values)).notes[0].message
+
+
+@pytest.mark.parametrize("version", ["", 'version="1.11"', 'version="4.0"'])
 def test_other_versions_are_refused(tmp_path: Path, version: str) -> None:
-    with pytest.raises(InputFileError, match=r"expected 2\.x"):
+    with pytest.raises(InputFileError, match=r"expected 2\.x or 3\.x"):
         found(tmp_path, "", version=version)
 
 
