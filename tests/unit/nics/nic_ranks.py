@@ -56,6 +56,7 @@ class Rank:
         nbytes: int = 1 << 20,
         shared: bool = True,
         backend: NicBackend | None = None,
+        device: str = "soft0",
         **values: Any,
     ) -> None:
         self.rank = rank
@@ -64,7 +65,7 @@ class Rank:
         self.pad = self.pad_memory.address
         runtime.pad_format(self.pad, SIGNALS)
         self.session: NicSession = (backend or Cx7Nic()).open(
-            "soft0", "soft", rank, settings(**values)
+            device, "soft", rank, settings(**values)
         )
 
     def count(self, signal: int) -> int:
