@@ -75,25 +75,35 @@ def capacities(all_lanes: Sequence[tuple[Lane, ...]]) -> dict[Link, float]:
     return found
 
 
-def loads(
-    table: RouteTable,
-    placement: WorldPlacement,
-    sent: Callable[[RouteClass], float],
-) -> Iterator[tuple[float, float, float]]:
-    """(bytes, GB/s, longest latency of its routes) of each link, where the pairs of a class each send
-    ``sent`` bytes."""
-    every = [(route, lanes(route, table, placement)) for route in table.classes]
-    rate = capacities([own for _, own in every])
-    total: defaultdict[Link, float] = defaultdict(float)
-    latency: defaultdict[Link, float] = defaultdict(float)
-    for route, own in every:
-        nbytes = sent(route) * route.pairs
-        for lane in own:
-            for link, _ in lane.links:
-                total[link] += lane.share * nbytes / placement.sites[link.site].count
+class SharedLinks:
+    """The links of a world, and what its routes put on them."""
+
+    def __init__(self, table: RouteTable, placement: WorldPlacement) -> None:
+        self.table = table
+        self.placement = placement
+        every = [lanes(route, table, placement) for route in table.classes]
+        self._rates = capacities(every)
+        self._shares: list[list[tuple[Link, float]]] = [  # of a class' bytes, on each node
+            [
+                (link, lane.share * route.pairs / placement.sites[link.site].count)
+                for lane in own
+                for link, _ in lane.links
+            ]
+            for route, own in zip(table.classes, every, strict=True)
+        ]
+
+    def loads(self, sent: Callable[[RouteClass], float]) -> Iterator[tuple[float, float, float]]:
+        """(bytes, GB/s, longest latency of its routes) of each link that carries anything, where the
+        pairs of a class each send ``sent`` bytes."""
+        total: defaultdict[Link, float] = defaultdict(float)
+        latency: defaultdict[Link, float] = defaultdict(float)
+        for route, shares in zip(self.table.classes, self._shares, strict=True):
+            nbytes = sent(route)
+            for link, share in shares if nbytes else ():
+                total[link] += share * nbytes
                 latency[link] = max(latency[link], route.latency_us)
-    for link, nbytes in total.items():
-        yield nbytes, rate[link], latency[link]
+        for link, nbytes in total.items():
+            yield nbytes, self._rates[link], latency[link]
 
 
 _Links = tuple[tuple[Link, float], ...]

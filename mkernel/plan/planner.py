@@ -32,6 +32,7 @@ from mkernel.plan.order import ConsumptionOrder
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.topology.cost import MachineConstants, default_constants
 from mkernel.topology.kinds import NodeKinds, node_kinds
+from mkernel.topology.lanes import SharedLinks
 from mkernel.topology.model import Topology
 from mkernel.topology.placement import NOT_PINNED, Pinning, place
 from mkernel.topology.routing import routes
@@ -232,7 +233,8 @@ def _planned(
     kinds, ranks_per_node = places.kinds, places.ranks_per_node
     nodes = len(kinds.of)
     placement = place(kinds, ranks_per_node, nics=nodes > 1, pinning=places.pinning)
-    links = routes(kinds, placement, constants)
+    table = routes(kinds, placement, constants)
+    links = SharedLinks(table, placement)
     tiles, rows = None, None
     if choice.unit == "rows":
         rows = chunking.row_chunk(shape, len(placement), choice.chunk, choice.row_chunks)
@@ -247,7 +249,7 @@ def _planned(
             exchange: Exchange, tiles: Chunking | None, resources: Resources
         ) -> Prediction:
             return predict.predict(
-                op, shape, dtype, out_dtype, placement, links, exchange, tiles, resources, constants
+                op, shape, dtype, out_dtype, links, exchange, tiles, resources, constants
             )
 
         exchange, considered = choose(
@@ -288,7 +290,7 @@ def _planned(
         nic=between[0],
         verbs=between[1],
         placement=placement,
-        routes=links,
+        routes=table,
         exchange=exchange,
         chunking=tiles,
         rows_per_chunk=rows,

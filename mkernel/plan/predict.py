@@ -23,9 +23,8 @@ from mkernel.topology.cost import (
     gemm_us,
     transfer_us,
 )
-from mkernel.topology.lanes import loads
-from mkernel.topology.placement import WorldPlacement
-from mkernel.topology.routes import RouteClass, RouteTable
+from mkernel.topology.lanes import SharedLinks
+from mkernel.topology.routes import RouteClass
 
 
 def predict(
@@ -33,8 +32,7 @@ def predict(
     shape: Shape,
     dtype: DtypeName,
     out_dtype: DtypeName,
-    placement: WorldPlacement,
-    routes: RouteTable,
+    links: SharedLinks,
     exchange: Exchange,
     chunking: Chunking | None,
     resources: Resources,
@@ -43,17 +41,16 @@ def predict(
     """The prediction of any op: schedule-aware where tiles are planned, else the closed form."""
     if op == "all_gather_gemm" and isinstance(shape, GemmShape) and chunking is not None:
         return all_gather_gemm(
-            shape, dtype, out_dtype, placement, routes, exchange, chunking, resources, constants
+            shape, dtype, out_dtype, links, exchange, chunking, resources, constants
         )
-    return closed_form(op, shape, dtype, placement, routes, exchange, resources, constants)
+    return closed_form(op, shape, dtype, links, exchange, resources, constants)
 
 
 def closed_form(
     op: OpName,
     shape: Shape,
     dtype: DtypeName,
-    placement: WorldPlacement,
-    routes: RouteTable,
+    links: SharedLinks,
     exchange: Exchange,
     resources: Resources,
     constants: MachineConstants,
@@ -65,13 +62,13 @@ def closed_form(
     T·k/W·I·s. Ring attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a peer.
     pipelined = max(T_c, T_m) + launch, the floor; sequential = T_c + T_m + launch.
     """
-    world = len(placement)
+    world = len(links.placement)
     rate = constants.tflops_per_core(dtype) * resources.compute_blocks * 1e6  # flop a microsecond
     compute = work(shape, world) / rate
     comm = 0.0
     if world > 1:
         payload = sum(payloads(op, shape, dtype, world))
-        comm = max(_link_times(payload, placement, routes, exchange, 1, resources, constants))
+        comm = max(_link_times(payload, links, exchange, 1, resources, constants))
     return Prediction(
         compute_us=compute,
         comm_us=comm,
@@ -123,8 +120,7 @@ def all_gather_gemm(
     shape: GemmShape,
     dtype: DtypeName,
     out_dtype: DtypeName,
-    placement: WorldPlacement,
-    routes: RouteTable,
+    links: SharedLinks,
     exchange: Exchange,
     chunking: Chunking,
     resources: Resources,
@@ -140,7 +136,7 @@ def all_gather_gemm(
     not cover, T_m + the last tile): never below max(T_c, T_m), never above sequential. Both also
     include one launch; T_c and T_m do not.
     """
-    world = len(placement)
+    world = len(links.placement)
     rate = constants.tflops_per_core(dtype)
     compute = gemm_us(
         shape.m,
@@ -166,11 +162,12 @@ def all_gather_gemm(
 
     shard = shape.m // world * shape.k * DTYPE_BYTES[dtype]
     chunks = chunking.chunks_per_rank
-    comm = max(_link_times(shard, placement, routes, exchange, chunks, resources, constants))
+    comm = max(_link_times(shard, links, exchange, chunks, resources, constants))
 
     chunk_bytes = shard / chunks
     first = constants.signal_us + min(
-        transfer_us(chunk_bytes, route.bandwidth_gbs, route.latency_us) for route in routes.classes
+        transfer_us(chunk_bytes, route.bandwidth_gbs, route.latency_us)
+        for route in links.table.classes
     )
     exposed = max(0.0, min(first, comm) - compute / world)
     tile = gemm_tile_us(chunking.tile_m, chunking.tile_n, shape.k, rate)
@@ -186,8 +183,7 @@ def all_gather_gemm(
 
 def _link_times(
     payload: float,
-    placement: WorldPlacement,
-    routes: RouteTable,
+    links: SharedLinks,
     exchange: Exchange,
     chunks: int,
     resources: Resources,
@@ -195,7 +191,7 @@ def _link_times(
 ) -> list[float]:
     """Busy time of each link, and of the blocks that serve a rank's destinations: each neighbour is
     one, and so are all other nodes together."""
-    nodes, each = placement.nodes, placement.ranks_per_node
+    nodes, each = links.placement.nodes, links.placement.ranks_per_node
     once = exchange == "hierarchical"
     near = payload * (nodes if once else 1)
     far = payload * (nodes - 1) * (1 if once else each)
@@ -205,7 +201,7 @@ def _link_times(
             return near
         return payload if not once or route.src_local == route.dst_local else 0.0
 
-    times = [transfer_us(*load) for load in loads(routes, placement, sent) if load[0]]
+    times = [transfer_us(*load) for load in links.loads(sent)]
     blocks = resources.comm_blocks / max(1, each - 1 + (nodes > 1))
     rate = max(blocks * constants.comm_block_gbs, constants.copy_engine_gbs or 0.0)
     for nbytes in (near * (each > 1), far):

@@ -64,7 +64,7 @@ class Schedule:
         """The own node, then others: single ones first, then runs that grow up to a limit."""
         nodes, sites = self.plan.nodes, len(self.plan.placement.sites)
         pairs = (sites * self.plan.ranks_per_node) ** 2
-        most = max(8, self.detail // pairs)  # steps that the detail allows
+        most = max(4, self.detail // pairs)  # steps that the detail allows
         longest = 1 if nodes <= most or self._explicit else -(-2 * nodes // most)
         found, at, size = [Step(0, 1)], 1, 1
         while at < nodes:
