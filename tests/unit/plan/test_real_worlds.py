@@ -1,0 +1,73 @@
+"""Plans for published machines, where the files lie beside the project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mkernel.cli.plan import PlanReport, command
+from mkernel.plan.model import LaunchPlan
+
+FOLDER = Path(__file__).parents[4] / "shared/topologies"
+
+
+def planned(name: str, *flags: str, nodes: int = 16) -> str:
+    file = FOLDER / name
+    if not file.exists():
+        pytest.skip(f"{name} is not here: published machines are not part of the project")
+    app = typer.Typer()
+    app.command()(command)
+    size = ("--nodes", str(nodes), "--ranks-per-node", "8", "--m", "131072", "--k", "8192")
+    arguments = ["ag_gemm", "--topology", str(file), *size, "--n", "28672", "--json", *flags]
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCELERATOR", "NIC", "VERBS", "PATH", "CONSTANTS"):
+        monkeypatch.delenv(f"MKERNEL_{name}", raising=False)
+
+
+def test_p5_stripes_over_four_rails_below_the_own_switch() -> None:
+    made = LaunchPlan.model_validate_json(planned("hwloc-aws-p5.xml"))
+    assert (made.accelerator, made.nic, made.verbs) == ("hopper", "efa", "system")
+    seats = made.placement.sites[0].seats
+    assert len({nic for seat in seats for nic in seat.nics}) == 32
+    for local in range(8):
+        route = made.route(local, 8 + local)
+        assert (route.kind, route.staged) == ("nic", ())
+        assert [(rail.src_nic, rail.dst_nic) for rail in route.rails] == [
+            (nic, nic) for nic in seats[local].nics
+        ]
+
+
+def test_p4d_has_a_nic_for_two_gpus() -> None:
+    made = LaunchPlan.model_validate_json(planned("nccl-aws-p4d.xml"))
+    seats = made.placement.sites[0].seats
+    assert [seat.nics for seat in seats[::2]] == [seat.nics for seat in seats[1::2]]
+    assert len({seat.nics for seat in seats}) == 4
+    assert made.route(0, 9).staged == ()
+
+
+def test_ndv4_has_a_nic_for_every_gpu_with_the_cpus_of_its_numa_node() -> None:
+    made = LaunchPlan.model_validate_json(planned("nccl-azure-ndv4.xml"))
+    seats = made.placement.sites[0].seats
+    assert len({seat.nics for seat in seats}) == 8
+    assert {len(seat.nics) for seat in seats} == {1}
+    assert [seat.proxy_cpus for seat in seats[::2]] == [seat.proxy_cpus for seat in seats[1::2]]
+    assert len({seat.proxy_cpus for seat in seats}) == 4
+
+
+@pytest.mark.parametrize("name", ["hwloc-aws-p5.xml", "nccl-aws-p4d.xml", "nccl-azure-ndv4.xml"])
+def test_a_thousand_nodes_are_simulated(name: str) -> None:
+    report = PlanReport.model_validate_json(planned(name, "--simulate", nodes=1024))
+    found = report.simulation
+    assert found is not None
+    assert found.floor_us <= found.time_us < 1.2 * found.floor_us
+    assert sum(one.pairs for one in report.plan.routes.classes) == 8192 * 8191
