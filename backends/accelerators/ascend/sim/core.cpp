@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <new>
@@ -78,11 +79,17 @@ Core::Core(const Environment& environment, CoreKind kind, std::uint32_t index, s
       index_(index),
       count_(count),
       memory_(memory),
-      trace_(trace) {}
+      trace_(trace) {
+    if (environment.strict) strict_.emplace(*environment.strict, kind, index, name());
+}
+
+std::string Core::name() const {
+    return "rank " + std::to_string(environment_.rank) + " " + name_of(kind_) + " core " +
+           std::to_string(index_);
+}
 
 void Core::fail(const char* instruction, const std::string& what) const {
-    throw IsaError("rank " + std::to_string(environment_.rank) + " " + name_of(kind_) + " core " +
-                   std::to_string(index_) + ", " + instruction + ": " + what);
+    throw IsaError(name() + ", " + instruction + ": " + what + " (" + place(where_) + ")");
 }
 
 std::byte* Core::check(const char* instruction, const Tile& tile) const {
@@ -120,13 +127,8 @@ void Core::check(const char* instruction, const GlobalView& view, bool write) co
                           " bytes of global memory outside the call's tensors and workspaces");
 }
 
-void Core::copy(std::byte* to, std::int64_t to_stride, const std::byte* from,
-                std::int64_t from_stride, std::size_t lines, std::size_t line_bytes) const {
-    if (environment_.dry) return;
-    copy_rectangle(to, to_stride, from, from_stride, lines, line_bytes);
-}
-
-void Core::tload(const Tile& to, const GlobalView& from) {
+void Core::tload(const Tile& to, const GlobalView& from, Where where) {
+    where_ = where;
     std::byte* tile = check("TLOAD", to);
     check("TLOAD", from, false);
     if (to.buffer != Buffer::L1 && to.buffer != Buffer::UB) {
@@ -137,26 +139,30 @@ void Core::tload(const Tile& to, const GlobalView& from) {
         fail("TLOAD", describe(to) + ": the view is " + std::to_string(from.rows) + "x" +
                           std::to_string(from.cols));
     }
-    const std::size_t size = bytes_of(to.dtype);
-    if (to.layout == Layout::row) {
-        if (from.col_stride != 1) fail("TLOAD", "a row-major tile needs contiguous rows in memory");
-        copy(tile, static_cast<std::int64_t>(to.cols * size), from.base,
-             from.row_stride * static_cast<std::int64_t>(size), from.rows, from.cols * size);
-    } else {
-        if (from.row_stride != 1) {
-            fail("TLOAD", "a column-major tile needs contiguous columns in memory");
-        }
-        copy(tile, static_cast<std::int64_t>(to.rows * size), from.base,
-             from.col_stride * static_cast<std::int64_t>(size), from.cols, from.rows * size);
+    const auto size = static_cast<std::int64_t>(bytes_of(to.dtype));
+    if (to.layout == Layout::row ? from.col_stride != 1 : from.row_stride != 1) {
+        fail("TLOAD", to.layout == Layout::row
+                          ? "a row-major tile needs contiguous rows in memory"
+                          : "a column-major tile needs contiguous columns in memory");
     }
+    execute("TLOAD", Pipe::MTE2, {reads(from), writes(to)}, [=] {
+        if (to.layout == Layout::row) {
+            copy_rectangle(tile, to.cols * size, from.base, from.row_stride * size, from.rows,
+                           from.cols * size);
+        } else {
+            copy_rectangle(tile, to.rows * size, from.base, from.col_stride * size, from.cols,
+                           from.rows * size);
+        }
+    });
     record({.kind = Kind::tload,
             .pipe = Pipe::MTE2,
             .chunk = chunk_,
             .peer = environment_.rank,
-            .amount = std::uint64_t{from.rows} * from.cols * size});
+            .amount = std::uint64_t{from.rows} * from.cols * bytes_of(to.dtype)});
 }
 
-void Core::tstore(const GlobalView& to, const Tile& from) {
+void Core::tstore(const GlobalView& to, const Tile& from, Where where) {
+    where_ = where;
     const std::byte* tile = check("TSTORE", from);
     check("TSTORE", to, true);
     if (to.rows != from.valid_rows || to.cols != from.valid_cols) {
@@ -164,28 +170,32 @@ void Core::tstore(const GlobalView& to, const Tile& from) {
                            std::to_string(to.cols));
     }
     if (to.col_stride != 1) fail("TSTORE", "the view's rows must be contiguous");
-    const std::size_t size = bytes_of(to.dtype);
-    if (from.buffer == Buffer::L0C) {
-        const MatrixUnit& unit = matrix_unit();
-        if (!environment_.dry)
-            unit.unpack_c(to.base, to.dtype, to.row_stride, reinterpret_cast<const float*>(tile),
-                          from.rows / unit.mr, to.rows, to.cols);
-    } else if (from.buffer == Buffer::UB && from.dtype == to.dtype) {
-        copy(to.base, to.row_stride * static_cast<std::int64_t>(size), tile,
-             static_cast<std::int64_t>(from.cols * size), to.rows, to.cols * size);
-    } else {
+    const auto size = static_cast<std::int64_t>(bytes_of(to.dtype));
+    const Pipe pipe = from.buffer == Buffer::L0C ? Pipe::FIX : Pipe::MTE3;
+    if (pipe == Pipe::MTE3 && (from.buffer != Buffer::UB || from.dtype != to.dtype)) {
         fail("TSTORE", describe(from) + ": stores come from UB (same dtype) or L0C");
     }
+    execute("TSTORE", pipe, {reads(from), writes(to)}, [=, &unit = matrix_unit()] {
+        if (pipe == Pipe::FIX) {
+            unit.unpack_c(to.base, to.dtype, to.row_stride, reinterpret_cast<const float*>(tile),
+                          from.rows / unit.mr, to.rows, to.cols);
+        } else {
+            copy_rectangle(to.base, to.row_stride * size, tile, from.cols * size, to.rows,
+                           to.cols * size);
+        }
+    });
     record({.kind = Kind::tstore,
-            .pipe = from.buffer == Buffer::L0C ? Pipe::FIX : Pipe::MTE3,
+            .pipe = pipe,
             .chunk = chunk_,
             .peer = environment_.rank,
-            .amount = std::uint64_t{to.rows} * to.cols * size});
+            .amount = std::uint64_t{to.rows} * to.cols * bytes_of(to.dtype)});
     // A cube core has just finished an output tile: a good place to let urgent cores run.
     if (kind_ == CoreKind::aic && !environment_.dry) environment_.scheduler->yield(priority());
 }
 
-void Core::textract(const Tile& to, const Tile& from, std::uint32_t row, std::uint32_t col) {
+void Core::textract(const Tile& to, const Tile& from, std::uint32_t row, std::uint32_t col,
+                    Where where) {
+    where_ = where;
     std::byte* out = check("TEXTRACT", to);
     const std::byte* in = check("TEXTRACT", from);
     if (from.buffer != Buffer::L1 || (to.buffer != Buffer::L0A && to.buffer != Buffer::L0B)) {
@@ -203,18 +213,20 @@ void Core::textract(const Tile& to, const Tile& from, std::uint32_t row, std::ui
     const Source source{
         in + (row * row_stride + col * col_stride) * static_cast<std::int64_t>(size), from.dtype,
         row_stride, col_stride};
-    const MatrixUnit& unit = matrix_unit();
     // The matrix unit's granule; also what keeps the padded float32 form inside the tile.
     if (to.rows % 16 != 0 || to.cols % (to.buffer == Buffer::L0B ? 32 : 16) != 0) {
         fail("TEXTRACT", describe(to) + ": L0A tiles are multiples of 16x16, L0B tiles of 16x32");
     }
-    if (environment_.dry) {
-        // recorded below
-    } else if (to.buffer == Buffer::L0A) {
-        unit.pack_a(reinterpret_cast<float*>(out), to.cols, source, to.valid_rows, to.valid_cols);
-    } else {
-        unit.pack_b(reinterpret_cast<float*>(out), source, to.valid_rows, to.valid_cols);
-    }
+    execute("TEXTRACT", Pipe::MTE1,
+            {reads(from, row, col, to.valid_rows, to.valid_cols), writes(to)},
+            [=, &unit = matrix_unit()] {
+                auto* packed = reinterpret_cast<float*>(out);
+                if (to.buffer == Buffer::L0A) {
+                    unit.pack_a(packed, to.cols, source, to.valid_rows, to.valid_cols);
+                } else {
+                    unit.pack_b(packed, source, to.valid_rows, to.valid_cols);
+                }
+            });
     record({.kind = Kind::textract,
             .pipe = Pipe::MTE1,
             .chunk = chunk_,
@@ -239,12 +251,17 @@ void Core::multiply(const char* instruction, const Tile& c, const Tile& a, const
         fail(instruction,
              "shapes do not match: " + describe(a) + ", " + describe(b) + ", " + describe(c));
     }
-    const MatrixUnit& unit = matrix_unit();
-    if (!environment_.dry)
+    const auto effect = [=, &unit = matrix_unit()] {
         unit.multiply(reinterpret_cast<float*>(sum), c.rows / unit.mr,
                       reinterpret_cast<const float*>(left), a.cols,
                       reinterpret_cast<const float*>(right), a.valid_rows, b.valid_cols,
                       a.valid_cols, accumulate);
+    };
+    if (accumulate) {
+        execute(instruction, Pipe::M, {reads(a), reads(b), reads(c), writes(c)}, effect);
+    } else {
+        execute(instruction, Pipe::M, {reads(a), reads(b), writes(c)}, effect);
+    }
     record({.kind = accumulate ? Kind::tmatmul_acc : Kind::tmatmul,
             .pipe = Pipe::M,
             .chunk = chunk_,
@@ -254,17 +271,20 @@ void Core::multiply(const char* instruction, const Tile& c, const Tile& a, const
             .width = bytes_of(a.dtype)});
 }
 
-void Core::tmatmul(const Tile& c, const Tile& a, const Tile& b) {
+void Core::tmatmul(const Tile& c, const Tile& a, const Tile& b, Where where) {
+    where_ = where;
     multiply("TMATMUL", c, a, b, false);
 }
 
-void Core::tmatmul_acc(const Tile& c, const Tile& a, const Tile& b) {
+void Core::tmatmul_acc(const Tile& c, const Tile& a, const Tile& b, Where where) {
+    where_ = where;
     multiply("TMATMUL_ACC", c, a, b, true);
 }
 
 void Core::tput(std::uint32_t peer, const GlobalView& to, const GlobalView& from, const Tile& ping,
-                const Tile& pong) {
-    std::byte* halves[2] = {check("TPUT", ping), check("TPUT", pong)};
+                const Tile& pong, Where where) {
+    where_ = where;
+    const std::array halves{check("TPUT", ping), check("TPUT", pong)};
     check("TPUT", from, false);
     check("TPUT", to, true);
     if (to.rows != from.rows || to.cols != from.cols || to.dtype != from.dtype ||
@@ -279,11 +299,20 @@ void Core::tput(std::uint32_t peer, const GlobalView& to, const GlobalView& from
     if (step == 0)
         fail("TPUT", describe(ping) + " does not hold one row of " + std::to_string(line));
     const auto size = static_cast<std::int64_t>(bytes_of(from.dtype));
-    const auto packed = static_cast<std::int64_t>(line);
-    for (std::uint32_t row = 0, half = 0; row < from.rows; row += step, half ^= 1) {
-        const std::uint32_t rows = std::min(step, from.rows - row);
-        copy(halves[half], packed, from.at(row, 0), from.row_stride * size, rows, line);
-        copy(to.at(row, 0), to.row_stride * size, halves[half], packed, rows, line);
+    const auto effect = [=, dry = environment_.dry] {
+        if (dry) return;
+        const auto packed = static_cast<std::int64_t>(line);
+        for (std::uint32_t row = 0, half = 0; row < from.rows; row += step, half ^= 1) {
+            const std::uint32_t rows = std::min(step, from.rows - row);
+            copy_rectangle(halves[half], packed, from.at(row, 0), from.row_stride * size, rows,
+                           line);
+            copy_rectangle(to.at(row, 0), to.row_stride * size, halves[half], packed, rows, line);
+        }
+    };
+    if (strict_) {
+        strict_->put({"TPUT", where_}, to, from, ping, pong, effect);
+    } else {
+        effect();
     }
     record({.kind = Kind::tput,
             .pipe = Pipe::MTE3,
@@ -292,15 +321,18 @@ void Core::tput(std::uint32_t peer, const GlobalView& to, const GlobalView& from
             .amount = std::uint64_t{from.rows} * line});
 }
 
-void Core::set_flag(Pipe source, Pipe waiting, std::uint32_t event) {
+void Core::set_flag(Pipe source, Pipe waiting, std::uint32_t event, Where where) {
+    where_ = where;
+    if (strict_ && !strict_->executes_sync()) return;
     auto& flag = flags_[static_cast<int>(source)][static_cast<int>(waiting)][event % isa::kEvents];
     if (event >= isa::kEvents) fail("SET_FLAG", "event " + std::to_string(event) + " of 8");
-    if (flag != 0) {
+    if (flag.set) {
         fail("SET_FLAG", std::string(name_of(source)) + "→" + name_of(waiting) + " event " +
                              std::to_string(event) +
                              " is already set and nobody has waited for it");
     }
-    flag = 1;
+    flag = {true, where};
+    if (strict_) strict_->set_flag({"SET_FLAG", where_}, source, waiting, event);
     record({.kind = Kind::set_flag,
             .pipe = source,
             .other = waiting,
@@ -308,15 +340,18 @@ void Core::set_flag(Pipe source, Pipe waiting, std::uint32_t event) {
             .chunk = chunk_});
 }
 
-void Core::wait_flag(Pipe source, Pipe waiting, std::uint32_t event) {
+void Core::wait_flag(Pipe source, Pipe waiting, std::uint32_t event, Where where) {
+    where_ = where;
+    if (strict_ && !strict_->executes_sync()) return;
     auto& flag = flags_[static_cast<int>(source)][static_cast<int>(waiting)][event % isa::kEvents];
     if (event >= isa::kEvents) fail("WAIT_FLAG", "event " + std::to_string(event) + " of 8");
-    if (flag == 0) {
+    if (!flag.set) {
         fail("WAIT_FLAG", std::string(name_of(source)) + "→" + name_of(waiting) + " event " +
                               std::to_string(event) + " was not set before: pipe " +
                               name_of(waiting) + " would wait for ever");
     }
-    flag = 0;
+    flag.set = false;
+    if (strict_) strict_->wait_flag(source, waiting, event);
     record({.kind = Kind::wait_flag,
             .pipe = source,
             .other = waiting,
@@ -325,15 +360,29 @@ void Core::wait_flag(Pipe source, Pipe waiting, std::uint32_t event) {
 }
 
 void Core::pipe_barrier(Pipe pipe) {
+    if (strict_) {
+        if (!strict_->executes_sync()) return;
+        strict_->barrier(pipe);
+    }
     record({.kind = Kind::barrier, .pipe = pipe, .chunk = chunk_});
 }
 
 void Core::fence() {
+    if (strict_) {
+        if (!strict_->executes_sync()) return;
+        strict_->fence();
+    }
     // Instructions took effect in this thread already; tnotify and the FIFO's commit word release.
     record({.kind = Kind::fence, .pipe = Pipe::S, .chunk = chunk_});
 }
 
-void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value) {
+void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value,
+                   Where where) {
+    where_ = where;
+    if (strict_) {
+        strict_->publish({"TNOTIFY", where_}, "raises signal " + std::to_string(signal) +
+                                                  " of rank " + std::to_string(peer));
+    }
     if (!environment_.dry) runtime::SignalPad(pad).add(signal, value);
     record({.kind = Kind::tnotify,
             .pipe = Pipe::S,
@@ -352,7 +401,8 @@ runtime::Diagnosis Core::diagnosis(std::uint32_t peer) const {
             .op = environment_.op};
 }
 
-bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer) {
+bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer, Where where) {
+    where_ = where;
     record({.kind = Kind::twait,
             .pipe = Pipe::S,
             .chunk = chunk_,
@@ -378,7 +428,12 @@ bool Core::ttest(std::uint32_t signal, std::uint64_t value) {
     return trace_ == nullptr && environment_.pad.load(signal) >= value;
 }
 
-bool Core::nic_put(const nics::PutCommand& command) {
+bool Core::nic_put(const nics::PutCommand& command, Where where) {
+    where_ = where;
+    if (strict_) {
+        strict_->publish({"NIC_PUT", where_},
+                         "queues a put to rank " + std::to_string(command.peer));
+    }
     if (environment_.fifo == nullptr && !environment_.dry) {
         fail("NIC_PUT", "rank " + std::to_string(command.peer) +
                             " is on another node, but the call has no command FIFO");
@@ -406,10 +461,13 @@ bool Core::nic_put(const nics::PutCommand& command) {
 
 void Core::finish(bool complete) {
     if (!complete) return;
+    if (strict_) strict_->drain();
     for (int source = 0; source < isa::kPipes; ++source) {
         for (int waiting = 0; waiting < isa::kPipes; ++waiting) {
             for (int event = 0; event < isa::kEvents; ++event) {
-                if (flags_[source][waiting][event] == 0) continue;
+                const auto& flag = flags_[source][waiting][event];
+                if (!flag.set) continue;
+                where_ = flag.where;
                 fail("end of kernel", std::string("flag ") + name_of(static_cast<Pipe>(source)) +
                                           "→" + name_of(static_cast<Pipe>(waiting)) + " event " +
                                           std::to_string(event) + " was set and never waited for");

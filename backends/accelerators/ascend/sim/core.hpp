@@ -5,8 +5,11 @@
 // deadlock on hardware), set twice or left over at the end is an error. With a trace vector each
 // instruction is also recorded for the timed model.
 //
+// Strict form (strict.hpp): pipes are asynchronous, and what flags and barriers leave unordered is
+// an error; with a seed, instructions also take effect later, in any order that they allow.
+//
 // A kernel is a template over the core type and uses only the public members up to "host side", so
-// that another core type (strict simulation, a real device) can run the same source.
+// that another core type (a real device) can run the same source. `where` is the kernel's line.
 //
 // Signals, fences and puts:
 //   fence()    all pipes of the core are drained and what they wrote is visible to whoever sees a
@@ -19,25 +22,21 @@
 
 #include <cstdint>
 #include <memory>
-#include <span>
-#include <stdexcept>
+#include <optional>
+#include <source_location>
 #include <string>
 #include <vector>
 
 #include "backends/accelerators/ascend/isa/pipe.hpp"
 #include "backends/accelerators/ascend/isa/tile.hpp"
+#include "backends/accelerators/ascend/sim/isa_error.hpp"
 #include "backends/accelerators/ascend/sim/scheduler.hpp"
+#include "backends/accelerators/ascend/sim/strict.hpp"
 #include "backends/accelerators/ascend/sim/trace.hpp"
 #include "backends/nics/fifo_device.hpp"
 #include "backends/runtime/signal_pad.hpp"
 
 namespace mkernel::ascend::sim {
-
-// An instruction that hardware would punish: names core, instruction and buffer range.
-class IsaError : public std::runtime_error {
-  public:
-    using std::runtime_error::runtime_error;
-};
 
 // Global memory that a kernel may touch.
 struct GmRange {
@@ -59,6 +58,7 @@ struct Environment {
     // address is touched. For traces of worlds and shapes that this machine could not run in
     // reasonable time.
     bool dry = false;
+    std::optional<StrictOptions> strict;
 };
 
 // On-chip memory of one core; a host thread keeps one and lends it to the core it runs.
@@ -87,29 +87,39 @@ class Core {
     // Names the chunk that the following instructions work for: in diagnosis and timelines only.
     void annotate(std::uint32_t chunk) { chunk_ = chunk; }
 
-    void tload(const isa::Tile& to, const isa::GlobalView& from);   // MTE2
-    void tstore(const isa::GlobalView& to, const isa::Tile& from);  // MTE3; L0C: FIX
-    void textract(const isa::Tile& to, const isa::Tile& from, std::uint32_t row,
-                  std::uint32_t col);                                          // MTE1
-    void tmatmul(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b);  // M
-    void tmatmul_acc(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b);
+    using Where = std::source_location;
+
+    void tload(const isa::Tile& to, const isa::GlobalView& from,
+               Where where = Where::current());  // MTE2
+    void tstore(const isa::GlobalView& to, const isa::Tile& from,
+                Where where = Where::current());  // MTE3; L0C: FIX
+    void textract(const isa::Tile& to, const isa::Tile& from, std::uint32_t row, std::uint32_t col,
+                  Where where = Where::current());  // MTE1
+    void tmatmul(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b,
+                 Where where = Where::current());  // M
+    void tmatmul_acc(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b,
+                     Where where = Where::current());
     // Copies `from` to `to`, which lies at rank `peer` (may be the own rank), row blocks
     // alternating between the two UB tiles. A macro of MTE2 and MTE3 instructions with their own
-    // flags.
+    // flags, which also order it after what these two pipes were given before.
     void tput(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from,
-              const isa::Tile& ping, const isa::Tile& pong);
+              const isa::Tile& ping, const isa::Tile& pong, Where where = Where::current());
 
-    void set_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
-    void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
+    void set_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event,
+                  Where where = Where::current());
+    void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event,
+                   Where where = Where::current());
     void pipe_barrier(isa::Pipe pipe);
     void fence();
 
-    void tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value);
-    [[nodiscard]] bool twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer);
+    void tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value,
+                 Where where = Where::current());
+    [[nodiscard]] bool twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer,
+                             Where where = Where::current());
     // True if the counter is >= value now. A traced core answers false: the trace must not depend
     // on how the host interleaved the ranks, so it always takes the path that waits.
     [[nodiscard]] bool ttest(std::uint32_t signal, std::uint64_t value);
-    [[nodiscard]] bool nic_put(const nics::PutCommand& command);
+    [[nodiscard]] bool nic_put(const nics::PutCommand& command, Where where = Where::current());
 
     // --- host side ---
     // After the kernel returned normally (`complete`) or early: flags left over are an error.
@@ -119,13 +129,24 @@ class Core {
     [[noreturn]] void fail(const char* instruction, const std::string& what) const;
     std::byte* check(const char* instruction, const isa::Tile& tile) const;
     void check(const char* instruction, const isa::GlobalView& view, bool write) const;
-    void copy(std::byte* to, std::int64_t to_stride, const std::byte* from,
-              std::int64_t from_stride, std::size_t lines, std::size_t line_bytes) const;
     void multiply(const char* instruction, const isa::Tile& c, const isa::Tile& a,
                   const isa::Tile& b, bool accumulate);
+    // Lets an instruction take effect: at once or, strict, when its pipe comes to it.
+    template <class Effect>
+    void execute(const char* instruction, isa::Pipe pipe, std::initializer_list<Operand> operands,
+                 const Effect& effect) {
+        if (strict_) {
+            strict_->issue({instruction, where_}, pipe, operands, [effect, dry = environment_.dry] {
+                if (!dry) effect();
+            });
+        } else if (!environment_.dry) {
+            effect();
+        }
+    }
     void record(const Record& record) {
         if (trace_ != nullptr) trace_->push_back(record);
     }
+    [[nodiscard]] std::string name() const;
     [[nodiscard]] runtime::Diagnosis diagnosis(std::uint32_t peer) const;
     [[nodiscard]] int priority() const { return kind_ == CoreKind::aiv ? 0 : 1; }
 
@@ -134,8 +155,13 @@ class Core {
     std::uint32_t index_, count_;
     OnChip& memory_;
     std::vector<Record>* trace_;
+    std::optional<Strict> strict_;
     std::uint32_t chunk_ = kNoChunk;
-    std::uint8_t flags_[isa::kPipes][isa::kPipes][isa::kEvents] = {};
+    Where where_;  // of the latest instruction that names its place
+    struct {
+        bool set = false;
+        Where where;
+    } flags_[isa::kPipes][isa::kPipes][isa::kEvents];
 };
 
 }  // namespace mkernel::ascend::sim

@@ -1,0 +1,90 @@
+#include "backends/accelerators/ascend/sim/strict.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "backends/accelerators/ascend/sim/isa_error.hpp"
+
+namespace mkernel::ascend::sim {
+
+using isa::Pipe;
+
+Strict::Strict(const StrictOptions& options, CoreKind kind, std::uint32_t index, std::string core)
+    : core_(std::move(core)),
+      queue_(options.seed ? std::optional(*options.seed + index * 2 + static_cast<unsigned>(kind))
+                          : std::nullopt) {
+    if (options.skip.kind == kind && options.skip.index == index) skipped_ = options.skip.numbers;
+}
+
+void Strict::check(const Site& site, Pipe pipe, std::uint32_t at, const Operand& operand) {
+    const std::string wrong = ranges_.access(order_, site, pipe, at, operand);
+    if (!wrong.empty()) throw IsaError(core_ + ", " + describe(site, pipe) + ": " + wrong);
+}
+
+void Strict::issue(const Site& site, Pipe pipe, std::initializer_list<Operand> operands,
+                   std::function<void()> effect) {
+    const std::uint32_t at = order_.issue(pipe);
+    for (const bool write : {false, true}) {  // an instruction reads before it writes
+        for (const Operand& operand : operands) {
+            if (operand.write == write) check(site, pipe, at, operand);
+        }
+    }
+    queue_.push(pipe, std::move(effect));
+}
+
+void Strict::put(const Site& site, const isa::GlobalView& to, const isa::GlobalView& from,
+                 const isa::Tile& ping, const isa::Tile& pong, std::function<void()> effect) {
+    const auto filled = [](const isa::Tile& tile) { return tile.with_valid(tile.rows, tile.cols); };
+    order_.follow(Pipe::MTE2, Pipe::MTE3);
+    const std::uint32_t loads = order_.issue(Pipe::MTE2);
+    check(site, Pipe::MTE2, loads, reads(from));
+    check(site, Pipe::MTE2, loads, writes(filled(ping)));
+    check(site, Pipe::MTE2, loads, writes(filled(pong)));
+    order_.follow(Pipe::MTE3, Pipe::MTE2);
+    const std::uint32_t stores = order_.issue(Pipe::MTE3);
+    check(site, Pipe::MTE3, stores, reads(filled(ping)));
+    check(site, Pipe::MTE3, stores, reads(filled(pong)));
+    check(site, Pipe::MTE3, stores, writes(to));
+    // As one piece, after all that the two pipes have before it and before all that comes after.
+    queue_.drain();
+    queue_.push(Pipe::MTE3, std::move(effect));
+}
+
+bool Strict::executes_sync() {
+    return std::find(skipped_.begin(), skipped_.end(), syncs_++) == skipped_.end();
+}
+
+void Strict::set_flag(const Site& site, Pipe source, Pipe waiting, std::uint32_t event) {
+    if (!order_.set(source, waiting, event)) {
+        throw IsaError(core_ + ", " + describe(site, source) + ": event " + std::to_string(event) +
+                       " of " + name_of(source) + "→" + name_of(waiting) +
+                       " is set again, but nothing orders this after pipe " + name_of(waiting) +
+                       " has waited for it");
+    }
+    queue_.set(source, waiting, event);
+}
+
+void Strict::wait_flag(Pipe source, Pipe waiting, std::uint32_t event) {
+    order_.wait(source, waiting, event);
+    queue_.wait(source, waiting, event);
+}
+
+void Strict::barrier(Pipe pipe) {
+    if (pipe != Pipe::ALL) return;  // a pipe is in order by itself
+    order_.all();
+    queue_.drain();
+}
+
+void Strict::fence() {
+    order_.all();
+    ranges_.fence();
+    queue_.drain();
+}
+
+void Strict::publish(const Site& site, const std::string& what) const {
+    const std::string pending = ranges_.unpublished(order_);
+    if (pending.empty()) return;
+    throw IsaError(core_ + ", " + describe(site, Pipe::S) + ": " + what + " while " + pending);
+}
+
+}  // namespace mkernel::ascend::sim

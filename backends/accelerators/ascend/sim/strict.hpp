@@ -1,0 +1,82 @@
+// Strict simulation: what a core does in addition to executing when its pipes are taken at their
+// word, each asynchronous and ordered against the others only by flags, barriers and fences.
+//
+// Order is followed with vector clocks (strict_order.hpp), so a hazard is found whatever the order
+// in which the instructions happened to run. The first one ends the kernel with an IsaError:
+//   - a read or write of bytes whose pending access by another pipe it is not ordered after;
+//   - a read of bytes that nothing has written, or that a partly overlapping tile has overwritten;
+//   - a signal raised (TNOTIFY, NIC_PUT) while the core's own accesses of global memory may still
+//     be under way: without fence() whoever sees the signal may miss the bytes;
+//   - an event set again although its waiter may not have seen it set the last time.
+// Flags without a partner and tiles out of bounds are errors of every core (core.hpp).
+//
+// With a seed, effects are put off and run later in an order drawn from it, any that flags and
+// barriers allow (strict_queue.hpp). Results must not depend on it.
+//
+// What one core cannot know is not checked: accesses of the same global memory by two cores or two
+// ranks.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/ascend/isa/pipe.hpp"
+#include "backends/accelerators/ascend/isa/tile.hpp"
+#include "backends/accelerators/ascend/sim/strict_order.hpp"
+#include "backends/accelerators/ascend/sim/strict_queue.hpp"
+#include "backends/accelerators/ascend/sim/strict_ranges.hpp"
+#include "backends/accelerators/ascend/sim/trace.hpp"
+
+namespace mkernel::ascend::sim {
+
+struct StrictOptions {
+    std::optional<std::uint64_t> seed;  // none: effects happen when issued
+    // Planted fault: on core `index` of `kind`, flags, barriers and fences with these numbers,
+    // counted from 0, are not executed.
+    struct {
+        CoreKind kind = CoreKind::aic;
+        std::uint32_t index = 0;
+        std::vector<std::uint32_t> numbers;
+    } skip;
+};
+
+class Strict {
+  public:
+    // `core`: how messages call it.
+    Strict(const StrictOptions& options, CoreKind kind, std::uint32_t index, std::string core);
+
+    // An instruction of a pipe, in issue order. `effect` runs now or later.
+    void issue(const Site& site, isa::Pipe pipe, std::initializer_list<Operand> operands,
+               std::function<void()> effect);
+    // TPUT: loads of MTE2 and stores of MTE3 through two UB tiles with flags of its own, which
+    // order it against whatever else those two pipes do with the tiles.
+    void put(const Site& site, const isa::GlobalView& to, const isa::GlobalView& from,
+             const isa::Tile& ping, const isa::Tile& pong, std::function<void()> effect);
+
+    // False: a planted fault; the instruction is to be left out.
+    [[nodiscard]] bool executes_sync();
+    void set_flag(const Site& site, isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
+    void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
+    void barrier(isa::Pipe pipe);
+    void fence();
+    // Before a signal is raised or a put is queued.
+    void publish(const Site& site, const std::string& what) const;
+    // After a kernel's last instruction.
+    void drain() { queue_.drain(); }
+
+  private:
+    void check(const Site& site, isa::Pipe pipe, std::uint32_t at, const Operand& operand);
+
+    std::string core_;
+    Order order_;
+    Ranges ranges_;
+    Queue queue_;
+    std::vector<std::uint32_t> skipped_;
+    std::uint32_t syncs_ = 0;
+};
+
+}  // namespace mkernel::ascend::sim

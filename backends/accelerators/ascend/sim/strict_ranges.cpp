@@ -1,0 +1,260 @@
+#include "backends/accelerators/ascend/sim/strict_ranges.hpp"
+
+#include <string_view>
+#include <utility>
+
+namespace mkernel::ascend::sim {
+
+using isa::Buffer;
+using isa::GlobalView;
+using isa::Layout;
+using isa::Pipe;
+using isa::Tile;
+
+namespace {
+
+struct Span {
+    std::uint32_t begin = 0, end = 0;
+    [[nodiscard]] bool holds(const Span& other) const {
+        return begin <= other.begin && other.end <= end;
+    }
+};
+
+Span whole(const Tile& tile) {
+    return {tile.offset, tile.offset + tile.bytes()};
+}
+
+// The bytes from the first to the last that an operand touches. A write may touch all of its tile,
+// since what lies outside the valid part is unspecified; the layout of L0 is not known.
+Span touched(const Operand& operand) {
+    const Tile& tile = operand.tile;
+    if (operand.write || (tile.buffer != Buffer::L1 && tile.buffer != Buffer::UB)) {
+        return whole(tile);
+    }
+    const bool by_row = tile.layout == Layout::row;
+    const std::uint32_t pitch = by_row ? tile.cols : tile.rows;
+    const std::uint32_t line = by_row ? operand.row : operand.col;
+    const std::uint32_t from = by_row ? operand.col : operand.row;
+    const std::uint32_t lines = by_row ? operand.rows : operand.cols;
+    const std::uint32_t length = by_row ? operand.cols : operand.rows;
+    const std::uint32_t size = bytes_of(tile.dtype);
+    if (lines == 0 || length == 0) return {tile.offset, tile.offset};
+    return {tile.offset + (line * pitch + from) * size,
+            tile.offset + ((line + lines - 1) * pitch + from + length) * size};
+}
+
+std::string words(Buffer buffer, const Span& span) {
+    return std::string(name_of(buffer)) + "[" + std::to_string(span.begin) + ", " +
+           std::to_string(span.end) + ")";
+}
+
+// A view as equally long runs of bytes.
+struct Lines {
+    const std::byte* base = nullptr;
+    std::int64_t count = 0, length = 0, pitch = 0;
+    [[nodiscard]] const std::byte* end() const { return base + (count - 1) * pitch + length; }
+};
+
+Lines lines_of(const GlobalView& view) {
+    const std::int64_t size = bytes_of(view.dtype);
+    return view.col_stride == 1
+               ? Lines{view.base, view.rows, view.cols * size, view.row_stride * size}
+               : Lines{view.base, view.cols, view.rows * size, view.col_stride * size};
+}
+
+// Exact for views of one pitch, as of tiles of one matrix; else whether their extents overlap.
+bool overlap(const GlobalView& first, const GlobalView& second) {
+    const Lines a = lines_of(first), b = lines_of(second);
+    if (a.base >= b.end() || b.base >= a.end()) return false;
+    if (a.pitch != b.pitch || a.pitch <= 0) return true;
+    const std::int64_t apart = b.base - a.base;
+    std::int64_t line = apart / a.pitch, shift = apart % a.pitch;
+    if (shift < 0) {
+        shift += a.pitch;
+        --line;
+    }
+    // Line j of b begins in line `line + j` of a, and may reach into the one after.
+    const auto meets = [&](std::int64_t offset) {
+        return offset < a.count && offset + b.count > 0;
+    };
+    return (shift < a.length && meets(line)) || (shift + b.length > a.pitch && meets(line + 1));
+}
+
+std::string words(const GlobalView& view) {
+    const Lines lines = lines_of(view);
+    return std::to_string(lines.end() - lines.base) + " bytes of global memory at " +
+           std::to_string(reinterpret_cast<std::uintptr_t>(lines.base)) + " (" +
+           std::to_string(view.rows) + "x" + std::to_string(view.cols) + " " + name_of(view.dtype) +
+           ")";
+}
+
+std::string flags_between(Pipe earlier, Pipe later) {
+    return std::string("; nothing orders ") + name_of(later) +
+           " after it: set_flag and wait_flag(" + name_of(earlier) + ", " + name_of(later) +
+           ") are missing";
+}
+
+bool is_load(const Site& site) {
+    return std::string_view(site.instruction) == "TLOAD";
+}
+
+}  // namespace
+
+std::string place(const std::source_location& where) {
+    std::string_view file = where.file_name();
+    file.remove_prefix(file.rfind('/') + 1);  // npos + 1 is 0
+    return std::string(file) + ":" + std::to_string(where.line());
+}
+
+std::string describe(const Site& site, Pipe pipe) {
+    return std::string(site.instruction) + " (pipe " + name_of(pipe) + ", " + place(site.where) +
+           ")";
+}
+
+std::string Ranges::access(const Order& order, const Site& site, Pipe pipe, std::uint32_t at,
+                           const Operand& operand) {
+    const Access now{pipe, at, site};
+    return operand.kind == Operand::Kind::tile ? tile_access(order, now, operand)
+                                               : global_access(order, now, operand);
+}
+
+void Ranges::cut(Segments& segments, std::uint32_t at) {
+    auto next = segments.upper_bound(at);
+    if (next == segments.begin()) return;
+    auto& [begin, segment] = *std::prev(next);
+    if (begin == at || segment.end <= at) return;
+    Segment rest = segment;
+    segment.end = at;
+    segments.emplace_hint(next, at, std::move(rest));
+}
+
+std::string Ranges::tile_access(const Order& order, const Access& now, const Operand& operand) {
+    const Tile& tile = operand.tile;
+    const Span span = touched(operand), all = whole(tile);
+    if (span.begin == span.end) return {};
+    Segments& segments = buffers_[static_cast<int>(tile.buffer)];
+    cut(segments, span.begin);
+    cut(segments, span.end);
+
+    const auto pending = [&](const Access& access) {
+        return access.at != 0 && access.pipe != now.pipe &&
+               !order.after(now.pipe, access.pipe, access.at);
+    };
+    const auto last = segments.lower_bound(span.end);
+    std::uint32_t covered = span.begin;
+    const Written* only = nullptr;
+    bool pieces = false, sticks_out = false;
+    for (auto it = segments.lower_bound(span.begin); it != last; ++it) {
+        auto& [begin, segment] = *it;
+        const Span here{begin, segment.end};
+        const Written* written = segment.written.get();
+        if (written != nullptr && pending(*written)) {
+            return std::string(operand.write ? "overwrites " : "reads ") +
+                   words(tile.buffer, here) + " while " + describe(written->site, written->pipe) +
+                   " may still write it" + flags_between(written->pipe, now.pipe);
+        }
+        if (operand.write) {
+            for (const Access& reader : segment.readers) {
+                if (!pending(reader)) continue;
+                return "overwrites " + words(tile.buffer, here) + " while " +
+                       describe(reader.site, reader.pipe) + " may still read it" +
+                       flags_between(reader.pipe, now.pipe);
+            }
+            if (written != nullptr && !written->read && is_load(now.site) &&
+                is_load(written->site)) {
+                return "overwrites " + words(tile.buffer, here) + ", which " +
+                       describe(written->site, written->pipe) +
+                       " loaded and nobody has read: do the two tiles overlap?";
+            }
+            continue;
+        }
+        if (begin != covered || written == nullptr) break;  // a gap
+        covered = segment.end;
+        pieces = pieces || (only != nullptr && only != written);
+        only = written;
+        const Span theirs = whole(written->tile);
+        sticks_out = sticks_out || !(theirs.holds(all) || all.holds(theirs));
+    }
+
+    if (operand.write) {
+        segments.erase(segments.lower_bound(span.begin), last);
+        auto written = std::make_shared<Written>();
+        static_cast<Access&>(*written) = now;
+        written->tile = tile;
+        segments.emplace(span.begin, Segment{span.end, std::move(written), {}});
+        return {};
+    }
+    if (covered != span.end) {
+        return "reads " + words(tile.buffer, {covered, span.end}) + ", which nothing has written";
+    }
+    if (pieces && sticks_out) {
+        return "reads " + words(tile.buffer, span) + ", part of which was overwritten by " +
+               describe(only->site, only->pipe) + " as part of " +
+               words(tile.buffer, whole(only->tile)) + ": the tiles overlap";
+    }
+    const Tile& source = only->tile;
+    if (!pieces && source.offset == tile.offset && source.layout == tile.layout &&
+        source.dtype == tile.dtype && source.rows == tile.rows && source.cols == tile.cols &&
+        (operand.row + operand.rows > source.valid_rows ||
+         operand.col + operand.cols > source.valid_cols)) {
+        return "reads " + std::to_string(operand.rows) + "x" + std::to_string(operand.cols) +
+               " elements of " + words(tile.buffer, span) + " from (" +
+               std::to_string(operand.row) + ", " + std::to_string(operand.col) + ") on, but " +
+               describe(only->site, only->pipe) + " has written " +
+               std::to_string(source.valid_rows) + "x" + std::to_string(source.valid_cols) +
+               "; the rest is uninitialised";
+    }
+    for (auto it = segments.lower_bound(span.begin); it != last; ++it) {
+        it->second.written->read = true;
+        it->second.readers[static_cast<std::size_t>(now.pipe)] = now;
+    }
+    return {};
+}
+
+std::string Ranges::global_access(const Order& order, const Access& now, const Operand& operand) {
+    const auto conflict = [&](const GlobalAccess& earlier) -> std::string {
+        if (earlier.pipe == now.pipe || order.after(now.pipe, earlier.pipe, earlier.at) ||
+            !overlap(earlier.view, operand.view)) {
+            return {};
+        }
+        return std::string(operand.write ? "overwrites " : "reads ") + words(operand.view) +
+               " while " + describe(earlier.site, earlier.pipe) + " may still " +
+               (earlier.write ? "write" : "read") + " part of it" +
+               flags_between(earlier.pipe, now.pipe);
+    };
+    for (const GlobalAccess& earlier : writes_) {
+        if (std::string wrong = conflict(earlier); !wrong.empty()) return wrong;
+    }
+    if (operand.write) {
+        for (const GlobalAccess& earlier : reads_) {
+            if (std::string wrong = conflict(earlier); !wrong.empty()) return wrong;
+        }
+    }
+    GlobalAccess access{};
+    static_cast<Access&>(access) = now;
+    access.write = operand.write;
+    access.view = operand.view;
+    (operand.write ? writes_ : reads_).push_back(access);
+    return {};
+}
+
+std::string Ranges::unpublished(const Order& order) const {
+    if (!writes_.empty()) {
+        const GlobalAccess& first = writes_.front();
+        return "what " + describe(first.site, first.pipe) +
+               " wrote may not be visible yet; fence() is missing";
+    }
+    for (const GlobalAccess& each : reads_) {
+        if (order.after(Pipe::S, each.pipe, each.at)) continue;
+        return describe(each.site, each.pipe) + " may still read " + words(each.view) +
+               "; fence() is missing";
+    }
+    return {};
+}
+
+void Ranges::fence() {
+    reads_.clear();
+    writes_.clear();
+}
+
+}  // namespace mkernel::ascend::sim

@@ -1,0 +1,327 @@
+// Strict simulation: one broken kernel for each class of hazard, what it must not complain about,
+// and every flag and fence of the AllGather+GEMM kernels taken away in turn.
+//
+// Cores are dry here: order is checked, nothing is computed. That results do not depend on the seed
+// is shown where there are results (tests/unit/ascend/test_strict.py).
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/ascend/kernels/ag_gemm/comm.hpp"
+#include "backends/accelerators/ascend/kernels/ag_gemm/compute.hpp"
+#include "backends/accelerators/ascend/kernels/ag_gemm/send_order.hpp"
+#include "backends/accelerators/ascend/sim/core.hpp"
+#include "tests/native/ascend/check.hpp"
+
+using namespace mkernel;
+using namespace mkernel::ascend;
+using isa::Buffer;
+using isa::DType;
+using isa::GlobalView;
+using isa::Pipe;
+using isa::Tile;
+using sim::CoreKind;
+using sim::IsaError;
+using test::thrown;
+
+namespace {
+
+std::byte* const kMemory = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 44);
+
+sim::Environment dry() {
+    sim::Environment environment;
+    environment.dry = true;
+    environment.rank = 3;
+    environment.memory = {{kMemory, std::size_t{1} << 44, true}};
+    environment.strict.emplace();
+    return environment;
+}
+
+struct Bench {
+    explicit Bench(CoreKind kind) : core(environment, kind, 5, 24, memory, nullptr) {}
+    sim::Environment environment = dry();
+    sim::OnChip memory;
+    sim::Core core;
+};
+
+GlobalView matrix(std::uint32_t rows, std::uint32_t cols, std::size_t at = 0) {
+    return {kMemory + at, DType::float16, rows, cols, 1024, 1};
+}
+
+Tile tile(Buffer buffer, std::uint32_t offset, std::uint32_t rows, std::uint32_t cols) {
+    return {.buffer = buffer,
+            .dtype = buffer == Buffer::L0C ? DType::float32 : DType::float16,
+            .offset = offset,
+            .rows = rows,
+            .cols = cols,
+            .valid_rows = rows,
+            .valid_cols = cols};
+}
+
+template <class Body>
+void says(CoreKind kind, std::vector<std::string> parts, Body body) {
+    Bench bench(kind);
+    const std::string text = thrown<IsaError>([&] { body(bench.core); });
+    parts.push_back("rank 3 ");
+    for (const std::string& part : parts) {
+        const bool found = text.find(part) != std::string::npos;
+        if (!found) std::fprintf(stderr, "  wanted: %s\n  got: %s\n", part.c_str(), text.c_str());
+        CHECK(found);
+    }
+}
+
+void order(sim::Core& core, Pipe source, Pipe waiting) {
+    core.set_flag(source, waiting, 0);
+    core.wait_flag(source, waiting, 0);
+}
+
+std::string line(int number) {
+    return "test_strict.cpp:" + std::to_string(number);
+}
+
+void hazards() {
+    const Tile a = tile(Buffer::L1, 0, 64, 64), l0a = tile(Buffer::L0A, 0, 64, 64);
+    const Tile ub = tile(Buffer::UB, 0, 64, 64);
+
+    int load = 0, other = 0;
+    // A read before the write it needs.
+    says(CoreKind::aic,
+         {"AIC core 5, TEXTRACT (pipe MTE1, ", "reads L1[0, 8192)", "may still write",
+          "set_flag and wait_flag(MTE2, MTE1) are missing",
+          "TLOAD (pipe MTE2, " + line(load = __LINE__ + 2)},
+         [&](sim::Core& core) {
+             core.tload(a, matrix(64, 64));
+             core.textract(l0a, a, 0, 0);
+         });
+    // A half of L1 loaded again while it is still read.
+    says(CoreKind::aic,
+         {"TLOAD (pipe MTE2, " + line(load = __LINE__ + 5), "overwrites L1[0, 8192)",
+          "TEXTRACT (pipe MTE1, " + line(other = __LINE__ + 3) + ") may still read"},
+         [&](sim::Core& core) {
+             core.tload(a, matrix(64, 64)), order(core, Pipe::MTE2, Pipe::MTE1);
+             core.textract(l0a, a, 0, 0);
+             core.tload(a, matrix(64, 64));
+         });
+    // The same, ordered; then through a third pipe, and by a barrier.
+    {
+        Bench bench(CoreKind::aic);
+        auto& core = bench.core;
+        core.tload(a, matrix(64, 64));
+        order(core, Pipe::MTE2, Pipe::MTE1);
+        core.textract(l0a, a, 0, 0);
+        order(core, Pipe::MTE1, Pipe::M);
+        order(core, Pipe::M, Pipe::MTE2);
+        core.tload(a, matrix(64, 64));
+        core.pipe_barrier(Pipe::ALL);
+        core.textract(l0a, a, 0, 0);
+        order(core, Pipe::MTE1, Pipe::S);  // S issues everything
+        core.tload(a, matrix(64, 64));
+        core.fence();
+        core.finish(true);
+    }
+    // A barrier of one pipe orders no other.
+    says(CoreKind::aic, {"reads L1[0, 8192)"}, [&](sim::Core& core) {
+        core.tload(a, matrix(64, 64));
+        core.pipe_barrier(Pipe::MTE2);
+        core.textract(l0a, a, 0, 0);
+    });
+    // Global memory, within a core.
+    says(CoreKind::aiv, {"TLOAD", "bytes of global memory", "TSTORE (pipe MTE3"},
+         [&](sim::Core& core) {
+             core.tload(ub, matrix(64, 64));
+             order(core, Pipe::MTE2, Pipe::MTE3);
+             core.tstore(matrix(64, 64, 256), ub);  // columns [128, 192)
+             core.tload(tile(Buffer::UB, 65536, 64, 64), matrix(64, 64, 128));  // [64, 128): apart
+             core.tload(tile(Buffer::UB, 32768, 1, 128), matrix(1, 128, 129 + 2048 * 63 + 1));
+         });
+
+    // Out of bounds, overlapping tiles.
+    says(CoreKind::aic, {"TLOAD", "ends beyond the buffer's 524288 bytes"}, [&](sim::Core& core) {
+        core.tload(tile(Buffer::L1, (512 << 10) - 4096, 64, 64), matrix(64, 64));
+    });
+    says(CoreKind::aic, {"TLOAD", "overwrites L1[4096, 8192)", "tiles overlap"},
+         [&](sim::Core& core) {
+             core.tload(a, matrix(64, 64));
+             core.tload(tile(Buffer::L1, 4096, 64, 64), matrix(64, 64));
+         });
+    says(CoreKind::aic, {"TEXTRACT", "reads L1[0, 8192), part of which", "the tiles overlap"},
+         [&](sim::Core& core) {
+             core.tload(a, matrix(64, 64));
+             order(core, Pipe::MTE2, Pipe::MTE1);
+             core.textract(l0a, a, 0, 0);
+             order(core, Pipe::MTE1, Pipe::MTE2);
+             core.tload(tile(Buffer::L1, 4096, 64, 64), matrix(64, 64));
+             order(core, Pipe::MTE2, Pipe::MTE1);
+             core.textract(l0a, a, 0, 0);
+         });
+    says(CoreKind::aiv, {"TPUT", "the tiles overlap"}, [&](sim::Core& core) {
+        core.tput(0, matrix(64, 64, 1 << 20), matrix(64, 64), ub, tile(Buffer::UB, 4096, 64, 64));
+    });
+
+    // Uninitialised.
+    says(CoreKind::aic, {"TEXTRACT", "reads L1[0, 8192), which nothing has written"},
+         [&](sim::Core& core) { core.textract(l0a, a, 0, 0); });
+    says(CoreKind::aic, {"TMATMUL_ACC", "reads L0C[0, 16384), which nothing has written"},
+         [&](sim::Core& core) {
+             const Tile b = tile(Buffer::L1, 8192, 64, 64), l0b = tile(Buffer::L0B, 0, 64, 64);
+             core.tload(a, matrix(64, 64));
+             core.tload(b, matrix(64, 64));
+             order(core, Pipe::MTE2, Pipe::MTE1);
+             core.textract(l0a, a, 0, 0);
+             core.textract(l0b, b, 0, 0);
+             order(core, Pipe::MTE1, Pipe::M);
+             core.tmatmul_acc(tile(Buffer::L0C, 0, 64, 64), l0a, l0b);
+         });
+    says(CoreKind::aic, {"reads 64x64 elements", "has written 64x48; the rest is uninitialised"},
+         [&](sim::Core& core) {
+             core.tload(a.with_valid(64, 48), matrix(64, 48));
+             order(core, Pipe::MTE2, Pipe::MTE1);
+             core.textract(l0a, a, 0, 0);
+         });
+
+    // Flags.
+    says(CoreKind::aic, {"WAIT_FLAG: MTE2→MTE1 event 0 was not set before", line(__LINE__ + 1)},
+         [&](sim::Core& core) { core.wait_flag(Pipe::MTE2, Pipe::MTE1, 0); });
+    says(CoreKind::aic, {"was set and never waited for (" + line(__LINE__ + 2)},
+         [&](sim::Core& core) {
+             core.set_flag(Pipe::MTE2, Pipe::MTE1, 0);
+             core.finish(true);
+         });
+    says(CoreKind::aic, {"SET_FLAG (pipe MTE2", "event 0 of MTE2→MTE1 is set again"},
+         [&](sim::Core& core) {
+             order(core, Pipe::MTE2, Pipe::MTE1);
+             order(core, Pipe::MTE2, Pipe::MTE1);
+         });
+
+    // Signals raised too early.
+    says(CoreKind::aiv,
+         {"TNOTIFY (pipe S, ", "raises signal 9 of rank 1 while what TPUT (pipe MTE3",
+          "fence() is missing"},
+         [&](sim::Core& core) {
+             core.tput(1, matrix(64, 64, 1 << 20), matrix(64, 64), ub,
+                       tile(Buffer::UB, 8192, 64, 64));
+             core.pipe_barrier(Pipe::ALL);  // done, but not visible
+             core.tnotify(1, kMemory, 9, 1);
+         });
+    says(CoreKind::aiv,
+         {"NIC_PUT (pipe S, ", "queues a put to rank 2 while TLOAD (pipe MTE2", "may still read"},
+         [&](sim::Core& core) {
+             core.tload(ub, matrix(64, 64));
+             (void)core.nic_put({.peer = 2});
+         });
+    CHECK(load > 0 && other > 0);
+}
+
+// --- the AllGather+GEMM kernels -----------------------------------------------------------------
+
+class Kernels {
+  public:
+    Kernels(std::uint32_t world, std::uint32_t near) {
+        args_.geometry = {.world = world,
+                          .m_local = 70,
+                          .n = 100,
+                          .k = 200,
+                          .tile_m = 32,
+                          .tile_n = 64,
+                          .tile_k = 64,
+                          .step_k = 32,
+                          .tiles_per_chunk = 3};
+        const ag_gemm::Geometry& g = args_.geometry;
+        args_.a = {kMemory + (1 << 20), g.dtype, g.m_local, g.k, g.k, 1};
+        args_.b = {kMemory + (2 << 20), g.dtype, g.k, g.n, g.n, 1};
+        args_.out = {kMemory + (3 << 20), DType::float32, g.m_local * world, g.n, g.n, 1};
+        args_.workspace = args_.pad = kMemory + (8 << 20);
+        for (std::uint32_t i = 0; i < world; ++i) {
+            std::byte* memory = i < near ? args_.workspace + (std::size_t{i} << 24) : nullptr;
+            peers_.push_back({memory, memory});
+            sources_.push_back(i);
+        }
+        order_ = ag_gemm::send_order(g, 2, near - 1);
+        args_.peers = peers_.data();
+        args_.source_order = sources_.data();
+        args_.send_order = order_.data();
+    }
+
+    // What strict simulation says of block `index` of 2 without the syncs of those numbers.
+    std::string run(CoreKind kind, std::uint32_t index, std::vector<std::uint32_t> without) {
+        sim::Environment environment = dry();
+        environment.strict->skip = {kind, index, std::move(without)};
+        trace_.clear();
+        sim::Core core(environment, kind, index, 2, memory_, &trace_);
+        return thrown<IsaError>([&] {
+            core.finish(kind == CoreKind::aiv ? ag_gemm::Comm(core, args_).run()
+                                              : ag_gemm::Compute(core, args_).run());
+        });
+    }
+
+    // What the latest run issued, in order.
+    [[nodiscard]] const std::vector<sim::Record>& trace() const { return trace_; }
+
+  private:
+    ag_gemm::Args args_;
+    std::vector<ag_gemm::Peer> peers_;
+    std::vector<std::uint32_t> sources_, order_;
+    sim::OnChip memory_;
+    std::vector<sim::Record> trace_;
+};
+
+// Every flag, barrier and fence by itself; then every flag with the wait it belongs to, which no
+// count can find: only the order of the accesses that it kept apart.
+void every_sync_is_needed(const char* name, Kernels kernels) {
+    for (const auto kind : {CoreKind::aiv, CoreKind::aic}) {
+        std::uint32_t syncs = 0, pairs = 0, idle = 0;
+        for (const std::uint32_t index : {0u, 1u}) {
+            const std::string sound = kernels.run(kind, index, {});
+            if (!sound.empty()) std::fprintf(stderr, "%s: %s\n", name, sound.c_str());
+            CHECK(sound.empty());
+            const std::vector<sim::Record> all = kernels.trace();
+            std::vector<std::size_t> at;  // of the syncs
+            for (std::size_t i = 0; i < all.size(); ++i) {
+                if (all[i].kind >= sim::Kind::set_flag) at.push_back(i);
+            }
+            for (std::uint32_t i = 0; i < at.size(); ++i, ++syncs) {
+                const bool reported = !kernels.run(kind, index, {i}).empty();
+                if (!reported) std::fprintf(stderr, "%s: sync %u is not missed\n", name, i);
+                CHECK(reported);
+            }
+            for (std::uint32_t i = 0; i < at.size(); ++i) {
+                const sim::Record& set = all[at[i]];
+                if (set.kind != sim::Kind::set_flag) continue;
+                std::uint32_t j = i + 1;
+                const auto answers = [&](const sim::Record& wait) {
+                    return wait.kind == sim::Kind::wait_flag && wait.pipe == set.pipe &&
+                           wait.other == set.other && wait.event == set.event;
+                };
+                while (!answers(all[at[j]])) ++j;
+                // A flag set before its pipe's first instruction, or waited for after the other
+                // pipe's last one, keeps nothing apart: it only starts or ends the alternation of
+                // set and wait, and both ends are needed for the count alone.
+                const auto uses = [&](isa::Pipe pipe, std::size_t from, std::size_t to) {
+                    return std::any_of(all.begin() + from, all.begin() + to, [&](const auto& each) {
+                        return each.pipe == pipe && each.kind < sim::Kind::tnotify;
+                    });
+                };
+                const bool needed = uses(set.pipe, 0, at[i]) && uses(set.other, at[j], all.size());
+                const bool reported = !kernels.run(kind, index, {i, j}).empty();
+                if (reported != needed) {
+                    std::fprintf(stderr, "%s: pair %u, %u: %d\n", name, i, j, reported);
+                }
+                CHECK(reported == needed);
+                ++pairs;
+                idle += needed ? 0 : 1;
+            }
+        }
+        std::printf("%s %s: %u syncs, each missed; %u pairs, missed but for %u at the ends\n", name,
+                    name_of(kind), syncs, pairs, idle);
+        CHECK(syncs > 0 && idle == (kind == CoreKind::aic ? 20 : 0));
+    }
+}
+
+}  // namespace
+
+int main() {
+    hazards();
+    every_sync_is_needed("one node", Kernels(3, 3));
+    every_sync_is_needed("two nodes", Kernels(4, 2));
+    return test::finish();
+}
