@@ -31,7 +31,7 @@ sanitize: $(VENV)/.dependencies
 		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
 			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
 		&& cmake --build build/sanitize-$$which --parallel 2 --target native_nic_tests \
-		&& ctest --test-dir build/sanitize-$$which -R '^($(SANITIZED))' --output-on-failure \
+		&& ctest --test-dir build/sanitize-$$which -R '^($(SANITIZED))' --parallel 4 --output-on-failure \
 			--no-tests=error --timeout 120 || exit 1; \
 	done
 
