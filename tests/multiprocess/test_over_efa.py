@@ -11,7 +11,7 @@ import torch
 
 import mkernel
 from mkernel.cases.base import TOLERANCE
-from mkernel.errors import PeerFailure
+from mkernel.errors import PeerFailure, WorldError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -58,14 +58,18 @@ def test_reordered_and_placed_twice(
 
 
 def test_a_miscounted_immediate_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal of a put of many messages is raised before the last of them: stale rows."""
+    """The signal of a put of many messages is raised before the last of them: stale rows. The
+    numbers of messages that came too late may also stop a later call for good."""
     monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", "32768")
     monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", HELD_NS)
     fault = "mkernel.conformance.nic_faults.immediates:MiscountedImmediate"
-    wrong = 0
-    for found in mkernel.launch(calls, 10, nodes=2, ranks_per_node=1, nic=fault):
-        wrong += sum(not exact or error > TOLERANCE["float32"] for exact, error in found)
-    assert wrong > 0
+    try:
+        results = mkernel.launch(calls, 10, nodes=2, ranks_per_node=1, nic=fault, timeout_s=5)
+    except WorldError:
+        return
+    assert not all(
+        exact and error <= TOLERANCE["float32"] for found in results for exact, error in found
+    )
 
 
 def kill_in_mid_call(victim: int) -> None:
