@@ -26,7 +26,10 @@ class NicSettings(BaseModel):
         1024, ge=2, description="command FIFO length; rounded up to a power of 2"
     )
     rails: int | None = Field(
-        None, ge=1, le=8, description="devices a rank uses; None: all that it is placed next to"
+        None,
+        ge=1,
+        le=8,
+        description="devices a rank uses; None: all alike that are nearest to it",
     )
     qps: int = Field(1, ge=1, le=8, description="queue pairs (QPs) per peer and rail")
     stripe_bytes: int = Field(

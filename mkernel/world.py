@@ -58,7 +58,7 @@ from mkernel.identity import Backends, Identity
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
-from mkernel.topology.placement import place
+from mkernel.topology.placement import place, rails
 from mkernel.watch import Notice, Peer, Watchdog, host_identity
 
 _WAIT_SLICE_S = 0.05
@@ -263,8 +263,9 @@ class World:
                 "see `mkernel doctor`"
             )
         nics = {nic.id: nic for nic in self.topology.nodes[me.node].nics}
-        rails = min(self.settings.nic_settings.rails or len(here.nics), backend.max_rails)
-        devices = ",".join(nics[nic].name for nic in here.nics[:rails])
+        alike = rails([nics[nic] for nic in here.nics])
+        used = alike[: min(self.settings.nic_settings.rails or len(alike), backend.max_rails)]
+        devices = ",".join(n.name if n.port == 1 else f"{n.name}:{n.port}" for n in used)
         session = backend.open(devices, verbs, me.rank, self.settings.nic_settings)
         self._undo.callback(session.close)
         if session.fifo == 0:

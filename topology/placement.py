@@ -251,6 +251,17 @@ def usable_nics(node: Node) -> tuple[Nic, ...]:
     return tuple(nic for nic in node.nics if nic.active and nic.kind != "ethernet")
 
 
+def rails(nics: Sequence[Nic]) -> tuple[Nic, ...]:
+    """Of a rank's NICs, best first, those that can share its puts evenly: the first, and all that have
+    its kind, link layer and speed."""
+    return tuple(
+        nic
+        for nic in nics
+        if (nic.kind, nic.link_layer, nic.speed_gbps)
+        == (nics[0].kind, nics[0].link_layer, nics[0].speed_gbps)
+    )
+
+
 def cpus_near(node: Node, nic: Nic) -> tuple[int, ...]:
     """CPUs of the NIC's NUMA node; all of the node's where that is unknown or has none here."""
     for numa in node.numa:

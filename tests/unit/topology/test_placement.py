@@ -16,6 +16,7 @@ from mkernel.topology.placement import (
     assign_nics,
     balance,
     place,
+    rails,
     usable_nics,
     visible,
 )
@@ -276,3 +277,12 @@ def test_too_few_accelerators_name_the_node() -> None:
 
 def test_classes_are_listed_once() -> None:
     assert len(set(CLASSES)) == len(CLASSES)
+
+
+def test_rails_of_a_rank_are_alike() -> None:
+    fast = [nic(i, kind="cx", link_layer="InfiniBand", speed_gbps=400.0) for i in range(3)]
+    storage = nic(3, kind="cx", link_layer="Ethernet", speed_gbps=100.0)
+    slower = nic(4, kind="cx", link_layer="InfiniBand", speed_gbps=200.0)
+    assert rails([fast[0], storage, fast[1], slower, fast[2]]) == tuple(fast)
+    assert rails([storage, fast[0]]) == (storage,)
+    assert rails([]) == ()
