@@ -111,7 +111,7 @@ class Report(Model):
         return not absent and not any(row.wrong for row in self.rows)
 
 
-def write(report: Report, path: Path) -> None:
+def write(report: Model, path: Path) -> None:
     """As JSON. InputFileError where the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

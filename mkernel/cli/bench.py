@@ -10,13 +10,15 @@ import typer
 from rich.console import Console
 
 from mkernel.backends import registry
-from mkernel.bench import contenders, numbers, plot, report, results, run
+from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.bench import contenders, modelled, numbers, plot, report, results, run
 from mkernel.bench.shapes import SHIPPED, shapes
 from mkernel.bench.spec import BenchSpec
 from mkernel.errors import ArgumentError, MkernelError
 from mkernel.ops.validate import DTYPES
 from mkernel.plan import ops
-from mkernel.plan.model import OpName
+from mkernel.plan.model import DtypeName, OpName
+from mkernel.topology.model import Model
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 _WIDTH = 190
@@ -60,6 +62,22 @@ def command(
     commit: Annotated[
         str | None, typer.Option(help="of this tree, where there is no git to ask")
     ] = None,
+    model_only: Annotated[
+        bool,
+        typer.Option(
+            "--model-only", help="ascend: predict times by its machine model; nothing is run"
+        ),
+    ] = False,
+    table: Annotated[
+        str | None,
+        typer.Option(help="with --model-only: a3, published times beside modelled ones"),
+    ] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="with --model-only: another machine description [a3.json]"
+        ),
+    ] = None,
     render: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="print the page of the results in DIR, and stop"),
@@ -73,12 +91,18 @@ def command(
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)
     names = _ops(op)
+    for option, given in (("--table", table), ("--machine", machine)):
+        if given is not None and not model_only:
+            raise ArgumentError(option, given, "nothing, or --model-only beside it")
     if layout not in ("row", "column"):
         raise ArgumentError("--layout", repr(layout), "row or column")
     if dtype not in DTYPES:
         raise ArgumentError("--dtype", repr(dtype), f"one of: {', '.join(DTYPES)}")
     if timeout <= 0:
         raise ArgumentError("--timeout", timeout, "a number of seconds above 0")
+    if model_only:
+        _model(console, names, shapes_, ranks, dtype, layout, accelerator, table, machine, json)
+        return
     spec = BenchSpec(
         shapes=shapes(shapes_, names, ranks),
         contenders=contenders.chosen(_peers(peers), not only_peers),
@@ -107,6 +131,47 @@ def command(
     console.print(report.LEGEND, style="dim", soft_wrap=True)
     console.print(report.verdict(outcome), soft_wrap=True)
     raise typer.Exit(0 if outcome.passed else 1)
+
+
+def _model(
+    console: Console,
+    names: tuple[OpName, ...],
+    sizes: str,
+    ranks: int,
+    dtype: str,
+    layout: str,
+    accelerator: str | None,
+    table: str | None,
+    machine: Path | None,
+    json: Path | None,
+) -> None:
+    if accelerator != modelled.ACCELERATOR:
+        raise ArgumentError(
+            "--accelerator",
+            accelerator or _accelerator(),
+            f"{modelled.ACCELERATOR}, the one with a machine model, beside --model-only",
+        )
+    if table not in (None, *modelled.TABLES):
+        raise ArgumentError("--table", repr(table), f"one of: {', '.join(modelled.TABLES)}")
+    described = load_machine(machine)
+    with console.status("modelling") as status:
+        report: Model
+        if table is not None:
+            report = modelled.compare(described, status.update)
+            drawn = modelled.render_comparison(report)
+        else:
+            report = modelled.shapes(
+                shapes(sizes, names, ranks),
+                ranks,
+                cast(DtypeName, dtype),
+                cast(Literal["row", "column"], layout),
+                described,
+                status.update,
+            )
+            drawn = modelled.render(report)
+    if json is not None:
+        results.write(report, json)
+    console.print(drawn, soft_wrap=True)
 
 
 def _ops(text: str | None) -> tuple[OpName, ...]:

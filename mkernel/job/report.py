@@ -94,6 +94,16 @@ def clock(
     )
 
 
+def modelled_clock(views: Mapping[View, ModelledRun]) -> Clock:
+    """The three views of one call in modelled time."""
+    return clock(
+        views["compute_only"].total_us / 1e3,
+        _arrival_us(views["sequential"]) / 1e3,
+        views["sequential"].total_us / 1e3,
+        views["pipelined"].total_us / 1e3,
+    )
+
+
 def _arrival_us(sequential: ModelledRun) -> float:
     """When communication is over on every rank: the bytes have arrived and compute may start."""
     return max((k.start_us for k in sequential.kernels if k.kernel == "compute"), default=0.0)
@@ -148,20 +158,12 @@ def build(
     comm = 1e3 * slowest([r.comm_seconds[-spec.iterations :] for r in results])
     noise = 1e3 * max(spread([r.seconds[view] for r in results]) for view in VIEWS)
     verification = verify(spec.case, [r.errors for r in results])
-    model = None
-    if modelled:
-        model = clock(
-            modelled["compute_only"].total_us / 1e3,
-            _arrival_us(modelled["sequential"]) / 1e3,
-            modelled["sequential"].total_us / 1e3,
-            modelled["pipelined"].total_us / 1e3,
-        )
     return JobReport(
         op=spec.case.op,
         passed=verification.passed,
         verification=verification,
         wall=clock(times["compute_only"], comm, times["sequential"], times["pipelined"], noise),
-        modelled=model,
+        modelled=modelled_clock(modelled) if modelled else None,
         modelled_machine=modelled["pipelined"].machine if modelled else None,
         nic_bytes=sum(r.nic_bytes for r in results),
         iterations=spec.iterations,

@@ -1,0 +1,41 @@
+"""The published AllGather+GEMM for Ascend A3: its schedule under the timed model, its times as data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from mkernel.backends.accelerators.ascend.reference.schedule import Shape, trace
+from mkernel.topology.model import Model
+
+__all__ = ["PublishedRow", "PublishedTable", "Shape", "published", "trace"]
+
+
+class PublishedRow(Model):
+    """A published time. ``fitted``: constants of the default machine description were fitted on it;
+    the other rows only check them."""
+
+    ranks: int = Field(ge=2)
+    m: int = Field(ge=1)
+    k: int = Field(ge=1)
+    n: int = Field(ge=1)
+    ms: float = Field(gt=0)
+    fitted: bool
+
+    @property
+    def shape(self) -> Shape:
+        """For :func:`trace`."""
+        return Shape(self.ranks, self.m, self.k, self.n)
+
+
+class PublishedTable(Model):
+    """Rows as published, smallest world first."""
+
+    title: str
+    rows: tuple[PublishedRow, ...]
+
+
+def published() -> PublishedTable:
+    """The eight rows (``published.json``)."""
+    return PublishedTable.from_file(Path(__file__).with_name("published.json"), "published times")

@@ -1,0 +1,109 @@
+"""The trace blob of sim/trace.hpp from Python: schedules that no kernel of ours runs, for the timed
+model."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Kind(IntEnum):
+    """Instructions: ``sim::Kind``."""
+
+    TLOAD = 0
+    TSTORE = 1
+    TEXTRACT = 2
+    TMATMUL = 3
+    TMATMUL_ACC = 4
+    TPUT = 5
+    TNOTIFY = 6
+    TWAIT = 7
+    NIC_PUT = 8
+    SET_FLAG = 9
+    WAIT_FLAG = 10
+    BARRIER = 11
+    FENCE = 12
+
+
+class Pipe(IntEnum):
+    """``isa::Pipe``."""
+
+    S = 0
+    V = 1
+    M = 2
+    MTE1 = 3
+    MTE2 = 4
+    MTE3 = 5
+    FIX = 6
+
+
+class CoreKind(IntEnum):
+    """``sim::CoreKind``."""
+
+    AIC = 0
+    AIV = 1
+
+
+NO_CHUNK = 0xFFFFFFFF
+
+RECORD = np.dtype(
+    [
+        ("kind", "u1"),
+        ("pipe", "u1"),
+        ("other", "u1"),
+        ("event", "u1"),
+        ("chunk", "<u4"),
+        ("signal", "<u4"),
+        ("peer", "<u4"),
+        ("amount", "<u8"),
+        ("value", "<u4"),
+        ("width", "<u4"),
+    ]
+)
+"""``sim::Record``."""
+
+Records = npt.NDArray[np.void]
+Core = tuple[CoreKind, Records]
+
+_HEADER = struct.Struct("<6I")
+_CORE = struct.Struct("<IIQ")
+_MAGIC = 0x31546B6D
+
+
+def instruction(
+    kind: Kind,
+    pipe: Pipe = Pipe.S,
+    *,
+    chunk: int = NO_CHUNK,
+    signal: int = 0,
+    peer: int = 0,
+    amount: int = 0,
+    width: int = 0,
+) -> Records:
+    """One record; ``amount`` and ``width`` as in ``sim::Record``."""
+    return np.array([(kind, pipe, 0, 0, chunk, signal, peer, amount, 0, width)], dtype=RECORD)
+
+
+def set_flag(source: Pipe, waiting: Pipe, event: int = 0) -> Records:
+    """``waiting`` may pass the matching :func:`wait_flag` once ``source`` has come this far."""
+    return np.array([(Kind.SET_FLAG, source, waiting, event, NO_CHUNK, *[0] * 5)], dtype=RECORD)
+
+
+def wait_flag(source: Pipe, waiting: Pipe, event: int = 0) -> Records:
+    """Holds ``waiting``."""
+    return np.array([(Kind.WAIT_FLAG, source, waiting, event, NO_CHUNK, *[0] * 5)], dtype=RECORD)
+
+
+def blob(rank: int, world: int, cores: Sequence[Core]) -> bytes:
+    """A rank's trace on node 0, all its signals at 0 before the call. Cores of a kind are numbered
+    in the order given."""
+    parts = [_HEADER.pack(_MAGIC, rank, world, 0, 0, len(cores))]
+    numbers = dict.fromkeys(CoreKind, 0)
+    for kind, records in cores:
+        parts += [_CORE.pack(kind, numbers[kind], len(records)), records.tobytes()]
+        numbers[kind] += 1
+    return b"".join(parts)

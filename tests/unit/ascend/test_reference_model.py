@@ -1,0 +1,155 @@
+"""The published schedule under the timed model, and the table that compares it with ours."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from mkernel.backends.accelerators.ascend.backend import record
+from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
+from mkernel.backends.accelerators.ascend.reference import Shape, published, trace
+from mkernel.backends.accelerators.ascend.timeline import model
+from mkernel.backends.accelerators.ascend.trace import RECORD, CoreKind, Kind, Pipe, Records
+from mkernel.bench import modelled
+
+from .rig import make_plan
+
+A3 = load_machine()
+HEADER, BASELINE, CORE = struct.Struct("<6I"), struct.Struct("<IIQ"), struct.Struct("<IIQ")
+SMALL = Shape(ranks=4, m=2048, k=1024, n=512)
+
+
+def cores(blob: bytes) -> list[tuple[CoreKind, Records]]:
+    """Every core's records of a trace."""
+    *_, baselines, count = HEADER.unpack_from(blob)
+    at, found = HEADER.size + baselines * BASELINE.size, []
+    for _ in range(count):
+        kind, _, length = CORE.unpack_from(blob, at)
+        at += CORE.size
+        found.append((CoreKind(kind), np.frombuffer(blob, RECORD, length, at)))
+        at += length * RECORD.itemsize
+    assert at == len(blob)
+    return found
+
+
+def amount(blob: bytes, *kinds: Kind) -> int:
+    return sum(int(r["amount"][np.isin(r["kind"], kinds)].sum()) for _, r in cores(blob))
+
+
+def test_published_and_own_kernels_do_the_same_work() -> None:
+    """Also what keeps the layout of a record here equal to the native one."""
+    s = SMALL
+    own = record(make_plan(s.m, s.n, s.k, ranks_per_node=s.ranks), 1)
+    theirs = trace(s, 1)
+    for kinds in ((Kind.TMATMUL, Kind.TMATMUL_ACC), (Kind.TPUT,), (Kind.TSTORE,), (Kind.TLOAD,)):
+        assert amount(own, *kinds) == amount(theirs, *kinds)
+    assert amount(theirs, Kind.TMATMUL, Kind.TMATMUL_ACC) == s.m * s.k * s.n
+    assert amount(theirs, Kind.TPUT) == (s.ranks - 1) * s.m // s.ranks * s.k * 2
+
+
+def test_every_chunk_is_sent_to_every_other_rank_once_and_awaited_there() -> None:
+    raised: Counter[tuple[int, int]] = Counter()
+    awaited: set[tuple[int, int]] = set()
+    for rank in range(SMALL.ranks):
+        for _, records in cores(trace(SMALL, rank)):
+            for each in records[records["kind"] == Kind.TNOTIFY]:
+                raised[int(each["peer"]), int(each["signal"])] += 1
+            waits = records[records["kind"] == Kind.TWAIT]
+            awaited |= {(rank, int(signal)) for signal in waits["signal"]}
+    others = [(r, s) for r in range(SMALL.ranks) for s in range(SMALL.ranks) if r != s]
+    flags = {(r, SMALL.flag(s, c)) for r, s in others for c in range(SMALL.chunks)}
+    assert awaited == flags
+    assert {each for each in raised if each[1] < SMALL.summary(0)} == flags
+    assert all(raised[each] == 1 for each in flags)
+    assert all(raised[r, SMALL.summary(s)] == SMALL.chunks for r, s in others)
+
+
+def test_compute_takes_whole_row_groups() -> None:
+    """16 row groups keep 16 of 24 cores busy, however wide B is."""
+    busy = [bool((r["kind"] == Kind.TMATMUL).any()) for k, r in cores(trace(SMALL, 0)) if k == 0]
+    assert (len(busy), sum(busy)) == (24, 16)
+
+
+@pytest.mark.parametrize("k", [256, 768])
+def test_flags_are_set_as_often_as_awaited(k: int) -> None:
+    for _, records in cores(trace(Shape(ranks=2, m=256, k=k, n=512), 0)):
+        open_flags: Counter[tuple[int, int, int]] = Counter()
+        for each in records:
+            flag = (int(each["pipe"]), int(each["other"]), int(each["event"]))
+            open_flags[flag] += {Kind.SET_FLAG: 1, Kind.WAIT_FLAG: -1}.get(each["kind"], 0)
+            assert open_flags[flag] in (0, 1)
+        # Halves and the output tile are free at the end, as at the start.
+        assert {f for f, n in open_flags.items() if n} <= {
+            (Pipe.MTE1, Pipe.MTE2, 0),
+            (Pipe.MTE1, Pipe.MTE2, 1),
+            (Pipe.M, Pipe.MTE1, 0),
+            (Pipe.M, Pipe.MTE1, 1),
+            (Pipe.FIX, Pipe.M, 0),
+        }
+
+
+@pytest.mark.parametrize(
+    ("m", "tiles", "chunks"), [(256, 4, 4), (8192, 4, 128), (16384, 8, 128), (262144, 64, 256)]
+)
+def test_chunks(m: int, tiles: int, chunks: int) -> None:
+    shape = Shape(ranks=2, m=m, k=4096, n=256)
+    assert (shape.chunk_tiles, shape.chunks) == (tiles, chunks)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ((2, 128, 256, 256), "m = 128: the published kernels take multiples of 256"),
+        ((2, 256, 128, 256), "k = 128: .* multiples of 256"),
+        ((2, 256, 256, 0), "n = 0: .* multiples of 256"),
+    ],
+)
+def test_shapes_that_the_published_kernels_do_not_take(
+    sizes: tuple[int, int, int, int], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        Shape(*sizes)
+
+
+def test_a_notification_that_is_left_out_is_reported() -> None:
+    traces = [trace(SMALL, rank) for rank in range(SMALL.ranks)]
+    assert model(traces, A3).total_us > 0
+    kinds = HEADER.size + CORE.size
+    at = next(
+        at for at in range(kinds, len(traces[0]), RECORD.itemsize) if traces[0][at] == Kind.TNOTIFY
+    )
+    broken = bytearray(traces[0])
+    broken[at] = Kind.FENCE
+    with pytest.raises(RuntimeError, match=r"rank \d AIC core \d+ waits for signal \d+ of rank 0"):
+        model([bytes(broken), *traces[1:]], A3)
+
+
+def test_the_model_reproduces_the_published_table() -> None:
+    report = modelled.compare(A3)
+    assert len(report.rows) == 8
+    assert sum(row.fitted for row in report.rows) == 4
+    assert report.mean_error <= 0.12
+    assert report.worst_error <= 0.20
+    assert report.mean_error_of_checks <= 0.12
+    assert report.geometric_mean_speedup >= 1.15
+    assert all(row.speedup > 1 for row in report.rows)
+
+
+def test_other_constants_do_not_reproduce_it() -> None:
+    """Planted fault: the same model with the constants that were guessed before the fit."""
+    data = A3.model_dump()
+    data["fabric"]["link_gbs"] = 14.0
+    data["pipes"]["mte2_gbs"] = 110.0
+    guessed = Machine.model_validate(data)
+    rows = [row for row in published().rows if row.ranks == 2]
+    errors = [
+        model([trace(row.shape, r) for r in range(row.ranks)], guessed, lanes=False).total_us
+        / 1e3
+        / row.ms
+        - 1
+        for row in rows
+    ]
+    assert min(errors) > 0.12
