@@ -34,8 +34,9 @@ struct Fault {
 
 struct Config {
     // The link.
-    std::uint64_t latency_ns = 0;      // MKERNEL_SOFTVERBS_LATENCY_NS: added to every message
-    std::uint64_t jitter_ns = 0;       // MKERNEL_SOFTVERBS_JITTER_NS: as much again, at random
+    std::uint64_t latency_ns = 0;  // MKERNEL_SOFTVERBS_LATENCY_NS: added to every message
+    std::uint64_t jitter_ns =
+        0;  // MKERNEL_SOFTVERBS_JITTER_NS: up to so much more, for each packet
     std::uint64_t bandwidth_mbps = 0;  // MKERNEL_SOFTVERBS_BANDWIDTH_MBPS: 10^6 bits a second, in
                                        // each direction of the port; 400000 is 400 Gb/s. 0: as fast
                                        // as this host copies
