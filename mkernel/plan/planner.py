@@ -164,7 +164,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             cast(PathChoice, path),
             library,
             capabilities.compute_cores,
-            _exchanges(exchange, nodes, accelerator, capabilities),
+            _exchanges(exchange, name, nodes, accelerator, capabilities),
             comm_blocks,
             capabilities.comm_cores,
         ),
@@ -318,8 +318,12 @@ def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Altern
     )
 
 
+_NOTHING_TO_SHARE: tuple[OpName, ...] = ("moe_dispatch_gemm", "moe_combine")
+"""Ops of which every pair of ranks exchanges rows of its own: no message of theirs serves a node."""
+
+
 def _exchanges(
-    wanted: str, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
+    wanted: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
 ) -> tuple[Exchange, ...]:
     """Those to choose from; the default first."""
     every: tuple[Exchange, ...] = get_args(Exchange)
@@ -327,12 +331,13 @@ def _exchanges(
         raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(every)}")
     if nodes == 1:
         return ("direct",)
+    provided = ("direct",) if op in _NOTHING_TO_SHARE else capabilities.exchanges
     if wanted == "auto":
-        return capabilities.exchanges
-    if wanted not in capabilities.exchanges:
+        return provided
+    if wanted not in provided:
         raise Unsupported(
-            f"accelerator {accelerator!r} does not provide the exchange {wanted!r}; "
-            f"it provides: {', '.join(capabilities.exchanges)}"
+            f"accelerator {accelerator!r} does not provide the exchange {wanted!r} for {op!r}; "
+            f"it provides: {', '.join(provided)}"
         )
     return (wanted,)
 

@@ -62,6 +62,20 @@ def test_where_the_fabric_is_slow_direct_exchange_stays() -> None:
     assert considered(capabilities=BOTH, constants=slow).plan.exchange == "direct"
 
 
+def test_experts_rows_are_shared_with_nobody() -> None:
+    every = BOTH.model_copy(update={"ops": ("moe_dispatch_gemm",)})
+    sizes = {"tokens": 512, "hidden": 512, "features": 256, "experts": 32, "top_k": 4}
+    options: dict[str, Any] = {
+        "dtype": "float16", "nodes": 4, "ranks_per_node": 4, "accelerator": "ascend",
+        "capabilities": every, "nic": "cx7", "verbs": "soft", "topology": world(4, 4),
+    }  # fmt: skip
+    found = explain("moe_dispatch_gemm", sizes, **options)
+    assert found.plan.exchange == "direct"
+    assert not any(one.decision == "exchange" for one in found.alternatives)
+    with pytest.raises(Unsupported, match="for 'moe_dispatch_gemm'; it provides: direct"):
+        explain("moe_dispatch_gemm", sizes, exchange="hierarchical", **options)
+
+
 def test_dear_signals_make_chunks_larger() -> None:
     dear = CONSTANTS.model_copy(update={"signal_us": 400.0})
     cheap, costly = (considered(constants=c, nodes=1).plan for c in (CONSTANTS, dear))
