@@ -92,6 +92,19 @@ void Context::raise_event(ibv_event_type type, ibv_qp* qp, ibv_cq* cq) {
     [[maybe_unused]] const ssize_t written = ::write(async_write.get(), &event, sizeof(event));
 }
 
+Context::Struck Context::strike(Cq& queue, std::uint64_t now) {
+    if (faults.none()) return {};
+    faults.begin_counted(now);
+    const Struck struck{faults.strikes(FaultKind::drop, now),
+                        faults.strikes(FaultKind::cq_overflow, now),
+                        faults.strikes(FaultKind::qp_error, now)};
+    if (struck.overflow) {
+        queue.overrun.store(true, std::memory_order_relaxed);
+        raise_event(IBV_EVENT_CQ_ERR, nullptr, &queue);
+    }
+    return struck;
+}
+
 bool Context::mute(std::uint64_t now) {
     if (faults.none()) return false;
     std::uint64_t whenever = 0;

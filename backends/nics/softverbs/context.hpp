@@ -53,6 +53,12 @@ struct Context : verbs_context {
 
     void wake() { ring_doorbell(port.header()); }
 
+    // What falls on the message that is about to go to that completion queue. An overflow is done here,
+    // the rest is the queue pair's to do.
+    struct Struck {
+        bool drop = false, overflow = false, qp_error = false;
+    };
+    Struck strike(Cq& queue, std::uint64_t now);
     // Whether a cut of the link is on, or a stall of the device. Engine, or under the control lock.
     bool mute(std::uint64_t now);
 

@@ -170,20 +170,12 @@ bool Fabric::tell_abandoned(Outgoing& out) {
 
 // What falls on the next message; whether it may go.
 bool Fabric::withstands_faults(SrdQp& qp, Outgoing& out, std::uint64_t now) {
-    Faults& faults = context_.faults;
-    if (faults.none()) return true;
-    faults.begin_counted(now);
-    if (faults.strikes(FaultKind::drop, now)) {
+    const auto struck = context_.strike(*static_cast<Cq*>(qp.qp_base.send_cq), now);
+    if (struck.drop) {
         out.dropped = true;
         close(out);
     }
-    if (faults.strikes(FaultKind::cq_overflow, now)) {
-        auto* queue = static_cast<Cq*>(qp.qp_base.send_cq);
-        queue->overrun.store(true, std::memory_order_relaxed);
-        context_.raise_event(IBV_EVENT_CQ_ERR, nullptr, queue);
-        qp.enter_error();
-    }
-    if (faults.strikes(FaultKind::qp_error, now)) qp.enter_error();
+    if (struck.overflow || struck.qp_error) qp.enter_error();
     return qp.qp_base.state == IBV_QPS_RTS && !context_.mute(now);
 }
 

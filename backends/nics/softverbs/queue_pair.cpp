@@ -332,20 +332,10 @@ void Qp::push(Cq* queue, const Cq::Entry& entry, bool solicited) {
 
 // What falls on the next message; whether it may go.
 bool Qp::withstands_faults(std::uint64_t now) {
-    Faults& faults = context_.faults;
-    if (faults.none()) return true;
-    faults.begin_counted(now);
-    if (faults.strikes(FaultKind::drop, now)) link_dead_ = true;
-    if (faults.strikes(FaultKind::cq_overflow, now)) {
-        auto* queue = static_cast<Cq*>(send_cq);
-        queue->overrun.store(true, std::memory_order_relaxed);
-        context_.raise_event(IBV_EVENT_CQ_ERR, nullptr, queue);
-        enter_error();
-    }
-    if (faults.strikes(FaultKind::qp_error, now)) {
-        context_.raise_event(IBV_EVENT_QP_FATAL, this, nullptr);
-        enter_error();
-    }
+    const auto struck = context_.strike(*static_cast<Cq*>(send_cq), now);
+    if (struck.drop) link_dead_ = true;
+    if (struck.qp_error) context_.raise_event(IBV_EVENT_QP_FATAL, this, nullptr);
+    if (struck.overflow || struck.qp_error) enter_error();
     return !link_dead_ && state == IBV_QPS_RTS && !context_.mute(now);
 }
 
