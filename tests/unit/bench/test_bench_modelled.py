@@ -1,0 +1,107 @@
+"""`mkernel bench --model-only` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mkernel.backends.accelerators.ascend import reference
+from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.bench.modelled import ComparisonReport, ModelledReport
+from mkernel.cli import bench
+from mkernel.errors import ArgumentError, InputFileError
+
+MODEL = ("--accelerator", "ascend", "--model-only")
+
+
+def run(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(bench.command)
+    done = CliRunner().invoke(app, [*MODEL, *arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0
+    return done.output
+
+
+@pytest.fixture
+def two_rows(monkeypatch: pytest.MonkeyPatch) -> reference.PublishedTable:
+    """The published table's two smallest rows: one fitted, one that checks."""
+    whole = reference.published()
+    short = whole.model_copy(update={"rows": whole.rows[:2]})
+    monkeypatch.setattr(reference, "published", lambda: short)
+    return short
+
+
+def test_the_table_sets_published_modelled_and_ours_side_by_side(
+    two_rows: reference.PublishedTable, tmp_path: Path
+) -> None:
+    file = tmp_path / "table.json"
+    text = run("--table", "a3", "--json", str(file))
+    report = ComparisonReport.model_validate_json(file.read_bytes())
+    assert [row.published_ms for row in report.rows] == [row.ms for row in two_rows.rows]
+    for row in report.rows:
+        assert row.error == pytest.approx(row.reference_modelled_ms / row.published_ms - 1)
+        assert row.speedup == pytest.approx(row.reference_modelled_ms / row.ours_modelled_ms)
+        for number in (row.published_ms, row.reference_modelled_ms, row.ours_modelled_ms):
+            assert f"{number:.3f}" in text
+    first, second = report.rows
+    assert report.mean_error == pytest.approx((abs(first.error) + abs(second.error)) / 2)
+    assert report.worst_error == max(abs(first.error), abs(second.error))
+    assert report.mean_error_of_checks == pytest.approx(abs(second.error))
+    assert report.geometric_mean_speedup == pytest.approx((first.speedup * second.speedup) ** 0.5)
+    assert "Modelled, not measured" in text
+
+
+def _modelled(file: Path, *arguments: str) -> Any:
+    sizes = ("--ranks", "2", "--shapes", "512x512x1024", "--json", str(file))
+    assert "Modelled, not measured" in run("ag_gemm", *sizes, *arguments)
+    return ModelledReport.model_validate_json(file.read_bytes())
+
+
+def test_shapes_in_three_views(tmp_path: Path) -> None:
+    (row,) = _modelled(tmp_path / "a.json").rows
+    clock = row.modelled
+    assert max(clock.compute_only_ms, clock.comm_only_ms) < clock.pipelined_ms
+    assert clock.pipelined_ms < clock.sequential_ms
+    assert clock.speedup == pytest.approx(clock.sequential_ms / clock.pipelined_ms)
+
+
+def test_the_machine_is_the_callers(tmp_path: Path) -> None:
+    data = load_machine().model_dump()
+    data["name"], data["fabric"]["link_gbs"] = "mine", data["fabric"]["link_gbs"] / 4
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps(data))
+    slow = _modelled(tmp_path / "b.json", "--machine", str(mine))
+    assert slow.machine.name == "mine"
+    fast = _modelled(tmp_path / "a.json").rows[0].modelled
+    assert slow.rows[0].modelled.comm_only_ms > 3 * fast.comm_only_ms
+    assert slow.rows[0].modelled.compute_only_ms == fast.compute_only_ms
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "why"),
+    [
+        (("--table", "a9"), ArgumentError, "--table = 'a9' .* one of: a3"),
+        (("--accelerator", "streams"), ArgumentError, "--accelerator = streams .* ascend"),
+        (("--machine", "absent.json"), InputFileError, r"absent\.json: No such file"),
+    ],
+)
+def test_wrong_options_are_named(
+    arguments: tuple[str, ...], error: type[Exception], why: str
+) -> None:
+    with pytest.raises(error, match=why):
+        run(*arguments)
+
+
+def test_options_of_the_model_need_the_model() -> None:
+    app = typer.Typer()
+    app.command()(bench.command)
+    done = CliRunner().invoke(app, ["--table", "a3"])
+    assert isinstance(done.exception, ArgumentError)
+    assert "--model-only" in str(done.exception)
