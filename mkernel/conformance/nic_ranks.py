@@ -15,7 +15,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -164,6 +164,7 @@ class NicSubject:
         timeout_s: deadline of every wait inside a check.
         divisor: of the amount of traffic, for devices that are emulated and slow.
         start: how rank processes start; ``fork`` spares the import of a fork server.
+        settings: of sessions, where a check wants no other; by default the environment's.
     """
 
     name: str
@@ -173,6 +174,7 @@ class NicSubject:
     timeout_s: float = 20.0
     divisor: int = 1
     start: Literal["forkserver", "fork"] = "forkserver"
+    settings: NicSettings = field(default_factory=lambda: load_settings().nic_settings)
 
     def __str__(self) -> str:
         return f"nic {self.name} on {self.verbs}"
@@ -205,9 +207,8 @@ class NicSubject:
         return active[0]
 
     def session(self, rank: int, **settings: Any) -> NicSession:
-        """Open the device in this process, with the environment's settings where a check has none."""
-        others = load_settings().nic_settings.model_dump()
-        values = NicSettings.model_validate({**others, **settings})
+        """Open the device in this process."""
+        values = NicSettings.model_validate({**self.settings.model_dump(), **settings})
         return self.backend().open(self.device(), self.verbs, rank, values)
 
     def scale(self, whole: int, quick: int) -> int:

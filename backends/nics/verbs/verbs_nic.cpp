@@ -121,7 +121,6 @@ void VerbsNic::connect(std::uint32_t rank, const std::vector<Endpoint>& remote) 
     }
     // Ends with more lanes than the other leave those that are over.
     peer.lanes.resize(std::min(peer.lanes.size(), remote.size()));
-    std::uint32_t receives = receives_;
     for (const auto& lane : peer.lanes) {
         const Endpoint& end = remote[lane->number];
         if (end.rail >= kMaxRails || end.receives == 0) {
@@ -136,7 +135,7 @@ void VerbsNic::connect(std::uint32_t rank, const std::vector<Endpoint>& remote) 
         lane->remote_word_key = end.credit_rkey;
         join(*lane, end);
     }
-    peer.arrivals.emplace(static_cast<std::uint32_t>(peer.lanes.size()), receives);
+    peer.arrivals.emplace(static_cast<std::uint32_t>(peer.lanes.size()), receives_);
     peer.connected = true;
 }
 

@@ -1,0 +1,28 @@
+"""The checks of what arrives, and when, with puts spread over several queue pairs."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkernel.conformance.check import run_check
+from mkernel.conformance.nic import NicSubject, nic_checks
+from mkernel.settings import NicSettings
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+CHECKS = {check.name: check for check in nic_checks(quick=True)}
+LANES = NicSettings(qps=3, stripe_bytes=1000)
+
+
+@pytest.mark.parametrize("name", ["visibility", "sizes", "in-flight", "flush", "churn"])
+@pytest.mark.parametrize("nic", ["cx7", "efa"])
+def test_it_keeps_its_promises_over_several_lanes(nic: str, name: str) -> None:
+    subject = NicSubject(nic, "soft", quick=True, settings=LANES)
+    result = run_check(CHECKS[name], subject)
+    assert result.outcome == "passed", result.message
+
+
+@pytest.mark.parametrize("nic", ["cx7", "efa"])
+def test_it_claims_no_order_over_several_lanes(nic: str) -> None:
+    result = run_check(CHECKS["order"], NicSubject(nic, "soft", quick=True, settings=LANES))
+    assert result.outcome == "skipped", result.message
