@@ -20,6 +20,11 @@ class CheckSkipped(Exception):
     """The backend does not claim what the check tests; the message says what."""
 
 
+class HarnessError(Exception):
+    """The kit itself could not do its work: nothing is said of the backend. No planted fault counts as
+    caught by it."""
+
+
 @dataclass(frozen=True)
 class Check:
     """One promise and its test.

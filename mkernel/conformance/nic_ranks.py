@@ -27,7 +27,7 @@ import numpy.typing as npt
 from mkernel.backends import registry
 from mkernel.backends.base import NicBackend, NicSession
 from mkernel.backends.runtime import _runtime
-from mkernel.conformance.check import CheckFailed, CheckSkipped
+from mkernel.conformance.check import CheckFailed, CheckSkipped, HarnessError
 from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.settings import NicSettings
 from mkernel.settings import load as load_settings
@@ -295,6 +295,8 @@ class _Member:
         except (EOFError, ConnectionError):
             self.process.join(5)
             code = self.process.exitcode
+            if code is not None and code > 0:  # a body's own errors come as messages
+                raise HarnessError(f"rank {self.rank} did not run: code {code}") from None
             how = signal.Signals(-code).name if code is not None and code < 0 else f"code {code}"
             if not self.may_die:
                 raise CheckFailed(f"rank {self.rank} died: {how}") from None

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mkernel.backends import registry
+from mkernel.conformance.check import HarnessError
 from mkernel.conformance.kit import kit_for
 from mkernel.errors import ArgumentError
 
@@ -53,7 +54,7 @@ def judge_one(fault: str, checks: Sequence[str], *, nics: bool = False, seed: in
             result.name,
             fault.rpartition(":")[2],
             breaks,
-            result.outcome == "failed",
+            result.outcome == "failed" and not result.message.startswith(HarnessError.__name__),
             result.seconds,
             result.message or result.outcome,
         )

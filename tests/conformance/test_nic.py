@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from mkernel.conformance.check import run_check
+from mkernel.conformance.check import HarnessError, run_check
 from mkernel.conformance.nic import NicSubject, nic_checks
 from mkernel.conformance.nic_faults import FAULTS
+from mkernel.conformance.nic_ranks import Rank
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -36,6 +39,16 @@ def test_a_planted_fault_fails_its_check(fault: str, name: str) -> None:
     result = run_check(CHECKS[name], NicSubject(fault, "soft", quick=True, timeout_s=2.0))
     assert result.outcome == "failed"
     assert result.message
+    assert not result.message.startswith("HarnessError"), result.message
+
+
+def leaves_without_a_word(me: Rank) -> None:
+    os._exit(3)
+
+
+def test_a_rank_that_does_not_run_says_nothing_of_the_backend() -> None:
+    with pytest.raises(HarnessError, match=r"rank \d did not run: code 3"):
+        NicSubject("cx7").run(leaves_without_a_word, 2)
 
 
 def test_every_check_has_a_planted_fault() -> None:
