@@ -60,9 +60,9 @@ def write(found: list[Point], title: str, path: Path) -> None:
         ("compute", [point.compute_us for point in found], ":"),
         ("exposed communication", [point.exposed_us for point in found], "s-"),
     ):
-        axes.plot(ranks, [max(value, 1e-3) for value in values], style, label=label)
+        axes.plot(ranks, values, style, label=label)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("ranks")
     axes.set_ylabel("µs, predicted")
     axes.set_title(title)
