@@ -122,6 +122,12 @@ def test_without_gpudirect_bytes_rest_in_host_memory() -> None:
     assert route.latency_us == CONSTANTS.nic_latency_us + 2 * CONSTANTS.host_latency_us
 
 
+def test_rails_share_the_way_through_host_memory() -> None:
+    one = node((gpu(0, 0),), tuple(nic(i, 0, gpudirect=False) for i in range(3)))
+    route = every(world(one, one), 1)[0, 1]
+    assert (len(route.rails), route.bandwidth_gbs) == (3, CONSTANTS.host_gbs)
+
+
 def test_big_messages_use_all_rails() -> None:
     route = every(world(rails(2, 4), rails(2, 4)), 2)[0, 2]
     assert len(route.rails) == 4
