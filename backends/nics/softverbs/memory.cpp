@@ -62,7 +62,9 @@ Fd duplicate_of(const Area& area) {
     while (const dirent* entry = ::readdir(dir.get())) {
         const int fd = std::atoi(entry->d_name);
         struct stat info {};
-        if (entry->d_name[0] == '.' || ::fstat(fd, &info) != 0) continue;
+        if (entry->d_name[0] == '.') continue;
+        // By name: another thread may be closing that descriptor, which is none of ours.
+        if (::fstatat(::dirfd(dir.get()), entry->d_name, &info, 0) != 0) continue;
         if (info.st_ino != area.inode || major(info.st_dev) != area.major ||
             minor(info.st_dev) != area.minor) {
             continue;
