@@ -91,9 +91,10 @@ void ends_of_unlike_shapes_use_what_both_have() {
 // Many more spread puts than there are group numbers, with and without room for them. On one rail,
 // as in all tests whose puts overlap: then one thread of the software device writes them.
 void group_numbers_wrap() {
-    for (const bool srd : {false, true}) {
+    for (const auto& [srd, depth] :
+         {std::pair{false, 8u}, {false, 512u}, {true, 8u}, {true, 512u}}) {
         auto both = setup(srd, 1, 4);
-        both.options.queue_depth = srd ? 8 : 128;
+        both.options.queue_depth = depth;
         Couple pair(both, both);
         fill(pair.one, 3);
         constexpr std::uint32_t kPuts = 1000;
