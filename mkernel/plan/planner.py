@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Literal, NamedTuple, ParamSpec, cast, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, ParamSpec, cast
 
-from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
-from mkernel.plan import chunking, paths, predict
+from mkernel.errors import ArgumentError, DtypeError, Unsupported
+from mkernel.plan import arguments, chunking, paths, predict
+from mkernel.plan.arguments import Layout
 from mkernel.plan.decide import Alternative, choose
 from mkernel.plan.model import (
     Chunking,
@@ -39,8 +40,6 @@ from mkernel.topology.routing import routes
 
 if TYPE_CHECKING:
     from mkernel.backends.base import AcceleratorCapabilities
-
-Layout = Literal["row", "column"]
 
 
 class Planned(NamedTuple):
@@ -115,9 +114,9 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
         raise ArgumentError(
             "nodes", nodes, f"{len(topology.nodes)}, the topology's number of nodes"
         )
-    in_dtype = _check_dtype("dtype", dtype, capabilities.dtypes, accelerator)
+    in_dtype = arguments.check_dtype("dtype", dtype, capabilities.dtypes, accelerator)
     default = "float32" if capabilities.mixed_dtypes else in_dtype
-    result_dtype = _check_dtype(
+    result_dtype = arguments.check_dtype(
         "out_dtype", out_dtype or default, capabilities.out_dtypes, accelerator
     )
     if not capabilities.mixed_dtypes and result_dtype != in_dtype:
@@ -127,15 +126,17 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             f"{in_dtype!r}, the inputs'",
             why=f"accelerator {accelerator!r} keeps it",
         )
-    layout = _check_layout(b_layout, capabilities, accelerator)
+    layout = arguments.check_layout(b_layout, capabilities, accelerator)
     world = nodes * ranks_per_node
     shape = shape_of(name, sizes, world, in_dtype, result_dtype, capabilities)
-    library = _has_library_path(path, name, nodes, accelerator, capabilities)
+    library = arguments.has_library_path(path, name, nodes, accelerator, capabilities)
     if chunk is not None:
         check_integer(ArgumentError, "chunk", chunk, MAX_DIMENSION)
     resources = Resources(
-        compute_blocks=_blocks("compute_blocks", compute_blocks, capabilities.compute_cores),
-        comm_blocks=_blocks(
+        compute_blocks=arguments.blocks(
+            "compute_blocks", compute_blocks, capabilities.compute_cores
+        ),
+        comm_blocks=arguments.blocks(
             "comm_blocks",
             comm_blocks,
             capabilities.comm_cores,
@@ -164,7 +165,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             cast(PathChoice, path),
             library,
             capabilities.compute_cores,
-            _exchanges(exchange, name, nodes, accelerator, capabilities),
+            arguments.exchanges(exchange, name, nodes, accelerator, capabilities),
             comm_blocks,
             capabilities.comm_cores,
         ),
@@ -318,30 +319,6 @@ def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Altern
     )
 
 
-_NOTHING_TO_SHARE: tuple[OpName, ...] = ("moe_dispatch_gemm", "moe_combine")
-"""Ops of which every pair of ranks exchanges rows of its own: no message of theirs serves a node."""
-
-
-def _exchanges(
-    wanted: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
-) -> tuple[Exchange, ...]:
-    """Those to choose from; the default first."""
-    every: tuple[Exchange, ...] = get_args(Exchange)
-    if wanted not in ("auto", *every):
-        raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(every)}")
-    if nodes == 1:
-        return ("direct",)
-    provided = ("direct",) if op in _NOTHING_TO_SHARE else capabilities.exchanges
-    if wanted == "auto":
-        return provided
-    if wanted not in provided:
-        raise Unsupported(
-            f"accelerator {accelerator!r} does not provide the exchange {wanted!r} for {op!r}; "
-            f"it provides: {', '.join(provided)}"
-        )
-    return (wanted,)
-
-
 def _predicted(
     choice: _Choice,
     op: OpName,
@@ -364,53 +341,3 @@ def _predicted(
     if choice.path == "auto" and library.pipelined_us < fused.pipelined_us:
         wanted = "library"
     return wanted, library if wanted == "library" else fused
-
-
-def _has_library_path(
-    path: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
-) -> bool:
-    if path not in get_args(PathChoice):
-        raise ArgumentError("path", repr(path), f"one of: {', '.join(get_args(PathChoice))}")
-    found = op in capabilities.library_ops and nodes == 1
-    if path == "library" and not found:
-        where = f" in a world of {nodes} nodes" if op in capabilities.library_ops else ""
-        raise Unsupported(
-            f"accelerator {accelerator!r} has no library path for {op!r}{where}; "
-            "set MKERNEL_PATH to auto or fused"
-        )
-    return found
-
-
-def _check_dtype(
-    argument: str, value: str, claimed: tuple[DtypeName, ...], accelerator: str
-) -> DtypeName:
-    if value not in get_args(DtypeName):
-        raise DtypeError(argument, repr(value), f"one of: {', '.join(get_args(DtypeName))}")
-    if value not in claimed:
-        raise DtypeError(
-            argument,
-            repr(value),
-            f"one of: {', '.join(claimed)}",
-            why=f"accelerator {accelerator!r} does not take it",
-        )
-    return value
-
-
-def _check_layout(value: str, capabilities: AcceleratorCapabilities, accelerator: str) -> Layout:
-    if value not in get_args(Layout):
-        raise ArgumentError("b_layout", repr(value), f"one of: {', '.join(get_args(Layout))}")
-    if value not in capabilities.b_layouts:
-        raise LayoutError(
-            "b_layout",
-            repr(value),
-            f"one of: {', '.join(capabilities.b_layouts)}",
-            why=f"accelerator {accelerator!r} does not read it",
-        )
-    return value
-
-
-def _blocks(argument: str, value: int | None, cores: int, default: int | None = None) -> int:
-    if value is None:
-        return default or cores
-    check_integer(ArgumentError, argument, value, cores)
-    return value

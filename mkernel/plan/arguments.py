@@ -1,0 +1,91 @@
+"""Arguments of a plan that are not sizes: checked against what the backend claims."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
+from mkernel.plan.model import DtypeName, Exchange, OpName, PathChoice
+from mkernel.plan.shapes import check_integer
+
+if TYPE_CHECKING:
+    from mkernel.backends.base import AcceleratorCapabilities
+
+Layout = Literal["row", "column"]
+
+_NOTHING_TO_SHARE: tuple[OpName, ...] = ("moe_dispatch_gemm", "moe_combine")
+"""Ops of which every pair of ranks exchanges rows of its own: no message of theirs serves a node."""
+
+
+def exchanges(
+    wanted: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
+) -> tuple[Exchange, ...]:
+    """Those to choose from; the default first. ArgumentError, Unsupported."""
+    every: tuple[Exchange, ...] = get_args(Exchange)
+    if wanted not in ("auto", *every):
+        raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(every)}")
+    if nodes == 1:
+        return ("direct",)
+    provided = ("direct",) if op in _NOTHING_TO_SHARE else capabilities.exchanges
+    if wanted == "auto":
+        return provided
+    if wanted not in provided:
+        raise Unsupported(
+            f"accelerator {accelerator!r} does not provide the exchange {wanted!r} for {op!r}; "
+            f"it provides: {', '.join(provided)}"
+        )
+    return (wanted,)
+
+
+def has_library_path(
+    path: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
+) -> bool:
+    """Whether the op has one in that world. ArgumentError; Unsupported: it is asked for in vain."""
+    if path not in get_args(PathChoice):
+        raise ArgumentError("path", repr(path), f"one of: {', '.join(get_args(PathChoice))}")
+    found = op in capabilities.library_ops and nodes == 1
+    if path == "library" and not found:
+        where = f" in a world of {nodes} nodes" if op in capabilities.library_ops else ""
+        raise Unsupported(
+            f"accelerator {accelerator!r} has no library path for {op!r}{where}; "
+            "set MKERNEL_PATH to auto or fused"
+        )
+    return found
+
+
+def check_dtype(
+    argument: str, value: str, claimed: tuple[DtypeName, ...], accelerator: str
+) -> DtypeName:
+    """The value as a dtype of those that the backend claims. DtypeError."""
+    if value not in get_args(DtypeName):
+        raise DtypeError(argument, repr(value), f"one of: {', '.join(get_args(DtypeName))}")
+    if value not in claimed:
+        raise DtypeError(
+            argument,
+            repr(value),
+            f"one of: {', '.join(claimed)}",
+            why=f"accelerator {accelerator!r} does not take it",
+        )
+    return value
+
+
+def check_layout(value: str, capabilities: AcceleratorCapabilities, accelerator: str) -> Layout:
+    """The value as a layout of B that the backend claims. LayoutError, ArgumentError."""
+    if value not in get_args(Layout):
+        raise ArgumentError("b_layout", repr(value), f"one of: {', '.join(get_args(Layout))}")
+    if value not in capabilities.b_layouts:
+        raise LayoutError(
+            "b_layout",
+            repr(value),
+            f"one of: {', '.join(capabilities.b_layouts)}",
+            why=f"accelerator {accelerator!r} does not read it",
+        )
+    return value
+
+
+def blocks(argument: str, value: int | None, cores: int, default: int | None = None) -> int:
+    """Blocks of a kernel: the value, at most ``cores``, or the default (all cores). ArgumentError."""
+    if value is None:
+        return default or cores
+    check_integer(ArgumentError, argument, value, cores)
+    return value
