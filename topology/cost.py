@@ -49,11 +49,9 @@ class PathConstants(Model):
 class MachineConstants(Model):
     """Rates and latencies of one kind of machine.
 
-    The defaults of a kind lie in ``topology/data/<accelerator>.json``. For the Ascend-style device:
-    one cube core does 16·16·16 half-precision multiply-adds a cycle at about 1.8 GHz, that is
-    14.7 TFLOP/s; float32 runs at a quarter of it (estimate). An HCCS link between two chips gives
-    25 to 28 GB/s, a NIC 50 GB/s (400 Gb/s), HBM 1.6 TB/s. ``comm_block_gbs`` is HBM shared by 48
-    vector cores, read and written (estimate). Latencies are estimates of the right magnitude.
+    The defaults of a kind lie in ``topology/data/<accelerator>.json``. Those of the Ascend-style
+    device follow from the machine description of its timed model (docs/ascend.md), so that a plan
+    predicts and a simulation models the same machine.
     """
 
     name: str

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Model
 
 if TYPE_CHECKING:
@@ -102,6 +103,29 @@ class Machine(Model):
         made.nic_rate = self.nic.gbs
         made.nic_ns = self.nic.latency_us * 1e3
         return made
+
+    def constants(self) -> MachineConstants:
+        """What the planner needs of it: ``topology/data/ascend.json`` holds the default's, since the
+        topology knows no backend."""
+
+        def tflops(macs_per_cycle: float) -> float:
+            return round(2e-3 * macs_per_cycle * self.clock_ghz, 1)
+
+        return MachineConstants(
+            name="ascend",
+            source=f"{self.name}, the machine description of the ascend backend; not measured here",
+            float16_tflops_per_core=tflops(self.cube.macs_per_cycle_16bit),
+            bfloat16_tflops_per_core=tflops(self.cube.macs_per_cycle_16bit),
+            float32_tflops_per_core=tflops(self.cube.macs_per_cycle_32bit),
+            memory_gbs=self.chip.memory_gbs,
+            p2p_gbs=self.fabric.link_gbs,
+            p2p_latency_us=self.fabric.link_latency_us,
+            nic_gbs=self.nic.gbs,
+            nic_latency_us=self.nic.proxy_us + self.nic.latency_us,
+            comm_block_gbs=self.pipes.mte3_gbs,
+            signal_us=self.fabric.signal_latency_us,
+            launch_us=self.chip.launch_us,
+        )
 
 
 def load_machine(path: str | Path | None = None) -> Machine:

@@ -14,6 +14,7 @@ from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.base import ModelledRun
 from mkernel.errors import InputFileError
 from mkernel.plan.model import LaunchPlan
+from mkernel.topology.cost import default_constants
 
 from .rig import SIGNAL_BASE, World, make_plan
 
@@ -183,6 +184,10 @@ def test_lanes(nodes: int) -> None:
             end = piece.start_us + piece.duration_us
         assert end <= result.total_us + 1e-6
     assert not model(traces(plan), A3, lanes=False).lanes
+
+
+def test_the_planner_has_the_constants_of_the_modelled_machine() -> None:
+    assert default_constants("ascend") == A3.constants()
 
 
 def test_machine_files(tmp_path: Path) -> None:
