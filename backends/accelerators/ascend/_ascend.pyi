@@ -1,5 +1,7 @@
 """Types of the native module (host/module.cpp)."""
 
+from typing import Literal
+
 class AgGemmGeometry:
     def __init__(
         self,
@@ -25,6 +27,19 @@ class AgGemmGeometry:
     def summary(self, parity: int, source: int) -> int: ...
     def released(self, rank: int) -> int: ...
     def slot_offset(self, parity: int, source: int) -> int: ...
+
+class Strict:
+    """Options of strict simulation (sim/strict.hpp). ``skip``: a planted fault, numbers of flags,
+    barriers, fences and signals that core ``skip_core`` of ``skip_kernel`` leaves out."""
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        skip_kernel: Literal["comm", "compute"] = "compute",
+        skip_core: int = 0,
+        skip: list[int] = ...,
+    ) -> None: ...
 
 class Launch:
     def wait(self, timeout_s: float) -> bool: ...
@@ -57,6 +72,7 @@ def launch_ag_gemm(
     timeout_s: float,
     view: str,
     trace: bool,
+    strict: Strict | None = None,
 ) -> Launch: ...
 def record_ag_gemm(
     *,

@@ -101,6 +101,7 @@ Launch::Launch(Call call) : call_(std::move(call)) {
     comm_.blocks = g.world > 1 && call_.view != View::compute_only ? call_.comm_blocks : 0;
     compute_.kind = sim::CoreKind::aic;
     compute_.blocks = call_.compute_blocks;
+    environment_.strict = call_.strict;
 }
 
 std::shared_ptr<Launch> Launch::start(Call call) {
@@ -111,6 +112,11 @@ std::shared_ptr<Launch> Launch::start(Call call) {
         g_running.insert(launch.get());
     }
     launch->kernels_left_ = launch->comm_.blocks > 0 ? 2 : 1;
+    if (launch->call_.strict) {
+        launch->waits_.emplace(launch->environment_.pad, launch->environment_.rank,
+                               launch->comm_.blocks + launch->compute_.blocks);
+        launch->environment_.waits = &*launch->waits_;
+    }
     if (launch->call_.view == View::compute_only) launch->count_chunks_as_present();
     const bool one_after_other = launch->call_.view == View::sequential && launch->comm_.blocks > 0;
     if (launch->comm_.blocks > 0) launch->submit(launch->comm_);
@@ -151,6 +157,7 @@ void Launch::run_kernel(Kernel& kernel, std::uint32_t index) {
                               ? ag_gemm::Comm(core, call_.args).run()
                               : ag_gemm::Compute(core, call_.args).run();
     core.finish(complete);
+    if (complete && waits_) waits_->ended();
 }
 
 void Launch::run_core(Kernel& kernel, std::uint32_t index) {

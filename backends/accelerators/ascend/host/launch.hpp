@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,7 @@ struct Call {
     std::uint64_t timeout_ns = 0;
     View view = View::pipelined;
     bool trace = false;
+    std::optional<sim::StrictOptions> strict;
 };
 
 // The trace blob (sim/trace.hpp) of a rank's call without running it: no memory is touched, no
@@ -85,6 +87,7 @@ class Launch : public std::enable_shared_from_this<Launch> {
     pid_t process_ = getpid();
     Call call_;
     sim::Environment environment_;
+    std::optional<sim::Waits> waits_;  // strict
     std::vector<std::uint32_t> send_order_;
     Kernel comm_, compute_;
 

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -72,8 +73,9 @@ std::shared_ptr<host::Launch> launch(
     const std::vector<std::pair<std::uint64_t, std::uint64_t>>& peers,
     std::vector<std::uint32_t> source_order, std::uint32_t compute_blocks,
     std::uint32_t comm_blocks, std::uint32_t node, std::uint64_t fifo, double timeout_s,
-    const std::string& view_name, bool trace) {
+    const std::string& view_name, bool trace, std::optional<sim::StrictOptions> strict) {
     host::Call call;
+    call.strict = std::move(strict);
     call.args.geometry = g;
     call.args.rank = rank;
     call.args.epoch = epoch;
@@ -185,6 +187,17 @@ PYBIND11_MODULE(_ascend, module) {
         .def("released", &ag_gemm::Geometry::released, "rank"_a)
         .def("slot_offset", &ag_gemm::Geometry::slot_offset, "parity"_a, "source"_a);
 
+    py::class_<sim::StrictOptions>(module, "Strict")
+        .def(py::init([](std::optional<std::uint64_t> seed, const std::string& kind,
+                         std::uint32_t index, std::vector<std::uint32_t> numbers) {
+                 return sim::StrictOptions{
+                     seed,
+                     {kind == "comm" ? sim::CoreKind::aiv : sim::CoreKind::aic, index,
+                      std::move(numbers)}};
+             }),
+             py::kw_only(), "seed"_a = py::none(), "skip_kernel"_a = "compute", "skip_core"_a = 0,
+             "skip"_a = std::vector<std::uint32_t>());
+
     py::class_<host::Launch, std::shared_ptr<host::Launch>>(module, "Launch")
         .def(
             "wait",
@@ -198,7 +211,7 @@ PYBIND11_MODULE(_ascend, module) {
                "out"_a, "out_dtype"_a, "epoch"_a, "number"_a, "pad"_a, "workspace"_a,
                "signal_base"_a, "region"_a, "peers"_a, "source_order"_a, "compute_blocks"_a,
                "comm_blocks"_a, "node"_a, "fifo"_a, "timeout_s"_a, "view"_a, "trace"_a,
-               py::call_guard<py::gil_scoped_release>());
+               "strict"_a = py::none(), py::call_guard<py::gil_scoped_release>());
 
     module.def("record_ag_gemm", &record, py::kw_only(), "geometry"_a, "rank"_a, "same_node"_a,
                "source_order"_a, "out_dtype"_a, "b_column_major"_a, "compute_blocks"_a,

@@ -380,6 +380,7 @@ void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std
                    Where where) {
     where_ = where;
     if (strict_) {
+        if (!strict_->executes_sync()) return;
         strict_->publish({"TNOTIFY", where_}, "raises signal " + std::to_string(signal) +
                                                   " of rank " + std::to_string(peer));
     }
@@ -414,13 +415,29 @@ bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer, 
         // A core that never has to sleep must still see an abort between two waits.
         return environment_.pad.aborted() == runtime::AbortCode::none;
     }
-    environment_.scheduler->begin_block();
     // A wait for the own rank's other cores comes to nothing because one of those waits in vain:
     // that one, which knows the reason, reports first.
     const std::uint64_t grace = peer == environment_.rank ? kOwnRankGraceNs : 0;
-    const runtime::WaitResult result =
-        environment_.pad.wait(signal, value, environment_.deadline_ns + grace, diagnosis(peer));
-    environment_.scheduler->end_block(priority());
+    const auto sleep = [&] {
+        environment_.scheduler->begin_block();
+        const runtime::WaitResult result =
+            environment_.pad.wait(signal, value, environment_.deadline_ns + grace, diagnosis(peer));
+        environment_.scheduler->end_block(priority());
+        return result;
+    };
+    if (environment_.waits == nullptr) return sleep() == runtime::WaitResult::ok;
+    const auto entry =
+        environment_.waits->sleep({std::string(name_of(kind_)) + " core " + std::to_string(index_),
+                                   place(where_), signal, value, peer});
+    const runtime::WaitResult result = sleep();
+    const std::string waits = environment_.waits->all();
+    environment_.waits->wake(entry);
+    if (result == runtime::WaitResult::timed_out) {
+        fail("TWAIT", "signal " + std::to_string(signal) +
+                          " was not raised within the deadline; "
+                          "waiting on this rank: " +
+                          waits);
+    }
     return result == runtime::WaitResult::ok;
 }
 
@@ -431,6 +448,7 @@ bool Core::ttest(std::uint32_t signal, std::uint64_t value) {
 bool Core::nic_put(const nics::PutCommand& command, Where where) {
     where_ = where;
     if (strict_) {
+        if (!strict_->executes_sync()) return true;
         strict_->publish({"NIC_PUT", where_},
                          "queues a put to rank " + std::to_string(command.peer));
     }

@@ -32,6 +32,7 @@
 #include "backends/accelerators/ascend/sim/isa_error.hpp"
 #include "backends/accelerators/ascend/sim/scheduler.hpp"
 #include "backends/accelerators/ascend/sim/strict.hpp"
+#include "backends/accelerators/ascend/sim/strict_waits.hpp"
 #include "backends/accelerators/ascend/sim/trace.hpp"
 #include "backends/nics/fifo_device.hpp"
 #include "backends/runtime/signal_pad.hpp"
@@ -59,6 +60,7 @@ struct Environment {
     // reasonable time.
     bool dry = false;
     std::optional<StrictOptions> strict;
+    Waits* waits = nullptr;  // strict, and not dry
 };
 
 // On-chip memory of one core; a host thread keeps one and lends it to the core it runs.

@@ -8,7 +8,8 @@
 //   - a signal raised (TNOTIFY, NIC_PUT) while the core's own accesses of global memory may still
 //     be under way: without fence() whoever sees the signal may miss the bytes;
 //   - an event set again although its waiter may not have seen it set the last time.
-// Flags without a partner and tiles out of bounds are errors of every core (core.hpp).
+// Flags without a partner and tiles out of bounds are errors of every core (core.hpp); signals that
+// nobody can raise any more are found by the call's cores together (strict_waits.hpp).
 //
 // With a seed, effects are put off and run later in an order drawn from it, any that flags and
 // barriers allow (strict_queue.hpp). Results must not depend on it.
@@ -35,8 +36,8 @@ namespace mkernel::ascend::sim {
 
 struct StrictOptions {
     std::optional<std::uint64_t> seed;  // none: effects happen when issued
-    // Planted fault: on core `index` of `kind`, flags, barriers and fences with these numbers,
-    // counted from 0, are not executed.
+    // Planted fault: on core `index` of `kind`, those of its flags, barriers, fences, TNOTIFYs and
+    // NIC_PUTs with these numbers, counted from 0 over all of them, are left out.
     struct {
         CoreKind kind = CoreKind::aic;
         std::uint32_t index = 0;

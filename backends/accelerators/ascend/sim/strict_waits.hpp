@@ -1,0 +1,51 @@
+// Who of one call's cores on one rank sleeps on which signal: finds, without waiting for a deadline,
+// that none of them can ever be woken.
+//
+// A wait names the rank that raises its signal. Once every core that has not returned sleeps on
+// signals that only this rank raises, nobody is left to raise them: the two kernels wait for each
+// other, or for a core that has returned without its signal. Waits for other ranks end by their
+// deadline; `all` then says who was waiting for what.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <mutex>
+#include <string>
+
+#include "backends/runtime/signal_pad.hpp"
+
+namespace mkernel::ascend::sim {
+
+// All members may be called from any core's thread.
+class Waits {
+  public:
+    struct Wait {
+        std::string core, place;
+        std::uint32_t signal = 0;
+        std::uint64_t value = 0;
+        std::uint32_t peer = 0;  // raises it
+    };
+
+    // `cores`: of all kernels of the call, those that have not started too.
+    Waits(runtime::SignalPad pad, std::uint32_t rank, std::uint32_t cores)
+        : pad_(pad), rank_(rank), left_(cores) {}
+
+    // Around a sleep. IsaError: nobody will end it; the core must not sleep.
+    [[nodiscard]] std::list<Wait>::iterator sleep(Wait wait);
+    void wake(std::list<Wait>::iterator wait);
+    // A core has returned. IsaError: now nobody can wake the others.
+    void ended();
+    // "AIC core 0 for signal 12 of rank 1 to be 2, now 1 (compute.hpp:183); ..."
+    [[nodiscard]] std::string all() const;
+
+  private:
+    [[nodiscard]] std::string deadlock() const;  // empty: there is none
+    [[nodiscard]] std::string list() const;
+
+    mutable std::mutex mutex_;
+    std::list<Wait> waits_;
+    runtime::SignalPad pad_;
+    std::uint32_t rank_, left_;
+};
+
+}  // namespace mkernel::ascend::sim
