@@ -169,7 +169,7 @@ def visibility(subject: NicSubject) -> None:
     With few work requests in flight, a put of many messages takes many steps: a signal that is not
     the last of them is seen long before the rest.
     """
-    puts = subject.scale(2000, 80)
+    puts = subject.scale(2000, 160)
     for environment in subject.variants():
         for settings in ({}, _STEPWISE, _STRIPED):
             subject.run(_visibility, 3, puts, settings, environment=environment)
