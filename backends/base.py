@@ -218,7 +218,7 @@ class Span(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What one core did. ``kernel`` is ``comm`` or ``compute``."""
+    """What one core, or one pipe of it, did. ``kernel`` is ``comm`` or ``compute``."""
 
     rank: int
     name: str
@@ -240,7 +240,8 @@ class KernelSpan:
 class ModelledRun:
     """A call on the modelled machine: *predicted* times, never measured ones.
 
-    ``total_us``: launch to the end of the last kernel of any rank.
+    ``total_us``: launch to the end of the last kernel of any rank. ``lanes``: one a core; ``pipes``:
+    the same in detail, one a pipe of a core that did something.
     """
 
     machine: str
@@ -248,6 +249,7 @@ class ModelledRun:
     total_us: float
     kernels: tuple[KernelSpan, ...]
     lanes: tuple[Lane, ...]
+    pipes: tuple[Lane, ...] = ()
 
     def kernel_us(self, kernel: str) -> float:
         """Longest duration of that kernel over the ranks; 0 where it did not run."""

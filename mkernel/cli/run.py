@@ -93,6 +93,10 @@ def command(  # one option a parameter: this is the command line
     output: Annotated[
         Path | None, typer.Option(help="folder for rank<i>.safetensors, trace.json, timeline.png")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="write the timeline as a Perfetto trace"),
+    ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="untimed calls of each view")] = 1,
     iterations: Annotated[int, typer.Option(min=1, help="timed calls of each view")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="of the random data")] = 0,
@@ -132,6 +136,8 @@ def command(  # one option a parameter: this is the command line
     console.print(render.plan(plan))
     if output is not None:
         _make_folder(output)
+    if trace is not None and not trace.parent.is_dir():
+        raise InputFileError(f"--trace {trace}: no such folder: {trace.parent}; make it first")
 
     with _progress(console, rank.steps(spec)) as step:
         results = launch(
@@ -148,12 +154,11 @@ def command(  # one option a parameter: this is the command line
     _same_plan(plan, results)
     modelled = _model(backends.accelerator, results)
     outcome = report.build(spec, plan, topology, results, modelled)
+    drawn = timeline.modelled(modelled["pipelined"]) if modelled else timeline.wall(results)
+    if trace is not None:
+        _write_trace(drawn, trace)
     if output is not None:
-        _write_pictures(
-            timeline.modelled(modelled["pipelined"]) if modelled else timeline.wall(results),
-            output,
-            console,
-        )
+        _write_pictures(drawn, output, console)
     if json:
         print(outcome.model_dump_json(indent=2))
     console.print(report.render(outcome))
@@ -365,6 +370,13 @@ def _model(accelerator: str, results: Sequence[RankResult]) -> dict[View, Modell
     backend = registry.accelerator(accelerator)
     runs = {view: backend.model(traces, view) for view in VIEWS}
     return {view: run for view, run in runs.items() if run is not None}
+
+
+def _write_trace(run: timeline.Timeline, file: Path) -> None:
+    try:
+        files.write_trace(run, file)
+    except OSError as error:
+        raise InputFileError(f"--trace {file}: cannot be written: {error.strerror}") from error
 
 
 def _write_pictures(run: timeline.Timeline, output: Path, console: Console) -> None:

@@ -11,7 +11,7 @@ from mkernel.job.timeline import Timeline
 
 
 def write_trace(run: Timeline, path: Path) -> None:
-    """One process a rank, one thread a lane; microseconds of the timeline's clock."""
+    """One process a rank, one thread a lane or pipe; microseconds of the timeline's clock."""
     content = {
         "displayTimeUnit": "ns",
         "otherData": {"clock": run.clock},
@@ -24,7 +24,7 @@ def _events(run: Timeline) -> Iterator[dict[str, Any]]:
     for rank in sorted({lane.rank for lane in run.lanes}):
         name = f"rank {rank} ({run.label})"
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
-    for thread, lane in enumerate(run.lanes):
+    for thread, lane in enumerate((*run.lanes, *run.pipes)):
         where = {"pid": lane.rank, "tid": thread}
         yield {"ph": "M", "name": "thread_name", **where, "args": {"name": lane.name}}
         for span in lane.spans:

@@ -27,6 +27,7 @@ class Timeline:
     Attributes:
         clock, label: which clock it is, in a sentence and in a few words.
         title: of the picture. total_us: its length in microseconds.
+        pipes: what is known beyond the lanes of the picture.
     """
 
     clock: str
@@ -34,16 +35,18 @@ class Timeline:
     title: str
     total_us: float
     lanes: tuple[Lane, ...]
+    pipes: tuple[Lane, ...] = ()
 
 
 def modelled(run: ModelledRun) -> Timeline:
-    """A modelled run's lanes: one for every core."""
+    """A modelled run's lanes: one for every core; and its pipes."""
     return Timeline(
         clock=f"modelled, {run.machine}; not measured",
         label=f"modelled time, {run.machine}",
         title="pipelined: all cores of a lane overlaid; grey waits for a signal",
         total_us=run.total_us,
         lanes=run.lanes,
+        pipes=run.pipes,
     )
 
 

@@ -57,6 +57,21 @@ def test_json_is_one_object(nodes: int, ranks: int) -> None:
     assert (report["nic_bytes"] > 0) == (nodes > 1)
 
 
+def test_a_trace_alone(tmp_path: Path) -> None:
+    file = tmp_path / "call.json"
+    done = mkernel("run", "ag_gemm", *SMALL, "--nodes", "1", "--ranks-per-node", "2", "--trace",
+                   str(file))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["call.json"]
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"AIC 0", "AIC 0 M", "AIC 0 MTE2", "AIC 0 S", "AIV 0 MTE3"} <= names
+    assert {"TWAIT", "TNOTIFY", "TPUT", "TMATMUL"} <= {event["name"] for event in events}
+    absent = mkernel("run", "ag_gemm", *SMALL, "--trace", str(tmp_path / "absent" / "call.json"))
+    assert absent.returncode == 2
+    assert "no such folder" in absent.stderr
+
+
 @pytest.mark.parametrize("form", ["safetensors", "npy"])
 @pytest.mark.parametrize("replicate", [False, True])
 def test_own_tensors(tmp_path: Path, form: str, replicate: bool) -> None:

@@ -6,12 +6,13 @@ measurement. Times are microseconds from the launch of the call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from mkernel.backends.accelerators.ascend.machine import Machine
+from mkernel.backends.accelerators.ascend.trace import NO_CHUNK, CoreKind, Kind, Pipe
 from mkernel.backends.base import KernelSpan, Lane, ModelledRun, Span, View
 
 _SPAN = np.dtype(
@@ -28,11 +29,14 @@ _SPAN = np.dtype(
         ("duration_ns", "<f8"),
     ]
 )
-# sim/trace.hpp: Kind
-_TSTORE, _TMATMUL, _TMATMUL_ACC, _TPUT, _TWAIT, _NIC_PUT = 1, 3, 4, 5, 7, 8
-_NO_CHUNK = 0xFFFFFFFF
 _SAME_RUN_US = 2.0
-"""Instructions of one chunk that are closer than this are one slice of the timeline."""
+"""Like instructions of one chunk that are closer than this are one slice of the timeline."""
+
+_WORK = {
+    CoreKind.AIC: (Kind.TMATMUL, Kind.TMATMUL_ACC, Kind.TSTORE),
+    CoreKind.AIV: (Kind.TPUT, Kind.NIC_PUT),
+}
+_KERNEL = {CoreKind.AIC: "compute", CoreKind.AIV: "comm"}
 
 _Spans = npt.NDArray[np.void]
 
@@ -49,6 +53,7 @@ def model(
     from mkernel.backends.accelerators.ascend import _ascend
 
     total, kernels, raw = _ascend.replay(list(traces), machine.native(), view, lanes)
+    spans = np.frombuffer(raw, dtype=_SPAN)
     return ModelledRun(
         machine=machine.name,
         view=view,
@@ -56,11 +61,15 @@ def model(
         kernels=tuple(
             KernelSpan(rank, name, start / 1e3, end / 1e3) for rank, name, start, end in kernels
         ),
-        lanes=_lanes(np.frombuffer(raw, dtype=_SPAN)),
+        lanes=tuple(_lane(name, kind, each) for name, kind, each in _cores(spans)),
+        pipes=tuple(
+            lane for name, kind, each in _cores(spans) for lane in _pipes(name, kind, each)
+        ),
     )
 
 
-def _lanes(spans: _Spans) -> tuple[Lane, ...]:
+def _cores(spans: _Spans) -> Iterator[tuple[str, CoreKind, _Spans]]:
+    """(name, kind, what it did by start) of each core, rank by rank."""
     order = np.lexsort((spans["start_ns"], spans["core"], spans["core_kind"], spans["rank"]))
     spans = spans[order]
     key = (
@@ -68,46 +77,71 @@ def _lanes(spans: _Spans) -> tuple[Lane, ...]:
         | spans["core_kind"].astype(np.uint64) << np.uint64(32)
         | spans["core"].astype(np.uint64)
     )
-    edges = np.flatnonzero(np.diff(key)) + 1
-    lanes = []
-    for group in np.split(spans, edges):
-        if not len(group):
-            continue
-        aiv = int(group["core_kind"][0]) == 1
-        name = f"{'AIV' if aiv else 'AIC'} {int(group['core'][0])}"
-        busy = _comm_spans(group) if aiv else _compute_spans(group)
-        lanes.append(Lane(int(group["rank"][0]), name, "comm" if aiv else "compute", busy))
-    return tuple(lanes)
+    for group in np.split(spans, np.flatnonzero(np.diff(key)) + 1):
+        if len(group):
+            kind = CoreKind(group["core_kind"][0])
+            yield f"{kind.name} {int(group['core'][0])}", kind, group
+
+
+def _lane(name: str, kind: CoreKind, spans: _Spans) -> Lane:
+    """A core as a whole: what it is there for, and the waits in which nothing else happened."""
+    worked = _runs(_of(spans, *_WORK[kind]))
+    return Lane(
+        int(spans["rank"][0]),
+        name,
+        _KERNEL[kind],
+        sorted(worked + _waits(spans, worked), key=lambda each: each.start_us),
+    )
+
+
+def _pipes(name: str, kind: CoreKind, spans: _Spans) -> Iterator[Lane]:
+    """Every pipe of a core by itself; signals one by one on S."""
+    for pipe in Pipe:
+        own = spans[spans["pipe"] == pipe]
+        if len(own):
+            within = _SAME_RUN_US if pipe != Pipe.S else -1.0
+            rank = int(spans["rank"][0])
+            yield Lane(rank, f"{name} {pipe.name}", _KERNEL[kind], _runs(own, within))
 
 
 def _of(spans: _Spans, *kinds: int) -> _Spans:
     return spans[np.isin(spans["kind"], kinds)]
 
 
-def _runs(name: str, spans: _Spans) -> list[Span]:
-    """Consecutive spans of one chunk as one slice each."""
+def _runs(spans: _Spans, within_us: float = _SAME_RUN_US) -> list[Span]:
+    """Consecutive like spans of one chunk as one slice each."""
     if not len(spans):
         return []
     start = spans["start_ns"] / 1e3
     end = start + spans["duration_ns"] / 1e3
-    new = (np.diff(spans["chunk"].astype(np.int64)) != 0) | (start[1:] - end[:-1] > _SAME_RUN_US)
+    kind = np.where(spans["kind"] == Kind.TMATMUL_ACC, Kind.TMATMUL, spans["kind"])
+    new = (
+        (np.diff(spans["chunk"].astype(np.int64)) != 0)
+        | (np.diff(kind.astype(np.int64)) != 0)
+        | (start[1:] - end[:-1] > within_us)
+    )
     first = np.concatenate(([0], np.flatnonzero(new) + 1))
     last = np.concatenate((first[1:] - 1, [len(spans) - 1]))
     return [
-        Span(name, float(start[i]), float(end[j] - start[i]), _chunk(int(spans["chunk"][i])))
+        Span(
+            Kind(kind[i]).name,
+            float(start[i]),
+            float(end[j] - start[i]),
+            _chunk(int(spans["chunk"][i])),
+        )
         for i, j in zip(first, last, strict=True)
     ]
 
 
 def _chunk(value: int) -> int | None:
-    return None if value == _NO_CHUNK else value
+    return None if value == NO_CHUNK else value
 
 
 def _waits(spans: _Spans, busy: list[Span]) -> list[Span]:
     """Waits for signals, less the time in which the core's other pipes still worked."""
     slices = []
     at = 0
-    for span in _of(spans, _TWAIT):
+    for span in _of(spans, Kind.TWAIT):
         start = float(span["start_ns"]) / 1e3
         end = start + float(span["duration_ns"]) / 1e3
         while at < len(busy) and busy[at].start_us + busy[at].duration_us <= start:
@@ -119,16 +153,3 @@ def _waits(spans: _Spans, busy: list[Span]) -> list[Span]:
         if end - start > 1e-3:
             slices.append(Span("TWAIT", start, end - start, _chunk(int(span["chunk"]))))
     return slices
-
-
-def _compute_spans(spans: _Spans) -> list[Span]:
-    busy = _runs("TMATMUL", _of(spans, _TMATMUL, _TMATMUL_ACC))
-    busy += _runs("TSTORE", _of(spans, _TSTORE))
-    busy.sort(key=lambda each: each.start_us)
-    return sorted(busy + _waits(spans, busy), key=lambda each: each.start_us)
-
-
-def _comm_spans(spans: _Spans) -> list[Span]:
-    busy = _runs("TPUT", _of(spans, _TPUT)) + _runs("NIC_PUT", _of(spans, _NIC_PUT))
-    busy.sort(key=lambda each: each.start_us)
-    return sorted(busy + _waits(spans, busy), key=lambda each: each.start_us)

@@ -183,7 +183,38 @@ def test_lanes(nodes: int) -> None:
             assert piece.chunk is None or 0 <= piece.chunk < plan.chunking.chunks_per_rank
             end = piece.start_us + piece.duration_us
         assert end <= result.total_us + 1e-6
-    assert not model(traces(plan), A3, lanes=False).lanes
+    without = model(traces(plan), A3, lanes=False)
+    assert (without.lanes, without.pipes) == ((), ())
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_pipes(nodes: int) -> None:
+    """Every pipe does its own instructions, one after another; S raises each chunk's signals."""
+    plan = make_plan(4 * 256, 512, 1024, nodes=nodes, ranks_per_node=4 // nodes, comm_blocks=8)
+    result = model(traces(plan), A3)
+    done: dict[str, set[str]] = {}
+    raised = 0
+    for lane in result.pipes:
+        core, number, pipe = lane.name.split()
+        assert core in ("AIC", "AIV")
+        assert number.isdigit()
+        done.setdefault(f"{core} {pipe}", set()).update(piece.name for piece in lane.spans)
+        raised += sum(piece.name == "TNOTIFY" and core == "AIV" for piece in lane.spans)
+        end = 0.0
+        for piece in lane.spans:
+            assert piece.start_us >= end - 1e-6, (lane.rank, lane.name, piece)
+            end = piece.start_us + piece.duration_us
+    assert done == {
+        "AIC S": {"TWAIT", "TNOTIFY"} | ({"NIC_PUT"} if nodes == 2 else set()),
+        "AIC M": {"TMATMUL"},
+        "AIC MTE1": {"TEXTRACT"},
+        "AIC MTE2": {"TLOAD"},
+        "AIC FIX": {"TSTORE"},
+        "AIV S": {"TNOTIFY"} | ({"NIC_PUT"} if nodes == 2 else set()),
+        "AIV MTE3": {"TPUT"},
+    }
+    near = plan.ranks_per_node - 1
+    assert raised == 4 * near * plan.chunking.chunks_per_rank * 2  # flag and summary
 
 
 def test_the_planner_has_the_constants_of_the_modelled_machine() -> None:

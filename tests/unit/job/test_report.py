@@ -107,8 +107,14 @@ def test_a_wall_timeline_is_called_wall(tmp_path: Path) -> None:
 
 
 def test_a_modelled_timeline_is_called_modelled(tmp_path: Path) -> None:
-    run = ModelledRun("a machine", "pipelined", 4.0, (), (Lane(0, "c", "comm", [Span("x", 0, 4)]),))
+    lane = Lane(0, "AIV 0", "comm", [Span("x", 0, 4)])
+    pipe = Lane(0, "AIV 0 MTE3", "comm", [Span("y", 0, 4, chunk=7)])
+    run = ModelledRun("a machine", "pipelined", 4.0, (), (lane,), (pipe,))
     files.write_trace(timeline.modelled(run), tmp_path / "trace.json")
     text = (tmp_path / "trace.json").read_text()
     assert "modelled, a machine; not measured" in text
+    events = json.loads(text)["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    drawn = {threads[e["tid"]]: (e["name"], e["args"]) for e in events if e["ph"] == "X"}
+    assert drawn == {"AIV 0": ("x", {}), "AIV 0 MTE3": ("y", {"chunk": 7})}
     assert "wall" not in text

@@ -437,6 +437,7 @@ class Simulation {
                                                 .rank = record.peer,
                                                 .signal = record.signal,
                                                 .value = record.amount});
+            keep(core, record, core.scalar_ns, machine_.issue_ns);
         } else {
             const std::uint32_t from = ranks_[core.rank].node, to = ranks_[record.peer].node;
             const double start = core.scalar_ns + machine_.proxy_ns;
