@@ -74,6 +74,18 @@ class Settings(BaseSettings):
     streams_device: str | None = Field(
         None, description="of accelerator streams: cpu, cuda or npu; None: cuda where there is one"
     )
+    ascend_strict: bool = Field(
+        False,
+        description="accelerator ascend: simulated pipes are ordered by flags and barriers only; "
+        "what these leave unordered, uninitialised or waiting in vain is an error",
+    )
+    ascend_seed: int | None = Field(
+        None,
+        ge=0,
+        lt=1 << 64,
+        description="with ascend_strict: instructions take effect late, in an order drawn from this "
+        "among those that are legal; None: when they are issued",
+    )
     signals: int = Field(65536, ge=64, le=1 << 23, description="counters in a rank's signal pad")
     job_secret: SecretStr = Field(
         SecretStr(""), description="key that signs bootstrap messages; `launch` makes one per world"

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,6 +27,7 @@ from mkernel.backends.base import (
 )
 from mkernel.errors import BackendUnavailable, DtypeError, LayoutError, ShapeError, Unsupported
 from mkernel.plan.model import LaunchPlan
+from mkernel.settings import load
 from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
@@ -166,14 +167,19 @@ class AscendAccelerator(AcceleratorBackend):
 
     ``slots`` bounds how many simulated cores of this process run at the same time; the others wait
     their turn. By default the process's CPUs divided by the ranks of the plan, at least 1.
+
+    ``strict``: what strict simulation (``sim/strict.hpp``) shall do; by default as the settings
+    ``ascend_strict`` and ``ascend_seed`` say. A hazard ends the call with a RuntimeError that names
+    rank, core, pipe, instruction, the buffer's range and the line of the kernel's source.
     """
 
     name: ClassVar[str] = "ascend"
 
-    def __init__(self, slots: int | None = None) -> None:
+    def __init__(self, slots: int | None = None, strict: _ascend.Strict | None = None) -> None:
         if slots is not None and slots < 1:
             raise ValueError(f"slots = {slots} is not legal; expected at least 1")
         self._slots = slots
+        self._given_strict = strict
 
     def status(self) -> Status:
         """Usable wherever the native module imports. Says what it knows of a real NPU."""
@@ -272,11 +278,20 @@ class AscendAccelerator(AcceleratorBackend):
             timeout_s=call.timeout_s,
             view=call.view,
             trace=call.trace,
+            strict=self._strict,
         )
         gather = None
         if "gathered" in call.tensors:
             gather = partial(unpack_gathered, call, geometry)
         return AscendLaunch(started, call, gather)
+
+    @cached_property
+    def _strict(self) -> _ascend.Strict | None:
+        settings = load()
+        if self._given_strict is not None or not settings.ascend_strict:
+            return self._given_strict
+        options: _ascend.Strict = _native().Strict(seed=settings.ascend_seed)
+        return options
 
 
 def record(plan: LaunchPlan, rank: int) -> bytes:

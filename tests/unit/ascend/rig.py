@@ -199,12 +199,13 @@ class World:
     plan: LaunchPlan
     slots: int | None = None
     fifo_slots: int = 16
+    strict: _ascend.Strict | None = None
     ranks: list[Rank] = field(default_factory=list)
     puts: list[tuple[int, Put]] = field(default_factory=list)
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        self.backend = AscendAccelerator(slots=self.slots)
+        self.backend = AscendAccelerator(slots=self.slots, strict=self.strict)
         need = self.backend.workspace(self.plan)
         assert SIGNAL_BASE + need.signals <= SIGNALS
         for _ in range(self.plan.world_size):

@@ -1,0 +1,91 @@
+"""Strict simulation of whole calls: sound kernels pass with the same bits whatever the seed; a flag
+or a signal that is left out is reported. Classes of hazards one by one: tests/native/ascend."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch, _ascend
+
+from .rig import World, make_plan
+
+
+def outputs(strict: _ascend.Strict | None, nodes: int, ranks: int) -> list[torch.Tensor]:
+    """Of every rank, in each of three epochs."""
+    plan = make_plan(
+        130 * nodes * ranks,
+        264,
+        520,
+        nodes=nodes,
+        ranks_per_node=ranks,
+        compute_blocks=3,
+        comm_blocks=2,
+    )
+    with World(plan, strict=strict) as world:
+        return [out for epoch in range(3) for out in world.call(world.tensors(seed=epoch))]
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 3), (2, 2)])
+def test_same_bits_in_any_legal_order(nodes: int, ranks: int) -> None:
+    want = outputs(None, nodes, ranks)
+    for seed in (None, 1, 2, 3, 2**64 - 1):
+        got = outputs(_ascend.Strict(seed=seed), nodes, ranks)
+        assert all(map(torch.equal, got, want)), f"seed {seed}"
+
+
+def launches(world: World, timeout_s: float) -> list[AscendLaunch]:
+    world.epoch += 1
+    tensors = world.tensors(seed=1)
+    return [world.launch(rank, each, timeout_s=timeout_s) for rank, each in enumerate(tensors)]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_missing_flag_is_reported_with_its_source_line(seed: int | None) -> None:
+    """8: the wait of the flag between the loads of A and B and the extracts."""
+    strict = _ascend.Strict(seed=seed, skip_core=2, skip=[8])
+    with World(make_plan(512, 512, 512), strict=strict) as world:
+        (launch,) = launches(world, timeout_s=20)
+        with pytest.raises(
+            RuntimeError,
+            match=r"rank 0 AIC core 2, TEXTRACT \(pipe MTE1, compute\.hpp:\d+\): "
+            r"reads L1\[0, \d+\) while TLOAD \(pipe MTE2, compute\.hpp:\d+\) may still write it",
+        ):
+            launch.wait(10)
+
+
+def test_cores_that_wait_for_one_that_has_returned_are_reported_at_once() -> None:
+    """Core 20 of 24 has no tile: 10 flags, a fence, then its signal that it has finished."""
+    strict = _ascend.Strict(skip_core=20, skip=[11])
+    with World(make_plan(256, 256, 512, ranks_per_node=2), strict=strict) as world:
+        start = time.monotonic()
+        for rank, launch in enumerate(launches(world, timeout_s=60)):
+            with pytest.raises(
+                RuntimeError,
+                match=rf"rank {rank}, deadlock: .* AIC core 0 for signal \d+ of rank {rank} to be "
+                r"24, now 23 \(compute\.hpp:\d+\)",
+            ):
+                launch.wait(20)
+        assert time.monotonic() - start < 10
+
+
+def test_a_signal_that_a_peer_never_raises_is_reported_at_the_deadline() -> None:
+    """Vector core 0 sends the only chunk, fences, and does not say so: neither flag nor summary."""
+    strict = _ascend.Strict(skip_kernel="comm", skip=[1, 2])
+    with World(make_plan(512, 256, 512, ranks_per_node=2), strict=strict) as world:
+        for launch in launches(world, timeout_s=0.5):
+            with pytest.raises(
+                RuntimeError,
+                match=r"AIC core \d+, TWAIT: signal \d+ was not raised within the deadline; "
+                r"waiting on this rank: AIC core \d+ for signal \d+ of rank .* \(compute\.hpp:\d+\)",
+            ):
+                launch.wait(20)
+
+
+def test_the_settings_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted in (False, True):
+        monkeypatch.setenv("MKERNEL_ASCEND_STRICT", str(wanted))
+        monkeypatch.setenv("MKERNEL_ASCEND_SEED", "5")
+        assert (AscendAccelerator()._strict is not None) == wanted
