@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter
+from enum import IntEnum
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from .rig import make_plan
 
 A3 = load_machine()
 HEADER, BASELINE, CORE = struct.Struct("<6I"), struct.Struct("<IIQ"), struct.Struct("<IIQ")
+SOURCE = Path(__file__).parents[3] / "backends" / "accelerators" / "ascend"
 SMALL = Shape(ranks=4, m=2048, k=1024, n=512)
 
 
@@ -37,6 +41,23 @@ def cores(blob: bytes) -> list[tuple[CoreKind, Records]]:
 
 def amount(blob: bytes, *kinds: Kind) -> int:
     return sum(int(r["amount"][np.isin(r["kind"], kinds)].sum()) for _, r in cores(blob))
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "known"),
+    [
+        ("sim/trace.hpp", "Kind", Kind),
+        ("sim/trace.hpp", "CoreKind", CoreKind),
+        ("isa/pipe.hpp", "Pipe", Pipe),
+    ],
+)
+def test_enumerations_are_the_native_ones(file: str, name: str, known: type[IntEnum]) -> None:
+    text = (SOURCE / file).read_text()
+    body = re.search(rf"enum class {name} : [^{{]*{{(.*?)}};", text, re.DOTALL)
+    assert body is not None
+    native = {each.upper(): int(value) for each, value in re.findall(r"(\w+) = (\d+)", body[1])}
+    native.pop("ALL", None)  # of barriers only
+    assert {each.name: each.value for each in known} == native
 
 
 def test_published_and_own_kernels_do_the_same_work() -> None:
