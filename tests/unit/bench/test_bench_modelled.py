@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from typer.testing import CliRunner
 
 from mkernel.backends.accelerators.ascend import reference
 from mkernel.backends.accelerators.ascend.machine import load_machine
-from mkernel.bench.modelled import ComparisonReport, ModelledReport
+from mkernel.bench.modelled import ComparisonReport, ModelledReport, shapes
+from mkernel.bench.spec import Shape
 from mkernel.cli import bench
 from mkernel.errors import ArgumentError, InputFileError
 
@@ -70,6 +72,15 @@ def test_shapes_in_three_views(tmp_path: Path) -> None:
     assert max(clock.compute_only_ms, clock.comm_only_ms) < clock.pipelined_ms
     assert clock.pipelined_ms < clock.sequential_ms
     assert clock.speedup == pytest.approx(clock.sequential_ms / clock.pipelined_ms)
+
+
+def test_eight_ranks_of_4096_cubed_are_modelled_in_seconds() -> None:
+    """CPU time, which does not depend on what else the host does."""
+    shape = Shape(op="all_gather_gemm", m=4096, n=4096, k=4096)
+    start = time.process_time()
+    (row,) = shapes([shape], 8, "float16", "row", load_machine()).rows
+    assert time.process_time() - start < 10
+    assert row.modelled.pipelined_ms < row.modelled.sequential_ms
 
 
 def test_the_machine_is_the_callers(tmp_path: Path) -> None:
