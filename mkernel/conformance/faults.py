@@ -222,7 +222,7 @@ class ClaimsTooMuch(Fault):
     wraps = "ascend"
 
     def capabilities(self) -> AcceleratorCapabilities:
-        return self.claiming(ops=("all_gather_gemm", "gemm_all_reduce"))
+        return self.claiming(ops=(*self.inner.capabilities().ops, "ring_attention"))
 
 
 # ---- values --------------------------------------------------------------------------------------

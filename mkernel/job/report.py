@@ -98,15 +98,22 @@ def modelled_clock(views: Mapping[View, ModelledRun]) -> Clock:
     """The three views of one call in modelled time."""
     return clock(
         views["compute_only"].total_us / 1e3,
-        _arrival_us(views["sequential"]) / 1e3,
+        _comm_us(views["sequential"]) / 1e3,
         views["sequential"].total_us / 1e3,
         views["pipelined"].total_us / 1e3,
     )
 
 
-def _arrival_us(sequential: ModelledRun) -> float:
-    """When communication is over on every rank: the bytes have arrived and compute may start."""
-    return max((k.start_us for k in sequential.kernels if k.kernel == "compute"), default=0.0)
+def _comm_us(sequential: ModelledRun) -> float:
+    """Communication on every rank, alone: until the bytes have arrived and compute may start, or,
+    where compute comes first, from its end on."""
+    starts = {
+        kernel: max((k.start_us for k in sequential.kernels if k.kernel == kernel), default=0.0)
+        for kernel in ("comm", "compute")
+    }
+    if starts["compute"] < starts["comm"]:
+        return sequential.total_us - starts["comm"]
+    return starts["compute"]
 
 
 def slowest(samples: Sequence[Sequence[float]]) -> float:

@@ -1,4 +1,4 @@
-"""How a rank's rows of A are cut into tiles and chunks, and in which order ranks are consumed."""
+"""How what a rank communicates is cut into tiles and chunks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from mkernel.plan.model import (
     Chunking,
     DtypeName,
     GemmShape,
+    OpName,
     Shape,
 )
 
@@ -16,21 +17,39 @@ MAX_CHUNKS = 128
 MIN_TILES, MAX_TILES = 4, 64
 """Default tiles a chunk: in steps of 4, so that a chunk is a whole number of 256 KiB."""
 
+TILE_M, TILE_N = 128, 256
+"""Rows and columns of an output tile."""
 _TILE_BYTES_K = 512
 _STEP_BYTES_K = 128
 
 
 def chunking(rows: int, k: int, dtype: DtypeName, chunk: int | None = None) -> Chunking:
-    """Chunking of one rank's A [rows, k].
+    """Chunking of one rank's A [rows, k], in tiles of 128 rows by 512 bytes of K (64 KiB).
 
-    A tile is 128 rows by 512 bytes of K (64 KiB), an output tile 128 x 256, a matrix step 128 bytes
-    of K. A chunk is 4 tiles; where that gives more than 128 chunks it is ceil(tiles / 128) rounded
-    up to a multiple of 4, at most 64 tiles (then with as many chunks as it takes). ``chunk``
-    overrides the tiles of a chunk; a chunk is never larger than all tiles.
+    An output tile is 128 x 256, a matrix step 128 bytes of K. A chunk is 4 tiles; where that gives
+    more than 128 chunks it is ceil(tiles / 128) rounded up to a multiple of 4, at most 64 tiles
+    (then with as many chunks as it takes). ``chunk`` overrides the tiles of a chunk; a chunk is
+    never larger than all tiles.
     """
-    itemsize = DTYPE_BYTES[dtype]
-    tile_m, tile_n, tile_k = 128, 256, _TILE_BYTES_K // itemsize
-    tiles = -(-rows // tile_m) * -(-k // tile_k)
+    tile_k = _TILE_BYTES_K // DTYPE_BYTES[dtype]
+    return _chunks_of(-(-rows // TILE_M) * -(-k // tile_k), dtype, chunk)
+
+
+def cut(
+    op: OpName, shape: GemmShape, world: int, dtype: DtypeName, chunk: int | None = None
+) -> Chunking:
+    """Chunking of a GEMM op on ``world`` ranks: of A where it is gathered; of the output tiles that
+    a rank owns where partial results are reduced, by the same rule."""
+    if op == "all_gather_gemm":
+        return chunking(shape.m // world, shape.k, dtype, chunk)
+    rows = shape.m // world if op == "gemm_reduce_scatter" else shape.m
+    tiles = -(-rows // TILE_M) * -(-shape.n // TILE_N)
+    if op == "gemm_all_reduce":
+        tiles = -(-tiles // world)  # the ranks share all of them
+    return _chunks_of(tiles, dtype, chunk)
+
+
+def _chunks_of(tiles: int, dtype: DtypeName, chunk: int | None) -> Chunking:
     if chunk is None:
         chunk = MIN_TILES
         if -(-tiles // chunk) > MAX_CHUNKS:
@@ -38,26 +57,26 @@ def chunking(rows: int, k: int, dtype: DtypeName, chunk: int | None = None) -> C
             chunk = min(MAX_TILES, -(-least // MIN_TILES) * MIN_TILES)
     tiles_per_chunk = min(chunk, tiles)
     return Chunking(
-        tile_m=tile_m,
-        tile_n=tile_n,
-        tile_k=tile_k,
-        step_k=_STEP_BYTES_K // itemsize,
+        tile_m=TILE_M,
+        tile_n=TILE_N,
+        tile_k=_TILE_BYTES_K // DTYPE_BYTES[dtype],
+        step_k=_STEP_BYTES_K // DTYPE_BYTES[dtype],
         tiles_per_chunk=tiles_per_chunk,
         chunks_per_rank=-(-tiles // tiles_per_chunk),
     )
 
 
-def others(default: Chunking, rows: int, shape: Shape, dtype: DtypeName) -> list[Chunking]:
+def others(
+    default: Chunking, op: OpName, shape: GemmShape, world: int, dtype: DtypeName
+) -> list[Chunking]:
     """Chunkings with more or fewer tiles a chunk than the default."""
-    if not isinstance(shape, GemmShape):
-        return []
     made = {default.chunks_per_rank: default}
     tiles = MIN_TILES
     while tiles <= MAX_TILES:
-        cut = chunking(rows, shape.k, dtype, tiles)
-        made.setdefault(cut.chunks_per_rank, cut)
+        other = cut(op, shape, world, dtype, tiles)
+        made.setdefault(other.chunks_per_rank, other)
         tiles *= 2
-    return [cut for cut in made.values() if cut is not default]
+    return [other for other in made.values() if other is not default]
 
 
 def row_chunk(shape: Shape, world: int, chunk: int | None, chunks: int) -> int:

@@ -89,11 +89,12 @@ Shape = Annotated[GemmShape | MoeShape | CombineShape | AttentionShape, Field(di
 
 
 class Chunking(Model):
-    """How a rank's rows of A are cut: tiles of ``tile_m`` x ``tile_k``, chunks of whole tiles.
+    """How what a rank communicates is cut: tiles, and chunks of whole tiles.
 
-    Tiles are numbered row-group by row-group, K fastest; chunk c holds tiles
-    [c * tiles_per_chunk, (c + 1) * tiles_per_chunk). ``tile_n`` is the output tile's width,
-    ``step_k`` the depth of one matrix instruction step.
+    AllGather+GEMM: its rows of A, in tiles of ``tile_m`` x ``tile_k``, K fastest. The ops that
+    reduce: the output tiles of ``tile_m`` x ``tile_n`` that it owns, N fastest. Tiles are numbered
+    row-group by row-group; chunk c holds tiles [c * tiles_per_chunk, (c + 1) * tiles_per_chunk).
+    ``step_k`` is the depth of one matrix instruction step.
     """
 
     tile_m: int = Field(ge=1)

@@ -240,8 +240,7 @@ def _planned(
     if choice.unit == "rows":
         rows = chunking.row_chunk(shape, len(placement), choice.chunk, choice.row_chunks)
     elif isinstance(shape, GemmShape):
-        own_rows = shape.m if op == "gemm_all_reduce" else shape.m // len(placement)
-        tiles = chunking.chunking(own_rows, shape.k, dtype, choice.chunk)
+        tiles = chunking.cut(op, shape, len(placement), dtype, choice.chunk)
     path, prediction = _predicted(choice, op, shape, dtype, len(placement), resources, constants)
     exchange, alternatives = choice.exchanges[0], _path_alternatives(path, prediction)
     if prediction is None:
@@ -259,8 +258,9 @@ def _planned(
             lambda option: predicted(option, tiles, resources).pipelined_us,
         )
         alternatives += considered
-        if tiles is not None and choice.chunk is None:
-            cuts: list[Chunking] = [tiles, *chunking.others(tiles, own_rows, shape, dtype)]
+        if tiles is not None and choice.chunk is None and isinstance(shape, GemmShape):
+            more = chunking.others(tiles, op, shape, len(placement), dtype)
+            cuts: list[Chunking] = [tiles, *more]
             cut, considered = choose(
                 "chunk",
                 cuts,

@@ -12,7 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from mkernel.plan.decide import Alternative
-from mkernel.plan.model import GemmShape, LaunchPlan
+from mkernel.plan.model import Chunking, GemmShape, LaunchPlan
 from mkernel.plan.simulate import Simulation
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
 
@@ -45,6 +45,10 @@ def topology(world: Topology) -> RenderableType:
     return tree
 
 
+def _sent_tile(op: str, cut: Chunking) -> str:
+    return f"{cut.tile_m} x {cut.tile_k if op == 'all_gather_gemm' else cut.tile_n}"
+
+
 def plan(made: LaunchPlan) -> RenderableType:
     """What was decided, one decision a line. Times are predictions and say so."""
     cut, times = made.chunking, made.prediction
@@ -60,7 +64,7 @@ def plan(made: LaunchPlan) -> RenderableType:
         "routes": (", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed")
         + (f"; {made.exchange} exchange" if made.nodes > 1 else ""),
         "chunks": f"{cut.chunks_per_rank} a rank of {cut.tiles_per_chunk} tiles "
-        f"({cut.tile_m} x {cut.tile_k}); output tiles {cut.tile_m} x {cut.tile_n}"
+        f"({_sent_tile(made.op, cut)}); output tiles {cut.tile_m} x {cut.tile_n}"
         if cut
         else f"of {made.rows_per_chunk} rows",
         "blocks": f"{made.resources.compute_blocks} compute, "

@@ -28,6 +28,33 @@ class AgGemmGeometry:
     def released(self, rank: int) -> int: ...
     def slot_offset(self, parity: int, source: int) -> int: ...
 
+class GemmReduceGeometry:
+    def __init__(
+        self,
+        *,
+        world: int,
+        m: int,
+        n: int,
+        k: int,
+        dtype: str,
+        out_dtype: str,
+        replicated: bool,
+        tile_m: int,
+        tile_n: int,
+        tile_k: int,
+        step_k: int,
+        tiles_per_chunk: int,
+    ) -> None: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def signals(self) -> int: ...
+    def arrived(self, parity: int, source: int, chunk: int) -> int: ...
+    def summed(self, tile: int) -> int: ...
+    def released(self, rank: int) -> int: ...
+
 class Strict:
     """Options of strict simulation (sim/strict.hpp). ``skip``: a planted fault, numbers of flags,
     barriers, fences and signals that core ``skip_core`` of ``skip_kernel`` leaves out."""
@@ -49,9 +76,9 @@ class Launch:
     def compute_seconds(self) -> float: ...
     def trace(self) -> bytes: ...
 
-def launch_ag_gemm(
+def launch(
     *,
-    geometry: AgGemmGeometry,
+    geometry: AgGemmGeometry | GemmReduceGeometry,
     rank: int,
     a: tuple[int, int, int],
     b: tuple[int, int, int],
@@ -64,7 +91,7 @@ def launch_ag_gemm(
     signal_base: int,
     region: int,
     peers: list[tuple[int, int]],
-    source_order: list[int],
+    order: list[int],
     compute_blocks: int,
     comm_blocks: int,
     node: int,
@@ -74,14 +101,16 @@ def launch_ag_gemm(
     trace: bool,
     strict: Strict | None = None,
 ) -> Launch: ...
-def record_ag_gemm(
+def record(
     *,
-    geometry: AgGemmGeometry,
+    geometry: AgGemmGeometry | GemmReduceGeometry,
     rank: int,
     same_node: list[bool],
-    source_order: list[int],
+    order: list[int],
+    a: tuple[int, int, int],
+    b: tuple[int, int, int],
+    out: tuple[int, int, int],
     out_dtype: str,
-    b_column_major: bool,
     compute_blocks: int,
     comm_blocks: int,
     node: int,

@@ -1,4 +1,4 @@
-"""The ascend backend: AllGather+GEMM as a comm and a compute kernel on simulated NPU cores."""
+"""The ascend backend: each op as a comm and a compute kernel on simulated NPU cores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -55,30 +55,65 @@ def _native() -> Any:
     return _ascend
 
 
-def _geometry(plan: LaunchPlan) -> _ascend.AgGemmGeometry:
-    if plan.op != "all_gather_gemm":
+_REDUCING = ("gemm_reduce_scatter", "gemm_all_reduce")
+
+
+def _geometry(plan: LaunchPlan) -> _ascend.AgGemmGeometry | _ascend.GemmReduceGeometry:
+    if plan.op not in ("all_gather_gemm", *_REDUCING):
         raise Unsupported(f"accelerator 'ascend' does not run {plan.op}")
-    shape, chunking = plan.gemm, plan.chunking
+    shape, chunking, world = plan.gemm, plan.chunking, plan.world_size
     if chunking is None:
         raise Unsupported("accelerator 'ascend' runs plans that are cut in tiles; this one is not")
-    geometry: _ascend.AgGemmGeometry = _native().AgGemmGeometry(
-        world=plan.world_size,
-        m_local=shape.m // plan.world_size,
-        n=shape.n,
-        k=shape.k,
-        dtype=plan.dtype,
-        tile_m=chunking.tile_m,
-        tile_n=chunking.tile_n,
-        tile_k=chunking.tile_k,
-        step_k=chunking.step_k,
-        tiles_per_chunk=chunking.tiles_per_chunk,
-    )
+    native = _native()
+    cut = chunking.model_dump(exclude={"chunks_per_rank"})
+    geometry: _ascend.AgGemmGeometry | _ascend.GemmReduceGeometry
+    if plan.op == "all_gather_gemm":
+        geometry = native.AgGemmGeometry(
+            world=world,
+            m_local=shape.m // world,
+            n=shape.n,
+            k=shape.k,
+            dtype=plan.dtype,
+            **cut,
+        )
+    else:
+        geometry = native.GemmReduceGeometry(
+            world=world,
+            m=shape.m,
+            n=shape.n,
+            k=shape.k,
+            dtype=plan.dtype,
+            out_dtype=plan.out_dtype,
+            replicated=plan.op == "gemm_all_reduce",
+            **cut,
+        )
     if geometry.chunks != chunking.chunks_per_rank:
         raise ValueError(
             f"plan.chunking.chunks_per_rank = {chunking.chunks_per_rank}, but {chunking} cuts "
-            f"{shape.m // plan.world_size} x {shape.k} rows into {geometry.chunks} chunks"
+            f"{shape} of {plan.op} on {world} ranks into {geometry.chunks} chunks a rank"
         )
     return geometry
+
+
+class _Shapes(NamedTuple):
+    """Rows and columns of a call's tensors on one rank."""
+
+    a: tuple[int, int]
+    b: tuple[int, int]
+    out: tuple[int, int]
+
+
+def _shapes(plan: LaunchPlan) -> _Shapes:
+    shape, world = plan.gemm, plan.world_size
+    part = shape.m // world
+    rows_of_a = part if plan.op == "all_gather_gemm" else shape.m
+    rows_of_out = part if plan.op == "gemm_reduce_scatter" else shape.m
+    return _Shapes((rows_of_a, shape.k), (shape.k, shape.n), (rows_of_out, shape.n))
+
+
+def _order(plan: LaunchPlan, rank: int) -> list[int]:
+    """Whose rows to consume, or for whom to compute, the rank itself first."""
+    return list(plan.order.consumers(rank) if plan.op in _REDUCING else plan.order[rank])
 
 
 def _matrix(
@@ -205,9 +240,9 @@ class AscendAccelerator(AcceleratorBackend):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """AllGather+GEMM in three dtypes, both layouts of b, p2p in a node, NIC between nodes."""
+        """The GEMM ops in three dtypes, both layouts of b, p2p in a node, NIC between nodes."""
         return AcceleratorCapabilities(
-            ops=("all_gather_gemm",),
+            ops=("all_gather_gemm", *_REDUCING),
             dtypes=("float16", "bfloat16", "float32"),
             out_dtypes=("float32", "float16", "bfloat16"),
             b_layouts=("row", "column"),
@@ -228,7 +263,7 @@ class AscendAccelerator(AcceleratorBackend):
         return HostMemory.attach(descriptor)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """Staging slots and chunk flags. ValueError for tiles that the buffers cannot hold."""
+        """Slots and signals. ValueError for tiles that the buffers cannot hold."""
         geometry = _geometry(plan)
         return Workspace(nbytes=geometry.workspace_bytes, signals=geometry.signals)
 
@@ -249,19 +284,18 @@ class AscendAccelerator(AcceleratorBackend):
                 f"plan.resources asks for {cores.compute_blocks} compute and {cores.comm_blocks} "
                 f"comm blocks; the chip has {COMPUTE_CORES} AIC and {COMM_CORES} AIV cores"
             )
-        shape = plan.gemm
-        m_local, n, k = shape.m // plan.world_size, shape.n, shape.k
+        shapes = _shapes(plan)
         native.set_slots(self._slots or max(1, len(os.sched_getaffinity(0)) // plan.world_size))
         peers = [(0, 0)] * plan.world_size
         peers[call.rank] = (call.pad, call.workspace)
         for rank, peer in call.peers.items():
             peers[rank] = (peer.pad, peer.workspace)
-        started = native.launch_ag_gemm(
+        started = native.launch(
             geometry=geometry,
             rank=call.rank,
-            a=_matrix(call, "a", (m_local, k), plan.dtype),
-            b=_matrix(call, "b", (k, n), plan.dtype, column_major=plan.b_layout == "column"),
-            out=_matrix(call, "out", (shape.m, n), plan.out_dtype),
+            a=_matrix(call, "a", shapes.a, plan.dtype),
+            b=_matrix(call, "b", shapes.b, plan.dtype, column_major=plan.b_layout == "column"),
+            out=_matrix(call, "out", shapes.out, plan.out_dtype),
             out_dtype=plan.out_dtype,
             epoch=call.epoch,
             number=call.number & 0xFFFFFFFF,
@@ -270,7 +304,7 @@ class AscendAccelerator(AcceleratorBackend):
             signal_base=call.signal_base,
             region=call.region,
             peers=peers,
-            source_order=list(plan.order[call.rank]),
+            order=_order(plan, call.rank),
             compute_blocks=cores.compute_blocks,
             comm_blocks=cores.comm_blocks,
             node=plan.placement[call.rank].node,
@@ -282,6 +316,7 @@ class AscendAccelerator(AcceleratorBackend):
         )
         gather = None
         if "gathered" in call.tensors:
+            assert isinstance(geometry, native.AgGemmGeometry), "no other op has this output"
             gather = partial(unpack_gathered, call, geometry)
         return AscendLaunch(started, call, gather)
 
@@ -298,13 +333,17 @@ def record(plan: LaunchPlan, rank: int) -> bytes:
     """The trace that ``rank`` would leave in a call of ``plan``, without running it: no tensors, no
     peers, no arithmetic. For :func:`.timeline.model` on shapes and worlds beyond this machine."""
     node = plan.placement[rank].node
-    trace: bytes = _native().record_ag_gemm(
+    shapes = _shapes(plan)
+    (_, k), (_, n) = shapes.a, shapes.b
+    trace: bytes = _native().record(
         geometry=_geometry(plan),
         rank=rank,
         same_node=[placement.node == node for placement in plan.placement],
-        source_order=list(plan.order[rank]),
+        order=_order(plan, rank),
+        a=(0, k, 1),
+        b=(0, 1, k) if plan.b_layout == "column" else (0, n, 1),
+        out=(0, n, 1),
         out_dtype=plan.out_dtype,
-        b_column_major=plan.b_layout == "column",
         compute_blocks=plan.resources.compute_blocks,
         comm_blocks=plan.resources.comm_blocks,
         node=node,

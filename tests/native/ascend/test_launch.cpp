@@ -1,4 +1,4 @@
-// Whole calls of AllGather+GEMM, several ranks in this process, against float64. Meant to run under
+// Whole calls of the GEMM ops, several ranks in this process, against float64. Meant to run under
 // ThreadSanitizer too: ranks, cores and epochs meet only through signals.
 #include <cmath>
 #include <cstring>
@@ -6,6 +6,8 @@
 #include <random>
 #include <vector>
 
+#include "backends/accelerators/ascend/host/ag_gemm.hpp"
+#include "backends/accelerators/ascend/host/gemm_reduce.hpp"
 #include "backends/accelerators/ascend/host/launch.hpp"
 #include "tests/native/ascend/check.hpp"
 
@@ -25,36 +27,82 @@ struct Pages {
     std::unique_ptr<std::byte, decltype(&std::free)> memory;
 };
 
+// An op's geometry and tensors, and what its output must be.
+struct AllGather {
+    ag_gemm::Geometry g;
+    [[nodiscard]] std::uint32_t rows_of_a() const { return g.m_local; }
+    [[nodiscard]] std::uint32_t rows_of_out() const { return g.world * g.m_local; }
+    std::unique_ptr<host::Kernels> kernels(const isa::GlobalView& a, const isa::GlobalView& b,
+                                           const isa::GlobalView& out,
+                                           std::vector<std::uint32_t> order) const {
+        ag_gemm::Args args;
+        args.geometry = g;
+        args.a = a;
+        args.b = b;
+        args.out = out;
+        return std::make_unique<host::AgGemm>(args, std::move(order));
+    }
+    // Whose a gives a row of the output (sums: everybody's), and its row there.
+    [[nodiscard]] std::uint32_t source(std::uint32_t row) const { return row / g.m_local; }
+    [[nodiscard]] std::uint32_t row_of_a(std::uint32_t, std::uint32_t row) const {
+        return row % g.m_local;
+    }
+    static constexpr bool kSums = false;
+};
+
+struct Reduce {
+    gemm_reduce::Geometry g;
+    [[nodiscard]] std::uint32_t rows_of_a() const { return g.m; }
+    [[nodiscard]] std::uint32_t rows_of_out() const { return g.grid_rows(); }
+    std::unique_ptr<host::Kernels> kernels(const isa::GlobalView& a, const isa::GlobalView& b,
+                                           const isa::GlobalView& out,
+                                           std::vector<std::uint32_t> order) const {
+        gemm_reduce::Args args;
+        args.geometry = g;
+        args.a = a;
+        args.b = b;
+        args.out = out;
+        return std::make_unique<host::GemmReduce>(args, std::move(order));
+    }
+    [[nodiscard]] std::uint32_t source(std::uint32_t) const { return 0; }
+    [[nodiscard]] std::uint32_t row_of_a(std::uint32_t rank, std::uint32_t row) const {
+        return g.place(rank, 0).row + row;
+    }
+    static constexpr bool kSums = true;
+};
+
+template <class Op>
 class World {
   public:
     static constexpr std::uint32_t kSignals = 4096;
 
-    explicit World(const ag_gemm::Geometry& geometry) : g_(geometry) {
-        for (std::uint32_t r = 0; r < g_.world; ++r) {
+    explicit World(const Op& op) : op_(op) {
+        for (std::uint32_t r = 0; r < op.g.world; ++r) {
             pads_.emplace_back(runtime::SignalPad::bytes(kSignals));
             runtime::SignalPad::format(pads_[r].memory.get(), kSignals);
-            workspaces_.emplace_back(g_.workspace_bytes());
-            a_.emplace_back(g_.m_local * g_.k);
-            b_.emplace_back(g_.k * g_.n);
-            out_.emplace_back(g_.world * g_.m_local * g_.n);
+            workspaces_.emplace_back(op.g.workspace_bytes());
+            a_.emplace_back(op.rows_of_a() * op.g.k);
+            b_.emplace_back(op.g.k * op.g.n);
+            out_.emplace_back(op.rows_of_out() * op.g.n);
         }
     }
 
     std::shared_ptr<host::Launch> start(std::uint32_t rank, std::uint64_t epoch, host::View view) {
+        const auto& g = op_.g;
         host::Call call;
-        call.args.geometry = g_;
+        std::vector<std::uint32_t> order;
+        for (std::uint32_t i = 0; i < g.world; ++i) {
+            call.peers.push_back({pads_[i].memory.get(), workspaces_[i].memory.get()});
+            order.push_back((rank + i) % g.world);
+        }
+        call.kernels = op_.kernels({bytes(a_[rank]), g.dtype, op_.rows_of_a(), g.k, g.k, 1},
+                                   {bytes(b_[rank]), g.dtype, g.k, g.n, g.n, 1},
+                                   {bytes(out_[rank]), g.dtype, op_.rows_of_out(), g.n, g.n, 1},
+                                   std::move(order));
         call.args.rank = rank;
         call.args.epoch = epoch;
-        call.args.a = {bytes(a_[rank]), isa::DType::float32, g_.m_local, g_.k, g_.k, 1};
-        call.args.b = {bytes(b_[rank]), isa::DType::float32, g_.k, g_.n, g_.n, 1};
-        call.args.out = {
-            bytes(out_[rank]), isa::DType::float32, g_.world * g_.m_local, g_.n, g_.n, 1};
         call.args.pad = pads_[rank].memory.get();
         call.args.workspace = workspaces_[rank].memory.get();
-        for (std::uint32_t i = 0; i < g_.world; ++i) {
-            call.peers.push_back({pads_[i].memory.get(), workspaces_[i].memory.get()});
-            call.source_order.push_back((rank + i) % g_.world);
-        }
         call.compute_blocks = 5;
         call.comm_blocks = 7;
         call.timeout_ns = 20'000'000'000;
@@ -66,20 +114,21 @@ class World {
     void call(std::uint64_t epoch, host::View view) {
         std::mt19937 random(static_cast<unsigned>(epoch));
         std::uniform_real_distribution<float> uniform(-1, 1);
-        for (std::uint32_t r = 0; r < g_.world; ++r) {
+        for (std::uint32_t r = 0; r < op_.g.world; ++r) {
             for (float& x : a_[r]) x = uniform(random);
             for (float& x : b_[r]) x = uniform(random);
             for (float& x : out_[r]) x = NAN;
         }
         std::vector<std::shared_ptr<host::Launch>> launches;
-        for (std::uint32_t r = 0; r < g_.world; ++r) launches.push_back(start(r, epoch, view));
+        for (std::uint32_t r = 0; r < op_.g.world; ++r) launches.push_back(start(r, epoch, view));
         for (auto& launch : launches) CHECK(launch->wait(30'000'000'000));
-        for (std::uint32_t r = 0; r < g_.world; ++r) CHECK(error(r) < 1e-5);
+        if (view == host::View::compute_only) return;
+        for (std::uint32_t r = 0; r < op_.g.world; ++r) CHECK(error(r) < 1e-5);
     }
 
     void leave_one_out() {
         std::vector<std::shared_ptr<host::Launch>> launches;
-        for (std::uint32_t r = 1; r < g_.world; ++r) {
+        for (std::uint32_t r = 1; r < op_.g.world; ++r) {
             launches.push_back(start(r, 1, host::View::pipelined));
         }
         CHECK(!launches[0]->wait(20'000'000));
@@ -92,16 +141,28 @@ class World {
         return reinterpret_cast<std::byte*>(values.data());
     }
 
+    double element(std::uint32_t rank, std::uint32_t row, std::uint32_t col) const {
+        const auto& g = op_.g;
+        const auto product = [&](std::uint32_t of_a, std::uint32_t of_b) {
+            const float* a = a_[of_a].data() + std::size_t{op_.row_of_a(rank, row)} * g.k;
+            double sum = 0;
+            for (std::uint32_t p = 0; p < g.k; ++p) {
+                sum += static_cast<double>(a[p]) * b_[of_b][p * g.n + col];
+            }
+            return sum;
+        };
+        if (!Op::kSums) return product(op_.source(row), rank);
+        double sum = 0;
+        for (std::uint32_t each = 0; each < g.world; ++each) sum += product(each, each);
+        return sum;
+    }
+
     double error(std::uint32_t rank) const {
         double off = 0, all = 0;
-        for (std::uint32_t row = 0; row < g_.world * g_.m_local; ++row) {
-            const float* a = a_[row / g_.m_local].data() + (row % g_.m_local) * g_.k;
-            for (std::uint32_t col = 0; col < g_.n; ++col) {
-                double want = 0;
-                for (std::uint32_t p = 0; p < g_.k; ++p) {
-                    want += static_cast<double>(a[p]) * b_[rank][p * g_.n + col];
-                }
-                const double got = out_[rank][row * g_.n + col];
+        for (std::uint32_t row = 0; row < op_.rows_of_out(); ++row) {
+            for (std::uint32_t col = 0; col < op_.g.n; ++col) {
+                const double want = element(rank, row, col);
+                const double got = out_[rank][row * op_.g.n + col];
                 off += (got - want) * (got - want);
                 all += want * want;
             }
@@ -109,7 +170,7 @@ class World {
         return std::sqrt(off / all);
     }
 
-    ag_gemm::Geometry g_;
+    Op op_;
     std::vector<Pages> pads_, workspaces_;
     std::vector<std::vector<float>> a_, b_, out_;
 };
@@ -127,20 +188,66 @@ constexpr ag_gemm::Geometry geometry(std::uint32_t world) {
             .dtype = isa::DType::float32};
 }
 
+constexpr gemm_reduce::Geometry reduce_geometry(std::uint32_t world, bool replicated) {
+    return {.world = world,
+            .m = replicated ? 131 : 71 * world,
+            .n = 100,
+            .k = 72,
+            .tile_m = 32,
+            .tile_n = 64,
+            .tile_k = 64,
+            .step_k = 32,
+            .tiles_per_chunk = 2,
+            .replicated = replicated,
+            .dtype = isa::DType::float32};
+}
+
 void geometry_covers_a_slot_once() {
     for (std::uint32_t tiles_per_chunk = 1; tiles_per_chunk < 15; ++tiles_per_chunk) {
         ag_gemm::Geometry g = geometry(3);
         g.tiles_per_chunk = tiles_per_chunk;
         std::uint64_t at = 0;
         for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
-            const ag_gemm::Range range = g.chunk_range(chunk);
+            const Range range = g.chunk_range(chunk);
             CHECK(range.offset == at && range.bytes > 0);
             at += range.bytes;
         }
         CHECK(at == 71 * 200 * 4);
-        CHECK(g.slot_bytes() >= at && g.slot_bytes() % ag_gemm::kSlotAlignment == 0);
+        CHECK(g.slot_bytes() >= at && g.slot_bytes() % kSlotAlignment == 0);
         CHECK(g.signals() == 2 * 3 * g.chunks() + 2 * 3 + 3 + 1);
     }
+}
+
+// Every tile has one owner and one chunk, and an owner's tiles lie one after another in its slot.
+void reduce_geometry_covers_every_tile_once(bool replicated) {
+    for (const std::uint32_t world : {1u, 3u, 8u}) {
+        gemm_reduce::Geometry g = reduce_geometry(world, replicated);
+        for (g.tiles_per_chunk = 1; g.tiles_per_chunk < 6; ++g.tiles_per_chunk) {
+            std::uint64_t elements = 0;
+            for (std::uint32_t owner = 0; owner < world; ++owner) {
+                std::uint32_t next = g.first(owner);
+                std::uint64_t at = 0;
+                for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
+                    CHECK(g.chunk_begin(owner, chunk) == next);
+                    CHECK(g.chunk_range(owner, chunk).offset == at);
+                    at += g.chunk_range(owner, chunk).bytes;
+                    next = g.chunk_end(owner, chunk);
+                }
+                CHECK(next == g.end(owner) && at <= g.slot_bytes());
+                elements += at / sizeof(float);
+            }
+            CHECK(elements == std::uint64_t{g.m} * g.n);
+        }
+    }
+}
+
+template <class Op>
+void calls(const Op& op) {
+    constexpr host::View kViews[] = {host::View::pipelined,    host::View::pipelined,
+                                     host::View::sequential,   host::View::compute_only,
+                                     host::View::compute_only, host::View::pipelined};
+    World<Op> world(op);
+    for (std::uint64_t epoch = 1; epoch <= 6; ++epoch) world.call(epoch, kViews[epoch - 1]);
 }
 
 }  // namespace
@@ -148,13 +255,16 @@ void geometry_covers_a_slot_once() {
 int main() {
     geometry_covers_a_slot_once();
     sim::Scheduler::process().set_slots(3);
+    for (const bool replicated : {false, true}) reduce_geometry_covers_every_tile_once(replicated);
     for (const std::uint32_t ranks : {1u, 2u, 4u}) {
-        World world(geometry(ranks));
-        for (std::uint64_t epoch = 1; epoch <= 6; ++epoch) {
-            world.call(epoch, epoch == 3 ? host::View::sequential : host::View::pipelined);
+        calls(AllGather{geometry(ranks)});
+        for (const bool replicated : {false, true}) {
+            calls(Reduce{reduce_geometry(ranks, replicated)});
         }
     }
-    World(geometry(3)).leave_one_out();
+    World<AllGather>({geometry(3)}).leave_one_out();
+    World<Reduce>({reduce_geometry(3, false)}).leave_one_out();
+    World<Reduce>({reduce_geometry(3, true)}).leave_one_out();
     sim::Scheduler::shutdown_process();
     return test::finish();
 }

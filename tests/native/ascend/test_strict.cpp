@@ -366,7 +366,7 @@ class Kernels {
 
   private:
     ag_gemm::Args args_;
-    std::vector<ag_gemm::Peer> peers_;
+    std::vector<Peer> peers_;
     std::vector<std::uint32_t> sources_, order_;
     sim::OnChip memory_;
     std::vector<sim::Record> trace_;

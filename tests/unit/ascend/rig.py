@@ -19,6 +19,7 @@ from mkernel.plan.model import (
     Chunking,
     GemmShape,
     LaunchPlan,
+    OpName,
     Prediction,
     Resources,
 )
@@ -44,6 +45,7 @@ def make_plan(
     n: int,
     k: int,
     *,
+    op: OpName = "all_gather_gemm",
     nodes: int = 1,
     ranks_per_node: int = 1,
     dtype: str = "float16",
@@ -61,7 +63,10 @@ def make_plan(
     wide = dtype == "float32"
     tile_k = tile_k or (128 if wide else 256)
     step_k = step_k or (32 if wide else 64)
-    tiles = up(m // world, tile_m) * up(k, tile_k)
+    rows = m if op == "gemm_all_reduce" else m // world
+    tiles = up(rows, tile_m) * (up(k, tile_k) if op == "all_gather_gemm" else up(n, tile_n))
+    if op == "gemm_all_reduce":
+        tiles = up(tiles, world)
     seats = tuple(Seat(accelerator=f"ascend-sim{i}") for i in range(ranks_per_node))
     placement = WorldPlacement(sites=(Site(nodes=((0, nodes - 1),), seats=seats),))
     rail = Rail(src_nic="soft0", dst_nic="soft0", bandwidth_gbs=14.0)
@@ -77,7 +82,7 @@ def make_plan(
         for ends, pairs in pair_classes(placement).items()
     ]
     return LaunchPlan(
-        op="all_gather_gemm",
+        op=op,
         shape=GemmShape(m=m, n=n, k=k),
         dtype=dtype,
         out_dtype=out_dtype,
@@ -119,6 +124,20 @@ def geometry(plan: LaunchPlan) -> _ascend.AgGemmGeometry:
         tile_k=chunking.tile_k,
         step_k=chunking.step_k,
         tiles_per_chunk=chunking.tiles_per_chunk,
+    )
+
+
+def reduce_geometry(plan: LaunchPlan) -> _ascend.GemmReduceGeometry:
+    """Where the slots and signals of a plan that reduces lie."""
+    return _ascend.GemmReduceGeometry(
+        world=plan.world_size,
+        m=plan.shape.m,
+        n=plan.shape.n,
+        k=plan.shape.k,
+        dtype=plan.dtype,
+        out_dtype=plan.out_dtype,
+        replicated=plan.op == "gemm_all_reduce",
+        **plan.chunking.model_dump(exclude={"chunks_per_rank"}),
     )
 
 
@@ -313,19 +332,18 @@ class World:
     def tensors(self, seed: int) -> list[dict[str, torch.Tensor]]:
         """Fresh random inputs and NaN-filled outputs of every rank."""
         plan, made = self.plan, []
+        part = plan.shape.m // plan.world_size
+        rows_of_a = part if plan.op == "all_gather_gemm" else plan.shape.m
+        rows_of_out = part if plan.op == "gemm_reduce_scatter" else plan.shape.m
         generator = torch.Generator().manual_seed(seed)
         dtype = TORCH[plan.dtype]
         for _ in range(plan.world_size):
-            a = torch.randn(plan.shape.m // plan.world_size, plan.shape.k, generator=generator).to(
-                dtype
-            )
+            a = torch.randn(rows_of_a, plan.shape.k, generator=generator).to(dtype)
             if plan.b_layout == "row":
                 b = torch.randn(plan.shape.k, plan.shape.n, generator=generator).to(dtype)
             else:
                 b = torch.randn(plan.shape.n, plan.shape.k, generator=generator).to(dtype).t()
-            out = torch.full(
-                (plan.shape.m, plan.shape.n), float("nan"), dtype=TORCH[plan.out_dtype]
-            )
+            out = torch.full((rows_of_out, plan.shape.n), float("nan"), dtype=TORCH[plan.out_dtype])
             made.append({"a": a, "b": b, "out": out})
         return made
 
@@ -346,4 +364,13 @@ def error(tensors: list[dict[str, torch.Tensor]], rank: int) -> float:
     a = np.concatenate([t["a"].float().numpy().astype(np.float64) for t in tensors])
     want = a @ tensors[rank]["b"].float().numpy().astype(np.float64)
     got = tensors[rank]["out"].float().numpy().astype(np.float64)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def sum_error(plan: LaunchPlan, tensors: list[dict[str, torch.Tensor]], rank: int) -> float:
+    """The same for ops that sum over ranks."""
+    want = sum(t["a"].double().numpy() @ t["b"].double().numpy() for t in tensors)
+    if plan.op == "gemm_reduce_scatter":
+        want = np.split(want, plan.world_size)[rank]
+    got = tensors[rank]["out"].double().numpy()
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))

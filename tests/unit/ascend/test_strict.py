@@ -50,8 +50,8 @@ def test_a_missing_flag_is_reported_with_its_source_line(seed: int | None) -> No
         (launch,) = launches(world, timeout_s=20)
         with pytest.raises(
             RuntimeError,
-            match=r"rank 0 AIC core 2, TEXTRACT \(pipe MTE1, compute\.hpp:\d+\): "
-            r"reads L1\[0, \d+\) while TLOAD \(pipe MTE2, compute\.hpp:\d+\) may still write it",
+            match=r"rank 0 AIC core 2, TEXTRACT \(pipe MTE1, product\.hpp:\d+\): "
+            r"reads L1\[0, \d+\) while TLOAD \(pipe MTE2, product\.hpp:\d+\) may still write it",
         ):
             launch.wait(10)
 
@@ -65,7 +65,7 @@ def test_cores_that_wait_for_one_that_has_returned_are_reported_at_once() -> Non
             with pytest.raises(
                 RuntimeError,
                 match=rf"rank {rank}, deadlock: .* AIC core 0 for signal \d+ of rank {rank} to be "
-                r"24, now 23 \(compute\.hpp:\d+\)",
+                r"24, now 23 \(release\.hpp:\d+\)",
             ):
                 launch.wait(20)
         assert time.monotonic() - start < 10

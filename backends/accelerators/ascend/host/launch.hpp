@@ -1,5 +1,5 @@
-// One running call of AllGather+GEMM on one rank: starts the two kernels on simulated cores, keeps
-// what they use alive, and collects outcome, times and traces.
+// One running call of an op on one rank: starts its two kernels on simulated cores, keeps what they
+// use alive, and collects outcome, times and traces.
 #pragma once
 
 #include <unistd.h>
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "backends/accelerators/ascend/kernels/ag_gemm/args.hpp"
+#include "backends/accelerators/ascend/host/kernels.hpp"
 #include "backends/accelerators/ascend/sim/core.hpp"
 
 namespace mkernel::ascend::host {
@@ -22,9 +22,9 @@ namespace mkernel::ascend::host {
 enum class View : std::uint32_t { pipelined = 0, sequential = 1, compute_only = 2 };
 
 struct Call {
-    ag_gemm::Args args;  // pointers into this struct's vectors are set by the launch
-    std::vector<ag_gemm::Peer> peers;
-    std::vector<std::uint32_t> source_order;
+    std::unique_ptr<Kernels> kernels;
+    CallArgs args;  // `peers` and the view's flag are set by the launch
+    std::vector<Peer> peers;
     std::uint32_t compute_blocks = 1, comm_blocks = 1;
     std::uint32_t number = 0;
     std::uint32_t node = 0;
@@ -40,9 +40,6 @@ struct Call {
 // call.
 std::string record(Call call);
 
-// Refuses (std::invalid_argument) tile sizes that the on-chip buffers cannot hold.
-void check_tiles(const ag_gemm::Geometry& geometry);
-
 class Launch : public std::enable_shared_from_this<Launch> {
   public:
     static std::shared_ptr<Launch> start(Call call);
@@ -50,7 +47,7 @@ class Launch : public std::enable_shared_from_this<Launch> {
     // True once both kernels have returned. Rethrows what an instruction of them reported.
     bool wait(std::uint64_t timeout_ns);
     // Seconds; meaningful once wait returned true. 0 for a kernel that the view leaves out. In the
-    // sequential view communication ends when the other ranks' chunks have arrived here.
+    // sequential view communication ends when what other ranks send has arrived here.
     [[nodiscard]] double comm_seconds() const { return comm_.seconds(); }
     [[nodiscard]] double compute_seconds() const { return compute_.seconds(); }
     // Trace blob (sim/trace.hpp); empty where none was asked for.
@@ -82,13 +79,11 @@ class Launch : public std::enable_shared_from_this<Launch> {
     void kernel_ended(Kernel& kernel);
     void arrived();
     void count_ended(Kernel& kernel);
-    void count_chunks_as_present();
 
     pid_t process_ = getpid();
     Call call_;
     sim::Environment environment_;
     std::optional<sim::Waits> waits_;  // strict
-    std::vector<std::uint32_t> send_order_;
     Kernel comm_, compute_;
 
     std::mutex mutex_;

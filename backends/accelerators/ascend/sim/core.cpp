@@ -31,15 +31,6 @@ constexpr std::uint32_t host_scale(Buffer buffer) {
     return buffer == Buffer::L0A || buffer == Buffer::L0B ? 2 : 1;
 }
 
-std::string describe(const Tile& tile) {
-    return std::string(name_of(tile.buffer)) + "[" + std::to_string(tile.offset) + ", " +
-           std::to_string(std::uint64_t{tile.offset} +
-                          std::uint64_t{tile.rows} * tile.cols * bytes_of(tile.dtype)) +
-           ") " + std::to_string(tile.rows) + "x" + std::to_string(tile.cols) + " " +
-           name_of(tile.dtype) + ", valid " + std::to_string(tile.valid_rows) + "x" +
-           std::to_string(tile.valid_cols);
-}
-
 // Copies rows x cols elements between two strided places. Both have the same contiguous direction.
 void copy_rectangle(std::byte* to, std::int64_t to_stride, const std::byte* from,
                     std::int64_t from_stride, std::size_t lines, std::size_t line_bytes) {
@@ -54,6 +45,15 @@ void copy_rectangle(std::byte* to, std::int64_t to_stride, const std::byte* from
 }
 
 }  // namespace
+
+std::string describe(const Tile& tile) {
+    return std::string(name_of(tile.buffer)) + "[" + std::to_string(tile.offset) + ", " +
+           std::to_string(std::uint64_t{tile.offset} +
+                          std::uint64_t{tile.rows} * tile.cols * bytes_of(tile.dtype)) +
+           ") " + std::to_string(tile.rows) + "x" + std::to_string(tile.cols) + " " +
+           name_of(tile.dtype) + ", valid " + std::to_string(tile.valid_rows) + "x" +
+           std::to_string(tile.valid_cols);
+}
 
 void OnChip::Free::operator()(std::byte* memory) const {
     ::operator delete(memory, std::align_val_t{4096});

@@ -78,6 +78,9 @@ class OnChip {
     std::unique_ptr<std::byte, Free> memory_[isa::kBuffers];
 };
 
+// How messages call a tile.
+std::string describe(const isa::Tile& tile);
+
 class Core {
   public:
     Core(const Environment& environment, CoreKind kind, std::uint32_t index, std::uint32_t count,
@@ -106,6 +109,12 @@ class Core {
     // flags, which also order it after what these two pipes were given before.
     void tput(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from,
               const isa::Tile& ping, const isa::Tile& pong, Where where = Where::current());
+
+    // c = a + b, element by element, in float32 UB tiles of one shape; c may be a or b.
+    void tadd(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b,
+              Where where = Where::current());  // V
+    // A float32 UB tile in another dtype, rounded to nearest even.
+    void tcvt(const isa::Tile& to, const isa::Tile& from, Where where = Where::current());  // V
 
     void set_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event,
                   Where where = Where::current());
@@ -148,6 +157,8 @@ class Core {
     void record(const Record& record) {
         if (trace_ != nullptr) trace_->push_back(record);
     }
+    std::byte* check_vector(const char* instruction, const isa::Tile& tile,
+                            const isa::Tile& shape) const;
     [[nodiscard]] std::string name() const;
     [[nodiscard]] runtime::Diagnosis diagnosis(std::uint32_t peer) const;
     [[nodiscard]] int priority() const { return kind_ == CoreKind::aiv ? 0 : 1; }

@@ -1,8 +1,9 @@
 #include "backends/accelerators/ascend/sim/matrix_unit.hpp"
 
-#include <bit>
 #include <cstring>
 #include <vector>
+
+#include "backends/accelerators/ascend/sim/number.hpp"
 
 // One body, instantiated for each CPU kind inside a function that carries the target attribute; the
 // bodies are always inlined there. This file is compiled with -ffp-contract=fast, so that products
@@ -11,14 +12,6 @@
 namespace mkernel::ascend::sim {
 namespace {
 
-#define MKERNEL_INLINE [[gnu::always_inline]] inline
-
-#if defined(__aarch64__)
-using Half = __fp16;
-#else
-using Half = _Float16;
-#endif
-
 template <int Lanes>
 struct Vec {
     using F __attribute__((vector_size(Lanes * 4), aligned(4), may_alias)) = float;
@@ -26,20 +19,6 @@ struct Vec {
     using U __attribute__((vector_size(Lanes * 4))) = std::uint32_t;
     using W __attribute__((vector_size(Lanes * 2), aligned(2), may_alias)) = std::uint16_t;
 };
-
-MKERNEL_INLINE float widen(const std::byte* at, isa::DType dtype) {
-    if (dtype == isa::DType::float32) {
-        float value;
-        std::memcpy(&value, at, 4);
-        return value;
-    }
-    std::uint16_t bits;
-    std::memcpy(&bits, at, 2);
-    if (dtype == isa::DType::bfloat16) return std::bit_cast<float>(std::uint32_t{bits} << 16);
-    Half half;
-    std::memcpy(&half, &bits, 2);
-    return static_cast<float>(half);
-}
 
 // `count` contiguous elements → float32.
 template <int Lanes, isa::DType Kind>
@@ -222,12 +201,6 @@ MKERNEL_INLINE void multiply_body(float* c, std::uint32_t row_blocks, const floa
     }
 }
 
-MKERNEL_INLINE std::uint16_t to_bfloat16(float value) {
-    const auto bits = std::bit_cast<std::uint32_t>(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
-    return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
 template <int Mr, int Nr>
 MKERNEL_INLINE void unpack_c_body(std::byte* out, isa::DType dtype, std::int64_t row_stride,
                                   const float* c, std::uint32_t row_blocks, std::uint32_t rows,
@@ -239,15 +212,7 @@ MKERNEL_INLINE void unpack_c_body(std::byte* out, isa::DType dtype, std::int64_t
                                 std::size_t{r % Mr} * Nr;
             std::byte* to = out + (r * row_stride + j) * size;
             const std::uint32_t width = cols - j < Nr ? cols - j : Nr;
-            if (dtype == isa::DType::float32) {
-                std::memcpy(to, line, std::size_t{width} * 4);
-            } else if (dtype == isa::DType::float16) {
-                auto* half = reinterpret_cast<Half*>(to);
-                for (std::uint32_t i = 0; i < width; ++i) half[i] = static_cast<Half>(line[i]);
-            } else {
-                auto* half = reinterpret_cast<std::uint16_t*>(to);
-                for (std::uint32_t i = 0; i < width; ++i) half[i] = to_bfloat16(line[i]);
-            }
+            narrow_run(to, dtype, line, width);
         }
     }
 }

@@ -142,9 +142,11 @@ class Simulation {
 
     Replay run() {
         if (view_ == ReplayView::sequential) {
-            start(CoreKind::aiv, machine_.launch_ns);
+            const CoreKind first = compute_first() ? CoreKind::aic : CoreKind::aiv;
+            start(first, machine_.launch_ns);
             settle();
-            start(CoreKind::aic, last_ns_ + machine_.launch_ns);
+            start(first == CoreKind::aic ? CoreKind::aiv : CoreKind::aic,
+                  last_ns_ + machine_.launch_ns);
         } else {
             if (view_ == ReplayView::pipelined) start(CoreKind::aiv, machine_.launch_ns);
             start(CoreKind::aic, machine_.launch_ns);
@@ -166,6 +168,17 @@ class Simulation {
     }
 
   private:
+    // Whether vector cores wait for signals of their own rank, that is for results of the compute
+    // kernel; then communication comes second in the sequential view.
+    [[nodiscard]] bool compute_first() const {
+        return std::any_of(cores_.begin(), cores_.end(), [](const Core& core) {
+            return core.kind == CoreKind::aiv &&
+                   std::any_of(core.records.begin(), core.records.end(), [&](const Record& record) {
+                       return record.kind == Kind::twait && record.peer == core.rank;
+                   });
+        });
+    }
+
     void read(const std::vector<std::string>& traces) {
         ranks_.resize(traces.size());
         std::vector<bool> seen(traces.size(), false);
@@ -369,6 +382,11 @@ class Simulation {
                        start + machine_.matmul_ns + static_cast<double>(record.amount) / rate, 0);
                 break;
             }
+            case Kind::tadd:
+            case Kind::tcvt:
+                occupy(core, pipe, record, start,
+                       start + static_cast<double>(record.amount) / machine_.vector_rate, 0);
+                break;
             default:  // shares memory or links with others: in global order of start
                 pipe.queued = true;
                 schedule(start, {.what = Event::What::pipe, .core = which, .pipe = pipe_index});

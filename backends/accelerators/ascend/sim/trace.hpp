@@ -28,13 +28,16 @@ enum class Kind : std::uint8_t {
     wait_flag = 10,
     barrier = 11,  // pipe_barrier of one pipe, or (pipe ALL) of the core
     fence = 12,
+    tadd = 13,
+    tcvt = 14,
 };
-inline constexpr int kKinds = 13;
+inline constexpr int kKinds = 15;
 
 constexpr const char* name_of(Kind kind) {
-    constexpr const char* kNames[] = {
-        "TLOAD", "TSTORE",  "TEXTRACT", "TMATMUL",   "TMATMUL_ACC",  "TPUT", "TNOTIFY",
-        "TWAIT", "NIC_PUT", "SET_FLAG", "WAIT_FLAG", "PIPE_BARRIER", "FENCE"};
+    constexpr const char* kNames[] = {"TLOAD",       "TSTORE",   "TEXTRACT",  "TMATMUL",
+                                      "TMATMUL_ACC", "TPUT",     "TNOTIFY",   "TWAIT",
+                                      "NIC_PUT",     "SET_FLAG", "WAIT_FLAG", "PIPE_BARRIER",
+                                      "FENCE",       "TADD",     "TCVT"};
     return kNames[static_cast<int>(kind)];
 }
 

@@ -9,38 +9,22 @@
 // rows; the own slot, which receives nothing, is where chunks are packed for NIC puts, so that
 // local and remote offsets of a put are equal.
 //
-// Signals of the plan, from `signal_base`; counters only grow. `uses` is how many calls up to this
-// one had its parity.
+// Signals of the plan, from `signal_base` (call.hpp: parity, uses; release.hpp: the last two).
 //   flag(p, s, c)   +1 by rank s when chunk c of parity p is in place here; ready: >= uses
 //   summary(p, s)   +1 for each chunk of rank s, by same-node ranks only: a second message through
 //                   a NIC that does not keep order could overtake the data; all ready:
 //                   >= uses * chunks
-//   released(s)     +1 by rank s when it has finished a call, so that slots of its workspace may be
-//                   written again: a put of epoch e waits for >= e - 2
-//   finished        +1 by each compute block of this rank; block 0 releases once all have
-// Flags have a parity because epoch e+1 may send before epoch e is consumed: on a NIC without order
-// a flag of e+1 must not be taken for one of e.
+//   released(s)     by rank s when it has finished a call
+//   finished        by each compute block of this rank
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "backends/accelerators/ascend/isa/tile.hpp"
+#include "backends/accelerators/ascend/kernels/call.hpp"
 
 namespace mkernel::ascend::ag_gemm {
-
-inline constexpr std::uint32_t kMaxWorld = 64;
-inline constexpr std::uint32_t kSlotAlignment = 512;  // bytes
-
-// A same-node rank, mapped here; both null for a rank of another node.
-struct Peer {
-    std::byte* pad = nullptr;
-    std::byte* workspace = nullptr;
-};
-
-struct Range {
-    std::uint64_t offset = 0, bytes = 0;
-};
 
 struct Geometry {
     std::uint32_t world = 1;
@@ -48,9 +32,7 @@ struct Geometry {
     std::uint32_t tile_m = 0, tile_n = 0, tile_k = 0, step_k = 0, tiles_per_chunk = 1;
     isa::DType dtype = isa::DType::float16;
 
-    static constexpr std::uint32_t divide_up(std::uint32_t a, std::uint32_t b) {
-        return (a + b - 1) / b;
-    }
+    [[nodiscard]] constexpr Tiling tiling() const { return {tile_m, tile_n, tile_k, step_k}; }
     [[nodiscard]] constexpr std::uint32_t row_groups() const { return divide_up(m_local, tile_m); }
     [[nodiscard]] constexpr std::uint32_t k_tiles() const { return divide_up(k, tile_k); }
     [[nodiscard]] constexpr std::uint32_t n_tiles() const { return divide_up(n, tile_n); }
@@ -90,8 +72,7 @@ struct Geometry {
         return {begin, start_of(chunk_end(chunk)) - begin};
     }
     [[nodiscard]] constexpr std::uint64_t slot_bytes() const {
-        const std::uint64_t bytes = std::uint64_t{m_local} * k * isa::bytes_of(dtype);
-        return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+        return slot_aligned(std::uint64_t{m_local} * k * isa::bytes_of(dtype));
     }
     [[nodiscard]] constexpr std::uint64_t slot_offset(std::uint32_t parity,
                                                       std::uint32_t source) const {
@@ -117,29 +98,14 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint32_t signals() const { return finished() + 1; }
 };
 
-struct Args {
+struct Args : CallArgs {
     Geometry geometry;
-    std::uint32_t rank = 0;
-    std::uint64_t epoch = 1;
-    isa::GlobalView a;               // [m_local, k], rows contiguous
-    isa::GlobalView b;               // [k, n], rows or columns contiguous
-    isa::GlobalView out;             // [world * m_local, n], rows contiguous
-    std::byte* pad = nullptr;        // the own rank's
-    std::byte* workspace = nullptr;  // the own rank's
-    const Peer* peers = nullptr;     // [world]
-    std::uint32_t signal_base = 0;
-    std::uint32_t region = 0;                     // of the workspace, for NIC puts
+    isa::GlobalView a;                            // [m_local, k], rows contiguous
+    isa::GlobalView b;                            // [k, n], rows or columns contiguous
+    isa::GlobalView out;                          // [world * m_local, n], rows contiguous
     const std::uint32_t* source_order = nullptr;  // [world]: whose rows to consume, itself first
     const std::uint32_t* send_order = nullptr;    // [chunks]: the order in which chunks leave
-    bool ignore_chunks = false;                   // compute-only view: chunks count as present
 
-    [[nodiscard]] constexpr std::uint32_t parity() const {
-        return static_cast<std::uint32_t>(epoch & 1);
-    }
-    [[nodiscard]] constexpr std::uint64_t uses() const { return (epoch + 1) / 2; }
-    [[nodiscard]] constexpr bool same_node(std::uint32_t other) const {
-        return peers[other].pad != nullptr;
-    }
     // Tile (row_group, k_tile) of `source`'s rows in a workspace.
     [[nodiscard]] constexpr isa::GlobalView staged(std::byte* base, std::uint32_t source,
                                                    std::uint32_t row_group,

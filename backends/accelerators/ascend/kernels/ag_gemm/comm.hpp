@@ -14,9 +14,8 @@
 // Ordering: a flag never becomes visible before its chunk (fence + release, or put-with-signal).
 #pragma once
 
-#include "backends/accelerators/ascend/isa/pipe.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/args.hpp"
-#include "backends/nics/fifo_device.hpp"
+#include "backends/accelerators/ascend/kernels/release.hpp"
 
 namespace mkernel::ascend::ag_gemm {
 
@@ -59,23 +58,18 @@ class Comm {
     bool send(std::uint32_t which, std::uint32_t chunk) {
         const std::uint32_t destination = destinations_[which];
         if ((may_write_ >> which & 1) == 0) {
-            core_.annotate(kNone);
+            core_.annotate(kNoAnnotation);
             if (destination != kFar) {
-                if (!wait_released(destination)) return false;
+                if (!wait_released(core_, args_, g_.released(0), destination)) return false;
             } else {
                 for (std::uint32_t i = 0; i < far_count_; ++i) {
-                    if (!wait_released(far_[i])) return false;
+                    if (!wait_released(core_, args_, g_.released(0), far_[i])) return false;
                 }
             }
             may_write_ |= std::uint64_t{1} << which;
         }
         core_.annotate(chunk);
         return destination != kFar ? send_near(destination, chunk) : send_far(chunk);
-    }
-
-    bool wait_released(std::uint32_t peer) {
-        if (args_.epoch <= 2) return true;
-        return core_.twait(args_.signal_base + g_.released(peer), args_.epoch - 2, peer);
     }
 
     bool send_near(std::uint32_t peer, std::uint32_t chunk) {
@@ -119,8 +113,6 @@ class Comm {
                        args_.own_tile(row_group, k_tile), ping, pong);
         }
     }
-
-    static constexpr std::uint32_t kNone = 0xffffffff;
 
     Core& core_;
     const Args& args_;

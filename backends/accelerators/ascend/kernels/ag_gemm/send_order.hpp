@@ -21,9 +21,8 @@ inline std::vector<std::uint32_t> send_order(const Geometry& g, std::uint32_t co
                                              std::uint32_t sources) {
     std::vector<std::uint32_t> order(g.chunks());
     std::iota(order.begin(), order.end(), 0u);
-    const std::uint32_t per_wave = std::max(
-        1u,
-        Geometry::divide_up(compute_blocks, g.n_tiles() * std::max(1u, sources)));  // row groups
+    const std::uint32_t per_wave =
+        std::max(1u, divide_up(compute_blocks, g.n_tiles() * std::max(1u, sources)));  // row groups
     const auto key = [&](std::uint32_t chunk) {
         const std::uint32_t tile = chunk * g.tiles_per_chunk;
         const std::uint32_t row_group = tile / g.k_tiles();

@@ -1,0 +1,53 @@
+// What a launch needs to know of an op: its two kernels and what they touch. One object a call, on
+// one rank; kernels of it run on many cores at once.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/ascend/kernels/call.hpp"
+#include "backends/accelerators/ascend/sim/core.hpp"
+
+namespace mkernel::ascend::host {
+
+class Kernels {
+  public:
+    struct Tensor {
+        isa::GlobalView* view;
+        bool writable;
+    };
+
+    virtual ~Kernels() = default;
+
+    // Before the first launch: the call, whose pointers stay valid, and the blocks of each kernel.
+    virtual void bind(const CallArgs& call, std::uint32_t compute_blocks,
+                      std::uint32_t comm_blocks) = 0;
+
+    // On each block's core. False if a wait was aborted or timed out.
+    virtual bool comm(sim::Core& core) const = 0;
+    virtual bool compute(sim::Core& core) const = 0;
+
+    // In the sequential view: whether compute comes before communication, which works on its
+    // results; else what the comm kernel ends with, on one core: waiting until all that the compute
+    // kernel needs of other ranks is here.
+    [[nodiscard]] virtual bool compute_first() const = 0;
+    virtual bool arrived(sim::Core&) const { return true; }
+
+    [[nodiscard]] virtual std::uint32_t world() const = 0;
+    [[nodiscard]] virtual std::uint32_t signals() const = 0;
+    [[nodiscard]] virtual std::uint64_t workspace_bytes() const = 0;
+    virtual std::vector<Tensor> tensors() = 0;
+
+    // Compute-only view: raises here what nobody else will and later calls count on.
+    virtual void count_as_communicated(const runtime::SignalPad& pad) const = 0;
+    // Where the own signals of this call stood before it.
+    [[nodiscard]] virtual std::vector<sim::TraceBaseline> baselines() const = 0;
+};
+
+// Refuses (std::invalid_argument) tile sizes that a cube core's buffers cannot hold.
+void check_tiling(const Tiling& tiling, isa::DType dtype);
+void check_fits(const char* what, std::uint64_t bytes, isa::Buffer buffer);
+void check_world(std::uint32_t world);
+
+}  // namespace mkernel::ascend::host

@@ -1,0 +1,114 @@
+// GEMM+AllReduce, communication kernel (vector cores). Tile by tile, without a global barrier.
+//
+// Data flow of a rank (its compute kernel: gemm_reduce/compute.hpp):
+//   own a @ own b → tiles in the outbox, round by round: one chunk of every owner
+//   outbox → inbox of the tile's owner, as soon as a chunk is computed (TPUT or NIC)
+//   inbox, and the own part in the outbox → sum in rank order, in float32 → rounded once → out
+//   out → results of every same-node rank (TPUT); own results → those of other nodes (NIC)
+//   results, as each tile comes → out
+// Items of work, round by round (the chunk's number): send the chunk of each other owner; sum and
+// push on each tile of the own chunk; take in the tiles of the others' previous chunk. Blocks take
+// them in turns, each its own in order.
+// No deadlock: sends wait for the own compute kernel (and earlier calls) alone, sums for sends of the same round,
+// taking in for sums of the round before; the first unfinished item can always go on.
+#pragma once
+
+#include "backends/accelerators/ascend/kernels/gemm_reduce/partials.hpp"
+
+namespace mkernel::ascend::gemm_ar {
+
+template <class Core>
+class Comm {
+  public:
+    Comm(Core& core, const gemm_reduce::Args& args)
+        : core_(core), args_(args), g_(args.geometry), partials_(core, args) {
+        for (std::uint32_t other = 0; other < g_.world; ++other) {
+            any_far_ = any_far_ || !args_.same_node(other);
+        }
+    }
+
+    // False if a wait was aborted or timed out.
+    bool run() {
+        for (std::uint32_t round = 0; round <= g_.chunks(); ++round) {
+            if (round < g_.chunks() && !(send(round) && sum(round))) return false;
+            if (round > 0 && !take_in(round - 1)) return false;
+        }
+        return release(core_, args_, g_.world, g_.released(0), g_.finished());
+    }
+
+  private:
+    bool send(std::uint32_t chunk) {
+        for (std::uint32_t step = 1; step < g_.world; ++step) {
+            const std::uint32_t owner = args_.owners[step];
+            if (g_.chunk_begin(owner, chunk) == g_.chunk_end(owner, chunk)) continue;
+            if (mine() && !partials_.send(owner, chunk)) return false;
+        }
+        return true;
+    }
+
+    bool sum(std::uint32_t chunk) {
+        for (std::uint32_t tile = g_.chunk_begin(args_.rank, chunk);
+             tile < g_.chunk_end(args_.rank, chunk); ++tile) {
+            if (!mine()) continue;
+            const isa::GlobalView staged =
+                any_far_ ? args_.result(args_.workspace, tile) : isa::GlobalView{};
+            if (!partials_.sum(chunk, tile, args_.output(tile), staged)) return false;
+            core_.fence();
+            if (!push(tile)) return false;
+        }
+        return true;
+    }
+
+    // The own tile, which is in the output (and among the own results), to every other rank.
+    bool push(std::uint32_t tile) {
+        const std::uint32_t signal = args_.signal_base + g_.summed(tile);
+        const std::uint64_t offset = g_.result_offset(tile);
+        for (std::uint32_t step = 1; step < g_.world; ++step) {
+            const std::uint32_t rank = args_.owners[step];
+            if (args_.same_node(rank)) {
+                const Peer& peer = args_.peers[rank];
+                partials_.copy(rank, args_.result(peer.workspace, tile), args_.output(tile));
+                core_.fence();
+                core_.tnotify(rank, peer.pad, signal, 1);
+            } else if (!core_.nic_put({.local_offset = offset,
+                                       .remote_offset = offset,
+                                       .bytes = g_.result_offset(tile + 1) - offset,
+                                       .peer = rank,
+                                       .region = args_.region,
+                                       .signal = signal,
+                                       .value = 1})) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    bool take_in(std::uint32_t chunk) {
+        for (std::uint32_t step = 1; step < g_.world; ++step) {
+            const std::uint32_t owner = args_.owners[step];
+            for (std::uint32_t tile = g_.chunk_begin(owner, chunk);
+                 tile < g_.chunk_end(owner, chunk); ++tile) {
+                if (!mine()) continue;
+                core_.annotate(chunk);
+                if (!core_.twait(args_.signal_base + g_.summed(tile), args_.epoch, owner)) {
+                    return false;
+                }
+                partials_.copy(args_.rank, args_.output(tile), args_.result(args_.workspace, tile));
+            }
+        }
+        core_.fence();
+        return true;
+    }
+
+    // Whether the next item is this block's.
+    bool mine() { return item_++ % core_.count() == core_.index(); }
+
+    Core& core_;
+    const gemm_reduce::Args& args_;
+    const gemm_reduce::Geometry& g_;
+    gemm_reduce::Partials<Core> partials_;
+    bool any_far_ = false;
+    std::uint32_t item_ = 0;
+};
+
+}  // namespace mkernel::ascend::gemm_ar

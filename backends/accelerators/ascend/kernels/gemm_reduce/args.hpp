@@ -1,0 +1,166 @@
+// GEMM+ReduceScatter and GEMM+AllReduce: what their kernels get, and the geometry that they must
+// agree on. Both sum W partial products, each at the tile's *owner*.
+//
+// Output tiles are tile_m x tile_n, numbered row group by row group, N fastest. ReduceScatter: each
+// rank owns the tiles of its own m / world rows. AllReduce (`replicated`): one numbering over all m
+// rows, cut into `world` even runs of tiles. A chunk is `tiles_per_chunk` consecutive tiles of one
+// owner, the last one shorter.
+//
+// A *slot* holds one rank's partial results, in float32, for all tiles of one owner, each tile
+// dense in its valid size, one after another: a chunk is one contiguous range. Workspace of a rank:
+//   inbox   [2 parities][world] slots: the own tiles' partials from each rank (own slot: unused)
+//   outbox  [2 parities][world] slots: what this rank computed for each owner. A NIC may still read
+//           a slot when the call is over; its owner's release says that it has arrived.
+//   results AllReduce: the other owners' finished tiles, in the output's dtype, all of C. Of one
+//           parity: an owner has a result only after this rank has sent its partials of the
+//           same epoch, that is after this rank's call before.
+//
+// Signals of the plan, from `signal_base` (call.hpp: parity, uses; release.hpp: the last two).
+//   computed(o, c)    +1 here for each tile of owner o's chunk c in the outbox; only ever local
+//   arrived(p, s, c)  +1 by rank s when its part of the own chunk c is in the inbox
+//   summed(t)         AllReduce: +1 by its owner when the result of tile t is here
+//   released(s)       by rank s when it has finished a call
+//   finished          by each communication block of this rank
+#pragma once
+
+#include "backends/accelerators/ascend/kernels/call.hpp"
+
+namespace mkernel::ascend::gemm_reduce {
+
+// Where an output tile lies in C as its owners together hold it: rows of A, columns of B.
+struct Place {
+    std::uint32_t row = 0, column = 0, rows = 0, columns = 0;
+};
+
+struct Geometry {
+    std::uint32_t world = 1;
+    std::uint32_t m = 0, n = 0, k = 0;  // k: of one rank
+    std::uint32_t tile_m = 0, tile_n = 0, tile_k = 0, step_k = 0, tiles_per_chunk = 1;
+    bool replicated = false;
+    isa::DType dtype = isa::DType::float16, out_dtype = isa::DType::float32;
+
+    [[nodiscard]] constexpr Tiling tiling() const { return {tile_m, tile_n, tile_k, step_k}; }
+    // A grid of tiles: one an owner, or one for all.
+    [[nodiscard]] constexpr std::uint32_t grid_rows() const { return replicated ? m : m / world; }
+    [[nodiscard]] constexpr std::uint32_t n_tiles() const { return divide_up(n, tile_n); }
+    [[nodiscard]] constexpr std::uint32_t grid_tiles() const {
+        return divide_up(grid_rows(), tile_m) * n_tiles();
+    }
+
+    // Tiles of an owner: a run of a grid's; `first` and everything named `tile` count in the grid.
+    [[nodiscard]] constexpr std::uint32_t first(std::uint32_t owner) const {
+        if (!replicated) return 0;
+        return static_cast<std::uint32_t>(std::uint64_t{grid_tiles()} * owner / world);
+    }
+    [[nodiscard]] constexpr std::uint32_t end(std::uint32_t owner) const {
+        return replicated ? first(owner + 1) : grid_tiles();
+    }
+    // The most chunks that an owner has.
+    [[nodiscard]] constexpr std::uint32_t chunks() const {
+        return divide_up(replicated ? divide_up(grid_tiles(), world) : grid_tiles(),
+                         tiles_per_chunk);
+    }
+    // Tiles [begin, end) of an owner's chunk; empty where it has fewer chunks.
+    [[nodiscard]] constexpr std::uint32_t chunk_begin(std::uint32_t owner,
+                                                      std::uint32_t chunk) const {
+        const std::uint32_t at = first(owner) + chunk * tiles_per_chunk;
+        return at < end(owner) ? at : end(owner);
+    }
+    [[nodiscard]] constexpr std::uint32_t chunk_end(std::uint32_t owner,
+                                                    std::uint32_t chunk) const {
+        return chunk_begin(owner, chunk + 1);
+    }
+
+    [[nodiscard]] constexpr Place place(std::uint32_t owner, std::uint32_t tile) const {
+        const std::uint32_t row = tile / n_tiles() * tile_m, column = tile % n_tiles() * tile_n;
+        const std::uint32_t below = grid_rows() - row, right = n - column;
+        return {(replicated ? 0 : owner * grid_rows()) + row, column,
+                below < tile_m ? below : tile_m, right < tile_n ? right : tile_n};
+    }
+    // Elements of the grid before a tile.
+    [[nodiscard]] constexpr std::uint64_t before(std::uint32_t tile) const {
+        if (tile == grid_tiles()) return std::uint64_t{grid_rows()} * n;
+        const Place at = place(0, tile);
+        return std::uint64_t{at.row} * n + std::uint64_t{at.rows} * at.column;
+    }
+
+    // Bytes from the start of an owner's slot to one of its tiles.
+    [[nodiscard]] constexpr std::uint64_t tile_offset(std::uint32_t owner,
+                                                      std::uint32_t tile) const {
+        return (before(tile) - before(first(owner))) * sizeof(float);
+    }
+    [[nodiscard]] constexpr Range chunk_range(std::uint32_t owner, std::uint32_t chunk) const {
+        const std::uint64_t begin = tile_offset(owner, chunk_begin(owner, chunk));
+        return {begin, tile_offset(owner, chunk_end(owner, chunk)) - begin};
+    }
+    [[nodiscard]] constexpr std::uint64_t slot_bytes() const {
+        std::uint64_t most = 0;
+        for (std::uint32_t owner = 0; owner < world; ++owner) {
+            const std::uint64_t bytes = tile_offset(owner, end(owner));
+            most = bytes > most ? bytes : most;
+        }
+        return slot_aligned(most);
+    }
+    [[nodiscard]] constexpr std::uint64_t inbox(std::uint32_t parity, std::uint32_t source) const {
+        return (std::uint64_t{parity} * world + source) * slot_bytes();
+    }
+    [[nodiscard]] constexpr std::uint64_t outbox(std::uint32_t parity, std::uint32_t owner) const {
+        return inbox(2 + parity, owner);
+    }
+    [[nodiscard]] constexpr std::uint64_t result_offset(std::uint32_t tile) const {
+        return outbox(2, 0) + before(tile) * isa::bytes_of(out_dtype);
+    }
+    [[nodiscard]] constexpr std::uint64_t workspace_bytes() const {
+        if (world == 1) return 0;
+        return slot_aligned(replicated ? result_offset(grid_tiles()) : outbox(2, 0));
+    }
+
+    // Signal indices relative to the plan's first.
+    [[nodiscard]] constexpr std::uint32_t computed(std::uint32_t owner, std::uint32_t chunk) const {
+        return owner * chunks() + chunk;
+    }
+    [[nodiscard]] constexpr std::uint32_t arrived(std::uint32_t parity, std::uint32_t source,
+                                                  std::uint32_t chunk) const {
+        return computed(world, 0) + (parity * world + source) * chunks() + chunk;
+    }
+    [[nodiscard]] constexpr std::uint32_t summed(std::uint32_t tile) const {
+        return arrived(2, 0, 0) + tile;
+    }
+    [[nodiscard]] constexpr std::uint32_t released(std::uint32_t rank) const {
+        return summed(replicated ? grid_tiles() : 0) + rank;
+    }
+    [[nodiscard]] constexpr std::uint32_t finished() const { return released(world); }
+    [[nodiscard]] constexpr std::uint32_t signals() const { return finished() + 1; }
+};
+
+struct Args : CallArgs {
+    Geometry geometry;
+    isa::GlobalView a;    // [m, k], rows contiguous
+    isa::GlobalView b;    // [k, n], rows or columns contiguous
+    isa::GlobalView out;  // [m / world or m, n], rows contiguous
+    const std::uint32_t* owners =
+        nullptr;  // [world]: for whom to compute, itself first (taken last)
+
+    // Tile of `owner`, dense at `slot` of a workspace.
+    [[nodiscard]] constexpr isa::GlobalView partial(std::byte* slot, std::uint32_t owner,
+                                                    std::uint32_t tile) const {
+        return dense(slot + geometry.tile_offset(owner, tile), isa::DType::float32, tile);
+    }
+    [[nodiscard]] constexpr isa::GlobalView result(std::byte* base, std::uint32_t tile) const {
+        return dense(base + geometry.result_offset(tile), geometry.out_dtype, tile);
+    }
+    // Tile of `owner` in the user's output: any owner's where it is replicated, else the own ones.
+    [[nodiscard]] constexpr isa::GlobalView output(std::uint32_t tile) const {
+        const Place at = geometry.place(0, tile);
+        return out.sub(at.row, at.column, at.rows, at.columns);
+    }
+
+  private:
+    [[nodiscard]] constexpr isa::GlobalView dense(std::byte* base, isa::DType dtype,
+                                                  std::uint32_t tile) const {
+        const Place at = geometry.place(0, tile);
+        return {base, dtype, at.rows, at.columns, at.columns, 1};
+    }
+};
+
+}  // namespace mkernel::ascend::gemm_reduce

@@ -1,0 +1,77 @@
+// GEMM+ReduceScatter and GEMM+AllReduce, compute kernel (cube cores).
+//
+// Data flow: partial C = own a @ own b, in output tiles, for every owner.
+//   1. Chunk 0 of every other owner, then the own chunk 0; then chunk 1 of each, and so on: owners
+//      can sum, and links are in use, from the first round on. Tiles are dealt out to blocks in
+//      this order.
+//   2. A tile goes, in float32, to the outbox; a fence, and its chunk's `computed` counts it. Before
+//      the first one for an owner on another node a block waits until that has released epoch - 2,
+//      whose slot the NIC has read by then. It waits for nothing else.
+//   3. In a world of one rank it goes straight to the output, converted to its dtype.
+#pragma once
+
+#include "backends/accelerators/ascend/kernels/gemm/product.hpp"
+#include "backends/accelerators/ascend/kernels/gemm_reduce/args.hpp"
+#include "backends/accelerators/ascend/kernels/release.hpp"
+
+namespace mkernel::ascend::gemm_reduce {
+
+template <class Core>
+class Compute {
+  public:
+    Compute(Core& core, const Args& args)
+        : core_(core), args_(args), g_(args.geometry), product_(core, g_.tiling(), args.b) {}
+
+    // False if a wait was aborted or timed out.
+    bool run() {
+        product_.open();
+        std::uint32_t number = 0;
+        for (std::uint32_t chunk = 0; chunk < g_.chunks(); ++chunk) {
+            for (std::uint32_t step = 1; step <= g_.world; ++step) {
+                const std::uint32_t owner = args_.owners[step % g_.world];
+                core_.annotate(chunk);
+                for (std::uint32_t tile = g_.chunk_begin(owner, chunk);
+                     tile < g_.chunk_end(owner, chunk); ++tile, ++number) {
+                    if (number % core_.count() != core_.index()) continue;
+                    if (!wait_slot(owner)) return false;
+                    compute(owner, chunk, tile);
+                }
+            }
+        }
+        product_.close();
+        core_.annotate(kNoAnnotation);
+        // Without a communication kernel nobody reads the inbox.
+        return !args_.compute_only || core_.index() != 0 ||
+               announce_release(core_, args_, g_.world, g_.released(0));
+    }
+
+  private:
+    bool wait_slot(std::uint32_t owner) {
+        if (args_.same_node(owner) || (may_write_ >> owner & 1) != 0) return true;
+        may_write_ |= std::uint64_t{1} << owner;
+        return wait_released(core_, args_, g_.released(0), owner);
+    }
+
+    void compute(std::uint32_t owner, std::uint32_t chunk, std::uint32_t tile) {
+        const Place at = g_.place(owner, tile);
+        const isa::GlobalView to =
+            g_.world == 1
+                ? args_.output(tile)
+                : args_.partial(args_.workspace + g_.outbox(args_.parity(), owner), owner, tile);
+        product_.tile(to, at.column, [&](std::uint32_t k_tile) {
+            const std::uint32_t from = k_tile * g_.tile_k, left = g_.k - from;
+            return args_.a.sub(at.row, from, at.rows, left < g_.tile_k ? left : g_.tile_k);
+        });
+        if (g_.world == 1) return;
+        core_.fence();
+        core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.computed(owner, chunk), 1);
+    }
+
+    Core& core_;
+    const Args& args_;
+    const Geometry& g_;
+    gemm::Product<Core> product_;
+    std::uint64_t may_write_ = 0;  // bit per owner on another node: it has released epoch - 2
+};
+
+}  // namespace mkernel::ascend::gemm_reduce
