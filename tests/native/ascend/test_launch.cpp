@@ -108,6 +108,7 @@ class World {
         call.timeout_ns = 20'000'000'000;
         call.view = view;
         call.trace = epoch % 2 == 0;
+        if (epoch > 3) call.strict.emplace().seed = epoch;
         return host::Launch::start(std::move(call));
     }
 

@@ -430,13 +430,11 @@ bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer, 
         environment_.waits->sleep({std::string(name_of(kind_)) + " core " + std::to_string(index_),
                                    place(where_), signal, value, peer});
     const runtime::WaitResult result = sleep();
-    const std::string waits = environment_.waits->all();
-    environment_.waits->wake(entry);
+    if (result == runtime::WaitResult::ok) environment_.waits->wake(entry);
     if (result == runtime::WaitResult::timed_out) {
         fail("TWAIT", "signal " + std::to_string(signal) +
-                          " was not raised within the deadline; "
-                          "waiting on this rank: " +
-                          waits);
+                          " was not raised within the deadline; waiting on this rank: " +
+                          environment_.waits->all());
     }
     return result == runtime::WaitResult::ok;
 }

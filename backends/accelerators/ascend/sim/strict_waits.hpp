@@ -30,7 +30,8 @@ class Waits {
     Waits(runtime::SignalPad pad, std::uint32_t rank, std::uint32_t cores)
         : pad_(pad), rank_(rank), left_(cores) {}
 
-    // Around a sleep. IsaError: nobody will end it; the core must not sleep.
+    // Before a sleep, and after one that its signal ended; those that an abort ended stay, for `all`.
+    // IsaError: nobody will end it; the core must not sleep.
     [[nodiscard]] std::list<Wait>::iterator sleep(Wait wait);
     void wake(std::list<Wait>::iterator wait);
     // A core has returned. IsaError: now nobody can wake the others.
