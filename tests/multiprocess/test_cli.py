@@ -229,7 +229,7 @@ def refused(*arguments: str) -> str:
     ("arguments", "parts"),
     [
         (["conv"], ["UnknownOp", "conv", "all_gather_gemm"]),
-        (["gemm_rs"], ["ascend", "gemm_reduce_scatter", "--accelerator streams"]),
+        (["ring_attention"], ["ascend", "ring_attention", "--accelerator streams"]),
         (["ag_gemm", "--tokens", "8"], ["--tokens", "all_gather_gemm takes m, n, k"]),
         (["ring_attention", "--m", "8"], ["--m", "ring_attention takes batch"]),
         (["gemm_ar", "--causal"], ["--causal", "gemm_all_reduce takes"]),
