@@ -27,6 +27,8 @@ class Kind(IntEnum):
     WAIT_FLAG = 10
     BARRIER = 11
     FENCE = 12
+    TADD = 13
+    TCVT = 14
 
 
 class Pipe(IntEnum):
