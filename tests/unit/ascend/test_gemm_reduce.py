@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import _ascend
+from mkernel.backends.accelerators.ascend.backend import record
+from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.base import View
 
 from .rig import LIMIT, SIGNAL_BASE, World, make_plan, reduce_geometry, sum_error
@@ -144,3 +147,17 @@ def test_strict_simulation_finds_nothing(op: str, out_dtype: str) -> None:
     for other in results[1:]:
         for got, first in zip(other, results[0], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_modelled_views(op: str) -> None:
+    """In the sequential view communication starts when compute has ended; pipelined is shorter."""
+    plan = make_plan(2048, 1024, 1024, op=op, ranks_per_node=4, comm_blocks=24)
+    traces = [record(plan, rank) for rank in range(plan.world_size)]
+    views: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
+    alone, sequential, pipelined = (model(traces, load_machine(), view) for view in views)
+    starts = {span.kernel: span.start_us for span in sequential.kernels}
+    assert starts["comm"] >= max(s.end_us for s in sequential.kernels if s.kernel == "compute")
+    assert alone.total_us < pipelined.total_us < sequential.total_us
+    names = {span.name for lane in pipelined.pipes for span in lane.spans}
+    assert {"TADD", "TPUT", "TMATMUL"} <= names
