@@ -1,6 +1,6 @@
 """Faults of signals that are memory writes of their own, behind the data, and polled there.
 
-On a queue pair that keeps order this works: :class:`FlagBehindData` is no fault. It goes wrong where
+On one queue pair that keeps order this works: :class:`FlagBehindData` is no fault. It goes wrong where
 nothing keeps the flag behind its data.
 """
 
@@ -96,15 +96,17 @@ class Flags(Session):
 
 
 class FlagBehindData(Fault):
-    """Nothing: on RC, with strictly ordered memory, a flag may be a write behind its data."""
+    """Nothing: on one RC queue pair, in strictly ordered memory, a flag may be a write behind its
+    data."""
 
     session = Flags
 
+    def open(self, device: str, verbs: str, rank: int, settings: NicSettings) -> NicSession:
+        return super().open(device, verbs, rank, settings.model_copy(update={"qps": 1}))
 
-class RelaxedFlag(Fault):
+
+class RelaxedFlag(FlagBehindData):
     """The flag is a write behind its data, to memory with relaxed ordering."""
-
-    session = Flags
 
     def open(self, device: str, verbs: str, rank: int, settings: NicSettings) -> NicSession:
         # Relaxed whatever a registration says, as cards can be set up to be.

@@ -140,7 +140,7 @@ def last_rank(
 def test_all_gather_gemm(queued: list[str]) -> None:
     small = planned("all_gather_gemm", 512, 256, 256)
     assert run(queued, small) == ["all_gather_gemm"]  # its own blocks push
-    large = planned("all_gather_gemm", 4096, 256, 2048)
+    large = planned("all_gather_gemm", 8192, 256, 4096)
     assert run(queued, large) == ["fork", "push_rows beside", "all_gather_gemm", "join"]
     assert run(queued, large, "sequential") == ["push_rows", "all_gather_gemm"]
     assert run(queued, large, "compute_only") == ["all_gather_gemm"]

@@ -38,7 +38,17 @@ def test_communication_ends_when_the_bytes_have_arrived() -> None:
         for kernel, start, end in (("comm", 1.0, 5.0), ("compute", 350.0 + rank, 400.0))
     )
     run = ModelledRun("a machine", "sequential", 400.0, kernels, ())
-    assert report._arrival_us(run) == 351.0
+    assert report._comm_us(run) == 351.0
+
+
+def test_communication_lasts_to_the_end_where_compute_comes_first() -> None:
+    kernels = tuple(
+        KernelSpan(rank, kernel, start, end)
+        for rank in (0, 1)
+        for kernel, start, end in (("compute", 1.0, 350.0), ("comm", 349.0 + rank, 400.0))
+    )
+    run = ModelledRun("a machine", "sequential", 400.0, kernels, ())
+    assert report._comm_us(run) == 50.0
 
 
 def test_an_efficiency_below_the_noise_is_not_shown() -> None:
