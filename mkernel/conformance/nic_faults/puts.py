@@ -227,27 +227,16 @@ class CountersOf32Bits(Fault):
 class Reorders(Fault):
     """Each second put is held back until the next one is out."""
 
-    class Broken(Session):
+    class Broken(Changed):
         held: Put | None = None
 
-        def put(
-            self,
-            peer: int,
-            region: int,
-            local: int,
-            remote: int,
-            nbytes: int,
-            signal: int,
-            value: int,
-        ) -> None:
-            put = (peer, region, local, remote, nbytes, signal, value)
+        def change(self, put: Put) -> list[Put]:
+            signal = put[5]
             held, self.held = self.held, None
             if held is None and (signal == NO_SIGNAL or signal % 2 == 1):
                 self.held = put
-                return
-            self.inner.put(*put)
-            if held is not None:
-                self.inner.put(*held)
+                return []
+            return [put] if held is None else [put, held]
 
         def flush(self, timeout_s: float) -> bool:
             if self.held is not None:

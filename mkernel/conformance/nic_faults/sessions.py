@@ -31,7 +31,7 @@ class RegionsTooWide(Fault):
 class DropsSilently(Fault):
     """What lies outside of a region is neither written nor refused."""
 
-    class Broken(Session):
+    class Broken(Changed):
         def __init__(self, inner: NicSession) -> None:
             super().__init__(inner)
             self.sizes: dict[int, int] = {}
@@ -40,18 +40,10 @@ class DropsSilently(Fault):
             self.sizes[region] = nbytes
             return self.inner.register(region, address, nbytes)
 
-        def put(
-            self,
-            peer: int,
-            region: int,
-            local: int,
-            remote: int,
-            nbytes: int,
-            signal: int,
-            value: int,
-        ) -> None:
-            if max(local, remote) + nbytes <= self.sizes.get(region, 0) and peer < 7:
-                self.inner.put(peer, region, local, remote, nbytes, signal, value)
+        def change(self, put: Put) -> list[Put]:
+            peer, region, local, remote, nbytes, _, _ = put
+            fits = max(local, remote) + nbytes <= self.sizes.get(region, 0) and peer < 7
+            return [put] if fits else []
 
     session = Broken
 

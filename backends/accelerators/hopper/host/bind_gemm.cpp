@@ -11,7 +11,6 @@
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/device.hpp"
 #include "backends/accelerators/hopper/host/gemm.hpp"
-#include "backends/accelerators/hopper/kernels/rendezvous.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -93,16 +92,6 @@ Owners owners_of(int m, int rows, int band_columns, int pace, bool by_outbox, bo
             .alone = alone};
 }
 
-Region region_of(const World& world) {
-    Region region{};
-    for (std::size_t rank = 0; rank < world.regions.size(); ++rank) {
-        region.base[rank] = reinterpret_cast<char*>(world.regions[rank]);
-    }
-    region.rank = world.rank;
-    region.world = static_cast<std::int32_t>(world.regions.size());
-    return region;
-}
-
 void bind_data(py::module_& module) {
     py::enum_<Tiling>(module, "Tiling")
         .value("wide", Tiling::wide)
@@ -170,9 +159,7 @@ void bind_gemm(py::module_& module) {
         "rendezvous",
         [](int device, const World& world, std::uint64_t stream) {
             const DeviceScope scope(device);
-            const Patience patience{reinterpret_cast<HostControl*>(world.control),
-                                    static_cast<std::uint64_t>(world.timeout_s * 1e9), world.call};
-            rendezvous(region_of(world), patience, reinterpret_cast<cudaStream_t>(stream));
+            rendezvous(world, stream);
         },
         "device"_a, "world"_a, "stream"_a, released);
 }

@@ -11,6 +11,7 @@
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/kernels/gemm_reduce.cuh"
+#include "backends/accelerators/hopper/kernels/rendezvous.hpp"
 
 namespace mkernel::hopper {
 
@@ -212,6 +213,10 @@ void gemm_reduce(const World& world, const Product& product, const Owners& owner
         product.half ? &launch_gemm_reduce<__half> : &launch_gemm_reduce<__nv_bfloat16>;
     check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
           "launching gemm_reduce");
+}
+
+void rendezvous(const World& world, std::uint64_t stream) {
+    rendezvous(region_of(world), patience_of(world), as_stream(stream));
 }
 
 }  // namespace mkernel::hopper

@@ -74,4 +74,7 @@ struct Owners {
 void gemm_reduce(const World& world, const Product& product, const Owners& owners,
                  std::uint64_t stream);
 
+// On the stream, goes on once every rank has come to this call; kernels/rendezvous.hpp.
+void rendezvous(const World& world, std::uint64_t stream);
+
 }  // namespace mkernel::hopper
