@@ -6,6 +6,7 @@ import json
 import time
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -18,7 +19,8 @@ from sysfs_tree import SysfsTree
 from mkernel.errors import InputFileError
 from mkernel.topology.discover import discover, read
 
-MOST_SECONDS = 20.0
+MOST_SECONDS = 20.0  # of CPU time, with every allocation traced
+MOST_SECONDS_UNTRACED = 2.0
 MOST_BYTES = 400 << 20
 
 LAUGHS = "".join(f'<!ENTITY l{i + 1} "{f"&l{i};" * 10}">' for i in range(12))
@@ -26,22 +28,31 @@ SYSTEM = '<system version="1"><cpu numaid="0">{}</cpu></system>'
 MACHINE = '<topology version="2.0"><object type="Machine" nodeset="0x1">{}</object></topology>'
 
 
-@pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
-    """Whatever a test of this module does takes little time and memory."""
-    tracemalloc.start()
-    began = time.monotonic()
+@contextmanager
+def little_time(most_seconds: float = MOST_SECONDS_UNTRACED) -> Iterator[None]:
+    """Whatever is done inside takes little CPU time, however busy the machine is."""
+    began = time.process_time()
     yield
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    assert time.process_time() - began < most_seconds
+
+
+@contextmanager
+def little() -> Iterator[None]:
+    """Whatever is done inside takes little memory too."""
+    tracemalloc.start()
+    try:
+        with little_time(MOST_SECONDS):
+            yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert peak < MOST_BYTES
-    assert time.monotonic() - began < MOST_SECONDS
 
 
 def refused(tmp_path: Path, content: str | bytes) -> str:
     file = tmp_path / "hostile"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(InputFileError) as error:
+    with little(), pytest.raises(InputFileError) as error:
         read(file)
     assert str(file) in str(error.value)
     return str(error.value)
@@ -66,7 +77,9 @@ def test_a_document_type_from_elsewhere_is_never_opened(tmp_path: Path) -> None:
     for name in ("hwloc2.dtd", "/etc/passwd", "http://127.0.0.1:9/x.dtd"):
         file = tmp_path / "m.xml"
         file.write_text(f'<!DOCTYPE topology SYSTEM "{name}">' + hwloc_xml(dgx()))
-        assert len(read(file).topology.nodes[0].accelerators) == 8
+        with little():
+            found = read(file)
+        assert len(found.topology.nodes[0].accelerators) == 8
 
 
 @pytest.mark.parametrize("start", [b"<system>", b'{"nodes": [', b""])
@@ -75,7 +88,7 @@ def test_100_mb_are_refused_unparsed(tmp_path: Path, start: bytes) -> None:
     with file.open("wb") as out:
         out.write(start)
         out.truncate(100_000_000)
-    with pytest.raises(InputFileError, match=r"hostile is larger than 64 MiB"):
+    with little(), pytest.raises(InputFileError, match=r"hostile is larger than 64 MiB"):
         read(file)
 
 
@@ -109,7 +122,9 @@ def test_many_bridges_are_survived(tmp_path: Path) -> None:
     bridges = "".join(f'<pci busid="{n:05x}:00:00.0" class="0x060400"/>' for n in range(20_000))
     file = tmp_path / "m.xml"
     file.write_text(SYSTEM.format(bridges))
-    assert len(read(file).topology.nodes[0].bridges) == 20_000
+    with little():
+        found = read(file)
+    assert len(found.topology.nodes[0].bridges) == 20_000
 
 
 def test_a_device_inside_itself_is_refused(tmp_path: Path) -> None:
@@ -127,7 +142,8 @@ def test_sysfs_links_in_circles_end(tmp_path: Path) -> None:
     entries = tmp_path / "sys/bus/pci/devices"
     (entries / "0000:02:00.0").symlink_to("0000:03:00.0")
     (entries / "0000:03:00.0").symlink_to("0000:02:00.0")
-    node = discover(tmp_path).topology.nodes[0]
+    with little():
+        node = discover(tmp_path).topology.nodes[0]
     assert [nic.id for nic in node.nics] == ["mlx5_0"]
 
 
@@ -157,7 +173,7 @@ def test_json_with_too_many_devices_is_refused(tmp_path: Path) -> None:
     assert "2000 accelerators" in refused(tmp_path, json.dumps({"nodes": [node]}))
 
 
-@settings(max_examples=25, deadline=None)  # `make fuzz` runs thousands
+@settings(max_examples=200, deadline=None)  # `make fuzz` runs thousands
 @given(
     st.sampled_from([nccl_xml(dgx()), hwloc_xml(dgx())]),
     st.floats(0, 1),
@@ -172,8 +188,7 @@ def test_a_damaged_file_is_read_or_refused_and_never_crashes(
     with NamedTemporaryFile() as file:
         file.write(damaged.encode("utf-8", errors="surrogatepass"))
         file.flush()
-        try:
+        found = None
+        with little_time(), suppress(InputFileError):
             found = read(Path(file.name))
-        except InputFileError:
-            return
-        assert found.topology.nodes
+        assert found is None or found.topology.nodes
