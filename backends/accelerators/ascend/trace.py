@@ -29,6 +29,19 @@ class Kind(IntEnum):
     FENCE = 12
     TADD = 13
     TCVT = 14
+    TSUB = 15
+    TMUL = 16
+    TMAX = 17
+    TMULS = 18
+    TEXP = 19
+    TLOG = 20
+    TFILL = 21
+    TTRIL = 22
+    TROWMAX = 23
+    TROWSUM = 24
+    TROWEXPANDSUB = 25
+    TROWEXPANDMUL = 26
+    TROWEXPANDDIV = 27
 
 
 class Pipe(IntEnum):

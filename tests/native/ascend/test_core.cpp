@@ -164,7 +164,7 @@ void vector_instructions() {
     refuses("shapes do not match", [&] { core.tadd(at(0), at(0), at(128).with_valid(3, 8)); });
     refuses("ends beyond", [&] { core.tadd(at(0), at(0), at((192 << 10) - 64)); });
     refuses("takes float32", [&] { core.tadd(at(0), at(0), rounded); });
-    refuses("converts from float32", [&] { core.tcvt(at(0), rounded); });
+    refuses("converts from float32", [&] { core.tcvt(rounded, rounded); });
     Bench cube(sim::CoreKind::aic);
     refuses("no such buffer", [&] { cube.core.tadd(at(0), at(0), at(128)); });
 }

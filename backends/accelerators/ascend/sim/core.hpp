@@ -110,11 +110,36 @@ class Core {
     void tput(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from,
               const isa::Tile& ping, const isa::Tile& pong, Where where = Where::current());
 
-    // c = a + b, element by element, in float32 UB tiles of one shape; c may be a or b.
+    // Vector instructions (pipe V): on the valid parts of row-major UB tiles, float32 but for one
+    // side of tcvt. Element by element: tiles of one shape; c may be an input.
     void tadd(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b,
-              Where where = Where::current());  // V
-    // A float32 UB tile in another dtype, rounded to nearest even.
-    void tcvt(const isa::Tile& to, const isa::Tile& from, Where where = Where::current());  // V
+              Where where = Where::current());
+    void tsub(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b,
+              Where where = Where::current());
+    void tmul(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b,
+              Where where = Where::current());
+    void tmax(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b,
+              Where where = Where::current());
+    void tmuls(const isa::Tile& c, const isa::Tile& a, float factor,
+               Where where = Where::current());
+    void texp(const isa::Tile& c, const isa::Tile& a, Where where = Where::current());
+    void tlog(const isa::Tile& c, const isa::Tile& a, Where where = Where::current());
+    void tfill(const isa::Tile& c, float value, Where where = Where::current());
+    // Keeps row i's columns up to i + diagonal; the others become `otherwise`.
+    void ttril(const isa::Tile& c, const isa::Tile& a, std::int32_t diagonal, float otherwise,
+               Where where = Where::current());
+    // A tile in another dtype, one of the two being float32: exact, or rounded to nearest even.
+    void tcvt(const isa::Tile& to, const isa::Tile& from, Where where = Where::current());
+    // c [rows, 1]: the largest element of each row, or its sum.
+    void trowmax(const isa::Tile& c, const isa::Tile& a, Where where = Where::current());
+    void trowsum(const isa::Tile& c, const isa::Tile& a, Where where = Where::current());
+    // Every element of a row with that row's element of `column` [rows, 1].
+    void trowexpandsub(const isa::Tile& c, const isa::Tile& a, const isa::Tile& column,
+                       Where where = Where::current());
+    void trowexpandmul(const isa::Tile& c, const isa::Tile& a, const isa::Tile& column,
+                       Where where = Where::current());
+    void trowexpanddiv(const isa::Tile& c, const isa::Tile& a, const isa::Tile& column,
+                       Where where = Where::current());
 
     void set_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event,
                   Where where = Where::current());
@@ -157,8 +182,20 @@ class Core {
     void record(const Record& record) {
         if (trace_ != nullptr) trace_->push_back(record);
     }
-    std::byte* check_vector(const char* instruction, const isa::Tile& tile,
-                            const isa::Tile& shape) const;
+    // core_vector.cpp. `shape`: the tile whose rows and pitch this one must have.
+    std::byte* vector_tile(Kind kind, const isa::Tile& tile, const isa::Tile& shape) const;
+    float* float_tile(Kind kind, const isa::Tile& tile, const isa::Tile& shape) const;
+    float* float_column(Kind kind, const isa::Tile& tile, const isa::Tile& shape) const;
+    template <class Element, class... Inputs>
+    void elementwise(Kind kind, const Element& element, const isa::Tile& c,
+                     const Inputs&... inputs);
+    template <class Element>
+    void reduce_rows(Kind kind, float first, const Element& element, const isa::Tile& c,
+                     const isa::Tile& a);
+    template <class Element>
+    void expand_rows(Kind kind, const Element& element, const isa::Tile& c, const isa::Tile& a,
+                     const isa::Tile& column);
+    void record_vector(Kind kind, const isa::Tile& work);
     [[nodiscard]] std::string name() const;
     [[nodiscard]] runtime::Diagnosis diagnosis(std::uint32_t peer) const;
     [[nodiscard]] int priority() const { return kind_ == CoreKind::aiv ? 0 : 1; }

@@ -53,4 +53,10 @@ MKERNEL_INLINE void narrow_run(std::byte* to, isa::DType dtype, const float* fro
     }
 }
 
+MKERNEL_INLINE void widen_run(float* to, const std::byte* from, isa::DType dtype,
+                              std::uint32_t count) {
+    const std::uint32_t size = isa::bytes_of(dtype);
+    for (std::uint32_t i = 0; i < count; ++i) to[i] = widen(from + i * size, dtype);
+}
+
 }  // namespace mkernel::ascend::sim

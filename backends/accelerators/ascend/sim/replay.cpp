@@ -382,12 +382,13 @@ class Simulation {
                        start + machine_.matmul_ns + static_cast<double>(record.amount) / rate, 0);
                 break;
             }
-            case Kind::tadd:
-            case Kind::tcvt:
-                occupy(core, pipe, record, start,
-                       start + static_cast<double>(record.amount) / machine_.vector_rate, 0);
-                break;
-            default:  // shares memory or links with others: in global order of start
+            default:
+                if (record.pipe == Pipe::V) {
+                    occupy(core, pipe, record, start,
+                           start + static_cast<double>(record.amount) / machine_.vector_rate, 0);
+                    break;
+                }
+                // shares memory or links with others: in global order of start
                 pipe.queued = true;
                 schedule(start, {.what = Event::What::pipe, .core = which, .pipe = pipe_index});
                 return false;

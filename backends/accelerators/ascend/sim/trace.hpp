@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 
 #include "backends/accelerators/ascend/isa/pipe.hpp"
 
@@ -30,14 +31,30 @@ enum class Kind : std::uint8_t {
     fence = 12,
     tadd = 13,
     tcvt = 14,
+    tsub = 15,
+    tmul = 16,
+    tmax = 17,
+    tmuls = 18,
+    texp = 19,
+    tlog = 20,
+    tfill = 21,
+    ttril = 22,
+    trowmax = 23,
+    trowsum = 24,
+    trowexpandsub = 25,
+    trowexpandmul = 26,
+    trowexpanddiv = 27,
 };
-inline constexpr int kKinds = 15;
+inline constexpr int kKinds = 28;
 
 constexpr const char* name_of(Kind kind) {
-    constexpr const char* kNames[] = {"TLOAD",       "TSTORE",   "TEXTRACT",  "TMATMUL",
-                                      "TMATMUL_ACC", "TPUT",     "TNOTIFY",   "TWAIT",
-                                      "NIC_PUT",     "SET_FLAG", "WAIT_FLAG", "PIPE_BARRIER",
-                                      "FENCE",       "TADD",     "TCVT"};
+    constexpr const char* kNames[] = {
+        "TLOAD",   "TSTORE",        "TEXTRACT",      "TMATMUL",      "TMATMUL_ACC", "TPUT",
+        "TNOTIFY", "TWAIT",         "NIC_PUT",       "SET_FLAG",     "WAIT_FLAG",   "PIPE_BARRIER",
+        "FENCE",   "TADD",          "TCVT",          "TSUB",         "TMUL",        "TMAX",
+        "TMULS",   "TEXP",          "TLOG",          "TFILL",        "TTRIL",       "TROWMAX",
+        "TROWSUM", "TROWEXPANDSUB", "TROWEXPANDMUL", "TROWEXPANDDIV"};
+    static_assert(std::size(kNames) == kKinds);
     return kNames[static_cast<int>(kind)];
 }
 
