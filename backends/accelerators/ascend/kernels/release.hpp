@@ -5,7 +5,7 @@
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/call.hpp"
-#include "backends/nics/fifo_device.hpp"
+#include "backends/nics/put_command.hpp"
 
 namespace mkernel::ascend {
 

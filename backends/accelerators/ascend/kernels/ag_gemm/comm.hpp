@@ -14,6 +14,7 @@
 // Ordering: a flag never becomes visible before its chunk (fence + release, or put-with-signal).
 #pragma once
 
+#include "backends/accelerators/ascend/isa/launch.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/args.hpp"
 #include "backends/accelerators/ascend/kernels/release.hpp"
 
@@ -122,5 +123,7 @@ class Comm {
     std::uint32_t count_ = 0, far_count_ = 0;
     std::uint64_t may_write_ = 0;  // bit per destination: it has released epoch - 2
 };
+
+MKERNEL_ASCEND_KERNEL(aiv, ag_gemm, comm, Comm, Args)
 
 }  // namespace mkernel::ascend::ag_gemm

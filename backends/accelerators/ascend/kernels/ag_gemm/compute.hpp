@@ -11,6 +11,7 @@
 //   4. When all blocks are through, tell every rank that this one's slots are free (release.hpp).
 #pragma once
 
+#include "backends/accelerators/ascend/isa/launch.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/args.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/consumption.hpp"
 #include "backends/accelerators/ascend/kernels/gemm/product.hpp"
@@ -81,5 +82,7 @@ class Compute {
     std::uint64_t complete_ = 0;  // bit per rank: its summary says that every chunk is here
     std::uint32_t waited_source_ = kNone, waited_chunk_ = kNone;
 };
+
+MKERNEL_ASCEND_KERNEL(aic, ag_gemm, compute, Compute, Args)
 
 }  // namespace mkernel::ascend::ag_gemm

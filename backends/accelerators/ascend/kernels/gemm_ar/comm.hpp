@@ -13,6 +13,7 @@
 // taking in for sums of the round before; the first unfinished item can always go on.
 #pragma once
 
+#include "backends/accelerators/ascend/isa/launch.hpp"
 #include "backends/accelerators/ascend/kernels/gemm_reduce/partials.hpp"
 
 namespace mkernel::ascend::gemm_ar {
@@ -110,5 +111,7 @@ class Comm {
     bool any_far_ = false;
     std::uint32_t item_ = 0;
 };
+
+MKERNEL_ASCEND_KERNEL(aiv, gemm_ar, comm, Comm, gemm_reduce::Args)
 
 }  // namespace mkernel::ascend::gemm_ar

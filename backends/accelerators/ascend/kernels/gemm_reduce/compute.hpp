@@ -10,6 +10,7 @@
 //   3. In a world of one rank it goes straight to the output, converted to its dtype.
 #pragma once
 
+#include "backends/accelerators/ascend/isa/launch.hpp"
 #include "backends/accelerators/ascend/kernels/gemm/product.hpp"
 #include "backends/accelerators/ascend/kernels/gemm_reduce/args.hpp"
 #include "backends/accelerators/ascend/kernels/release.hpp"
@@ -73,5 +74,7 @@ class Compute {
     gemm::Product<Core> product_;
     std::uint64_t may_write_ = 0;  // bit per owner on another node: it has released epoch - 2
 };
+
+MKERNEL_ASCEND_KERNEL(aic, gemm_reduce, compute, Compute, Args)
 
 }  // namespace mkernel::ascend::gemm_reduce

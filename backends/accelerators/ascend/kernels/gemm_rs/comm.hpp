@@ -10,6 +10,7 @@
 // first unfinished item in this order can always go on.
 #pragma once
 
+#include "backends/accelerators/ascend/isa/launch.hpp"
 #include "backends/accelerators/ascend/kernels/gemm_reduce/partials.hpp"
 
 namespace mkernel::ascend::gemm_rs {
@@ -46,5 +47,7 @@ class Comm {
     gemm_reduce::Partials<Core> partials_;
     std::uint32_t item_ = 0;
 };
+
+MKERNEL_ASCEND_KERNEL(aiv, gemm_rs, comm, Comm, gemm_reduce::Args)
 
 }  // namespace mkernel::ascend::gemm_rs
