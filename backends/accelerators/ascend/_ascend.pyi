@@ -57,13 +57,13 @@ class GemmReduceGeometry:
 
 class Strict:
     """Options of strict simulation (sim/strict.hpp). ``skip``: a planted fault, numbers of flags,
-    barriers, fences and signals that core ``skip_core`` of ``skip_kernel`` leaves out."""
+    barriers, fences and signals that core ``skip_core`` of ``skip_role`` leaves out."""
 
     def __init__(
         self,
         *,
         seed: int | None = None,
-        skip_kernel: Literal["comm", "compute"] = "compute",
+        skip_role: Literal["cube", "comm", "vector"] = "cube",
         skip_core: int = 0,
         skip: list[int] = ...,
     ) -> None: ...
@@ -76,14 +76,28 @@ class Launch:
     def compute_seconds(self) -> float: ...
     def trace(self) -> bytes: ...
 
+class Kernels:
+    """What a launch or a record runs: of one call on one rank."""
+
+_Matrix = tuple[int, int, int]
+_Blocks = tuple[int, int, int]
+
+def ag_gemm(
+    *,
+    geometry: AgGemmGeometry,
+    a: _Matrix,
+    b: _Matrix,
+    out: _Matrix,
+    out_dtype: str,
+    order: list[int],
+) -> Kernels: ...
+def gemm_reduce(
+    *, geometry: GemmReduceGeometry, a: _Matrix, b: _Matrix, out: _Matrix, order: list[int]
+) -> Kernels: ...
 def launch(
     *,
-    geometry: AgGemmGeometry | GemmReduceGeometry,
+    kernels: Kernels,
     rank: int,
-    a: tuple[int, int, int],
-    b: tuple[int, int, int],
-    out: tuple[int, int, int],
-    out_dtype: str,
     epoch: int,
     number: int,
     pad: int,
@@ -91,9 +105,7 @@ def launch(
     signal_base: int,
     region: int,
     peers: list[tuple[int, int]],
-    order: list[int],
-    compute_blocks: int,
-    comm_blocks: int,
+    blocks: _Blocks,
     node: int,
     fifo: int,
     timeout_s: float,
@@ -102,18 +114,7 @@ def launch(
     strict: Strict | None = None,
 ) -> Launch: ...
 def record(
-    *,
-    geometry: AgGemmGeometry | GemmReduceGeometry,
-    rank: int,
-    same_node: list[bool],
-    order: list[int],
-    a: tuple[int, int, int],
-    b: tuple[int, int, int],
-    out: tuple[int, int, int],
-    out_dtype: str,
-    compute_blocks: int,
-    comm_blocks: int,
-    node: int,
+    *, kernels: Kernels, rank: int, same_node: list[bool], blocks: _Blocks, node: int
 ) -> bytes: ...
 def matrix_unit() -> str: ...
 def set_slots(slots: int) -> None: ...

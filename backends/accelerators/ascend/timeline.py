@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mkernel.backends.accelerators.ascend.machine import Machine
-from mkernel.backends.accelerators.ascend.trace import NO_CHUNK, CoreKind, Kind, Pipe
+from mkernel.backends.accelerators.ascend.trace import NO_CHUNK, Kind, Pipe, Role
 from mkernel.backends.base import KernelSpan, Lane, ModelledRun, Span, View
 
 _SPAN = np.dtype(
     [
         ("rank", "<u4"),
-        ("core_kind", "<u4"),
+        ("role", "<u4"),
         ("core", "<u4"),
         ("kind", "u1"),
         ("pipe", "u1"),
@@ -33,10 +33,9 @@ _SAME_RUN_US = 2.0
 """Like instructions of one chunk that are closer than this are one slice of the timeline."""
 
 _WORK = {
-    CoreKind.AIC: (Kind.TMATMUL, Kind.TMATMUL_ACC, Kind.TSTORE),
-    CoreKind.AIV: (Kind.TPUT, Kind.NIC_PUT),
+    Role.CUBE: (Kind.TMATMUL, Kind.TMATMUL_ACC, Kind.TSTORE),
+    Role.COMM: (Kind.TPUT, Kind.NIC_PUT),
 }
-_KERNEL = {CoreKind.AIC: "compute", CoreKind.AIV: "comm"}
 
 _Spans = npt.NDArray[np.void]
 
@@ -61,47 +60,48 @@ def model(
         kernels=tuple(
             KernelSpan(rank, name, start / 1e3, end / 1e3) for rank, name, start, end in kernels
         ),
-        lanes=tuple(_lane(name, kind, each) for name, kind, each in _cores(spans)),
+        lanes=tuple(_lane(name, role, each) for name, role, each in _cores(spans)),
         pipes=tuple(
-            lane for name, kind, each in _cores(spans) for lane in _pipes(name, kind, each)
+            lane for name, role, each in _cores(spans) for lane in _pipes(name, role, each)
         ),
     )
 
 
-def _cores(spans: _Spans) -> Iterator[tuple[str, CoreKind, _Spans]]:
+def _cores(spans: _Spans) -> Iterator[tuple[str, Role, _Spans]]:
     """(name, kind, what it did by start) of each core, rank by rank."""
-    order = np.lexsort((spans["start_ns"], spans["core"], spans["core_kind"], spans["rank"]))
+    order = np.lexsort((spans["start_ns"], spans["core"], spans["role"], spans["rank"]))
     spans = spans[order]
     key = (
-        spans["rank"].astype(np.uint64) << np.uint64(33)
-        | spans["core_kind"].astype(np.uint64) << np.uint64(32)
+        spans["rank"].astype(np.uint64) << np.uint64(34)
+        | spans["role"].astype(np.uint64) << np.uint64(32)
         | spans["core"].astype(np.uint64)
     )
     for group in np.split(spans, np.flatnonzero(np.diff(key)) + 1):
         if len(group):
-            kind = CoreKind(group["core_kind"][0])
-            yield f"{kind.name} {int(group['core'][0])}", kind, group
+            role = Role(group["role"][0])
+            yield f"{role.unit} {int(group['core'][0])}", role, group
 
 
-def _lane(name: str, kind: CoreKind, spans: _Spans) -> Lane:
+def _lane(name: str, role: Role, spans: _Spans) -> Lane:
     """A core as a whole: what it is there for, and the waits in which nothing else happened."""
-    worked = _runs(_of(spans, *_WORK[kind]))
+    vector = role == Role.VECTOR
+    worked = _runs(spans[spans["pipe"] == Pipe.V] if vector else _of(spans, *_WORK[role]))
     return Lane(
         int(spans["rank"][0]),
         name,
-        _KERNEL[kind],
+        role.kernel,
         sorted(worked + _waits(spans, worked), key=lambda each: each.start_us),
     )
 
 
-def _pipes(name: str, kind: CoreKind, spans: _Spans) -> Iterator[Lane]:
+def _pipes(name: str, role: Role, spans: _Spans) -> Iterator[Lane]:
     """Every pipe of a core by itself; signals one by one on S."""
     for pipe in Pipe:
         own = spans[spans["pipe"] == pipe]
         if len(own):
             within = _SAME_RUN_US if pipe != Pipe.S else -1.0
             rank = int(spans["rank"][0])
-            yield Lane(rank, f"{name} {pipe.name}", _KERNEL[kind], _runs(own, within))
+            yield Lane(rank, f"{name} {pipe.name}", role.kernel, _runs(own, within))
 
 
 def _of(spans: _Spans, *kinds: int) -> _Spans:

@@ -56,11 +56,23 @@ class Pipe(IntEnum):
     FIX = 6
 
 
-class CoreKind(IntEnum):
-    """``sim::CoreKind``."""
+class Role(IntEnum):
+    """``sim::Role``: the cube part of the compute kernel, the comm kernel, or the vector part of
+    the compute kernel."""
 
-    AIC = 0
-    AIV = 1
+    CUBE = 0
+    COMM = 1
+    VECTOR = 2
+
+    @property
+    def unit(self) -> str:
+        """What the chip calls such a core."""
+        return "AIC" if self == Role.CUBE else "AIV"
+
+    @property
+    def kernel(self) -> str:
+        """``comm`` or ``compute``."""
+        return "comm" if self == Role.COMM else "compute"
 
 
 NO_CHUNK = 0xFFFFFFFF
@@ -82,9 +94,9 @@ RECORD = np.dtype(
 """``sim::Record``."""
 
 Records = npt.NDArray[np.void]
-Core = tuple[CoreKind, Records]
+Core = tuple[Role, Records]
 
-_HEADER = struct.Struct("<6I")
+_HEADER = struct.Struct("<7I")
 _CORE = struct.Struct("<IIQ")
 _MAGIC = 0x31546B6D
 
@@ -116,8 +128,8 @@ def wait_flag(source: Pipe, waiting: Pipe, event: int = 0) -> Records:
 def blob(rank: int, world: int, cores: Sequence[Core]) -> bytes:
     """A rank's trace on node 0, all its signals at 0 before the call. Cores of a kind are numbered
     in the order given."""
-    parts = [_HEADER.pack(_MAGIC, rank, world, 0, 0, len(cores))]
-    numbers = dict.fromkeys(CoreKind, 0)
+    parts = [_HEADER.pack(_MAGIC, rank, world, 0, 0, len(cores), 0)]
+    numbers = dict.fromkeys(Role, 0)
     for kind, records in cores:
         parts += [_CORE.pack(kind, numbers[kind], len(records)), records.tobytes()]
         numbers[kind] += 1

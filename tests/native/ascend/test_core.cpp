@@ -35,7 +35,7 @@ bool same(float a, float b) {
 }
 
 struct Bench {
-    explicit Bench(sim::CoreKind kind, std::vector<sim::Record>* trace = nullptr)
+    explicit Bench(sim::Role kind, std::vector<sim::Record>* trace = nullptr)
         : pad_memory(runtime::SignalPad::bytes(64)),
           scheduler(1),
           core((fill(), environment), kind, 3, 24, memory, trace) {}
@@ -126,7 +126,7 @@ void units_multiply_exactly(const sim::MatrixUnit& unit) {
 
 // Sums and rounds a ragged tile of UB; what lies outside its valid part stays.
 void vector_instructions() {
-    Bench bench(sim::CoreKind::aiv);
+    Bench bench(sim::Role::comm);
     sim::Core& core = bench.core;
     const Tile whole{.buffer = Buffer::UB,
                      .dtype = DType::float32,
@@ -165,13 +165,13 @@ void vector_instructions() {
     refuses("ends beyond", [&] { core.tadd(at(0), at(0), at((192 << 10) - 64)); });
     refuses("takes float32", [&] { core.tadd(at(0), at(0), rounded); });
     refuses("converts from float32", [&] { core.tcvt(rounded, rounded); });
-    Bench cube(sim::CoreKind::aic);
+    Bench cube(sim::Role::cube);
     refuses("no such buffer", [&] { cube.core.tadd(at(0), at(0), at(128)); });
 }
 
 // One random product through every instruction of the path, against float64.
 void product(std::uint32_t m, std::uint32_t n, std::uint32_t k, isa::Layout b_layout, DType out) {
-    Bench bench(sim::CoreKind::aic);
+    Bench bench(sim::Role::cube);
     std::mt19937 random(m * 7919 + n * 31 + k);
     std::uniform_real_distribution<float> uniform(-1, 1);
     std::vector<float>& gm = bench.gm;
@@ -225,7 +225,7 @@ void product(std::uint32_t m, std::uint32_t n, std::uint32_t k, isa::Layout b_la
 }
 
 void refusals() {
-    Bench cube(sim::CoreKind::aic), vector(sim::CoreKind::aiv);
+    Bench cube(sim::Role::cube), vector(sim::Role::comm);
     const Tile tile{Buffer::L1, DType::float16, isa::Layout::row, 0, 16, 32, 16, 32};
     const auto says = [](const std::string& text, const char* part) {
         const bool found = text.find(part) != std::string::npos;
@@ -281,7 +281,7 @@ void refusals() {
 }
 
 void puts_copy_and_leave_the_rest() {
-    Bench bench(sim::CoreKind::aiv);
+    Bench bench(sim::Role::comm);
     float* gm = bench.gm.data();
     for (int i = 0; i < 5000; ++i) gm[i] = static_cast<float>(i);
     // 100 rows of 37 out of a stride of 50, through two UB tiles of 16 rows each.
@@ -303,7 +303,7 @@ void puts_copy_and_leave_the_rest() {
 
 void a_traced_core_never_takes_the_short_cut() {
     std::vector<sim::Record> trace;
-    Bench traced(sim::CoreKind::aic, &trace), plain(sim::CoreKind::aic);
+    Bench traced(sim::Role::cube, &trace), plain(sim::Role::cube);
     for (auto* bench : {&traced, &plain}) bench->environment.pad.add(2, 5);
     CHECK(plain.core.ttest(2, 5));
     CHECK(!plain.core.ttest(2, 6));

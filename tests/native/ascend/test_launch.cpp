@@ -103,8 +103,7 @@ class World {
         call.args.epoch = epoch;
         call.args.pad = pads_[rank].memory.get();
         call.args.workspace = workspaces_[rank].memory.get();
-        call.compute_blocks = 5;
-        call.comm_blocks = 7;
+        call.blocks = {.comm = 7, .cube = 5};
         call.timeout_ns = 20'000'000'000;
         call.view = view;
         call.trace = epoch % 2 == 0;

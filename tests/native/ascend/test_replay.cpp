@@ -8,7 +8,7 @@
 
 using namespace mkernel::ascend;
 using isa::Pipe;
-using sim::CoreKind;
+using sim::Role;
 using sim::Kind;
 using sim::Record;
 using test::thrown;
@@ -16,7 +16,7 @@ using test::thrown;
 namespace {
 
 struct Core {
-    CoreKind kind;
+    Role kind;
     std::uint32_t index;
     std::vector<Record> records;
 };
@@ -90,37 +90,37 @@ bool near(double a, double b) {
 
 void pipes_run_side_by_side_unless_flags_order_them() {
     const auto m = machine();
-    CHECK(near(total({trace(0, 1, {{CoreKind::aic, 0, {load(1000), matmul(5000)}}})}, m), 100));
+    CHECK(near(total({trace(0, 1, {{Role::cube, 0, {load(1000), matmul(5000)}}})}, m), 100));
     const std::vector<Record> ordered{load(1000), set(Pipe::MTE2, Pipe::M),
                                       wait(Pipe::MTE2, Pipe::M), matmul(5000)};
-    CHECK(near(total({trace(0, 1, {{CoreKind::aic, 0, ordered}})}, m), 150));
+    CHECK(near(total({trace(0, 1, {{Role::cube, 0, ordered}})}, m), 150));
     // A fence holds S, and so what S issues later, until the pipes are drained.
-    CHECK(near(total({trace(0, 1, {{CoreKind::aic, 0, {load(1000), fence(), matmul(5000)}}})}, m),
+    CHECK(near(total({trace(0, 1, {{Role::cube, 0, {load(1000), fence(), matmul(5000)}}})}, m),
                150));
     // Double buffering: three loads of 100, three products of 50, one buffer ahead: 300 + 50.
     std::vector<Record> stream;
     for (int i = 0; i < 3; ++i) {
         for (const Record& each : ordered) stream.push_back(each);
     }
-    CHECK(near(total({trace(0, 1, {{CoreKind::aic, 0, stream}})}, m), 350));
+    CHECK(near(total({trace(0, 1, {{Role::cube, 0, stream}})}, m), 350));
 }
 
 void latency_overlaps_and_issue_does_not() {
     auto m = machine();
     m.memory_ns = 40;
     const std::vector<Record> loads{load(1000), load(1000), fence()};
-    CHECK(near(total({trace(0, 1, {{CoreKind::aic, 0, loads}})}, m), 240));
+    CHECK(near(total({trace(0, 1, {{Role::cube, 0, loads}})}, m), 240));
     m.issue_ns = 500;
-    CHECK(near(total({trace(0, 1, {{CoreKind::aic, 0, {load(1000), load(1000)}}})}, m), 1140));
+    CHECK(near(total({trace(0, 1, {{Role::cube, 0, {load(1000), load(1000)}}})}, m), 1140));
     m.launch_ns = 1000;
-    CHECK(near(total({trace(0, 1, {{CoreKind::aic, 0, {load(1000), load(1000)}}})}, m), 2140));
+    CHECK(near(total({trace(0, 1, {{Role::cube, 0, {load(1000), load(1000)}}})}, m), 2140));
 }
 
 void shared_resources_are_shared() {
     auto m = machine();
     m.memory_rate = 10;  // one core's rate: two cores take turns
     CHECK(near(
-        total({trace(0, 1, {{CoreKind::aic, 0, {load(1000)}}, {CoreKind::aic, 1, {load(1000)}}})},
+        total({trace(0, 1, {{Role::cube, 0, {load(1000)}}, {Role::cube, 1, {load(1000)}}})},
               m),
         200));
     m = machine();
@@ -129,7 +129,7 @@ void shared_resources_are_shared() {
     const auto two = [&](std::uint32_t first, std::uint32_t second) {
         return trace(
             0, 3,
-            {{CoreKind::aiv, 0, {put(first, 1000)}}, {CoreKind::aiv, 1, {put(second, 1000)}}});
+            {{Role::comm, 0, {put(first, 1000)}}, {Role::comm, 1, {put(second, 1000)}}});
     };
     CHECK(near(total({two(1, 1), idle1, idle2}, m), 400));
     CHECK(near(total({two(1, 2), idle1, idle2}, m), 200));
@@ -138,8 +138,8 @@ void shared_resources_are_shared() {
     // Two ranks into one.
     m = machine();
     m.ingress_rate = 5;
-    CHECK(near(total({trace(0, 3, {{CoreKind::aiv, 0, {put(2, 1000)}}}),
-                      trace(1, 3, {{CoreKind::aiv, 0, {put(2, 1000)}}}), idle2},
+    CHECK(near(total({trace(0, 3, {{Role::comm, 0, {put(2, 1000)}}}),
+                      trace(1, 3, {{Role::comm, 0, {put(2, 1000)}}}), idle2},
                      m),
                400));
 }
@@ -149,17 +149,17 @@ void signals_cross_ranks() {
     m.signal_ns = 7;
     m.link_ns = 3;
     const std::string sender =
-        trace(0, 2, {{CoreKind::aiv, 0, {put(1, 1000), fence(), notify(1, 5)}}});
-    const std::string receiver = trace(1, 2, {{CoreKind::aic, 0, {await(0, 5), matmul(1000)}}});
+        trace(0, 2, {{Role::comm, 0, {put(1, 1000), fence(), notify(1, 5)}}});
+    const std::string receiver = trace(1, 2, {{Role::cube, 0, {await(0, 5), matmul(1000)}}});
     CHECK(near(total({sender, receiver}, m), 200 + 3 + 7 + 10));
     CHECK(near(total({sender, receiver}, m, sim::ReplayView::compute_only), 10));
     // Sequential: compute starts when all that was sent has arrived.
     CHECK(near(total({sender, receiver}, m, sim::ReplayView::sequential), 200 + 3 + 7 + 10));
-    const std::string later = trace(1, 2, {{CoreKind::aic, 0, {matmul(1000), await(0, 5)}}});
+    const std::string later = trace(1, 2, {{Role::cube, 0, {matmul(1000), await(0, 5)}}});
     CHECK(near(total({sender, later}, m), 210));
     CHECK(near(total({sender, later}, m, sim::ReplayView::sequential), 220));
     // Counters start where they stood.
-    const std::string third = trace(1, 2, {{CoreKind::aic, 0, {await(0, 5, 3)}}}, 0, 2);
+    const std::string third = trace(1, 2, {{Role::cube, 0, {await(0, 5, 3)}}}, 0, 2);
     CHECK(near(total({sender, third}, m), 210));
 }
 
@@ -168,9 +168,9 @@ void nic_puts_carry_their_signal() {
     m.proxy_ns = 11;
     m.nic_ns = 6;
     const Record far{.kind = Kind::nic_put, .signal = 5, .peer = 1, .amount = 400, .value = 2};
-    const std::string sender = trace(0, 2, {{CoreKind::aiv, 0, {far, far}}}, 0);
+    const std::string sender = trace(0, 2, {{Role::comm, 0, {far, far}}}, 0);
     const std::string receiver =
-        trace(1, 2, {{CoreKind::aic, 0, {await(0, 5, 4), matmul(1000)}}}, 1);
+        trace(1, 2, {{Role::cube, 0, {await(0, 5, 4), matmul(1000)}}}, 1);
     CHECK(near(total({sender, receiver}, m), 11 + 100 + 100 + 6 + 10));
 }
 
@@ -182,12 +182,12 @@ void what_never_ends_is_reported() {
         if (text.find(part) == std::string::npos) std::fprintf(stderr, "  got: %s\n", text.c_str());
         return text.find(part) != std::string::npos;
     };
-    CHECK(says({trace(0, 2, {{CoreKind::aic, 7, {await(1, 5, 2)}}}),
-                trace(1, 2, {{CoreKind::aiv, 0, {notify(0, 5)}}})},
+    CHECK(says({trace(0, 2, {{Role::cube, 7, {await(1, 5, 2)}}}),
+                trace(1, 2, {{Role::comm, 0, {notify(0, 5)}}})},
                "rank 0 AIC core 7 waits for signal 5 of rank 1, chunk 4: stands at 1, wanted 2"));
-    CHECK(says({trace(0, 1, {{CoreKind::aic, 0, {wait(Pipe::MTE2, Pipe::M), matmul(10)}}})},
+    CHECK(says({trace(0, 1, {{Role::cube, 0, {wait(Pipe::MTE2, Pipe::M), matmul(10)}}})},
                "rank 0 AIC core 0; pipe M at WAIT_FLAG MTE2→M event 0"));
-    CHECK(says({trace(0, 1, {{CoreKind::aic, 0, {wait(Pipe::MTE2, Pipe::S), matmul(10)}}})},
+    CHECK(says({trace(0, 1, {{Role::cube, 0, {wait(Pipe::MTE2, Pipe::S), matmul(10)}}})},
                "core 0"));
 }
 

@@ -24,7 +24,7 @@ using isa::DType;
 using isa::GlobalView;
 using isa::Pipe;
 using isa::Tile;
-using sim::CoreKind;
+using sim::Role;
 using sim::IsaError;
 using test::thrown;
 
@@ -42,7 +42,7 @@ sim::Environment dry() {
 }
 
 struct Bench {
-    explicit Bench(CoreKind kind) : core(environment, kind, 5, 24, memory, nullptr) {}
+    explicit Bench(Role kind) : core(environment, kind, 5, 24, memory, nullptr) {}
     sim::Environment environment = dry();
     sim::OnChip memory;
     sim::Core core;
@@ -63,7 +63,7 @@ Tile tile(Buffer buffer, std::uint32_t offset, std::uint32_t rows, std::uint32_t
 }
 
 template <class Body>
-void says(CoreKind kind, std::vector<std::string> parts, Body body) {
+void says(Role kind, std::vector<std::string> parts, Body body) {
     Bench bench(kind);
     const std::string text = thrown<IsaError>([&] { body(bench.core); });
     parts.push_back("rank 3 ");
@@ -89,7 +89,7 @@ void hazards() {
 
     int load = 0, other = 0;
     // A read before the write it needs.
-    says(CoreKind::aic,
+    says(Role::cube,
          {"AIC core 5, TEXTRACT (pipe MTE1, ", "reads L1[0, 8192)", "may still write",
           "set_flag and wait_flag(MTE2, MTE1) are missing",
           "TLOAD (pipe MTE2, " + line(load = __LINE__ + 2)},
@@ -98,7 +98,7 @@ void hazards() {
              core.textract(l0a, a, 0, 0);
          });
     // A half of L1 loaded again while it is still read.
-    says(CoreKind::aic,
+    says(Role::cube,
          {"TLOAD (pipe MTE2, " + line(load = __LINE__ + 5), "overwrites L1[0, 8192)",
           "TEXTRACT (pipe MTE1, " + line(other = __LINE__ + 3) + ") may still read"},
          [&](sim::Core& core) {
@@ -108,7 +108,7 @@ void hazards() {
          });
     // The same, ordered; then through a third pipe, and by a barrier.
     {
-        Bench bench(CoreKind::aic);
+        Bench bench(Role::cube);
         auto& core = bench.core;
         core.tload(a, matrix(64, 64));
         order(core, Pipe::MTE2, Pipe::MTE1);
@@ -124,13 +124,13 @@ void hazards() {
         core.finish(true);
     }
     // A barrier of one pipe orders no other.
-    says(CoreKind::aic, {"reads L1[0, 8192)"}, [&](sim::Core& core) {
+    says(Role::cube, {"reads L1[0, 8192)"}, [&](sim::Core& core) {
         core.tload(a, matrix(64, 64));
         core.pipe_barrier(Pipe::MTE2);
         core.textract(l0a, a, 0, 0);
     });
     // Global memory, within a core.
-    says(CoreKind::aiv, {"TLOAD", "bytes of global memory", "TSTORE (pipe MTE3"},
+    says(Role::comm, {"TLOAD", "bytes of global memory", "TSTORE (pipe MTE3"},
          [&](sim::Core& core) {
              core.tload(ub, matrix(64, 64));
              order(core, Pipe::MTE2, Pipe::MTE3);
@@ -140,15 +140,15 @@ void hazards() {
          });
 
     // Out of bounds, overlapping tiles.
-    says(CoreKind::aic, {"TLOAD", "ends beyond the buffer's 524288 bytes"}, [&](sim::Core& core) {
+    says(Role::cube, {"TLOAD", "ends beyond the buffer's 524288 bytes"}, [&](sim::Core& core) {
         core.tload(tile(Buffer::L1, (512 << 10) - 4096, 64, 64), matrix(64, 64));
     });
-    says(CoreKind::aic, {"TLOAD", "overwrites L1[4096, 8192)", "tiles overlap"},
+    says(Role::cube, {"TLOAD", "overwrites L1[4096, 8192)", "tiles overlap"},
          [&](sim::Core& core) {
              core.tload(a, matrix(64, 64));
              core.tload(tile(Buffer::L1, 4096, 64, 64), matrix(64, 64));
          });
-    says(CoreKind::aic, {"TEXTRACT", "reads L1[0, 8192), part of which", "the tiles overlap"},
+    says(Role::cube, {"TEXTRACT", "reads L1[0, 8192), part of which", "the tiles overlap"},
          [&](sim::Core& core) {
              core.tload(a, matrix(64, 64));
              order(core, Pipe::MTE2, Pipe::MTE1);
@@ -158,14 +158,14 @@ void hazards() {
              order(core, Pipe::MTE2, Pipe::MTE1);
              core.textract(l0a, a, 0, 0);
          });
-    says(CoreKind::aiv, {"TPUT", "the tiles overlap"}, [&](sim::Core& core) {
+    says(Role::comm, {"TPUT", "the tiles overlap"}, [&](sim::Core& core) {
         core.tput(0, matrix(64, 64, 1 << 20), matrix(64, 64), ub, tile(Buffer::UB, 4096, 64, 64));
     });
 
     // Uninitialised.
-    says(CoreKind::aic, {"TEXTRACT", "reads L1[0, 8192), which nothing has written"},
+    says(Role::cube, {"TEXTRACT", "reads L1[0, 8192), which nothing has written"},
          [&](sim::Core& core) { core.textract(l0a, a, 0, 0); });
-    says(CoreKind::aic, {"TMATMUL_ACC", "reads L0C[0, 16384), which nothing has written"},
+    says(Role::cube, {"TMATMUL_ACC", "reads L0C[0, 16384), which nothing has written"},
          [&](sim::Core& core) {
              const Tile b = tile(Buffer::L1, 8192, 64, 64), l0b = tile(Buffer::L0B, 0, 64, 64);
              core.tload(a, matrix(64, 64));
@@ -176,7 +176,7 @@ void hazards() {
              order(core, Pipe::MTE1, Pipe::M);
              core.tmatmul_acc(tile(Buffer::L0C, 0, 64, 64), l0a, l0b);
          });
-    says(CoreKind::aic, {"reads 64x64 elements", "has written 64x48; the rest is uninitialised"},
+    says(Role::cube, {"reads 64x64 elements", "has written 64x48; the rest is uninitialised"},
          [&](sim::Core& core) {
              core.tload(a.with_valid(64, 48), matrix(64, 48));
              order(core, Pipe::MTE2, Pipe::MTE1);
@@ -184,21 +184,21 @@ void hazards() {
          });
 
     // Flags.
-    says(CoreKind::aic, {"WAIT_FLAG: MTE2→MTE1 event 0 was not set before", line(__LINE__ + 1)},
+    says(Role::cube, {"WAIT_FLAG: MTE2→MTE1 event 0 was not set before", line(__LINE__ + 1)},
          [&](sim::Core& core) { core.wait_flag(Pipe::MTE2, Pipe::MTE1, 0); });
-    says(CoreKind::aic, {"was set and never waited for (" + line(__LINE__ + 2)},
+    says(Role::cube, {"was set and never waited for (" + line(__LINE__ + 2)},
          [&](sim::Core& core) {
              core.set_flag(Pipe::MTE2, Pipe::MTE1, 0);
              core.finish(true);
          });
-    says(CoreKind::aic, {"SET_FLAG (pipe MTE2", "event 0 of MTE2→MTE1 is set again"},
+    says(Role::cube, {"SET_FLAG (pipe MTE2", "event 0 of MTE2→MTE1 is set again"},
          [&](sim::Core& core) {
              order(core, Pipe::MTE2, Pipe::MTE1);
              order(core, Pipe::MTE2, Pipe::MTE1);
          });
 
     // Signals raised too early.
-    says(CoreKind::aiv,
+    says(Role::comm,
          {"TNOTIFY (pipe S, ", "raises signal 9 of rank 1 while what TPUT (pipe MTE3",
           "fence() is missing"},
          [&](sim::Core& core) {
@@ -207,7 +207,7 @@ void hazards() {
              core.pipe_barrier(Pipe::ALL);  // done, but not visible
              core.tnotify(1, kMemory, 9, 1);
          });
-    says(CoreKind::aiv,
+    says(Role::comm,
          {"NIC_PUT (pipe S, ", "queues a put to rank 2 while TLOAD (pipe MTE2", "may still read"},
          [&](sim::Core& core) {
              core.tload(ub, matrix(64, 64));
@@ -267,7 +267,7 @@ struct Pair {
         std::promise<bool> came;
         std::promise<std::string> said;
         scheduler.submit(0, {[&] {
-                             sim::Core comm(environment, CoreKind::aiv, 0, 1, on_chip[0], nullptr);
+                             sim::Core comm(environment, Role::comm, 0, 1, on_chip[0], nullptr);
                              came.set_value(comm.twait(1, 2, environment.rank));
                          }});
         while (waits->all().empty()) std::this_thread::yield();
@@ -295,7 +295,7 @@ void waits_in_vain() {
     {  // The kernels wait for each other.
         Pair pair;
         const std::string text = pair.beside_a_waiting_core([&] {
-            sim::Core compute(pair.environment, CoreKind::aic, 4, 8, pair.on_chip[1], nullptr);
+            sim::Core compute(pair.environment, Role::cube, 4, 8, pair.on_chip[1], nullptr);
             (void)compute.twait(5, 1, pair.environment.rank);
         });
         CHECK(has(text, "rank 3, deadlock"));
@@ -311,7 +311,7 @@ void waits_in_vain() {
         Pair pair;
         pair.environment.deadline_ns = runtime::monotonic_ns() + 50'000'000;
         const std::string text = pair.beside_a_waiting_core([&] {
-            sim::Core compute(pair.environment, CoreKind::aic, 4, 8, pair.on_chip[1], nullptr);
+            sim::Core compute(pair.environment, Role::cube, 4, 8, pair.on_chip[1], nullptr);
             (void)compute.twait(5, 1, 0);
         });
         CHECK(has(text, "AIC core 4, TWAIT: signal 5 was not raised within the deadline"));
@@ -350,13 +350,13 @@ class Kernels {
     }
 
     // What strict simulation says of block `index` of 2 without the syncs of those numbers.
-    std::string run(CoreKind kind, std::uint32_t index, std::vector<std::uint32_t> without) {
+    std::string run(Role kind, std::uint32_t index, std::vector<std::uint32_t> without) {
         sim::Environment environment = dry();
         environment.strict->skip = {kind, index, std::move(without)};
         trace_.clear();
         sim::Core core(environment, kind, index, 2, memory_, &trace_);
         return thrown<IsaError>([&] {
-            core.finish(kind == CoreKind::aiv ? ag_gemm::Comm(core, args_).run()
+            core.finish(kind == Role::comm ? ag_gemm::Comm(core, args_).run()
                                               : ag_gemm::Compute(core, args_).run());
         });
     }
@@ -375,7 +375,7 @@ class Kernels {
 // Every flag, barrier and fence by itself; then every flag with the wait it belongs to, which no
 // count can find: only the order of the accesses that it kept apart.
 void every_sync_is_needed(const char* name, Kernels kernels) {
-    for (const auto kind : {CoreKind::aiv, CoreKind::aic}) {
+    for (const auto kind : {Role::comm, Role::cube}) {
         std::uint32_t syncs = 0, pairs = 0, idle = 0;
         for (const std::uint32_t index : {0u, 1u}) {
             const std::string sound = kernels.run(kind, index, {});
@@ -425,7 +425,7 @@ void every_sync_is_needed(const char* name, Kernels kernels) {
         }
         std::printf("%s %s: %u syncs, each missed; %u pairs, missed but for %u at the ends\n", name,
                     name_of(kind), syncs, pairs, idle);
-        CHECK(syncs > 0 && idle == (kind == CoreKind::aic ? 20 : 0));
+        CHECK(syncs > 0 && idle == (kind == Role::cube ? 20 : 0));
     }
 }
 

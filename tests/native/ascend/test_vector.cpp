@@ -27,7 +27,7 @@ constexpr std::uint32_t kRows = 6, kCols = 40;
 // behind them.
 struct Bench {
     explicit Bench(std::uint32_t rows = kRows, std::uint32_t cols = kCols)
-        : rows(rows), cols(cols), core(environment, sim::CoreKind::aiv, 0, 1, memory, &trace) {
+        : rows(rows), cols(cols), core(environment, sim::Role::comm, 0, 1, memory, &trace) {
         std::mt19937 random(7);
         std::uniform_real_distribution<float> uniform(-3, 3);
         for (std::uint32_t i = 0; i < 8 * kRows * kCols; ++i) at(0)[i] = uniform(random);
@@ -221,7 +221,7 @@ void order_is_followed() {
         std::vector<std::byte> memory(1 << 16);
         environment.memory = {{memory.data(), memory.size(), true}};
         sim::OnChip chip;
-        sim::Core core(environment, sim::CoreKind::aiv, 0, 1, chip, nullptr);
+        sim::Core core(environment, sim::Role::comm, 0, 1, chip, nullptr);
         const isa::GlobalView view{memory.data(), DType::float32, kRows, kCols, kCols, 1};
         const std::string text = thrown<IsaError>([&] { act(core, view); });
         const bool found = text.find(part) != std::string::npos;

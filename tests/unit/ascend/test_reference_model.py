@@ -15,25 +15,25 @@ from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.reference import Shape, published, trace
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.accelerators.ascend.trace import RECORD, CoreKind, Kind, Pipe, Records
+from mkernel.backends.accelerators.ascend.trace import RECORD, Kind, Pipe, Records, Role
 from mkernel.bench import modelled
 
 from .rig import make_plan
 
 A3 = load_machine()
-HEADER, BASELINE, CORE = struct.Struct("<6I"), struct.Struct("<IIQ"), struct.Struct("<IIQ")
+HEADER, BASELINE, CORE = struct.Struct("<7I"), struct.Struct("<IIQ"), struct.Struct("<IIQ")
 SOURCE = Path(__file__).parents[3] / "backends" / "accelerators" / "ascend"
 SMALL = Shape(ranks=4, m=2048, k=1024, n=512)
 
 
-def cores(blob: bytes) -> list[tuple[CoreKind, Records]]:
+def cores(blob: bytes) -> list[tuple[Role, Records]]:
     """Every core's records of a trace."""
-    *_, baselines, count = HEADER.unpack_from(blob)
+    *_, baselines, count, _ = HEADER.unpack_from(blob)
     at, found = HEADER.size + baselines * BASELINE.size, []
     for _ in range(count):
         kind, _, length = CORE.unpack_from(blob, at)
         at += CORE.size
-        found.append((CoreKind(kind), np.frombuffer(blob, RECORD, length, at)))
+        found.append((Role(kind), np.frombuffer(blob, RECORD, length, at)))
         at += length * RECORD.itemsize
     assert at == len(blob)
     return found
@@ -47,7 +47,7 @@ def amount(blob: bytes, *kinds: Kind) -> int:
     ("file", "name", "known"),
     [
         ("sim/trace.hpp", "Kind", Kind),
-        ("sim/trace.hpp", "CoreKind", CoreKind),
+        ("sim/trace.hpp", "Role", Role),
         ("isa/pipe.hpp", "Pipe", Pipe),
     ],
 )

@@ -19,7 +19,7 @@ from mkernel.topology.cost import default_constants
 from .rig import SIGNAL_BASE, World, make_plan
 
 A3 = load_machine()
-HEADER = struct.Struct("<6I")
+HEADER = struct.Struct("<7I")
 BASELINE = struct.Struct("<IIQ")
 CORE = struct.Struct("<IIQ")
 RECORD_BYTES = 32
@@ -72,7 +72,7 @@ def test_later_epochs_model_the_same() -> None:
 
 def _records(blob: bytes) -> list[tuple[int, int]]:
     """(offset, kind) of every record of a trace."""
-    _, _, _, _, baselines, cores = HEADER.unpack_from(blob)
+    *_, baselines, cores, _ = HEADER.unpack_from(blob)
     at, found = HEADER.size + baselines * BASELINE.size, []
     for _ in range(cores):
         _, _, count = CORE.unpack_from(blob, at)

@@ -17,16 +17,15 @@ void check(const ag_gemm::Geometry& g) {
 }
 
 AgGemm::AgGemm(const ag_gemm::Args& args, std::vector<std::uint32_t> source_order)
-    : args_(args), source_order_(std::move(source_order)) {
+    : KernelsOf(args), source_order_(std::move(source_order)) {
     check(args_.geometry);
 }
 
-void AgGemm::bind(const CallArgs& call, std::uint32_t compute_blocks, std::uint32_t) {
-    static_cast<CallArgs&>(args_) = call;
-    compute_blocks_ = compute_blocks;
+void AgGemm::bind(const CallArgs& call, const Blocks& blocks) {
+    KernelsOf::bind(call, blocks);
     std::uint32_t near = 0;
     for (std::uint32_t other = 0; other < world(); ++other) near += args_.same_node(other) ? 1 : 0;
-    send_order_ = ag_gemm::send_order(args_.geometry, compute_blocks, near - 1);
+    send_order_ = ag_gemm::send_order(args_.geometry, blocks.cube, near - 1);
     args_.source_order = source_order_.data();
     args_.send_order = send_order_.data();
 }
@@ -35,7 +34,7 @@ bool AgGemm::comm(sim::Core& core) const {
     return ag_gemm::Comm(core, args_).run();
 }
 
-bool AgGemm::compute(sim::Core& core) const {
+bool AgGemm::cube(sim::Core& core) const {
     return ag_gemm::Compute(core, args_).run();
 }
 
@@ -67,7 +66,7 @@ std::vector<sim::TraceBaseline> AgGemm::baselines() const {
     return {{base + g.flag(parity, 0, 0), g.world * g.chunks(), uses},
             {base + g.summary(parity, 0), g.world, uses * g.chunks()},
             {base + g.released(0), g.world, calls},
-            {base + g.finished(), 1, calls * compute_blocks_}};
+            {base + g.finished(), 1, calls * blocks_.cube}};
 }
 
 }  // namespace mkernel::ascend::host

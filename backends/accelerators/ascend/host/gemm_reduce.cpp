@@ -14,14 +14,13 @@ void check(const gemm_reduce::Geometry& g) {
 }
 
 GemmReduce::GemmReduce(const gemm_reduce::Args& args, std::vector<std::uint32_t> owners)
-    : args_(args), owners_(std::move(owners)) {
+    : KernelsOf(args), owners_(std::move(owners)) {
     check(args_.geometry);
 }
 
-void GemmReduce::bind(const CallArgs& call, std::uint32_t, std::uint32_t comm_blocks) {
-    static_cast<CallArgs&>(args_) = call;
+void GemmReduce::bind(const CallArgs& call, const Blocks& blocks) {
+    KernelsOf::bind(call, blocks);
     args_.owners = owners_.data();
-    comm_blocks_ = comm_blocks;
 }
 
 bool GemmReduce::comm(sim::Core& core) const {
@@ -29,7 +28,7 @@ bool GemmReduce::comm(sim::Core& core) const {
                                      : gemm_rs::Comm(core, args_).run();
 }
 
-bool GemmReduce::compute(sim::Core& core) const {
+bool GemmReduce::cube(sim::Core& core) const {
     return gemm_reduce::Compute(core, args_).run();
 }
 
@@ -48,7 +47,7 @@ void GemmReduce::count_as_communicated(const runtime::SignalPad& pad) const {
             pad.add(args_.signal_base + g.summed(tile), 1);
         }
     }
-    pad.add(args_.signal_base + g.finished(), comm_blocks_);
+    pad.add(args_.signal_base + g.finished(), blocks_.comm);
 }
 
 std::vector<sim::TraceBaseline> GemmReduce::baselines() const {
@@ -58,7 +57,7 @@ std::vector<sim::TraceBaseline> GemmReduce::baselines() const {
     std::vector<sim::TraceBaseline> before{
         {base + g.arrived(args_.parity(), 0, 0), g.world * g.chunks(), uses},
         {base + g.released(0), g.world, calls},
-        {base + g.finished(), 1, calls * comm_blocks_}};
+        {base + g.finished(), 1, calls * blocks_.comm}};
     if (g.replicated) before.push_back({base + g.summed(0), g.grid_tiles(), calls});
     for (std::uint32_t owner = 0; owner < g.world; ++owner) {
         for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {

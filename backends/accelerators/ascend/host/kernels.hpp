@@ -1,5 +1,8 @@
 // What a launch needs to know of an op: its two kernels and what they touch. One object a call, on
 // one rank; kernels of it run on many cores at once.
+//
+// The comm kernel runs on vector cores. The compute kernel has a cube part and a vector part, which
+// run at the same time; an op may use one of them or both.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +14,11 @@
 
 namespace mkernel::ascend::host {
 
+// Cores of each kernel of a call.
+struct Blocks {
+    std::uint32_t comm = 0, cube = 0, vector = 0;
+};
+
 class Kernels {
   public:
     struct Tensor {
@@ -21,12 +29,12 @@ class Kernels {
     virtual ~Kernels() = default;
 
     // Before the first launch: the call, whose pointers stay valid, and the blocks of each kernel.
-    virtual void bind(const CallArgs& call, std::uint32_t compute_blocks,
-                      std::uint32_t comm_blocks) = 0;
+    virtual void bind(const CallArgs& call, const Blocks& blocks) = 0;
 
     // On each block's core. False if a wait was aborted or timed out.
     virtual bool comm(sim::Core& core) const = 0;
-    virtual bool compute(sim::Core& core) const = 0;
+    virtual bool cube(sim::Core&) const { return true; }
+    virtual bool vector(sim::Core&) const { return true; }
 
     // In the sequential view: whether compute comes before communication, which works on its
     // results; else what the comm kernel ends with, on one core: waiting until all that the compute
@@ -43,6 +51,27 @@ class Kernels {
     virtual void count_as_communicated(const runtime::SignalPad& pad) const = 0;
     // Where the own signals of this call stood before it.
     [[nodiscard]] virtual std::vector<sim::TraceBaseline> baselines() const = 0;
+};
+
+// What every op answers alike. `Args`: CallArgs with a `geometry`.
+template <class Args>
+class KernelsOf : public Kernels {
+  public:
+    explicit KernelsOf(const Args& args) : args_(args) {}
+
+    void bind(const CallArgs& call, const Blocks& blocks) override {
+        static_cast<CallArgs&>(args_) = call;
+        blocks_ = blocks;
+    }
+    [[nodiscard]] std::uint32_t world() const override { return args_.geometry.world; }
+    [[nodiscard]] std::uint32_t signals() const override { return args_.geometry.signals(); }
+    [[nodiscard]] std::uint64_t workspace_bytes() const override {
+        return args_.geometry.workspace_bytes();
+    }
+
+  protected:
+    Args args_;
+    Blocks blocks_;
 };
 
 // Refuses (std::invalid_argument) tile sizes that a cube core's buffers cannot hold.

@@ -33,7 +33,7 @@ Launch::Launch(Call call) : call_(std::move(call)) {
     Kernels& kernels = *call_.kernels;
     args.peers = call_.peers.data();
     args.compute_only = call_.view == View::compute_only;
-    kernels.bind(args, call_.compute_blocks, call_.comm_blocks);
+    kernels.bind(args, call_.blocks);
 
     environment_.pad = runtime::SignalPad(args.pad);
     environment_.fifo = call_.fifo;
@@ -45,19 +45,28 @@ Launch::Launch(Call call) : call_(std::move(call)) {
     for (const auto& [view, writable] : kernels.tensors()) {
         memory.push_back({view->base, span_bytes(*view), writable});
     }
-    if (kernels.world() > 1) {
-        memory.push_back({args.workspace, kernels.workspace_bytes(), true});
+    if (const std::uint64_t bytes = kernels.workspace_bytes(); bytes > 0) {
+        memory.push_back({args.workspace, bytes, true});
         for (const auto& peer : call_.peers) {
             if (peer.workspace == nullptr || peer.workspace == args.workspace) continue;
-            memory.push_back({peer.workspace, kernels.workspace_bytes(), true});
+            memory.push_back({peer.workspace, bytes, true});
         }
     }
 
-    comm_.kind = sim::CoreKind::aiv;
-    comm_.blocks = kernels.world() > 1 && call_.view != View::compute_only ? call_.comm_blocks : 0;
-    compute_.kind = sim::CoreKind::aic;
-    compute_.blocks = call_.compute_blocks;
     environment_.strict = call_.strict;
+
+    const Blocks& blocks = call_.blocks;
+    const bool communicates = kernels.world() > 1 && call_.view != View::compute_only;
+    if (communicates) {
+        comm_.parts.push_back({sim::Role::comm, blocks.comm, 0, &Kernels::comm, {}});
+    }
+    if (blocks.cube > 0) {
+        compute_.parts.push_back({sim::Role::cube, blocks.cube, 0, &Kernels::cube, {}});
+    }
+    if (blocks.vector > 0) {
+        compute_.parts.push_back(
+            {sim::Role::vector, blocks.vector, blocks.comm, &Kernels::vector, {}});
+    }
 }
 
 std::shared_ptr<Launch> Launch::start(Call call) {
@@ -67,18 +76,19 @@ std::shared_ptr<Launch> Launch::start(Call call) {
         g_running.insert(launch.get());
     }
     const Call& started = launch->call_;
-    launch->kernels_left_ = launch->comm_.blocks > 0 ? 2 : 1;
+    const bool communicates = launch->comm_.blocks() > 0;
+    launch->kernels_left_ = communicates ? 2 : 1;
     if (started.strict) {
         launch->waits_.emplace(launch->environment_.pad, launch->environment_.rank,
-                               launch->comm_.blocks + launch->compute_.blocks);
+                               launch->comm_.blocks() + launch->compute_.blocks());
         launch->environment_.waits = &*launch->waits_;
     }
     if (started.kernels->world() > 1 && started.view == View::compute_only) {
         started.kernels->count_as_communicated(launch->environment_.pad);
     }
-    const bool one_after_other = started.view == View::sequential && launch->comm_.blocks > 0;
+    const bool one_after_other = started.view == View::sequential && communicates;
     const bool compute_first = started.kernels->compute_first();
-    if (launch->comm_.blocks > 0 && !(one_after_other && compute_first)) {
+    if (communicates && !(one_after_other && compute_first)) {
         launch->submit(launch->comm_);
     }
     if (!one_after_other || compute_first) launch->submit(launch->compute_);
@@ -86,27 +96,30 @@ std::shared_ptr<Launch> Launch::start(Call call) {
 }
 
 void Launch::submit(Kernel& kernel) {
-    kernel.left = kernel.blocks;
-    if (call_.trace) kernel.records.resize(kernel.blocks);
+    kernel.left = kernel.blocks();
     kernel.start_ns = monotonic_ns();
-    std::vector<sim::Scheduler::Task> tasks;
-    for (std::uint32_t i = 0; i < kernel.blocks; ++i) {
-        tasks.emplace_back([self = shared_from_this(), &kernel, i] { self->run_core(kernel, i); });
+    for (Part& part : kernel.parts) {
+        if (call_.trace) part.records.resize(part.blocks);
+        std::vector<sim::Scheduler::Task> tasks;
+        for (std::uint32_t i = 0; i < part.blocks; ++i) {
+            tasks.emplace_back([self = shared_from_this(), &kernel, &part, i] {
+                self->run_core(kernel, part, i);
+            });
+        }
+        environment_.scheduler->submit(part.role == sim::Role::cube ? 1 : 0, std::move(tasks));
     }
-    environment_.scheduler->submit(kernel.kind == sim::CoreKind::aiv ? 0 : 1, std::move(tasks));
 }
 
-void Launch::run_kernel(Kernel& kernel, std::uint32_t index) {
-    sim::Core core(environment_, kernel.kind, index, kernel.blocks, thread_memory(),
-                   call_.trace ? &kernel.records[index] : nullptr);
-    const bool complete = kernel.kind == sim::CoreKind::aiv ? call_.kernels->comm(core)
-                                                            : call_.kernels->compute(core);
+void Launch::run_block(Part& part, std::uint32_t index) {
+    sim::Core core(environment_, part.role, index, part.blocks, thread_memory(),
+                   call_.trace ? &part.records[index] : nullptr);
+    const bool complete = (call_.kernels.get()->*part.run)(core);
     core.finish(complete);
     if (complete && waits_) waits_->ended();
 }
 
-void Launch::run_core(Kernel& kernel, std::uint32_t index) {
-    guarded(kernel, index, [&] { run_kernel(kernel, index); });
+void Launch::run_core(Kernel& kernel, Part& part, std::uint32_t index) {
+    guarded(kernel, index, [&] { run_block(part, index); });
     if (--kernel.left == 0) kernel_ended(kernel);
 }
 
@@ -119,21 +132,19 @@ void Launch::guarded(const Kernel& kernel, std::uint32_t index, const std::funct
             if (error_.empty()) error_ = error.what();
         }
         // The other cores, here and at the peers, must not wait for this one until the deadline.
-        environment_.pad.abort(
-            runtime::AbortCode::peer_failure,
-            {.waiter = kernel.kind == sim::CoreKind::aiv ? runtime::Waiter::comm_kernel
-                                                         : runtime::Waiter::compute_kernel,
-             .core = index,
-             .peer = environment_.rank,
-             .chunk = sim::kNoChunk,
-             .op = environment_.op});
+        environment_.pad.abort(runtime::AbortCode::peer_failure,
+                               {.waiter = sim::waiter_of(kernel.name),
+                                .core = index,
+                                .peer = environment_.rank,
+                                .chunk = sim::kNoChunk,
+                                .op = environment_.op});
     }
 }
 
 void Launch::kernel_ended(Kernel& kernel) {
     const bool compute_first = call_.kernels->compute_first();
     const bool first = &kernel == (compute_first ? &compute_ : &comm_);
-    if (call_.view != View::sequential || comm_.blocks == 0 || !first) {
+    if (call_.view != View::sequential || comm_.parts.empty() || !first) {
         count_ended(kernel);
     } else if (compute_first) {
         submit(comm_);
@@ -146,7 +157,7 @@ void Launch::kernel_ended(Kernel& kernel) {
 // Sequential view: communication has ended here when what other ranks send is in place too.
 void Launch::arrived() {
     guarded(comm_, 0, [this] {
-        sim::Core core(environment_, comm_.kind, 0, 1, thread_memory(), nullptr);
+        sim::Core core(environment_, sim::Role::comm, 0, 1, thread_memory(), nullptr);
         core.finish(call_.kernels->arrived(core));
     });
     submit(compute_);
@@ -180,8 +191,10 @@ std::string record(Call call) {
     Launch launch(std::move(call));
     launch.environment_.dry = true;
     for (Launch::Kernel* kernel : {&launch.comm_, &launch.compute_}) {
-        kernel->records.resize(kernel->blocks);
-        for (std::uint32_t i = 0; i < kernel->blocks; ++i) launch.run_kernel(*kernel, i);
+        for (Launch::Part& part : kernel->parts) {
+            part.records.resize(part.blocks);
+            for (std::uint32_t i = 0; i < part.blocks; ++i) launch.run_block(part, i);
+        }
     }
     return launch.trace();
 }
@@ -219,15 +232,18 @@ std::string Launch::trace() const {
                                   .world = call_.kernels->world(),
                                   .node = call_.node,
                                   .baselines = static_cast<std::uint32_t>(baselines.size()),
-                                  .cores = comm_.blocks + compute_.blocks};
+                                  .cores = comm_.blocks() + compute_.blocks(),
+                                  .compute_first = call_.kernels->compute_first() ? 1U : 0U};
     append(&header, 1);
     append(baselines.data(), baselines.size());
     for (const Kernel* kernel : {&comm_, &compute_}) {
-        for (std::uint32_t i = 0; i < kernel->blocks; ++i) {
-            const auto& records = kernel->records[i];
-            const sim::TraceCore core{kernel->kind, i, records.size()};
-            append(&core, 1);
-            append(records.data(), records.size());
+        for (const Part& part : kernel->parts) {
+            for (std::uint32_t i = 0; i < part.blocks; ++i) {
+                const auto& records = part.records[i];
+                const sim::TraceCore core{part.role, part.first + i, records.size()};
+                append(&core, 1);
+                append(records.data(), records.size());
+            }
         }
     }
     return blob;

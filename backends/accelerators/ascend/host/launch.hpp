@@ -22,10 +22,10 @@ namespace mkernel::ascend::host {
 enum class View : std::uint32_t { pipelined = 0, sequential = 1, compute_only = 2 };
 
 struct Call {
-    std::unique_ptr<Kernels> kernels;
+    std::shared_ptr<Kernels> kernels;
     CallArgs args;  // `peers` and the view's flag are set by the launch
     std::vector<Peer> peers;
-    std::uint32_t compute_blocks = 1, comm_blocks = 1;
+    Blocks blocks;  // vector cores of the chip: the comm kernel's come first
     std::uint32_t number = 0;
     std::uint32_t node = 0;
     const nics::FifoDevice* fifo = nullptr;
@@ -58,12 +58,24 @@ class Launch : public std::enable_shared_from_this<Launch> {
     static void cancel_all();
 
   private:
-    struct Kernel {
-        sim::CoreKind kind = sim::CoreKind::aic;
-        std::uint32_t blocks = 0;
+    // The cores of a kernel that are there for one thing.
+    struct Part {
+        sim::Role role;
+        std::uint32_t blocks;
+        std::uint32_t first;  // number of its first core among those of its kind
+        bool (Kernels::*run)(sim::Core&) const;
         std::vector<std::vector<sim::Record>> records;
+    };
+    struct Kernel {
+        sim::KernelName name;
+        std::vector<Part> parts = {};
         std::atomic<std::uint32_t> left{0};
         std::uint64_t start_ns = 0, end_ns = 0;
+        [[nodiscard]] std::uint32_t blocks() const {
+            std::uint32_t all = 0;
+            for (const Part& part : parts) all += part.blocks;
+            return all;
+        }
         [[nodiscard]] double seconds() const {
             return end_ns > start_ns ? static_cast<double>(end_ns - start_ns) * 1e-9 : 0.0;
         }
@@ -73,8 +85,8 @@ class Launch : public std::enable_shared_from_this<Launch> {
 
     explicit Launch(Call call);
     void submit(Kernel& kernel);
-    void run_kernel(Kernel& kernel, std::uint32_t index);
-    void run_core(Kernel& kernel, std::uint32_t index);
+    void run_block(Part& part, std::uint32_t index);
+    void run_core(Kernel& kernel, Part& part, std::uint32_t index);
     void guarded(const Kernel& kernel, std::uint32_t index, const std::function<void()>& body);
     void kernel_ended(Kernel& kernel);
     void arrived();
@@ -84,7 +96,7 @@ class Launch : public std::enable_shared_from_this<Launch> {
     Call call_;
     sim::Environment environment_;
     std::optional<sim::Waits> waits_;  // strict
-    Kernel comm_, compute_;
+    Kernel comm_{.name = sim::KernelName::comm}, compute_{.name = sim::KernelName::compute};
 
     std::mutex mutex_;
     std::condition_variable ended_;

@@ -22,10 +22,10 @@ import numpy as np
 
 from mkernel.backends.accelerators.ascend.trace import (
     Core,
-    CoreKind,
     Kind,
     Pipe,
     Records,
+    Role,
     blob,
     instruction,
     set_flag,
@@ -99,8 +99,8 @@ def trace(shape: Shape, rank: int, *, compute_blocks: int = 24, comm_blocks: int
     """A rank's trace, for :func:`~mkernel.backends.accelerators.ascend.timeline.model`."""
     comm = [_comm(shape, rank, block, comm_blocks) for block in range(comm_blocks)]
     compute = [_compute(shape, rank, block, compute_blocks) for block in range(compute_blocks)]
-    cores: list[Core] = [(CoreKind.AIV, each) for each in comm]
-    cores += [(CoreKind.AIC, each) for each in compute]
+    cores: list[Core] = [(Role.COMM, each) for each in comm]
+    cores += [(Role.CUBE, each) for each in compute]
     return blob(rank, shape.ranks, cores)
 
 

@@ -72,20 +72,19 @@ std::byte* OnChip::at(Buffer buffer, std::uint32_t offset) const {
     return memory_[static_cast<int>(buffer)].get() + std::size_t{offset} * host_scale(buffer);
 }
 
-Core::Core(const Environment& environment, CoreKind kind, std::uint32_t index, std::uint32_t count,
+Core::Core(const Environment& environment, Role role, std::uint32_t index, std::uint32_t count,
            OnChip& memory, std::vector<Record>* trace)
     : environment_(environment),
-      kind_(kind),
+      role_(role),
       index_(index),
       count_(count),
       memory_(memory),
       trace_(trace) {
-    if (environment.strict) strict_.emplace(*environment.strict, kind, index, name());
+    if (environment.strict) strict_.emplace(*environment.strict, role, index, name());
 }
 
 std::string Core::name() const {
-    return "rank " + std::to_string(environment_.rank) + " " + name_of(kind_) + " core " +
-           std::to_string(index_);
+    return "rank " + std::to_string(environment_.rank) + " " + core_name(role_, index_);
 }
 
 void Core::fail(const char* instruction, const std::string& what) const {
@@ -105,7 +104,7 @@ std::byte* Core::check(const char* instruction, const Tile& tile) const {
     if (tile.offset % 32 != 0)
         fail(instruction, describe(tile) + ": offset is not 32-byte aligned");
     const bool cube = tile.buffer != Buffer::UB;
-    if (cube != (kind_ == CoreKind::aic)) {
+    if (cube != (role_ == Role::cube)) {
         fail(instruction, describe(tile) + ": this kind of core has no such buffer");
     }
     return memory_.at(tile.buffer, tile.offset);
@@ -190,7 +189,7 @@ void Core::tstore(const GlobalView& to, const Tile& from, Where where) {
             .peer = environment_.rank,
             .amount = std::uint64_t{to.rows} * to.cols * bytes_of(to.dtype)});
     // A cube core has just finished an output tile: a good place to let urgent cores run.
-    if (kind_ == CoreKind::aic && !environment_.dry) environment_.scheduler->yield(priority());
+    if (role_ == Role::cube && !environment_.dry) environment_.scheduler->yield(priority());
 }
 
 void Core::textract(const Tile& to, const Tile& from, std::uint32_t row, std::uint32_t col,
@@ -394,8 +393,7 @@ void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std
 }
 
 runtime::Diagnosis Core::diagnosis(std::uint32_t peer) const {
-    return {.waiter = kind_ == CoreKind::aiv ? runtime::Waiter::comm_kernel
-                                             : runtime::Waiter::compute_kernel,
+    return {.waiter = waiter_of(kernel_of(role_)),
             .core = index_,
             .peer = peer,
             .chunk = chunk_,
@@ -427,8 +425,7 @@ bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer, 
     };
     if (environment_.waits == nullptr) return sleep() == runtime::WaitResult::ok;
     const auto entry =
-        environment_.waits->sleep({std::string(name_of(kind_)) + " core " + std::to_string(index_),
-                                   place(where_), signal, value, peer});
+        environment_.waits->sleep({core_name(role_, index_), place(where_), signal, value, peer});
     const runtime::WaitResult result = sleep();
     if (result == runtime::WaitResult::ok) environment_.waits->wake(entry);
     if (result == runtime::WaitResult::timed_out) {

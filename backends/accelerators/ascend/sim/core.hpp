@@ -81,9 +81,14 @@ class OnChip {
 // How messages call a tile.
 std::string describe(const isa::Tile& tile);
 
+constexpr runtime::Waiter waiter_of(KernelName kernel) {
+    return kernel == KernelName::comm ? runtime::Waiter::comm_kernel
+                                      : runtime::Waiter::compute_kernel;
+}
+
 class Core {
   public:
-    Core(const Environment& environment, CoreKind kind, std::uint32_t index, std::uint32_t count,
+    Core(const Environment& environment, Role role, std::uint32_t index, std::uint32_t count,
          OnChip& memory, std::vector<Record>* trace);
 
     [[nodiscard]] std::uint32_t index() const { return index_; }
@@ -198,10 +203,10 @@ class Core {
     void record_vector(Kind kind, const isa::Tile& work);
     [[nodiscard]] std::string name() const;
     [[nodiscard]] runtime::Diagnosis diagnosis(std::uint32_t peer) const;
-    [[nodiscard]] int priority() const { return kind_ == CoreKind::aiv ? 0 : 1; }
+    [[nodiscard]] int priority() const { return role_ == Role::cube ? 1 : 0; }
 
     const Environment& environment_;
-    CoreKind kind_;
+    Role role_;
     std::uint32_t index_, count_;
     OnChip& memory_;
     std::vector<Record>* trace_;

@@ -69,7 +69,7 @@ struct PipeState {
 
 struct Core {
     std::uint32_t rank = 0, index = 0;
-    CoreKind kind = CoreKind::aic;
+    Role role = Role::cube;
     std::vector<Record> records;
     std::size_t next = 0;  // of S
     double scalar_ns = 0;  // S's clock
@@ -142,23 +142,24 @@ class Simulation {
 
     Replay run() {
         if (view_ == ReplayView::sequential) {
-            const CoreKind first = compute_first() ? CoreKind::aic : CoreKind::aiv;
-            start(first, machine_.launch_ns);
+            start(compute_first_ ? KernelName::compute : KernelName::comm, machine_.launch_ns);
             settle();
-            start(first == CoreKind::aic ? CoreKind::aiv : CoreKind::aic,
+            start(compute_first_ ? KernelName::comm : KernelName::compute,
                   last_ns_ + machine_.launch_ns);
         } else {
-            if (view_ == ReplayView::pipelined) start(CoreKind::aiv, machine_.launch_ns);
-            start(CoreKind::aic, machine_.launch_ns);
+            if (view_ == ReplayView::pipelined) start(KernelName::comm, machine_.launch_ns);
+            start(KernelName::compute, machine_.launch_ns);
         }
         settle();
         for (const Core& core : cores_) {
             if (!core.started) continue;
+            const KernelName kernel = kernel_of(core.role);
             auto found = std::find_if(
                 result_.kernels.begin(), result_.kernels.end(),
-                [&](const KernelTime& k) { return k.rank == core.rank && k.kind == core.kind; });
+                [&](const KernelTime& k) { return k.rank == core.rank && k.kernel == kernel; });
             if (found == result_.kernels.end()) {
-                result_.kernels.push_back({core.rank, core.kind, start_ns_[int(core.kind)], 0});
+                const double start = start_ns_[static_cast<int>(kernel)];
+                result_.kernels.push_back({core.rank, kernel, start, 0});
                 found = result_.kernels.end() - 1;
             }
             found->end_ns = std::max(found->end_ns, core.done_ns());
@@ -168,17 +169,6 @@ class Simulation {
     }
 
   private:
-    // Whether vector cores wait for signals of their own rank, that is for results of the compute
-    // kernel; then communication comes second in the sequential view.
-    [[nodiscard]] bool compute_first() const {
-        return std::any_of(cores_.begin(), cores_.end(), [](const Core& core) {
-            return core.kind == CoreKind::aiv &&
-                   std::any_of(core.records.begin(), core.records.end(), [&](const Record& record) {
-                       return record.kind == Kind::twait && record.peer == core.rank;
-                   });
-        });
-    }
-
     void read(const std::vector<std::string>& traces) {
         ranks_.resize(traces.size());
         std::vector<bool> seen(traces.size(), false);
@@ -195,6 +185,7 @@ class Simulation {
                                   std::to_string(traces.size()) + " traces");
             }
             seen[header.rank] = true;
+            compute_first_ = header.compute_first != 0;
             Rank& rank = ranks_[header.rank];
             rank.node = header.node;
             rank.baselines = reader.take<TraceBaseline>(header.baselines);
@@ -202,7 +193,10 @@ class Simulation {
                 const auto head = reader.take<TraceCore>();
                 Core& core = cores_.emplace_back();
                 core.rank = header.rank;
-                core.kind = head.kind;
+                if (static_cast<int>(head.role) >= kRoles) {
+                    throw ReplayError("a trace holds an unknown kind of core");
+                }
+                core.role = head.role;
                 core.index = head.index;
                 core.records = reader.take<Record>(head.records);
                 for (const Record& record : core.records) check(record);
@@ -210,7 +204,7 @@ class Simulation {
         }
         // Whatever the order of the blobs, the order of cores, which decides ties, is the same.
         std::sort(cores_.begin(), cores_.end(), [](const Core& a, const Core& b) {
-            return std::tie(a.rank, a.kind, a.index) < std::tie(b.rank, b.kind, b.index);
+            return std::tie(a.rank, a.role, a.index) < std::tie(b.rank, b.role, b.index);
         });
     }
 
@@ -223,16 +217,16 @@ class Simulation {
         if (!sound) throw ReplayError("a trace holds an unknown instruction");
     }
 
-    void start(CoreKind kind, double at_ns) {
-        start_ns_[static_cast<int>(kind)] = at_ns;
+    void start(KernelName kernel, double at_ns) {
+        start_ns_[static_cast<int>(kernel)] = at_ns;
         for (std::size_t i = 0; i < cores_.size(); ++i) {
-            if (cores_[i].kind != kind) continue;
+            if (kernel_of(cores_[i].role) != kernel) continue;
             cores_[i].started = true;
             cores_[i].scalar_ns = at_ns;
             for (PipeState& pipe : cores_[i].pipes) pipe.free_ns = pipe.done_ns = at_ns;
         }
         for (std::size_t i = 0; i < cores_.size(); ++i) {
-            if (cores_[i].kind == kind) advance(i);
+            if (kernel_of(cores_[i].role) == kernel) advance(i);
         }
     }
 
@@ -488,7 +482,7 @@ class Simulation {
     void keep(const Core& core, const Record& record, double start, double duration) {
         if (!keep_spans_) return;
         result_.spans.push_back({.rank = core.rank,
-                                 .core_kind = core.kind,
+                                 .role = core.role,
                                  .core = core.index,
                                  .kind = record.kind,
                                  .pipe = record.pipe,
@@ -500,7 +494,7 @@ class Simulation {
 
     std::string stuck(const Core& core) {
         std::string text = "the modelled schedule never ends: rank " + std::to_string(core.rank) +
-                           " " + name_of(core.kind) + " core " + std::to_string(core.index);
+                           " " + core_name(core.role, core.index);
         if (core.parked) {
             const Record& record = core.records[core.next];
             return text + " waits for signal " + std::to_string(record.signal) + " of rank " +
@@ -532,7 +526,8 @@ class Simulation {
     std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
     std::uint64_t order_ = 0;
     double now_ns_ = 0, last_ns_ = 0;
-    double start_ns_[2] = {0, 0};  // by CoreKind
+    double start_ns_[kKernels] = {0, 0};
+    bool compute_first_ = false;
     Replay result_;
 };
 

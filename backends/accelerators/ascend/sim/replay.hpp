@@ -39,10 +39,10 @@ struct Machine {
 
 enum class ReplayView : std::uint32_t { pipelined = 0, sequential = 1, compute_only = 2 };
 
-// One executed instruction. `core`: index in its kind. Plain data, handed on as bytes.
+// One executed instruction. `core`: index among the cores of its kind. Plain data, handed on as bytes.
 struct Span {
     std::uint32_t rank = 0;
-    CoreKind core_kind = CoreKind::aic;
+    Role role = Role::cube;
     std::uint32_t core = 0;
     Kind kind = Kind::tload;
     isa::Pipe pipe = isa::Pipe::S;
@@ -55,7 +55,7 @@ static_assert(sizeof(Span) == 40);
 
 struct KernelTime {
     std::uint32_t rank = 0;
-    CoreKind kind = CoreKind::aic;
+    KernelName kernel = KernelName::comm;
     double start_ns = 0, end_ns = 0;
 };
 

@@ -9,11 +9,12 @@ namespace mkernel::ascend::sim {
 
 using isa::Pipe;
 
-Strict::Strict(const StrictOptions& options, CoreKind kind, std::uint32_t index, std::string core)
+Strict::Strict(const StrictOptions& options, Role role, std::uint32_t index, std::string core)
     : core_(std::move(core)),
-      queue_(options.seed ? std::optional(*options.seed + index * 2 + static_cast<unsigned>(kind))
-                          : std::nullopt) {
-    if (options.skip.kind == kind && options.skip.index == index) skipped_ = options.skip.numbers;
+      queue_(options.seed
+                 ? std::optional(*options.seed + index * kRoles + static_cast<unsigned>(role))
+                 : std::nullopt) {
+    if (options.skip.role == role && options.skip.index == index) skipped_ = options.skip.numbers;
 }
 
 void Strict::check(const Site& site, Pipe pipe, std::uint32_t at, const Operand& operand) {

@@ -36,10 +36,10 @@ namespace mkernel::ascend::sim {
 
 struct StrictOptions {
     std::optional<std::uint64_t> seed;  // none: effects happen when issued
-    // Planted fault: on core `index` of `kind`, those of its flags, barriers, fences, TNOTIFYs and
+    // Planted fault: on core `index` of `role`, those of its flags, barriers, fences, TNOTIFYs and
     // NIC_PUTs with these numbers, counted from 0 over all of them, are left out.
     struct {
-        CoreKind kind = CoreKind::aic;
+        Role role = Role::cube;
         std::uint32_t index = 0;
         std::vector<std::uint32_t> numbers;
     } skip;
@@ -48,7 +48,7 @@ struct StrictOptions {
 class Strict {
   public:
     // `core`: how messages call it.
-    Strict(const StrictOptions& options, CoreKind kind, std::uint32_t index, std::string core);
+    Strict(const StrictOptions& options, Role role, std::uint32_t index, std::string core);
 
     // An instruction of a pipe, in issue order. `effect` runs now or later.
     void issue(const Site& site, isa::Pipe pipe, std::initializer_list<Operand> operands,

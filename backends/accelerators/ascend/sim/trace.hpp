@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <iterator>
+#include <string>
 
 #include "backends/accelerators/ascend/isa/pipe.hpp"
 
@@ -82,6 +83,7 @@ struct TraceHeader {
     std::uint32_t node = 0;
     std::uint32_t baselines = 0;
     std::uint32_t cores = 0;
+    std::uint32_t compute_first = 0;  // sequential view: communication comes second
 };
 
 // Signals [first, first + count) of this rank stood at `value` before the call.
@@ -91,15 +93,35 @@ struct TraceBaseline {
     std::uint64_t value = 0;
 };
 
-enum class CoreKind : std::uint32_t { aic = 0, aiv = 1 };
+enum class KernelName : std::uint8_t { comm = 0, compute = 1 };
+inline constexpr int kKernels = 2;
 
-constexpr const char* name_of(CoreKind kind) {
-    return kind == CoreKind::aic ? "AIC" : "AIV";
+constexpr const char* name_of(KernelName kernel) {
+    return kernel == KernelName::comm ? "comm" : "compute";
+}
+
+// What a core is there for: the cube part of the compute kernel, the comm kernel, or the vector
+// part of the compute kernel.
+enum class Role : std::uint32_t { cube = 0, comm = 1, vector = 2 };
+inline constexpr int kRoles = 3;
+
+constexpr const char* name_of(Role role) {
+    return role == Role::cube ? "AIC" : "AIV";
+}
+
+// How messages call a core of a rank.
+inline std::string core_name(Role role, std::uint32_t index) {
+    return std::string(name_of(role)) + " core " + std::to_string(index) +
+           (role == Role::vector ? " of the compute kernel" : "");
+}
+
+constexpr KernelName kernel_of(Role role) {
+    return role == Role::comm ? KernelName::comm : KernelName::compute;
 }
 
 struct TraceCore {
-    CoreKind kind = CoreKind::aic;
-    std::uint32_t index = 0;
+    Role role = Role::cube;
+    std::uint32_t index = 0;  // among the cores of its kind, vector cores of both kernels together
     std::uint64_t records = 0;
 };
 

@@ -1,0 +1,131 @@
+"""The ops around one matrix product: AllGather+GEMM, GEMM+ReduceScatter, GEMM+AllReduce."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mkernel.backends.accelerators.ascend.gathered import unpack_gathered
+from mkernel.backends.accelerators.ascend.op import Blocks, Matrix, Prepared, matrix, native
+from mkernel.backends.base import Call
+from mkernel.errors import Unsupported
+from mkernel.plan.model import LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.ascend import _ascend
+
+
+class GemmOp:
+    """All three. Those that reduce share their compute kernel, and their kernels' arguments."""
+
+    def geometry(self, plan: LaunchPlan) -> _ascend.AgGemmGeometry | _ascend.GemmReduceGeometry:
+        """ValueError for tiles that the on-chip buffers cannot hold."""
+        shape, chunking, world = plan.gemm, plan.chunking, plan.world_size
+        if chunking is None:
+            raise Unsupported(
+                "accelerator 'ascend' runs plans that are cut in tiles; this one is not"
+            )
+        cut = chunking.model_dump(exclude={"chunks_per_rank"})
+        geometry: _ascend.AgGemmGeometry | _ascend.GemmReduceGeometry
+        if _gathers(plan):
+            geometry = native().AgGemmGeometry(
+                world=world,
+                m_local=shape.m // world,
+                n=shape.n,
+                k=shape.k,
+                dtype=plan.dtype,
+                **cut,
+            )
+        else:
+            geometry = native().GemmReduceGeometry(
+                world=world,
+                m=shape.m,
+                n=shape.n,
+                k=shape.k,
+                dtype=plan.dtype,
+                out_dtype=plan.out_dtype,
+                replicated=plan.op == "gemm_all_reduce",
+                **cut,
+            )
+        if geometry.chunks != chunking.chunks_per_rank:
+            raise ValueError(
+                f"plan.chunking.chunks_per_rank = {chunking.chunks_per_rank}, but {chunking} cuts "
+                f"{shape} of {plan.op} on {world} ranks into {geometry.chunks} chunks a rank"
+            )
+        return geometry
+
+    def blocks(self, plan: LaunchPlan) -> Blocks:
+        """As planned: cube cores compute, vector cores communicate."""
+        return Blocks(comm=plan.resources.comm_blocks, cube=plan.resources.compute_blocks)
+
+    def prepare(self, call: Call) -> Prepared:
+        """Gives the gathered A where the call asks for it."""
+        plan = call.plan
+        shapes = _shapes(plan)
+        kernels = _kernels(
+            plan,
+            call.rank,
+            self.geometry(plan),
+            a=matrix(call, "a", shapes.a, plan.dtype),
+            b=matrix(call, "b", shapes.b, plan.dtype, column_major=plan.b_layout == "column"),
+            out=matrix(call, "out", shapes.out, plan.out_dtype),
+        )
+        if "gathered" not in call.tensors:
+            return Prepared(kernels)
+
+        def gather() -> Mapping[str, Any]:
+            unpack_gathered(call, self.geometry(plan))
+            return {}
+
+        return Prepared(kernels, gather)
+
+    def record(self, plan: LaunchPlan, rank: int) -> _ascend.Kernels:
+        """On dense tensors."""
+        (_, k), (_, n) = _shapes(plan).a, _shapes(plan).b
+        return _kernels(
+            plan,
+            rank,
+            self.geometry(plan),
+            a=(0, k, 1),
+            b=(0, 1, k) if plan.b_layout == "column" else (0, n, 1),
+            out=(0, n, 1),
+        )
+
+
+class _Shapes(NamedTuple):
+    """Rows and columns of a call's tensors on one rank."""
+
+    a: tuple[int, int]
+    b: tuple[int, int]
+    out: tuple[int, int]
+
+
+def _gathers(plan: LaunchPlan) -> bool:
+    return plan.op == "all_gather_gemm"
+
+
+def _shapes(plan: LaunchPlan) -> _Shapes:
+    shape, world = plan.gemm, plan.world_size
+    part = shape.m // world
+    rows_of_a = part if _gathers(plan) else shape.m
+    rows_of_out = part if plan.op == "gemm_reduce_scatter" else shape.m
+    return _Shapes((rows_of_a, shape.k), (shape.k, shape.n), (rows_of_out, shape.n))
+
+
+def _kernels(
+    plan: LaunchPlan, rank: int, geometry: Any, *, a: Matrix, b: Matrix, out: Matrix
+) -> _ascend.Kernels:
+    kernels: _ascend.Kernels
+    if _gathers(plan):
+        kernels = native().ag_gemm(
+            geometry=geometry,
+            a=a,
+            b=b,
+            out=out,
+            out_dtype=plan.out_dtype,
+            order=list(plan.order[rank]),
+        )
+    else:
+        order = list(plan.order.consumers(rank))
+        kernels = native().gemm_reduce(geometry=geometry, a=a, b=b, out=out, order=order)
+    return kernels

@@ -1,0 +1,44 @@
+// What the bindings of the ops share: names and tensors as Python hands them over.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+
+#include "backends/accelerators/ascend/isa/tile.hpp"
+
+namespace mkernel::ascend {
+
+template <class T>
+T* pointer(std::uint64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+inline isa::DType dtype_named(const std::string& name) {
+    for (const auto dtype : {isa::DType::float16, isa::DType::bfloat16, isa::DType::float32}) {
+        if (name == isa::name_of(dtype)) return dtype;
+    }
+    throw pybind11::value_error("dtype = " + name + "; expected float16, bfloat16 or float32");
+}
+
+// Address, strides of rows and columns in elements. For a record, whose tensors are never touched,
+// the same with null addresses.
+using Matrix = std::tuple<std::uint64_t, std::int64_t, std::int64_t>;
+
+inline isa::GlobalView view(const Matrix& matrix, isa::DType dtype, std::uint32_t rows,
+                            std::uint32_t cols) {
+    return {pointer<std::byte>(std::get<0>(matrix)),
+            dtype,
+            rows,
+            cols,
+            std::get<1>(matrix),
+            std::get<2>(matrix)};
+}
+
+// Each op's geometry and the factory of its kernels.
+void bind_gemm(pybind11::module_& module);
+
+}  // namespace mkernel::ascend

@@ -1,0 +1,104 @@
+"""What the ascend backend asks of an op: its memory, its cores, and the kernels of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from mkernel.backends.base import Call
+from mkernel.errors import BackendUnavailable, DtypeError, LayoutError, ShapeError
+from mkernel.plan.model import LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.ascend import _ascend
+
+TORCH_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+
+Matrix = tuple[int, int, int]
+"""Address, row stride, column stride (elements)."""
+
+
+class Blocks(NamedTuple):
+    """Cores of a call: the comm kernel's, and of the compute kernel its cube and vector parts."""
+
+    comm: int
+    cube: int
+    vector: int = 0
+
+
+class Geometry(Protocol):
+    """What a plan's kernels have agreed on; made by the native module."""
+
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def signals(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Kernels of one call. ``finish`` runs once, when both have ended, and returns what the launch's
+    ``results()`` gives; it keeps alive whatever else the kernels use beside the call's tensors."""
+
+    kernels: _ascend.Kernels
+    finish: Callable[[], Mapping[str, Any]] | None = None
+
+
+class Op(Protocol):
+    """One op, or several alike, on simulated cores."""
+
+    def geometry(self, plan: LaunchPlan) -> Geometry:
+        """ValueError for a plan that the kernels cannot run; Unsupported where none could."""
+
+    def blocks(self, plan: LaunchPlan) -> Blocks:
+        """How the plan's resources are used."""
+
+    def prepare(self, call: Call) -> Prepared:
+        """Kernels on the call's tensors. Errors name the tensor that does not fit the plan."""
+
+    def record(self, plan: LaunchPlan, rank: int) -> _ascend.Kernels:
+        """The same without tensors: nothing of them will be touched."""
+
+
+def native() -> Any:
+    """The native module. BackendUnavailable where it does not import."""
+    try:
+        from mkernel.backends.accelerators.ascend import _ascend
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the ascend simulator's native module does not import: {error}; reinstall mkernel"
+        ) from error
+    return _ascend
+
+
+def matrix(
+    call: Call, name: str, shape: tuple[int, int], dtype: str, *, column_major: bool = False
+) -> Matrix:
+    """A matrix argument that fits the plan, else an error that names it."""
+    tensor = call.tensors[name]
+    if tensor.dtype != TORCH_DTYPES[dtype]:
+        raise DtypeError(name, tensor.dtype, f"{dtype}, as planned")
+    if tuple(tensor.shape) != shape:
+        raise ShapeError(name, tuple(tensor.shape), f"{shape}, as planned")
+    if tensor.device.type != "cpu":
+        raise LayoutError(name, tensor.device, "a tensor in host memory: the device is simulated")
+    row, col = tensor.stride()
+    # torch leaves the strides of dimensions of size 1 open.
+    if column_major:
+        row, lead = 1, (col if shape[1] > 1 else shape[0])
+        legal = shape[0] == 1 or tensor.stride(0) == 1
+    else:
+        col, lead = 1, (row if shape[0] > 1 else shape[1])
+        legal = shape[1] == 1 or tensor.stride(1) == 1
+    shortest = shape[0] if column_major else shape[1]
+    if not legal or lead < shortest:
+        wanted = "columns" if column_major else "rows"
+        raise LayoutError(name, f"strides {tensor.stride()}", f"contiguous {wanted}, as planned")
+    return (tensor.data_ptr(), 1, lead) if column_major else (tensor.data_ptr(), lead, 1)
