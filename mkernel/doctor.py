@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, SecretStr
 
+from mkernel import npu
 from mkernel.settings import MASK, Settings, load, variable
 from mkernel.topology.model import Model
 from mkernel.topology.sources.files import read_text
@@ -24,7 +25,7 @@ from mkernel.topology.sources.files import read_text
 if TYPE_CHECKING:
     from mkernel.backends.base import AcceleratorBackend, NicBackend
 
-Kind = Literal["accelerator", "nic", "fabric", "library", "build", "cpu", "memory"]
+Kind = Literal["accelerator", "nic", "fabric", "library", "build", "cpu", "memory", "npu"]
 Source = Literal["argument", "environment", "default"]
 
 _REINSTALL = "reinstall the package that ships it"
@@ -142,7 +143,7 @@ def _ask_nic(backend: NicBackend, name: str) -> Iterator[Row]:
 
 
 def machine_rows(root: Path = Path("/")) -> list[Row]:
-    """Libraries, build tools, CPU and shared memory. ``root`` is where /usr and /proc are."""
+    """Libraries, build tools, CPU, shared memory, an NPU's software. ``root``: of /usr, /proc, …"""
     checks: tuple[tuple[Kind, str, Callable[[], tuple[bool, str, str]]], ...] = (
         ("library", "torch", _torch),
         ("build", "C++ compiler", _compiler),
@@ -166,6 +167,10 @@ def machine_rows(root: Path = Path("/")) -> list[Row]:
                 remedy="" if usable else remedy,
             )
         )
+    rows += [
+        Row(kind="npu", name=each.name, usable=each.there, detail=each.detail, remedy=each.remedy)
+        for each in npu.look(root)
+    ]
     return rows
 
 
