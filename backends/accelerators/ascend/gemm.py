@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mkernel.backends.accelerators.ascend.gathered import unpack_gathered
@@ -14,11 +15,13 @@ from mkernel.plan.model import LaunchPlan
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.ascend import _ascend
 
+    _Geometry = _ascend.AgGemmGeometry | _ascend.GemmReduceGeometry
+
 
 class GemmOp:
     """All three. Those that reduce share their compute kernel, and their kernels' arguments."""
 
-    def geometry(self, plan: LaunchPlan) -> _ascend.AgGemmGeometry | _ascend.GemmReduceGeometry:
+    def geometry(self, plan: LaunchPlan) -> _Geometry:
         """ValueError for tiles that the on-chip buffers cannot hold."""
         shape, chunking, world = plan.gemm, plan.chunking, plan.world_size
         if chunking is None:
@@ -26,7 +29,7 @@ class GemmOp:
                 "accelerator 'ascend' runs plans that are cut in tiles; this one is not"
             )
         cut = chunking.model_dump(exclude={"chunks_per_rank"})
-        geometry: _ascend.AgGemmGeometry | _ascend.GemmReduceGeometry
+        geometry: _Geometry
         if _gathers(plan):
             geometry = native().AgGemmGeometry(
                 world=world,
@@ -62,22 +65,19 @@ class GemmOp:
         """Gives the gathered A where the call asks for it."""
         plan = call.plan
         shapes = _shapes(plan)
+        geometry = self.geometry(plan)
         kernels = _kernels(
             plan,
             call.rank,
-            self.geometry(plan),
+            geometry,
             a=matrix(call, "a", shapes.a, plan.dtype),
             b=matrix(call, "b", shapes.b, plan.dtype, column_major=plan.b_layout == "column"),
             out=matrix(call, "out", shapes.out, plan.out_dtype),
         )
         if "gathered" not in call.tensors:
             return Prepared(kernels)
-
-        def gather() -> Mapping[str, Any]:
-            unpack_gathered(call, self.geometry(plan))
-            return {}
-
-        return Prepared(kernels, gather)
+        assert isinstance(geometry, native().AgGemmGeometry), "no other op has this output"
+        return Prepared(kernels, partial(_gather, call, geometry))
 
     def record(self, plan: LaunchPlan, rank: int) -> _ascend.Kernels:
         """On dense tensors."""
@@ -90,6 +90,11 @@ class GemmOp:
             b=(0, 1, k) if plan.b_layout == "column" else (0, n, 1),
             out=(0, n, 1),
         )
+
+
+def _gather(call: Call, geometry: _ascend.AgGemmGeometry) -> Mapping[str, Any]:
+    unpack_gathered(call, geometry)
+    return {}
 
 
 class _Shapes(NamedTuple):
