@@ -11,21 +11,33 @@
     mkernel.launch(step, nodes=2, ranks_per_node=2)
 
 ``docs/architecture.md`` says how a call travels through the packages below.
+
+Modules are imported when one of their names is first used: torch takes a second, and
+``mkernel plan`` does without.
 """
 
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from mkernel import errors
-from mkernel.api import capabilities, plan
-from mkernel.current import current as world
-from mkernel.current import empty, finalize, init, is_initialized, synchronize
-from mkernel.launch import launch
-from mkernel.ops.all_gather_gemm import all_gather_gemm
-from mkernel.ops.gemm_all_reduce import gemm_all_reduce
-from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
-from mkernel.ops.moe import MoeDispatch, MoeHandle, moe_combine, moe_dispatch_gemm
-from mkernel.ops.ring_attention import ring_attention, zigzag_positions
-from mkernel.plan.model import LaunchPlan
 from mkernel.settings import Settings
-from mkernel.world import World
+
+if TYPE_CHECKING:
+    from mkernel.api import capabilities, plan
+    from mkernel.current import current as world
+    from mkernel.current import empty, finalize, init, is_initialized, synchronize
+    from mkernel.launch import launch
+    from mkernel.ops.all_gather_gemm import all_gather_gemm
+    from mkernel.ops.gemm_all_reduce import gemm_all_reduce
+    from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
+    from mkernel.ops.moe import MoeDispatch, MoeHandle, moe_combine, moe_dispatch_gemm
+    from mkernel.ops.ring_attention import ring_attention, zigzag_positions
+    from mkernel.plan.model import LaunchPlan
+    from mkernel.world import World
 
 __version__ = "0.1.0"
 
@@ -54,3 +66,51 @@ __all__ = [
     "world",
     "zigzag_positions",
 ]
+
+HOMES = {
+    "LaunchPlan": "mkernel.plan.model",
+    "MoeDispatch": "mkernel.ops.moe",
+    "MoeHandle": "mkernel.ops.moe",
+    "World": "mkernel.world",
+    "all_gather_gemm": "mkernel.ops.all_gather_gemm",
+    "capabilities": "mkernel.api",
+    "empty": "mkernel.current",
+    "finalize": "mkernel.current",
+    "gemm_all_reduce": "mkernel.ops.gemm_all_reduce",
+    "gemm_reduce_scatter": "mkernel.ops.gemm_reduce_scatter",
+    "init": "mkernel.current",
+    "is_initialized": "mkernel.current",
+    "launch": "mkernel.launch",
+    "moe_combine": "mkernel.ops.moe",
+    "moe_dispatch_gemm": "mkernel.ops.moe",
+    "plan": "mkernel.api",
+    "ring_attention": "mkernel.ops.ring_attention",
+    "synchronize": "mkernel.current",
+    "world": "mkernel.current",
+    "zigzag_positions": "mkernel.ops.ring_attention",
+}
+"""Where each of the other names is defined; ranks are forked from a process that imported it all."""
+
+
+class _Package(ModuleType):
+    """``launch``, ``plan`` and ``world`` are functions here and also the names of submodules, which
+    the import system would put in their place whenever it loads one."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in HOMES or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+if not TYPE_CHECKING:  # a checker would take any name for one of ours
+
+    def __getattr__(name):
+        if name not in HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        defined = "current" if name == "world" else name
+        value = globals()[name] = getattr(import_module(HOMES[name]), defined)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

@@ -12,11 +12,12 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mkernel.backends.base import SymmetricMemory
+
+if TYPE_CHECKING:
+    import torch
 
 # After the usable bytes, so that who attaches can tell this allocation from whatever else the
 # process may have behind the same descriptor number by then.
@@ -108,6 +109,8 @@ class HostMemory(SymmetricMemory):
             raise ValueError("this memory was closed")
         count = math.prod(shape)
         check_fit(self.nbytes, offset, count, dtype)
+        import torch  # not at the top: who only plans does without
+
         # The view holds the map; torch holds only what it is given.
         flat = torch.frombuffer(memoryview(self._map), dtype=dtype, count=count, offset=offset)
         return flat.view(*shape)

@@ -7,26 +7,46 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
-from mkernel.cli import bench, conformance, doctor, plan, probe, run
 from mkernel.errors import MkernelError, WorldError
+
+COMMANDS = ("run", "bench", "plan", "probe", "doctor", "conformance")
+"""Each is ``command`` of the module of its name."""
+
+
+class _Commands(TyperGroup):
+    """Imports a subcommand's module when it is asked for: to plan and to probe takes no torch."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands: dict[str, Any] = dict.fromkeys(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in self.commands and self.commands[cmd_name] is None:
+            alone = typer.Typer(add_completion=False)
+            alone.command(cmd_name)(import_module(f"mkernel.cli.{cmd_name}").command)
+            self.commands[cmd_name] = typer.main.get_command(alone)
+        return self.commands.get(cmd_name)
+
 
 app = typer.Typer(
     name="mkernel",
-    help="Fused communication+compute kernels across accelerators and NICs.",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("run")(run.command)
-app.command("bench")(bench.command)
-app.command("plan")(plan.command)
-app.command("probe")(probe.command)
-app.command("doctor")(doctor.command)
-app.command("conformance")(conformance.command)
+
+
+@app.callback()
+def _mkernel() -> None:
+    """Fused communication+compute kernels across accelerators and NICs."""
 
 
 def main() -> None:

@@ -1,93 +1,37 @@
-"""The hopper backend: persistent kernels on GPUs of compute capability 9.0, over NVLink."""
+"""The hopper backend: persistent kernels on GPUs of compute capability 9.0, over NVLink.
+
+What it claims needs no torch; what a world does with it (``opened.py``) does.
+"""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
-from mkernel.backends.accelerators.hopper import launches
-from mkernel.backends.accelerators.hopper.launches import Lane
-from mkernel.backends.accelerators.hopper.memory import DeviceMemory
-from mkernel.backends.accelerators.hopper.native import missing, native
+from mkernel.backends.accelerators.hopper.claims import library_ops, ops
+from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, missing, native
 from mkernel.backends.base import (
     AcceleratorBackend,
     AcceleratorCapabilities,
     Call,
-    Launch,
-    LaunchTimes,
     Status,
     SymmetricMemory,
     Workspace,
 )
-from mkernel.backends.runtime import _runtime
-from mkernel.errors import ArgumentError, BackendUnavailable
+from mkernel.errors import BackendUnavailable
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
-    from mkernel.backends.accelerators.hopper import _hopper
+    import torch
 
-ARCHITECTURE = (9, 0)
+    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.hopper.opened import HopperLaunch, OpenDevice
+    from mkernel.backends.runtime import _runtime
+
 _PLAIN_PROCESSORS = 132
 """Of an H100 or H200, where no device is here to ask."""
-_FIRST_EPOCH = 1
-_EPOCH_OFFSETS = (0, *range(128, 256, 8))  # of Control's epoch and epochs (device/region.cuh)
-_LONGEST_PAUSE_S = 0.001
-
-
-@dataclass
-class _Open:
-    """What a world has of its device."""
-
-    device: int
-    current: torch.cuda.device
-    """Entered around each call to make the device torch's current one; made once."""
-    control: _hopper.ControlBlock
-    order: _hopper.CallOrder
-    worlds: dict[str, _hopper.World] = field(default_factory=dict)  # as in Lane
-    collectives: dict[str, _hopper.Collective] = field(default_factory=dict)
-    used: bool = field(default=False)
-
-
-class HopperLaunch(Launch):
-    """A call that is queued on a stream."""
-
-    def __init__(
-        self,
-        order: _hopper.CallOrder,
-        number: int,
-        events: tuple[torch.cuda.Event, torch.cuda.Event] | None,
-    ) -> None:
-        """``number``: what ``order`` calls it. ``events``: around it, where it is timed."""
-        self._order = order
-        self._number = number
-        self._events = events
-
-    def wait(self, timeout_s: float) -> bool:
-        """True once the device is past the call. RuntimeError where the device has failed."""
-        start = time.monotonic()
-        while not self._order.finished(self._number):
-            waited = time.monotonic() - start
-            if waited >= timeout_s:
-                return False
-            time.sleep(min(_LONGEST_PAUSE_S, waited / 50))  # short waits must not get longer
-        return True
-
-    def times(self) -> LaunchTimes:
-        """``compute``: of the whole call on the device; communication runs inside it."""
-        if self._events is None:
-            return LaunchTimes()
-        start, end = self._events
-        return LaunchTimes({"comm": 0.0, "compute": start.elapsed_time(end) * 1e-3})
-
-    def trace(self) -> None:
-        """None: no instructions are recorded."""
 
 
 class HopperAccelerator(AcceleratorBackend):
@@ -103,8 +47,8 @@ class HopperAccelerator(AcceleratorBackend):
 
     def __init__(self) -> None:
         """Starts nothing."""
-        self._open: _Open | None = None
-        self._left: list[_Open] = []  # of worlds whose kernels did not end
+        self._open: OpenDevice | None = None
+        self._left: list[OpenDevice] = []  # of worlds whose kernels did not end
         self._capabilities: AcceleratorCapabilities | None = None
 
     def status(self) -> Status:
@@ -117,6 +61,8 @@ class HopperAccelerator(AcceleratorBackend):
             return Status(
                 False, "no device of compute capability 9.0", "use accelerator streams, or an H100"
             )
+        import torch
+
         if not torch.cuda.is_available():
             return Status(
                 False,
@@ -151,7 +97,7 @@ class HopperAccelerator(AcceleratorBackend):
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else _PLAIN_PROCESSORS
             self._capabilities = AcceleratorCapabilities(
-                ops=launches.ops(),
+                ops=ops(),
                 dtypes=("bfloat16", "float16"),
                 out_dtypes=("bfloat16", "float16"),
                 mixed_dtypes=False,
@@ -166,106 +112,51 @@ class HopperAccelerator(AcceleratorBackend):
                 chunk_unit="rows",
                 row_chunks=1,
                 stream_ordered=True,
-                library_ops=launches.library_ops(),
+                library_ops=library_ops(),
             )
         return self._capabilities
 
-    # ---- a world's life --------------------------------------------------------------------------
+    # ---- a world's life, and its calls -----------------------------------------------------------
 
     def open(self, device: Accelerator) -> None:
         """Choose the rank's device and make what its calls need there."""
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # The topology counts the host's devices; a rank may be shown fewer, often just its own.
-            torch.cuda.set_device(device.index % torch.cuda.device_count())
-        index = torch.cuda.current_device()
-        if torch.cuda.get_device_capability(index) != ARCHITECTURE:
-            raise BackendUnavailable(
-                f"device {index} ({torch.cuda.get_device_name(index)}) is not of compute capability "
-                "9.0; choose another with torch.cuda.set_device before making the world"
-            )
-        torch.empty(1, device="cuda")  # torch's context first
-        made = native()
-        self._open = _Open(
-            index, torch.cuda.device(index), made.ControlBlock(), made.CallOrder(index)
-        )
+        from mkernel.backends.accelerators.hopper.opened import OpenDevice
+
+        self._open = OpenDevice(device)
 
     def close(self, timeout_s: float) -> bool:
         """Wait for the device, and let go of it."""
         opened, self._open = self._open, None
-        if opened is None or not opened.used:
+        if opened is None or opened.close(timeout_s):
             return True
-        # No call of CUDA's waits with a deadline; a thread that is left behind waits for good.
-        waiting = threading.Thread(
-            target=_synchronize, args=(opened.device,), name="mkernel-drain", daemon=True
-        )
-        waiting.start()
-        waiting.join(timeout_s)
-        if waiting.is_alive():
-            self._left.append(opened)
-            return False
-        return True
+        self._left.append(opened)
+        return False
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
         """The rank's device. ArgumentError for tensors on another one."""
-        opened = self._opened()
-        for name, tensor in tensors.items():
-            if tensor.device.index != opened.device:
-                raise ArgumentError(
-                    f"{name}.device",
-                    tensor.device,
-                    f"cuda:{opened.device}, the device that this rank had when it made the world",
-                )
-        return opened.current
+        return self._opened().on(tensors)
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed memory of the rank's device."""
-        return DeviceMemory.create(nbytes, self._opened().device)
+        return self._opened().allocate(nbytes)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
         """Map a same-node peer's memory for the rank's device. OSError where it is gone."""
-        return DeviceMemory.attach(descriptor, self._opened().device)
+        return self._opened().attach(descriptor)
 
     def format(self, memory: SymmetricMemory) -> None:
         """Write the number of the first call, where kernels look for it."""
-        assert isinstance(memory, DeviceMemory)
-        for offset in _EPOCH_OFFSETS:
-            memory.write_word(offset, _FIRST_EPOCH)
+        self._opened().format(memory)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
         """A region, shared by all plans of a world; its flags are its own, so no signals."""
-        return Workspace(nbytes=launches.region_bytes(plan), signals=0, shared=True)
+        from mkernel.backends.accelerators.hopper.launches import region_bytes
 
-    # ---- calls -----------------------------------------------------------------------------------
+        return Workspace(nbytes=region_bytes(plan), signals=0, shared=True)
 
     def launch(self, call: Call) -> HopperLaunch:
         """Queue the call on torch's current stream, after the world's previous one."""
-        opened = self._opened()
-        opened.used = True
-        stream = _current_stream(opened.device)
-        order = opened.order
-        events = None
-        if call.timed and not torch.cuda.is_current_stream_capturing():
-            events = (_timer(), _timer())
-        order.begin(stream)
-        if events is not None:
-            events[0].record()
-        try:
-            launches.start(
-                call,
-                Lane(
-                    opened.device,
-                    stream,
-                    order,
-                    opened.control.address,
-                    opened.worlds,
-                    opened.collectives,
-                ),
-            )
-        finally:
-            if events is not None:
-                events[1].record()
-            number = order.end(stream)
-        return HopperLaunch(order, number, events)
+        return self._opened().launch(call)
 
     def abort(self, code: _runtime.AbortCode) -> None:
         """Set the word that waiting kernels look at."""
@@ -280,7 +171,7 @@ class HopperAccelerator(AcceleratorBackend):
             return None
         return opened.control.outcome()
 
-    def _opened(self) -> _Open:
+    def _opened(self) -> OpenDevice:
         if self._open is None:
             raise BackendUnavailable(
                 "accelerator 'hopper' is in no world; call mkernel.init() first"
@@ -290,21 +181,3 @@ class HopperAccelerator(AcceleratorBackend):
 
 def _devices() -> list[_hopper.DeviceInfo]:
     return [device for device in native().devices() if (device.major, device.minor) == ARCHITECTURE]
-
-
-def _current_stream(device: int) -> int:
-    """Handle of torch's current stream."""
-    # As torch's own compiler asks: torch.cuda.current_stream makes an object for it, in 4 us.
-    handle: int = torch._C._cuda_getCurrentRawStream(device)
-    return handle
-
-
-def _timer() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _synchronize(device: int) -> None:
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:  # the device has failed: nothing runs there any more
-        return

@@ -1,7 +1,4 @@
-"""Which ops there are kernels of, what they need, and how each is started.
-
-An op is here once ``_hopper`` has its function; nothing else of the backend knows one by name.
-"""
+"""What each op needs, and how it is started."""
 
 from __future__ import annotations
 
@@ -10,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from mkernel.backends.accelerators.hopper import gemm, library
+from mkernel.backends.accelerators.hopper.claims import FUNCTIONS, ops
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.base import Call
-from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
@@ -40,35 +38,19 @@ class Op:
     """How an op is run.
 
     Attributes:
-        function: of ``_hopper``, without which this build lacks the op.
         region_bytes: bytes of the symmetric region that a plan needs on each rank.
         start: puts a call's work on its lane; returns at once.
     """
 
-    function: str
     region_bytes: Callable[[LaunchPlan], int]
     start: Callable[[Call, Lane], None]
 
 
 OPS: dict[str, Op] = {
-    "all_gather_gemm": Op("all_gather_gemm", gemm.gather_bytes, gemm.start_gather),
-    "gemm_reduce_scatter": Op("gemm_reduce", gemm.reduce_bytes, gemm.start_reduce),
-    "gemm_all_reduce": Op("gemm_reduce", gemm.reduce_bytes, gemm.start_reduce),
+    "all_gather_gemm": Op(gemm.gather_bytes, gemm.start_gather),
+    "gemm_reduce_scatter": Op(gemm.reduce_bytes, gemm.start_reduce),
+    "gemm_all_reduce": Op(gemm.reduce_bytes, gemm.start_reduce),
 }
-
-
-def ops() -> tuple[str, ...]:
-    """Names of the ops that this build has kernels of."""
-    try:
-        made = native()
-    except BackendUnavailable:
-        return ()
-    return tuple(name for name, op in OPS.items() if hasattr(made, op.function))
-
-
-def library_ops() -> tuple[str, ...]:
-    """Names of the ops that also have the library path, with this torch."""
-    return tuple(name for name in ops() if name in library.OPS) if library.usable() else ()
 
 
 def region_bytes(plan: LaunchPlan) -> int:
@@ -88,7 +70,7 @@ def start(call: Call, lane: Lane) -> None:
 
 def _op(name: str) -> Op:
     op = OPS.get(name)
-    if op is None or not hasattr(native(), op.function):
+    if op is None or not hasattr(native(), FUNCTIONS[name]):
         raise Unsupported(
             f"accelerator 'hopper' has no kernel of {name}; it has: {', '.join(ops()) or 'none'}"
         )

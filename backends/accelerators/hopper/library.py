@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
     from mkernel.backends.accelerators.hopper.launches import Lane
 
-OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-
 SCATTERED_ELEMENTS = 1 << 12
 """Elements of a product up to which it is rounded by us, not by the library, which may round the
 parts of a product that it cuts along K: an error of the whole that scatters in few elements."""
@@ -36,11 +34,6 @@ ONE_SHOT_BYTES = 1 << 20
 """Of partial results, times W - 2, up to which sending all of them to every rank is faster than
 sending sums in an exchange of their own: (W-1)(W-2)/W times the bytes, but 5 us less to wait."""
 ONE_SHOT_MOST = 8 << 20
-
-
-def usable() -> bool:
-    """Whether this torch has products of half-precision inputs in float32."""
-    return hasattr(torch.ops.aten.mm, "dtype_out")
 
 
 def region_bytes(plan: LaunchPlan) -> int:

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mkernel.backends.accelerators.hopper import launches, library
+from mkernel.backends.accelerators.hopper import claims, launches, library
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.launches import Lane
 from mkernel.backends.base import AcceleratorCapabilities, Call, PeerMemory, View
@@ -26,7 +27,7 @@ from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
 
 DATA_OFFSET = 1 << 20
 STREAM = 5
-OPS = library.OPS
+OPS = claims.LIBRARY_OPS
 every_op = pytest.mark.parametrize("op", OPS)
 worlds = pytest.mark.parametrize("world", [1, 2, 4])
 
@@ -327,8 +328,9 @@ def test_a_plan_has_the_region_of_its_path(
 ) -> None:
     made = fabric(4)
     monkeypatch.setattr(launches, "native", lambda: made)
-    there = launches.Op("all_gather", lambda plan: 7, lambda call, lane: None)
+    there = launches.Op(lambda plan: 7, lambda call, lane: None)
     monkeypatch.setattr(launches, "OPS", {op: there})
+    monkeypatch.setitem(claims.FUNCTIONS, op, "all_gather")
     assert launches.region_bytes(planned(op, 256, 64, 64, 4, path="fused")) == 7
     needed = launches.region_bytes(planned(op, 256, 64, 64, 4))
     assert needed == library.region_bytes(planned(op, 256, 64, 64, 4)) > DATA_OFFSET
@@ -341,8 +343,9 @@ def test_a_plan_has_the_region_of_its_path(
 def test_a_call_goes_the_way_of_its_plan(fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "native", lambda: fabric(1))
     gone: list[str] = []
-    there = launches.Op("all_gather", lambda plan: 7, lambda call, lane: gone.append("fused"))
+    there = launches.Op(lambda plan: 7, lambda call, lane: gone.append("fused"))
     monkeypatch.setattr(launches, "OPS", {"all_gather_gemm": there})
+    monkeypatch.setitem(claims.FUNCTIONS, "all_gather_gemm", "all_gather")
     monkeypatch.setattr(library, "start", lambda call, lane: gone.append("library"))
     for path in ("fused", "library"):
         call: Any = SimpleNamespace(plan=planned("all_gather_gemm", 8, 8, 8, 1, path=path))
@@ -350,10 +353,23 @@ def test_a_call_goes_the_way_of_its_plan(fabric: Any, monkeypatch: pytest.Monkey
     assert gone == ["fused", "library"]
 
 
-def test_the_path_needs_products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "ops", lambda: ("all_gather_gemm", "ring_attention"))
-    monkeypatch.setattr(library, "usable", lambda: True)
-    assert launches.library_ops() == ("all_gather_gemm",)
-    monkeypatch.setattr(library, "usable", lambda: False)
-    assert launches.library_ops() == ()
+@pytest.mark.parametrize(
+    ("version", "fit"),
+    [
+        ("2.7.1", False), ("2.8.0", True), ("2.8.0a0+git1234", True), ("2.13.0+cpu", True),
+        ("3.0", True), ("1.13.1", False), ("unknown", False),
+    ],
+)  # fmt: skip
+def test_the_path_needs_products_in_float32(
+    monkeypatch: pytest.MonkeyPatch, version: str, fit: bool
+) -> None:
+    monkeypatch.setattr(claims, "ops", lambda: ("all_gather_gemm", "ring_attention"))
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    assert claims.torch_is_fit() == fit
+    assert claims.library_ops() == (("all_gather_gemm",) if fit else ())
+    monkeypatch.setattr(claims, "ops", lambda: ())
     assert HopperAccelerator().capabilities().library_ops == ()
+
+
+def test_the_version_says_what_torch_itself_says() -> None:
+    assert claims.torch_is_fit() == hasattr(torch.ops.aten.mm, "dtype_out")

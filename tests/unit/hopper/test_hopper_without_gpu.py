@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators import hopper
-from mkernel.backends.accelerators.hopper import launches, native
-from mkernel.backends.accelerators.hopper.backend import HopperAccelerator, HopperLaunch
+from mkernel.backends.accelerators.hopper import claims, launches, native
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.memory import DeviceMemory
+from mkernel.backends.accelerators.hopper.opened import HopperLaunch
 from mkernel.backends.base import Call
 from mkernel.backends.runtime import _runtime
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
@@ -195,27 +196,28 @@ def test_a_build_without_nvcc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BackendUnavailable("the CUDA kernels do not import: No module named '_hopper'")
 
     monkeypatch.setattr(native, "native", absent)
-    monkeypatch.setattr(launches, "native", absent)
+    monkeypatch.setattr(claims, "native", absent)
     status = HopperAccelerator().status()
     assert not status.usable
     assert "not built" in status.detail
     assert "nvcc" in status.remedy
-    assert launches.ops() == ()
+    assert claims.ops() == ()
     assert HopperAccelerator().capabilities().ops == ()
 
 
 def test_ops_are_those_that_the_build_has(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    there = launches.Op("there", lambda plan: 10, lambda call, lane: started.append(call))
-    absent = launches.Op("absent", lambda plan: 10, lambda call, lane: None)
+    there = launches.Op(lambda plan: 10, lambda call, lane: started.append(call))
+    absent = launches.Op(lambda plan: 10, lambda call, lane: None)
     monkeypatch.setattr(launches, "OPS", {"all_gather_gemm": there, "gemm_all_reduce": absent})
+    monkeypatch.setitem(claims.FUNCTIONS, "all_gather_gemm", "there")
     fake.there = None
-    claims = HopperAccelerator().capabilities()
-    assert claims.ops == ("all_gather_gemm",)
-    assert claims.compute_cores == 100
-    assert claims.stream_ordered
-    assert not claims.multicast
-    assert claims.dtype_pairs() == (("bfloat16", "bfloat16"), ("float16", "float16"))
+    claimed = HopperAccelerator().capabilities()
+    assert claimed.ops == ("all_gather_gemm",)
+    assert claimed.compute_cores == 100
+    assert claimed.stream_ordered
+    assert not claimed.multicast
+    assert claimed.dtype_pairs() == (("bfloat16", "bfloat16"), ("float16", "float16"))
     plan: Any = SimpleNamespace(op="all_gather_gemm", path="fused")
     workspace = HopperAccelerator().workspace(plan)
     assert (workspace.nbytes, workspace.signals, workspace.shared) == (10, 0, True)

@@ -1,0 +1,170 @@
+"""What a world has of its device: memory, and calls on torch's current stream."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mkernel.backends.accelerators.hopper import launches
+from mkernel.backends.accelerators.hopper.launches import Lane
+from mkernel.backends.accelerators.hopper.memory import DeviceMemory
+from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, native
+from mkernel.backends.base import Call, Launch, LaunchTimes, SymmetricMemory
+from mkernel.errors import ArgumentError, BackendUnavailable
+from mkernel.topology.model import Accelerator
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+_FIRST_EPOCH = 1
+_EPOCH_OFFSETS = (0, *range(128, 256, 8))  # of Control's epoch and epochs (device/region.cuh)
+_LONGEST_PAUSE_S = 0.001
+
+
+class HopperLaunch(Launch):
+    """A call that is queued on a stream."""
+
+    def __init__(
+        self,
+        order: _hopper.CallOrder,
+        number: int,
+        events: tuple[torch.cuda.Event, torch.cuda.Event] | None,
+    ) -> None:
+        """``number``: what ``order`` calls it. ``events``: around it, where it is timed."""
+        self._order = order
+        self._number = number
+        self._events = events
+
+    def wait(self, timeout_s: float) -> bool:
+        """True once the device is past the call. RuntimeError where the device has failed."""
+        start = time.monotonic()
+        while not self._order.finished(self._number):
+            waited = time.monotonic() - start
+            if waited >= timeout_s:
+                return False
+            time.sleep(min(_LONGEST_PAUSE_S, waited / 50))  # short waits must not get longer
+        return True
+
+    def times(self) -> LaunchTimes:
+        """``compute``: of the whole call on the device; communication runs inside it."""
+        if self._events is None:
+            return LaunchTimes()
+        start, end = self._events
+        return LaunchTimes({"comm": 0.0, "compute": start.elapsed_time(end) * 1e-3})
+
+    def trace(self) -> None:
+        """None: no instructions are recorded."""
+
+
+class OpenDevice:
+    """Of one rank, from a world's begin to its end."""
+
+    def __init__(self, device: Accelerator) -> None:
+        """Choose the rank's device and make what its calls need there. BackendUnavailable."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # The topology counts the host's devices; a rank may be shown fewer, often just its own.
+            torch.cuda.set_device(device.index % torch.cuda.device_count())
+        index = torch.cuda.current_device()
+        if torch.cuda.get_device_capability(index) != ARCHITECTURE:
+            raise BackendUnavailable(
+                f"device {index} ({torch.cuda.get_device_name(index)}) is not of compute capability "
+                "9.0; choose another with torch.cuda.set_device before making the world"
+            )
+        torch.empty(1, device="cuda")  # torch's context first
+        made = native()
+        self.index = index
+        self.control: _hopper.ControlBlock = made.ControlBlock()
+        self._current = torch.cuda.device(index)  # entered around each call; made once
+        self._order: _hopper.CallOrder = made.CallOrder(index)
+        self._worlds: dict[str, _hopper.World] = {}  # as in Lane
+        self._collectives: dict[str, _hopper.Collective] = {}
+        self._used = False
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for the device. False at the deadline: kernels of the world did not end."""
+        if not self._used:
+            return True
+        # No call of CUDA's waits with a deadline; a thread that is left behind waits for good.
+        waiting = threading.Thread(
+            target=_synchronize, args=(self.index,), name="mkernel-drain", daemon=True
+        )
+        waiting.start()
+        waiting.join(timeout_s)
+        return not waiting.is_alive()
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
+        """The rank's device. ArgumentError for tensors on another one."""
+        for name, tensor in tensors.items():
+            if tensor.device.index != self.index:
+                raise ArgumentError(
+                    f"{name}.device",
+                    tensor.device,
+                    f"cuda:{self.index}, the device that this rank had when it made the world",
+                )
+        return self._current
+
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        """Zeroed memory of the device."""
+        return DeviceMemory.create(nbytes, self.index)
+
+    def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
+        """Map a same-node peer's memory for the device. OSError where it is gone."""
+        return DeviceMemory.attach(descriptor, self.index)
+
+    def format(self, memory: SymmetricMemory) -> None:
+        """Write the number of the first call, where kernels look for it."""
+        assert isinstance(memory, DeviceMemory)
+        for offset in _EPOCH_OFFSETS:
+            memory.write_word(offset, _FIRST_EPOCH)
+
+    def launch(self, call: Call) -> HopperLaunch:
+        """Queue the call on torch's current stream, after the world's previous one."""
+        self._used = True
+        stream = _current_stream(self.index)
+        order = self._order
+        events = None
+        if call.timed and not torch.cuda.is_current_stream_capturing():
+            events = (_timer(), _timer())
+        order.begin(stream)
+        if events is not None:
+            events[0].record()
+        try:
+            launches.start(
+                call,
+                Lane(
+                    self.index,
+                    stream,
+                    order,
+                    self.control.address,
+                    self._worlds,
+                    self._collectives,
+                ),
+            )
+        finally:
+            if events is not None:
+                events[1].record()
+            number = order.end(stream)
+        return HopperLaunch(order, number, events)
+
+
+def _current_stream(device: int) -> int:
+    """Handle of torch's current stream."""
+    # As torch's own compiler asks: torch.cuda.current_stream makes an object for it, in 4 us.
+    handle: int = torch._C._cuda_getCurrentRawStream(device)
+    return handle
+
+
+def _timer() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _synchronize(device: int) -> None:
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:  # the device has failed: nothing runs there any more
+        return

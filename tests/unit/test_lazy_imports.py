@@ -1,0 +1,113 @@
+"""What is imported when: planning and probing take no torch; the API looks the same all the same."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mkernel
+
+P2P = """<topology version="2.0"><object type="Machine"><object type="Package" os_index="0">
+<object type="NUMANode" os_index="0"/></object></object></topology>"""
+
+
+def python(*lines: str, cwd: Path | None = None) -> str:
+    """What a fresh interpreter prints; it fails the test if it fails."""
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd or "/",  # in the repository the flat folder would be imported
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def without_torch(*command: str, cwd: Path | None = None) -> str:
+    """What the command prints; it must not have imported torch."""
+    return python(
+        "import sys",
+        f"sys.argv = ['mkernel', *{command!r}]",
+        "from mkernel.cli.main import main",
+        "try:",
+        "    main()",
+        "except SystemExit as end:",
+        "    assert not end.code, end.code",
+        "assert 'torch' not in sys.modules, 'torch was imported'",
+        cwd=cwd or "/",  # in the repository the flat folder would be imported
+    )
+
+
+def test_the_package_alone_imports_no_torch() -> None:
+    python("import sys, mkernel", "assert 'torch' not in sys.modules")
+    python("import sys, mkernel", "mkernel.world", "assert 'torch' in sys.modules")
+
+
+def test_planning_for_real_machines_imports_no_torch(tmp_path: Path) -> None:
+    machine = (
+        '{"nodes": [{"id": 0, "hostname": "a", "cpus": [0, 1], "numa": [], "accelerators": ['
+        '{"id": "cuda0", "kind": "cuda", "name": "GPU", "index": 0},'
+        '{"id": "cuda1", "kind": "cuda", "name": "GPU", "index": 1}], "nics": []}]}'
+    )
+    (tmp_path / "machine.json").write_text(machine)
+    told = without_torch(
+        "plan", "ag_gemm", "--topology", "machine.json", "--nodes", "1", "--ranks-per-node", "2",
+        "--dtype", "bfloat16", cwd=tmp_path,
+    )  # fmt: skip
+    assert "on hopper" in told
+
+
+def test_probing_a_file_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "machine.xml").write_text(P2P)
+    assert without_torch("probe", "--from", "machine.xml", cwd=tmp_path)
+
+
+# ---- the API ----------------------------------------------------------------------------------------
+
+
+def test_every_name_is_there() -> None:
+    assert set(mkernel.__all__) <= set(dir(mkernel))
+    for name in mkernel.__all__:
+        assert getattr(mkernel, name) is not None
+    assert set(mkernel.__all__) == {*mkernel.HOMES, "Settings", "errors", "__version__"}
+    with pytest.raises(AttributeError, match="'nonsense'"):
+        mkernel.nonsense  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_checkers_see_what_there_is() -> None:
+    """The imports that only type checkers read name the same things from the same places."""
+    tree = ast.parse(Path(str(mkernel.__file__)).read_text())
+    (checked,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {name: module for name, (module, _) in seen.items()} == mkernel.HOMES
+    for name, (module, defined) in seen.items():
+        assert getattr(mkernel, name) is getattr(importlib.import_module(str(module)), defined)
+
+
+@pytest.mark.parametrize("first", ["mkernel.launch", "mkernel.plan.model", "mkernel.world"])
+def test_a_function_stays_where_a_submodule_has_its_name(first: str) -> None:
+    python(
+        "import mkernel",
+        f"import {first}",
+        "import mkernel.launch, mkernel.plan.planner, mkernel.world",
+        "for name in ('launch', 'plan', 'world'):",
+        "    assert type(getattr(mkernel, name)).__name__ == 'function', name",
+        "from mkernel import *",
+        "assert callable(plan) and callable(launch) and callable(world)",
+    )
