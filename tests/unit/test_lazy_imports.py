@@ -52,7 +52,7 @@ def test_the_package_alone_imports_no_torch() -> None:
 
 def test_planning_for_real_machines_imports_no_torch(tmp_path: Path) -> None:
     machine = (
-        '{"nodes": [{"id": 0, "hostname": "a", "cpus": [0, 1], "numa": [], "accelerators": ['
+        '{"nodes": [{"id": 0, "hostname": "a", "numa": [], "accelerators": ['
         '{"id": "cuda0", "kind": "cuda", "name": "GPU", "index": 0},'
         '{"id": "cuda1", "kind": "cuda", "name": "GPU", "index": 1}], "nics": []}]}'
     )
