@@ -13,7 +13,7 @@
 
 #include "backends/accelerators/ascend/isa/launch.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/args.hpp"
-#include "backends/accelerators/ascend/kernels/ag_gemm/consumption.hpp"
+#include "backends/accelerators/ascend/kernels/consumption.hpp"
 #include "backends/accelerators/ascend/kernels/gemm/product.hpp"
 #include "backends/accelerators/ascend/kernels/release.hpp"
 
@@ -23,12 +23,12 @@ template <class Core>
 class Compute {
   public:
     Compute(Core& core, const Args& args)
-        : core_(core), args_(args), g_(args.geometry), product_(core, g_.tiling(), args.b) {}
+        : core_(core), args_(args), g_(args.geometry), product_(core, g_.tiling(), g_.dtype) {}
 
     // False if a wait was aborted or timed out.
     bool run() {
         product_.open();
-        const Consumption tiles(args_);
+        const Consumption tiles(args_, args_.source_order, g_.world, g_.row_groups(), g_.n_tiles());
         for (std::uint32_t i = core_.index(); i < tiles.size(); i += core_.count()) {
             if (!output_tile(tiles[i])) return false;
         }
@@ -39,21 +39,22 @@ class Compute {
   private:
     static constexpr std::uint32_t kNone = kNoAnnotation;
 
-    bool output_tile(const OutputTile& tile) {
+    bool output_tile(const Consumption::Place& tile) {
         const auto [source, row_group, n_tile] = tile;
         const std::int64_t row =
             std::int64_t{source} * g_.m_local + std::int64_t{row_group} * g_.tile_m;
         const std::uint32_t column = n_tile * g_.tile_n;
-        const std::uint32_t left = g_.n - column;
-        const isa::GlobalView out =
-            args_.out.sub(row, column, g_.rows_of(row_group), left < g_.tile_n ? left : g_.tile_n);
-        return product_.tile(out, column, [&](std::uint32_t k_tile) -> isa::GlobalView {
-            const std::uint32_t chunk = g_.chunk_of(row_group * g_.k_tiles() + k_tile);
-            core_.annotate(source == args_.rank ? kNone : chunk);
-            if (source == args_.rank) return args_.own_tile(row_group, k_tile);
-            if (!wait_chunk(source, chunk)) return {};
-            return args_.staged(args_.workspace, source, row_group, k_tile);
-        });
+        const std::uint32_t left = g_.n - column, columns = left < g_.tile_n ? left : g_.tile_n;
+        const isa::GlobalView out = args_.out.sub(row, column, g_.rows_of(row_group), columns);
+        return product_.tile(out, args_.b.sub(0, column, g_.k, columns),
+                             [&](std::uint32_t k_tile) -> isa::GlobalView {
+                                 const std::uint32_t chunk =
+                                     g_.chunk_of(row_group * g_.k_tiles() + k_tile);
+                                 core_.annotate(source == args_.rank ? kNone : chunk);
+                                 if (source == args_.rank) return args_.own_tile(row_group, k_tile);
+                                 if (!wait_chunk(source, chunk)) return {};
+                                 return args_.staged(args_.workspace, source, row_group, k_tile);
+                             });
     }
 
     // Once all chunks of a same-node rank are in, its summary spares the other waits.

@@ -16,9 +16,9 @@ namespace mkernel::ascend::gemm {
 template <class Core>
 class Product {
   public:
-    // `b`: all of B, [k, n], rows or columns contiguous.
-    Product(Core& core, const Tiling& tiling, const isa::GlobalView& b)
-        : core_(core), t_(tiling), b_(b) {}
+    // `dtype`: of A and B.
+    Product(Core& core, const Tiling& tiling, isa::DType dtype)
+        : core_(core), t_(tiling), dtype_(dtype) {}
 
     void open() {
         for (std::uint32_t half = 0; half < 2; ++half) {
@@ -36,11 +36,11 @@ class Product {
         core_.wait_flag(Pipe::FIX, Pipe::M, 0);
     }
 
-    // out = A @ B[:, first_column : first_column + out.cols]. `a(k_tile)`: the view of A's tile
-    // [out.rows, depth], asked for right before it is loaded; with a null base (a wait was aborted
-    // or timed out) `tile` returns false at once.
+    // out = A @ B; `b`: [k, out.cols], rows or columns contiguous. `a(k_tile)`: the view of A's
+    // tile [out.rows, depth], asked for right before it is loaded; with a null base (a wait was
+    // aborted or timed out) `tile` returns false at once.
     template <class SourceOfA>
-    bool tile(const isa::GlobalView& out, std::uint32_t first_column, const SourceOfA& a) {
+    bool tile(const isa::GlobalView& out, const isa::GlobalView& b, const SourceOfA& a) {
         const Tile sum{.buffer = isa::Buffer::L0C,
                        .dtype = isa::DType::float32,
                        .rows = t_.tile_m,
@@ -48,15 +48,14 @@ class Product {
                        .valid_rows = out.rows,
                        .valid_cols = out.cols};
         core_.wait_flag(Pipe::FIX, Pipe::M, 0);
-        for (std::uint32_t k_tile = 0; k_tile < divide_up(b_.rows, t_.tile_k); ++k_tile) {
+        for (std::uint32_t k_tile = 0; k_tile < divide_up(b.rows, t_.tile_k); ++k_tile) {
             const isa::GlobalView source = a(k_tile);
             if (source.base == nullptr) return false;
             const std::uint32_t depth = source.cols;
-            const Tile l1a = l1_a(out.rows, depth), l1b = l1_b(depth, out.cols);
+            const Tile l1a = l1_a(out.rows, depth), l1b = l1_b(b, depth);
             core_.wait_flag(Pipe::MTE1, Pipe::MTE2, l1_half_);
             core_.tload(l1a, source);
-            core_.tload(l1b,
-                        b_.sub(std::int64_t{k_tile} * t_.tile_k, first_column, depth, out.cols));
+            core_.tload(l1b, b.sub(std::int64_t{k_tile} * t_.tile_k, 0, depth, b.cols));
             core_.set_flag(Pipe::MTE2, Pipe::MTE1, l1_half_);
             core_.wait_flag(Pipe::MTE2, Pipe::MTE1, l1_half_);
             for (std::uint32_t at = 0; at < depth; at += t_.step_k) {
@@ -80,16 +79,16 @@ class Product {
                        bool first) {
         const std::uint32_t left = a.valid_cols - at;
         const std::uint32_t depth = left < t_.step_k ? left : t_.step_k;
-        const std::uint32_t size = isa::bytes_of(b_.dtype);
+        const std::uint32_t size = isa::bytes_of(dtype_);
         const Tile l0a{.buffer = isa::Buffer::L0A,
-                       .dtype = b_.dtype,
+                       .dtype = dtype_,
                        .offset = l0_half_ * t_.tile_m * t_.step_k * size,
                        .rows = t_.tile_m,
                        .cols = t_.step_k,
                        .valid_rows = a.valid_rows,
                        .valid_cols = depth};
         const Tile l0b{.buffer = isa::Buffer::L0B,
-                       .dtype = b_.dtype,
+                       .dtype = dtype_,
                        .offset = l0_half_ * t_.step_k * t_.tile_n * size,
                        .rows = t_.step_k,
                        .cols = t_.tile_n,
@@ -111,31 +110,31 @@ class Product {
 
     // L1: A halves, then B halves.
     [[nodiscard]] Tile l1_a(std::uint32_t rows, std::uint32_t depth) const {
-        const std::uint32_t bytes = t_.tile_m * t_.tile_k * isa::bytes_of(b_.dtype);
+        const std::uint32_t bytes = t_.tile_m * t_.tile_k * isa::bytes_of(dtype_);
         return {.buffer = isa::Buffer::L1,
-                .dtype = b_.dtype,
+                .dtype = dtype_,
                 .offset = l1_half_ * bytes,
                 .rows = t_.tile_m,
                 .cols = t_.tile_k,
                 .valid_rows = rows,
                 .valid_cols = depth};
     }
-    [[nodiscard]] Tile l1_b(std::uint32_t depth, std::uint32_t width) const {
-        const std::uint32_t size = isa::bytes_of(b_.dtype);
+    [[nodiscard]] Tile l1_b(const isa::GlobalView& b, std::uint32_t depth) const {
+        const std::uint32_t size = isa::bytes_of(dtype_);
         return {
             .buffer = isa::Buffer::L1,
-            .dtype = b_.dtype,
-            .layout = b_.col_stride == 1 ? isa::Layout::row : isa::Layout::column,
+            .dtype = dtype_,
+            .layout = b.col_stride == 1 ? isa::Layout::row : isa::Layout::column,
             .offset = 2 * t_.tile_m * t_.tile_k * size + l1_half_ * t_.tile_k * t_.tile_n * size,
             .rows = t_.tile_k,
             .cols = t_.tile_n,
             .valid_rows = depth,
-            .valid_cols = width};
+            .valid_cols = b.cols};
     }
 
     Core& core_;
     Tiling t_;
-    const isa::GlobalView& b_;
+    isa::DType dtype_;
     std::uint32_t l1_half_ = 0, l0_half_ = 0;
 };
 

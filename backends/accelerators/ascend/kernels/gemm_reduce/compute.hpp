@@ -21,7 +21,7 @@ template <class Core>
 class Compute {
   public:
     Compute(Core& core, const Args& args)
-        : core_(core), args_(args), g_(args.geometry), product_(core, g_.tiling(), args.b) {}
+        : core_(core), args_(args), g_(args.geometry), product_(core, g_.tiling(), g_.dtype) {}
 
     // False if a wait was aborted or timed out.
     bool run() {
@@ -59,7 +59,7 @@ class Compute {
             g_.world == 1
                 ? args_.output(tile)
                 : args_.partial(args_.workspace + g_.outbox(args_.parity(), owner), owner, tile);
-        product_.tile(to, at.column, [&](std::uint32_t k_tile) {
+        product_.tile(to, args_.b.sub(0, at.column, g_.k, at.columns), [&](std::uint32_t k_tile) {
             const std::uint32_t from = k_tile * g_.tile_k, left = g_.k - from;
             return args_.a.sub(at.row, from, at.rows, left < g_.tile_k ? left : g_.tile_k);
         });

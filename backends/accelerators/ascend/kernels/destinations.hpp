@@ -1,0 +1,84 @@
+// To whom a rank sends what all other ranks get, and which block sends what.
+//
+// Each same-node rank is one destination; all ranks of other nodes together are one more, whose
+// items are packed once in the own workspace and sent from there. More blocks than destinations:
+// blocks are dealt out evenly to destinations and share their items; else (item, destination) pairs
+// go round-robin over blocks. Before its first put to a destination a block waits until it has
+// released epoch - 2, whose part of the workspace is about to be overwritten.
+#pragma once
+
+#include "backends/accelerators/ascend/kernels/release.hpp"
+
+namespace mkernel::ascend {
+
+template <class Core>
+class Destinations {
+  public:
+    // `released`: signal index of rank 0 (release.hpp).
+    Destinations(Core& core, const CallArgs& call, std::uint32_t world, std::uint32_t released)
+        : core_(core), call_(call), released_(released) {
+        for (std::uint32_t step = 1; step < world; ++step) {
+            const std::uint32_t peer = (call.rank + step) % world;
+            if (call.same_node(peer)) {
+                near_[count_++] = peer;
+            } else {
+                far_[far_count_++] = peer;
+            }
+        }
+        if (far_count_ > 0) near_[count_++] = kFar;
+    }
+
+    // This block's share of `items` items, in order: near(peer, item) for each same-node rank, and
+    // far(item) for all others. False as soon as one of them is, or a wait was aborted.
+    template <class Near, class Far>
+    bool each(std::uint32_t items, const Near& near, const Far& far) {
+        if (count_ == 0) return true;
+        const auto send = [&](std::uint32_t which, std::uint32_t item) {
+            if (!wait_released(which)) return false;
+            return near_[which] == kFar ? far(item) : near(near_[which], item);
+        };
+        const std::uint32_t blocks = core_.count(), block = core_.index();
+        if (blocks > count_) {
+            const std::uint32_t which = block % count_, member = block / count_;
+            const std::uint32_t members = (blocks - which + count_ - 1) / count_;
+            for (std::uint32_t i = member; i < items; i += members) {
+                if (!send(which, i)) return false;
+            }
+        } else {
+            for (std::uint32_t i = block; i < items * count_; i += blocks) {
+                if (!send(i % count_, i / count_)) return false;
+            }
+        }
+        return true;
+    }
+
+    // Ranks of other nodes.
+    [[nodiscard]] const std::uint32_t* begin() const { return far_; }
+    [[nodiscard]] const std::uint32_t* end() const { return far_ + far_count_; }
+
+  private:
+    static constexpr std::uint32_t kFar = 0xffffffff;
+
+    bool wait_released(std::uint32_t which) {
+        if ((may_write_ >> which & 1) != 0) return true;
+        may_write_ |= std::uint64_t{1} << which;
+        core_.annotate(kNoAnnotation);
+        if (near_[which] != kFar) {
+            return ascend::wait_released(core_, call_, released_, near_[which]);
+        }
+        for (const std::uint32_t peer : *this) {
+            if (!ascend::wait_released(core_, call_, released_, peer)) return false;
+        }
+        return true;
+    }
+
+    Core& core_;
+    const CallArgs& call_;
+    std::uint32_t released_;
+    std::uint32_t near_[kMaxWorld] = {};  // same-node ranks, then perhaps kFar
+    std::uint32_t far_[kMaxWorld] = {};   // ranks of other nodes
+    std::uint32_t count_ = 0, far_count_ = 0;
+    std::uint64_t may_write_ = 0;  // bit per destination: it has released epoch - 2
+};
+
+}  // namespace mkernel::ascend
