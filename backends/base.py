@@ -63,7 +63,7 @@ class AcceleratorCapabilities(Model):
     compute_cores: int
     comm_cores: int
     chunk_unit: Literal["tiles", "rows"] = "tiles"
-    """What the plan's chunks are made of."""
+    """What the chunks of GEMM ops are made of; those of other ops are rows."""
     overlaps: bool = True
     """Whether communication and compute run at the same time; else one chunk is best."""
     row_chunks: int = 4

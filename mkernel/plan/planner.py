@@ -237,9 +237,9 @@ def _planned(
     table = routes(kinds, placement, constants)
     links = SharedLinks(table, placement)
     tiles, rows = None, None
-    if choice.unit == "rows":
+    if choice.unit == "rows" or not isinstance(shape, GemmShape):
         rows = chunking.row_chunk(shape, len(placement), choice.chunk, choice.row_chunks)
-    elif isinstance(shape, GemmShape):
+    else:
         tiles = chunking.cut(op, shape, len(placement), dtype, choice.chunk)
     path, prediction = _predicted(choice, op, shape, dtype, len(placement), resources, constants)
     exchange, alternatives = choice.exchanges[0], _path_alternatives(path, prediction)

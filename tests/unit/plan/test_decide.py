@@ -76,6 +76,19 @@ def test_experts_rows_are_shared_with_nobody() -> None:
         explain("moe_dispatch_gemm", sizes, exchange="hierarchical", **options)
 
 
+def test_what_is_not_a_product_is_cut_by_rows_whatever_products_are_cut_by() -> None:
+    every = BOTH.model_copy(update={"ops": ("moe_dispatch_gemm",)})
+    assert every.chunk_unit == "tiles"
+    sizes = {"tokens": 510, "hidden": 512, "features": 256, "experts": 32, "top_k": 4}
+    options: dict[str, Any] = {
+        "dtype": "float16", "nodes": 1, "ranks_per_node": 4, "accelerator": "ascend",
+        "capabilities": every, "nic": None, "verbs": None, "topology": world(1, 4),
+    }  # fmt: skip
+    for chunk, rows in ((None, 128), (100, 100), (1000, 510)):
+        plan = explain("moe_dispatch_gemm", sizes, chunk=chunk, **options).plan
+        assert (plan.chunking, plan.rows_per_chunk) == (None, rows)
+
+
 def test_dear_signals_make_chunks_larger() -> None:
     dear = CONSTANTS.model_copy(update={"signal_us": 400.0})
     cheap, costly = (considered(constants=c, nodes=1).plan for c in (CONSTANTS, dear))
