@@ -209,12 +209,14 @@ class LaunchTimes:
 
 
 class Span(NamedTuple):
-    """One piece of work on a lane of a modelled timeline. Microseconds from the launch."""
+    """One piece of work on a lane of a modelled timeline. Microseconds from the launch. ``peer``: the
+    rank written to, notified or waited for."""
 
     name: str
     start_us: float
     duration_us: float
     chunk: int | None = None
+    peer: int | None = None
 
 
 class Lane(NamedTuple):

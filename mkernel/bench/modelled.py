@@ -18,7 +18,7 @@ from mkernel.backends.accelerators.ascend import reference
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import Machine
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.bench.spec import Shape
+from mkernel.bench.sizes import GEMMS, Sized
 from mkernel.job.rank import VIEWS
 from mkernel.job.report import Clock, modelled_clock
 from mkernel.plan.model import DtypeName
@@ -30,9 +30,9 @@ OnRow = Callable[[str], None]
 
 
 class ModelledRow(Model):
-    """One shape on ``ranks`` ranks of one node; three views."""
+    """One op and size on ``ranks`` ranks of one node; three views."""
 
-    shape: Shape
+    shape: Sized
     ranks: int
     modelled: Clock
 
@@ -59,7 +59,7 @@ class PublishedComparison(Model):
 class ModelledReport(Model):
     """Shapes of the caller."""
 
-    format: Literal["mkernel-modelled-1"] = "mkernel-modelled-1"
+    format: Literal["mkernel-modelled-2"] = "mkernel-modelled-2"
     machine: Machine
     rows: tuple[ModelledRow, ...]
 
@@ -79,7 +79,7 @@ class ComparisonReport(Model):
 
 
 def shapes(
-    wanted: Sequence[Shape],
+    wanted: Sequence[Sized],
     ranks: int,
     dtype: DtypeName,
     layout: Literal["row", "column"],
@@ -89,10 +89,10 @@ def shapes(
     """Our schedule at each shape."""
     rows = []
     for each in wanted:
-        traces = _ours(ranks, each.m, each.n, each.k, op=each.op, dtype=dtype, b_layout=layout)
+        traces = _ours(each, ranks, dtype, layout)
         runs = {view: model(traces, machine, view, lanes=False) for view in VIEWS}
-        rows.append(ModelledRow(shape=each, ranks=ranks, modelled=modelled_clock(runs)))
-        on_row(each.size)
+        rows.append(ModelledRow(shape=each, ranks=ranks, modelled=modelled_clock([runs])))
+        on_row(each.text)
     return ModelledReport(machine=machine, rows=tuple(rows))
 
 
@@ -103,7 +103,8 @@ def compare(machine: Machine, on_row: OnRow = lambda row: None) -> ComparisonRep
     for each in table.rows:
         theirs = [reference.trace(each.shape, rank) for rank in range(each.ranks)]
         reference_ms = model(theirs, machine, lanes=False).total_us / 1e3
-        ours = _ours(each.ranks, each.m, each.n, each.k)
+        sizes = {"m": each.m, "n": each.n, "k": each.k}
+        ours = _ours(Sized(op="all_gather_gemm", sizes=sizes), each.ranks)
         ours_ms = model(ours, machine, lanes=False).total_us / 1e3
         rows.append(
             PublishedComparison(
@@ -137,11 +138,24 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _ours(ranks: int, m: int, n: int, k: int, **options: Any) -> list[bytes]:
-    """Traces of our kernels in one node, as they are planned."""
-    options = {"op": "all_gather_gemm", "dtype": "float16", **options}
+def _ours(
+    shape: Sized,
+    ranks: int,
+    dtype: DtypeName = "float16",
+    layout: Literal["row", "column"] = "row",
+) -> list[bytes]:
+    """Traces of our kernels in one node, as they are planned. GEMMs give float32, the others the
+    dtype of their inputs."""
+    sizes: dict[str, Any] = shape.sizes
     plan = api.plan(
-        **options, nodes=1, ranks_per_node=ranks, accelerator=ACCELERATOR, m=m, n=n, k=k
+        shape.op,
+        dtype=dtype,
+        out_dtype=None if shape.op in GEMMS else dtype,
+        b_layout=layout,
+        nodes=1,
+        ranks_per_node=ranks,
+        accelerator=ACCELERATOR,
+        **sizes,
     )
     return [record(plan, rank) for rank in range(ranks)]
 
@@ -149,7 +163,7 @@ def _ours(ranks: int, m: int, n: int, k: int, **options: Any) -> list[bytes]:
 def render(report: ModelledReport) -> RenderableType:
     """Shapes for a terminal."""
     drawn = _table(f"modelled times on {report.machine.name}")
-    for name in ("op", "ranks", "M x N x K"):
+    for name in ("op", "ranks", "M x N x K, or sizes"):
         drawn.add_column(name, no_wrap=True)
     for name in ("compute only", "communication", "sequential", "pipelined"):
         drawn.add_column(f"{name}, modelled ms", justify="right")
@@ -160,7 +174,7 @@ def render(report: ModelledReport) -> RenderableType:
         drawn.add_row(
             row.shape.op,
             str(row.ranks),
-            row.shape.size,
+            row.shape.text,
             f"{clock.compute_only_ms:.3f}",
             f"{clock.comm_only_ms:.3f}",
             f"{clock.sequential_ms:.3f}",

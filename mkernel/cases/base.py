@@ -37,11 +37,28 @@ EVERY_RANK = -1
 
 @dataclass(frozen=True)
 class Outcome:
-    """One finished call: the outputs to be judged (by name), the plan, times and trace."""
+    """One finished call: the outputs to be judged (by name), the plan, times and trace. ``then``: of
+    the call that belongs to it and came after (a dispatch's combine)."""
 
     outputs: Mapping[str, torch.Tensor]
     plan: LaunchPlan
     record: CallRecord
+    then: CallRecord | None = None
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall seconds by kernel, of both calls."""
+        seconds = dict(self.record.times.seconds)
+        if self.then is not None:
+            for kernel, each in self.then.times.seconds.items():
+                seconds[kernel] = seconds.get(kernel, 0.0) + each
+        return seconds
+
+    @property
+    def traces(self) -> tuple[bytes, ...]:
+        """The instruction record of each call, where the backend kept one."""
+        calls = (self.record, self.then) if self.then is not None else (self.record,)
+        return tuple(call.trace for call in calls if call.trace is not None)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from collections.abc import Mapping
 
 import torch
 
-from mkernel.backends.base import LaunchTimes, View
+from mkernel.backends.base import View
 from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Outcome, poison_freed
 from mkernel.ops import moe
-from mkernel.world import CallRecord
 
 ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates")
 
@@ -111,8 +110,8 @@ class MoeDispatchCase(_MoeCase):
     """Dispatch+GEMM, then the combine of its outputs.
 
     Outputs: ``outputs`` (grouped rows, in the documented order), ``counts`` (exact), ``out`` (the
-    combined tokens, of ``out_dtype`` too). The record's times are of both calls; plan and trace are
-    the dispatch's.
+    combined tokens, of ``out_dtype`` too). Plan and record are the dispatch's; what came ``then`` is
+    the combine's.
 
     The combine gets outputs that were rounded once, as the API promises, so the reference of ``out``
     combines in float64 the float64 outputs *rounded once to out_dtype*. What remains is one rounding,
@@ -158,10 +157,16 @@ class MoeDispatchCase(_MoeCase):
         )
         grouped, handle = sent.outputs["outputs"], sent.outputs["handle"]
         home = moe.combine(
-            grouped, handle, tensors["topk_weights"], out_dtype=dtype, view=view, wait=wait
+            grouped,
+            handle,
+            tensors["topk_weights"],
+            out_dtype=dtype,
+            view=view,
+            trace=trace,
+            wait=wait,
         )
         found = {"outputs": grouped, "counts": sent.outputs["counts"], "out": home.outputs["out"]}
-        return Outcome(found, sent.plan, _both(sent.record, home.record))
+        return Outcome(found, sent.plan, sent.record, then=home.record)
 
     def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
         """outputs [R, I], counts [E/W] int64, out [T, I]."""
@@ -255,10 +260,3 @@ class MoeCombineCase(_MoeCase):
             token, slot = token[mine], slot[mine]
             out.index_add_(0, token, weights[token, slot, None] * y)
         return {"out": out}
-
-
-def _both(first: CallRecord, second: CallRecord) -> CallRecord:
-    seconds = dict(first.times.seconds)
-    for kernel, each in second.times.seconds.items():
-        seconds[kernel] = seconds.get(kernel, 0.0) + each
-    return CallRecord(LaunchTimes(seconds), first.trace, first.results)

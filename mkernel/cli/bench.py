@@ -13,6 +13,7 @@ from mkernel.backends import registry
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.bench import contenders, modelled, numbers, plot, report, results, run
 from mkernel.bench.shapes import SHIPPED, shapes
+from mkernel.bench.sizes import GEMMS, sized
 from mkernel.bench.spec import BenchSpec
 from mkernel.errors import ArgumentError, MkernelError
 from mkernel.ops.validate import DTYPES
@@ -20,7 +21,6 @@ from mkernel.plan import ops
 from mkernel.plan.model import DtypeName, OpName
 from mkernel.topology.model import Model
 
-GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 _WIDTH = 190
 
 
@@ -30,9 +30,13 @@ def command(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="processes, one GPU each")] = 4,
     shapes_: Annotated[
-        str,
-        typer.Option("--shapes", help=f"{', '.join(SHIPPED)}, a JSON file, or M x N x K, ..."),
-    ] = "targets",
+        str | None,
+        typer.Option(
+            "--shapes",
+            help=f"{', '.join(SHIPPED)}, a JSON file, or M x N x K, ... [targets]; with --model-only "
+            "any op's as `name=value name=value, ...` [as mkernel run]",
+        ),
+    ] = None,
     peers: Annotated[
         str | None,
         typer.Option(help=f"{', '.join(contenders.PEERS)}; or module:Class; or none [all]"),
@@ -90,7 +94,7 @@ def command(
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)
-    names = _ops(op)
+    names = _ops(op, every=model_only)
     for option, given in (("--table", table), ("--machine", machine)):
         if given is not None and not model_only:
             raise ArgumentError(option, given, "nothing, or --model-only beside it")
@@ -104,7 +108,7 @@ def command(
         _model(console, names, shapes_, ranks, dtype, layout, accelerator, table, machine, json)
         return
     spec = BenchSpec(
-        shapes=shapes(shapes_, names, ranks),
+        shapes=shapes(shapes_ or SHIPPED[0], names, ranks),
         contenders=contenders.chosen(_peers(peers), not only_peers),
         dtype=dtype,
         layout=cast(Literal["row", "column"], layout),
@@ -136,7 +140,7 @@ def command(
 def _model(
     console: Console,
     names: tuple[OpName, ...],
-    sizes: str,
+    sizes: str | None,
     ranks: int,
     dtype: str,
     layout: str,
@@ -161,7 +165,7 @@ def _model(
             drawn = modelled.render_comparison(report)
         else:
             report = modelled.shapes(
-                shapes(sizes, names, ranks),
+                sized(sizes, names, ranks),
                 ranks,
                 cast(DtypeName, dtype),
                 cast(Literal["row", "column"], layout),
@@ -174,10 +178,10 @@ def _model(
     console.print(drawn, soft_wrap=True)
 
 
-def _ops(text: str | None) -> tuple[OpName, ...]:
+def _ops(text: str | None, every: bool) -> tuple[OpName, ...]:
     names = tuple(ops.canonical(part) for part in (text or ",".join(GEMMS)).split(","))
     for name in names:
-        if name not in GEMMS:
+        if name not in GEMMS and not every:
             raise ArgumentError("op", name, f"one of: {', '.join(GEMMS)}")
     return names
 

@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mkernel import api, machine
 from mkernel.backends import registry
-from mkernel.backends.base import ModelledRun, View
 from mkernel.cases import Case, case_of
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import ROUTINGS
@@ -154,7 +153,8 @@ def command(  # one option a parameter: this is the command line
     _same_plan(plan, results)
     modelled = _model(backends.accelerator, results)
     outcome = report.build(spec, plan, topology, results, modelled)
-    drawn = timeline.modelled(modelled["pipelined"]) if modelled else timeline.wall(results)
+    pipelined = [call["pipelined"] for call in modelled]
+    drawn = timeline.modelled(pipelined) if modelled else timeline.wall(results)
     if trace is not None:
         _write_trace(drawn, trace)
     if output is not None:
@@ -363,13 +363,14 @@ def _same_plan(plan: LaunchPlan, results: Sequence[RankResult]) -> None:
             raise PlanMismatch((0, number), "digest", (plan.digest(), result.digest))
 
 
-def _model(accelerator: str, results: Sequence[RankResult]) -> dict[View, ModelledRun]:
-    traces = [result.trace for result in results if result.trace is not None]
-    if len(traces) != len(results):
-        return {}
+def _model(accelerator: str, results: Sequence[RankResult]) -> list[report.Views]:
+    """Each call of the ranks' traced iteration in three views; none where time is not modelled."""
     backend = registry.accelerator(accelerator)
-    runs = {view: backend.model(traces, view) for view in VIEWS}
-    return {view: run for view, run in runs.items() if run is not None}
+    calls = []
+    for traces in zip(*(result.traces for result in results), strict=True):
+        runs = {view: backend.model(traces, view) for view in VIEWS}
+        calls.append({view: run for view, run in runs.items() if run is not None})
+    return [views for views in calls if len(views) == len(VIEWS)]
 
 
 def _write_trace(run: timeline.Timeline, file: Path) -> None:

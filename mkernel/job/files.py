@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mkernel.backends.base import Span
 from mkernel.job.timeline import Timeline
 
 
@@ -35,5 +36,10 @@ def _events(run: Timeline) -> Iterator[dict[str, Any]]:
                 **where,
                 "ts": span.start_us,
                 "dur": span.duration_us,
-                "args": {} if span.chunk is None else {"chunk": span.chunk},
+                "args": _arguments(span),
             }
+
+
+def _arguments(span: Span) -> dict[str, int]:
+    named = {"chunk": span.chunk, "peer": span.peer}
+    return {name: value for name, value in named.items() if value is not None}

@@ -38,7 +38,8 @@ class RankResult:
         kernels: per view, wall time of the last timed call's ``comm`` and ``compute``.
         comm_seconds: the communication's wall time in each sequential call.
         errors: worst relative Frobenius error by output, over the calls that were checked.
-        trace: instruction record of one pipelined call, where the backend keeps one.
+        traces: instruction records of one pipelined call, where the backend keeps them (MoE: two,
+            the dispatch's and the combine's).
         nic_bytes: bytes put through the NIC in all.
     """
 
@@ -47,7 +48,7 @@ class RankResult:
     kernels: dict[str, dict[str, float]] = field(default_factory=dict)
     comm_seconds: list[float] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
-    trace: bytes | None = None
+    traces: tuple[bytes, ...] = ()
     nic_bytes: int = 0
 
 
@@ -75,11 +76,12 @@ def run(spec: JobSpec) -> RankResult:
         outcome = case.call(tensors, outputs, view=view, trace=trace)
         elapsed = time.perf_counter() - start
         result.digest = outcome.plan.digest()
-        result.trace = outcome.record.trace or result.trace
-        if not trace:
-            result.kernels[view] = dict(outcome.record.times.seconds)
+        if trace:
+            result.traces = outcome.traces
+        else:
+            result.kernels[view] = outcome.seconds
         if view == "sequential":
-            result.comm_seconds.append(outcome.record.times.seconds.get("comm", 0.0))
+            result.comm_seconds.append(outcome.seconds.get("comm", 0.0))
         if world.rank == 0:
             report(view)
         return outcome, elapsed

@@ -94,26 +94,39 @@ def clock(
     )
 
 
-def modelled_clock(views: Mapping[View, ModelledRun]) -> Clock:
-    """The three views of one call in modelled time."""
+Views = Mapping[View, ModelledRun]
+"""A call in each view, on the modelled machine."""
+
+
+def modelled_clock(calls: Sequence[Views]) -> Clock:
+    """The three views in modelled time, of calls that follow each other."""
+
+    def total_ms(view: View) -> float:
+        return sum(call[view].total_us for call in calls) / 1e3
+
     return clock(
-        views["compute_only"].total_us / 1e3,
-        _comm_us(views["sequential"]) / 1e3,
-        views["sequential"].total_us / 1e3,
-        views["pipelined"].total_us / 1e3,
+        total_ms("compute_only"),
+        sum(_comm_us(call["sequential"]) for call in calls) / 1e3,
+        total_ms("sequential"),
+        total_ms("pipelined"),
     )
 
 
 def _comm_us(sequential: ModelledRun) -> float:
-    """Communication on every rank, alone: until the bytes have arrived and compute may start, or,
-    where compute comes first, from its end on."""
+    """Communication on every rank, alone, with the time to launch it: until the bytes have arrived
+    and compute is launched, or, where compute comes first, from its end on. With compute alone it
+    makes up the sequential time."""
     starts = {
-        kernel: max((k.start_us for k in sequential.kernels if k.kernel == kernel), default=0.0)
+        kernel: max((k.start_us for k in sequential.kernels if k.kernel == kernel), default=None)
         for kernel in ("comm", "compute")
     }
-    if starts["compute"] < starts["comm"]:
-        return sequential.total_us - starts["comm"]
-    return starts["compute"]
+    comm, compute = starts["comm"], starts["compute"]
+    if comm is None:
+        return 0.0
+    if compute is None:
+        return sequential.total_us
+    launch = min(comm, compute)
+    return sequential.total_us - comm + launch if compute < comm else compute - launch
 
 
 def slowest(samples: Sequence[Sequence[float]]) -> float:
@@ -158,7 +171,7 @@ def build(
     plan: LaunchPlan,
     topology: Topology,
     results: Sequence[RankResult],
-    modelled: dict[View, ModelledRun],
+    modelled: Sequence[Views],
 ) -> JobReport:
     """The report of a finished job from its ranks' results."""
     times = {view: 1e3 * slowest([r.seconds[view] for r in results]) for view in VIEWS}
@@ -171,7 +184,7 @@ def build(
         verification=verification,
         wall=clock(times["compute_only"], comm, times["sequential"], times["pipelined"], noise),
         modelled=modelled_clock(modelled) if modelled else None,
-        modelled_machine=modelled["pipelined"].machine if modelled else None,
+        modelled_machine=modelled[0]["pipelined"].machine if modelled else None,
         nic_bytes=sum(r.nic_bytes for r in results),
         iterations=spec.iterations,
         plan=plan,

@@ -38,16 +38,30 @@ class Timeline:
     pipes: tuple[Lane, ...] = ()
 
 
-def modelled(run: ModelledRun) -> Timeline:
-    """A modelled run's lanes: one for every core; and its pipes."""
+def modelled(calls: Sequence[ModelledRun]) -> Timeline:
+    """Lanes of pipelined calls that follow each other: one for every core; and its pipes."""
+    machine = calls[0].machine
     return Timeline(
-        clock=f"modelled, {run.machine}; not measured",
-        label=f"modelled time, {run.machine}",
+        clock=f"modelled, {machine}; not measured",
+        label=f"modelled time, {machine}",
         title="pipelined: all cores of a lane overlaid; grey waits for a signal",
-        total_us=run.total_us,
-        lanes=run.lanes,
-        pipes=run.pipes,
+        total_us=sum(call.total_us for call in calls),
+        lanes=_one_after_another([(call.total_us, call.lanes) for call in calls]),
+        pipes=_one_after_another([(call.total_us, call.pipes) for call in calls]),
     )
+
+
+def _one_after_another(calls: Sequence[tuple[float, Sequence[Lane]]]) -> tuple[Lane, ...]:
+    """(length, lanes) of each call; a lane goes on where the call before has one like it."""
+    lanes: dict[tuple[int, str, str], Lane] = {}
+    start = 0.0
+    for length, found in calls:
+        for lane in found:
+            spans = [span._replace(start_us=start + span.start_us) for span in lane.spans]
+            key = (lane.rank, lane.name, lane.kernel)
+            lanes.setdefault(key, lane._replace(spans=[])).spans.extend(spans)
+        start += length
+    return tuple(lanes.values())
 
 
 def simulated(found: Traced) -> Timeline:

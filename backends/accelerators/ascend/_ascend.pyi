@@ -129,6 +129,7 @@ class Machine:
     matmul_ns: float
     extract_rate: float
     extract_ns: float
+    vector_rate: float
     load_rate: float
     store_rate: float
     put_rate: float

@@ -26,6 +26,13 @@ class Cube(Model):
     startup_cycles: float = Field(ge=0, description="cycles added to each matrix instruction")
 
 
+class Vector(Model):
+    """The vector unit of an AIV core. All its instructions have one rate: an exponential or the sums
+    of rows take as long as adding two tiles of that size."""
+
+    bytes_per_cycle: float = Field(gt=0, description="of the float32 tile worked on")
+
+
 class Pipes(Model):
     """Rates and latencies of one core's pipes."""
 
@@ -72,6 +79,7 @@ class Machine(Model):
     aic_cores: int = Field(ge=1)
     aiv_cores: int = Field(ge=1)
     cube: Cube
+    vector: Vector
     pipes: Pipes
     chip: Chip
     fabric: Fabric
@@ -90,6 +98,7 @@ class Machine(Model):
         made.matmul_ns = self.cube.startup_cycles / self.clock_ghz
         made.extract_rate = self.pipes.mte1_gbs
         made.extract_ns = self.pipes.mte1_latency_ns
+        made.vector_rate = self.vector.bytes_per_cycle * self.clock_ghz
         made.load_rate = self.pipes.mte2_gbs
         made.store_rate = self.pipes.fix_gbs
         made.put_rate = self.pipes.mte3_gbs

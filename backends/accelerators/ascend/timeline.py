@@ -32,10 +32,13 @@ _SPAN = np.dtype(
 _SAME_RUN_US = 2.0
 """Like instructions of one chunk that are closer than this are one slice of the timeline."""
 
-_WORK = {
-    Role.CUBE: (Kind.TMATMUL, Kind.TMATMUL_ACC, Kind.TSTORE),
-    Role.COMM: (Kind.TPUT, Kind.NIC_PUT),
+_VECTOR_WORK = 0xFF
+"""As a kind: what the core's vector unit does, and the stores of its results."""
+_NAMES = {int(kind): kind.name for kind in Kind} | {
+    int(Kind.TMATMUL_ACC): Kind.TMATMUL.name,
+    _VECTOR_WORK: "VECTOR",
 }
+_BETWEEN_RANKS = (Kind.TPUT, Kind.NIC_PUT, Kind.TNOTIFY, Kind.TWAIT)
 
 _Spans = npt.NDArray[np.void]
 
@@ -83,15 +86,42 @@ def _cores(spans: _Spans) -> Iterator[tuple[str, Role, _Spans]]:
 
 
 def _lane(name: str, role: Role, spans: _Spans) -> Lane:
-    """A core as a whole: what it is there for, and the waits in which nothing else happened."""
-    vector = role == Role.VECTOR
-    worked = _runs(spans[spans["pipe"] == Pipe.V] if vector else _of(spans, *_WORK[role]))
+    """A core as a whole: what it is there for, one thing at a time, and the waits in which nothing
+    else happened."""
+    worked = _one_at_a_time(_runs(_work(role, spans)))
     return Lane(
         int(spans["rank"][0]),
         name,
         role.kernel,
         sorted(worked + _waits(spans, worked), key=lambda each: each.start_us),
     )
+
+
+def _work(role: Role, spans: _Spans) -> _Spans:
+    """Cube cores: products and their stores. Vector cores: puts and vector work; of a core whose
+    vector unit does nothing the stores themselves."""
+    pipe = spans["pipe"]
+    work: _Spans
+    if role == Role.CUBE:
+        work = spans[(pipe == Pipe.M) | (pipe == Pipe.FIX)]
+        return work
+    vector = pipe == Pipe.V
+    work = spans[vector | (pipe == Pipe.MTE3) | (spans["kind"] == Kind.NIC_PUT)]
+    if vector.any():
+        work["kind"][(work["pipe"] == Pipe.V) | (work["kind"] == Kind.TSTORE)] = _VECTOR_WORK
+    return work
+
+
+def _one_at_a_time(slices: list[Span]) -> list[Span]:
+    """Slices by start; where one begins before the last one's end, that is left to the last one."""
+    kept: list[Span] = []
+    free = 0.0
+    for each in slices:
+        start, end = max(each.start_us, free), each.start_us + each.duration_us
+        if not kept or end > free:
+            kept.append(each._replace(start_us=start, duration_us=end - start))
+            free = end
+    return kept
 
 
 def _pipes(name: str, role: Role, spans: _Spans) -> Iterator[Lane]:
@@ -109,27 +139,26 @@ def _of(spans: _Spans, *kinds: int) -> _Spans:
 
 
 def _runs(spans: _Spans, within_us: float = _SAME_RUN_US) -> list[Span]:
-    """Consecutive like spans of one chunk as one slice each."""
+    """Consecutive like spans of one chunk, and with one peer, as one slice each."""
     if not len(spans):
         return []
     start = spans["start_ns"] / 1e3
     end = start + spans["duration_ns"] / 1e3
     kind = np.where(spans["kind"] == Kind.TMATMUL_ACC, Kind.TMATMUL, spans["kind"])
-    new = (
-        (np.diff(spans["chunk"].astype(np.int64)) != 0)
-        | (np.diff(kind.astype(np.int64)) != 0)
-        | (start[1:] - end[:-1] > within_us)
-    )
+    new = start[1:] - np.maximum.accumulate(end)[:-1] > within_us
+    for like in (kind, spans["chunk"], spans["peer"]):
+        new |= np.diff(like.astype(np.int64)) != 0
     first = np.concatenate(([0], np.flatnonzero(new) + 1))
-    last = np.concatenate((first[1:] - 1, [len(spans) - 1]))
+    until = np.maximum.reduceat(end, first)
     return [
         Span(
-            Kind(kind[i]).name,
+            _NAMES[int(kind[i])],
             float(start[i]),
-            float(end[j] - start[i]),
+            float(last - start[i]),
             _chunk(int(spans["chunk"][i])),
+            int(spans["peer"][i]) if kind[i] in _BETWEEN_RANKS else None,
         )
-        for i, j in zip(first, last, strict=True)
+        for i, last in zip(first, until, strict=True)
     ]
 
 
@@ -151,5 +180,6 @@ def _waits(spans: _Spans, busy: list[Span]) -> list[Span]:
             start = max(start, busy[i].start_us + busy[i].duration_us)
             i += 1
         if end - start > 1e-3:
-            slices.append(Span("TWAIT", start, end - start, _chunk(int(span["chunk"]))))
+            chunk, peer = _chunk(int(span["chunk"])), int(span["peer"])
+            slices.append(Span("TWAIT", start, end - start, chunk, peer))
     return slices

@@ -8,9 +8,9 @@
 
 using namespace mkernel::ascend;
 using isa::Pipe;
-using sim::Role;
 using sim::Kind;
 using sim::Record;
+using sim::Role;
 using test::thrown;
 
 namespace {
@@ -95,8 +95,8 @@ void pipes_run_side_by_side_unless_flags_order_them() {
                                       wait(Pipe::MTE2, Pipe::M), matmul(5000)};
     CHECK(near(total({trace(0, 1, {{Role::cube, 0, ordered}})}, m), 150));
     // A fence holds S, and so what S issues later, until the pipes are drained.
-    CHECK(near(total({trace(0, 1, {{Role::cube, 0, {load(1000), fence(), matmul(5000)}}})}, m),
-               150));
+    CHECK(
+        near(total({trace(0, 1, {{Role::cube, 0, {load(1000), fence(), matmul(5000)}}})}, m), 150));
     // Double buffering: three loads of 100, three products of 50, one buffer ahead: 300 + 50.
     std::vector<Record> stream;
     for (int i = 0; i < 3; ++i) {
@@ -120,16 +120,14 @@ void shared_resources_are_shared() {
     auto m = machine();
     m.memory_rate = 10;  // one core's rate: two cores take turns
     CHECK(near(
-        total({trace(0, 1, {{Role::cube, 0, {load(1000)}}, {Role::cube, 1, {load(1000)}}})},
-              m),
+        total({trace(0, 1, {{Role::cube, 0, {load(1000)}}, {Role::cube, 1, {load(1000)}}})}, m),
         200));
     m = machine();
     // Two cores on one link; on two links; on two links behind one egress.
     const std::string idle1 = trace(1, 3, {}), idle2 = trace(2, 3, {});
     const auto two = [&](std::uint32_t first, std::uint32_t second) {
-        return trace(
-            0, 3,
-            {{Role::comm, 0, {put(first, 1000)}}, {Role::comm, 1, {put(second, 1000)}}});
+        return trace(0, 3,
+                     {{Role::comm, 0, {put(first, 1000)}}, {Role::comm, 1, {put(second, 1000)}}});
     };
     CHECK(near(total({two(1, 1), idle1, idle2}, m), 400));
     CHECK(near(total({two(1, 2), idle1, idle2}, m), 200));
@@ -163,14 +161,37 @@ void signals_cross_ranks() {
     CHECK(near(total({sender, third}, m), 210));
 }
 
+void parts_of_the_compute_kernel_meet_in_every_view() {
+    auto m = machine();
+    m.vector_rate = 20;
+    const Record sums{.kind = Kind::trowsum, .pipe = Pipe::V, .amount = 600};
+    const std::vector<Record> cube{await(1, 5), matmul(1000), fence(), notify(0, 6)};
+    const std::vector<Record> vector{await(0, 6), sums};
+    const std::string rank = trace(0, 2, {{Role::cube, 0, cube}, {Role::vector, 0, vector}});
+    const std::string sender =
+        trace(1, 2, {{Role::comm, 0, {put(0, 1000), fence(), notify(0, 5)}}});
+    CHECK(near(total({rank, sender}, m), 200 + 10 + 30));
+    // The sender's signal counts as there, the cube part's is waited for.
+    CHECK(near(total({rank, sender}, m, sim::ReplayView::compute_only), 10 + 30));
+    // Counters start where they stood here too.
+    const std::vector<Record> later{await(0, 6, 3), sums};
+    const std::string third = trace(0, 2, {{Role::cube, 0, cube}, {Role::vector, 0, later}}, 0, 2);
+    CHECK(near(total({third, sender}, m, sim::ReplayView::compute_only), 10 + 30));
+    // What the own communication kernel raises is there as well.
+    const std::string own = trace(
+        0, 1,
+        {{Role::vector, 0, {await(0, 7), sums}}, {Role::comm, 0, {sums, fence(), notify(0, 7)}}});
+    CHECK(near(total({own}, m), 60));
+    CHECK(near(total({own}, m, sim::ReplayView::compute_only), 30));
+}
+
 void nic_puts_carry_their_signal() {
     auto m = machine();
     m.proxy_ns = 11;
     m.nic_ns = 6;
     const Record far{.kind = Kind::nic_put, .signal = 5, .peer = 1, .amount = 400, .value = 2};
     const std::string sender = trace(0, 2, {{Role::comm, 0, {far, far}}}, 0);
-    const std::string receiver =
-        trace(1, 2, {{Role::cube, 0, {await(0, 5, 4), matmul(1000)}}}, 1);
+    const std::string receiver = trace(1, 2, {{Role::cube, 0, {await(0, 5, 4), matmul(1000)}}}, 1);
     CHECK(near(total({sender, receiver}, m), 11 + 100 + 100 + 6 + 10));
 }
 
@@ -187,8 +208,8 @@ void what_never_ends_is_reported() {
                "rank 0 AIC core 7 waits for signal 5 of rank 1, chunk 4: stands at 1, wanted 2"));
     CHECK(says({trace(0, 1, {{Role::cube, 0, {wait(Pipe::MTE2, Pipe::M), matmul(10)}}})},
                "rank 0 AIC core 0; pipe M at WAIT_FLAG MTE2→M event 0"));
-    CHECK(says({trace(0, 1, {{Role::cube, 0, {wait(Pipe::MTE2, Pipe::S), matmul(10)}}})},
-               "core 0"));
+    CHECK(
+        says({trace(0, 1, {{Role::cube, 0, {wait(Pipe::MTE2, Pipe::S), matmul(10)}}})}, "core 0"));
 }
 
 }  // namespace
@@ -198,6 +219,7 @@ int main() {
     latency_overlaps_and_issue_does_not();
     shared_resources_are_shared();
     signals_cross_ranks();
+    parts_of_the_compute_kernel_meet_in_every_view();
     nic_puts_carry_their_signal();
     what_never_ends_is_reported();
     return test::finish();

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from mkernel.backends.accelerators.ascend import reference
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.bench.modelled import ComparisonReport, ModelledReport, shapes
-from mkernel.bench.spec import Shape
+from mkernel.bench.sizes import Sized, sized
 from mkernel.cli import bench
 from mkernel.errors import ArgumentError, InputFileError
+from mkernel.plan.shapes import DEFAULT_SIZES
 
 MODEL = ("--accelerator", "ascend", "--model-only")
 
@@ -76,7 +77,7 @@ def test_shapes_in_three_views(tmp_path: Path) -> None:
 
 def test_eight_ranks_of_4096_cubed_are_modelled_in_seconds() -> None:
     """CPU time, which does not depend on what else the host does."""
-    shape = Shape(op="all_gather_gemm", m=4096, n=4096, k=4096)
+    shape = Sized(op="all_gather_gemm", sizes={"m": 4096, "n": 4096, "k": 4096})
     start = time.process_time()
     (row,) = shapes([shape], 8, "float16", "row", load_machine()).rows
     assert time.process_time() - start < 10
@@ -116,3 +117,34 @@ def test_options_of_the_model_need_the_model() -> None:
     done = CliRunner().invoke(app, ["--table", "a3"])
     assert isinstance(done.exception, ArgumentError)
     assert "--model-only" in str(done.exception)
+
+
+def test_every_op_by_its_own_sizes(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    asked = ("--ranks", "2", "--shapes", "m=512 n=256, m=1024 n=256 k=128")
+    run("gemm_rs,gemm_ar", *asked, "--json", str(file))
+    rows = ModelledReport.model_validate_json(file.read_bytes()).rows
+    ops = ("gemm_reduce_scatter",) * 2 + ("gemm_all_reduce",) * 2
+    assert tuple(row.shape.op for row in rows) == ops
+    assert [row.shape.text for row in rows] == ["512 x 256 x 512", "1024 x 256 x 128"] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("sequence=2k", "'sequence=2k' .* an integer"),
+        ("m=512", "--m = 512 .* takes batch, heads"),
+        ("512x512x512", "'name=value name=value' .*ring_attention: batch, heads"),
+    ],
+)
+def test_sizes_that_are_not_an_ops(text: str, why: str) -> None:
+    with pytest.raises(ArgumentError, match=why):
+        sized(text, ["ring_attention"], 2)
+
+
+def test_sizes_that_are_not_given_are_those_of_mkernel_run() -> None:
+    (attention,) = sized("sequence=2048 causal=1", ["ring_attention"], 2)
+    assert attention.sizes == {**DEFAULT_SIZES["ring_attention"], "sequence": 2048, "causal": 1}
+    *gemms, moe = sized(None, ["all_gather_gemm", "moe_dispatch_gemm"], 4)
+    assert moe.sizes == DEFAULT_SIZES["moe_dispatch_gemm"]
+    assert {each.op for each in gemms} == {"all_gather_gemm"}

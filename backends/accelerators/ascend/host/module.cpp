@@ -174,6 +174,7 @@ PYBIND11_MODULE(_ascend, module) {
     MKERNEL_FIELD(matmul_ns);
     MKERNEL_FIELD(extract_rate);
     MKERNEL_FIELD(extract_ns);
+    MKERNEL_FIELD(vector_rate);
     MKERNEL_FIELD(load_rate);
     MKERNEL_FIELD(store_rate);
     MKERNEL_FIELD(put_rate);

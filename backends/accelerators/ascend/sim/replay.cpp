@@ -94,6 +94,7 @@ struct Core {
 
 struct Signal {
     std::uint64_t value = 0;
+    std::uint64_t own = 0;  // compute-only: the value that the compute kernel brings it to itself
     std::vector<std::size_t> waiting;  // cores
 };
 
@@ -147,6 +148,7 @@ class Simulation {
             start(compute_first_ ? KernelName::comm : KernelName::compute,
                   last_ns_ + machine_.launch_ns);
         } else {
+            if (view_ == ReplayView::compute_only) count_own_signals();
             if (view_ == ReplayView::pipelined) start(KernelName::comm, machine_.launch_ns);
             start(KernelName::compute, machine_.launch_ns);
         }
@@ -215,6 +217,28 @@ class Simulation {
             static_cast<int>(record.other) < isa::kPipes && record.event < isa::kEvents &&
             record.peer < ranks_.size();
         if (!sound) throw ReplayError("a trace holds an unknown instruction");
+    }
+
+    // Compute-only: what the compute kernels tell their own rank.
+    void count_own_signals() {
+        for (const Core& core : cores_) {
+            if (kernel_of(core.role) != KernelName::compute) continue;
+            for (const Record& record : core.records) {
+                if (record.kind != Kind::tnotify || record.peer != core.rank) continue;
+                ranks_[core.rank].signal(record.signal).own += record.amount;
+            }
+        }
+        for (Rank& rank : ranks_) {
+            for (auto& [index, signal] : rank.signals) signal.own += signal.value;
+        }
+    }
+
+    // Compute-only: what other ranks or the comm kernel would raise counts as present. What the two
+    // parts of the compute kernel tell each other stays.
+    [[nodiscard]] bool left_out(const Core& core, const Record& record) {
+        if (view_ != ReplayView::compute_only) return false;
+        if (record.kind != Kind::twait) return record.peer != core.rank;
+        return ranks_[core.rank].signal(record.signal).own < record.amount;
     }
 
     void start(KernelName kernel, double at_ns) {
@@ -293,7 +317,7 @@ class Simulation {
                 case Kind::tnotify:
                 case Kind::twait:
                 case Kind::nic_put:
-                    if (view_ == ReplayView::compute_only) {
+                    if (left_out(core, record)) {
                         ++core.next;
                         break;
                     }

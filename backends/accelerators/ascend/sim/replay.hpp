@@ -31,12 +31,14 @@ struct Machine {
     double launch_ns = 0, issue_ns = 0, signal_ns = 0;
     double macs_per_ns_16 = 1, macs_per_ns_32 = 1, matmul_ns = 0;
     double extract_rate = 1, extract_ns = 0;
-    double vector_rate = 460;  // 256 bytes a cycle at 1.8 GHz
+    double vector_rate = 1;
     double load_rate = 1, store_rate = 1, put_rate = 1, memory_ns = 0, memory_rate = 1;
     double link_rate = 1, link_ns = 0, egress_rate = 1, ingress_rate = 1;
     double proxy_ns = 0, nic_rate = 1, nic_ns = 0;
 };
 
+// Compute-only leaves out the comm kernel, and whatever the compute kernel would tell other ranks;
+// what it waits for is there, but for what its own cores tell each other.
 enum class ReplayView : std::uint32_t { pipelined = 0, sequential = 1, compute_only = 2 };
 
 // One executed instruction. `core`: index among the cores of its kind. Plain data, handed on as bytes.
