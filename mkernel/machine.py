@@ -32,8 +32,9 @@ def emulated_topology(
     machine: Topology, backends: Backends, nodes: int, ranks_per_node: int
 ) -> Topology:
     """``machine`` split into emulated nodes for a world on it."""
-    devices = usable_accelerator(backends.accelerator).probe()
+    devices = registry.accelerator(backends.accelerator).probe()
     if not devices:
+        usable_accelerator(backends.accelerator)  # says why, where it knows
         raise BackendUnavailable(
             f"accelerator {backends.accelerator!r} finds no device; see `mkernel doctor`"
         )

@@ -72,7 +72,8 @@ class Settings(BaseSettings):
     nic: str = Field("cx7", description="NIC backend between nodes")
     verbs: str = Field("soft", description="verbs provider: soft, system, or a library's path")
     streams_device: str | None = Field(
-        None, description="of accelerator streams: cpu, cuda or npu; None: cuda where there is one"
+        None,
+        description="of accelerator streams: cpu, cuda or npu; None: npu or cuda where there is one",
     )
     ascend_strict: bool = Field(
         False,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from importlib import import_module
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from mkernel.backends.accelerators.streams.device import Device
-from mkernel.backends.accelerators.streams.worker import Op, StreamsLaunch, Worker
 from mkernel.backends.base import (
     AcceleratorBackend,
     AcceleratorCapabilities,
@@ -20,6 +20,9 @@ from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.settings import load
 from mkernel.topology.model import Accelerator
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.streams.worker import Op, StreamsLaunch, Worker
 
 _OPS = {
     "all_gather_gemm": "all_gather_gemm:run",
@@ -36,7 +39,7 @@ def _op(name: str) -> Op:
     if name not in _OPS:
         raise Unsupported(f"accelerator 'streams' does not run {name}")
     module, _, function = _OPS[name].partition(":")
-    return cast(Op, getattr(import_module(f"{__package__}.{module}"), function))
+    return cast("Op", getattr(import_module(f"{__package__}.{module}"), function))
 
 
 class StreamsAccelerator(AcceleratorBackend):
@@ -54,7 +57,6 @@ class StreamsAccelerator(AcceleratorBackend):
         self.device = self._device.name
         self.collectives = self._device.collectives
         self._capabilities = _capabilities(self._device)
-        self._worker = Worker()
 
     def status(self) -> Status:
         """Usable wherever torch.distributed is and the device is there."""
@@ -87,9 +89,13 @@ class StreamsAccelerator(AcceleratorBackend):
 
     def launch(self, call: Call) -> StreamsLaunch:
         """Hand the call to the worker's thread and return at once."""
-        launch = StreamsLaunch(call, _op(call.plan.op), self._device)
-        self._worker.start(launch)
-        return launch
+        return self._worker.start(call, _op(call.plan.op), self._device)
+
+    @cached_property
+    def _worker(self) -> Worker:
+        from mkernel.backends.accelerators.streams.worker import Worker  # needs torch
+
+        return Worker()
 
 
 def _capabilities(device: Device) -> AcceleratorCapabilities:

@@ -1,16 +1,25 @@
-"""What differs between kinds of torch devices: names, streams and events. Nothing else may ask."""
+"""What differs between kinds of torch devices: names, streams and events. Nothing else may ask.
+
+Planning on a CPU asks here too, so torch is imported only where it must answer; torch_npu, which needs
+Ascend's software and registers itself with torch, only where the device is an NPU.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from mkernel.backends.accelerators.streams import npu
 from mkernel.errors import ArgumentError
 from mkernel.topology.model import Accelerator, AcceleratorKind
+
+if TYPE_CHECKING:
+    import torch
 
 _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _KINDS: dict[str, AcceleratorKind] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
@@ -20,8 +29,9 @@ class Device:
     """One kind of torch device: ``cpu``, ``cuda`` or ``npu``. Constructing it starts nothing."""
 
     def __init__(self, name: str | None) -> None:
-        """None: ``cuda`` where torch sees one, else ``cpu``."""
-        self.name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+        """None: ``npu`` where torch_npu is installed and sees one, ``cuda`` where torch sees one, else
+        ``cpu``."""
+        self.name = name or _found()
         if self.name not in _COLLECTIVES:
             raise ArgumentError(
                 "MKERNEL_STREAMS_DEVICE", repr(self.name), f"one of: {', '.join(_COLLECTIVES)}"
@@ -31,6 +41,10 @@ class Device:
 
     def missing(self) -> str | None:
         """What keeps the device from being used here, in words; None where nothing does."""
+        try:
+            import torch
+        except ImportError as error:
+            return f"torch does not import: {error}"
         if not torch.distributed.is_available():
             return "this torch is built without torch.distributed"
         if self.name == "cuda" and not torch.cuda.is_available():
@@ -40,18 +54,19 @@ class Device:
                 return "torch_npu is not installed"
             if not self._module().is_available():
                 return "torch_npu sees no NPU"
+            return npu.missing(self._module())
         return None
 
     def probe(self) -> tuple[Accelerator, ...]:
         """The devices of this machine; for ``cpu`` one prototype, which is copied per rank."""
-        if self.missing() is not None:
-            return ()
         if not self.has_streams:
             return (
                 Accelerator(
                     id="cpu0", kind="cpu", name="CPU cores of this host", index=0, emulated=True
                 ),
             )
+        if self.missing() is not None:
+            return ()
         module = self._module()
         return tuple(
             Accelerator(
@@ -67,6 +82,8 @@ class Device:
         """End messages that will never complete, so that the device's streams are not blocked for
         good. On a CPU there is no way to, and they end at torch.distributed's deadline."""
         if group is not None and self.has_streams:
+            import torch
+
             backend = group._get_backend(torch.device(self.name))
             abort = getattr(backend, "abort", None)
             if abort is not None:
@@ -90,7 +107,34 @@ class Device:
         """A new event that can measure time."""
         return self._module().Event(enable_timing=True)
 
+    def shared(self, device: torch.device, compute: Any, comm: Any) -> AbstractContextManager[None]:
+        """While it is entered the two streams' kernels leave each other cores, where they can be told
+        to."""
+        if self.name != "npu":
+            return nullcontext()
+        return npu.shared_cores(self._module(), device, compute, comm)
+
     def _module(self) -> ModuleType | Any:
         if self.name == "npu":
             importlib.import_module("torch_npu")  # registers itself with torch
-        return getattr(torch, self.name)
+        return getattr(importlib.import_module("torch"), self.name)
+
+
+def _found() -> str:
+    if importlib.util.find_spec("torch_npu") is not None and Device("npu").missing() is None:
+        return "npu"
+    if _gpu_driver():
+        import torch
+
+        if torch.cuda.is_available():
+            return "cuda"
+    return "cpu"
+
+
+def _gpu_driver() -> bool:
+    """Whether a driver of NVIDIA's or AMD's is there, without which torch sees no ``cuda``."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()
+    return True

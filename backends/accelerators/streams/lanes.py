@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,13 @@ class Lanes:
         self._last: Any = None
         self._compute = device.current(where) if device.has_streams else None
         self._comm = device.stream(where) if device.has_streams else None
+
+    def shared_cores(self) -> AbstractContextManager[None]:
+        """While it is entered neither lane's kernels keep the other's from running. All that was put
+        on the lanes must have ended when it is left."""
+        if not (self.overlaps and self.communicates):
+            return nullcontext()
+        return self._device.shared(self._where, self._compute, self._comm)
 
     # ---- communication -----------------------------------------------------------------------
 

@@ -58,9 +58,10 @@ class StreamsLaunch(Launch):
                 context = self._device.on(self._stream)
             with torch.inference_mode(self.inference), torch.no_grad(), context:
                 lanes = Lanes(self._call, self._device, self._where, scratch)
-                self._results = self._op(self._call, lanes)
-                lanes.finish()
-                lanes.host_waits()
+                with lanes.shared_cores():
+                    self._results = self._op(self._call, lanes)
+                    lanes.finish()
+                    lanes.host_waits()
                 self._seconds = lanes.seconds()
         except Stopped:
             scratch.drop()
@@ -126,8 +127,9 @@ class Worker:
         self._queue: queue.SimpleQueue[StreamsLaunch] | None = None
         self._latest: StreamsLaunch | None = None
 
-    def start(self, launch: StreamsLaunch) -> None:
-        """Run a launch after those before it, but not after one that is stuck."""
+    def start(self, call: Call, op: Op, device: Device) -> StreamsLaunch:
+        """Run a call after those before it, but not after one that is stuck."""
+        launch = StreamsLaunch(call, op, device)
         if self._queue is None or (self._latest is not None and self._latest.stuck):
             self._queue = queue.SimpleQueue()
             threading.Thread(
@@ -135,6 +137,7 @@ class Worker:
             ).start()
         self._latest = launch
         self._queue.put(launch)
+        return launch
 
 
 def _serve(launches: queue.SimpleQueue[StreamsLaunch]) -> None:

@@ -1,0 +1,45 @@
+"""What only NPUs have: a limit on the cores that the kernels of a stream use. Never run on an NPU.
+
+From torch_npu's public documentation: ``torch.npu.set_stream_limit(stream, cube_num, vector_num)``
+holds for the operators that are put on the stream from then on and that are written in Ascend C;
+``reset_stream_limit(stream)`` undoes it; ``get_device_limit(device)`` tells the cores that there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_NEEDED = ("set_stream_limit", "reset_stream_limit", "get_device_limit")
+_COMM_SHARE = 6
+"""One of so many vector cores moves messages. HCCL multiplies nothing, so the compute stream keeps
+every cube core. An estimate: no NPU was there to measure."""
+
+
+def missing(module: Any) -> str | None:
+    """What ``torch.npu`` lacks for :func:`shared_cores`, in words."""
+    lacking = [name for name in _NEEDED if not hasattr(module, name)]
+    return f"torch_npu is too old: torch.npu lacks {', '.join(lacking)}" if lacking else None
+
+
+@contextmanager
+def shared_cores(module: Any, device: torch.device, compute: Any, comm: Any) -> Iterator[None]:
+    """Vector cores are dealt out to the two streams; afterwards both may use all again.
+
+    ``compute`` is the caller's own stream, so it must not stay limited. Everything that was put on the
+    streams must have ended when the context is left.
+    """
+    cores = module.get_device_limit(device.index or 0)
+    cubes, vectors = cores["cube_core_num"], cores["vector_core_num"]
+    moving = max(1, vectors // _COMM_SHARE)
+    try:
+        module.set_stream_limit(comm, 1, moving)  # of 1 at least
+        module.set_stream_limit(compute, cubes, max(1, vectors - moving))
+        yield
+    finally:
+        module.reset_stream_limit(comm)
+        module.reset_stream_limit(compute)

@@ -1,0 +1,156 @@
+"""The ``streams`` backend on NPUs, with a stand-in for torch_npu that works on host memory.
+
+:func:`install` puts it where torch_npu registers itself: ``torch.npu``, and the process group backend
+``hccl``. Streams run nothing by themselves; they, events and limits leave a record.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import distributed
+
+from mkernel.backends.accelerators.streams import StreamsAccelerator
+from mkernel.backends.base import Call
+from mkernel.topology.model import Accelerator
+
+CUBES, VECTORS = 24, 48
+ALL = (CUBES, VECTORS)
+
+
+class Stream:
+    """``limit``: cores that what is put on it may use."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.limit = ALL
+
+    def wait_stream(self, other: Stream) -> None:
+        _Record.of.append(("wait", self, other))
+
+    def wait_event(self, event: Event) -> None:
+        _Record.of.append(("wait", self, event.stream))
+
+
+class Event:
+    stream: Stream
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self, stream: Stream) -> None:
+        self.stream, self.at = stream, time.perf_counter()
+        _Record.of.append(("event", stream, stream.limit))
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+class _Record:
+    """What happened, in order: (what, stream, more)."""
+
+    of: ClassVar[list[tuple[str, Any, Any]]] = []
+    groups: ClassVar[list[int]] = []
+    """Sizes of the ``hccl`` groups that were made."""
+
+
+class Npu(ModuleType):
+    """``torch.npu``."""
+
+    Stream, Event = Stream, Event
+    default = Stream()
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 2
+
+    def get_device_name(self, index: int) -> str:
+        return f"stand-in {index}"
+
+    def current_stream(self, device: Any) -> Stream:
+        return self.default
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        yield
+
+    def get_device_limit(self, device: int) -> dict[str, int]:
+        return {"cube_core_num": CUBES, "vector_core_num": VECTORS}
+
+    def set_stream_limit(self, stream: Stream, cube_num: int = -1, vector_num: int = -1) -> None:
+        stream.limit = (cube_num, vector_num)
+
+    def reset_stream_limit(self, stream: Stream) -> None:
+        stream.limit = ALL
+
+
+def _hccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    _Record.groups.append(size)
+    return distributed.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def install() -> None:
+    """What ``import torch_npu`` does, on host memory."""
+    sys.modules["torch_npu"] = module_from_spec(ModuleSpec("torch_npu", None))
+    torch.npu = Npu("torch.npu")  # type: ignore[attr-defined]
+    if not hasattr(distributed.Backend, "HCCL"):
+        distributed.Backend.register_backend("hccl", _hccl, devices=["cpu"])
+
+
+class OnNpu(StreamsAccelerator):
+    """The backend as it is, but for the type of the tensors."""
+
+    name: ClassVar[str] = "streams"
+
+    def __init__(self) -> None:
+        install()
+        super().__init__("npu")
+        self.device = "cpu"
+        self.used: list[str] = []
+
+    def open(self, device: Accelerator) -> None:
+        assert device.kind == "ascend"
+
+    def launch(self, call: Call) -> Any:
+        _Record.of.clear()
+        assert call.group is not None
+        self.used.append(distributed.get_backend(call.group))
+        return super().launch(call)
+
+    def told(self) -> tuple[list[str], list[int], list[tuple[str, bool, Any]]]:
+        """Backends of the groups of all calls; sizes of the ``hccl`` groups; and of the last call
+        (what, whether on the caller's stream, more)."""
+        last = [
+            (what, stream is Npu.default, more is Npu.default if what == "wait" else more)
+            for what, stream, more in _Record.of
+        ]
+        return self.used, _Record.groups, last
+
+
+class Unlimited(OnNpu):
+    """A planted fault: nobody sets the limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._device.shared = StreamsAccelerator("cpu")._device.shared  # type: ignore[method-assign]
+
+
+class WrongGroup(OnNpu):
+    """A planted fault: messages go through gloo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives = "gloo"

@@ -1,0 +1,113 @@
+"""The `streams` backend on an NPU, as far as a stand-in for torch_npu on host memory can tell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import npu_backend
+import pytest
+import torch
+from npu_backend import ALL, CUBES, VECTORS
+
+import mkernel
+from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.base import View
+from mkernel.cases import case_of
+from mkernel.plan.shapes import SHAPES
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+SIZES = {
+    "all_gather_gemm": {"m": 24, "n": 10, "k": 16},
+    "gemm_reduce_scatter": {"m": 24, "n": 10, "k": 16},
+    "gemm_all_reduce": {"m": 25, "n": 10, "k": 16},
+    "moe_dispatch_gemm": {"tokens": 9, "hidden": 8, "features": 6, "experts": 4, "top_k": 2},
+    "moe_combine": {"tokens": 9, "features": 6, "experts": 4, "top_k": 2},
+    "ring_attention": {
+        "batch": 1, "heads": 2, "kv_heads": 1, "sequence": 16, "head_dim": 8,
+    },
+}  # fmt: skip
+Told = tuple[list[str], list[int], list[tuple[str, bool, Any]]]
+
+
+def called(op: Any, view: View) -> tuple[bool, Told, tuple[int, int]]:
+    """Whether the result was right, what the stand-in saw, and the caller's stream's limit after."""
+    world = mkernel.world()
+    case = case_of(op)(sizes=SIZES[op], dtype="float32", out_dtype="float32")
+    outcome = case.run(case.inputs(world.rank, world.size, 0), view=view)
+    right = case.passed(case.errors(outcome, world.rank, world.size, 0))
+    accelerator: Any = world.accelerator
+    return right, accelerator.told(), npu_backend.Npu.default.limit
+
+
+def launch(op: str, backend: str = "OnNpu", view: View = "pipelined") -> list[Any]:
+    return mkernel.launch(
+        called, op, view, ranks_per_node=2, accelerator=f"npu_backend:{backend}", timeout_s=20
+    )
+
+
+def judge(told: Told) -> None:
+    """AssertionError unless messages went through HCCL and the two streams shared the cores."""
+    backends, groups, record = told
+    assert set(backends) == {"hccl"}, backends
+    assert groups == [2], groups
+    limits = {
+        where: {
+            more for what, on_callers, more in record if what == "event" and on_callers == where
+        }
+        for where in (True, False)
+    }
+    (compute,), (comm,) = limits[True], limits[False]
+    assert compute[0] == CUBES, compute
+    assert 0 < comm[1] < compute[1], (compute, comm)
+    assert compute[1] + comm[1] <= VECTORS, (compute, comm)
+    waits = {on_callers for what, on_callers, of_callers in record if what == "wait"}
+    assert waits == {True, False}, "each lane waits for the other"
+
+
+@pytest.mark.parametrize("op", SHAPES)
+def test_every_op_shares_cores_and_talks_through_hccl(op: str) -> None:
+    for right, told, after in launch(op):
+        assert right
+        judge(told)
+        assert after == ALL, "the caller's stream stays limited"
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"), [("Unlimited", r"\(24, 48\), \(24, 48\)"), ("WrongGroup", "gloo")]
+)
+def test_what_is_left_out_is_seen(fault: str, seen: str) -> None:
+    for _, told, _ in launch("all_gather_gemm", fault):
+        with pytest.raises(AssertionError, match=seen):
+            judge(told)
+
+
+@pytest.mark.parametrize("view", ["sequential", "compute_only"])
+def test_lanes_that_take_turns_have_all_cores(view: View) -> None:
+    for right, (_, _, record), _ in launch("gemm_reduce_scatter", view=view):
+        assert right or view == "compute_only"
+        assert {more for what, _, more in record if what == "event"} == {ALL}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-in in this process, which others must not see."""
+    npu_backend.install()
+    yield torch.npu  # type: ignore[attr-defined]
+    del torch.npu  # type: ignore[attr-defined]
+    del sys.modules["torch_npu"]
+
+
+def test_an_npu_is_chosen_where_there_is_one(installed: Any) -> None:
+    device = Device(None)
+    assert (device.name, device.collectives) == ("npu", "hccl")
+    assert [found.kind for found in device.probe()] == ["ascend", "ascend"]
+
+
+def test_an_old_torch_npu_is_named(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(npu_backend.Npu, "set_stream_limit")
+    assert "too old: torch.npu lacks set_stream_limit" in str(Device("npu").missing())
+    assert Device("npu").probe() == ()
+    assert Device(None).name != "npu"
