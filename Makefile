@@ -53,7 +53,7 @@ format: $(VENV)/.dependencies
 
 bench: $(VENV)/.installed
 	python bench/main_job.py
-	python bench/ascend_gemm.py
+	python bench/ascend_speed.py
 
 numbers: $(VENV)/.installed # the page of what `mkernel bench` measured
 	mkernel bench --render bench/results > docs/numbers.md.new

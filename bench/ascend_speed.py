@@ -1,0 +1,244 @@
+"""Speed of the ascend simulator, on the CPUs that this process may use.
+
+    chrt -r 1 python bench/ascend_speed.py [--repeat 15]
+
+Each figure compares two things that take turns in the same run, or counts CPU time; all are medians.
+  gemm        functional: one rank's compute kernel of AllGather+GEMM (2048 x 1024 x 2048, float16 to
+              float32) against torch's float32 matmul on as many threads: at least 0.6 of its speed
+  strict      strict and timed (traced, and replayed on a3.json), against functional: at most 5 times as
+              long; that GEMM by itself, and whole calls of two ranks in this process
+  model_only  `mkernel bench --model-only`: 8 ranks of 4096^3, three views, CPU time: at most 10 s, of
+              which two CPUs would take half each
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Literal
+
+import results_file
+import torch
+
+from mkernel import api
+from mkernel.backends.accelerators.ascend import AscendAccelerator, _ascend
+from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.backends.accelerators.ascend.timeline import model
+from mkernel.backends.base import Call, PeerMemory, SymmetricMemory
+from mkernel.backends.runtime import _runtime
+from mkernel.bench.modelled import shapes
+from mkernel.bench.sizes import GEMMS, Sized
+from mkernel.plan.model import LaunchPlan, OpName
+
+BARS = {"gemm_ratio": 0.6, "strict_times": 5.0, "model_only_cpu_s": 10.0}
+WARM_UP = 2
+TIMEOUT_S = 120.0
+M, N, K = 2048, 1024, 2048
+
+Layout = Literal["row", "column"]
+Tensors = dict[str, torch.Tensor]
+
+
+class World:
+    """Ranks of one node in this process, with calls of one plan. Closed by ``close``."""
+
+    def __init__(self, plan: LaunchPlan, backend: AscendAccelerator) -> None:
+        self.plan, self._backend = plan, backend
+        self._epoch = 0
+        self._memory = ExitStack()
+        space = backend.workspace(plan)
+        self._pads = [self._allocate(_runtime.pad_bytes(space.signals)) for _ in self._ranks]
+        for pad in self._pads:
+            _runtime.pad_format(pad.address, space.signals)
+        self._spaces = [self._allocate(max(space.nbytes, 1)) for _ in self._ranks]
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.plan.world_size)
+
+    def _allocate(self, nbytes: int) -> SymmetricMemory:
+        memory = self._backend.allocate(nbytes)
+        self._memory.callback(memory.close)
+        return memory
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def call(self, tensors: list[Tensors], trace: bool) -> list[bytes]:
+        """One call of all ranks, to its end; the ranks' traces where asked for."""
+        self._epoch += 1
+        memory = [
+            PeerMemory(pad=pad.address, workspace=space.address)
+            for pad, space in zip(self._pads, self._spaces, strict=True)
+        ]
+        launches = [
+            self._backend.launch(
+                Call(
+                    plan=self.plan,
+                    rank=rank,
+                    tensors=tensors[rank],
+                    epoch=self._epoch,
+                    number=self._epoch,
+                    pad=memory[rank].pad,
+                    workspace=memory[rank].workspace,
+                    signal_base=0,
+                    peers={peer: memory[peer] for peer in self._ranks if peer != rank},
+                    region=0,
+                    fifo=0,
+                    timeout_s=TIMEOUT_S,
+                    trace=trace,
+                )
+            )
+            for rank in self._ranks
+        ]
+        if not all(launch.wait(TIMEOUT_S) for launch in launches):
+            raise TimeoutError(f"a call of {self.plan.op} did not end within {TIMEOUT_S} s")
+        return [launch.trace() or b"" for launch in launches]
+
+
+def planned(op: OpName, ranks: int, k: int, layout: Layout = "row") -> LaunchPlan:
+    """As the planner has it, on all cores of the simulated chip."""
+    return api.plan(
+        op, b_layout=layout, nodes=1, ranks_per_node=ranks, accelerator="ascend", m=M, n=N, k=k
+    )
+
+
+def inputs(plan: LaunchPlan, seed: int) -> list[Tensors]:
+    """Fresh ones for each rank, the output full of NaN."""
+    shape, world = plan.gemm, plan.world_size
+    rows = shape.m // world
+    a_rows = rows if plan.op == "all_gather_gemm" else shape.m
+    out_rows = rows if plan.op == "gemm_reduce_scatter" else shape.m
+    torch.manual_seed(seed)
+    made = []
+    for _ in range(world):
+        b = torch.randn(shape.k, shape.n).half()
+        if plan.b_layout == "column":
+            b = b.t().contiguous().t()
+        out = torch.full((out_rows, shape.n), float("nan"))
+        made.append({"a": torch.randn(a_rows, shape.k).half(), "b": b, "out": out})
+    return made
+
+
+def seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def gemm(layout: Layout, slots: int, repeat: int) -> dict[str, float]:
+    """One rank's product, functional and strict, and torch's: medians and how they compare."""
+    plan = planned("all_gather_gemm", 1, K, layout)
+    functional = World(plan, AscendAccelerator(slots=slots))
+    strict = World(plan, AscendAccelerator(slots=slots, strict=_ascend.Strict()))
+    machine = load_machine()
+    took: dict[str, list[float]] = {"functional": [], "strict": [], "torch": []}
+    worst = 0.0
+    for i in range(WARM_UP + repeat):
+        tensors = inputs(plan, i)
+        wide = [tensors[0][name].float() for name in ("a", "b")]
+        want = torch.empty(M, N)
+        times = {
+            "functional": seconds(lambda: functional.call(tensors, trace=False)),
+            "torch": seconds(lambda: torch.mm(*wide, out=want)),
+        }
+        difference = torch.linalg.norm(tensors[0]["out"] - want) / torch.linalg.norm(want)
+        worst = max(worst, float(difference))
+        times["strict"] = seconds(
+            lambda: model(strict.call(tensors, trace=True), machine, lanes=False)
+        )
+        for name, each in times.items():
+            if i >= WARM_UP:
+                took[name].append(each)
+    functional.close()
+    strict.close()
+    middle = {name: statistics.median(each) for name, each in took.items()}
+    flops = 2.0 * M * N * K
+    return {
+        **{f"{name}_ms": round(each * 1e3, 2) for name, each in middle.items()},
+        "functional_gflops": round(flops / middle["functional"] / 1e9, 1),
+        "torch_gflops": round(flops / middle["torch"] / 1e9, 1),
+        "gemm_ratio": round(middle["torch"] / middle["functional"], 3),
+        "strict_times": round(middle["strict"] / middle["functional"], 2),
+        "worst_difference": worst,
+    }
+
+
+def strict_call(op: OpName, slots: int, repeat: int) -> dict[str, float]:
+    """A whole call of two ranks: strict and timed against functional."""
+    plan = planned(op, 2, K // 2)
+    functional = World(plan, AscendAccelerator(slots=slots))
+    strict = World(plan, AscendAccelerator(slots=slots, strict=_ascend.Strict()))
+    machine = load_machine()
+    plain, checked = [], []
+    for i in range(WARM_UP + repeat):
+        tensors = inputs(plan, i)
+        first = seconds(lambda: functional.call(tensors, trace=False))
+        then = seconds(lambda: model(strict.call(tensors, trace=True), machine, lanes=False))
+        if i >= WARM_UP:
+            plain.append(first)
+            checked.append(then)
+    functional.close()
+    strict.close()
+    mine, other = statistics.median(plain), statistics.median(checked)
+    return {
+        "functional_ms": round(mine * 1e3, 2),
+        "strict_ms": round(other * 1e3, 2),
+        "strict_times": round(other / mine, 2),
+    }
+
+
+def model_only(op: OpName) -> dict[str, float]:
+    """8 ranks of 4096^3, nothing run: CPU seconds of this process, and what it predicts."""
+    size = Sized(op=op, sizes={"m": 4096, "n": 4096, "k": 4096})
+    start, wall = time.process_time(), time.perf_counter()
+    (row,) = shapes([size], 8, "float16", "row", load_machine()).rows
+    return {
+        "model_only_cpu_s": round(time.process_time() - start, 2),
+        "wall_s": round(time.perf_counter() - wall, 2),
+        "modelled_pipelined_ms": round(row.modelled.pipelined_ms, 3),
+    }
+
+
+def main() -> int:
+    """Measure, write the result; 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeat", type=int, default=15)
+    repeat = parser.parse_args().repeat
+    cpus = len(os.sched_getaffinity(0))
+    torch.set_num_threads(cpus)
+    parts: dict[str, dict[str, dict[str, float]]] = {
+        "gemm": {f"b_{b}_major": gemm(b, cpus, repeat) for b in ("row", "column")},
+        "strict": {op: strict_call(op, cpus, max(3, repeat // 3)) for op in GEMMS},
+        "model_only": {op: model_only(op) for op in GEMMS},
+    }
+    rows = [row for part in parts.values() for row in part.values()]
+    met = all(
+        row[name] >= bar if name == "gemm_ratio" else row[name] <= bar
+        for row in rows
+        for name, bar in BARS.items()
+        if name in row
+    )
+    results_file.write(
+        "ascend_speed",
+        {
+            "shape": {"m": M, "n": N, "k": K},
+            "threads": cpus,
+            "load": [round(each, 1) for each in os.getloadavg()],
+            "matrix_unit": _ascend.matrix_unit(),
+            "repeat": repeat,
+            "bars": BARS,
+            "bars_met": met,
+            **parts,
+        },
+    )
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
