@@ -20,14 +20,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Literal
+from typing import Any, Literal
 
 import results_file
 import torch
 
 from mkernel import api
 from mkernel.backends.accelerators.ascend import AscendAccelerator, _ascend
-from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.base import Call, PeerMemory, SymmetricMemory
 from mkernel.backends.runtime import _runtime
@@ -125,10 +125,16 @@ def inputs(plan: LaunchPlan, seed: int) -> list[Tensors]:
     return made
 
 
-def seconds(action: Callable[[], object]) -> float:
+def seconds(action: Callable[..., object], *arguments: Any, **named: Any) -> float:
+    """How long a call of ``action`` takes."""
     start = time.perf_counter()
-    action()
+    action(*arguments, **named)
     return time.perf_counter() - start
+
+
+def traced_and_replayed(world: World, tensors: list[Tensors], machine: Machine) -> None:
+    """A call, and its modelled time."""
+    model(world.call(tensors, trace=True), machine, lanes=False)
 
 
 def gemm(layout: Layout, slots: int, repeat: int) -> dict[str, float]:
@@ -144,14 +150,12 @@ def gemm(layout: Layout, slots: int, repeat: int) -> dict[str, float]:
         wide = [tensors[0][name].float() for name in ("a", "b")]
         want = torch.empty(M, N)
         times = {
-            "functional": seconds(lambda: functional.call(tensors, trace=False)),
-            "torch": seconds(lambda: torch.mm(*wide, out=want)),
+            "functional": seconds(functional.call, tensors, trace=False),
+            "torch": seconds(torch.mm, *wide, out=want),
         }
         difference = torch.linalg.norm(tensors[0]["out"] - want) / torch.linalg.norm(want)
         worst = max(worst, float(difference))
-        times["strict"] = seconds(
-            lambda: model(strict.call(tensors, trace=True), machine, lanes=False)
-        )
+        times["strict"] = seconds(traced_and_replayed, strict, tensors, machine)
         for name, each in times.items():
             if i >= WARM_UP:
                 took[name].append(each)
@@ -178,8 +182,8 @@ def strict_call(op: OpName, slots: int, repeat: int) -> dict[str, float]:
     plain, checked = [], []
     for i in range(WARM_UP + repeat):
         tensors = inputs(plan, i)
-        first = seconds(lambda: functional.call(tensors, trace=False))
-        then = seconds(lambda: model(strict.call(tensors, trace=True), machine, lanes=False))
+        first = seconds(functional.call, tensors, trace=False)
+        then = seconds(traced_and_replayed, strict, tensors, machine)
         if i >= WARM_UP:
             plain.append(first)
             checked.append(then)
