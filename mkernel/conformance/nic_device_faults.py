@@ -62,7 +62,8 @@ CASES = (
     Case("qp-error@100ms", _BROKEN),
     Case("cq-overflow@50", frozenset({"CQ_ERR"})),
 )
-_REGISTRATION = "registration@200ms"
+_REGISTRATION_S = 1.0
+"""After the device was opened: until then, region 0 is registered."""
 
 
 @contextlib.contextmanager
@@ -126,7 +127,7 @@ def _breaks(me: Rank, case: Case) -> None:
             require(failure.status in wanted, f"{what} saw {failure}, expected {sorted(wanted)}")
             known = failure.peer in me.peers or failure.status == "CQ_ERR"
             require(known, f"{what} says {failure}, which names no peer")
-            aborted = deadline(2.0)
+            aborted = deadline(port.timeout_s / 2)
             while not port.aborted() and not aborted():
                 time.sleep(0.005)
             require(port.aborted(), f"{what} leaves its pad's abort word unset")
@@ -144,8 +145,10 @@ def _heals(me: Rank, case: Case) -> None:
 
 def _registration_fails(me: Rank) -> None:
     """Once, and the session goes on as if it had not been asked."""
-    with _world(me, _REGISTRATION, patient=True) as port:
-        time.sleep(0.25)
+    fault, opened = f"registration@{_REGISTRATION_S * 1e3:.0f}ms", time.monotonic()
+    with _world(me, fault, patient=True) as port:
+        while time.monotonic() < opened + 1.1 * _REGISTRATION_S:
+            time.sleep(0.05)
         at = port.memory.address
         if me.rank == 0:
             try:
@@ -169,7 +172,7 @@ def _all(me: Rank) -> None:
         (_heals if case.heals else _breaks)(me, case)
         use_once(me, 1 + turn)
     _registration_fails(me)
-    require_nothing_more(before, f"{len(CASES)} worlds broke")
+    require_nothing_more(me, before, f"{len(CASES)} worlds broke")
 
 
 def device_faults(subject: NicSubject) -> None:

@@ -20,7 +20,15 @@ from mkernel.backends.base import (
 )
 from mkernel.conformance.check import Check, CheckFailed, CheckSkipped
 from mkernel.conformance.nic_checks import Landing
-from mkernel.conformance.nic_ranks import CLOSE_S, NicSubject, Pattern, Port, Rank, deadline
+from mkernel.conformance.nic_ranks import (
+    CLOSE_S,
+    NicSubject,
+    Pattern,
+    Port,
+    Rank,
+    deadline,
+    within,
+)
 from mkernel.errors import ArgumentError, BackendUnavailable, NicError, Timeout, Unsupported
 from mkernel.settings import NicSettings
 from mkernel.topology.model import Nic
@@ -37,10 +45,8 @@ def require(holds: bool, message: str) -> None:
 
 def close_in_time(session: NicSession, what: str) -> None:
     """Close; CheckFailed beyond what the contract gives."""
-    start = time.monotonic()
-    session.close()
-    took = time.monotonic() - start
-    require(took <= CLOSE_S, f"close {what} took {took:.2f} s, expected at most {CLOSE_S:g} s")
+    with within(CLOSE_S, f"close {what}"):
+        session.close()
 
 
 # ---- what the backend says of itself --------------------------------------------------------------
@@ -268,13 +274,13 @@ def _killed_peer(me: Rank, nbytes: int) -> None:
         require(
             bool(failure.status) and bool(str(failure)), f"{failure!r} does not say what failed"
         )
-        late = deadline(2.0)
+        late = deadline(port.timeout_s / 2)
         while not port.aborted() and not late():
             time.sleep(0.01)
         require(port.aborted(), "a failed session leaves the pad's abort word unset: waits go on")
-        start = time.monotonic()
-        require(not port.session.flush(port.timeout_s), "flush returned True after a failure")
-        require(time.monotonic() - start < 1.0, "flush of a failed session waits")
+        with within(1.0, "flush of a failed session"):
+            flushed = port.session.flush(port.timeout_s)
+        require(not flushed, "flush returned True after a failure")
         try:
             port.session.put(1 - me.rank, 0, 0, 0, 0, 3, 1)
         except (NicError, Timeout):
@@ -344,10 +350,10 @@ def left_behind() -> dict[str, int]:
     }
 
 
-def require_nothing_more(before: dict[str, int], since: str) -> None:
+def require_nothing_more(me: Rank, before: dict[str, int], since: str) -> None:
     """CheckFailed where this process holds more than ``before``, soon after all was closed."""
     gc.collect()  # an error's traceback may be what still holds a session
-    late = deadline(3.0)  # a joined thread leaves /proc a little later
+    late = deadline(me.subject.timeout_s / 2)  # a joined thread leaves /proc a little later
     while (after := left_behind()) != before and not late():
         time.sleep(0.02)
     for what, count in before.items():
@@ -374,7 +380,7 @@ def _reopen(me: Rank, turns: int) -> None:
     before = left_behind()
     for turn in range(turns):
         use_once(me, turn)
-    require_nothing_more(before, f"{turns} sessions were used and closed")
+    require_nothing_more(me, before, f"{turns} sessions were used and closed")
 
 
 def reopen(subject: NicSubject) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -37,6 +38,8 @@ Bytes = npt.NDArray[np.uint8]
 SIGNALS = 512
 CLOSE_S = 1.0
 """What the contract gives ``close``."""
+_BUSY_S = 3.0
+"""The most that a busy machine may add to what a contract gives."""
 
 
 class Memory:
@@ -391,6 +394,26 @@ def require_equal(got: Bytes, expected: Bytes, what: str) -> None:
     raise CheckFailed(
         f"{what}: {len(wrong)} of {len(got)} bytes are wrong, the first at {wrong[0]}"
     )
+
+
+def _stalled_s() -> float:
+    """Seconds in which some task of this machine was ready and waited for a CPU, since it booted."""
+    try:
+        some = Path("/proc/pressure/cpu").read_text().splitlines()[0]
+    except OSError:  # a kernel that does not count them
+        return time.monotonic()
+    return int(some.rpartition("total=")[2]) / 1e6
+
+
+@contextlib.contextmanager
+def within(seconds: float, what: str) -> Iterator[None]:
+    """CheckFailed where what is done inside takes longer, not counting (up to a limit) time in which
+    this machine had more to do than CPUs to do it."""
+    start, stalled = time.monotonic(), _stalled_s()
+    yield
+    took, stalled = time.monotonic() - start, _stalled_s() - stalled
+    if took > seconds + min(stalled, _BUSY_S):
+        raise CheckFailed(f"{what} took {took:.2f} s, expected at most {seconds:g} s")
 
 
 def deadline(timeout_s: float) -> Callable[[], bool]:

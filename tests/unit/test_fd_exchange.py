@@ -16,7 +16,8 @@ import pytest
 from mkernel.backends.runtime import fd_exchange
 from mkernel.backends.runtime.fd_exchange import fetch, offer
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
+REQUEST_S = 2.0
 
 
 def _server_threads() -> list[str]:
@@ -94,7 +95,7 @@ def test_a_wrong_cookie_gets_nothing(memfd: int) -> None:
 def test_clients_that_never_ask_delay_nobody_and_are_dropped(
     memfd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fd_exchange, "_REQUEST_S", 0.3)
+    monkeypatch.setattr(fd_exchange, "_REQUEST_S", REQUEST_S)
     offered = offer(memfd)
     silent = [socket.socket(socket.AF_UNIX) for _ in range(5)]
     for client in silent:
@@ -103,7 +104,7 @@ def test_clients_that_never_ask_delay_nobody_and_are_dropped(
     silent[0].send(b"abc")  # part of a cookie
     start = time.monotonic()
     os.close(fetch(offered.address, TIMEOUT_S))
-    assert time.monotonic() - start < 0.3
+    assert time.monotonic() - start < REQUEST_S, "a silent client was waited for"
     for client in silent:
         assert client.recv(1) == b"", "not dropped"
         client.close()
@@ -112,12 +113,13 @@ def test_clients_that_never_ask_delay_nobody_and_are_dropped(
 
 def test_a_server_that_never_answers_is_not_waited_for() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("\0mkernel-test-silent")
+        name = f"mkernel-test-silent-{os.getpid()}"
+        listener.bind("\0" + name)
         listener.listen()
         start = time.monotonic()
         with pytest.raises(TimeoutError):
-            fetch({"socket": "mkernel-test-silent", "cookie": "00" * 16}, 0.3)
-        assert time.monotonic() - start < 5
+            fetch({"socket": name, "cookie": "00" * 16}, 0.3)
+        assert time.monotonic() - start < TIMEOUT_S
 
 
 def test_another_users_process_is_refused_on_both_sides(

@@ -210,7 +210,7 @@ class World {
             sink.there = there;
             sink.bytes = c.bytes;
         }
-        const std::uint64_t deadline = monotonic_ns() + 10 * kSecond;
+        const std::uint64_t deadline = monotonic_ns() + 30 * kSecond;
         PutResult result = from_.put(c, cursor);
         while (result == PutResult::busy) {
             from_.ring();

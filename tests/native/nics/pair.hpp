@@ -95,9 +95,9 @@ class Rank {
         c.peer = peer_;
         c.signal = signal;
         c.value = value;
-        return session.put(c, 10);
+        return session.put(c, 30);
     }
-    bool wait(std::uint32_t signal, std::uint64_t value, double seconds = 10) {
+    bool wait(std::uint32_t signal, std::uint64_t value, double seconds = 30) {
         return pad.wait(signal, value,
                         runtime::monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9),
                         {}) == runtime::WaitResult::ok;

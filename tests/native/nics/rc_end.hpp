@@ -134,7 +134,7 @@ struct End {
         ibv_recv_wr* bad = nullptr;
         return ibv_post_recv(qp, &wr, &bad);
     }
-    std::optional<ibv_wc> poll(double seconds = 5) {
+    std::optional<ibv_wc> poll(double seconds = 30) {
         const std::uint64_t deadline = monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9);
         ibv_wc wc{};
         while (monotonic_ns() < deadline) {
@@ -155,7 +155,7 @@ struct End {
         }
         return false;
     }
-    std::optional<ibv_event_type> event(double seconds = 2) {
+    std::optional<ibv_event_type> event(double seconds = 30) {
         pollfd wait{context->async_fd, POLLIN, 0};
         if (::poll(&wait, 1, static_cast<int>(seconds * 1e3)) <= 0) return std::nullopt;
         ibv_async_event e{};

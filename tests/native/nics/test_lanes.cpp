@@ -133,9 +133,12 @@ void a_receiver_that_does_not_look_is_never_overrun() {
             one.start();
             constexpr std::uint32_t kPuts = 500;
             for (std::uint32_t i = 0; i < kPuts; ++i) CHECK(one.put(64, 5) == WaitResult::ok);
+            const auto sent = [&] { return one.session.statistics().puts; };
+            const std::uint64_t late = monotonic_ns() + 30'000'000'000u;
+            while (sent() < 16 * qps && monotonic_ns() < late) std::this_thread::yield();
             ::usleep(150'000);  // many times what an RNR retry takes
             CHECK(!one.session.failure());
-            CHECK(one.session.statistics().puts == 16 * qps);
+            CHECK(sent() == 16 * qps);
             other.start();
             CHECK(other.wait(5, kPuts));
             CHECK(one.session.flush(10));

@@ -16,6 +16,7 @@ using mkernel::runtime::WaitResult;
 namespace {
 
 constexpr std::uint64_t kSecond = 1'000'000'000;
+constexpr std::uint64_t kPatience = 30 * kSecond;
 
 // Takes a put in two steps where a peer's queue is open, and completes at once.
 class GatedNic final : public Nic {
@@ -73,14 +74,14 @@ struct Rig {
           memory(SignalPad::bytes(64)),
           pad(SignalPad::format(memory.data(), 64)),
           proxy(nic, fifo, pad, {}) {}
-    WaitResult push(std::uint32_t peer, std::uint64_t number, std::uint64_t wait = 10 * kSecond) {
+    WaitResult push(std::uint32_t peer, std::uint64_t number, std::uint64_t wait = kPatience) {
         PutCommand c;
         c.peer = peer;
         c.bytes = number;
         return fifo.device().push(c, pad, monotonic_ns() + wait, {});
     }
     bool soon(const std::function<bool()>& held) const {
-        const std::uint64_t deadline = monotonic_ns() + 10 * kSecond;
+        const std::uint64_t deadline = monotonic_ns() + kPatience;
         while (!held()) {
             if (monotonic_ns() > deadline) return false;
             std::this_thread::yield();
@@ -117,7 +118,7 @@ void a_full_peer_holds_up_nobody_and_loses_nothing() {
     CHECK(rig.proxy.statistics().stalls == 1);
     CHECK(!rig.proxy.flush(monotonic_ns() + kSecond / 20));
     rig.nic.open(0);
-    CHECK(rig.proxy.flush(monotonic_ns() + 10 * kSecond));
+    CHECK(rig.proxy.flush(monotonic_ns() + kPatience));
     CHECK(rig.nic.taken(0) == numbers(0, 60));
     CHECK(rig.nic.taken(1) == numbers(0, 500));
     CHECK(rig.nic.taken(2) == numbers(0, 500));
@@ -143,11 +144,11 @@ void order_holds_while_queues_come_and_go() {
         for (std::uint32_t peer = 0; peer < GatedNic::kPeers; ++peer) {
             CHECK(rig.push(peer, i) == WaitResult::ok);
         }
-        if (i % 100 == 0) CHECK(rig.proxy.flush(monotonic_ns() + 10 * kSecond));
+        if (i % 100 == 0) CHECK(rig.proxy.flush(monotonic_ns() + kPatience));
     }
     over = true;
     gate.join();
-    CHECK(rig.proxy.flush(monotonic_ns() + 10 * kSecond));
+    CHECK(rig.proxy.flush(monotonic_ns() + kPatience));
     for (std::uint32_t peer = 0; peer < GatedNic::kPeers; ++peer) {
         CHECK(rig.nic.taken(peer) == numbers(0, kEach));
     }
@@ -159,11 +160,11 @@ void a_flush_covers_what_was_set_aside_and_nothing_later() {
     Rig rig(64);
     rig.nic.open(1);
     CHECK(rig.push(1, 0) == WaitResult::ok);
-    CHECK(rig.proxy.flush(monotonic_ns() + 10 * kSecond));
+    CHECK(rig.proxy.flush(monotonic_ns() + kPatience));
     CHECK(rig.push(0, 0) == WaitResult::ok);  // to a shut queue
     CHECK(rig.push(1, 1) == WaitResult::ok);
     CHECK(!rig.proxy.flush(monotonic_ns() + kSecond / 20));
-    std::thread waiter([&] { CHECK(rig.proxy.flush(monotonic_ns() + 10 * kSecond)); });
+    std::thread waiter([&] { CHECK(rig.proxy.flush(monotonic_ns() + kPatience)); });
     rig.nic.open(0);
     waiter.join();
     rig.nic.open(0, false);

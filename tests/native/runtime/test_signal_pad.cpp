@@ -76,7 +76,8 @@ void a_deadline_leaves_one_diagnosis() {
     who.peer = 5;
     const std::uint64_t start = monotonic_ns();
     CHECK(p.pad.wait(3, 9, start + kSecond / 50, who) == WaitResult::timed_out);
-    CHECK(monotonic_ns() - start < kSecond);
+    const std::uint64_t waited = monotonic_ns() - start;
+    CHECK(waited >= kSecond / 50 && waited < 10 * kSecond);
     CHECK(p.pad.aborted() == AbortCode::timeout);
     CHECK(!p.pad.abort(AbortCode::nic_error, {}));  // the first one stays
     CHECK(p.pad.aborted() == AbortCode::timeout);

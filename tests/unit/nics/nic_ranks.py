@@ -18,7 +18,7 @@ from mkernel.backends.runtime import _runtime as runtime
 from mkernel.settings import NicSettings
 
 SIGNALS = 256
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def settings(**values: Any) -> NicSettings:
@@ -186,7 +186,7 @@ class Processes:
             with suppress(OSError):  # a killed rank
                 pipe.send("end")
         for process in self.processes:
-            process.join(20)
+            process.join(DEADLINE_S)
             alive = process.is_alive()
             process.kill()
             process.join()

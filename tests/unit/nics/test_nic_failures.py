@@ -12,6 +12,7 @@ import pytest
 from nic_ranks import DEADLINE_S, Processes, Rank, join, local_ranks
 
 from mkernel.backends.runtime import _runtime as runtime
+from mkernel.conformance.nic_ranks import CLOSE_S, within
 from mkernel.errors import NicError
 
 
@@ -24,9 +25,8 @@ def failed(rank: Rank) -> NicError:
 
 
 def closes_at_once(rank: Rank) -> None:
-    start = time.monotonic()
-    rank.close()
-    assert time.monotonic() - start < 1.0
+    with within(CLOSE_S, "close"):
+        rank.close()
 
 
 def spoiled_rkey(key: str) -> str:
@@ -152,19 +152,16 @@ def victim(me: Rank, size: int) -> str:
     start = time.monotonic()
     sent = 0
     try:
-        while time.monotonic() - start < DEADLINE_S:
+        while time.monotonic() - start < DEADLINE_S / 2:
             me.session.put(1, 0, 0, 0, 100_000, 0, 1)
             sent += 1
     except NicError:
         pass
     failure = me.session.failure()
     assert failure is not None, f"no failure after {sent} puts"
-    waited = time.monotonic() - start
-    before = time.monotonic()
-    me.session.close()
-    assert time.monotonic() - before < 1.0
+    with within(CLOSE_S, "close"):
+        me.session.close()
     assert runtime.pad_outcome(me.pad)[0] == runtime.AbortCode.nic_error
-    assert waited < 10.0
     return f"{failure.status} {failure.peer}"
 
 
