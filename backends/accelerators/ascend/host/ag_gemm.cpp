@@ -31,11 +31,11 @@ void AgGemm::bind(const CallArgs& call, const Blocks& blocks) {
 }
 
 bool AgGemm::comm(sim::Core& core) const {
-    return ag_gemm::Comm(core, args_).run();
+    return ag_gemm::comm(core, args_);
 }
 
 bool AgGemm::cube(sim::Core& core) const {
-    return ag_gemm::Compute(core, args_).run();
+    return ag_gemm::compute(core, args_);
 }
 
 bool AgGemm::arrived(sim::Core& core) const {

@@ -24,12 +24,11 @@ void GemmReduce::bind(const CallArgs& call, const Blocks& blocks) {
 }
 
 bool GemmReduce::comm(sim::Core& core) const {
-    return args_.geometry.replicated ? gemm_ar::Comm(core, args_).run()
-                                     : gemm_rs::Comm(core, args_).run();
+    return args_.geometry.replicated ? gemm_ar::comm(core, args_) : gemm_rs::comm(core, args_);
 }
 
 bool GemmReduce::cube(sim::Core& core) const {
-    return gemm_reduce::Compute(core, args_).run();
+    return gemm_reduce::compute(core, args_);
 }
 
 std::vector<Kernels::Tensor> GemmReduce::tensors() {
