@@ -50,6 +50,22 @@ def test_the_package_alone_imports_no_torch() -> None:
     python("import sys, mkernel", "mkernel.world", "assert 'torch' in sys.modules")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--nodes", "2", "--ranks-per-node", "2"),
+        ("--nodes", "1", "--ranks-per-node", "4", "--accelerator", "streams"),
+        ("--nodes", "2", "--nic", "efa", "--explain", "--simulate"),
+    ],
+    ids=" ".join,
+)
+def test_planning_imports_no_torch(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_STREAMS_DEVICE", "cpu")
+    assert "digest" in without_torch("plan", "ag_gemm", *options)
+
+
 def test_planning_for_real_machines_imports_no_torch(tmp_path: Path) -> None:
     machine = (
         '{"nodes": [{"id": 0, "hostname": "a", "numa": [], "accelerators": ['
@@ -62,6 +78,14 @@ def test_planning_for_real_machines_imports_no_torch(tmp_path: Path) -> None:
         "--dtype", "bfloat16", cwd=tmp_path,
     )  # fmt: skip
     assert "on hopper" in told
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--matrix",)], ids=" ".join)
+def test_probing_imports_no_torch(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_STREAMS_DEVICE", "cpu")
+    assert without_torch("probe", *options)
 
 
 def test_probing_a_file_imports_no_torch(tmp_path: Path) -> None:

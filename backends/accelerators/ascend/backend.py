@@ -6,12 +6,12 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mkernel.backends.accelerators.ascend.gemm import GemmOp
 from mkernel.backends.accelerators.ascend.memory import HostMemory
-from mkernel.backends.accelerators.ascend.op import Op, native
+from mkernel.backends.accelerators.ascend.native import native
 from mkernel.backends.base import (
     AcceleratorBackend,
     AcceleratorCapabilities,
@@ -31,24 +31,33 @@ from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.ascend import _ascend
+    from mkernel.backends.accelerators.ascend.op import Op
 
 COMPUTE_CORES = 24
 """Cube cores (AIC) of the simulated chip."""
 COMM_CORES = 48
 """Vector cores (AIV) of the simulated chip."""
 
-_GEMM = GemmOp()
-_OPS: dict[str, Op] = {
-    "all_gather_gemm": _GEMM,
-    "gemm_reduce_scatter": _GEMM,
-    "gemm_all_reduce": _GEMM,
+_OPS = {
+    "all_gather_gemm": "gemm:GemmOp",
+    "gemm_reduce_scatter": "gemm:GemmOp",
+    "gemm_all_reduce": "gemm:GemmOp",
 }
+"""Where each op lies: ``module:class`` of this package. Imported when it is first asked for: it needs
+torch, and who only plans does without."""
 
 
 def _op(plan: LaunchPlan) -> Op:
     if plan.op not in _OPS:
         raise Unsupported(f"accelerator 'ascend' does not run {plan.op}")
-    return _OPS[plan.op]
+    return _loaded(_OPS[plan.op])
+
+
+@cache
+def _loaded(where: str) -> Op:
+    module, _, name = where.partition(":")
+    made: Op = getattr(import_module(f"{__package__}.{module}"), name)()
+    return made
 
 
 _in_flight: set[AscendLaunch] = set()

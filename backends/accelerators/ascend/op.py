@@ -8,12 +8,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from mkernel.backends.accelerators.ascend.native import native
 from mkernel.backends.base import Call
-from mkernel.errors import BackendUnavailable, DtypeError, LayoutError, ShapeError
+from mkernel.errors import DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.ascend import _ascend
+
+__all__ = [
+    "TORCH_DTYPES",
+    "Blocks",
+    "Geometry",
+    "Matrix",
+    "Op",
+    "Prepared",
+    "matrix",
+    "native",
+]
 
 TORCH_DTYPES = {
     "float16": torch.float16,
@@ -65,17 +77,6 @@ class Op(Protocol):
 
     def record(self, plan: LaunchPlan, rank: int) -> _ascend.Kernels:
         """The same without tensors: nothing of them will be touched."""
-
-
-def native() -> Any:
-    """The native module. BackendUnavailable where it does not import."""
-    try:
-        from mkernel.backends.accelerators.ascend import _ascend
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"the ascend simulator's native module does not import: {error}; reinstall mkernel"
-        ) from error
-    return _ascend
 
 
 def matrix(

@@ -1,0 +1,18 @@
+"""The native module, and why there may be none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mkernel.errors import BackendUnavailable
+
+
+def native() -> Any:
+    """The native module. BackendUnavailable where it does not import."""
+    try:
+        from mkernel.backends.accelerators.ascend import _ascend
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the ascend simulator's native module does not import: {error}; reinstall mkernel"
+        ) from error
+    return _ascend
