@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from mkernel.errors import NicError, Unsupported
 from mkernel.plan.model import DtypeName, Exchange, LaunchPlan
+from mkernel.plan.order import Runs
 from mkernel.settings import NicSettings
 from mkernel.topology.model import Accelerator, Model, Nic
 
@@ -67,12 +68,19 @@ class AcceleratorCapabilities(Model):
     overlaps: bool = True
     """Whether communication and compute run at the same time; else one chunk is best."""
     row_chunks: int = 4
-    """Chunks of a rank's rows by default, where chunks are made of rows and the backend overlaps."""
+    """Chunks of a rank's rows by default, where chunks are made of rows and the backend overlaps; the
+    planner looks for a better number unless it is 1."""
+    kernel_a_chunk: bool = False
+    """Whether each chunk is computed by a kernel of its own, in whole waves; else one takes tiles as
+    their data comes."""
     chunk_invariant: bool = True
     """Whether results are bit-identical for every chunk size."""
     stream_ordered: bool = False
     """Whether a call is only queued on the device when the op returns, as torch's own ops are. What
     breaks then surfaces at the next call, at ``mkernel.synchronize()`` or at ``finalize()``."""
+    orders: tuple[Runs, ...] = ("node",)
+    """Orders in which its calls can consume other ranks' rows, source by source; the default first.
+    One, where kernels have an order of their own."""
     exchanges: tuple[Exchange, ...] = ("direct",)
     """How its calls can exchange between nodes; the default first."""
     library_ops: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import Exchange, LaunchPlan
+from mkernel.plan.order import Runs
 from mkernel.plan.planner import explain
 from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.plan.simulate import Simulation, trace
@@ -131,7 +132,9 @@ def command(
     constants = constants_for(backends.accelerator, constants_file or settings.constants)
     capabilities = registry.accelerator(backends.accelerator).capabilities()
     if _elsewhere(world, topology):
-        capabilities = capabilities.model_copy(update={"exchanges": get_args(Exchange)})
+        capabilities = capabilities.model_copy(
+            update={"exchanges": get_args(Exchange), "orders": get_args(Runs)}
+        )
     planned = partial(
         explain,
         name,
@@ -155,7 +158,12 @@ def command(
         console.print(render.plan(made))
     found = None
     if simulated or trace_file:
-        traced = trace(made, constants, keep=trace_file is not None)
+        traced = trace(
+            made,
+            constants,
+            kernel_a_chunk=capabilities.kernel_a_chunk,
+            keep=trace_file is not None,
+        )
         found = traced.result
         if trace_file:
             from mkernel.job.files import write_trace
@@ -169,6 +177,7 @@ def command(
                 lambda count: planned(nodes=count, topology=_first(world, count)).plan,
                 constants,
                 nodes,
+                capabilities.kernel_a_chunk,
             )
         )
         _draw(points, f"{made.op}, {made.accelerator}, {ranks_per_node} ranks a node", scaling_file)
@@ -213,7 +222,7 @@ def _world(
 
 def _elsewhere(world: Topology, file: Path | None) -> bool:
     """Whether the world is of real devices in a file: nothing is launched on it from here, so any
-    exchange may be planned for it, whatever backends provide today."""
+    exchange and order may be planned for it, whatever backends provide today."""
     return file is not None and not world.nodes[0].accelerators[0].emulated
 
 

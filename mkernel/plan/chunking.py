@@ -94,6 +94,13 @@ def row_chunk(shape: Shape, world: int, chunk: int | None, chunks: int) -> int:
     return min(rows, wanted)
 
 
+def other_row_chunks(shape: Shape, world: int, default: int, chunks: int) -> list[int]:
+    """Rows a chunk of 1, 2, 4, ... chunks a rank, up to four times ``chunks``; without the default."""
+    counts = (1 << power for power in range((4 * chunks).bit_length()))
+    found = dict.fromkeys(row_chunk(shape, world, None, count) for count in counts)
+    return [rows for rows in found if rows != default]
+
+
 BLOCKS_PER_DESTINATION = 4
 
 

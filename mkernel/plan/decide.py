@@ -32,8 +32,10 @@ def choose(
     options: Sequence[_Option],
     cost: Callable[[_Option], float],
     name: Callable[[_Option], str] = str,
+    by: str = "",
 ) -> tuple[_Option, tuple[Alternative, ...]]:
-    """The first option, the default, or the fastest one where that gains enough; and all of them."""
+    """The first option, the default, or the fastest one where that gains enough; and all of them.
+    ``by``: how the costs were found, where not by the closed forms."""
     if len(options) == 1:
         return options[0], ()
     times = [cost(option) for option in options]
@@ -45,7 +47,7 @@ def choose(
             option=name(option),
             predicted_us=time,
             chosen=number == chosen,
-            why="default" if number == 0 else "",
+            why=", ".join(filter(None, ("default" * (number == 0), by))),
         )
         for number, (option, time) in enumerate(zip(options, times, strict=True))
     )

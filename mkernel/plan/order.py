@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field
 
 from mkernel.topology.model import Model
 
+Runs = Literal["node", "far", "rail"]
+
 
 class ConsumptionOrder(Model):
-    """By rank: the ranks whose rows it consumes: itself, its node's peers, then other nodes.
+    """By rank: the ranks whose rows it consumes, itself first.
 
     A rotation, so that at every step each source is wanted by exactly one rank: rank (n, l) takes
-    (n + i mod ``nodes``, l + j mod ``ranks_per_node``) for i, then j, from 0 upwards. Sequence of
-    tuples; each is made when it is asked for.
+    (n + i mod ``nodes``, l + j mod ``ranks_per_node``) for i and j from 0 upwards. Sequence of tuples;
+    each is made when it is asked for.
+
+    ``runs``: whose rows follow one another. ``node``: those of all ranks of a node, the own one first,
+    then the next node's. ``far``: the same, the own node's last, so that what leaves through NICs is
+    computed early. ``rail``: those of one rank of each node, then of another of each, so that what
+    comes over the scale-up fabric and what comes through NICs takes turns.
     """
 
     nodes: int = Field(ge=1)
     ranks_per_node: int = Field(ge=1)
+    runs: Runs = "node"
 
     def __len__(self) -> int:
         return self.nodes * self.ranks_per_node
@@ -36,10 +45,22 @@ class ConsumptionOrder(Model):
         nodes, each = self.nodes, self.ranks_per_node
         node, local = divmod(rank, each)
         return tuple(
-            (node + way * i) % nodes * each + (local + way * j) % each
-            for i in range(nodes)
-            for j in range(each)
+            (node + way * i) % nodes * each + (local + way * j) % each for i, j in self.steps(nodes)
         )
+
+    def steps(self, nodes: int) -> Iterator[tuple[int, int]]:
+        """(distance in nodes, distance in local ranks) in order, (0, 0) first; of ``nodes`` nodes, or
+        of so many groups of them whose first is the own node."""
+        locals_ = range(self.ranks_per_node)
+        if self.runs == "rail":
+            return ((i, j) for j in locals_ for i in range(nodes))
+        every = ((i, j) for i in range(nodes) for j in locals_)
+        return iter(sorted(every, key=_own_node_last)) if self.runs == "far" else every
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:  # type: ignore[override]
         return map(self.__getitem__, range(len(self)))
+
+
+def _own_node_last(step: tuple[int, int]) -> bool:
+    i, j = step
+    return i == 0 and j > 0

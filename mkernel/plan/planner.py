@@ -12,7 +12,7 @@ from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Literal, NamedTuple, ParamSpec, cast
 
 from mkernel.errors import ArgumentError, DtypeError, Unsupported
-from mkernel.plan import arguments, chunking, paths, predict
+from mkernel.plan import arguments, chunking, paths, predict, simulated
 from mkernel.plan.arguments import Layout
 from mkernel.plan.decide import Alternative, choose
 from mkernel.plan.model import (
@@ -29,7 +29,7 @@ from mkernel.plan.model import (
     Shape,
 )
 from mkernel.plan.ops import canonical
-from mkernel.plan.order import ConsumptionOrder
+from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.topology.cost import MachineConstants, default_constants
 from mkernel.topology.kinds import NodeKinds, node_kinds
@@ -168,6 +168,8 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             arguments.exchanges(exchange, name, nodes, accelerator, capabilities),
             comm_blocks,
             capabilities.comm_cores,
+            capabilities.kernel_a_chunk,
+            capabilities.orders,
         ),
         resources,
         constants if constants is not None else default_constants(accelerator),
@@ -213,6 +215,8 @@ class _Choice:
     exchanges: tuple[Exchange, ...]
     comm_blocks: int | None
     comm_cores: int
+    kernel_a_chunk: bool
+    orders: tuple[Runs, ...]
 
 
 @lru_cache(maxsize=256)
@@ -230,7 +234,9 @@ def _planned(
     constants: MachineConstants,
 ) -> Planned:
     """The plan of checked inputs. Decisions are made one after another, each with the defaults of
-    those that follow: path, exchange, chunks, communication blocks."""
+    those that follow: path, exchange, chunks of tiles, communication blocks; then, by simulation, rows
+    a chunk and order. Where both paths' times are known from measured constants (``hopper`` in one
+    node), these are all that was measured: chunks and order stay as they are by default."""
     kinds, ranks_per_node = places.kinds, places.ranks_per_node
     nodes = len(kinds.of)
     placement = place(kinds, ranks_per_node, nics=nodes > 1, pinning=places.pinning)
@@ -243,6 +249,7 @@ def _planned(
         tiles = chunking.cut(op, shape, len(placement), dtype, choice.chunk)
     path, prediction = _predicted(choice, op, shape, dtype, len(placement), resources, constants)
     exchange, alternatives = choice.exchanges[0], _path_alternatives(path, prediction)
+    measured = prediction is not None
     if prediction is None:
 
         def predicted(
@@ -295,10 +302,19 @@ def _planned(
         exchange=exchange,
         chunking=tiles,
         rows_per_chunk=rows,
-        order=ConsumptionOrder(nodes=nodes, ranks_per_node=ranks_per_node),
+        order=ConsumptionOrder(nodes=nodes, ranks_per_node=ranks_per_node, runs=choice.orders[0]),
         resources=resources,
         prediction=prediction,
     )
+    if len(placement) > 1 and path == "fused" and not measured:
+        by_rows: list[int] = []
+        if rows is not None and choice.chunk is None and choice.row_chunks > 1:
+            found = chunking.other_row_chunks(shape, len(placement), rows, choice.row_chunks)
+            by_rows = [rows, *found]
+        made, considered = simulated.decided(
+            made, by_rows, choice.orders, constants, choice.kernel_a_chunk
+        )
+        alternatives += considered
     return Planned(made, alternatives)
 
 

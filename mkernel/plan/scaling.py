@@ -26,13 +26,17 @@ class Point(Model):
 
 
 def points(
-    made: Callable[[int], LaunchPlan], constants: MachineConstants, most: int
+    made: Callable[[int], LaunchPlan],
+    constants: MachineConstants,
+    most: int,
+    kernel_a_chunk: bool = False,
 ) -> Iterator[Point]:
-    """Of 1, 2, 4, … nodes, and ``most``. ``made``: the plan of so many."""
+    """Of 1, 2, 4, … nodes, and ``most``. ``made``: the plan of so many. ``kernel_a_chunk``: as the
+    backend's capabilities say."""
     nodes = 1
     while nodes <= most:
         plan = made(nodes)
-        found = simulate(plan, constants)
+        found = simulate(plan, constants, kernel_a_chunk=kernel_a_chunk)
         yield Point(
             nodes=nodes,
             ranks=plan.world_size,

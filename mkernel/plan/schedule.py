@@ -141,21 +141,26 @@ class Schedule:
         same = src == dst
         return share * (sites[dst].count - same), share * (sites[src].count - same)
 
+    def turns(self) -> Iterator[tuple[int, Step, int]]:
+        """Where others' bytes are in the plan's order: number and step of nodes, and the local rank
+        counted from the own one."""
+        every = self.plan.order.steps(len(self.steps))
+        return ((number, self.steps[number], turn) for number, turn in every if number or turn)
+
     def exchanges(self, way: int) -> Iterator[tuple[Came, At, At, tuple[float, float]]]:
         """Every message that direct exchange takes, in the order in which ranks send: its place, both
         ends, and its weights. ``way``: -1 to the ranks that consume a rank's rows, 1 to those whose
         rows it consumes."""
         each = self.plan.ranks_per_node
-        for number, step in enumerate(self.steps):
+        for number, step, turn in self.turns():
             pieces = self.pieces(step)
-            for turn in range(number == 0, each):
-                for piece in range(pieces):
-                    for src in self.ranks():
-                        for site in range(len(self.plan.placement.sites)):
-                            weight = self.weights(step, src.site, site)
-                            if any(weight):
-                                dst = At(site, (src.local + way * turn) % each)
-                                yield Came(number, turn, piece, pieces), src, dst, weight
+            for piece in range(pieces):
+                for src in self.ranks():
+                    for site in range(len(self.plan.placement.sites)):
+                        weight = self.weights(step, src.site, site)
+                        if any(weight):
+                            dst = At(site, (src.local + way * turn) % each)
+                            yield Came(number, turn, piece, pieces), src, dst, weight
 
     def send(
         self,

@@ -7,6 +7,7 @@ those of the closed forms: where nothing contends, both agree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -73,10 +74,13 @@ def simulate(
     *,
     exchange: Exchange | None = None,
     detail: int = MESSAGES,
+    kernel_a_chunk: bool = False,
 ) -> Simulation:
     """The simulated call of a plan; ``exchange`` other than the plan's on request, and about
-    ``detail`` messages."""
-    return trace(plan, constants, exchange=exchange, detail=detail, keep=False).result
+    ``detail`` messages. ``kernel_a_chunk``: as the backend's capabilities say."""
+    return trace(
+        plan, constants, exchange=exchange, detail=detail, kernel_a_chunk=kernel_a_chunk, keep=False
+    ).result
 
 
 def trace(
@@ -85,13 +89,14 @@ def trace(
     *,
     exchange: Exchange | None = None,
     detail: int = MESSAGES,
+    kernel_a_chunk: bool = False,
     keep: bool = True,
 ) -> Traced:
     """As :func:`simulate`, with the timeline where ``keep``."""
     exchange = exchange or plan.exchange
     made = Schedule(plan, constants, _chunks(plan), detail)
     sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size)
-    device = _Device(plan)
+    device = _Device(plan, made.chunks if kernel_a_chunk else None)
     after: dict[At, Sequence[Message]] = {}
     arrivals: Arrivals = {}
     done_us: dict[Came, float] = {}
@@ -103,7 +108,7 @@ def trace(
             dict.fromkeys(done_us, device.total_us) if library else done_us,
         )  # fmt: skip
         if sent.spread:
-            after = {at: _sums(made, at, arrivals, device.total_us) for at in made.ranks()}
+            after = {at: _sums(made, at, arrivals, device.busy_us) for at in made.ranks()}
             gather(made, sent.spread, exchange, after)
     elif sent.gather:
         arrivals = gather(made, sent.gather, exchange, after)
@@ -179,38 +184,61 @@ def _chunks(plan: LaunchPlan) -> int:
 
 
 class _Device:
-    """The compute of one rank: equal tiles that take the predicted time together, and their order."""
+    """The compute of one rank: equal tiles that take the predicted time together, and their order.
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    One kernel takes tile by tile; or, where ``chunks`` of each other rank's rows are kernels of their
+    own, a kernel starts after the one before it and ends with its last wave.
+    """
+
+    def __init__(self, plan: LaunchPlan, chunks: int | None = None) -> None:
         self.total_us = plan.prediction.compute_us
         self.cores = plan.resources.compute_blocks
         shape, cut = plan.shape, plan.chunking
         if isinstance(shape, GemmShape):
             rows, columns = (cut.tile_m, cut.tile_n) if cut else _PLAIN_TILE
-            self.tiles = -(-shape.m // rows) * -(-shape.n // columns)
+            self._grid: tuple[float, int] = shape.m / rows, -(-shape.n // columns)
         else:
-            self.tiles = self.cores * _TILES_A_CORE
+            self._grid = self.cores * _TILES_A_CORE, 1
+        self.tiles = math.ceil(self._grid[0]) * self._grid[1]
         self.tile_us = self.total_us / -(-self.tiles // self.cores)
         self.overlaps = plan.path == "fused"
+        self.busy_us = self.total_us  # more where kernels of few tiles leave cores idle
         self._world = plan.world_size
+        self._chunks = chunks
 
-    def _ends(self, steps: Sequence[tuple[float, float]]) -> list[float]:
-        return list(waves.ends_us(steps, tiles=self.tiles, tile_us=self.tile_us, cores=self.cores))
+    def _ends(self, steps: Sequence[tuple[float, float]], own: int) -> list[float]:
+        """``own``: which of the steps is the rank's own rows, never cut."""
+        if self._chunks is None:
+            return list(
+                waves.ends_us(steps, tiles=self.tiles, tile_us=self.tile_us, cores=self.cores)
+            )
+        ends, end_us = [], 0.0
+        for number, (share, there_us) in enumerate(steps):
+            kernels = 1 if number == own else max(1, round(share * self._world * self._chunks))
+            end_us = max(end_us, there_us) + kernels * self._kernel_us(share / kernels)
+            ends.append(end_us)
+        return ends
+
+    def _kernel_us(self, share: float) -> float:
+        """Of a kernel that computes so much of all."""
+        tiles = math.ceil(share * self._grid[0] - 1e-9) * self._grid[1]
+        return -(-tiles // self.cores) * self.tile_us
 
     def _places(self, made: Schedule) -> list[tuple[Came, float]]:
         """Pieces of other ranks in order, each with its share of a rank's work."""
         return [
             (Came(number, turn, piece, pieces), step.size / self._world / pieces)
-            for number, step in enumerate(made.steps)
+            for number, step, turn in made.turns()
             for pieces in (made.pieces(step),)
-            for turn in range(number == 0, made.plan.ranks_per_node)
             for piece in range(pieces)
         ]
 
     def without_waiting(self, made: Schedule) -> dict[Came, float]:
         """When the pieces for other ranks are computed; the own one comes last."""
         places = self._places(made)
-        ends = self._ends([*((share, 0.0) for _, share in places), (1 / self._world, 0.0)])
+        steps = [*((share, 0.0) for _, share in places), (1 / self._world, 0.0)]
+        ends = self._ends(steps, own=len(places))
+        self.busy_us = ends[-1]
         return {came: end for (came, _), end in zip(places, ends, strict=False)}
 
     def steps(
@@ -225,7 +253,7 @@ class _Device:
         places = self._places(made)
         names = [made.name(came) for came, _ in places]
         if done_us:
-            ends = [*done_us.values(), self.total_us]
+            ends = [*done_us.values(), self.busy_us]
             names.append("own")
         else:
             there = [
@@ -236,7 +264,7 @@ class _Device:
             ]
             own = 0.0 if self.overlaps else comm_us
             shares = [(share, ready) for (_, share), ready in zip(places, there, strict=True)]
-            ends = self._ends([(1 / self._world, own), *shares])
+            ends = self._ends([(1 / self._world, own), *shares], own=0)
             names.insert(0, "own")
         starts = [0.0, *ends[:-1]]
         return list(zip(names, starts, ends, strict=True))

@@ -23,7 +23,7 @@ def ends_us(
     for part, there_us in steps:
         share += part
         ready_us = max(ready_us, there_us)
-        upto = tiles if share > 1 - 1e-9 else int(share * tiles)
+        upto = tiles if share > 1 - 1e-9 else int(share * tiles + 1e-9)
         left, given = upto - given, upto
         while left:
             from_us, count = free.popleft()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.base import (
@@ -18,6 +18,7 @@ from mkernel.backends.base import (
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
+from mkernel.plan.order import Runs
 from mkernel.settings import load
 from mkernel.topology.model import Accelerator
 
@@ -110,6 +111,8 @@ def _capabilities(device: Device) -> AcceleratorCapabilities:
         compute_cores=1,
         comm_cores=1,
         chunk_unit="rows",
+        kernel_a_chunk=True,
+        orders=get_args(Runs),
         overlaps=device.has_streams,
         chunk_invariant=False,  # a library may choose another kernel for fewer rows
         process_group=True,

@@ -49,13 +49,11 @@ class Device:
             return "this torch is built without torch.distributed"
         if self.name == "cuda" and not torch.cuda.is_available():
             return "torch sees no CUDA device"
-        if self.name == "npu":
-            if importlib.util.find_spec("torch_npu") is None:
-                return "torch_npu is not installed"
-            if not self._module().is_available():
-                return "torch_npu sees no NPU"
-            return npu.missing(self._module())
-        return None
+        if self.name != "npu":
+            return None
+        if importlib.util.find_spec("torch_npu") is None:
+            return "torch_npu is not installed"
+        return npu.missing(self._module())
 
     def probe(self) -> tuple[Accelerator, ...]:
         """The devices of this machine; for ``cpu`` one prototype, which is copied per rank."""

@@ -21,7 +21,9 @@ every cube core. An estimate: no NPU was there to measure."""
 
 
 def missing(module: Any) -> str | None:
-    """What ``torch.npu`` lacks for :func:`shared_cores`, in words."""
+    """What ``torch.npu`` lacks, in words: a device, or what :func:`shared_cores` needs."""
+    if not module.is_available():
+        return "torch_npu sees no NPU"
     lacking = [name for name in _NEEDED if not hasattr(module, name)]
     return f"torch_npu is too old: torch.npu lacks {', '.join(lacking)}" if lacking else None
 

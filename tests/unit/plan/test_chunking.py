@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mkernel.plan.chunking import chunking
-from mkernel.plan.model import DtypeName
-from mkernel.plan.order import ConsumptionOrder
+from mkernel.plan.chunking import chunking, other_row_chunks, row_chunk
+from mkernel.plan.model import DtypeName, GemmShape
+from mkernel.plan.order import ConsumptionOrder, Runs
 
 dtypes: st.SearchStrategy[DtypeName] = st.sampled_from(["float16", "bfloat16", "float32"])
 
@@ -65,14 +67,35 @@ def test_order_by_hand() -> None:
     )
 
 
-@given(st.integers(1, 6), st.integers(1, 6))
-def test_order_starts_at_home_and_never_collides(nodes: int, ranks: int) -> None:
-    order = ConsumptionOrder(nodes=nodes, ranks_per_node=ranks)
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(get_args(Runs)))
+def test_order_starts_at_home_and_never_collides(nodes: int, ranks: int, runs: Runs) -> None:
+    order = ConsumptionOrder(nodes=nodes, ranks_per_node=ranks, runs=runs)
     world = nodes * ranks
     assert len(order) == world
     for rank, own in enumerate(order):
         assert own[0] == rank
         assert sorted(own) == list(range(world))
-        assert {other // ranks for other in own[:ranks]} == {rank // ranks}, "own node first"
+        node = rank // ranks
+        if runs == "node":
+            assert {other // ranks for other in own[:ranks]} == {node}, "own node first"
+        elif runs == "far":
+            assert {other // ranks for other in own[1 : world - ranks + 1]} <= {*range(nodes)} - {
+                node
+            }
+        else:
+            assert {other % ranks for other in own[:nodes]} == {rank % ranks}, "own rail first"
+        assert [order.consumers(other)[step] for step, other in enumerate(own)] == [rank] * world
     for step in range(world):
         assert len({own[step] for own in order}) == world, "each source wanted by one rank"
+
+
+@given(st.integers(1, 5000), st.integers(1, 4), st.integers(2, 8))
+def test_other_row_chunks(rows: int, world: int, chunks: int) -> None:
+    """One chunk a rank is always among them; the default is not."""
+    shape = GemmShape(m=rows * world, n=8, k=8)
+    default = row_chunk(shape, world, None, chunks)
+    others = other_row_chunks(shape, world, default, chunks)
+    assert default not in others
+    assert rows in (default, *others)
+    assert len(set(others)) == len(others)
+    assert all(1 <= other <= rows and -(-rows // other) <= 4 * chunks for other in others)

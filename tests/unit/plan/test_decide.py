@@ -8,7 +8,9 @@ from plan_worlds import CAPABILITIES, world
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.decide import GAIN, choose
 from mkernel.plan.model import Exchange
+from mkernel.plan.order import Runs
 from mkernel.plan.planner import Planned, explain
+from mkernel.plan.simulate import simulate
 from mkernel.topology.cost import default_constants
 
 BOTH = CAPABILITIES.model_copy(update={"exchanges": get_args(Exchange)})
@@ -114,7 +116,7 @@ def test_every_decision_has_one_choice() -> None:
         options = [one for one in found.alternatives if one.decision == decision]
         assert sum(one.chosen for one in options) == 1
         assert len({one.option for one in options}) == len(options)
-    last = [one for one in found.alternatives if one.chosen][-1]
+    last = [one for one in found.alternatives if one.chosen and "simulated" not in one.why][-1]
     assert last.predicted_us == pytest.approx(found.plan.prediction.pipelined_us)
 
 
@@ -128,3 +130,111 @@ def test_every_decision_has_one_choice() -> None:
 def test_an_exchange_that_is_not_there(exchange: str, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         considered(exchange=exchange)
+
+
+# ---- by simulation ---------------------------------------------------------------------------------
+
+EVERY_OP = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+BY_ROWS = CAPABILITIES.model_copy(
+    update={
+        "ops": EVERY_OP, "chunk_unit": "rows", "kernel_a_chunk": True, "compute_cores": 132,
+        "comm_cores": 1,
+    }
+)  # fmt: skip
+GPU = default_constants("hopper").model_copy(update={"fused": None, "library": None})
+
+
+def simulated(
+    op: str, m: int, n: int, k: int, nodes: int, ranks: int, **options: Any
+) -> tuple[Planned, dict[str, dict[str, float]]]:
+    """What is planned, and by decision the time of each option."""
+    arguments: dict[str, Any] = {
+        "dtype": "float16", "nodes": nodes, "ranks_per_node": ranks, "accelerator": "ascend",
+        "capabilities": CAPABILITIES.model_copy(
+            update={"ops": EVERY_OP, "orders": get_args(Runs)}
+        ),
+        "nic": "cx7", "verbs": "soft", "topology": world(nodes, ranks), **options,
+    }  # fmt: skip
+    found = explain(op, {"m": m, "n": n, "k": k}, **arguments)
+    times: dict[str, dict[str, float]] = {}
+    for one in found.alternatives:
+        if "simulated" in one.why:
+            assert one.predicted_us is not None
+            times.setdefault(one.decision, {})[one.option] = one.predicted_us
+    return found, times
+
+
+@pytest.mark.parametrize(
+    ("op", "m", "n", "k", "nic_gbs", "runs"),
+    [
+        ("gemm_reduce_scatter", 4096, 4096, 1024, 25.0, "node"),  # all of it is communication
+        ("gemm_reduce_scatter", 4096, 4096, 16384, 25.0, "far"),  # NICs must not wait for partials
+        ("gemm_reduce_scatter", 4096, 4096, 65536, 25.0, "node"),  # all of it is compute
+        ("all_gather_gemm", 4096, 4096, 4096, 100.0, "rail"),  # both links are as slow
+        ("all_gather_gemm", 4096, 4096, 4096, 400.0, "far"),  # the fabric is the slow one
+    ],
+)
+def test_the_order_is_the_one_that_waits_least(
+    op: str, m: int, n: int, k: int, nic_gbs: float, runs: str
+) -> None:
+    constants = CONSTANTS.model_copy(update={"nic_gbs": nic_gbs})
+    if op == "all_gather_gemm":
+        constants = constants.model_copy(update={"p2p_gbs": 10.0})
+    found, times = simulated(op, m, n, k, 2, 4, constants=constants)
+    assert found.plan.order.runs == runs
+    assert list(times["order"]) == ["node", "far", "rail"]
+    best = min(times["order"].values())
+    assert times["order"][runs] <= best / (1 - GAIN)
+    if runs != "node":
+        assert times["order"][runs] == best < (1 - GAIN) * times["order"]["node"]
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 4), (4, 1)])
+def test_one_order_is_no_choice(nodes: int, ranks: int) -> None:
+    assert simulated("all_gather_gemm", 4096, 4096, 4096, nodes, ranks)[1] == {}
+
+
+def test_an_order_that_the_backend_lacks_is_not_chosen() -> None:
+    for orders in (("node",), ("rail",)):
+        capabilities = CAPABILITIES.model_copy(update={"ops": EVERY_OP, "orders": orders})
+        found, times = simulated(
+            "gemm_reduce_scatter", 4096, 4096, 16384, 2, 4, capabilities=capabilities
+        )
+        assert (found.plan.order.runs, times) == (orders[0], {})
+
+
+def test_a_chunk_that_is_a_kernel_fills_the_device() -> None:
+    """512 rows of 2048 columns are 32 tiles: as long on 132 cores as the 128 tiles of 2048 rows."""
+    found, times = simulated(
+        "all_gather_gemm", 8192, 2048, 8192, 1, 4, capabilities=BY_ROWS, constants=GPU
+    )
+    assert found.plan.rows_per_chunk == 2048
+    assert times["chunk"]["512 rows"] > 3 * times["chunk"]["2048 rows"]
+    tile = 2 * 128 * 256 * 8192 / (GPU.float16_tflops_per_core * 1e6)
+    waves = [(found.plan, 4), (found.plan.model_copy(update={"rows_per_chunk": 512}), 13)]
+    quick = GPU.model_copy(update={"egress_gbs": None, "p2p_gbs": 1e9, "copy_engine_gbs": 1e9})
+    for plan, count in waves:
+        took = simulate(plan, quick, kernel_a_chunk=True)
+        whole = found.plan.prediction.compute_us / 4  # by rate alone; a wave leaves 4 cores idle
+        assert tile == pytest.approx(whole * 132 / 128)
+        assert took.time_us - GPU.launch_us == pytest.approx(count * whole, rel=0.05)
+
+
+def test_large_chunks_are_cut_to_overlap() -> None:
+    """Where a chunk of any size fills the device, the first one should come early."""
+    found, times = simulated("all_gather_gemm", 65536, 8192, 8192, 1, 4, capabilities=BY_ROWS)
+    assert found.plan.rows_per_chunk == 4096
+    assert times["chunk"]["4096 rows"] < 0.97 * times["chunk"]["16384 rows"]
+
+
+@pytest.mark.parametrize("change", [{"row_chunks": 1}, {"overlaps": False}])
+def test_who_wants_one_chunk_gets_one(change: dict[str, Any]) -> None:
+    capabilities = BY_ROWS.model_copy(update=change)
+    found, times = simulated("all_gather_gemm", 8192, 256, 8192, 1, 4, capabilities=capabilities)
+    assert found.plan.rows_per_chunk == 2048
+    assert times == {}
+
+
+def test_a_chunk_that_is_given_is_not_chosen() -> None:
+    found, times = simulated("all_gather_gemm", 8192, 256, 64, 1, 4, capabilities=BY_ROWS, chunk=7)
+    assert (found.plan.rows_per_chunk, times) == (7, {})

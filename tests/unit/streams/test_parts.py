@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from mkernel.backends.accelerators.streams.routing import route
 from mkernel.backends.accelerators.streams.rows import chunks, rotation, share
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.errors import ArgumentError
-from mkernel.plan.order import ConsumptionOrder
+from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.shapes import SHAPES
 from mkernel.topology.cost import default_constants
 
@@ -35,9 +35,12 @@ def test_shares_cover_all_rows_once(rows: int, world: int) -> None:
     assert max(end - start for start, end in shares) == -(-rows // world)
 
 
+@pytest.mark.parametrize("runs", get_args(Runs))
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 3), (2, 2), (2, 4), (3, 2)])
-def test_rotation_pairs_ranks(nodes: int, ranks: int) -> None:
-    plan: Any = SimpleNamespace(order=ConsumptionOrder(nodes=nodes, ranks_per_node=ranks))
+def test_rotation_pairs_ranks(nodes: int, ranks: int, runs: Runs) -> None:
+    plan: Any = SimpleNamespace(
+        order=ConsumptionOrder(nodes=nodes, ranks_per_node=ranks, runs=runs)
+    )
     steps = [rotation(plan, rank) for rank in range(nodes * ranks)]
     for rank, own in enumerate(steps):
         for step, (source, target) in enumerate(own):
