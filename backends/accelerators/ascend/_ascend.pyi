@@ -57,7 +57,8 @@ class GemmReduceGeometry:
 
 class Strict:
     """Options of strict simulation (sim/strict.hpp). ``skip``: a planted fault, numbers of flags,
-    barriers, fences and signals that core ``skip_core`` of ``skip_role`` leaves out."""
+    barriers, fences and signals that core ``skip_core`` of ``skip_role`` leaves out; ``skip_waits``:
+    of its waits for signals."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Strict:
         skip_role: Literal["cube", "comm", "vector"] = "cube",
         skip_core: int = 0,
         skip: list[int] = ...,
+        skip_waits: list[int] = ...,
     ) -> None: ...
 
 class Launch:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch, _ascend
+from mkernel.plan.model import OpName
 
 from .rig import World, make_plan
 
@@ -80,6 +81,26 @@ def test_a_signal_that_a_peer_never_raises_is_reported_at_the_deadline() -> None
                 RuntimeError,
                 match=r"AIC core \d+, TWAIT: signal \d+ was not raised within the deadline; "
                 r"waiting on this rank: AIC core \d+ for signal \d+ of rank .* \(compute\.hpp:\d+\)",
+            ):
+                launch.wait(20)
+
+
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_missing_wait_for_another_core_of_the_rank_is_reported(
+    op: OpName, seed: int | None
+) -> None:
+    """Vector core 0 sends its first chunk without waiting until cube cores have computed it:
+    reported by whichever of the two comes second."""
+    strict = _ascend.Strict(seed=seed, skip_role="comm", skip_waits=[0])
+    plan = make_plan(512, 512, 512, op=op, ranks_per_node=2, comm_blocks=4)
+    with World(plan, strict=strict) as world:
+        for launch in launches(world, timeout_s=20):
+            with pytest.raises(
+                RuntimeError,
+                match=r"rank \d (AIV core 0, TPUT .* which rank \d AIC core \d+ writes in TSTORE|"
+                r"AIC core \d+, TSTORE .* which rank \d AIV core 0 reads in TPUT)"
+                r".*: no signal orders the two cores; a TNOTIFY or a TWAIT is missing",
             ):
                 launch.wait(20)
 

@@ -82,6 +82,7 @@ std::shared_ptr<Launch> Launch::start(Call call) {
         launch->waits_.emplace(launch->environment_.pad, launch->environment_.rank,
                                launch->comm_.blocks() + launch->compute_.blocks());
         launch->environment_.waits = &*launch->waits_;
+        launch->environment_.races = &launch->races_.emplace(launch->environment_.rank);
     }
     if (started.kernels->world() > 1 && started.view == View::compute_only) {
         started.kernels->count_as_communicated(launch->environment_.pad);
@@ -147,6 +148,7 @@ void Launch::kernel_ended(Kernel& kernel) {
     if (call_.view != View::sequential || comm_.parts.empty() || !first) {
         count_ended(kernel);
     } else if (compute_first) {
+        if (races_) races_->end_kernel();
         submit(comm_);
         count_ended(kernel);
     } else {
@@ -160,6 +162,7 @@ void Launch::arrived() {
         sim::Core core(environment_, sim::Role::comm, 0, 1, thread_memory(), nullptr);
         core.finish(call_.kernels->arrived(core));
     });
+    if (races_) races_->end_kernel();
     submit(compute_);
     count_ended(comm_);
 }

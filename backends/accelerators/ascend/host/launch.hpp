@@ -96,6 +96,7 @@ class Launch : public std::enable_shared_from_this<Launch> {
     Call call_;
     sim::Environment environment_;
     std::optional<sim::Waits> waits_;  // strict
+    std::optional<sim::Races> races_;  // the same
     Kernel comm_{.name = sim::KernelName::comm}, compute_{.name = sim::KernelName::compute};
 
     std::mutex mutex_;

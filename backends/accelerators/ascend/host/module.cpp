@@ -137,15 +137,17 @@ PYBIND11_MODULE(_ascend, module) {
 
     py::class_<sim::StrictOptions>(module, "Strict")
         .def(py::init([](std::optional<std::uint64_t> seed, const std::string& role,
-                         std::uint32_t index, std::vector<std::uint32_t> numbers) {
+                         std::uint32_t index, std::vector<std::uint32_t> numbers,
+                         std::vector<std::uint32_t> waits) {
                  return sim::StrictOptions{seed,
                                            {role == "comm"     ? sim::Role::comm
                                             : role == "vector" ? sim::Role::vector
                                                                : sim::Role::cube,
-                                            index, std::move(numbers)}};
+                                            index, std::move(numbers), std::move(waits)}};
              }),
              py::kw_only(), "seed"_a = py::none(), "skip_role"_a = "cube", "skip_core"_a = 0,
-             "skip"_a = std::vector<std::uint32_t>());
+             "skip"_a = std::vector<std::uint32_t>(),
+             "skip_waits"_a = std::vector<std::uint32_t>());
 
     py::class_<host::Launch, std::shared_ptr<host::Launch>>(module, "Launch")
         .def(

@@ -80,7 +80,8 @@ Core::Core(const Environment& environment, Role role, std::uint32_t index, std::
       count_(count),
       memory_(memory),
       trace_(trace) {
-    if (environment.strict) strict_.emplace(*environment.strict, role, index, name());
+    if (environment.strict)
+        strict_.emplace(*environment.strict, role, index, name(), environment.races);
 }
 
 std::string Core::name() const {
@@ -380,8 +381,10 @@ void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std
     where_ = where;
     if (strict_) {
         if (!strict_->executes_sync()) return;
-        strict_->publish({"TNOTIFY", where_}, "raises signal " + std::to_string(signal) +
-                                                  " of rank " + std::to_string(peer));
+        strict_->publish(
+            {"TNOTIFY", where_},
+            "raises signal " + std::to_string(signal) + " of rank " + std::to_string(peer), peer,
+            signal);
     }
     if (!environment_.dry) runtime::SignalPad(pad).add(signal, value);
     record({.kind = Kind::tnotify,
@@ -402,6 +405,7 @@ runtime::Diagnosis Core::diagnosis(std::uint32_t peer) const {
 
 bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer, Where where) {
     where_ = where;
+    if (strict_ && !strict_->executes_wait()) return true;
     record({.kind = Kind::twait,
             .pipe = Pipe::S,
             .chunk = chunk_,
@@ -409,6 +413,12 @@ bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer, 
             .peer = peer,
             .amount = value});
     if (environment_.dry) return true;
+    if (!await(signal, value, peer)) return false;
+    if (strict_) strict_->seen(peer, signal);
+    return true;
+}
+
+bool Core::await(std::uint32_t signal, std::uint64_t value, std::uint32_t peer) {
     if (environment_.pad.load(signal) >= value) {
         // A core that never has to sleep must still see an abort between two waits.
         return environment_.pad.aborted() == runtime::AbortCode::none;
@@ -437,7 +447,7 @@ bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer, 
 }
 
 bool Core::ttest(std::uint32_t signal, std::uint64_t value) {
-    return trace_ == nullptr && environment_.pad.load(signal) >= value;
+    return trace_ == nullptr && !strict_ && environment_.pad.load(signal) >= value;
 }
 
 bool Core::nic_put(const nics::PutCommand& command, Where where) {
@@ -445,7 +455,8 @@ bool Core::nic_put(const nics::PutCommand& command, Where where) {
     if (strict_) {
         if (!strict_->executes_sync()) return true;
         strict_->publish({"NIC_PUT", where_},
-                         "queues a put to rank " + std::to_string(command.peer));
+                         "queues a put to rank " + std::to_string(command.peer), command.peer,
+                         command.signal);
     }
     if (environment_.fifo == nullptr && !environment_.dry) {
         fail("NIC_PUT", "rank " + std::to_string(command.peer) +

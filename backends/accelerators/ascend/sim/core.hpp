@@ -61,6 +61,7 @@ struct Environment {
     bool dry = false;
     std::optional<StrictOptions> strict;
     Waits* waits = nullptr;  // strict, and not dry
+    Races* races = nullptr;  // the same
 };
 
 // On-chip memory of one core; a host thread keeps one and lends it to the core it runs.
@@ -157,8 +158,8 @@ class Core {
                  Where where = Where::current());
     [[nodiscard]] bool twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer,
                              Where where = Where::current());
-    // True if the counter is >= value now. A traced core answers false: the trace must not depend
-    // on how the host interleaved the ranks, so it always takes the path that waits.
+    // True if the counter is >= value now. A traced or strict core answers false: what it does must
+    // not depend on how the host interleaved the ranks, so it always takes the path that waits.
     [[nodiscard]] bool ttest(std::uint32_t signal, std::uint64_t value);
     [[nodiscard]] bool nic_put(const nics::PutCommand& command, Where where = Where::current());
 
@@ -202,6 +203,8 @@ class Core {
                      const isa::Tile& column);
     void record_vector(Kind kind, const isa::Tile& work);
     [[nodiscard]] std::string name() const;
+    // twait, but for what strict simulation makes of it.
+    [[nodiscard]] bool await(std::uint32_t signal, std::uint64_t value, std::uint32_t peer);
     [[nodiscard]] runtime::Diagnosis diagnosis(std::uint32_t peer) const;
     [[nodiscard]] int priority() const { return role_ == Role::cube ? 1 : 0; }
 

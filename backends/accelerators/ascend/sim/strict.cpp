@@ -9,16 +9,25 @@ namespace mkernel::ascend::sim {
 
 using isa::Pipe;
 
-Strict::Strict(const StrictOptions& options, Role role, std::uint32_t index, std::string core)
+Strict::Strict(const StrictOptions& options, Role role, std::uint32_t index, std::string core,
+               Races* races)
     : core_(std::move(core)),
       queue_(options.seed
                  ? std::optional(*options.seed + index * kRoles + static_cast<unsigned>(role))
-                 : std::nullopt) {
-    if (options.skip.role == role && options.skip.index == index) skipped_ = options.skip.numbers;
+                 : std::nullopt),
+      races_(races) {
+    if (options.skip.role == role && options.skip.index == index) {
+        skipped_ = options.skip.numbers;
+        skipped_waits_ = options.skip.waits;
+    }
+    if (races_ != nullptr) id_ = races_->enter(core_);
 }
 
 void Strict::check(const Site& site, Pipe pipe, std::uint32_t at, const Operand& operand) {
-    const std::string wrong = ranges_.access(order_, site, pipe, at, operand);
+    std::string wrong = ranges_.access(order_, site, pipe, at, operand);
+    if (wrong.empty() && races_ != nullptr && operand.kind == Operand::Kind::global) {
+        wrong = races_->access(id_, site, pipe, operand.view, operand.write);
+    }
     if (!wrong.empty()) throw IsaError(core_ + ", " + describe(site, pipe) + ": " + wrong);
 }
 
@@ -82,10 +91,22 @@ void Strict::fence() {
     queue_.drain();
 }
 
-void Strict::publish(const Site& site, const std::string& what) const {
+void Strict::publish(const Site& site, const std::string& what, std::uint32_t peer,
+                     std::uint32_t signal) {
     const std::string pending = ranges_.unpublished(order_);
-    if (pending.empty()) return;
-    throw IsaError(core_ + ", " + describe(site, Pipe::S) + ": " + what + " while " + pending);
+    if (!pending.empty()) {
+        throw IsaError(core_ + ", " + describe(site, Pipe::S) + ": " + what + " while " + pending);
+    }
+    if (races_ != nullptr) races_->raise(id_, peer, signal);
+}
+
+bool Strict::executes_wait() {
+    const auto last = skipped_waits_.end();
+    return std::find(skipped_waits_.begin(), last, waits_++) == last;
+}
+
+void Strict::seen(std::uint32_t peer, std::uint32_t signal) {
+    if (races_ != nullptr) races_->seen(id_, peer, signal);
 }
 
 }  // namespace mkernel::ascend::sim

@@ -7,15 +7,16 @@
 //   - a read of bytes that nothing has written, or that a partly overlapping tile has overwritten;
 //   - a signal raised (TNOTIFY, NIC_PUT) while the core's own accesses of global memory may still
 //     be under way: without fence() whoever sees the signal may miss the bytes;
-//   - an event set again although its waiter may not have seen it set the last time.
+//   - an event set again although its waiter may not have seen it set the last time;
+//   - an access of global memory that another core of the rank touches too, with no signal between
+//     the two cores (strict_races.hpp).
 // Flags without a partner and tiles out of bounds are errors of every core (core.hpp); signals that
 // nobody can raise any more are found by the call's cores together (strict_waits.hpp).
 //
 // With a seed, effects are put off and run later in an order drawn from it, any that flags and
 // barriers allow (strict_queue.hpp). Results must not depend on it.
 //
-// What one core cannot know is not checked: accesses of the same global memory by two cores or two
-// ranks.
+// What one rank cannot know is not checked: accesses of the same global memory by two ranks.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +30,7 @@
 #include "backends/accelerators/ascend/isa/tile.hpp"
 #include "backends/accelerators/ascend/sim/strict_order.hpp"
 #include "backends/accelerators/ascend/sim/strict_queue.hpp"
+#include "backends/accelerators/ascend/sim/strict_races.hpp"
 #include "backends/accelerators/ascend/sim/strict_ranges.hpp"
 #include "backends/accelerators/ascend/sim/trace.hpp"
 
@@ -42,13 +44,15 @@ struct StrictOptions {
         Role role = Role::cube;
         std::uint32_t index = 0;
         std::vector<std::uint32_t> numbers;
+        std::vector<std::uint32_t> waits{};  // the same of its TWAITs, counted by themselves
     } skip;
 };
 
 class Strict {
   public:
-    // `core`: how messages call it.
-    Strict(const StrictOptions& options, Role role, std::uint32_t index, std::string core);
+    // `core`: how messages call it. `races`: of all cores of the call; null: this one is alone.
+    Strict(const StrictOptions& options, Role role, std::uint32_t index, std::string core,
+           Races* races);
 
     // An instruction of a pipe, in issue order. `effect` runs now or later.
     void issue(const Site& site, isa::Pipe pipe, std::initializer_list<Operand> operands,
@@ -64,8 +68,13 @@ class Strict {
     void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
     void barrier(isa::Pipe pipe);
     void fence();
-    // Before a signal is raised or a put is queued.
-    void publish(const Site& site, const std::string& what) const;
+    // Before a signal of `peer` is raised, or a put to it is queued.
+    void publish(const Site& site, const std::string& what, std::uint32_t peer,
+                 std::uint32_t signal);
+    // False: a planted fault; the TWAIT is to be left out.
+    [[nodiscard]] bool executes_wait();
+    // After a TWAIT has seen its signal, which `peer` raises.
+    void seen(std::uint32_t peer, std::uint32_t signal);
     // After a kernel's last instruction.
     void drain() { queue_.drain(); }
 
@@ -76,8 +85,10 @@ class Strict {
     Order order_;
     Ranges ranges_;
     Queue queue_;
-    std::vector<std::uint32_t> skipped_;
-    std::uint32_t syncs_ = 0;
+    Races* races_;
+    Races::CoreId id_ = 0;  // in `races_`
+    std::vector<std::uint32_t> skipped_, skipped_waits_;
+    std::uint32_t syncs_ = 0, waits_ = 0;
 };
 
 }  // namespace mkernel::ascend::sim

@@ -1,5 +1,6 @@
 #include "backends/accelerators/ascend/sim/strict_ranges.hpp"
 
+#include <algorithm>
 #include <string_view>
 #include <utility>
 
@@ -57,16 +58,15 @@ struct Lines {
 
 Lines lines_of(const GlobalView& view) {
     const std::int64_t size = bytes_of(view.dtype);
-    return view.col_stride == 1
-               ? Lines{view.base, view.rows, view.cols * size, view.row_stride * size}
-               : Lines{view.base, view.cols, view.rows * size, view.col_stride * size};
+    Lines lines = view.col_stride == 1
+                      ? Lines{view.base, view.rows, view.cols * size, view.row_stride * size}
+                      : Lines{view.base, view.cols, view.rows * size, view.col_stride * size};
+    if (lines.count == 1) lines.pitch = lines.length;  // whatever the stride
+    return lines;
 }
 
-// Exact for views of one pitch, as of tiles of one matrix; else whether their extents overlap.
-bool overlap(const GlobalView& first, const GlobalView& second) {
-    const Lines a = lines_of(first), b = lines_of(second);
-    if (a.base >= b.end() || b.base >= a.end()) return false;
-    if (a.pitch != b.pitch || a.pitch <= 0) return true;
+// Of views with the same pitch.
+bool overlap_in_step(const Lines& a, const Lines& b) {
     const std::int64_t apart = b.base - a.base;
     std::int64_t line = apart / a.pitch, shift = apart % a.pitch;
     if (shift < 0) {
@@ -80,12 +80,15 @@ bool overlap(const GlobalView& first, const GlobalView& second) {
     return (shift < a.length && meets(line)) || (shift + b.length > a.pitch && meets(line + 1));
 }
 
-std::string words(const GlobalView& view) {
-    const Lines lines = lines_of(view);
-    return std::to_string(lines.end() - lines.base) + " bytes of global memory at " +
-           std::to_string(reinterpret_cast<std::uintptr_t>(lines.base)) + " (" +
-           std::to_string(view.rows) + "x" + std::to_string(view.cols) + " " + name_of(view.dtype) +
-           ")";
+// Of bytes [begin, end) from a's base on.
+bool overlap_run(const Lines& a, std::int64_t begin, std::int64_t end) {
+    const std::int64_t first = std::max<std::int64_t>(begin / a.pitch, 0);
+    const std::int64_t last = std::min((end - 1) / a.pitch, a.count - 1);
+    for (std::int64_t line = first; line <= last; ++line) {
+        const std::int64_t at = line * a.pitch;
+        if (begin < at + a.length && end > at) return true;
+    }
+    return false;
 }
 
 std::string flags_between(Pipe earlier, Pipe later) {
@@ -99,6 +102,30 @@ bool is_load(const Site& site) {
 }
 
 }  // namespace
+
+bool overlap(const GlobalView& first, const GlobalView& second) {
+    Lines a = lines_of(first), b = lines_of(second);
+    if (a.base >= b.end() || b.base >= a.end()) return false;
+    if (a.pitch == b.pitch && a.pitch > 0) return overlap_in_step(a, b);
+    if (b.count > a.count) std::swap(a, b);
+    for (std::int64_t line = 0; line < b.count; ++line) {
+        const std::int64_t begin = b.base - a.base + line * b.pitch;
+        if (begin + b.length > 0 && overlap_run(a, begin, begin + b.length)) return true;
+    }
+    return false;
+}
+
+const std::byte* end_of(const GlobalView& view) {
+    return lines_of(view).end();
+}
+
+std::string describe(const GlobalView& view) {
+    const Lines lines = lines_of(view);
+    return std::to_string(lines.end() - lines.base) + " bytes of global memory at " +
+           std::to_string(reinterpret_cast<std::uintptr_t>(lines.base)) + " (" +
+           std::to_string(view.rows) + "x" + std::to_string(view.cols) + " " + name_of(view.dtype) +
+           ")";
+}
 
 std::string place(const std::source_location& where) {
     std::string_view file = where.file_name();
@@ -217,7 +244,7 @@ std::string Ranges::global_access(const Order& order, const Access& now, const O
             !overlap(earlier.view, operand.view)) {
             return {};
         }
-        return std::string(operand.write ? "overwrites " : "reads ") + words(operand.view) +
+        return std::string(operand.write ? "overwrites " : "reads ") + describe(operand.view) +
                " while " + describe(earlier.site, earlier.pipe) + " may still " +
                (earlier.write ? "write" : "read") + " part of it" +
                flags_between(earlier.pipe, now.pipe);
@@ -246,7 +273,7 @@ std::string Ranges::unpublished(const Order& order) const {
     }
     for (const GlobalAccess& each : reads_) {
         if (order.after(Pipe::S, each.pipe, each.at)) continue;
-        return describe(each.site, each.pipe) + " may still read " + words(each.view) +
+        return describe(each.site, each.pipe) + " may still read " + describe(each.view) +
                "; fence() is missing";
     }
     return {};

@@ -54,6 +54,13 @@ constexpr Operand writes(const isa::GlobalView& view) {
     return {.kind = Operand::Kind::global, .write = true, .view = view};
 }
 
+// Whether two views have a byte in common.
+bool overlap(const isa::GlobalView& first, const isa::GlobalView& second);
+// The byte after a view's last.
+const std::byte* end_of(const isa::GlobalView& view);
+// "8192 bytes of global memory at 140737 (64x64 float16)"
+std::string describe(const isa::GlobalView& view);
+
 class Ranges {
   public:
     // The access of instruction `at` (its tick) of `pipe`.

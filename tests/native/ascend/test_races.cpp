@@ -1,0 +1,213 @@
+// Strict simulation of several cores of one rank: accesses of the same global memory that no signal
+// orders are reported, whichever happens first; those that one orders are not.
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/ascend/sim/core.hpp"
+#include "tests/native/ascend/check.hpp"
+
+using namespace mkernel;
+using namespace mkernel::ascend;
+using isa::DType;
+using isa::GlobalView;
+using isa::Pipe;
+using sim::IsaError;
+using sim::Role;
+using test::thrown;
+
+namespace {
+
+constexpr std::uint32_t kRank = 3, kSignals = 64;
+
+// Two communication cores and a cube core of one call, which this thread runs as a test says.
+class Call {
+  public:
+    Call() : pages_(runtime::SignalPad::bytes(kSignals) + 64), memory_(1 << 20) {
+        auto* pad = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(pages_.data()) + 63) &
+                                            ~std::uintptr_t{63});
+        environment_.pad = runtime::SignalPad::format(pad, kSignals);
+        pad_ = static_cast<std::byte*>(pad);
+        environment_.rank = kRank;
+        environment_.memory = {{memory_.data(), memory_.size(), true}};
+        environment_.scheduler = &scheduler_;
+        environment_.strict.emplace();
+        environment_.races = &races_;
+        first.emplace(environment_, Role::comm, 0, 2, on_chip_[0], nullptr);
+        second.emplace(environment_, Role::comm, 1, 2, on_chip_[1], nullptr);
+        cube.emplace(environment_, Role::cube, 0, 1, on_chip_[2], nullptr);
+    }
+
+    // 16x16 elements, `from` bytes from the start of memory.
+    [[nodiscard]] GlobalView view(std::size_t from = 0, std::int64_t pitch = 16) {
+        return at(from, pitch);
+    }
+    void write(sim::Core& core, const GlobalView& view) { copy(core, view, at(1 << 19)); }
+    // And puts it where no other core looks.
+    void read(sim::Core& core, const GlobalView& view) {
+        copy(core, at((3 << 18) + core.index() * 4096), view);
+    }
+    void raise(sim::Core& core, std::uint32_t signal, std::uint32_t peer = kRank) {
+        core.tnotify(peer, pad_, signal, 1);
+    }
+    void await(sim::Core& core, std::uint32_t signal, std::uint64_t value = 1,
+               std::uint32_t peer = kRank) {
+        CHECK(core.twait(signal, value, peer));
+    }
+
+    sim::Races& races() { return races_; }
+    const sim::Environment& environment() { return environment_; }
+
+    std::optional<sim::Core> first, second, cube;
+
+  private:
+    GlobalView at(std::size_t from, std::int64_t pitch = 16) {
+        return {memory_.data() + from, DType::float16, 16, 16, pitch, 1};
+    }
+    void copy(sim::Core& core, const GlobalView& to, GlobalView from) {
+        from.rows = to.rows < from.rows ? to.rows : from.rows;
+        const isa::Tile tile{.buffer = isa::Buffer::UB,
+                             .dtype = DType::float16,
+                             .rows = 16,
+                             .cols = 16,
+                             .valid_rows = from.rows,
+                             .valid_cols = 16};
+        core.tload(tile, from);
+        core.set_flag(Pipe::MTE2, Pipe::MTE3, 0);
+        core.wait_flag(Pipe::MTE2, Pipe::MTE3, 0);
+        core.tstore(to, tile);
+        core.fence();
+    }
+
+    std::vector<std::byte> pages_, memory_;
+    std::byte* pad_ = nullptr;
+    sim::Scheduler scheduler_{2};
+    sim::Races races_{kRank};
+    sim::Environment environment_;
+    sim::OnChip on_chip_[3];
+};
+
+std::string says(const std::function<void(Call&)>& body) {
+    Call call;
+    return thrown<IsaError>([&] { body(call); });
+}
+
+bool has(const std::string& text, const std::string& part) {
+    if (text.find(part) != std::string::npos) return true;
+    std::fprintf(stderr, "  wanted: %s\n  got: %s\n", part.c_str(), text.c_str());
+    return false;
+}
+
+void without_a_signal() {
+    const std::string after = says([](Call& call) {
+        call.write(*call.first, call.view());
+        call.read(*call.second, call.view(32));
+    });
+    CHECK(has(after, "rank 3 AIV core 1, TLOAD (pipe MTE2, test_races.cpp:"));
+    CHECK(has(after, "reads 512 bytes of global memory"));
+    CHECK(has(after, "which rank 3 AIV core 0 writes in TSTORE (pipe MTE3, test_races.cpp:"));
+    CHECK(has(after, "a TNOTIFY or a TWAIT is missing"));
+    // The other way round: the reader happened to come first.
+    CHECK(has(says([](Call& call) {
+                  call.read(*call.second, call.view());
+                  call.write(*call.first, call.view(32));
+              }),
+              "overwrites 512 bytes of global memory"));
+    CHECK(has(says([](Call& call) {
+                  call.write(*call.first, call.view());
+                  call.write(*call.second, call.view());
+              }),
+              "overwrites"));
+    // Raised, but nobody waited; waited, but for another signal; raised before the write.
+    CHECK(has(says([](Call& call) {
+                  call.write(*call.first, call.view());
+                  call.raise(*call.first, 5);
+                  call.read(*call.second, call.view());
+              }),
+              "a TWAIT is missing"));
+    CHECK(has(says([](Call& call) {
+                  call.raise(*call.cube, 6);
+                  call.write(*call.first, call.view());
+                  call.raise(*call.first, 5);
+                  call.await(*call.second, 6);
+                  call.read(*call.second, call.view());
+              }),
+              "AIV core 0 writes"));
+    CHECK(has(says([](Call& call) {
+                  call.raise(*call.first, 5);
+                  call.write(*call.first, call.view());
+                  call.await(*call.second, 5);
+                  call.read(*call.second, call.view());
+              }),
+              "AIV core 0 writes"));
+}
+
+void ordered_by_signals() {
+    Call call;
+    call.write(*call.first, call.view());
+    call.raise(*call.first, 5);
+    call.await(*call.second, 5);
+    call.read(*call.second, call.view());
+    // Through a third core; and the place is written again once its reader has said so.
+    call.raise(*call.second, 6);
+    call.await(*call.cube, 6);
+    call.raise(*call.cube, 7);
+    call.await(*call.first, 7);
+    call.write(*call.first, call.view());
+    // Beside each other: other rows, other columns of the same rows, both only reading.
+    call.write(*call.second, call.view(1024));
+    call.write(*call.first, call.view(8192, 64));
+    call.write(*call.second, call.view(8192 + 32, 64));
+    call.read(*call.first, call.view(16384));
+    call.read(*call.second, call.view(16384));
+    // Different pitches, interleaved lines.
+    call.write(*call.first, {call.view(32768).base, DType::float16, 4, 16, 64, 1});
+    call.write(*call.second, {call.view(32768 + 32).base, DType::float16, 2, 16, 128, 1});
+}
+
+void pitches_that_differ_are_compared_line_by_line() {
+    CHECK(has(says([](Call& call) {
+                  call.write(*call.first, {call.view().base, DType::float16, 4, 16, 64, 1});
+                  call.write(*call.second, {call.view(30).base, DType::float16, 2, 16, 192, 1});
+              }),
+              "overwrites"));
+}
+
+void what_other_ranks_pass_on_is_not_held_against_anyone() {
+    // Told to another rank, which answers this rank's other core: that may be an order.
+    Call call;
+    call.write(*call.first, call.view());
+    call.raise(*call.first, 9, 1);  // (its pad is this one here)
+    call.await(*call.second, 9, 1, 1);
+    call.read(*call.second, call.view());
+    // But only what was told by then.
+    CHECK(has(says([](Call& late) {
+                  late.raise(*late.first, 9, 1);
+                  late.await(*late.second, 9, 1, 1);
+                  late.write(*late.first, late.view());
+                  late.read(*late.second, late.view());
+              }),
+              "AIV core 0 writes"));
+}
+
+void kernels_that_follow_each_other_are_ordered() {
+    Call call;
+    call.write(*call.first, call.view());
+    call.races().end_kernel();
+    sim::OnChip memory;
+    sim::Core later(call.environment(), Role::vector, 2, 3, memory, nullptr);
+    call.read(later, call.view());
+    CHECK(!thrown<IsaError>([&] { call.write(*call.second, call.view()); }).empty());
+}
+
+}  // namespace
+
+int main() {
+    without_a_signal();
+    ordered_by_signals();
+    pitches_that_differ_are_compared_line_by_line();
+    what_other_ranks_pass_on_is_not_held_against_anyone();
+    kernels_that_follow_each_other_are_ordered();
+    return test::finish();
+}
