@@ -16,7 +16,7 @@ run: $(VENV)/.installed
 	@mkernel run all_gather_gemm
 
 test: $(VENV)/.installed $(VENV)/.example
-	ctest --test-dir build/native --output-on-failure --timeout 120
+	ctest --test-dir build/native --output-on-failure --timeout 300
 	pytest
 
 # RC on the kernel's own software RDMA device, in two virtual machines: needs no RDMA hardware.
@@ -32,7 +32,7 @@ sanitize: $(VENV)/.dependencies
 			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
 		&& cmake --build build/sanitize-$$which --parallel 2 --target native_nic_tests \
 		&& ctest --test-dir build/sanitize-$$which -R '^($(SANITIZED))' --parallel 4 --output-on-failure \
-			--no-tests=error --timeout 120 || exit 1; \
+			--no-tests=error --timeout 300 || exit 1; \
 	done
 
 # What reads messages and files from outside, for a few seconds. (Commands and immediates of NICs are

@@ -35,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="with mkernel installed")
     parser.add_argument("--native", type=Path, default=ROOT / "build/native", help="CMake's folder")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for the guests")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for the guests")
     parser.add_argument("--job", default="sh tests/rxe/job", help="what each guest runs")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through boot, which ends the guests

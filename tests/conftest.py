@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,11 +52,18 @@ def _own_memfds() -> list[str]:
 
 
 @pytest.fixture
+def torchrun(tmp_path: Path) -> list[str]:
+    """torchrun's command, at a free port and with its files in the test's folder."""
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    return [*launcher, "--standalone", "--log-dir", str(tmp_path / "torchrun")]
+
+
+@pytest.fixture
 def leaves_nothing() -> Iterator[None]:
     """Fail where the test left a rank process, shared memory or a symmetric segment behind."""
     before = _rank_processes(), _shared_memory(), len(_own_memfds())
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30  # on a machine that is busy
     while _rank_processes() - before[0] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _rank_processes() - before[0], "rank processes are left"

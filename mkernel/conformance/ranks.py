@@ -29,6 +29,13 @@ def seconds_apart(case: Case, iteration: int, most_s: float) -> None:
     time.sleep(random.Random(f"{case.seed} {iteration} {rank}").uniform(0, most_s))
 
 
+def give_up_after(timeout_s: float) -> None:
+    """From now on waits of this rank's world have another deadline than its making had. So a short
+    one says nothing of how long a busy machine takes to start processes."""
+    world = mkernel.world()
+    world.settings = world.settings.model_copy(update={"timeout_s": timeout_s})
+
+
 def describe(case: Case) -> str:
     """A case in a message, enough to repeat it."""
     sizes = " ".join(f"{name}={value}" for name, value in case.sizes.items())

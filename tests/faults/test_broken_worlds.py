@@ -11,11 +11,16 @@ import pytest
 import torch
 
 import mkernel
+from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import PeerFailure, PlanMismatch, Timeout, WorldError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 SHAPE = (256, 512, 512)  # rows, k, n
+DEADLINE_S = 60.0
+"""Of worlds whose ranks must be told of a failure, however busy the machine is: well before it."""
+TOLD_S = DEADLINE_S / 2
+ABSENT_S = 2.0
 
 
 def call(rows: int = SHAPE[0], n: int = SHAPE[2]) -> torch.Tensor:
@@ -37,24 +42,21 @@ def outcome(action: str, victim: int) -> tuple[str, float, str]:
                 os.kill(os.getpid(), signal.SIGKILL)
             if action == "raise":
                 raise RuntimeError("planted")
-            if action == "shape":
-                call(n=256)
-            if action == "absent":
-                time.sleep(6)
+            world.barrier()  # nobody else comes to it: it ends when the world breaks
+        if action == "absent":
+            give_up_after(ABSENT_S)
         while True:
             call()
     except WorldError as error:
         return type(error).__name__, time.monotonic() - start, str(error)
 
 
-def survivors(
-    action: str, victim: int, nodes: int, timeout_s: float
-) -> list[tuple[str, float, str]]:
+def survivors(action: str, victim: int, nodes: int) -> list[tuple[str, float, str]]:
     """Outcomes of the ranks that live on, gathered through the launcher's reports."""
     seen: dict[int, tuple[str, float, str]] = {}
     with pytest.raises(BaseException):  # noqa: B017,PT011 - whatever launch raises, the ranks judge
         mkernel.launch(
-            report_outcome, action, victim, nodes=nodes, ranks_per_node=2, timeout_s=timeout_s,
+            report_outcome, action, victim, nodes=nodes, ranks_per_node=2, timeout_s=DEADLINE_S,
             on_report=lambda rank, payload: seen.update({rank: payload}),
         )  # fmt: skip
     assert sorted(seen) == [rank for rank in range(2 * nodes) if rank != victim]
@@ -73,24 +75,24 @@ def report_outcome(action: str, victim: int) -> None:
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_rank_is_a_peer_failure_everywhere(nodes: int, victim: int) -> None:
-    for kind, seconds, message in survivors("kill", victim, nodes, timeout_s=20):
+    for kind, seconds, message in survivors("kill", victim, nodes):
         assert kind == "PeerFailure"
         assert f"rank {victim}" in message
-        assert seconds < 5
+        assert seconds < TOLD_S
 
 
 def test_raising_rank_is_a_peer_failure_everywhere() -> None:
-    for kind, seconds, message in survivors("raise", 1, 2, timeout_s=20):
+    for kind, seconds, message in survivors("raise", 1, 2):
         assert kind == "PeerFailure"
         assert "RuntimeError: planted" in message
-        assert seconds < 5
+        assert seconds < TOLD_S
 
 
 def test_absent_rank_is_a_time_out_everywhere_and_is_named() -> None:
-    results = survivors("absent", 3, 2, timeout_s=2)
+    results = survivors("absent", 3, 2)
     for kind, seconds, message in results:
         assert kind == "Timeout"
-        assert 1.5 < seconds < 5
+        assert 0.75 * ABSENT_S < seconds < TOLD_S
         assert "of rank 3" in message
         assert "signal" in message
     assert len({message for _, _, message in results}) == 1
@@ -108,7 +110,9 @@ def first_call_differs(argument: str) -> None:
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_ranks_that_call_other_shapes_are_refused(argument: str, nodes: int) -> None:
     with pytest.raises(PlanMismatch) as caught:
-        mkernel.launch(first_call_differs, argument, nodes=nodes, ranks_per_node=2, timeout_s=10)
+        mkernel.launch(
+            first_call_differs, argument, nodes=nodes, ranks_per_node=2, timeout_s=DEADLINE_S
+        )
     assert caught.value.field == f"shape.{argument}"
     assert caught.value.ranks[0] == 0
 
@@ -122,9 +126,9 @@ def later_call_differs() -> None:
 def test_a_rank_in_another_known_call_is_found() -> None:
     start = time.monotonic()
     with pytest.raises(PlanMismatch) as caught:
-        mkernel.launch(later_call_differs, nodes=2, ranks_per_node=2, timeout_s=20)
+        mkernel.launch(later_call_differs, nodes=2, ranks_per_node=2, timeout_s=DEADLINE_S)
     assert caught.value.field == "shape.n"
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < TOLD_S
 
 
 def differs_then_goes_on() -> float:
@@ -134,7 +138,9 @@ def differs_then_goes_on() -> float:
 
 
 def test_a_refused_call_leaves_the_world_usable() -> None:
-    assert all(value > 0 for value in mkernel.launch(differs_then_goes_on, nodes=2, timeout_s=10))
+    assert all(
+        value > 0 for value in mkernel.launch(differs_then_goes_on, nodes=2, timeout_s=DEADLINE_S)
+    )
 
 
 def leave_early() -> None:
@@ -145,7 +151,7 @@ def leave_early() -> None:
 
 def test_a_rank_that_left_is_named() -> None:
     with pytest.raises((PeerFailure, Timeout), match="rank"):
-        mkernel.launch(leave_early, nodes=1, ranks_per_node=3, timeout_s=4)
+        mkernel.launch(leave_early, nodes=1, ranks_per_node=3, timeout_s=DEADLINE_S)
 
 
 def broken_world_stays_broken(victim: int) -> tuple[str, str]:
@@ -175,7 +181,7 @@ def test_later_calls_raise_the_same_error() -> None:
     seen = []
     with pytest.raises(PeerFailure):
         mkernel.launch(
-            report_stays_broken, ranks_per_node=2, timeout_s=20,
+            report_stays_broken, ranks_per_node=2, timeout_s=DEADLINE_S,
             on_report=lambda rank, payload: seen.append(payload),
         )  # fmt: skip
     assert seen == [("PeerFailure", "PeerFailure")]
@@ -192,8 +198,8 @@ def kill_while_calling(victim: int) -> None:
 def test_rank_killed_in_mid_kernel(victim: int) -> None:
     start = time.monotonic()
     with pytest.raises(PeerFailure) as caught:
-        mkernel.launch(kill_while_calling, victim, nodes=2, ranks_per_node=2, timeout_s=20)
+        mkernel.launch(kill_while_calling, victim, nodes=2, ranks_per_node=2, timeout_s=DEADLINE_S)
     assert caught.value.peer == victim
-    assert time.monotonic() - start < 10
-    for value in mkernel.launch(differs_then_goes_on, nodes=2, timeout_s=10):
+    assert time.monotonic() - start < TOLD_S
+    for value in mkernel.launch(differs_then_goes_on, nodes=2, timeout_s=DEADLINE_S):
         assert value > 0  # the next world of this process works

@@ -24,7 +24,8 @@ CORPUS = Path(__file__).parent / "corpus"
 FOUND = ROOT / "build" / "fuzz"
 INSTRUMENTED = ["mkernel.bootstrap", "mkernel.watch", "mkernel.topology", "mkernel.backends.nics"]
 TARGETS = ("bootstrap", "topology")
-START_S = 60
+START_S = 240
+"""Until the targets run, and to end, on a busy machine."""
 
 
 def fuzz(target: str, arguments: list[str]) -> None:
@@ -52,7 +53,7 @@ def begin(target: str, scratch: Path, seconds: int, keep: bool) -> subprocess.Po
     """A process of its own for a target. ``scratch``: where new inputs go unless they are kept."""
     scratch.mkdir()
     folders = [CORPUS / target] if keep else [scratch, CORPUS / target]
-    limits = [f"-max_total_time={seconds}", "-timeout=5", "-rss_limit_mb=2048", "-max_len=16384"]
+    limits = [f"-max_total_time={seconds}", "-timeout=30", "-rss_limit_mb=2048", "-max_len=16384"]
     command = [sys.executable, __file__, "--target", target, "--", *limits]
     return subprocess.Popen(
         [*command, f"-artifact_prefix={FOUND}/{target}-", *map(str, folders)],

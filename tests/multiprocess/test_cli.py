@@ -21,13 +21,21 @@ from mkernel.plan.model import LaunchPlan
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "all_gather_gemm.py"
 MKERNEL = [str(Path(sys.executable).parent / "mkernel")]
+PATIENCE_S = 60.0
+"""With what must end, however busy the machine is."""
 SMALL = ["--m", "256", "--n", "128", "--k", "256", "--warmup", "0", "--iterations", "1"]
 
 
 def mkernel(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*MKERNEL, *arguments], capture_output=True, text=True, timeout=120, check=False, **options
+        [*MKERNEL, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+        **options,
     )
 
 
@@ -282,16 +290,16 @@ def test_ctrl_c_ends_everything() -> None:
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while len(group_of(process.pid)) < 5 and time.monotonic() < deadline:  # itself and four ranks
         time.sleep(0.1)
     time.sleep(1)
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: the whole group
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while group_of(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not group_of(process.pid)
@@ -305,34 +313,30 @@ def group_of(leader: int) -> list[str]:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_example_under_torchrun(nodes: int) -> None:
-    example = Path(__file__).parents[2] / "examples" / "all_gather_gemm.py"
+def test_example_under_torchrun(torchrun: list[str], nodes: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4",
-         "--master-port", str(29600 + nodes), str(example), "--nodes", str(nodes)],
-        capture_output=True, text=True, timeout=120, check=False,
+        [*torchrun, "--nproc-per-node", "4", str(EXAMPLE), "--nodes", str(nodes)],
+        capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("error") == 4
 
 
-def test_world_size_must_match_under_torchrun() -> None:
+def test_world_size_must_match_under_torchrun(torchrun: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4",
-         "--master-port", "29610",
-         str(Path(__file__).parents[2] / "examples" / "all_gather_gemm.py"), "--nodes", "3"],
-        capture_output=True, text=True, timeout=120, check=False,
+        [*torchrun, "--nproc-per-node", "4", str(EXAMPLE), "--nodes", "3"],
+        capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode != 0
     assert "nodes x ranks_per_node = WORLD_SIZE = 4" in done.stderr
 
 
 def test_times_wait_for_the_network() -> None:
-    """A NIC that takes 60 ms a message shows up in every view that communicates."""
+    """A NIC that takes 250 ms a message shows up in every view that communicates."""
     done = mkernel("run", "ag_gemm", "--json", "--nodes", "2", "--ranks-per-node", "1", *SMALL,
-                   env={**os.environ, "MKERNEL_SOFTVERBS_LATENCY_NS": "60000000"})  # fmt: skip
+                   env={**os.environ, "MKERNEL_SOFTVERBS_LATENCY_NS": "250000000"})  # fmt: skip
     assert done.returncode == 0, done.stderr
     wall = json.loads(done.stdout)["wall"]
     for view in ("comm_only_ms", "sequential_ms", "pipelined_ms"):
-        assert wall[view] >= 60
-    assert wall["compute_only_ms"] < 60
+        assert wall[view] >= 250
+    assert wall["compute_only_ms"] < 250

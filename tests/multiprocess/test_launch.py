@@ -15,6 +15,10 @@ import pytest
 import mkernel
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, PeerFailure
 
+DEADLINE_S = 60.0
+TOLD_S = DEADLINE_S / 2
+"""Of what must come well before a deadline, however busy the machine is."""
+
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 
@@ -70,19 +74,19 @@ def test_worlds_follow_one_another() -> None:
 def test_first_failure_is_raised_with_its_traceback(rank: int) -> None:
     start = time.monotonic()
     with pytest.raises(KeyError, match="planted failure") as caught:
-        mkernel.launch(fail_on, rank, "raise", ranks_per_node=3, timeout_s=20)
+        mkernel.launch(fail_on, rank, "raise", ranks_per_node=3, timeout_s=DEADLINE_S)
     assert f"rank {rank}" in str(caught.value.__cause__)
     assert "in fail_on" in str(caught.value.__cause__)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < TOLD_S
 
 
 @pytest.mark.parametrize(("what", "how"), [("kill", "SIGKILL"), ("exit", "exit code 3")])
 def test_dead_rank_is_a_peer_failure(what: str, how: str) -> None:
     start = time.monotonic()
     with pytest.raises(PeerFailure, match=how) as caught:
-        mkernel.launch(fail_on, 1, what, nodes=2, ranks_per_node=2, timeout_s=20)
+        mkernel.launch(fail_on, 1, what, nodes=2, ranks_per_node=2, timeout_s=DEADLINE_S)
     assert caught.value.peer == 1
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < TOLD_S
 
 
 def test_error_that_does_not_unpickle_keeps_its_text() -> None:
@@ -198,12 +202,12 @@ def test_stopped_launcher_takes_its_ranks_along(tmp_path: Path, how: signal.Sign
     started = descendants(process.pid)
     assert len(started) >= 3  # the fork server and two ranks
     process.send_signal(how)
-    process.wait(10)
+    process.wait(TOLD_S)
     if how == signal.SIGINT:
         assert process.returncode == 130
         assert process.stdout.read() == "interrupted\n"
     process.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + TOLD_S
     while alive(started) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive(started)

@@ -13,6 +13,7 @@ import torch
 import mkernel
 from mkernel.backends import registry
 from mkernel.backends.runtime import _runtime
+from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import MkernelError, PeerFailure, Timeout, WorldError
 from mkernel.launch import report
 
@@ -20,7 +21,11 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 
 BACKEND = "queueing_backend:Queueing"
 M, N, K = 64, 40, 72
-LATE_S = 1.0
+LATE_S = 0.5
+DEADLINE_S = 60.0
+TOLD_S = DEADLINE_S / 2
+"""Of what must come well before a deadline, however busy the machine is."""
+ABSENT_S = 1.5
 
 
 def backend(name: str = BACKEND) -> Any:
@@ -50,32 +55,27 @@ def queued(calls: int, out: torch.Tensor) -> list[torch.Tensor]:
     return outs
 
 
-def early() -> tuple[float, float, bool, list[bool]]:
-    """Rank 1 comes late: (seconds the calls took, until synchronized, was rank 0 early, right)."""
+def early() -> tuple[bool, list[bool]]:
+    """Rank 1 calls once rank 0 is back from its calls, and a little later: (was rank 0's output still
+    empty then, right)."""
     world = mkernel.world()
     mkernel.gemm_all_reduce(*inputs(world.rank, 0))
     world.barrier()
     if world.rank == 1:
+        world.barrier()
         time.sleep(LATE_S)
-    start = time.monotonic()
     outs = queued(3, torch.full((M, N), float("nan")))
-    took = time.monotonic() - start
     empty = bool(outs[-1].isnan().all())
+    if world.rank == 0:
+        world.barrier()
     mkernel.synchronize()
-    return (
-        took,
-        time.monotonic() - start,
-        empty,
-        [right(out, world.size, iteration) for iteration, out in enumerate(outs)],
-    )
+    return empty, [right(out, world.size, iteration) for iteration, out in enumerate(outs)]
 
 
 def test_calls_return_before_they_have_ended_and_synchronize_waits() -> None:
-    (took, until, empty, good), (_, _, _, others) = mkernel.launch(
-        early, ranks_per_node=2, accelerator=BACKEND, timeout_s=20
+    (empty, good), (_, others) = mkernel.launch(
+        early, ranks_per_node=2, accelerator=BACKEND, timeout_s=DEADLINE_S
     )
-    assert took < LATE_S / 2
-    assert until > LATE_S / 2
     assert empty, "rank 0's output was there before rank 1 had called"
     assert all(good)
     assert all(others)
@@ -94,7 +94,9 @@ def asked_to_wait() -> tuple[bool, bool, bool]:
 
 
 def test_a_call_that_is_waited_for_has_ended_and_has_times() -> None:
-    for found in mkernel.launch(asked_to_wait, ranks_per_node=2, accelerator=BACKEND, timeout_s=20):
+    for found in mkernel.launch(
+        asked_to_wait, ranks_per_node=2, accelerator=BACKEND, timeout_s=DEADLINE_S
+    ):
         assert found == (True, True, True)
 
 
@@ -103,7 +105,9 @@ def finalized() -> list[torch.Tensor]:
 
 
 def test_the_end_of_a_world_waits_for_its_calls() -> None:
-    for outs in mkernel.launch(finalized, ranks_per_node=3, accelerator=BACKEND, timeout_s=20):
+    for outs in mkernel.launch(
+        finalized, ranks_per_node=3, accelerator=BACKEND, timeout_s=DEADLINE_S
+    ):
         assert all(right(out, 3, iteration) for iteration, out in enumerate(outs))
 
 
@@ -115,9 +119,10 @@ def raised_by(where: str) -> tuple[str, float, str]:
     world = mkernel.world()
     mkernel.gemm_all_reduce(*inputs(world.rank, 0))
     mkernel.synchronize()
+    world.barrier()
     if world.rank == 1:
-        time.sleep(8)
-        return "", 0.0, ""
+        world.barrier()  # nobody else comes to it: it ends when the world breaks
+    give_up_after(ABSENT_S)
     mkernel.gemm_all_reduce(*inputs(0, 1))
     start = time.monotonic()
     try:
@@ -143,12 +148,12 @@ def test_a_time_out_surfaces(where: str) -> None:
     seen: dict[int, tuple[str, float, str]] = {}
     with pytest.raises(MkernelError):
         mkernel.launch(
-            raised_by, where, ranks_per_node=2, accelerator=BACKEND, timeout_s=1.5,
+            raised_by, where, ranks_per_node=2, accelerator=BACKEND, timeout_s=DEADLINE_S,
             on_report=lambda rank, payload: seen.update({rank: payload}),
         )  # fmt: skip
     kind, seconds, text = seen[0]
     assert kind == "Timeout"
-    assert seconds < 7
+    assert seconds < TOLD_S
     assert "rank 0" in text
 
 
@@ -174,13 +179,13 @@ def test_a_dead_rank_surfaces_at_the_next_call_and_aborts_the_kernels() -> None:
     seen: dict[int, tuple[str, float, list[str]]] = {}
     with pytest.raises(PeerFailure):
         mkernel.launch(
-            dies, ranks_per_node=3, accelerator=BACKEND, timeout_s=20,
+            dies, ranks_per_node=3, accelerator=BACKEND, timeout_s=DEADLINE_S,
             on_report=lambda rank, payload: seen.update({rank: payload}),
         )  # fmt: skip
     assert sorted(seen) == [0, 2]
     for kind, seconds, codes in seen.values():
         assert kind == "PeerFailure"
-        assert seconds < 5
+        assert seconds < TOLD_S
         assert codes
         assert set(codes) == {"peer_failure"}
 
@@ -195,7 +200,7 @@ def recorded() -> None:
         who.waiter, who.peer, who.signal = _runtime.Waiter.compute_kernel, 0, 77
         who.seen, who.wanted, who.op, who.chunk, who.core = 3, 4, 1, 5, 9
         backend().recorded = (_runtime.AbortCode.timeout, who)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + TOLD_S
     while not backend().aborted and time.monotonic() < deadline:
         time.sleep(0.02)
     try:
@@ -209,7 +214,7 @@ def test_what_a_kernel_recorded_reaches_every_rank_by_the_heartbeat() -> None:
     seen: dict[int, dict[str, Any]] = {}
     with pytest.raises(Timeout):
         mkernel.launch(
-            recorded, ranks_per_node=3, accelerator=BACKEND, timeout_s=20,
+            recorded, ranks_per_node=3, accelerator=BACKEND, timeout_s=DEADLINE_S,
             on_report=lambda rank, payload: seen.update({rank: payload}),
         )  # fmt: skip
     assert sorted(seen) == [0, 1, 2]
@@ -230,5 +235,8 @@ def falls_over() -> None:
 def test_an_error_of_the_device_surfaces() -> None:
     with pytest.raises((RuntimeError, PeerFailure), match="the device fell over"):
         mkernel.launch(
-            falls_over, ranks_per_node=2, accelerator="queueing_backend:Broken", timeout_s=20
+            falls_over,
+            ranks_per_node=2,
+            accelerator="queueing_backend:Broken",
+            timeout_s=DEADLINE_S,
         )

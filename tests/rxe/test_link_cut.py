@@ -24,12 +24,12 @@ from mkernel.errors import NicError
 pytestmark = only_in_guest
 GUEST = int(os.environ.get("GUEST", "0"))
 CONTROL = ("10.99.1.1", 4791)  # of guest 0
-SUBJECT = NicSubject("cx7", "system", timeout_s=30.0)
-PATIENT = {"qp_timeout": 18}
-"""A second a try, since a busy machine lets an emulated guest stand still."""
+SUBJECT = NicSubject("cx7", "system", timeout_s=90.0)
+PATIENT = {"qp_timeout": 20}
+"""Four seconds a try, since a busy machine lets an emulated guest stand still."""
 CUT = {"qp_timeout": 16}
 """A quarter of a second a try, seven tries."""
-NOTICED_S = 15.0
+NOTICED_S = 60.0
 """Deadline of a cut link's error."""
 MIB = 1 << 20
 
@@ -67,14 +67,14 @@ def connect(timeout_s: float) -> socket.socket:
 
 @pytest.fixture(scope="module")
 def me() -> Iterator[Rank]:
-    with connect(170) as end:
+    with connect(270) as end:
         end.setblocking(True)
         with Connection(os.dup(end.fileno())) as connection:
             yield Rank(SUBJECT, GUEST, 2, cast(Connection, Meeting(connection)))
 
 
 def set_link(state: str) -> None:
-    subprocess.run(["ip", "link", "set", "data", state], check=True, timeout=10)
+    subprocess.run(["ip", "link", "set", "data", state], check=True, timeout=60)
 
 
 def port_is_up() -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class Lanes:
         self._where = where
         self._scratch = scratch
         self._deadline = time.monotonic() + call.timeout_s
+        self._most = timedelta(seconds=call.timeout_s)  # for one message; the group may have more
         self._messages: list[Message] = []
         self._spans: list[tuple[Any, Any]] = []  # of compute: clock readings or events
         self._first: Any = None
@@ -177,7 +179,7 @@ class Lanes:
             if is_receive != receives:
                 continue
             try:
-                work.wait()
+                work.wait(self._most)
             except RuntimeError as error:
                 raise Broken(peer, message.chunk, timed_out=_timed_out(error)) from error
             self._last = time.perf_counter()

@@ -7,54 +7,32 @@ import re
 import signal
 import time
 from contextlib import suppress
-from typing import Any
 
 import mkernel
 from mkernel.cases import Case
-from mkernel.conformance.accelerator import AcceleratorSubject, blame
+from mkernel.conformance.accelerator import WORLD_TIMEOUT_S, AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import typical
-from mkernel.conformance.ranks import Judge
+from mkernel.conformance.ranks import Judge, give_up_after
 from mkernel.errors import MkernelError, WorldError
 from mkernel.launch import report
 
-_KILLED_WITHIN_S = 5.0
+_KILLED_WITHIN_S = WORLD_TIMEOUT_S / 2
 _ABSENT_S = 1.5
-_TOLD_WITHIN_S = 3.0
-_STANDING = "standing"
+_TOLD_WITHIN_S = 10.0
+"""After a deadline of ``_ABSENT_S``: much for a busy machine, less than a wait that knows of none."""
 _Told = dict[int, tuple[str, float, str]]
 
 
 def _outcomes(
     subject: AcceleratorSubject, case: Case, world: tuple[int, int], victim: int, action: str
-) -> tuple[_Told, float]:
-    """What every rank but the victim raised, (error type, seconds, message), and the deadline.
-
-    A short deadline is also that of building the world. On a machine too busy for it the world is
-    built again with a longer one: only worlds that have stood are judged.
-    """
+) -> _Told:
+    """What every rank but the victim raised: (error type, seconds, message)."""
     told: _Told = {}
-    timeout_s = _ABSENT_S if action == "absent" else 20.0
-    for _ in range(3):
-        told, standing = {}, set[int]()
-
-        def take(
-            rank: int, payload: Any, told: _Told = told, standing: set[int] = standing
-        ) -> None:
-            if payload == _STANDING:
-                standing.add(rank)
-            else:
-                told[rank] = payload
-
-        # Whatever the launcher raises, the ranks' own words are judged.
-        with suppress(MkernelError):
-            subject.launch(
-                rank_outcome, case, victim, action, world=world, timeout_s=timeout_s, on_report=take
-            )
-        if len(standing) == world[0] * world[1]:
-            break
-        timeout_s *= 3
-    return told, timeout_s
+    # Whatever the launcher raises, the ranks' own words are judged.
+    with suppress(MkernelError):
+        subject.launch(rank_outcome, case, victim, action, world=world, on_report=told.__setitem__)
+    return told
 
 
 def rank_outcome(case: Case, victim: int, action: str) -> None:
@@ -63,13 +41,13 @@ def rank_outcome(case: Case, victim: int, action: str) -> None:
     judge(0)
     inputs = judge.inputs(1)
     world.barrier()
-    report(_STANDING)
-    start = time.monotonic()
     if world.rank == victim:
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(world.settings.timeout_s + _TOLD_WITHIN_S + 1)
-        return
+        world.barrier()  # nobody else comes to it: it ends when the world breaks
+    if action == "absent":
+        give_up_after(_ABSENT_S)
+    start = time.monotonic()
     try:
         for _ in range(100_000):
             case.run(inputs)
@@ -108,10 +86,10 @@ def _broken(subject: AcceleratorSubject, action: str, kind: str) -> None:
     for number, op in enumerate(ops[: 1 if subject.quick else None]):
         case = typical(subject, op, size)
         victim = 0 if number % 2 else size - 1
-        told, deadline = _outcomes(subject, case, world, victim, action)
         within = (0.0, _KILLED_WITHIN_S)
         if action == "absent":
-            within = (0.7 * deadline, deadline + _TOLD_WITHIN_S)
+            within = (0.7 * _ABSENT_S, _ABSENT_S + _TOLD_WITHIN_S)
+        told = _outcomes(subject, case, world, victim, action)
         found += _judge(told, case, size, victim, kind, within)
     blame(found)
 
