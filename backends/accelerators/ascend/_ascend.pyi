@@ -78,6 +78,63 @@ class Launch:
     def compute_seconds(self) -> float: ...
     def trace(self) -> bytes: ...
 
+class MoeDispatchGeometry:
+    def __init__(
+        self,
+        *,
+        world: int,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        hidden: int,
+        features: int,
+        rows_per_chunk: int,
+        far: bool,
+        dtype: str,
+        tile_m: int,
+        tile_n: int,
+        tile_k: int,
+        step_k: int,
+    ) -> None: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def signals(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def features(self) -> int: ...
+    @property
+    def table_words(self) -> int: ...
+    @property
+    def most_rows(self) -> int: ...
+    def ids(self, parity: int, source: int) -> int: ...
+    def arrived(self, parity: int, source: int, chunk: int) -> int: ...
+
+class MoeCombineGeometry:
+    def __init__(
+        self,
+        *,
+        world: int,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        features: int,
+        rows_per_chunk: int,
+        far: bool,
+        dtype: str,
+        out_dtype: str,
+    ) -> None: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def signals(self) -> int: ...
+    def arrived(self, parity: int, source: int, chunk: int) -> int: ...
+
 class Kernels:
     """What a launch or a record runs: of one call on one rank."""
 
@@ -95,6 +152,29 @@ def ag_gemm(
 ) -> Kernels: ...
 def gemm_reduce(
     *, geometry: GemmReduceGeometry, a: _Matrix, b: _Matrix, out: _Matrix, order: list[int]
+) -> Kernels: ...
+def moe_dispatch(
+    *,
+    geometry: MoeDispatchGeometry,
+    x: int,
+    topk_ids: tuple[int, int],
+    w: _Matrix,
+    grouped: int,
+    out: int,
+    out_dtype: str,
+    tables: int,
+    routing: int,
+    order: list[int],
+) -> Kernels: ...
+def moe_combine(
+    *,
+    geometry: MoeCombineGeometry,
+    y: int,
+    rows: int,
+    weights: int,
+    tables: int,
+    out: int,
+    order: list[int],
 ) -> Kernels: ...
 def launch(
     *,
@@ -126,6 +206,7 @@ class Machine:
     launch_ns: float
     issue_ns: float
     signal_ns: float
+    scalar_ns: float
     macs_per_ns_16: float
     macs_per_ns_32: float
     matmul_ns: float

@@ -42,6 +42,8 @@ _OPS = {
     "all_gather_gemm": "gemm:GemmOp",
     "gemm_reduce_scatter": "gemm:GemmOp",
     "gemm_all_reduce": "gemm:GemmOp",
+    "moe_dispatch_gemm": "moe:MoeDispatchOp",
+    "moe_combine": "moe:MoeCombineOp",
 }
 """Where each op lies: ``module:class`` of this package. Imported when it is first asked for: it needs
 torch, and who only plans does without."""
@@ -166,7 +168,7 @@ class AscendAccelerator(AcceleratorBackend):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """The GEMM ops in three dtypes, both layouts of b, p2p in a node, NIC between nodes."""
+        """The GEMM ops and MoE in three dtypes, both layouts of b, p2p in a node, NIC between nodes."""
         return AcceleratorCapabilities(
             ops=tuple(_OPS),
             dtypes=("float16", "bfloat16", "float32"),
@@ -251,8 +253,9 @@ def record(plan: LaunchPlan, rank: int) -> bytes:
     peers, no arithmetic. For :func:`.timeline.model` on shapes and worlds beyond this machine."""
     node = plan.placement[rank].node
     op = _op(plan)
+    prepared = op.record(plan, rank)
     trace: bytes = native().record(
-        kernels=op.record(plan, rank),
+        kernels=prepared.kernels,
         rank=rank,
         same_node=[placement.node == node for placement in plan.placement],
         blocks=op.blocks(plan),

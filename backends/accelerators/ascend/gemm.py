@@ -79,16 +79,18 @@ class GemmOp:
         assert isinstance(geometry, native().AgGemmGeometry), "no other op has this output"
         return Prepared(kernels, partial(_gather, call, geometry))
 
-    def record(self, plan: LaunchPlan, rank: int) -> _ascend.Kernels:
+    def record(self, plan: LaunchPlan, rank: int) -> Prepared:
         """On dense tensors."""
         (_, k), (_, n) = _shapes(plan).a, _shapes(plan).b
-        return _kernels(
-            plan,
-            rank,
-            self.geometry(plan),
-            a=(0, k, 1),
-            b=(0, 1, k) if plan.b_layout == "column" else (0, n, 1),
-            out=(0, n, 1),
+        return Prepared(
+            _kernels(
+                plan,
+                rank,
+                self.geometry(plan),
+                a=(0, k, 1),
+                b=(0, 1, k) if plan.b_layout == "column" else (0, n, 1),
+                out=(0, n, 1),
+            )
         )
 
 

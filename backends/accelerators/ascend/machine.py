@@ -37,6 +37,9 @@ class Pipes(Model):
     """Rates and latencies of one core's pipes."""
 
     issue_ns: float = Field(ge=0, description="time the scalar pipe takes to issue an instruction")
+    scalar_ns: float = Field(
+        ge=0, description="a scalar load or store of memory through the core's cache, in the mean"
+    )
     mte1_gbs: float = Field(gt=0, description="L1 to L0A/L0B")
     mte1_latency_ns: float = Field(ge=0)
     mte2_gbs: float = Field(gt=0, description="memory to L1, one core, through the L2 cache")
@@ -92,6 +95,7 @@ class Machine(Model):
         made = _ascend.Machine()
         made.launch_ns = self.chip.launch_us * 1e3
         made.issue_ns = self.pipes.issue_ns
+        made.scalar_ns = self.pipes.scalar_ns
         made.signal_ns = self.fabric.signal_latency_us * 1e3
         made.macs_per_ns_16 = self.cube.macs_per_cycle_16bit * self.clock_ghz
         made.macs_per_ns_32 = self.cube.macs_per_cycle_32bit * self.clock_ghz

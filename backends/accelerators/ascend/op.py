@@ -75,8 +75,9 @@ class Op(Protocol):
     def prepare(self, call: Call) -> Prepared:
         """Kernels on the call's tensors. Errors name the tensor that does not fit the plan."""
 
-    def record(self, plan: LaunchPlan, rank: int) -> _ascend.Kernels:
-        """The same without tensors: nothing of them will be touched."""
+    def record(self, plan: LaunchPlan, rank: int) -> Prepared:
+        """The same without tensors: nothing of them will be touched, but tables that the kernels
+        need, which are kept alive as in a call. ``finish`` is not called."""
 
 
 def matrix(

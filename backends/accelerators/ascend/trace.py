@@ -42,6 +42,7 @@ class Kind(IntEnum):
     TROWEXPANDSUB = 25
     TROWEXPANDMUL = 26
     TROWEXPANDDIV = 27
+    SCALAR = 28
 
 
 class Pipe(IntEnum):

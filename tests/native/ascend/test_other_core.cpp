@@ -1,6 +1,7 @@
 // Kernels are not bound to the simulator: here each is instantiated, through its own launch macro,
 // for a second core type that shares nothing with it and only counts what it is told. Kernels must
 // ask it for exactly the work that their geometry says.
+#include <cstring>
 #include <map>
 #include <string>
 #include <vector>
@@ -37,6 +38,16 @@ class CountingCore {
     }
     void tadd(const isa::Tile&, const isa::Tile&, const isa::Tile&) { ++done["TADD"]; }
     void tcvt(const isa::Tile&, const isa::Tile&) { ++done["TCVT"]; }
+    void trowexpandmul(const isa::Tile& c, const isa::Tile&, const isa::Tile&) {
+        ++done["TROWEXPANDMUL"];
+        weighed += std::uint64_t{c.valid_rows} * c.valid_cols;
+    }
+    [[nodiscard]] std::int32_t sload(const std::byte* from) {
+        std::int32_t value = 0;
+        std::memcpy(&value, from, sizeof value);
+        return value;
+    }
+    void sstore(std::byte* to, std::int32_t value) { std::memcpy(to, &value, sizeof value); }
 
     void set_flag(isa::Pipe, isa::Pipe, std::uint32_t) { ++flags; }
     void wait_flag(isa::Pipe, isa::Pipe, std::uint32_t) { --flags; }
@@ -56,9 +67,9 @@ class CountingCore {
     }
 
     std::map<std::string, std::uint64_t> done;
-    std::uint64_t macs = 0, stored = 0, put = 0;  // elements
-    std::uint64_t put_far = 0;                    // bytes
-    std::int64_t flags = 0;                       // set and not waited for
+    std::uint64_t macs = 0, stored = 0, put = 0, weighed = 0;  // elements
+    std::uint64_t put_far = 0;                                 // bytes
+    std::int64_t flags = 0;                                    // set and not waited for
     bool waits_end = true;
 
   private:
@@ -102,6 +113,11 @@ inline std::map<std::string, Entry>& entries() {
 #include "backends/accelerators/ascend/kernels/gemm_ar/comm.hpp"
 #include "backends/accelerators/ascend/kernels/gemm_reduce/compute.hpp"
 #include "backends/accelerators/ascend/kernels/gemm_rs/comm.hpp"
+#include "backends/accelerators/ascend/kernels/moe/comm.hpp"
+#include "backends/accelerators/ascend/kernels/moe/cube.hpp"
+#include "backends/accelerators/ascend/kernels/moe/vector.hpp"
+#include "backends/accelerators/ascend/kernels/moe_combine/comm.hpp"
+#include "backends/accelerators/ascend/kernels/moe_combine/vector.hpp"
 
 using namespace mkernel::ascend;
 using test::CountingCore;
@@ -145,6 +161,7 @@ CountingCore total(const std::string& name, const Args& args, std::uint32_t bloc
         sum.macs += core.macs;
         sum.stored += core.stored;
         sum.put += core.put;
+        sum.weighed += core.weighed;
         sum.put_far += core.put_far;
     }
     return sum;
@@ -213,12 +230,91 @@ void gemm_reduce_does_its_work(bool replicated) {
     CHECK(comm.done.at("TADD") > 0 && comm.done.at("TCVT") > 0);
 }
 
+isa::GlobalView table(std::vector<std::int32_t>& words, std::uint32_t rows) {
+    const auto width = static_cast<std::uint32_t>(words.size() / rows);
+    return {reinterpret_cast<std::byte*>(words.data()), isa::DType::int32, rows, width, width, 1};
+}
+
+// Dispatch of a known routing, then the combine on the tables that it left.
+void moe_does_its_work() {
+    constexpr std::uint32_t kTokens = 50, kTopK = 2, kExperts = 3, kHidden = 96, kFeatures = 160;
+    const moe::Routing routing{
+        .world = kWorld, .tokens = kTokens, .top_k = kTopK, .experts = kExperts};
+    Call<moe::Args> call;
+    moe::Args& args = call.args;
+    args.geometry = {.routing = routing,
+                     .world = kWorld,
+                     .hidden = kHidden,
+                     .features = kFeatures,
+                     .rows_per_chunk = 8,
+                     .far = true,
+                     .tile_m = 32,
+                     .tile_n = 64,
+                     .tile_k = 64,
+                     .step_k = 32};
+    std::vector<std::int32_t> ids, tables(args.geometry.table_words());
+    std::uint64_t rows = 0, near = 0, far = 0;  // rows here; own tokens that leave
+    for (std::uint32_t i = 0; i < kWorld * kTokens * kTopK; ++i) {
+        ids.push_back(static_cast<std::int32_t>(i * 7 % 5 + i % 8));
+        rows += routing.owner(ids.back()) == 0 ? 1 : 0;
+    }
+    for (std::uint32_t token = 0; token < kTokens; ++token) {
+        for (std::uint32_t rank = 1; rank < kWorld; ++rank) {
+            const bool goes = routing.owner(ids[token * kTopK]) == rank ||
+                              routing.owner(ids[token * kTopK + 1]) == rank;
+            (rank == 1 ? near : far) += goes ? 1 : 0;
+        }
+    }
+    args.x = matrix(kTokens, kHidden);
+    args.w = matrix(kExperts * kHidden, kFeatures);
+    args.grouped = matrix(routing.most_rows(), kHidden);
+    args.out = matrix(routing.most_rows(), kFeatures);
+    args.tables = table(tables, 1);
+    args.routing = table(ids, kWorld);
+    args.own_ids = args.slot_ids(args.routing.base);
+    args.source_order = call.order.data();
+
+    // Blocks meet in the tables: the first time one block builds them alone.
+    for (const std::uint32_t blocks : {1u, 5u}) {
+        const CountingCore vector = total("moe_vector", args, blocks);
+        CHECK(vector.put == rows * kHidden);
+        CHECK(vector.done.at("TNOTIFY") >= std::uint64_t{kWorld} * (2 + args.geometry.chunks()));
+    }
+    CHECK(tables[routing.base(kExperts)] == static_cast<std::int32_t>(rows));
+    const CountingCore cube = total("moe_cube", args, 3);
+    CHECK(cube.macs == rows * kHidden * kFeatures);
+    CHECK(cube.stored == rows * kFeatures);
+    const CountingCore comm = total("moe_comm", args, 5);
+    const std::uint64_t places = routing.places();
+    CHECK(comm.put == (near + far) * kHidden + (kWorld - 1) * places);
+    CHECK(comm.put_far == far * kHidden * 2 + 2 * places * 4);
+    CHECK(comm.done.at("NIC_PUT") == 2 * (args.geometry.chunks() + 1));
+
+    Call<moe_combine::Args> home;
+    home.args.geometry = {.routing = routing,
+                          .world = kWorld,
+                          .features = kFeatures,
+                          .rows_per_chunk = 9,
+                          .far = true};
+    home.args.y = matrix(routing.most_rows(), kFeatures);
+    home.args.weights = matrix(kTokens, kTopK);
+    home.args.tables = args.tables;
+    home.args.out = matrix(kTokens, kFeatures);
+    home.args.homes = home.order.data();
+    std::uint64_t own = 0;
+    for (std::uint32_t i = 0; i < places; ++i) own += routing.owner(ids[i]) == 0 ? 1 : 0;
+    CHECK(total("moe_combine_comm", home.args, 3).put == (rows - own) * kFeatures);
+    const CountingCore sums = total("moe_combine_vector", home.args, 3);
+    CHECK(sums.weighed == places * kFeatures);
+    CHECK(sums.stored == std::uint64_t{kTokens} * kFeatures);
+}
+
 void every_kernel_says_on_which_cores_it_runs() {
     for (const auto& [name, entry] : test::entries()) {
-        const bool comm = name.ends_with("_comm");
-        CHECK(entry.cores == (comm ? "aiv" : "aic"));
+        const bool vector = name.ends_with("_comm") || name.ends_with("_vector");
+        CHECK(entry.cores == (vector ? "aiv" : "aic"));
     }
-    CHECK(test::entries().size() == 5);
+    CHECK(test::entries().size() == 10);
 }
 
 }  // namespace
@@ -227,6 +323,7 @@ int main() {
     all_gather_gemm_does_its_work();
     gemm_reduce_does_its_work(false);
     gemm_reduce_does_its_work(true);
+    moe_does_its_work();
     every_kernel_says_on_which_cores_it_runs();
     return test::finish();
 }

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -302,6 +303,7 @@ class World:
         trace: bool = False,
         timeout_s: float = 20.0,
         with_fifo: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> AscendLaunch:
         node = self.plan.placement[rank].node
         peers = {
@@ -326,6 +328,7 @@ class World:
                 timeout_s=timeout_s,
                 view=view,
                 trace=trace,
+                options=options or {},
             )
         )
 

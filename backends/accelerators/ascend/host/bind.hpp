@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "backends/accelerators/ascend/isa/tile.hpp"
 
@@ -38,7 +40,14 @@ inline isa::GlobalView view(const Matrix& matrix, isa::DType dtype, std::uint32_
             std::get<2>(matrix)};
 }
 
+// One entry a rank, whatever the order means to the op.
+inline std::vector<std::uint32_t> checked(std::vector<std::uint32_t> order, std::uint32_t world) {
+    if (order.size() != world) throw pybind11::value_error("order must have one entry a rank");
+    return order;
+}
+
 // Each op's geometry and the factory of its kernels.
 void bind_gemm(pybind11::module_& module);
+void bind_moe(pybind11::module_& module);
 
 }  // namespace mkernel::ascend

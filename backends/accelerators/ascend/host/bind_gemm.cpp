@@ -52,12 +52,6 @@ gemm_reduce::Geometry reduce_geometry(std::uint32_t world, std::uint32_t m, std:
     return made;
 }
 
-// One entry a rank, whatever the order means to the op.
-std::vector<std::uint32_t> checked(std::vector<std::uint32_t> order, std::uint32_t world) {
-    if (order.size() != world) throw py::value_error("order must have one entry a rank");
-    return order;
-}
-
 std::shared_ptr<host::Kernels> ag_kernels(const ag_gemm::Geometry& g, const Matrix& a,
                                           const Matrix& b, const Matrix& out,
                                           const std::string& out_dtype,

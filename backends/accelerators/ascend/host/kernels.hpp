@@ -47,6 +47,10 @@ class Kernels {
     [[nodiscard]] virtual std::uint64_t workspace_bytes() const = 0;
     virtual std::vector<Tensor> tensors() = 0;
 
+    // Before a record, on one vector core that runs alone: writes to memory what blocks of this call
+    // learn from each other by it. A record runs them one after another.
+    virtual void foresee(sim::Core&) const {}
+
     // Compute-only view: raises here what nobody else will and later calls count on.
     virtual void count_as_communicated(const runtime::SignalPad& pad) const = 0;
     // Where the own signals of this call stood before it.

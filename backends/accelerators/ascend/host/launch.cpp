@@ -184,7 +184,14 @@ std::string record(Call call) {
     const auto invent = [&next] {
         return reinterpret_cast<std::byte*>(next += std::uintptr_t{1} << 40);
     };
-    for (const auto& tensor : call.kernels->tensors()) tensor.view->base = invent();
+    std::vector<const std::byte*> real;
+    for (const auto& [view, writable] : call.kernels->tensors()) {
+        if (view->base == nullptr) {
+            view->base = invent();
+        } else {
+            real.push_back(view->base);
+        }
+    }
     call.args.pad = call.args.workspace = invent();
     for (std::uint32_t peer = 0; peer < call.peers.size(); ++peer) {
         if (call.peers[peer].pad == nullptr) continue;
@@ -193,6 +200,11 @@ std::string record(Call call) {
     call.trace = true;
     Launch launch(std::move(call));
     launch.environment_.dry = true;
+    for (sim::GmRange& range : launch.environment_.memory) {
+        range.real = std::find(real.begin(), real.end(), range.base) != real.end();
+    }
+    sim::Core alone(launch.environment_, sim::Role::vector, 0, 1, thread_memory(), nullptr);
+    launch.call_.kernels->foresee(alone);
     for (Launch::Kernel* kernel : {&launch.comm_, &launch.compute_}) {
         for (Launch::Part& part : kernel->parts) {
             part.records.resize(part.blocks);

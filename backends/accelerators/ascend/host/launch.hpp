@@ -35,8 +35,9 @@ struct Call {
     std::optional<sim::StrictOptions> strict;
 };
 
-// The trace blob (sim/trace.hpp) of a rank's call without running it: no memory is touched, no
-// signal awaited, addresses in `call` are ignored. The same schedule as a traced launch of the
+// The trace blob (sim/trace.hpp) of a rank's call without running it: no signal is awaited, and
+// of memory only tables are touched, by scalar instructions, for whose tensors the kernels have
+// addresses; other addresses in `call` are ignored. The same schedule as a traced launch of the
 // call.
 std::string record(Call call);
 

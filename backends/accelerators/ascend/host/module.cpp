@@ -134,6 +134,7 @@ PYBIND11_MODULE(_ascend, module) {
     // What a launch or a record runs: one object a call, made by the op's factory.
     py::class_<host::Kernels, std::shared_ptr<host::Kernels>>(module, "Kernels");
     bind_gemm(module);
+    bind_moe(module);
 
     py::class_<sim::StrictOptions>(module, "Strict")
         .def(py::init([](std::optional<std::uint64_t> seed, const std::string& role,
@@ -171,6 +172,7 @@ PYBIND11_MODULE(_ascend, module) {
     MKERNEL_FIELD(launch_ns);
     MKERNEL_FIELD(issue_ns);
     MKERNEL_FIELD(signal_ns);
+    MKERNEL_FIELD(scalar_ns);
     MKERNEL_FIELD(macs_per_ns_16);
     MKERNEL_FIELD(macs_per_ns_32);
     MKERNEL_FIELD(matmul_ns);

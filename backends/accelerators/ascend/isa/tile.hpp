@@ -11,14 +11,15 @@
 
 namespace mkernel::ascend::isa {
 
-enum class DType : std::uint8_t { float16 = 0, bfloat16 = 1, float32 = 2 };
+// int32 is for tables: moved, and read and written by scalar instructions, never computed with.
+enum class DType : std::uint8_t { float16 = 0, bfloat16 = 1, float32 = 2, int32 = 3 };
 
 constexpr std::uint32_t bytes_of(DType dtype) {
-    return dtype == DType::float32 ? 4 : 2;
+    return dtype == DType::float32 || dtype == DType::int32 ? 4 : 2;
 }
 
 constexpr const char* name_of(DType dtype) {
-    constexpr const char* kNames[] = {"float16", "bfloat16", "float32"};
+    constexpr const char* kNames[] = {"float16", "bfloat16", "float32", "int32"};
     return kNames[static_cast<int>(dtype)];
 }
 

@@ -102,6 +102,9 @@ std::byte* Core::check(const char* instruction, const Tile& tile) const {
     if (tile.valid_rows > tile.rows || tile.valid_cols > tile.cols) {
         fail(instruction, describe(tile) + ": the valid part is larger than the tile");
     }
+    if (tile.dtype == DType::int32 && tile.buffer != Buffer::UB) {
+        fail(instruction, describe(tile) + ": int32 goes through UB only");
+    }
     if (tile.offset % 32 != 0)
         fail(instruction, describe(tile) + ": offset is not 32-byte aligned");
     const bool cube = tile.buffer != Buffer::UB;
@@ -111,7 +114,7 @@ std::byte* Core::check(const char* instruction, const Tile& tile) const {
     return memory_.at(tile.buffer, tile.offset);
 }
 
-void Core::check(const char* instruction, const GlobalView& view, bool write) const {
+const GmRange& Core::check(const char* instruction, const GlobalView& view, bool write) const {
     if (view.rows == 0 || view.cols == 0) fail(instruction, "empty view of global memory");
     if (view.row_stride != 1 && view.col_stride != 1) {
         fail(instruction, "a view of global memory must be contiguous along rows or columns");
@@ -120,7 +123,7 @@ void Core::check(const char* instruction, const GlobalView& view, bool write) co
     for (const GmRange& range : environment_.memory) {
         if (view.base >= range.base && last <= range.base + range.bytes &&
             (range.writable || !write)) {
-            return;
+            return range;
         }
     }
     fail(instruction, std::string(write ? "writes " : "reads ") + std::to_string(last - view.base) +
@@ -172,6 +175,9 @@ void Core::tstore(const GlobalView& to, const Tile& from, Where where) {
     if (to.col_stride != 1) fail("TSTORE", "the view's rows must be contiguous");
     const auto size = static_cast<std::int64_t>(bytes_of(to.dtype));
     const Pipe pipe = from.buffer == Buffer::L0C ? Pipe::FIX : Pipe::MTE3;
+    if (pipe == Pipe::FIX && to.dtype == DType::int32) {
+        fail("TSTORE", describe(from) + ": results do not convert to int32");
+    }
     if (pipe == Pipe::MTE3 && (from.buffer != Buffer::UB || from.dtype != to.dtype)) {
         fail("TSTORE", describe(from) + ": stores come from UB (same dtype) or L0C");
     }

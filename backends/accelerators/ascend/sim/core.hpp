@@ -44,6 +44,7 @@ struct GmRange {
     const std::byte* base = nullptr;
     std::size_t bytes = 0;
     bool writable = false;
+    bool real = true;  // false: in a dry run, an address that nothing lies at
 };
 
 // What all cores of one kernel launch share. Outlives them.
@@ -56,7 +57,7 @@ struct Environment {
     std::vector<GmRange> memory;
     Scheduler* scheduler = nullptr;
     // Instructions are checked and recorded but have no effect; waits succeed at once and no
-    // address is touched. For traces of worlds and shapes that this machine could not run in
+    // address is touched but by scalar instructions. For traces of worlds and shapes that this machine could not run in
     // reasonable time.
     bool dry = false;
     std::optional<StrictOptions> strict;
@@ -116,6 +117,13 @@ class Core {
     void tput(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from,
               const isa::Tile& ping, const isa::Tile& pong, Where where = Where::current());
 
+    // Scalar instructions (pipe S): one int32 of global memory, four-byte aligned. Through a cache
+    // of the core's own: fence() comes between them and accesses of the same bytes by other pipes,
+    // and before a signal that tells another core of a store. Real in a dry run too, since
+    // schedules depend on them.
+    [[nodiscard]] std::int32_t sload(const std::byte* from, Where where = Where::current());
+    void sstore(std::byte* to, std::int32_t value, Where where = Where::current());
+
     // Vector instructions (pipe V): on the valid parts of row-major UB tiles, float32 but for one
     // side of tcvt. Element by element: tiles of one shape; c may be an input.
     void tadd(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b,
@@ -170,7 +178,7 @@ class Core {
   private:
     [[noreturn]] void fail(const char* instruction, const std::string& what) const;
     std::byte* check(const char* instruction, const isa::Tile& tile) const;
-    void check(const char* instruction, const isa::GlobalView& view, bool write) const;
+    const GmRange& check(const char* instruction, const isa::GlobalView& view, bool write) const;
     void multiply(const char* instruction, const isa::Tile& c, const isa::Tile& a,
                   const isa::Tile& b, bool accumulate);
     // Lets an instruction take effect: at once or, strict, when its pipe comes to it.
@@ -188,6 +196,9 @@ class Core {
     void record(const Record& record) {
         if (trace_ != nullptr) trace_->push_back(record);
     }
+    // core_scalar.cpp. The view of one element, checked.
+    isa::GlobalView scalar_access(const char* instruction, const std::byte* at, bool write);
+
     // core_vector.cpp. `shape`: the tile whose rows and pitch this one must have.
     std::byte* vector_tile(Kind kind, const isa::Tile& tile, const isa::Tile& shape) const;
     float* float_tile(Kind kind, const isa::Tile& tile, const isa::Tile& shape) const;

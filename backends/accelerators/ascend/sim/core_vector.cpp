@@ -32,6 +32,7 @@ std::byte* Core::vector_tile(Kind kind, const Tile& tile, const Tile& shape) con
     if (tile.buffer != Buffer::UB || tile.layout != Layout::row) {
         fail(name_of(kind), describe(tile) + ": vector instructions take row-major tiles in UB");
     }
+    if (tile.dtype == DType::int32) fail(name_of(kind), describe(tile) + ": takes no int32");
     if (tile.cols != shape.cols || tile.valid_rows != shape.valid_rows ||
         tile.valid_cols != shape.valid_cols) {
         fail(name_of(kind), "shapes do not match: " + describe(tile) + ", " + describe(shape));

@@ -59,6 +59,8 @@ MKERNEL_INLINE void widen_run(float* out, const std::byte* in, isa::DType dtype,
             return widen_run<Lanes, isa::DType::bfloat16>(out, in, count);
         case isa::DType::float32:
             return widen_run<Lanes, isa::DType::float32>(out, in, count);
+        case isa::DType::int32:
+            return;  // never in L1
     }
 }
 

@@ -324,6 +324,14 @@ class Simulation {
                     core.scalar_queued = true;
                     schedule(core.scalar_ns, {.what = Event::What::scalar, .core = which});
                     return true;
+                case Kind::scalar: {
+                    const double took = static_cast<double>(record.amount) / sizeof(std::int32_t) *
+                                        machine_.scalar_ns;
+                    keep(core, record, core.scalar_ns, took);
+                    core.scalar_ns += took;
+                    ++core.next;
+                    break;
+                }
                 case Kind::fence:
                     if (!core.drained()) return progress;
                     core.scalar_ns = core.done_ns() + machine_.issue_ns;

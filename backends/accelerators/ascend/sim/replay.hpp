@@ -4,7 +4,8 @@
 //
 // What is modelled
 //   - A core's S pipe issues its instructions one by one (`issue_ns` each) and itself executes
-//     signals, fences and NIC puts. Every other pipe executes what it was issued, in order.
+//     signals, fences, NIC puts and scalar instructions (`scalar_ns` each). Every other pipe
+//     executes what it was issued, in order.
 //   - set_flag takes effect when everything before it on its pipe is done; wait_flag holds its
 //     pipe.
 //   - An instruction occupies its pipe for bytes / rate (or multiply-adds / rate) and is done a
@@ -28,7 +29,7 @@ namespace mkernel::ascend::sim {
 
 // Rates in bytes per ns (= GB/s) unless named otherwise. See a3.json for their meaning.
 struct Machine {
-    double launch_ns = 0, issue_ns = 0, signal_ns = 0;
+    double launch_ns = 0, issue_ns = 0, signal_ns = 0, scalar_ns = 0;
     double macs_per_ns_16 = 1, macs_per_ns_32 = 1, matmul_ns = 0;
     double extract_rate = 1, extract_ns = 0;
     double vector_rate = 1;

@@ -91,6 +91,24 @@ bool overlap_run(const Lines& a, std::int64_t begin, std::int64_t end) {
     return false;
 }
 
+// Whether a word that S writes is part of, or the next one after, a run of words that it wrote: then
+// that run covers it.
+template <class Accesses>
+bool extends(Accesses& writes, const GlobalView& word) {
+    for (auto& each : writes) {
+        if (each.pipe != Pipe::S || word.base < each.view.base) continue;
+        const auto apart = word.base - each.view.base;
+        const std::int64_t length = std::int64_t{each.view.cols} * bytes_of(each.view.dtype);
+        if (apart > length) continue;
+        if (apart == length) {
+            ++each.view.cols;
+            ++each.view.row_stride;
+        }
+        return true;
+    }
+    return false;
+}
+
 std::string flags_between(Pipe earlier, Pipe later) {
     return std::string("; nothing orders ") + name_of(later) +
            " after it: set_flag and wait_flag(" + name_of(earlier) + ", " + name_of(later) +
@@ -240,9 +258,14 @@ std::string Ranges::tile_access(const Order& order, const Access& now, const Ope
 
 std::string Ranges::global_access(const Order& order, const Access& now, const Operand& operand) {
     const auto conflict = [&](const GlobalAccess& earlier) -> std::string {
-        if (earlier.pipe == now.pipe || order.after(now.pipe, earlier.pipe, earlier.at) ||
-            !overlap(earlier.view, operand.view)) {
-            return {};
+        // What S reads and writes lies in its cache: only a fence makes it and memory agree.
+        const bool cached = earlier.write && (earlier.pipe == Pipe::S || now.pipe == Pipe::S);
+        const bool ordered = !cached && order.after(now.pipe, earlier.pipe, earlier.at);
+        if (earlier.pipe == now.pipe || ordered || !overlap(earlier.view, operand.view)) return {};
+        if (cached) {
+            return std::string(operand.write ? "overwrites " : "reads ") + words(operand.view) +
+                   ", part of which " + describe(earlier.site, earlier.pipe) +
+                   " wrote; fence() between the scalar cache and memory is missing";
         }
         return std::string(operand.write ? "overwrites " : "reads ") + describe(operand.view) +
                " while " + describe(earlier.site, earlier.pipe) + " may still " +
@@ -257,6 +280,8 @@ std::string Ranges::global_access(const Order& order, const Access& now, const O
             if (std::string wrong = conflict(earlier); !wrong.empty()) return wrong;
         }
     }
+    // S has read before it issues anything else, and writes one word after the other.
+    if (now.pipe == Pipe::S && (!operand.write || extends(writes_, operand.view))) return {};
     GlobalAccess access{};
     static_cast<Access&>(access) = now;
     access.write = operand.write;

@@ -45,16 +45,17 @@ enum class Kind : std::uint8_t {
     trowexpandsub = 25,
     trowexpandmul = 26,
     trowexpanddiv = 27,
+    scalar = 28,  // loads and stores of S, one record for all that follow one another
 };
-inline constexpr int kKinds = 28;
+inline constexpr int kKinds = 29;
 
 constexpr const char* name_of(Kind kind) {
     constexpr const char* kNames[] = {
-        "TLOAD",   "TSTORE",        "TEXTRACT",      "TMATMUL",      "TMATMUL_ACC", "TPUT",
-        "TNOTIFY", "TWAIT",         "NIC_PUT",       "SET_FLAG",     "WAIT_FLAG",   "PIPE_BARRIER",
-        "FENCE",   "TADD",          "TCVT",          "TSUB",         "TMUL",        "TMAX",
-        "TMULS",   "TEXP",          "TLOG",          "TFILL",        "TTRIL",       "TROWMAX",
-        "TROWSUM", "TROWEXPANDSUB", "TROWEXPANDMUL", "TROWEXPANDDIV"};
+        "TLOAD",   "TSTORE",        "TEXTRACT",      "TMATMUL",       "TMATMUL_ACC", "TPUT",
+        "TNOTIFY", "TWAIT",         "NIC_PUT",       "SET_FLAG",      "WAIT_FLAG",   "PIPE_BARRIER",
+        "FENCE",   "TADD",          "TCVT",          "TSUB",          "TMUL",        "TMAX",
+        "TMULS",   "TEXP",          "TLOG",          "TFILL",         "TTRIL",       "TROWMAX",
+        "TROWSUM", "TROWEXPANDSUB", "TROWEXPANDMUL", "TROWEXPANDDIV", "SCALAR"};
     static_assert(std::size(kNames) == kKinds);
     return kNames[static_cast<int>(kind)];
 }

@@ -1,0 +1,151 @@
+// MoE dispatch+GEMM. Data flow on rank r:
+//   comm    own topk_ids → every other rank's inbox; then tokens, once for each rank that has
+//           experts of theirs: rows of x → that rank's inbox (other nodes: packed in the outbox,
+//           then a NIC put), chunk by chunk, in token order (comm.hpp).
+//   vector  ids of all ranks, one source a block → routing tables in memory (tables.hpp); as each
+//           chunk comes, its tokens → the rows of their experts, own tokens straight from x
+//           (spread.hpp).
+//   cube    tiles of an expert's rows @ w[expert] → out, each as soon as the chunks that fill its
+//           rows are spread (cube.hpp).
+// An expert's rows come by source rank, token, slot: fixed by the routing alone.
+//
+// A chunk is `rows_per_chunk` tokens that one rank sends to another; both count as many chunks as
+// if all tokens went there, and chunks that a call does not need are raised empty: what a call adds
+// to each signal is fixed. Workspace of a rank, each slot being ids, then tokens:
+//   inbox   [2 parities][world] slots: from each rank (own slot: unused)
+//   outbox  [2 parities][world] slots, where the world has several nodes: for each rank of another
+//           node. The NIC has read a slot when its receiver has released the call.
+//
+// Signals of the plan, from `signal_base` (call.hpp: parity, uses; release.hpp: the last two).
+//   ids(p, s)         +1 by rank s when its ids are here
+//   arrived(p, s, c)  +1 by rank s when chunk c of its tokens is here
+//   counted, placed   +1 for each source when its places are counted, when their rows are known
+//   spread(s, c)      +1 when the tokens of chunk c of source s are in their rows
+//   released(s)       by rank s when it has finished a call
+//   finished          by each vector block of this rank's compute kernel
+#pragma once
+
+#include "backends/accelerators/ascend/kernels/moe/routing.hpp"
+
+namespace mkernel::ascend::moe {
+
+struct Geometry {
+    Routing routing;
+    std::uint32_t world = 1;
+    std::uint32_t hidden = 0, features = 0;
+    std::uint32_t rows_per_chunk = 1;
+    bool far = false;  // some ranks are on other nodes
+    std::uint32_t tile_m = 0, tile_n = 0, tile_k = 0, step_k = 0;
+    isa::DType dtype = isa::DType::float16;
+
+    [[nodiscard]] constexpr Tiling tiling() const { return {tile_m, tile_n, tile_k, step_k}; }
+    [[nodiscard]] constexpr std::uint32_t chunks() const {
+        return divide_up(routing.tokens, rows_per_chunk);
+    }
+    [[nodiscard]] constexpr std::uint32_t n_tiles() const { return divide_up(features, tile_n); }
+
+    // Bytes from the start of a slot to a token.
+    [[nodiscard]] constexpr std::uint64_t token_offset(std::uint32_t token) const {
+        return slot_aligned(std::uint64_t{routing.places()} * sizeof(std::int32_t)) +
+               std::uint64_t{token} * hidden * isa::bytes_of(dtype);
+    }
+    [[nodiscard]] constexpr std::uint64_t slot_bytes() const {
+        return slot_aligned(token_offset(routing.tokens));
+    }
+    [[nodiscard]] constexpr std::uint64_t inbox(std::uint32_t parity, std::uint32_t source) const {
+        return (std::uint64_t{parity} * world + source) * slot_bytes();
+    }
+    [[nodiscard]] constexpr std::uint64_t outbox(std::uint32_t parity, std::uint32_t target) const {
+        return inbox(2 + parity, target);
+    }
+    [[nodiscard]] constexpr std::uint64_t workspace_bytes() const {
+        return world == 1 ? 0 : far ? outbox(2, 0) : inbox(2, 0);
+    }
+
+    // Words of this call's tables behind the routing's: what chunks have to do with rows.
+    //   total[world][experts]              rows that each own expert gets of each source
+    //   token[world][chunks + 1]           first token of each chunk
+    //   first[world][chunks + 1][experts]  first row of each expert that a chunk fills, and the end
+    //   next[world][chunks][experts]       the next one, while the chunk is spread
+    [[nodiscard]] constexpr std::uint64_t total(std::uint32_t source, std::uint32_t expert) const {
+        return routing.words() + std::uint64_t{source} * routing.experts + expert;
+    }
+    [[nodiscard]] constexpr std::uint64_t token(std::uint32_t source, std::uint32_t chunk) const {
+        return total(world, 0) + std::uint64_t{source} * (chunks() + 1) + chunk;
+    }
+    [[nodiscard]] constexpr std::uint64_t first(std::uint32_t source, std::uint32_t chunk,
+                                                std::uint32_t expert) const {
+        return token(world, 0) +
+               (std::uint64_t{source} * (chunks() + 1) + chunk) * routing.experts + expert;
+    }
+    [[nodiscard]] constexpr std::uint64_t next(std::uint32_t source, std::uint32_t chunk,
+                                               std::uint32_t expert) const {
+        return first(world, 0, 0) + (std::uint64_t{source} * chunks() + chunk) * routing.experts +
+               expert;
+    }
+    [[nodiscard]] constexpr std::uint64_t table_words() const { return next(world, 0, 0); }
+
+    // Signal indices relative to the plan's first.
+    [[nodiscard]] constexpr std::uint32_t ids(std::uint32_t parity, std::uint32_t source) const {
+        return parity * world + source;
+    }
+    [[nodiscard]] constexpr std::uint32_t arrived(std::uint32_t parity, std::uint32_t source,
+                                                  std::uint32_t chunk) const {
+        return ids(2, 0) + (parity * world + source) * chunks() + chunk;
+    }
+    [[nodiscard]] constexpr std::uint32_t spread(std::uint32_t source, std::uint32_t chunk) const {
+        return arrived(2, 0, 0) + source * chunks() + chunk;
+    }
+    [[nodiscard]] constexpr std::uint32_t counted() const { return spread(world, 0); }
+    [[nodiscard]] constexpr std::uint32_t placed() const { return counted() + 1; }
+    [[nodiscard]] constexpr std::uint32_t released(std::uint32_t rank) const {
+        return placed() + 1 + rank;
+    }
+    [[nodiscard]] constexpr std::uint32_t finished() const { return released(world); }
+    [[nodiscard]] constexpr std::uint32_t signals() const { return finished() + 1; }
+};
+
+struct Args : CallArgs {
+    Geometry geometry;
+    isa::GlobalView x;        // [tokens, hidden], rows contiguous
+    isa::GlobalView own_ids;  // [places, 1] int32; of int64 the low words
+    isa::GlobalView w;        // row-major [experts * hidden, features] or column-major
+                              // [hidden, experts * features]
+    isa::GlobalView grouped;  // [most_rows, hidden]: tokens in the rows of their experts
+    isa::GlobalView out;      // [most_rows, features]
+    isa::GlobalView tables;   // [1, table_words] int32
+    isa::GlobalView routing;  // a record: [world, places] int32, the ids of all ranks; else null
+    const std::uint32_t* source_order = nullptr;  // [world]: itself first
+
+    [[nodiscard]] constexpr isa::GlobalView weights(std::uint32_t expert) const {
+        const Geometry& g = geometry;
+        return w.col_stride == 1
+                   ? w.sub(std::int64_t{expert} * g.hidden, 0, g.hidden, g.features)
+                   : w.sub(0, std::int64_t{expert} * g.features, g.hidden, g.features);
+    }
+    // Ids and tokens in a slot.
+    [[nodiscard]] constexpr isa::GlobalView slot_ids(std::byte* slot) const {
+        return {slot, isa::DType::int32, geometry.routing.places(), 1, 1, 1};
+    }
+    [[nodiscard]] constexpr isa::GlobalView slot_tokens(std::byte* slot, std::uint32_t token,
+                                                        std::uint32_t count) const {
+        const Geometry& g = geometry;
+        return {slot + g.token_offset(token), g.dtype, count, g.hidden, g.hidden, 1};
+    }
+    [[nodiscard]] constexpr std::byte* received(std::uint32_t source) const {
+        return workspace + geometry.inbox(parity(), source);
+    }
+    // A token of `source`, the `number`th that comes here.
+    [[nodiscard]] constexpr isa::GlobalView token(std::uint32_t source, std::uint32_t token,
+                                                  std::uint32_t number) const {
+        return source == rank ? x.sub(token, 0, 1, geometry.hidden)
+                              : slot_tokens(received(source), number, 1);
+    }
+    // Where the ids of `source` are once they are here. Without communication: the own ones for all.
+    [[nodiscard]] constexpr isa::GlobalView ids(std::uint32_t source) const {
+        if (source == rank || compute_only) return own_ids;
+        return slot_ids(routing.base != nullptr ? routing.at(source, 0) : received(source));
+    }
+};
+
+}  // namespace mkernel::ascend::moe

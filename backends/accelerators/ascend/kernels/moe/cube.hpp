@@ -1,0 +1,101 @@
+// MoE dispatch+GEMM, cube part of the compute kernel: rows of each own expert @ its weights → out.
+//   1. When the tables are there, every (expert, row tile, column tile) is an item of work; row
+//      tiles start anew at each expert. Round by round each expert gives one row tile: first the one
+//      where the own tokens begin, which are there at once, then those after it, round to the start.
+//      Blocks take items in turns.
+//   2. Before a row tile a block waits for the chunks that fill its rows, and for no other.
+#pragma once
+
+#include "backends/accelerators/ascend/isa/launch.hpp"
+#include "backends/accelerators/ascend/kernels/gemm/product.hpp"
+#include "backends/accelerators/ascend/kernels/moe/tables.hpp"
+
+namespace mkernel::ascend::moe {
+
+template <class Core>
+class Cube {
+  public:
+    Cube(Core& core, const Args& args)
+        : core_(core),
+          args_(args),
+          g_(args.geometry),
+          words_(core, args.tables.base),
+          product_(core, g_.tiling(), g_.dtype) {}
+
+    // False if a wait was aborted or timed out.
+    bool run() {
+        core_.annotate(kNoAnnotation);
+        if (!Tables<Core>::wait_placed(core_, args_)) return false;
+        product_.open();
+        std::uint32_t number = 0;
+        bool more = true;
+        for (std::uint32_t round = 0; more; ++round) {
+            more = false;
+            for (std::uint32_t expert = 0; expert < g_.routing.experts; ++expert) {
+                const std::uint32_t begin = words_.count(g_.routing.base(expert)),
+                                    end = words_.count(g_.routing.base(expert + 1)),
+                                    tiles = divide_up(end - begin, g_.tile_m);
+                if (round >= tiles) continue;
+                more = true;
+                const std::uint32_t own = words_.count(g_.first(args_.rank, 0, expert)) - begin;
+                const std::uint32_t tile = (own / g_.tile_m + round) % tiles;
+                const std::uint32_t row = begin + tile * g_.tile_m, left = end - row;
+                if (!row_tile(expert, row, left < g_.tile_m ? left : g_.tile_m, number)) {
+                    return false;
+                }
+                number += g_.n_tiles();
+            }
+        }
+        product_.close();
+        return true;
+    }
+
+  private:
+    // Those of its column tiles that are this block's; `number`: the first one's among all items.
+    bool row_tile(std::uint32_t expert, std::uint32_t row, std::uint32_t rows,
+                  std::uint32_t number) {
+        bool filled = false;
+        for (std::uint32_t n_tile = 0; n_tile < g_.n_tiles(); ++n_tile, ++number) {
+            if (number % core_.count() != core_.index()) continue;
+            if (!filled && !wait_filled(expert, row, rows)) return false;
+            filled = true;
+            const std::uint32_t column = n_tile * g_.tile_n, left = g_.features - column;
+            const std::uint32_t columns = left < g_.tile_n ? left : g_.tile_n;
+            product_.tile(args_.out.sub(row, column, rows, columns),
+                          args_.weights(expert).sub(0, column, g_.hidden, columns),
+                          [&](std::uint32_t k_tile) {
+                              const std::uint32_t from = k_tile * g_.tile_k, on = g_.hidden - from;
+                              return args_.grouped.sub(row, from, rows,
+                                                       on < g_.tile_k ? on : g_.tile_k);
+                          });
+        }
+        return true;
+    }
+
+    bool wait_filled(std::uint32_t expert, std::uint32_t row, std::uint32_t rows) {
+        for (std::uint32_t source = 0; source < g_.world; ++source) {
+            std::uint32_t begin = words_.count(g_.first(source, 0, expert));
+            for (std::uint32_t chunk = 0; chunk < g_.chunks() && begin < row + rows; ++chunk) {
+                const std::uint32_t end = words_.count(g_.first(source, chunk + 1, expert));
+                core_.annotate(chunk);
+                if (begin < end && end > row &&
+                    !core_.twait(args_.signal_base + g_.spread(source, chunk), args_.epoch,
+                                 args_.rank)) {
+                    return false;
+                }
+                begin = end;
+            }
+        }
+        return true;
+    }
+
+    Core& core_;
+    const Args& args_;
+    const Geometry& g_;
+    Words<Core> words_;
+    gemm::Product<Core> product_;
+};
+
+MKERNEL_ASCEND_KERNEL(aic, moe, cube, Cube, Args)
+
+}  // namespace mkernel::ascend::moe

@@ -1,0 +1,88 @@
+// MoE dispatch, vector part of the compute kernel: tables, then tokens to the rows of their experts.
+//   1. All blocks build the routing tables together (tables.hpp).
+//   2. Items of work: the chunks of the own tokens, then chunk by chunk those of the other ranks, in
+//      the order of consumption. Blocks take them in turns. A chunk is spread when it has arrived:
+//      each of its tokens is copied to its rows and the rows are noted for the combine; then its
+//      signal tells the cube cores.
+//   3. When all blocks are through, every rank is told that the inboxes are free (release.hpp).
+#pragma once
+
+#include "backends/accelerators/ascend/isa/launch.hpp"
+#include "backends/accelerators/ascend/kernels/moe/tables.hpp"
+#include "backends/accelerators/ascend/kernels/release.hpp"
+
+namespace mkernel::ascend::moe {
+
+template <class Core>
+class Vector {
+  public:
+    Vector(Core& core, const Args& args)
+        : core_(core),
+          args_(args),
+          g_(args.geometry),
+          words_(core, args.tables.base),
+          buffers_(g_.dtype, g_.hidden) {}
+
+    // False if a wait was aborted or timed out.
+    bool run() {
+        if (!Tables<Core>(core_, args_).build()) return false;
+        const std::uint32_t others = g_.world - 1;
+        for (std::uint32_t item = core_.index(); item < g_.world * g_.chunks();
+             item += core_.count()) {
+            const std::uint32_t later = item - g_.chunks();
+            const bool own = item < g_.chunks();
+            if (!spread(own ? args_.rank : args_.source_order[1 + later % others],
+                        own ? item : later / others)) {
+                return false;
+            }
+        }
+        return g_.world == 1 || release(core_, args_, g_.world, g_.released(0), g_.finished());
+    }
+
+  private:
+    bool spread(std::uint32_t source, std::uint32_t chunk) {
+        const Routing& r = g_.routing;
+        core_.annotate(chunk);
+        if (source != args_.rank && !args_.compute_only &&
+            !core_.twait(args_.signal_base + g_.arrived(args_.parity(), source, chunk),
+                         args_.uses(), source)) {
+            return false;
+        }
+        for (std::uint32_t expert = 0; expert < r.experts; ++expert) {
+            words_.set(g_.next(source, chunk, expert),
+                       words_.count(g_.first(source, chunk, expert)));
+        }
+        const isa::GlobalView view = args_.ids(source);
+        const Words<Core> ids(core_, view.base, static_cast<std::uint64_t>(view.row_stride));
+        const std::uint32_t last = words_.count(g_.token(source, chunk + 1));
+        std::uint32_t token = words_.count(g_.token(source, chunk));
+        std::uint32_t at = words_.count(r.begin(source, token));
+        for (std::uint32_t number = chunk * g_.rows_per_chunk; token < last; ++token) {
+            const std::uint32_t end = words_.count(r.begin(source, token + 1));
+            if (at == end) continue;
+            const isa::GlobalView from = args_.token(source, token, number++);
+            for (std::uint32_t slot = 0; at < end; ++slot) {
+                const std::int32_t id = ids.get(std::uint64_t{token} * r.top_k + slot);
+                if (r.owner(id) != args_.rank) continue;
+                const std::uint32_t expert = static_cast<std::uint32_t>(id) % r.experts;
+                const std::uint32_t row = words_.next(g_.next(source, chunk, expert));
+                words_.set(r.rows(source, at++), row);
+                core_.tput(args_.rank, args_.grouped.sub(row, 0, 1, g_.hidden), from, buffers_.ping,
+                           buffers_.pong);
+            }
+        }
+        core_.fence();
+        core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.spread(source, chunk), 1);
+        return true;
+    }
+
+    Core& core_;
+    const Args& args_;
+    const Geometry& g_;
+    Words<Core> words_;
+    RowBuffers buffers_;
+};
+
+MKERNEL_ASCEND_KERNEL(aiv, moe, vector, Vector, Args)
+
+}  // namespace mkernel::ascend::moe

@@ -1,0 +1,97 @@
+// MoE combine, communication kernel (vector cores): rows of y to the ranks of their tokens.
+//   1. Items of work: (chunk, home rank), chunk by chunk; blocks take them in turns.
+//   2. Before its first write for a home rank a block waits until that has released epoch - 2,
+//      whose inbox is about to be overwritten. It waits for nothing else.
+//   3. The rows of a chunk, place by place: same node, TPUT straight into the inbox there, fence,
+//      TNOTIFY; other node, TPUT into the outbox, where they lie as there, fence, NIC put.
+#pragma once
+
+#include "backends/accelerators/ascend/isa/launch.hpp"
+#include "backends/accelerators/ascend/kernels/moe_combine/args.hpp"
+#include "backends/accelerators/ascend/kernels/release.hpp"
+
+namespace mkernel::ascend::moe_combine {
+
+template <class Core>
+class Comm {
+  public:
+    Comm(Core& core, const Args& args)
+        : core_(core),
+          args_(args),
+          g_(args.geometry),
+          words_(core, args.tables.base),
+          buffers_(g_.dtype, g_.features) {}
+
+    // False if a wait was aborted or timed out.
+    bool run() {
+        const std::uint32_t others = g_.world - 1;
+        for (std::uint32_t item = core_.index(); item < others * g_.chunks();
+             item += core_.count()) {
+            if (!send(args_.homes[1 + item % others], item / others)) return false;
+        }
+        return true;
+    }
+
+  private:
+    bool send(std::uint32_t home, std::uint32_t chunk) {
+        const moe::Routing& r = g_.routing;
+        core_.annotate(chunk);
+        if ((may_write_ >> home & 1) == 0) {
+            if (!wait_released(core_, args_, g_.released(0), home)) return false;
+            may_write_ |= std::uint64_t{1} << home;
+        }
+        const bool near = args_.same_node(home);
+        const std::uint64_t inbox = g_.inbox(args_.parity());
+        const std::uint64_t outbox = g_.outbox(args_.parity(), home);
+        std::byte* const to = near ? args_.peers[home].workspace + inbox : args_.workspace + outbox;
+        const std::uint32_t start = words_.count(r.start(home)),
+                            begin = words_.count(r.begin(home, g_.token(chunk))),
+                            end = words_.count(r.begin(home, g_.token(chunk + 1)));
+        for (std::uint32_t place = begin; place < end; ++place) {
+            const std::uint32_t row = words_.count(r.rows(home, place));
+            core_.tput(home, args_.row(to, start + place), args_.y.sub(row, 0, 1, g_.features),
+                       buffers_.ping, buffers_.pong);
+        }
+        core_.fence();
+        const std::uint32_t signal =
+            args_.signal_base + g_.arrived(args_.parity(), args_.rank, chunk);
+        if (near) {
+            core_.tnotify(home, args_.peers[home].pad, signal, 1);
+            return true;
+        }
+        const std::uint64_t offset = g_.row_offset(start + begin);
+        return core_.nic_put({.local_offset = outbox + offset,
+                              .remote_offset = inbox + offset,
+                              .bytes = g_.row_offset(end - begin),
+                              .peer = home,
+                              .region = args_.region,
+                              .signal = signal,
+                              .value = 1});
+    }
+
+    Core& core_;
+    const Args& args_;
+    const Geometry& g_;
+    moe::Words<Core> words_;
+    moe::RowBuffers buffers_;
+    std::uint64_t may_write_ = 0;  // bit per home rank: it has released epoch - 2
+};
+
+MKERNEL_ASCEND_KERNEL(aiv, moe_combine, comm, Comm, Args)
+
+// Sequential view only: waits until everything that other ranks send is here.
+template <class Core>
+bool await_arrival(Core& core, const Args& args) {
+    const Geometry& g = args.geometry;
+    for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
+        core.annotate(chunk);
+        for (std::uint32_t step = 1; step < g.world; ++step) {
+            const std::uint32_t source = args.homes[step];
+            const std::uint32_t signal = args.signal_base + g.arrived(args.parity(), source, chunk);
+            if (!core.twait(signal, args.uses(), source)) return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace mkernel::ascend::moe_combine

@@ -1,0 +1,243 @@
+"""MoE dispatch+GEMM and its combine. What a call finds out of its routing stays in an int32 tensor of
+tables (``kernels/moe/routing.hpp``), which the handle keeps for the combine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mkernel.backends.accelerators.ascend.backend import COMM_CORES
+from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES, Blocks, Prepared, native
+from mkernel.backends.base import Call
+from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
+from mkernel.plan.chunking import chunking
+from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.ascend import _ascend
+
+
+def balanced_ids(plan: LaunchPlan) -> torch.Tensor:
+    """[W, T, k] int32: a routing that gives every expert as many rows as any other, within one token,
+    and each token's slots to experts that are far apart. What a record takes where it is given no
+    other."""
+    shape = _shape(plan)
+    token = torch.arange(plan.world_size * shape.tokens).view(plan.world_size, shape.tokens, 1)
+    slots = torch.arange(shape.top_k) * (shape.experts // shape.top_k)
+    return ((token + slots) % shape.experts).to(torch.int32)
+
+
+class MoeDispatchOp:
+    """``moe_dispatch_gemm``. Its outputs have as many rows as the routing says: the first ones of as
+    many as there can be."""
+
+    def geometry(self, plan: LaunchPlan) -> _ascend.MoeDispatchGeometry:
+        """ValueError for rows or tiles that the on-chip buffers cannot hold."""
+        shape = plan.shape
+        assert isinstance(shape, MoeShape)
+        return _dispatch_geometry(plan, shape.hidden)
+
+    def blocks(self, plan: LaunchPlan) -> Blocks:
+        """Cube cores multiply; vector cores send, build tables and spread tokens."""
+        return _blocks(plan, plan.resources.compute_blocks)
+
+    def prepare(self, call: Call) -> Prepared:
+        """Gives ``outputs`` [R, I], ``counts`` [E/W] int64 and, for the combine, ``state``."""
+        plan, geometry = call.plan, self.geometry(call.plan)
+        shape = plan.shape
+        assert isinstance(shape, MoeShape)
+        experts = shape.experts // plan.world_size
+        by_rows = plan.b_layout == "row"
+        x, ids, w = (call.tensors[name] for name in ("x", "topk_ids", "w"))
+        dtype = TORCH_DTYPES[plan.dtype]
+        _check("x", x, (shape.tokens, shape.hidden), dtype)
+        _check("topk_ids", ids, (shape.tokens, shape.top_k), torch.int32, torch.int64)
+        stored = w if by_rows else w.transpose(1, 2)
+        inner = (shape.hidden, shape.features) if by_rows else (shape.features, shape.hidden)
+        _check("w", stored, (experts, *inner), dtype)
+        rows = geometry.most_rows
+        grouped = torch.empty((rows, shape.hidden), dtype=dtype)
+        outputs = torch.empty((rows, shape.features), dtype=TORCH_DTYPES[plan.out_dtype])
+        tables = torch.empty(geometry.table_words, dtype=torch.int32)
+        kernels = native().moe_dispatch(
+            geometry=geometry,
+            x=x.data_ptr(),
+            topk_ids=(ids.data_ptr(), ids.element_size() // 4),
+            w=(w.data_ptr(), inner[1], 1) if by_rows else (w.data_ptr(), 1, inner[1]),
+            grouped=grouped.data_ptr(),
+            out=outputs.data_ptr(),
+            out_dtype=plan.out_dtype,
+            tables=tables.data_ptr(),
+            routing=0,
+            order=list(plan.order[call.rank]),
+        )
+
+        def finish(_: torch.Tensor = grouped) -> Mapping[str, Any]:
+            base = tables[: experts + 1].to(torch.int64)
+            return {"outputs": outputs[: base[-1]], "counts": base.diff(), "state": tables}
+
+        return Prepared(kernels, finish)
+
+    def record(self, plan: LaunchPlan, rank: int, ids: torch.Tensor | None = None) -> Prepared:
+        """The schedule depends on the routing: ``ids`` [W, T, k] int32 of all ranks; default:
+        :func:`balanced_ids`. Recording writes the tables, which ``finish`` gives as ``state``."""
+        given = (balanced_ids(plan) if ids is None else ids).contiguous()
+        return _recorded(plan, rank, self.geometry(plan), given)
+
+
+class MoeCombineOp:
+    """``moe_combine``. There is nothing to multiply: its compute kernel has vector cores alone."""
+
+    def geometry(self, plan: LaunchPlan) -> _ascend.MoeCombineGeometry:
+        """ValueError for rows that the on-chip buffers cannot hold."""
+        made: _ascend.MoeCombineGeometry = native().MoeCombineGeometry(
+            **_cut(plan), out_dtype=plan.out_dtype
+        )
+        return made
+
+    def blocks(self, plan: LaunchPlan) -> Blocks:
+        """Vector cores send, and add up what came."""
+        return _blocks(plan, 0)
+
+    def prepare(self, call: Call) -> Prepared:
+        """Fills ``out``. The option ``state`` is a dispatch's."""
+        plan = call.plan
+        shape, tables = _shape(plan), call.options["state"]
+        y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
+        rows = int(tables[shape.experts // plan.world_size])
+        _check("y", y, (rows, shape.features), TORCH_DTYPES[plan.dtype])
+        _check("topk_weights", weights, (shape.tokens, shape.top_k), torch.float32)
+        _check("out", out, (shape.tokens, shape.features), TORCH_DTYPES[plan.out_dtype])
+        kernels = self._kernels(
+            plan, call.rank, tables, rows, (y.data_ptr(), weights.data_ptr(), out.data_ptr())
+        )
+
+        def finish(_: torch.Tensor = tables) -> Mapping[str, Any]:
+            return {}
+
+        return Prepared(kernels, finish)
+
+    def record(self, plan: LaunchPlan, rank: int, ids: torch.Tensor | None = None) -> Prepared:
+        """As a dispatch with this routing leaves the tables (:meth:`MoeDispatchOp.record`)."""
+        given = (balanced_ids(plan) if ids is None else ids).contiguous()
+        sent = _recorded(plan, rank, _dispatch_geometry(plan, _LEAST_HIDDEN), given)
+        native().record(
+            kernels=sent.kernels,
+            rank=rank,
+            same_node=[True] * plan.world_size,
+            blocks=Blocks(comm=1, cube=1, vector=1),
+            node=0,
+        )
+        assert sent.finish is not None
+        tables = sent.finish()["state"]
+        rows = int(tables[_shape(plan).experts // plan.world_size])
+        return Prepared(
+            self._kernels(plan, rank, tables, rows, (0, 0, 0)), lambda: {"state": tables}
+        )
+
+    def _kernels(
+        self,
+        plan: LaunchPlan,
+        rank: int,
+        tables: torch.Tensor,
+        rows: int,
+        addresses: tuple[int, int, int],
+    ) -> _ascend.Kernels:
+        y, weights, out = addresses
+        kernels: _ascend.Kernels = native().moe_combine(
+            geometry=self.geometry(plan),
+            y=y,
+            rows=rows,
+            weights=weights,
+            tables=tables.data_ptr(),
+            out=out,
+            order=list(plan.order.consumers(rank)),
+        )
+        return kernels
+
+
+_LEAST_HIDDEN = 16
+"""Of a dispatch that is recorded for its tables alone."""
+
+
+def _shape(plan: LaunchPlan) -> MoeShape | CombineShape:
+    assert isinstance(plan.shape, MoeShape | CombineShape)
+    return plan.shape
+
+
+def _blocks(plan: LaunchPlan, cube: int) -> Blocks:
+    """Two vector cores of the compute kernel beside each planned compute core, as far as there are:
+    at most half of the chip's communicate."""
+    comm = min(plan.resources.comm_blocks, COMM_CORES // 2)
+    return Blocks(comm, cube, min(2 * plan.resources.compute_blocks, COMM_CORES - comm))
+
+
+def _cut(plan: LaunchPlan) -> dict[str, Any]:
+    """What both geometries take alike."""
+    shape = _shape(plan)
+    if plan.rows_per_chunk is None:
+        raise Unsupported(
+            f"accelerator 'ascend' runs {plan.op} in chunks of rows; this plan has none"
+        )
+    return {
+        "world": plan.world_size,
+        "tokens": shape.tokens,
+        "top_k": shape.top_k,
+        "experts": shape.experts // plan.world_size,
+        "features": shape.features,
+        "rows_per_chunk": plan.rows_per_chunk,
+        "far": plan.nodes > 1,
+        "dtype": plan.dtype,
+    }
+
+
+def _dispatch_geometry(plan: LaunchPlan, hidden: int) -> _ascend.MoeDispatchGeometry:
+    tiles = chunking(1, hidden, plan.dtype)
+    made: _ascend.MoeDispatchGeometry = native().MoeDispatchGeometry(
+        **_cut(plan),
+        hidden=hidden,
+        tile_m=tiles.tile_m,
+        tile_n=tiles.tile_n,
+        tile_k=tiles.tile_k,
+        step_k=tiles.step_k,
+    )
+    return made
+
+
+def _recorded(
+    plan: LaunchPlan, rank: int, geometry: _ascend.MoeDispatchGeometry, ids: torch.Tensor
+) -> Prepared:
+    """Kernels whose ids and tables are real, and nothing else."""
+    tables = torch.empty(geometry.table_words, dtype=torch.int32)
+    own = ids[rank]
+    kernels = native().moe_dispatch(
+        geometry=geometry,
+        x=0,
+        topk_ids=(own.data_ptr(), 1),
+        w=(0, geometry.features, 1) if plan.b_layout == "row" else (0, 1, geometry.hidden),
+        grouped=0,
+        out=0,
+        out_dtype=plan.out_dtype,
+        tables=tables.data_ptr(),
+        routing=ids.data_ptr(),
+        order=list(plan.order[rank]),
+    )
+
+    def finish(_: torch.Tensor = ids) -> Mapping[str, Any]:
+        return {"state": tables}
+
+    return Prepared(kernels, finish)
+
+
+def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """That a tensor is dense and fits the plan, else an error that names it."""
+    if tensor.dtype not in dtypes:
+        raise DtypeError(name, tensor.dtype, " or ".join(map(str, dtypes)))
+    if tuple(tensor.shape) != shape:
+        raise ShapeError(name, tuple(tensor.shape), f"{shape}, as planned")
+    if tensor.device.type != "cpu":
+        raise LayoutError(name, tensor.device, "a tensor in host memory: the device is simulated")
+    if not tensor.is_contiguous():
+        raise LayoutError(name, f"strides {tensor.stride()}", "contiguous, as planned")

@@ -1,0 +1,431 @@
+"""MoE dispatch+GEMM and its combine against float64: worlds, routings, dtypes, chunks, epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mkernel.backends.accelerators.ascend import _ascend
+from mkernel.backends.accelerators.ascend.backend import record
+from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.backends.accelerators.ascend.moe import MoeDispatchOp, balanced_ids
+from mkernel.backends.accelerators.ascend.timeline import model
+from mkernel.backends.base import View
+from mkernel.backends.runtime._runtime import AbortCode
+from mkernel.errors import DtypeError, LayoutError, ShapeError
+from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape, OpName
+
+from .rig import LIMIT, SIGNAL_BASE, TORCH, World, make_plan
+
+Tensors = dict[str, torch.Tensor]
+Results = list[dict[str, Any]]
+
+
+def moe_plan(
+    op: OpName = "moe_dispatch_gemm",
+    *,
+    tokens: int = 40,
+    hidden: int = 48,
+    features: int = 72,
+    experts: int = 3,
+    top_k: int = 3,
+    chunk: int = 16,
+    **options: Any,
+) -> LaunchPlan:
+    """``experts``: of one rank."""
+    plan = make_plan(16, 16, 16, op="gemm_all_reduce", **{"out_dtype": "float16", **options})
+    sizes: dict[str, Any] = {
+        "tokens": tokens,
+        "features": features,
+        "experts": experts * plan.world_size,
+        "top_k": min(top_k, experts * plan.world_size),
+    }
+    shape = MoeShape(hidden=hidden, **sizes) if "dispatch" in op else CombineShape(**sizes)
+    return plan.model_copy(
+        update={"op": op, "shape": shape, "chunking": None, "rows_per_chunk": min(chunk, tokens)}
+    )
+
+
+def combine_plan(plan: LaunchPlan, *, features: int | None = None, chunk: int = 7) -> LaunchPlan:
+    """What brings home the results of a dispatch's plan: in its output dtype."""
+    sizes = plan.shape.model_dump(exclude={"kind", "hidden"})
+    sizes["features"] = features or sizes["features"]
+    rows = min(chunk, plan.shape.tokens)
+    update = {"op": "moe_combine", "shape": CombineShape(**sizes), "rows_per_chunk": rows}
+    return plan.model_copy(update={**update, "dtype": plan.out_dtype})
+
+
+def routed(plan: LaunchPlan, kind: str, seed: int) -> list[torch.Tensor]:
+    """topk_ids of every rank."""
+    shape = plan.shape
+    generator = torch.Generator().manual_seed(seed)
+    size = (plan.world_size, shape.tokens, shape.top_k)
+    if kind == "one":
+        ids = torch.full(size, seed % shape.experts)
+    elif kind == "few":
+        ids = torch.randint(max(1, shape.experts // 3), size, generator=generator)
+    else:
+        ids = torch.randint(shape.experts, size, generator=generator)
+    return [*ids]
+
+
+def inputs(plan: LaunchPlan, kind: str = "any", seed: int = 0, ids: Any = None) -> list[Tensors]:
+    """x, topk_ids (int32 on odd ranks), w and topk_weights of every rank."""
+    shape, generator = plan.shape, torch.Generator().manual_seed(seed + 77)
+    every = routed(plan, kind, seed) if ids is None else ids
+    dtype, made = TORCH[plan.dtype], []
+    for rank in range(plan.world_size):
+        x = torch.randn(shape.tokens, shape.hidden, generator=generator).to(dtype)
+        w = torch.randn(
+            shape.experts // plan.world_size, shape.hidden, shape.features, generator=generator
+        ).to(dtype)
+        if plan.b_layout == "column":
+            w = w.transpose(1, 2).contiguous().transpose(1, 2)
+        weights = torch.randn(shape.tokens, shape.top_k, generator=generator)
+        narrow = every[rank].to(torch.int32 if rank % 2 else torch.int64)
+        made.append({"x": x, "topk_ids": narrow, "w": w, "topk_weights": weights})
+    return made
+
+
+def places(plan: LaunchPlan, given: list[Tensors], owner: int) -> list[tuple[int, int, int, int]]:
+    """(expert, source, token, slot) of the rows of an owner, in the documented order."""
+    own = plan.shape.experts // plan.world_size
+    found = []
+    for source, each in enumerate(given):
+        for token, slots in enumerate(each["topk_ids"].tolist()):
+            for slot, expert in enumerate(slots):
+                if expert // own == owner:
+                    found.append((expert - owner * own, source, token, slot))
+    return sorted(found)
+
+
+def expected(plan: LaunchPlan, given: list[Tensors], owner: int) -> np.ndarray[Any, Any]:
+    """float64 outputs of an owner."""
+    rows = [
+        given[source]["x"][token].double().numpy() @ given[owner]["w"][expert].double().numpy()
+        for expert, source, token, _ in places(plan, given, owner)
+    ]
+    return np.array(rows).reshape(len(rows), plan.shape.features)
+
+
+def distance(got: torch.Tensor, want: np.ndarray[Any, Any]) -> float:
+    return float(np.linalg.norm(got.double().numpy() - want) / max(np.linalg.norm(want), 1e-30))
+
+
+def run(
+    world: World, tensors: list[Tensors], *, view: View = "pipelined", states: Any = None
+) -> Results:
+    """One epoch on all ranks; what each launch gave."""
+    world.epoch += 1
+    options = [{"state": state} for state in states] if states else [{}] * len(tensors)
+    launches = [
+        world.launch(rank, each, view=view, options=options[rank])
+        for rank, each in enumerate(tensors)
+    ]
+    for rank, launch in enumerate(launches):
+        assert launch.wait(30.0), f"rank {rank} did not return"
+        assert world.outcome(rank)[0] == AbortCode.none, world.outcome(rank)
+    return [dict(launch.results()) for launch in launches]
+
+
+def judge_dispatch(plan: LaunchPlan, given: list[Tensors], got: Results) -> None:
+    for rank, each in enumerate(got):
+        rows = places(plan, given, rank)
+        counts = np.bincount([row[0] for row in rows], minlength=len(given[rank]["w"]))
+        assert each["counts"].dtype == torch.int64
+        assert each["counts"].tolist() == counts.tolist()
+        assert each["outputs"].shape == (len(rows), plan.shape.features)
+        worst = distance(each["outputs"], expected(plan, given, rank))
+        assert worst <= LIMIT[plan.out_dtype], f"rank {rank}: {worst}"
+
+
+def bring_home(
+    world: World, given: list[Tensors], sent: Results, y: list[torch.Tensor], view: View
+) -> list[torch.Tensor]:
+    shape = world.plan.shape
+    outs = [
+        torch.full((shape.tokens, shape.features), float("nan"), dtype=TORCH[world.plan.out_dtype])
+        for _ in given
+    ]
+    tensors = [
+        {"y": rows, "topk_weights": each["topk_weights"], "out": out}
+        for rows, each, out in zip(y, given, outs, strict=True)
+    ]
+    run(world, tensors, view=view, states=[each["state"] for each in sent])
+    return outs
+
+
+def judge_home(
+    plan: LaunchPlan, given: list[Tensors], y: list[torch.Tensor], outs: list[torch.Tensor]
+) -> None:
+    want = [np.zeros(out.shape) for out in outs]
+    for owner in range(plan.world_size):
+        for row, (_, source, token, slot) in enumerate(places(plan, given, owner)):
+            weight = float(given[source]["topk_weights"][token, slot])
+            want[source][token] += weight * y[owner][row].double().numpy()
+    for rank, out in enumerate(outs):
+        worst = distance(out, want[rank])
+        assert worst <= LIMIT[plan.out_dtype], f"rank {rank}: {worst}"
+
+
+def check(
+    plan: LaunchPlan,
+    kinds: tuple[str, ...] = ("any",),
+    views: tuple[View, ...] = ("pipelined",),
+    **options: Any,
+) -> None:
+    """A dispatch and its combine for each kind of routing, on poisoned workspaces."""
+    with World(plan, **options) as out_world, World(combine_plan(plan), **options) as home_world:
+        out_world.poison()
+        home_world.poison()
+        for epoch, kind in enumerate(kinds):
+            view = views[epoch % len(views)]
+            given = inputs(plan, kind, seed=epoch)
+            sent = run(out_world, given, view=view)
+            y = [each["outputs"] for each in sent]
+            outs = bring_home(home_world, given, sent, y, view)
+            if view != "compute_only":
+                judge_dispatch(plan, given, sent)
+                judge_home(home_world.plan, given, y, outs)
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 2), (1, 3), (1, 8), (2, 2), (3, 1)])
+def test_worlds(nodes: int, ranks: int) -> None:
+    plan = moe_plan(nodes=nodes, ranks_per_node=ranks, comm_blocks=8)
+    check(plan, ("any", "one", "few", "any"))
+
+
+@pytest.mark.parametrize("out_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_dtypes(dtype: str, out_dtype: str) -> None:
+    check(moe_plan(ranks_per_node=2, dtype=dtype, out_dtype=out_dtype, b_layout="column"))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tokens": 1, "hidden": 8, "features": 8, "experts": 1, "top_k": 1, "chunk": 1},
+        {"tokens": 300, "hidden": 264, "features": 520, "experts": 2, "top_k": 4, "chunk": 75},
+        {"tokens": 17, "hidden": 72, "features": 1040, "experts": 5, "top_k": 8, "chunk": 1},
+        {"tokens": 130, "hidden": 8, "features": 40, "experts": 1, "top_k": 2, "chunk": 129},
+    ],
+)
+def test_ragged(sizes: dict[str, int]) -> None:
+    """Partial tiles, chunks and bands of columns; more chunks than blocks."""
+    check(moe_plan(ranks_per_node=3, comm_blocks=3, **sizes), ("any", "few"))
+
+
+def test_views_in_any_order() -> None:
+    plan = moe_plan(nodes=2, ranks_per_node=2)
+    views: tuple[View, ...] = (
+        "pipelined", "compute_only", "pipelined", "sequential", "compute_only", "sequential",
+    )  # fmt: skip
+    check(plan, ("any", "one", "few", "any", "any", "few", "any", "any", "one"), views)
+
+
+def layer(
+    plan: LaunchPlan, home: LaunchPlan, seed: int = 5, epochs: int = 1, **options: Any
+) -> list[torch.Tensor]:
+    """Every result of some epochs."""
+    found = []
+    with World(plan, **options) as out_world, World(home, **options) as home_world:
+        out_world.poison()
+        home_world.poison()
+        for epoch in range(epochs):
+            given = inputs(plan, seed=seed + epoch)
+            sent = run(out_world, given)
+            y = [each["outputs"] for each in sent]
+            found += y + bring_home(home_world, given, sent, y, "pipelined")
+    return found
+
+
+def test_bits_depend_on_nothing_but_the_inputs() -> None:
+    """Chunks, blocks, slots and nodes change nothing."""
+    results = []
+    options: list[tuple[dict[str, Any], int, int | None]] = [
+        ({"ranks_per_node": 4}, 7, None),
+        ({"ranks_per_node": 4, "chunk": 3, "comm_blocks": 1, "compute_blocks": 1}, 40, 1),
+        ({"nodes": 2, "ranks_per_node": 2, "compute_blocks": 5, "comm_blocks": 7}, 1, 4),
+    ]
+    for chosen, chunk, slots in options:
+        plan = moe_plan(tokens=130, hidden=264, features=264, **chosen)
+        results.append(layer(plan, combine_plan(plan, chunk=chunk), slots=slots))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("float16", "bfloat16"), ("float32", "float32")])
+def test_strict_simulation_finds_nothing(dtype: str, out_dtype: str) -> None:
+    """In any legal order of the instructions: no hazard, and the same bits."""
+    plan = moe_plan(nodes=2, ranks_per_node=2, dtype=dtype, out_dtype=out_dtype)
+    results = [
+        layer(plan, combine_plan(plan), epochs=3, strict=strict)
+        for strict in (None, _ascend.Strict(), _ascend.Strict(seed=1), _ascend.Strict(seed=2))
+    ]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_handle_is_good_for_many_combines() -> None:
+    """After other dispatches, in another order, for rows of another width."""
+    plan = moe_plan(ranks_per_node=3)
+    home = combine_plan(plan, features=24)
+    with World(plan) as out_world, World(home) as home_world:
+        every = [inputs(plan, kind, seed=9) for kind in ("any", "one", "few")]
+        sent = [run(out_world, given) for given in every]
+        for number in (1, 0, 2, 0):
+            y = [torch.randn(len(each["outputs"]), 24).half() for each in sent[number]]
+            outs = bring_home(home_world, every[number], sent[number], y, "pipelined")
+            judge_home(home, every[number], y, outs)
+
+
+def test_numbers_that_name_no_expert_have_no_rows() -> None:
+    """Ops refuse them; kernels, which get them from other ranks too, write nothing for them."""
+    plan = moe_plan(ranks_per_node=3)
+    ids = routed(plan, "any", seed=4)
+    wrong = torch.tensor([-1, plan.shape.experts, 2**31 - 1, -(2**31)])
+    for rank, each in enumerate(ids):
+        each[rank::3, 1] = wrong[torch.arange(len(each[rank::3])) % 4]
+    given = inputs(plan, ids=ids)
+    with World(plan) as out_world, World(combine_plan(plan)) as home_world:
+        sent = run(out_world, given)
+        judge_dispatch(plan, given, sent)
+        y = [each["outputs"] for each in sent]
+        outs = bring_home(home_world, given, sent, y, "pipelined")
+        for token_ids, each in zip(ids, outs, strict=True):
+            legal = ((token_ids >= 0) & (token_ids < plan.shape.experts)).all(1)
+            assert 0 < legal.sum() < len(legal)
+            assert each[legal].isfinite().all()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_token_travels_once_to_a_rank(nodes: int) -> None:
+    """All of a token's experts on one rank: a chunk holds it once."""
+    plan = moe_plan(nodes=nodes, ranks_per_node=2 // nodes, experts=4, top_k=3, chunk=40)
+    hidden, tokens = plan.shape.hidden, plan.shape.tokens
+    ids = [torch.tensor([[4 - 4 * rank, 5 - 4 * rank, 7 - 4 * rank]] * tokens) for rank in (0, 1)]
+    with World(plan) as world:
+        given = inputs(plan, ids=ids)
+        judge_dispatch(plan, given, run(world, given))
+        if nodes > 1:
+            sizes = sorted(put.nbytes for _, put in world.puts if put.nbytes)
+            assert sizes == [tokens * 3 * 4] * 2 + [tokens * hidden * 2] * 2
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_waits_for_every_chunk(source: int) -> None:
+    """With ids and chunks counted as arrived that are not, the result is wrong: the waits are what
+    makes it right."""
+    plan = moe_plan(ranks_per_node=2)
+    shape = MoeDispatchOp().geometry(plan)
+    last = 1 - source
+    with World(plan) as world:
+        world.poison()
+        world.epoch = 1
+        world.add(last, shape.ids(1, source))
+        for chunk in range(shape.chunks):
+            world.add(last, shape.arrived(1, source, chunk))
+        given = inputs(plan)
+        launch = world.launch(last, given[last], timeout_s=0.5)
+        assert launch.wait(10.0)
+        assert len(launch.results()["outputs"]) < len(places(plan, given, last))
+
+
+@pytest.mark.parametrize("view", ["pipelined", "sequential"])
+def test_a_rank_that_does_not_come_is_named(view: View) -> None:
+    plan = moe_plan(ranks_per_node=2)
+    given = inputs(plan)
+    with World(plan) as world:
+        world.epoch = 1
+        launch = world.launch(0, given[0], timeout_s=0.3, view=view)
+        assert launch.wait(10.0)
+        code, seen = world.outcome(0)
+        assert (code, seen.peer) == (AbortCode.timeout, 1)
+        assert seen.signal == SIGNAL_BASE + MoeDispatchOp().geometry(plan).ids(1, 1)
+    with World(plan) as world, World(combine_plan(plan)) as home:
+        sent = run(world, given)
+        out = torch.empty(plan.shape.tokens, plan.shape.features, dtype=torch.float16)
+        tensors = {"y": sent[0]["outputs"], "topk_weights": given[0]["topk_weights"], "out": out}
+        home.epoch = 1
+        launch = home.launch(
+            0, tensors, timeout_s=0.3, view=view, options={"state": sent[0]["state"]}
+        )
+        assert launch.wait(10.0)
+        code, seen = home.outcome(0)
+        assert (code, seen.peer) == (AbortCode.timeout, 1)
+
+
+def test_arguments_that_do_not_fit_the_plan_are_named() -> None:
+    plan = moe_plan()
+    given = inputs(plan)[0]
+    wrong: list[tuple[type[Exception], str, Callable[[Tensors], torch.Tensor]]] = [
+        (ShapeError, "x", lambda t: t["x"][1:]),
+        (DtypeError, "x", lambda t: t["x"].float()),
+        (DtypeError, "topk_ids", lambda t: t["topk_ids"].short()),
+        (LayoutError, "w", lambda t: t["w"].transpose(1, 2).contiguous().transpose(1, 2)),
+    ]
+    with World(plan) as world:
+        for error, name, change in wrong:
+            with pytest.raises(error, match=name):
+                world.launch(0, {**given, name: change(given)})
+    with pytest.raises(ValueError, match=r"hidden = 49160: a row takes 98320 bytes; .* 98304"):
+        MoeDispatchOp().geometry(moe_plan(hidden=49160))
+    with pytest.raises(ValueError, match="make 2147483648 rows; at most 2147483647"):
+        MoeDispatchOp().geometry(moe_plan(tokens=2**30, experts=2, top_k=2))
+
+
+def test_balanced_routing_is_balanced() -> None:
+    plan = moe_plan(tokens=64, experts=8, top_k=4, ranks_per_node=4)
+    ids = balanced_ids(plan)
+    assert ids.shape == (4, 64, 4)
+    counts = torch.bincount(ids.flatten().long(), minlength=32)
+    assert counts.min() == counts.max()
+    assert all(len(set(slots.tolist())) == 4 for slots in ids.view(-1, 4))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_recording_without_running_gives_the_trace_of_a_run(nodes: int) -> None:
+    """Where the call has the record's routing."""
+    plan = moe_plan(nodes=nodes, ranks_per_node=4 // nodes)
+    home = combine_plan(plan)
+    given = inputs(plan, ids=[*balanced_ids(plan)])
+
+    def compare(world: World, tensors: list[Tensors], states: list[Any]) -> Results:
+        world.epoch = 1
+        launches = [
+            world.launch(rank, each, trace=True, options={"state": state})
+            for rank, (each, state) in enumerate(zip(tensors, states, strict=True))
+        ]
+        assert all(launch.wait(30.0) for launch in launches)
+        ran = [launch.trace() or b"" for launch in launches]
+        dry = [record(world.plan, rank) for rank in range(len(tensors))]
+        assert [len(trace) for trace in dry] == [len(trace) for trace in ran]
+        assert model(dry, load_machine()) == model(ran, load_machine())
+        return [dict(launch.results()) for launch in launches]
+
+    with World(plan) as out_world, World(home) as home_world:
+        sent = compare(out_world, given, [None] * 4)
+        size = plan.shape.tokens, plan.shape.features
+        tensors = [
+            {"y": s["outputs"], "topk_weights": g["topk_weights"], "out": torch.empty(size).half()}
+            for s, g in zip(sent, given, strict=True)
+        ]
+        compare(home_world, tensors, [each["state"] for each in sent])
+
+
+@pytest.mark.parametrize("op", ["moe_dispatch_gemm", "moe_combine"])
+def test_modelled_views(op: OpName) -> None:
+    plan = moe_plan(
+        op, tokens=512, hidden=512, features=512, experts=6, top_k=4, chunk=128, ranks_per_node=4,
+        comm_blocks=12,
+    )  # fmt: skip
+    traces = [record(plan, rank) for rank in range(plan.world_size)]
+    views: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
+    alone, sequential, pipelined = (model(traces, load_machine(), view) for view in views)
+    assert alone.total_us < pipelined.total_us < sequential.total_us
+    names = {span.name for lane in pipelined.pipes for span in lane.spans}
+    assert {"SCALAR", "TPUT", "TMATMUL" if "dispatch" in op else "TROWEXPANDMUL"} <= names
