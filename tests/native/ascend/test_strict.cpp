@@ -24,8 +24,8 @@ using isa::DType;
 using isa::GlobalView;
 using isa::Pipe;
 using isa::Tile;
-using sim::Role;
 using sim::IsaError;
+using sim::Role;
 using test::thrown;
 
 namespace {
@@ -143,11 +143,10 @@ void hazards() {
     says(Role::cube, {"TLOAD", "ends beyond the buffer's 524288 bytes"}, [&](sim::Core& core) {
         core.tload(tile(Buffer::L1, (512 << 10) - 4096, 64, 64), matrix(64, 64));
     });
-    says(Role::cube, {"TLOAD", "overwrites L1[4096, 8192)", "tiles overlap"},
-         [&](sim::Core& core) {
-             core.tload(a, matrix(64, 64));
-             core.tload(tile(Buffer::L1, 4096, 64, 64), matrix(64, 64));
-         });
+    says(Role::cube, {"TLOAD", "overwrites L1[4096, 8192)", "tiles overlap"}, [&](sim::Core& core) {
+        core.tload(a, matrix(64, 64));
+        core.tload(tile(Buffer::L1, 4096, 64, 64), matrix(64, 64));
+    });
     says(Role::cube, {"TEXTRACT", "reads L1[0, 8192), part of which", "the tiles overlap"},
          [&](sim::Core& core) {
              core.tload(a, matrix(64, 64));
@@ -186,11 +185,10 @@ void hazards() {
     // Flags.
     says(Role::cube, {"WAIT_FLAG: MTE2→MTE1 event 0 was not set before", line(__LINE__ + 1)},
          [&](sim::Core& core) { core.wait_flag(Pipe::MTE2, Pipe::MTE1, 0); });
-    says(Role::cube, {"was set and never waited for (" + line(__LINE__ + 2)},
-         [&](sim::Core& core) {
-             core.set_flag(Pipe::MTE2, Pipe::MTE1, 0);
-             core.finish(true);
-         });
+    says(Role::cube, {"was set and never waited for (" + line(__LINE__ + 1)}, [&](sim::Core& core) {
+        core.set_flag(Pipe::MTE2, Pipe::MTE1, 0);
+        core.finish(true);
+    });
     says(Role::cube, {"SET_FLAG (pipe MTE2", "event 0 of MTE2→MTE1 is set again"},
          [&](sim::Core& core) {
              order(core, Pipe::MTE2, Pipe::MTE1);
@@ -258,7 +256,7 @@ struct Pair {
             8);
         environment.scheduler = &scheduler;
         environment.waits = &waits.emplace(environment.pad, environment.rank, 2);
-        environment.deadline_ns = runtime::monotonic_ns() + 20'000'000'000;
+        environment.deadline_ns = runtime::monotonic_ns() + 60'000'000'000;
     }
     // A comm core that waits for its own rank's signal 1, in a thread; `body` once it sleeps. What
     // `body` throws; the core is aborted then.
@@ -309,9 +307,10 @@ void waits_in_vain() {
     }
     {  // Another rank may still raise what one of them waits for, until the deadline.
         Pair pair;
-        pair.environment.deadline_ns = runtime::monotonic_ns() + 50'000'000;
         const std::string text = pair.beside_a_waiting_core([&] {
-            sim::Core compute(pair.environment, Role::cube, 4, 8, pair.on_chip[1], nullptr);
+            sim::Environment soon = pair.environment;
+            soon.deadline_ns = runtime::monotonic_ns() + 50'000'000;
+            sim::Core compute(soon, Role::cube, 4, 8, pair.on_chip[1], nullptr);
             (void)compute.twait(5, 1, 0);
         });
         CHECK(has(text, "AIC core 4, TWAIT: signal 5 was not raised within the deadline"));
@@ -357,7 +356,7 @@ class Kernels {
         sim::Core core(environment, kind, index, 2, memory_, &trace_);
         return thrown<IsaError>([&] {
             core.finish(kind == Role::comm ? ag_gemm::Comm(core, args_).run()
-                                              : ag_gemm::Compute(core, args_).run());
+                                           : ag_gemm::Compute(core, args_).run());
         });
     }
 

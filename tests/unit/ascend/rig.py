@@ -32,6 +32,8 @@ TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.
 LIMIT = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
 """Relative Frobenius error allowed, by output dtype."""
 
+PATIENCE_S = 60.0
+"""With what must end, however busy the machine is."""
 SIGNALS = 4096
 SIGNAL_BASE = 17
 REGION = 5
@@ -301,7 +303,7 @@ class World:
         *,
         view: View = "pipelined",
         trace: bool = False,
-        timeout_s: float = 20.0,
+        timeout_s: float = PATIENCE_S,
         with_fifo: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> AscendLaunch:
@@ -357,7 +359,7 @@ class World:
         self.epoch += 1
         launches = [self.launch(r, t, view=view) for r, t in enumerate(tensors)]
         for rank, launch in enumerate(launches):
-            assert launch.wait(30.0), f"rank {rank} did not return"
+            assert launch.wait(PATIENCE_S), f"rank {rank} did not return"
             assert self.outcome(rank)[0] == AbortCode.none, self.outcome(rank)
         return [t["out"] for t in tensors]
 

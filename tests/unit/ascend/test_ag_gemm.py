@@ -11,7 +11,7 @@ import torch
 
 from mkernel.backends.base import View
 
-from .rig import LIMIT, REGION, SIGNAL_BASE, World, error, geometry, make_plan
+from .rig import LIMIT, PATIENCE_S, REGION, SIGNAL_BASE, World, error, geometry, make_plan
 
 
 def check(world: World, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
@@ -161,7 +161,7 @@ def test_times() -> None:
         tensors = world.tensors(seed=5)
         launches = [world.launch(r, tensors[r], view="sequential") for r in range(2)]
         for launch in launches:
-            assert launch.wait(20)
+            assert launch.wait(PATIENCE_S)
             assert launch.times().seconds["comm"] > 0
             assert launch.times().seconds["compute"] > 0
             assert launch.trace() is None

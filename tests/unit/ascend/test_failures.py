@@ -18,7 +18,7 @@ from mkernel.backends.accelerators.ascend.memory import HostMemory
 from mkernel.backends.runtime._runtime import AbortCode, Waiter
 from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
 
-from .rig import SIGNAL_BASE, World, geometry, make_plan
+from .rig import PATIENCE_S, SIGNAL_BASE, World, geometry, make_plan
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
@@ -28,10 +28,10 @@ def test_missing_peer_times_out(nodes: int) -> None:
         world.epoch = 1
         tensors = world.tensors(seed=1)
         start = time.monotonic()
-        launches = [world.launch(r, tensors[r], timeout_s=0.5) for r in (0, 2)]
+        launches = [world.launch(r, tensors[r], timeout_s=1) for r in (0, 2)]
         assert not launches[0].wait(0.05)
-        assert all(launch.wait(5) for launch in launches)
-        assert 0.4 < time.monotonic() - start < 2.0
+        assert all(launch.wait(PATIENCE_S) for launch in launches)
+        assert time.monotonic() - start > 0.9
         for rank in (0, 2):
             code, seen = world.outcome(rank)
             assert code == AbortCode.timeout
@@ -48,13 +48,13 @@ def test_staging_is_not_overwritten_before_it_is_released() -> None:
     with World(plan) as world:
         tensors = world.tensors(seed=1)
         for world.epoch in (1, 2):
-            assert world.launch(0, tensors[0], view="compute_only").wait(5)
+            assert world.launch(0, tensors[0], view="compute_only").wait(PATIENCE_S)
         for chunk in range(shape.chunks):  # so that only the comm kernel has to wait
             world.add(0, shape.flag(1, 1, chunk))
         world.epoch = 3
         world.poison()
         launch = world.launch(0, tensors[0], timeout_s=0.3)
-        assert launch.wait(5)
+        assert launch.wait(PATIENCE_S)
         code, seen = world.outcome(0)
         assert (code, seen.waiter, seen.peer) == (AbortCode.timeout, Waiter.comm_kernel, 1)
         assert seen.signal == SIGNAL_BASE + shape.released(1)
@@ -66,12 +66,10 @@ def test_staging_is_not_overwritten_before_it_is_released() -> None:
 def test_abort_ends_a_call() -> None:
     with World(make_plan(4 * 256, 256, 512, nodes=2, ranks_per_node=2)) as world:
         world.epoch = 1
-        launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=60)
+        launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=10 * PATIENCE_S)
         assert not launch.wait(0.1)
-        start = time.monotonic()
         world.abort(0, AbortCode.cancelled)
-        assert launch.wait(5)
-        assert time.monotonic() - start < 1.0
+        assert launch.wait(PATIENCE_S)
         assert world.outcome(0)[0] == AbortCode.cancelled
 
 
@@ -80,7 +78,7 @@ def test_a_launch_that_is_dropped_keeps_its_tensors() -> None:
         world.epoch = 1
         world.launch(0, world.tensors(seed=1)[0], timeout_s=0.3)
         gc.collect()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_S
         while world.outcome(0)[0] == AbortCode.none:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -139,7 +137,7 @@ def test_instructions_outside_the_workspace_are_reported() -> None:
         world.epoch = 1
         launch = world.launch(0, world.tensors(seed=1)[0], with_fifo=False)
         with pytest.raises(RuntimeError, match=r"rank 0 AIV core \d+, NIC_PUT: rank 1 is on"):
-            launch.wait(5)
+            launch.wait(PATIENCE_S)
 
 
 _EXITS = """
@@ -148,7 +146,7 @@ sys.path.insert(0, sys.argv[1])
 from ascend.rig import World, make_plan
 world = World(make_plan(512, 256, 512, ranks_per_node=2))
 world.epoch = 1
-launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=60)
+launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=300)
 assert not launch.wait(0.1)
 {last}
 """
@@ -158,17 +156,15 @@ assert not launch.wait(0.1)
     "last", ["", "raise SystemExit(0)", "import os; sys.exit(os.fork() and 0)"]
 )
 def test_a_process_ends_cleanly_with_a_call_in_flight(last: str) -> None:
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", _EXITS.format(last=last), str(Path(__file__).parents[1])],
         cwd=Path(sys.executable).parent,  # not the repository: its folders are no package
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=4 * PATIENCE_S,  # less than the call has
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - start < 20
 
 
 def test_a_forked_child_can_launch() -> None:
@@ -179,10 +175,10 @@ def test_a_forked_child_can_launch() -> None:
         world.epoch += 1
         child = os.fork()
         if child == 0:
-            signal.alarm(20)
+            signal.alarm(round(2 * PATIENCE_S))
             status = 1
             try:
-                status = 0 if world.launch(0, tensors[0]).wait(10) else 2
+                status = 0 if world.launch(0, tensors[0]).wait(PATIENCE_S) else 2
             finally:
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

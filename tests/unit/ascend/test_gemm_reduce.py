@@ -13,7 +13,7 @@ from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.base import View
 
-from .rig import LIMIT, SIGNAL_BASE, World, make_plan, reduce_geometry, sum_error
+from .rig import LIMIT, PATIENCE_S, SIGNAL_BASE, World, make_plan, reduce_geometry, sum_error
 
 OPS = ("gemm_reduce_scatter", "gemm_all_reduce")
 
@@ -110,7 +110,7 @@ def test_waits_for_every_rank_s_part(op: str) -> None:
         for chunk in range(reduce_geometry(plan).chunks):
             world.add(last, reduce_geometry(plan).arrived(1, 0, chunk))
         launch = world.launch(last, tensors[last], view="pipelined", timeout_s=0.5)
-        assert launch.wait(10.0)
+        assert launch.wait(PATIENCE_S)
         assert not sum_error(plan, tensors, last) <= 0.1
 
 
@@ -120,7 +120,7 @@ def test_a_rank_that_does_not_come_is_named(op: str) -> None:
     with World(plan) as world:
         world.epoch = 1
         launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=0.3)
-        assert launch.wait(10.0)
+        assert launch.wait(PATIENCE_S)
         code, seen = world.outcome(0)
         assert code.name == "timeout"
         assert seen.peer == 1

@@ -16,7 +16,7 @@ from mkernel.errors import InputFileError
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.cost import default_constants
 
-from .rig import SIGNAL_BASE, World, make_plan
+from .rig import PATIENCE_S, SIGNAL_BASE, World, make_plan
 
 A3 = load_machine()
 HEADER = struct.Struct("<7I")
@@ -46,7 +46,7 @@ def test_recording_without_running_gives_the_trace_of_a_run() -> None:
         world.epoch = 1
         tensors = world.tensors(seed=1)
         launches = [world.launch(r, tensors[r], trace=True) for r in range(4)]
-        assert all(launch.wait(20) for launch in launches)
+        assert all(launch.wait(PATIENCE_S) for launch in launches)
         ran = [launch.trace() for launch in launches]
     for rank in range(4):
         dry, real = record(plan, rank), ran[rank]
@@ -64,7 +64,7 @@ def test_later_epochs_model_the_same() -> None:
         tensors = world.tensors(seed=1)
         for world.epoch in (1, 2, 3, 4):
             launches = [world.launch(r, tensors[r], trace=True) for r in range(2)]
-            assert all(launch.wait(20) for launch in launches)
+            assert all(launch.wait(PATIENCE_S) for launch in launches)
             runs.append(model([launch.trace() or b"" for launch in launches], A3).total_us)
     assert runs[0] == pytest.approx(runs[1], rel=0.02)  # no release to wait for in calls 1 and 2
     assert runs[2] == runs[3]
