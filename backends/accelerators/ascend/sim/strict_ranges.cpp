@@ -263,7 +263,7 @@ std::string Ranges::global_access(const Order& order, const Access& now, const O
         const bool ordered = !cached && order.after(now.pipe, earlier.pipe, earlier.at);
         if (earlier.pipe == now.pipe || ordered || !overlap(earlier.view, operand.view)) return {};
         if (cached) {
-            return std::string(operand.write ? "overwrites " : "reads ") + words(operand.view) +
+            return std::string(operand.write ? "overwrites " : "reads ") + describe(operand.view) +
                    ", part of which " + describe(earlier.site, earlier.pipe) +
                    " wrote; fence() between the scalar cache and memory is missing";
         }
