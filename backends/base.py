@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from mkernel.errors import NicError, Unsupported
@@ -86,6 +87,8 @@ class AcceleratorCapabilities(Model):
     library_ops: tuple[str, ...] = ()
     """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
     one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""
+    constants: str | None = None
+    """Name of the shipped constants (``topology/data``) of its machine, where not its own."""
     process_group: bool = False
     """Whether calls need a torch.distributed group (``Call.group``). All traffic goes through it,
     between nodes too; no NIC session is opened."""
@@ -313,6 +316,11 @@ class AcceleratorBackend(ABC):
     @abstractmethod
     def capabilities(self) -> AcceleratorCapabilities:
         """What it claims. The planner and the validation read this, nothing else."""
+
+    def group_options(self, timeout: timedelta) -> Any:
+        """Options of torch.distributed for the process group, where the capabilities ask for one; None:
+        the defaults of :attr:`collectives`. ``timeout``: that the group will have."""
+        return None
 
     def open(self, device: Accelerator) -> None:
         """A world begins in this process, and placed this rank on ``device``. What an earlier world

@@ -85,6 +85,7 @@ def plan(
     if topology is None:
         whole = machine.machine_topology(backends)
         topology = machine.emulated_topology(whole, backends, nodes, ranks_per_node)
+    claims = registry.accelerator(backends.accelerator).capabilities()
     return _plan(
         op,
         sizes,
@@ -94,12 +95,12 @@ def plan(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         accelerator=backends.accelerator,
-        capabilities=registry.accelerator(backends.accelerator).capabilities(),
+        capabilities=claims,
         nic=backends.nic,
         verbs=backends.verbs,
         topology=topology,
         chunk=chunk,
         path=path or settings.path,
         pinning=settings.pinning,
-        constants=constants_for(backends.accelerator, settings.constants),
+        constants=constants_for(claims.constants or backends.accelerator, settings.constants),
     )

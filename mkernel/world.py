@@ -295,6 +295,7 @@ class World:
             # not come first: it would take the process down, or let the stream go on without data.
             wait *= 3
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        options = self.accelerator.group_options(wait)
         if torch.distributed.is_initialized():
             size = torch.distributed.get_world_size()
             if size != self.size:
@@ -302,7 +303,7 @@ class World:
                     "WORLD_SIZE", self.size, f"{size}, the size of the torch.distributed world"
                 )
             made: torch.distributed.ProcessGroup = torch.distributed.new_group(
-                backend=self.accelerator.collectives, timeout=wait
+                backend=self.accelerator.collectives, timeout=wait, pg_options=options
             )
             return made
         if self._one_host:  # no look-up of the host's name, which needs not resolve
@@ -313,6 +314,7 @@ class World:
             rank=self.rank,
             world_size=self.size,
             timeout=wait,
+            pg_options=options,
         )
         self._undo.callback(torch.distributed.destroy_process_group)
         group = torch.distributed.group.WORLD

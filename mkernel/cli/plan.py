@@ -129,8 +129,9 @@ def command(
     given = {"accelerator": accelerator, "nic": nic, "verbs": verbs}
     chosen = settings.model_copy(update={key: value for key, value in given.items() if value})
     world, backends = _world(chosen, given, topology, nodes, ranks_per_node)
-    constants = constants_for(backends.accelerator, constants_file or settings.constants)
     capabilities = registry.accelerator(backends.accelerator).capabilities()
+    name_of_constants = capabilities.constants or backends.accelerator
+    constants = constants_for(name_of_constants, constants_file or settings.constants)
     if _elsewhere(world, topology):
         capabilities = capabilities.model_copy(
             update={"exchanges": get_args(Exchange), "orders": get_args(Runs)}

@@ -79,6 +79,8 @@ def _plan_for(
     chunk: int | None,
     path: PathChoice | None,
 ) -> LaunchPlan:
+    capabilities = world.accelerator.capabilities()
+    name = capabilities.constants or world.backends.accelerator
     return plan(
         op,
         sizes,
@@ -88,12 +90,12 @@ def _plan_for(
         nodes=world.identity.nodes,
         ranks_per_node=world.identity.ranks_per_node,
         accelerator=world.backends.accelerator,
-        capabilities=world.accelerator.capabilities(),
+        capabilities=capabilities,
         nic=world.backends.nic,
         verbs=world.backends.verbs,
         topology=world.topology,
         chunk=chunk,
         path=path or world.settings.path,
         pinning=world.settings.pinning,
-        constants=constants_for(world.backends.accelerator, world.settings.constants),
+        constants=constants_for(name, world.settings.constants),
     )

@@ -90,7 +90,8 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             :func:`mkernel.plan.chunking.chunking` or :func:`mkernel.plan.chunking.row_chunk`.
         compute_blocks, comm_blocks: cores of each kernel. None: all compute cores, and as many
             for communication as :func:`mkernel.plan.chunking.comm_blocks` says.
-        constants: of the cost model. None: the shipped ones of the accelerator.
+        constants: of the cost model. None: the shipped ones that the capabilities name, or those of
+            the accelerator.
         path: ``library``; ``fused``, where it keeps the limit of error
             (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
         pinning: what the user decided of the placement.
@@ -172,7 +173,9 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             capabilities.orders,
         ),
         resources,
-        constants if constants is not None else default_constants(accelerator),
+        constants
+        if constants is not None
+        else default_constants(capabilities.constants or accelerator),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
@@ -76,6 +77,10 @@ class StreamsAccelerator(AcceleratorBackend):
         """All ops, any sizes. Chunks pay only where the device has streams."""
         return self._capabilities
 
+    def group_options(self, timeout: timedelta) -> Any:
+        """Messages go before products, where the device knows priorities."""
+        return self._device.group_options(timeout)
+
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed shared host pages; only the signal pad needs them."""
         return HostMemory.create(nbytes)
@@ -108,7 +113,7 @@ def _capabilities(device: Device) -> AcceleratorCapabilities:
         alignment_bytes=1,
         transfer_paths=("torch.distributed",),
         peer_access=False,
-        compute_cores=1,
+        compute_cores=device.cores,
         comm_cores=1,
         chunk_unit="rows",
         kernel_a_chunk=True,
@@ -116,4 +121,5 @@ def _capabilities(device: Device) -> AcceleratorCapabilities:
         overlaps=device.has_streams,
         chunk_invariant=False,  # a library may choose another kernel for fewer rows
         process_group=True,
+        constants=device.constants,
     )

@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     import torch
 
 _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_MACHINES = {"cpu": (None, 1), "cuda": ("streams-cuda", 132), "npu": ("ascend", 24)}
+"""Constants for plans, and the cores of the device that they describe. Not of the one that is here:
+ranks on unlike devices must plan alike."""
 _KINDS: dict[str, AcceleratorKind] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
 
 
@@ -37,6 +41,7 @@ class Device:
                 "MKERNEL_STREAMS_DEVICE", repr(self.name), f"one of: {', '.join(_COLLECTIVES)}"
             )
         self.collectives = _COLLECTIVES[self.name]
+        self.constants, self.cores = _MACHINES[self.name]
         self.has_streams = self.name != "cpu"
 
     def missing(self) -> str | None:
@@ -75,6 +80,17 @@ class Device:
             )
             for index in range(module.device_count())
         )
+
+    def group_options(self, timeout: timedelta) -> Any:
+        """torch.distributed's options for the process group of the calls; None: its defaults."""
+        if self.name != "cuda":
+            return None
+        from torch.distributed import ProcessGroupNCCL
+
+        # Else blocks of a product that still wait for a multiprocessor go before those of a message.
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout  # torch warns where it is not the group's
+        return options
 
     def release(self, group: torch.distributed.ProcessGroup | None) -> None:
         """End messages that will never complete, so that the device's streams are not blocked for

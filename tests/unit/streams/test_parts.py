@@ -17,8 +17,10 @@ from mkernel.backends.accelerators.streams.rows import chunks, rotation, share
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.errors import ArgumentError
 from mkernel.plan.order import ConsumptionOrder, Runs
+from mkernel.plan.planner import plan as plan_of
 from mkernel.plan.shapes import SHAPES
 from mkernel.topology.cost import default_constants
+from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
 
 
 def test_chunks_cover_all_rows_once() -> None:
@@ -162,6 +164,42 @@ def test_what_it_claims() -> None:
     assert backend.collectives == "gloo"
     assert [device.kind for device in backend.probe()] == ["cpu"]
     assert default_constants("streams").name == "streams"
+
+
+@pytest.mark.parametrize(
+    ("device", "constants", "cores"),
+    [("cpu", None, 1), ("cuda", "streams-cuda", 132), ("npu", "ascend", 24)],
+)
+def test_plans_know_the_device(device: str, constants: str | None, cores: int) -> None:
+    claims = StreamsAccelerator(device).capabilities()
+    assert (claims.constants, claims.compute_cores) == (constants, cores)
+    assert claims.overlaps == (device != "cpu")
+    assert default_constants(constants or "streams").name == (constants or "streams")
+
+
+def test_on_a_gpu_a_chunk_fills_it() -> None:
+    """8192 x 2048 x 8192 on four: 128 of 132 multiprocessors work on 2048 rows, 32 on 512 rows."""
+    node = Node(
+        id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0,)),),
+        accelerators=tuple(
+            Accelerator(id=f"cuda{i}", kind="cuda", name="GPU", index=i, numa_node=0)
+            for i in range(4)
+        ),
+    )  # fmt: skip
+    made = plan_of(
+        "all_gather_gemm",
+        {"m": 8192, "n": 2048, "k": 8192},
+        dtype="bfloat16",
+        nodes=1,
+        ranks_per_node=4,
+        accelerator="streams",
+        capabilities=StreamsAccelerator("cuda").capabilities(),
+        nic=None,
+        verbs=None,
+        topology=Topology(nodes=(node,)),
+    )
+    assert made.rows_per_chunk == 2048
+    assert made.prediction.constants == "streams-cuda"
 
 
 def test_devices_that_are_not_there() -> None:
