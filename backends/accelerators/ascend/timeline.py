@@ -38,7 +38,8 @@ _NAMES = {int(kind): kind.name for kind in Kind} | {
     int(Kind.TMATMUL_ACC): Kind.TMATMUL.name,
     _VECTOR_WORK: "VECTOR",
 }
-_BETWEEN_RANKS = (Kind.TPUT, Kind.NIC_PUT, Kind.TNOTIFY, Kind.TWAIT)
+_SIGNALS = (Kind.TNOTIFY, Kind.TWAIT, Kind.NIC_PUT)
+_BETWEEN_RANKS = (Kind.TPUT, *_SIGNALS)
 
 _Spans = npt.NDArray[np.void]
 
@@ -98,15 +99,15 @@ def _lane(name: str, role: Role, spans: _Spans) -> Lane:
 
 
 def _work(role: Role, spans: _Spans) -> _Spans:
-    """Cube cores: products and their stores. Vector cores: puts and vector work; of a core whose
-    vector unit does nothing the stores themselves."""
+    """Cube cores: products and their stores. Vector cores: puts, vector work and what they compute
+    scalar by scalar; of a core whose vector unit does nothing the stores themselves."""
     pipe = spans["pipe"]
     work: _Spans
     if role == Role.CUBE:
         work = spans[(pipe == Pipe.M) | (pipe == Pipe.FIX)]
         return work
     vector = pipe == Pipe.V
-    work = spans[vector | (pipe == Pipe.MTE3) | (spans["kind"] == Kind.NIC_PUT)]
+    work = spans[vector | (pipe == Pipe.MTE3) | np.isin(spans["kind"], (Kind.NIC_PUT, Kind.SCALAR))]
     if vector.any():
         work["kind"][(work["pipe"] == Pipe.V) | (work["kind"] == Kind.TSTORE)] = _VECTOR_WORK
     return work
@@ -125,27 +126,28 @@ def _one_at_a_time(slices: list[Span]) -> list[Span]:
 
 
 def _pipes(name: str, role: Role, spans: _Spans) -> Iterator[Lane]:
-    """Every pipe of a core by itself; signals one by one on S."""
+    """Every pipe of a core by itself."""
     for pipe in Pipe:
         own = spans[spans["pipe"] == pipe]
         if len(own):
-            within = _SAME_RUN_US if pipe != Pipe.S else -1.0
             rank = int(spans["rank"][0])
-            yield Lane(rank, f"{name} {pipe.name}", role.kernel, _runs(own, within))
+            yield Lane(rank, f"{name} {pipe.name}", role.kernel, _runs(own))
 
 
 def _of(spans: _Spans, *kinds: int) -> _Spans:
     return spans[np.isin(spans["kind"], kinds)]
 
 
-def _runs(spans: _Spans, within_us: float = _SAME_RUN_US) -> list[Span]:
-    """Consecutive like spans of one chunk, and with one peer, as one slice each."""
+def _runs(spans: _Spans) -> list[Span]:
+    """Consecutive like spans of one chunk, and with one peer, as one slice each; signals one by
+    one."""
     if not len(spans):
         return []
     start = spans["start_ns"] / 1e3
     end = start + spans["duration_ns"] / 1e3
     kind = np.where(spans["kind"] == Kind.TMATMUL_ACC, Kind.TMATMUL, spans["kind"])
-    new = start[1:] - np.maximum.accumulate(end)[:-1] > within_us
+    new = start[1:] - np.maximum.accumulate(end)[:-1] > _SAME_RUN_US
+    new |= np.isin(kind[1:], _SIGNALS)
     for like in (kind, spans["chunk"], spans["peer"]):
         new |= np.diff(like.astype(np.int64)) != 0
     first = np.concatenate(([0], np.flatnonzero(new) + 1))
