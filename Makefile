@@ -23,14 +23,15 @@ test: $(VENV)/.installed $(VENV)/.example
 test-rxe: $(VENV)/.installed
 	python scripts/test_rxe.py
 
-# The native tests of NICs and runtime under AddressSanitizer (with undefined behaviour), then
-# ThreadSanitizer.
-SANITIZED := nics\.|runtime\.
+# The native tests of NICs, of the runtime and of simulated calls under AddressSanitizer (with undefined
+# behaviour), then ThreadSanitizer.
+SANITIZED := nics\.|runtime\.|ascend_(launch|scheduler|races)
 sanitize: $(VENV)/.dependencies
 	@for which in address thread; do \
 		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
 			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
-		&& cmake --build build/sanitize-$$which --parallel 2 --target native_nic_tests \
+		&& cmake --build build/sanitize-$$which --parallel 2 \
+			--target native_nic_tests native_ascend_tests \
 		&& ctest --test-dir build/sanitize-$$which -R '^($(SANITIZED))' --parallel 4 --output-on-failure \
 			--no-tests=error --timeout 300 || exit 1; \
 	done
