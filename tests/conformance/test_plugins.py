@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "writing-a-backend.md"
@@ -56,7 +56,7 @@ def mkernel_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
             env={**os.environ, "PYTHONPATH": path, "COLUMNS": "400"},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=480,
             check=False,
         )
 

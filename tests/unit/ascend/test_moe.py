@@ -19,7 +19,7 @@ from mkernel.backends.runtime._runtime import AbortCode
 from mkernel.errors import DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape, OpName
 
-from .rig import LIMIT, SIGNAL_BASE, TORCH, World, make_plan
+from .rig import LIMIT, PATIENCE_S, SIGNAL_BASE, TORCH, World, make_plan
 
 Tensors = dict[str, torch.Tensor]
 Results = list[dict[str, Any]]
@@ -127,7 +127,7 @@ def run(
         for rank, each in enumerate(tensors)
     ]
     for rank, launch in enumerate(launches):
-        assert launch.wait(30.0), f"rank {rank} did not return"
+        assert launch.wait(PATIENCE_S), f"rank {rank} did not return"
         assert world.outcome(rank)[0] == AbortCode.none, world.outcome(rank)
     return [dict(launch.results()) for launch in launches]
 
@@ -331,7 +331,7 @@ def test_waits_for_every_chunk(source: int) -> None:
             world.add(last, shape.arrived(1, source, chunk))
         given = inputs(plan)
         launch = world.launch(last, given[last], timeout_s=0.5)
-        assert launch.wait(10.0)
+        assert launch.wait(PATIENCE_S)
         assert len(launch.results()["outputs"]) < len(places(plan, given, last))
 
 
@@ -342,7 +342,7 @@ def test_a_rank_that_does_not_come_is_named(view: View) -> None:
     with World(plan) as world:
         world.epoch = 1
         launch = world.launch(0, given[0], timeout_s=0.3, view=view)
-        assert launch.wait(10.0)
+        assert launch.wait(PATIENCE_S)
         code, seen = world.outcome(0)
         assert (code, seen.peer) == (AbortCode.timeout, 1)
         assert seen.signal == SIGNAL_BASE + MoeDispatchOp().geometry(plan).ids(1, 1)
@@ -354,7 +354,7 @@ def test_a_rank_that_does_not_come_is_named(view: View) -> None:
         launch = home.launch(
             0, tensors, timeout_s=0.3, view=view, options={"state": sent[0]["state"]}
         )
-        assert launch.wait(10.0)
+        assert launch.wait(PATIENCE_S)
         code, seen = home.outcome(0)
         assert (code, seen.peer) == (AbortCode.timeout, 1)
 
@@ -400,7 +400,7 @@ def test_recording_without_running_gives_the_trace_of_a_run(nodes: int) -> None:
             world.launch(rank, each, trace=True, options={"state": state})
             for rank, (each, state) in enumerate(zip(tensors, states, strict=True))
         ]
-        assert all(launch.wait(30.0) for launch in launches)
+        assert all(launch.wait(PATIENCE_S) for launch in launches)
         ran = [launch.trace() or b"" for launch in launches]
         dry = [record(world.plan, rank) for rank in range(len(tensors))]
         assert [len(trace) for trace in dry] == [len(trace) for trace in ran]

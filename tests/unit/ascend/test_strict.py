@@ -91,14 +91,14 @@ def test_a_missing_wait_for_another_core_of_the_rank_is_reported(
     strict = _ascend.Strict(seed=seed, skip_role="comm", skip_waits=[0])
     plan = make_plan(512, 512, 512, op=op, ranks_per_node=2, comm_blocks=4)
     with World(plan, strict=strict) as world:
-        for launch in launches(world, timeout_s=20):
+        for launch in launches(world, timeout_s=300):
             with pytest.raises(
                 RuntimeError,
                 match=r"rank \d (AIV core 0, TPUT .* which rank \d AIC core \d+ writes in TSTORE|"
                 r"AIC core \d+, TSTORE .* which rank \d AIV core 0 reads in TPUT)"
                 r".*: no signal orders the two cores; a TNOTIFY or a TWAIT is missing",
             ):
-                launch.wait(20)
+                launch.wait(PATIENCE_S)
 
 
 def test_the_settings_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:

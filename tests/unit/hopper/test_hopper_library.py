@@ -139,9 +139,9 @@ class Fabric:
 
     def _exchange(self, rank: int, mine: bytes) -> list[bytes]:
         self._sent[rank] = mine
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         everyone = [self._sent[each] for each in range(self.world)]
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return everyone
 
 

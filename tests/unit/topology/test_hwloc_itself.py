@@ -37,7 +37,7 @@ def same(machine: Machine) -> None:
             [LSTOPO, "--input", root, "--if", "fsroot", "--of", "xml", *every, "-f", file],
             check=True,
             capture_output=True,
-            timeout=30,
+            timeout=120,
         )
         theirs, ours = read(file).topology.nodes[0], discover(root).topology.nodes[0]
     assert [part.id for part in theirs.numa] == [part.id for part in ours.numa]
