@@ -28,7 +28,7 @@ def run(*command: str) -> str:
         command,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         cwd=EXAMPLE.parent,  # `-c` imports from here first: not from the source tree
     )

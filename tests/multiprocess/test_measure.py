@@ -33,6 +33,8 @@ def test_measured_constants_reach_the_planner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "constants.json"
+    # More than a busy machine lets either of two processes wait for the other, most of the time.
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_LATENCY_NS", "300000")
     run(probe_command.command, "--measure", str(file))
     measured = load_constants(file)
     assert "measured" in measured.name
@@ -49,14 +51,15 @@ def test_measured_constants_reach_the_planner(
     }  # fmt: skip
     assert 0.1 < measured.p2p_gbs < 1000
     assert 0.01 < measured.nic_gbs < 1000
+    assert measured.nic_latency_us >= 300
     assert measured.p2p_latency_us < measured.nic_latency_us < 1e5
     monkeypatch.setenv("MKERNEL_CONSTANTS", str(file))
     made = LaunchPlan.model_validate_json(run(plan_command.command, *FLAGS))
     assert made.prediction.constants == measured.name
     assert made.routes.classes[0].bandwidth_gbs <= measured.nic_gbs
     monkeypatch.delenv("MKERNEL_CONSTANTS")
-    other = tmp_path / "slow.json"
-    other.write_text(json.dumps({**measured.model_dump(), "name": "slow", "nic_most_gbs": 1e-3}))
+    other, slower = tmp_path / "slow.json", {"nic_most_gbs": measured.nic_gbs / 1e4}
+    other.write_text(json.dumps({**measured.model_dump(), "name": "slow", **slower}))
     slow = LaunchPlan.model_validate_json(
         run(plan_command.command, *FLAGS, "--constants", str(other))
     )

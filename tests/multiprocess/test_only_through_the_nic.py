@@ -64,4 +64,4 @@ def test_without_the_fault_all_arrive_intact() -> None:
 def test_dead_links_end_in_an_error_not_in_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_SOFTVERBS_FAULTS", "drop@1")
     with pytest.raises((mkernel.errors.NicError, Timeout)):
-        mkernel.launch(gathered_bytes, nodes=2, ranks_per_node=1, timeout_s=10)
+        mkernel.launch(gathered_bytes, nodes=2, ranks_per_node=1, timeout_s=30)
