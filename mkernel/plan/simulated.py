@@ -13,7 +13,7 @@ from mkernel.plan.order import Runs
 from mkernel.plan.simulate import simulate
 from mkernel.topology.cost import MachineConstants
 
-_DETAIL = 256
+_DETAIL = 1000
 """About how many messages a simulation has: enough to compare, and as long for any world."""
 
 

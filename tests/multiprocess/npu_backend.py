@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import torch
 from torch import distributed
 
 from mkernel.backends.accelerators.streams import StreamsAccelerator
-from mkernel.backends.base import Call
+from mkernel.backends.base import AcceleratorCapabilities, Call
 from mkernel.topology.model import Accelerator
 
 CUBES, VECTORS = 24, 48
@@ -51,7 +52,7 @@ class Event:
         _Record.of.append(("event", stream, stream.limit))
 
     def query(self) -> bool:
-        return True
+        return Npu.idle.is_set()
 
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end.at - self.at)
@@ -70,12 +71,15 @@ class Npu(ModuleType):
 
     Stream, Event = Stream, Event
     default = Stream()
+    idle = threading.Event()
+    """Whether the device has done all that was put on its streams."""
+    idle.set()
 
     def is_available(self) -> bool:
         return True
 
     def device_count(self) -> int:
-        return 2
+        return 8
 
     def get_device_name(self, index: int) -> str:
         return f"stand-in {index}"
@@ -138,6 +142,17 @@ class OnNpu(StreamsAccelerator):
             for what, stream, more in _Record.of
         ]
         return self.used, _Record.groups, last
+
+
+class Queueing(OnNpu):
+    """As on CUDA devices: calls are only queued when they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._device.queues = True
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        return super().capabilities().model_copy(update={"stream_ordered": True})
 
 
 class Unlimited(OnNpu):

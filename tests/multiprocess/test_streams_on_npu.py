@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import mkernel
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.base import View
 from mkernel.cases import case_of
+from mkernel.errors import Timeout
 from mkernel.plan.shapes import SHAPES
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -91,6 +93,51 @@ def test_lanes_that_take_turns_have_all_cores(view: View) -> None:
         assert {more for what, _, more in record if what == "event"} == {ALL}
 
 
+def product(turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op's result, and what it must be."""
+    world = mkernel.world()
+    whole = torch.randn(24, 16, generator=torch.Generator().manual_seed(turn))
+    b = torch.randn(16, 10, generator=torch.Generator().manual_seed(100 + turn))
+    own = whole.chunk(world.size)[world.rank].contiguous()
+    return mkernel.all_gather_gemm(own, b), whole @ b
+
+
+def queued() -> tuple[bool, bool, bool]:
+    """Of two calls, the first of which the device has not done when it returns: whether the world knows
+    that, whether the second one waits for it, and whether both are right."""
+    idle = npu_backend.Npu.idle
+    idle.clear()
+    found = [product(0)]
+    running = [launch.wait(0.2) for launch in mkernel.world()._running] == [False]
+    freed = threading.Timer(0.5, idle.set)
+    freed.start()
+    found.append(product(1))
+    waited = idle.is_set()
+    mkernel.synchronize()
+    freed.join()
+    return running, waited, all(torch.allclose(out, wanted, atol=1e-5) for out, wanted in found)
+
+
+def test_calls_may_be_left_to_a_device_that_queues() -> None:
+    found = mkernel.launch(
+        queued, ranks_per_node=2, accelerator="npu_backend:Queueing", timeout_s=20
+    )
+    assert found == [(True, True, True)] * 2
+
+
+def never_done() -> None:
+    npu_backend.Npu.idle.clear()
+    product(0)
+    mkernel.synchronize()
+
+
+def test_a_queued_call_that_never_ends_is_a_timeout() -> None:
+    with pytest.raises(Timeout, match=r"rank (\d) .* chunk 0 of rank (?!\1)\d"):
+        mkernel.launch(
+            never_done, ranks_per_node=2, accelerator="npu_backend:Queueing", timeout_s=2
+        )
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The stand-in in this process, which others must not see."""
@@ -103,7 +150,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_an_npu_is_chosen_where_there_is_one(installed: Any) -> None:
     device = Device(None)
     assert (device.name, device.collectives) == ("npu", "hccl")
-    assert [found.kind for found in device.probe()] == ["ascend", "ascend"]
+    assert {found.kind for found in device.probe()} == {"ascend"}
 
 
 def test_an_old_torch_npu_is_named(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

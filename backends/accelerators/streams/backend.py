@@ -47,6 +47,8 @@ def _op(name: str) -> Op:
 class StreamsAccelerator(AcceleratorBackend):
     """torch ops and torch.distributed on a CPU, on CUDA devices or on NPUs (torch_npu).
 
+    On CUDA devices a call returns when it is queued, and is queued when the one before it has ended.
+
     Each rank uses the device that its tensors lie on; with more than one a host set it
     (``torch.cuda.set_device``) before making a world.
     """
@@ -94,8 +96,16 @@ class StreamsAccelerator(AcceleratorBackend):
         return Workspace(nbytes=0, signals=0)
 
     def launch(self, call: Call) -> StreamsLaunch:
-        """Hand the call to the worker's thread and return at once."""
-        return self._worker.start(call, _op(call.plan.op), self._device)
+        """Hand the call to the worker's thread. On a device that queues return once it is queued, else
+        at once."""
+        launch = self._worker.start(call, _op(call.plan.op), self._device)
+        if self._device.queues:
+            launch.until_queued()
+        return launch
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for a call that is only queued: its thread looks at the world's memory."""
+        return not self._device.queues or self._worker.idle(timeout_s)
 
     @cached_property
     def _worker(self) -> Worker:
@@ -119,6 +129,7 @@ def _capabilities(device: Device) -> AcceleratorCapabilities:
         kernel_a_chunk=True,
         orders=get_args(Runs),
         overlaps=device.has_streams,
+        stream_ordered=device.queues,
         chunk_invariant=False,  # a library may choose another kernel for fewer rows
         process_group=True,
         constants=device.constants,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +43,8 @@ class Device:
         self.collectives = _COLLECTIVES[self.name]
         self.constants, self.cores = _MACHINES[self.name]
         self.has_streams = self.name != "cpu"
+        # An NPU's streams have limits while a call runs, which what comes after it must not have.
+        self.queues = self.name == "cuda"
 
     def missing(self) -> str | None:
         """What keeps the device from being used here, in words; None where nothing does."""
@@ -95,9 +97,11 @@ class Device:
     def release(self, group: torch.distributed.ProcessGroup | None) -> None:
         """End messages that will never complete, so that the device's streams are not blocked for
         good. On a CPU there is no way to, and they end at torch.distributed's deadline."""
-        if group is not None and self.has_streams:
-            import torch
+        if group is None or not self.has_streams:
+            return
+        import torch
 
+        with suppress(RuntimeError):  # a broken group cannot do more than end by itself
             backend = group._get_backend(torch.device(self.name))
             abort = getattr(backend, "abort", None)
             if abort is not None:

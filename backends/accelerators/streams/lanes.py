@@ -46,8 +46,10 @@ class Stopped(Exception):
 
 @dataclass
 class Message:
-    """What was posted together. ``works``: (peer, is it a receive, handle)."""
+    """What was posted together. ``peer``: it comes from there, or goes there where nothing comes.
+    ``works``: (peer, is it a receive, handle)."""
 
+    peer: int
     chunk: int
     works: list[tuple[int, bool, Any]]
     arrived: Any = None  # event on the communication lane
@@ -101,7 +103,8 @@ class Lanes:
             for peer, tensor in parcels
             if tensor.numel()
         ]
-        message = Message(chunk, [], None, [tensor for _, _, tensor in told])
+        peer = told[0][0] if told else self.rank
+        message = Message(peer, chunk, [], None, [tensor for _, _, tensor in told])
         if not told:
             return message
         self._messages.append(message)
@@ -116,8 +119,7 @@ class Lanes:
         with self._device.on(self._comm):
             if self._first is None:
                 self._first = self._mark(self._comm)
-            for work in self._batch(told, chunk):
-                work.wait()  # the communication lane waits, not the host
+            self._batch(told, chunk)
             message.arrived = self._last = self._mark(self._comm)
         return message
 
@@ -142,7 +144,9 @@ class Lanes:
             self._stop_where_aborted()
             now = time.monotonic()
             if now > self._deadline:
-                raise Broken(self._call.rank, NO_CHUNK, timed_out=True)
+                late = (one for one in self._messages if not one.arrived.query())
+                first = next(late, Message(self.rank, NO_CHUNK, []))
+                raise Broken(first.peer, first.chunk, timed_out=True)
             time.sleep(min(_POLL_S, (now - start) / 50))  # short waits must not get longer
 
     def _stop_where_aborted(self) -> None:
@@ -158,8 +162,9 @@ class Lanes:
         except RuntimeError as error:
             raise Broken(peer, chunk, timed_out=_timed_out(error)) from error
 
-    def _batch(self, told: Sequence[tuple[int, bool, torch.Tensor]], chunk: int) -> list[Any]:
-        """Together, as libraries ask that run messages as kernels: one alone would wait for ever."""
+    def _batch(self, told: Sequence[tuple[int, bool, torch.Tensor]], chunk: int) -> None:
+        """Together, as libraries ask that run messages as kernels: one alone would wait for ever. The
+        communication lane waits for them, not the host."""
         operations = [
             distributed.P2POp(
                 distributed.irecv if is_receive else distributed.isend,
@@ -170,7 +175,8 @@ class Lanes:
             for peer, is_receive, tensor in told
         ]
         try:
-            return list(distributed.batch_isend_irecv(operations))
+            for work in distributed.batch_isend_irecv(operations):
+                work.wait()
         except RuntimeError as error:
             raise Broken(told[0][0], chunk, timed_out=_timed_out(error)) from error
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
 import torch
 
 
@@ -10,12 +14,15 @@ class Factor:
 
     On a CPU half-precision operands are widened first: torch's float16 product is slow there, and
     no half-precision product gives float32 sums. bfloat16 into bfloat16 is the exception: torch
-    accumulates that in float32, and some processors have instructions for it.
+    accumulates that in float32, and some processors have instructions for it. So does the library
+    on CUDA devices, once it is told not to add parts of a product in half precision.
     """
 
     def __init__(self, b: torch.Tensor, out_dtype: torch.dtype) -> None:
         self._direct = b.dtype == out_dtype and (
-            b.dtype == torch.float32 or (b.dtype == torch.bfloat16 and b.device.type == "cpu")
+            b.dtype == torch.float32
+            or b.device.type == "cuda"
+            or (b.dtype == torch.bfloat16 and b.device.type == "cpu")
         )
         self._mixed = not self._direct and b.device.type == "cuda" and b.dtype != torch.float32
         self._b = b if self._direct or self._mixed else b.float()
@@ -25,7 +32,8 @@ class Factor:
         if not len(a):
             return
         if self._direct:
-            torch.mm(a, self._b, out=out)
+            with float32_sums() if a.is_cuda else nullcontext():
+                torch.mm(a, self._b, out=out)
         elif self._mixed:  # float32 sums of half-precision operands, without widening these
             if out.dtype == torch.float32:
                 torch.mm(a, self._b, out_dtype=torch.float32, out=out)
@@ -35,3 +43,22 @@ class Factor:
             torch.mm(a.float(), self._b, out=out)
         else:
             out.copy_(torch.mm(a.float(), self._b))
+
+
+@contextmanager
+def float32_sums() -> Iterator[None]:
+    """Products that are started here on CUDA devices add in float32 whatever they are cut into. The
+    switch is the process's; it is back where it was afterwards."""
+    switches: Any = torch.backends.cuda.matmul
+    before: dict[str, Any] = {}
+    try:
+        for dtype in ("bf16", "fp16"):
+            name = f"allow_{dtype}_reduced_precision_reduction"
+            if getattr(switches, name):
+                split = getattr(switches, f"{name}_split_k", None)  # of newer torch
+                before[name] = True if split is None else (True, split)
+                setattr(switches, name, False)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(switches, name, value)

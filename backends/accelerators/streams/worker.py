@@ -42,6 +42,7 @@ class StreamsLaunch(Launch):
         self._threads = torch.get_num_threads()
         self.inference = torch.is_inference_mode_enabled()
         self._stream = device.current(self._where) if device.has_streams else None
+        self._queued = threading.Event()
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._results: Mapping[str, Any] = {}
@@ -61,6 +62,7 @@ class StreamsLaunch(Launch):
                 with lanes.shared_cores():
                     self._results = self._op(self._call, lanes)
                     lanes.finish()
+                    self._queued.set()
                     lanes.host_waits()
                 self._seconds = lanes.seconds()
         except Stopped:
@@ -74,6 +76,7 @@ class StreamsLaunch(Launch):
             scratch.drop()
             self._error = error
         finally:
+            self._queued.set()
             self._ended.set()
 
     def _aborted(self) -> bool:
@@ -108,6 +111,18 @@ class StreamsLaunch(Launch):
         self.stuck = self._aborted()
         return self.stuck
 
+    def until_queued(self) -> None:
+        """Return once all of the call is on the device's streams: what the caller puts on its own one
+        then comes after it. At once where the call has failed."""
+        deadline = time.monotonic() + self._call.timeout_s
+        while not self._queued.wait(_LOOK_S) and time.monotonic() < deadline:
+            if self._aborted():
+                return
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether the worker is through with it, also where it has failed."""
+        return self._ended.wait(timeout_s)
+
     def times(self) -> LaunchTimes:
         """Seconds of ``comm`` (first message posted to last one complete) and ``compute``."""
         return LaunchTimes({"comm": 0.0, "compute": 0.0, **self._seconds})
@@ -138,6 +153,10 @@ class Worker:
         self._latest = launch
         self._queue.put(launch)
         return launch
+
+    def idle(self, timeout_s: float) -> bool:
+        """Whether nothing runs on it; False at the deadline."""
+        return self._latest is None or self._latest.ended(timeout_s)
 
 
 def _serve(launches: queue.SimpleQueue[StreamsLaunch]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from mkernel.backends.accelerators.streams import StreamsAccelerator, online_softmax
 from mkernel.backends.accelerators.streams.device import Device
-from mkernel.backends.accelerators.streams.matmul import Factor
+from mkernel.backends.accelerators.streams.matmul import Factor, float32_sums
 from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
 from mkernel.backends.accelerators.streams.routing import route
 from mkernel.backends.accelerators.streams.rows import chunks, rotation, share
@@ -152,6 +152,22 @@ def test_scratch_is_kept_grows_and_is_dropped() -> None:
     assert bool((first == 1.0).all())  # who still holds the old one keeps it
     scratch.drop()
     assert scratch._kept == {}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_sums_in_half_precision_are_off_during_a_product_only(before: bool) -> None:
+    switches: Any = torch.backends.cuda.matmul
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    found = [getattr(switches, name) for name in names]
+    try:
+        for name in names:
+            setattr(switches, name, before)
+        with float32_sums():
+            assert [getattr(switches, name) for name in names] == [False, False]
+        assert [getattr(switches, name) for name in names] == [before, before]
+    finally:
+        for name, value in zip(names, found, strict=True):
+            setattr(switches, name, value)
 
 
 def test_what_it_claims() -> None:
