@@ -237,7 +237,6 @@ def refused(*arguments: str) -> str:
     ("arguments", "parts"),
     [
         (["conv"], ["UnknownOp", "conv", "all_gather_gemm"]),
-        (["ring_attention"], ["ascend", "ring_attention", "--accelerator streams"]),
         (["ag_gemm", "--tokens", "8"], ["--tokens", "all_gather_gemm takes m, n, k"]),
         (["ring_attention", "--m", "8"], ["--m", "ring_attention takes batch"]),
         (["gemm_ar", "--causal"], ["--causal", "gemm_all_reduce takes"]),

@@ -55,6 +55,33 @@ class GemmReduceGeometry:
     def summed(self, tile: int) -> int: ...
     def released(self, rank: int) -> int: ...
 
+MAX_HEAD_DIM: int
+
+class RingAttentionGeometry:
+    def __init__(
+        self,
+        *,
+        world: int,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        rows: int,
+        head_dim: int,
+        causal: bool,
+        dtype: str,
+        rows_per_chunk: int,
+        cubes: int,
+    ) -> None: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def signals(self) -> int: ...
+    def needs(self, reader: int, source: int, chunk: int) -> bool: ...
+    def arrived(self, parity: int, source: int, chunk: int) -> int: ...
+    def released(self, rank: int) -> int: ...
+
 class Strict:
     """Options of strict simulation (sim/strict.hpp). ``skip``: a planted fault, numbers of flags,
     barriers, fences and signals that core ``skip_core`` of ``skip_role`` leaves out; ``skip_waits``:
@@ -174,6 +201,17 @@ def moe_combine(
     weights: int,
     tables: int,
     out: int,
+    order: list[int],
+) -> Kernels: ...
+def ring_attention(
+    *,
+    geometry: RingAttentionGeometry,
+    q: int,
+    k: int,
+    v: int,
+    out: int,
+    lse: int,
+    scale: float,
     order: list[int],
 ) -> Kernels: ...
 def launch(

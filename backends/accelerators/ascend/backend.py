@@ -44,6 +44,7 @@ _OPS = {
     "gemm_all_reduce": "gemm:GemmOp",
     "moe_dispatch_gemm": "moe:MoeDispatchOp",
     "moe_combine": "moe:MoeCombineOp",
+    "ring_attention": "ring_attention:RingAttentionOp",
 }
 """Where each op lies: ``module:class`` of this package. Imported when it is first asked for: it needs
 torch, and who only plans does without."""

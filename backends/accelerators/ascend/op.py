@@ -25,6 +25,7 @@ __all__ = [
     "Prepared",
     "matrix",
     "native",
+    "planned",
 ]
 
 TORCH_DTYPES = {
@@ -80,10 +81,8 @@ class Op(Protocol):
         need, which are kept alive as in a call. ``finish`` is not called."""
 
 
-def matrix(
-    call: Call, name: str, shape: tuple[int, int], dtype: str, *, column_major: bool = False
-) -> Matrix:
-    """A matrix argument that fits the plan, else an error that names it."""
+def planned(call: Call, name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """An argument of the plan's shape and dtype in host memory, else an error that names it."""
     tensor = call.tensors[name]
     if tensor.dtype != TORCH_DTYPES[dtype]:
         raise DtypeError(name, tensor.dtype, f"{dtype}, as planned")
@@ -91,6 +90,14 @@ def matrix(
         raise ShapeError(name, tuple(tensor.shape), f"{shape}, as planned")
     if tensor.device.type != "cpu":
         raise LayoutError(name, tensor.device, "a tensor in host memory: the device is simulated")
+    return tensor
+
+
+def matrix(
+    call: Call, name: str, shape: tuple[int, int], dtype: str, *, column_major: bool = False
+) -> Matrix:
+    """A matrix argument that fits the plan, else an error that names it."""
+    tensor = planned(call, name, shape, dtype)
     row, col = tensor.stride()
     # torch leaves the strides of dimensions of size 1 open.
     if column_major:

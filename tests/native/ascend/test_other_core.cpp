@@ -38,6 +38,22 @@ class CountingCore {
     }
     void tadd(const isa::Tile&, const isa::Tile&, const isa::Tile&) { ++done["TADD"]; }
     void tcvt(const isa::Tile&, const isa::Tile&) { ++done["TCVT"]; }
+    void tsub(const isa::Tile&, const isa::Tile&, const isa::Tile&) {}
+    void tmul(const isa::Tile&, const isa::Tile&, const isa::Tile&) {}
+    void tmax(const isa::Tile&, const isa::Tile&, const isa::Tile&) {}
+    void tmuls(const isa::Tile&, const isa::Tile&, float) {}
+    void texp(const isa::Tile&, const isa::Tile&) {}
+    void tlog(const isa::Tile&, const isa::Tile&) {}
+    void tfill(const isa::Tile&, float) {}
+    void ttril(const isa::Tile&, const isa::Tile&, std::int32_t, float) { ++done["TTRIL"]; }
+    void trowmax(const isa::Tile&, const isa::Tile& a) {
+        scores += std::uint64_t{a.valid_rows} * a.valid_cols;
+    }
+    void trowsum(const isa::Tile&, const isa::Tile&) {}
+    void trowexpandsub(const isa::Tile&, const isa::Tile&, const isa::Tile&) {}
+    void trowexpanddiv(const isa::Tile& c, const isa::Tile&, const isa::Tile&) {
+        divided += std::uint64_t{c.valid_rows} * c.valid_cols;
+    }
     void trowexpandmul(const isa::Tile& c, const isa::Tile&, const isa::Tile&) {
         ++done["TROWEXPANDMUL"];
         weighed += std::uint64_t{c.valid_rows} * c.valid_cols;
@@ -67,9 +83,10 @@ class CountingCore {
     }
 
     std::map<std::string, std::uint64_t> done;
-    std::uint64_t macs = 0, stored = 0, put = 0, weighed = 0;  // elements
-    std::uint64_t put_far = 0;                                 // bytes
-    std::int64_t flags = 0;                                    // set and not waited for
+    std::uint64_t macs = 0, stored = 0, put = 0;  // elements
+    std::uint64_t weighed = 0, scores = 0, divided = 0;
+    std::uint64_t put_far = 0;  // bytes
+    std::int64_t flags = 0;     // set and not waited for
     bool waits_end = true;
 
   private:
@@ -118,6 +135,9 @@ inline std::map<std::string, Entry>& entries() {
 #include "backends/accelerators/ascend/kernels/moe/vector.hpp"
 #include "backends/accelerators/ascend/kernels/moe_combine/comm.hpp"
 #include "backends/accelerators/ascend/kernels/moe_combine/vector.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/comm.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/cube.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/vector.hpp"
 
 using namespace mkernel::ascend;
 using test::CountingCore;
@@ -162,6 +182,8 @@ CountingCore total(const std::string& name, const Args& args, std::uint32_t bloc
         sum.stored += core.stored;
         sum.put += core.put;
         sum.weighed += core.weighed;
+        sum.scores += core.scores;
+        sum.divided += core.divided;
         sum.put_far += core.put_far;
     }
     return sum;
@@ -309,12 +331,51 @@ void moe_does_its_work() {
     CHECK(sums.stored == std::uint64_t{kTokens} * kFeatures);
 }
 
+void ring_attention_does_its_work(bool causal) {
+    constexpr std::uint32_t kHeads = 6, kKvHeads = 2, kPiece = 50, kDim = 48, kCubes = 3;
+    Call<ring_attention::Args> call;
+    ring_attention::Args& args = call.args;
+    args.geometry = {.world = kWorld,
+                     .heads = kHeads,
+                     .kv_heads = kKvHeads,
+                     .rows = 2 * kPiece,
+                     .head_dim = kDim,
+                     .causal = causal,
+                     .rows_per_chunk = 17,
+                     .cubes = kCubes};
+    const std::uint32_t rows = 2 * kPiece;
+    args.q = args.out = matrix(kHeads * rows, kDim);
+    args.k = args.v = matrix(kKvHeads * rows, kDim);
+    args.lse = matrix(kHeads * rows, 1);
+    args.order = call.order.data();
+
+    // Rank 0 has the first and the last piece of eight: queries of one see themselves, of the other
+    // everybody.
+    const std::uint64_t pairs =
+        kHeads * (causal ? (1 + 8) * kPiece * kPiece : rows * kWorld * rows);
+    const std::uint64_t results = std::uint64_t{kHeads} * rows * kDim;
+    const CountingCore cube = total("ring_attention_cube", args, kCubes);
+    CHECK(cube.macs == 2 * pairs * kDim);
+    CHECK(cube.stored == pairs + (causal ? (1 + 8) * results / 2 : kWorld * results));
+    const CountingCore vector =
+        total("ring_attention_vector", args, kCubes * ring_attention::kVectorsPerCube);
+    CHECK(vector.scores == pairs);
+    CHECK(vector.divided == results);
+    CHECK(vector.stored == pairs + results + kHeads * rows);
+    CHECK((vector.done.count("TTRIL") > 0) == causal);
+    // The last piece is seen by nobody else.
+    const CountingCore comm = total("ring_attention_comm", args, 5);
+    const std::uint64_t sent = 2 * std::uint64_t{kKvHeads} * (causal ? kPiece : rows) * kDim;
+    CHECK(comm.put == 2 * sent);
+    CHECK(comm.put_far == 2 * sent * 2);
+}
+
 void every_kernel_says_on_which_cores_it_runs() {
     for (const auto& [name, entry] : test::entries()) {
         const bool vector = name.ends_with("_comm") || name.ends_with("_vector");
         CHECK(entry.cores == (vector ? "aiv" : "aic"));
     }
-    CHECK(test::entries().size() == 10);
+    CHECK(test::entries().size() == 13);
 }
 
 }  // namespace
@@ -324,6 +385,7 @@ int main() {
     gemm_reduce_does_its_work(false);
     gemm_reduce_does_its_work(true);
     moe_does_its_work();
+    for (const bool causal : {false, true}) ring_attention_does_its_work(causal);
     every_kernel_says_on_which_cores_it_runs();
     return test::finish();
 }

@@ -49,5 +49,6 @@ inline std::vector<std::uint32_t> checked(std::vector<std::uint32_t> order, std:
 // Each op's geometry and the factory of its kernels.
 void bind_gemm(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);
+void bind_ring_attention(pybind11::module_& module);
 
 }  // namespace mkernel::ascend

@@ -135,6 +135,7 @@ PYBIND11_MODULE(_ascend, module) {
     py::class_<host::Kernels, std::shared_ptr<host::Kernels>>(module, "Kernels");
     bind_gemm(module);
     bind_moe(module);
+    bind_ring_attention(module);
 
     py::class_<sim::StrictOptions>(module, "Strict")
         .def(py::init([](std::optional<std::uint64_t> seed, const std::string& role,

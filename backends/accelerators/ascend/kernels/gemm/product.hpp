@@ -1,9 +1,9 @@
-// One output tile of a product on a cube core: GM → L1 → L0 → L0C → GM, everything but L0C
-// double-buffered. Between `open` and `close`, any number of tiles.
+// One output tile of a product on a cube core: GM → L1 → L0 → L0C → GM, everything double-buffered,
+// L0C where it holds two output tiles. Between `open` and `close`, any number of tiles.
 //   1. For each K tile, ascending: load A and B into one half of L1.
 //   2. For each step_k of it: extract A and B into one half of L0A and L0B, multiply into L0C.
 //   3. After the last K tile, store L0C to `out`, converting to its dtype.
-// Flags (event = half of the buffer; L0C has one half):
+// Flags (event = half of the buffer):
 //   MTE2→MTE1 loaded, MTE1→MTE2 L1 half free; MTE1→M extracted, M→MTE1 L0 half free;
 //   M→FIX output tile complete, FIX→M L0C free.
 #pragma once
@@ -18,14 +18,19 @@ class Product {
   public:
     // `dtype`: of A and B.
     Product(Core& core, const Tiling& tiling, isa::DType dtype)
-        : core_(core), t_(tiling), dtype_(dtype) {}
+        : core_(core),
+          t_(tiling),
+          dtype_(dtype),
+          halves_(2 * output_bytes() <= isa::capacity_of(isa::Buffer::L0C) ? 2 : 1) {}
 
     void open() {
         for (std::uint32_t half = 0; half < 2; ++half) {
             core_.set_flag(Pipe::MTE1, Pipe::MTE2, half);
             core_.set_flag(Pipe::M, Pipe::MTE1, half);
         }
-        core_.set_flag(Pipe::FIX, Pipe::M, 0);
+        for (std::uint32_t half = 0; half < halves_; ++half) {
+            core_.set_flag(Pipe::FIX, Pipe::M, half);
+        }
     }
 
     void close() {
@@ -33,7 +38,9 @@ class Product {
             core_.wait_flag(Pipe::MTE1, Pipe::MTE2, half);
             core_.wait_flag(Pipe::M, Pipe::MTE1, half);
         }
-        core_.wait_flag(Pipe::FIX, Pipe::M, 0);
+        for (std::uint32_t half = 0; half < halves_; ++half) {
+            core_.wait_flag(Pipe::FIX, Pipe::M, half);
+        }
     }
 
     // out = A @ B; `b`: [k, out.cols], rows or columns contiguous. `a(k_tile)`: the view of A's
@@ -43,11 +50,12 @@ class Product {
     bool tile(const isa::GlobalView& out, const isa::GlobalView& b, const SourceOfA& a) {
         const Tile sum{.buffer = isa::Buffer::L0C,
                        .dtype = isa::DType::float32,
+                       .offset = out_half_ * output_bytes(),
                        .rows = t_.tile_m,
                        .cols = t_.tile_n,
                        .valid_rows = out.rows,
                        .valid_cols = out.cols};
-        core_.wait_flag(Pipe::FIX, Pipe::M, 0);
+        core_.wait_flag(Pipe::FIX, Pipe::M, out_half_);
         for (std::uint32_t k_tile = 0; k_tile < divide_up(b.rows, t_.tile_k); ++k_tile) {
             const isa::GlobalView source = a(k_tile);
             if (source.base == nullptr) return false;
@@ -64,10 +72,11 @@ class Product {
             core_.set_flag(Pipe::MTE1, Pipe::MTE2, l1_half_);
             l1_half_ ^= 1;
         }
-        core_.set_flag(Pipe::M, Pipe::FIX, 0);
-        core_.wait_flag(Pipe::M, Pipe::FIX, 0);
+        core_.set_flag(Pipe::M, Pipe::FIX, out_half_);
+        core_.wait_flag(Pipe::M, Pipe::FIX, out_half_);
         core_.tstore(out, sum);
-        core_.set_flag(Pipe::FIX, Pipe::M, 0);
+        core_.set_flag(Pipe::FIX, Pipe::M, out_half_);
+        out_half_ = (out_half_ + 1) % halves_;
         return true;
     }
 
@@ -108,6 +117,10 @@ class Product {
         l0_half_ ^= 1;
     }
 
+    [[nodiscard]] std::uint32_t output_bytes() const {
+        return t_.tile_m * t_.tile_n * static_cast<std::uint32_t>(sizeof(float));
+    }
+
     // L1: A halves, then B halves.
     [[nodiscard]] Tile l1_a(std::uint32_t rows, std::uint32_t depth) const {
         const std::uint32_t bytes = t_.tile_m * t_.tile_k * isa::bytes_of(dtype_);
@@ -135,7 +148,8 @@ class Product {
     Core& core_;
     Tiling t_;
     isa::DType dtype_;
-    std::uint32_t l1_half_ = 0, l0_half_ = 0;
+    std::uint32_t halves_;  // of L0C
+    std::uint32_t l1_half_ = 0, l0_half_ = 0, out_half_ = 0;
 };
 
 }  // namespace mkernel::ascend::gemm

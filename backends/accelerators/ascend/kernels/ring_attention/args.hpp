@@ -1,0 +1,246 @@
+// Ring attention: what its kernels get, and the geometry that they must agree on.
+//
+// Data flow of a rank:
+//   own k, v → vector cores → every rank that needs them, chunk by chunk (TPUT, or packed and NIC)
+//   cube cores, one tile of queries after another, blocks of keys in a fixed order (schedule.hpp):
+//     q · kᵀ → scores, float32, in the ring of the cube core, in memory
+//     vector cores: scale, mask, running maximum → weights e^(s - max), in the input's dtype → ring
+//     weights · v → part, float32 → ring
+//     vector cores: result · e^(old max - new max) + part; after the last block divided by the sum
+//     of weights, rounded once → out, and max + log sum → lse
+// Cube part and vector part work on different tiles at a time: a cube core is kAhead tiles of scores
+// ahead of the parts it makes, and two vector cores share the rows of each of its tiles.
+//
+// Causal: positions are cut in 2 * world pieces; rank r holds pieces r and 2 * world - 1 - r, so
+// that all ranks have the same work. What no query of a rank can see is not sent there.
+//
+// A chunk is `rows_per_chunk` positions of a piece, the last one shorter. Workspace of a rank:
+// [2 parities][world] slots, each a rank's positions one after another, of each the keys of all
+// heads, then their values: a chunk is one contiguous range, and tiles of keys may have any number
+// of chunks. The own slot, which receives nothing, is where chunks are packed for NIC puts, so that
+// local and remote offsets of a put are equal. Then the ring of each cube core.
+//
+// Signals of the plan, from `signal_base` (call.hpp: parity, uses; release.hpp: released, finished).
+//   arrived(p, s, c)  +1 by rank s when chunk c of parity p is in place here; ready: >= uses
+//   released(s)       by rank s when it has finished a call
+//   finished          by each cube core of this rank
+//   scored(b)         +1 a step by cube core b: the step's scores and part are in its ring
+//   weighed(v)        +1 a tile by vector core v: its rows' weights are there, and the part before
+//                     them is taken
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "backends/accelerators/ascend/isa/tile.hpp"
+#include "backends/accelerators/ascend/kernels/call.hpp"
+
+namespace mkernel::ascend::ring_attention {
+
+inline constexpr std::uint32_t kVectorsPerCube = 2;
+// A step of a cube core makes the scores of one tile and the part of the tile kAhead before it.
+inline constexpr std::uint32_t kAhead = 2;
+inline constexpr std::uint32_t kRing = kAhead + 1;
+inline constexpr std::uint32_t kMaxKeys = 512;        // of a tile
+inline constexpr std::uint32_t kMaxQueries = 128;     // of a tile
+inline constexpr std::uint32_t kResults = 128 * 128;  // float32 elements of a tile's results
+inline constexpr std::uint32_t kMaxHeadDim = kResults / 16;
+
+struct Geometry {
+    std::uint32_t world = 1;
+    std::uint32_t batch = 1, heads = 1, kv_heads = 1;
+    std::uint32_t rows = 0;  // positions of a rank
+    std::uint32_t head_dim = 0;
+    bool causal = false;
+    std::uint32_t rows_per_chunk = 1;
+    std::uint32_t cubes = 1;  // cube cores
+    isa::DType dtype = isa::DType::float16;
+
+    [[nodiscard]] constexpr Tiling tiling() const {
+        const std::uint32_t size = isa::bytes_of(dtype);
+        return {kMaxQueries, 128, 512 / size, 128 / size};
+    }
+
+    // Positions.
+    [[nodiscard]] constexpr std::uint32_t pieces() const { return causal ? 2 : 1; }
+    [[nodiscard]] constexpr std::uint32_t piece_rows() const { return rows / pieces(); }
+    // Which piece of the sequence the `which`th of a rank is.
+    [[nodiscard]] constexpr std::uint32_t piece(std::uint32_t rank, std::uint32_t which) const {
+        return which == 0 ? rank : 2 * world - 1 - rank;
+    }
+
+    // Chunks of a rank, numbered through its pieces.
+    [[nodiscard]] constexpr std::uint32_t chunks_per_piece() const {
+        return divide_up(piece_rows(), rows_per_chunk);
+    }
+    [[nodiscard]] constexpr std::uint32_t chunks() const { return pieces() * chunks_per_piece(); }
+    [[nodiscard]] constexpr std::uint32_t piece_of(std::uint32_t chunk) const {
+        return chunk / chunks_per_piece();
+    }
+    [[nodiscard]] constexpr std::uint32_t chunk_at(std::uint32_t which, std::uint32_t row) const {
+        return which * chunks_per_piece() + row / rows_per_chunk;
+    }
+    // A chunk's first position in its piece.
+    [[nodiscard]] constexpr std::uint32_t chunk_start(std::uint32_t chunk) const {
+        return chunk % chunks_per_piece() * rows_per_chunk;
+    }
+    [[nodiscard]] constexpr std::uint32_t chunk_rows(std::uint32_t chunk) const {
+        const std::uint32_t left = piece_rows() - chunk_start(chunk);
+        return left < rows_per_chunk ? left : rows_per_chunk;
+    }
+    // Whether any query of `reader` sees a key of `source`'s chunk.
+    [[nodiscard]] constexpr bool needs(std::uint32_t reader, std::uint32_t source,
+                                       std::uint32_t chunk) const {
+        return !causal || piece(source, piece_of(chunk)) <= piece(reader, 1);
+    }
+
+    // Tiles of keys of a rank, numbered through its pieces.
+    [[nodiscard]] constexpr std::uint32_t tile_keys() const {
+        const std::uint32_t all = divide_up(piece_rows(), 32) * 32;
+        return all < kMaxKeys ? all : kMaxKeys;
+    }
+    [[nodiscard]] constexpr std::uint32_t key_tiles_per_piece() const {
+        return divide_up(piece_rows(), tile_keys());
+    }
+    // Tiles of queries: items of work.
+    [[nodiscard]] constexpr std::uint32_t tile_queries() const {
+        const std::uint32_t most = kResults / head_dim / 16 * 16;
+        return most < kMaxQueries ? most : kMaxQueries;
+    }
+    [[nodiscard]] constexpr std::uint32_t tiles_per_piece() const {
+        return divide_up(piece_rows(), tile_queries());
+    }
+    [[nodiscard]] constexpr std::uint32_t items() const {
+        return batch * heads * pieces() * tiles_per_piece();
+    }
+
+    // Heads of keys, of all sequences of the batch.
+    [[nodiscard]] constexpr std::uint32_t planes() const { return batch * kv_heads; }
+
+    // Bytes of a slot: keys and values of all positions.
+    [[nodiscard]] constexpr std::uint64_t row_bytes() const {
+        return std::uint64_t{head_dim} * isa::bytes_of(dtype);
+    }
+    [[nodiscard]] constexpr std::uint64_t position_bytes() const {
+        return 2 * std::uint64_t{planes()} * row_bytes();
+    }
+    [[nodiscard]] constexpr Range chunk_range(std::uint32_t chunk) const {
+        const std::uint64_t before =
+            std::uint64_t{piece_of(chunk)} * piece_rows() + chunk_start(chunk);
+        return {before * position_bytes(), chunk_rows(chunk) * position_bytes()};
+    }
+    [[nodiscard]] constexpr std::uint64_t slot_offset(std::uint32_t parity,
+                                                      std::uint32_t source) const {
+        return (std::uint64_t{parity} * world + source) * slot_aligned(rows * position_bytes());
+    }
+
+    // The ring of a cube core: kRing tiles of scores, of weights and of parts.
+    [[nodiscard]] constexpr std::uint64_t scores_bytes() const {
+        return std::uint64_t{tile_queries()} * tile_keys() * sizeof(float);
+    }
+    [[nodiscard]] constexpr std::uint64_t weights_bytes() const {
+        return std::uint64_t{tile_queries()} * tile_keys() * isa::bytes_of(dtype);
+    }
+    [[nodiscard]] constexpr std::uint64_t part_bytes() const {
+        return std::uint64_t{tile_queries()} * head_dim * sizeof(float);
+    }
+    [[nodiscard]] constexpr std::uint64_t ring_offset(std::uint32_t cube) const {
+        const std::uint64_t bytes =
+            slot_aligned(kRing * (scores_bytes() + weights_bytes() + part_bytes()));
+        return (world == 1 ? 0 : slot_offset(2, 0)) + cube * bytes;
+    }
+    [[nodiscard]] constexpr std::uint64_t workspace_bytes() const { return ring_offset(cubes); }
+
+    // Signal indices relative to the plan's first.
+    [[nodiscard]] constexpr std::uint32_t arrived(std::uint32_t parity, std::uint32_t source,
+                                                  std::uint32_t chunk) const {
+        return (parity * world + source) * chunks() + chunk;
+    }
+    [[nodiscard]] constexpr std::uint32_t released(std::uint32_t rank) const {
+        return arrived(2, 0, 0) + rank;
+    }
+    [[nodiscard]] constexpr std::uint32_t finished() const { return released(world); }
+    [[nodiscard]] constexpr std::uint32_t scored(std::uint32_t cube) const {
+        return finished() + 1 + cube;
+    }
+    [[nodiscard]] constexpr std::uint32_t weighed(std::uint32_t vector) const {
+        return scored(cubes) + vector;
+    }
+    [[nodiscard]] constexpr std::uint32_t signals() const {
+        return weighed(cubes * kVectorsPerCube);
+    }
+};
+
+struct Args : CallArgs {
+    Geometry geometry;
+    // Rows contiguous; a row is one position of one head, positions fastest.
+    isa::GlobalView q, out;  // [batch * heads * rows, head_dim]
+    isa::GlobalView k, v;    // [batch * kv_heads * rows, head_dim]
+    isa::GlobalView lse;     // [batch * heads * rows, 1] float32
+    float scale = 1;
+    const std::uint32_t* order = nullptr;  // [world]: whose keys to see, the own rank's first
+
+    // Keys, or values, of head `plane` (batch * kv_heads + head): `count` of `source`'s from the
+    // `at`th position of its `piece`th piece on. Of other ranks: as they lie in the workspace at
+    // `base`.
+    [[nodiscard]] constexpr isa::GlobalView keys(std::byte* base, std::uint32_t source,
+                                                 std::uint32_t piece, bool values,
+                                                 std::uint32_t plane, std::uint32_t at,
+                                                 std::uint32_t count) const {
+        const Geometry& g = geometry;
+        const std::uint64_t row = std::uint64_t{piece} * g.piece_rows() + at;
+        const std::uint64_t head = (values ? g.planes() : 0) + plane;
+        return {base + g.slot_offset(parity(), source) + row * g.position_bytes() +
+                    head * g.row_bytes(),
+                g.dtype,
+                count,
+                g.head_dim,
+                std::int64_t{2} * g.planes() * g.head_dim,
+                1};
+    }
+    [[nodiscard]] constexpr isa::GlobalView own_keys(std::uint32_t piece, bool values,
+                                                     std::uint32_t plane, std::uint32_t at,
+                                                     std::uint32_t count) const {
+        const Geometry& g = geometry;
+        const std::int64_t row = std::int64_t{plane} * g.rows + piece * g.piece_rows() + at;
+        return (values ? v : k).sub(row, 0, count, g.head_dim);
+    }
+
+    // Of the ring of a cube core, the `step`th tile; all rows of the tile.
+    [[nodiscard]] constexpr isa::GlobalView scores(std::uint32_t cube, std::uint32_t step,
+                                                   std::uint32_t queries,
+                                                   std::uint32_t count) const {
+        const Geometry& g = geometry;
+        return {workspace + g.ring_offset(cube) + step % kRing * g.scores_bytes(),
+                isa::DType::float32,
+                queries,
+                count,
+                g.tile_keys(),
+                1};
+    }
+    [[nodiscard]] constexpr isa::GlobalView weights(std::uint32_t cube, std::uint32_t step,
+                                                    std::uint32_t queries,
+                                                    std::uint32_t count) const {
+        const Geometry& g = geometry;
+        return {workspace + g.ring_offset(cube) + kRing * g.scores_bytes() +
+                    step % kRing * g.weights_bytes(),
+                g.dtype,
+                queries,
+                count,
+                g.tile_keys(),
+                1};
+    }
+    [[nodiscard]] constexpr isa::GlobalView part(std::uint32_t cube, std::uint32_t step,
+                                                 std::uint32_t queries) const {
+        const Geometry& g = geometry;
+        return {workspace + g.ring_offset(cube) + kRing * (g.scores_bytes() + g.weights_bytes()) +
+                    step % kRing * g.part_bytes(),
+                isa::DType::float32,
+                queries,
+                g.head_dim,
+                g.head_dim,
+                1};
+    }
+};
+
+}  // namespace mkernel::ascend::ring_attention

@@ -1,0 +1,117 @@
+// Ring attention, communication kernel (vector cores).
+//
+// Data flow: the own keys and values go to every other rank that needs them, straight, chunk by
+// chunk in the order in which they are seen there.
+//   1. Blocks share destinations and chunks (destinations.hpp).
+//   2. Same node: TPUT the chunk into the peer's slot, fence, TNOTIFY arrived.
+//   3. Other node: TPUT it into the own slot, fence, then for each such rank one command to the NIC
+//      proxy: put the chunk's range, raise arrived there when the data is visible.
+#pragma once
+
+#include "backends/accelerators/ascend/isa/launch.hpp"
+#include "backends/accelerators/ascend/kernels/destinations.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/args.hpp"
+
+namespace mkernel::ascend::ring_attention {
+
+template <class Core>
+class Comm {
+  public:
+    Comm(Core& core, const Args& args)
+        : core_(core),
+          args_(args),
+          g_(args.geometry),
+          destinations_(core, args, g_.world, g_.released(0)) {}
+
+    // False if a wait was aborted or timed out.
+    bool run() {
+        return destinations_.each(
+            g_.chunks(),
+            [&](std::uint32_t peer, std::uint32_t chunk) { return send_near(peer, chunk); },
+            [&](std::uint32_t chunk) { return send_far(chunk); });
+    }
+
+  private:
+    bool send_near(std::uint32_t peer, std::uint32_t chunk) {
+        if (!g_.needs(peer, args_.rank, chunk)) return true;
+        core_.annotate(chunk);
+        copy(peer, args_.peers[peer].workspace, chunk);
+        core_.fence();
+        core_.tnotify(peer, args_.peers[peer].pad, arrived(chunk), 1);
+        return true;
+    }
+
+    bool send_far(std::uint32_t chunk) {
+        core_.annotate(chunk);
+        bool packed = false;
+        for (const std::uint32_t peer : destinations_) {
+            if (!g_.needs(peer, args_.rank, chunk)) continue;
+            if (!packed) {
+                copy(args_.rank, args_.workspace, chunk);
+                core_.fence();
+                packed = true;
+            }
+            const Range range = g_.chunk_range(chunk);
+            const std::uint64_t offset = g_.slot_offset(args_.parity(), args_.rank) + range.offset;
+            const bool queued = core_.nic_put({.local_offset = offset,
+                                               .remote_offset = offset,
+                                               .bytes = range.bytes,
+                                               .peer = peer,
+                                               .region = args_.region,
+                                               .signal = arrived(chunk),
+                                               .value = 1});
+            if (!queued) return false;
+        }
+        return true;
+    }
+
+    // The chunk from the user's tensors into the own rank's slot of a workspace.
+    void copy(std::uint32_t peer, std::byte* workspace, std::uint32_t chunk) {
+        const auto half =
+            static_cast<std::uint32_t>(isa::capacity_of(isa::Buffer::UB) / 2 / g_.row_bytes());
+        const isa::Tile ping{.buffer = isa::Buffer::UB,
+                             .dtype = g_.dtype,
+                             .rows = half / 2 * 2,  // so that the other half is aligned
+                             .cols = g_.head_dim};
+        isa::Tile pong = ping;
+        pong.offset = ping.bytes();
+        const std::uint32_t piece = g_.piece_of(chunk), at = g_.chunk_start(chunk),
+                            rows = g_.chunk_rows(chunk);
+        for (const bool values : {false, true}) {
+            for (std::uint32_t plane = 0; plane < g_.planes(); ++plane) {
+                core_.tput(peer, args_.keys(workspace, args_.rank, piece, values, plane, at, rows),
+                           args_.own_keys(piece, values, plane, at, rows), ping, pong);
+            }
+        }
+    }
+
+    [[nodiscard]] std::uint32_t arrived(std::uint32_t chunk) const {
+        return args_.signal_base + g_.arrived(args_.parity(), args_.rank, chunk);
+    }
+
+    Core& core_;
+    const Args& args_;
+    const Geometry& g_;
+    Destinations<Core> destinations_;
+};
+
+MKERNEL_ASCEND_KERNEL(aiv, ring_attention, comm, Comm, Args)
+
+// Sequential view only: waits on one vector core until every chunk that this rank needs is here.
+// False if a wait was aborted or timed out.
+template <class Core>
+bool await_arrival(Core& core, const Args& args) {
+    const Geometry& g = args.geometry;
+    for (std::uint32_t i = 1; i < g.world; ++i) {
+        const std::uint32_t source = args.order[i];
+        for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
+            if (!g.needs(args.rank, source, chunk)) continue;
+            core.annotate(chunk);
+            const std::uint32_t signal = args.signal_base + g.arrived(args.parity(), source, chunk);
+            if (!core.twait(signal, args.uses(), source)) return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace mkernel::ascend::ring_attention

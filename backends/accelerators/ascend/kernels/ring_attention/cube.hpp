@@ -1,0 +1,129 @@
+// Ring attention, compute kernel, cube part: the two products of every tile (gemm/product.hpp).
+//
+// Step n of a cube core:
+//   1. Scores of tile n: wait for its chunks (own keys: never); queries · keysᵀ → ring.
+//   2. Part of tile n - kAhead: wait until both vector cores have weighed it; weights · values →
+//      ring.
+//   3. Fence, and raise scored.
+// When all cores are through, tell every rank that this one's slots are free (release.hpp).
+// A place of the ring is free when it is used again: what was in it was taken before the weights
+// that step 2 of an earlier step has waited for.
+#pragma once
+
+#include "backends/accelerators/ascend/isa/launch.hpp"
+#include "backends/accelerators/ascend/kernels/gemm/product.hpp"
+#include "backends/accelerators/ascend/kernels/release.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/schedule.hpp"
+
+namespace mkernel::ascend::ring_attention {
+
+template <class Core>
+class Cube {
+  public:
+    Cube(Core& core, const Args& args)
+        : core_(core),
+          args_(args),
+          g_(args.geometry),
+          product_(core, g_.tiling(), g_.dtype),
+          cube_(core.index()) {}
+
+    // False if a wait was aborted or timed out.
+    bool run() {
+        Schedule ahead(args_, cube_), behind = ahead;
+        const std::uint32_t tiles = ahead.size();
+        const std::uint64_t before = (args_.epoch - 1) * tiles;
+        product_.open();
+        for (std::uint32_t n = 0; tiles > 0 && n < tiles + kAhead; ++n) {
+            if (n < tiles) {
+                if (!score(ahead.step(), n)) return false;
+                ahead.advance();
+            }
+            if (n >= kAhead) {
+                if (!wait_weighed(behind.step(), before + n - kAhead + 1)) return false;
+                weigh(behind.step(), n - kAhead);
+                behind.advance();
+            }
+            core_.fence();
+            core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.scored(cube_), 1);
+        }
+        product_.close();
+        return g_.world == 1 || release(core_, args_, g_.world, g_.released(0), g_.finished());
+    }
+
+  private:
+    bool score(const Step& step, std::uint32_t number) {
+        if (!wait_chunks(step)) return false;
+        const isa::GlobalView keys = source(step, false);
+        const isa::GlobalView transposed{keys.base, keys.dtype,      keys.cols,
+                                         keys.rows, keys.col_stride, keys.row_stride};
+        const isa::GlobalView queries = args_.q.sub(std::int64_t{step.plane} * g_.rows + step.row,
+                                                    0, step.queries, g_.head_dim);
+        multiply(args_.scores(cube_, number, step.queries, step.keys), queries, transposed);
+        return true;
+    }
+
+    void weigh(const Step& step, std::uint32_t number) {
+        multiply(args_.part(cube_, number, step.queries),
+                 args_.weights(cube_, number, step.queries, step.keys), source(step, true));
+    }
+
+    void multiply(const isa::GlobalView& out, const isa::GlobalView& a, const isa::GlobalView& b) {
+        const Tiling tiling = g_.tiling();
+        for (std::uint32_t column = 0; column < out.cols; column += tiling.tile_n) {
+            const std::uint32_t left = out.cols - column,
+                                columns = left < tiling.tile_n ? left : tiling.tile_n;
+            product_.tile(
+                out.sub(0, column, out.rows, columns), b.sub(0, column, b.rows, columns),
+                [&](std::uint32_t k_tile) {
+                    const std::uint32_t from = k_tile * tiling.tile_k, rest = a.cols - from;
+                    return a.sub(0, from, a.rows, rest < tiling.tile_k ? rest : tiling.tile_k);
+                });
+        }
+    }
+
+    [[nodiscard]] isa::GlobalView source(const Step& step, bool values) const {
+        const std::uint32_t batch = step.plane / g_.heads, head = step.plane % g_.heads;
+        const std::uint32_t plane = batch * g_.kv_heads + head / (g_.heads / g_.kv_heads);
+        return step.source == args_.rank
+                   ? args_.own_keys(step.piece, values, plane, step.at, step.keys)
+                   : args_.keys(args_.workspace, step.source, step.piece, values, plane, step.at,
+                                step.keys);
+    }
+
+    bool wait_weighed(const Step& step, std::uint64_t tiles) {
+        core_.annotate(g_.chunk_at(step.piece, step.at));
+        for (std::uint32_t half = 0; half < kVectorsPerCube; ++half) {
+            const std::uint32_t vector = cube_ * kVectorsPerCube + half;
+            if (!core_.twait(args_.signal_base + g_.weighed(vector), tiles, args_.rank)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    // Chunks of a source are waited for in order, each once.
+    bool wait_chunks(const Step& step) {
+        const std::uint32_t last = g_.chunk_at(step.piece, step.at + step.keys - 1);
+        core_.annotate(last);
+        if (args_.compute_only || step.source == args_.rank) return true;
+        for (std::uint32_t& chunk = here_[step.source]; chunk <= last; ++chunk) {
+            core_.annotate(chunk);
+            if (!core_.twait(args_.signal_base + g_.arrived(args_.parity(), step.source, chunk),
+                             args_.uses(), step.source)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    Core& core_;
+    const Args& args_;
+    const Geometry& g_;
+    gemm::Product<Core> product_;
+    std::uint32_t cube_;
+    std::uint32_t here_[kMaxWorld] = {};  // chunks of each rank that are known to be here
+};
+
+MKERNEL_ASCEND_KERNEL(aic, ring_attention, cube, Cube, Args)
+
+}  // namespace mkernel::ascend::ring_attention

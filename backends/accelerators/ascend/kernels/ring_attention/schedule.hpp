@@ -1,0 +1,121 @@
+// The steps of one cube core and its vector cores: for each of its tiles of queries, the tiles of
+// keys that they see, in an order that depends on nothing but the shape and where the ranks are
+// (consumption.hpp), so that results do not depend on chunks or on the number of cores.
+//
+// Causal: a tile above the diagonal is left out, one across it is cut and masked. The first tile of a tile
+// of queries holds the first position of a piece of this rank, which each of the queries sees: a
+// running maximum is finite from then on.
+#pragma once
+
+#include "backends/accelerators/ascend/kernels/consumption.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/args.hpp"
+
+namespace mkernel::ascend::ring_attention {
+
+struct Step {
+    std::uint32_t item = 0;   // counts this core's tiles of queries
+    std::uint32_t plane = 0;  // of the queries: batch * heads + head
+    std::uint32_t row = 0;    // the first query's, among the rank's positions
+    std::uint32_t queries = 0;
+    std::uint32_t source = 0, piece = 0;  // of the keys
+    std::uint32_t at = 0;                 // the first key's position in the piece
+    std::uint32_t keys = 0;
+    bool masked = false;
+    std::int32_t diagonal = 0;         // masked: query i sees keys up to i + diagonal
+    bool first = false, last = false;  // of its tile of queries
+};
+
+class Schedule {
+  public:
+    Schedule(const Args& args, std::uint32_t cube)
+        : g_(args.geometry),
+          rank_(args.rank),
+          tiles_(args, args.order, g_.world, g_.pieces() * g_.key_tiles_per_piece(), 1),
+          next_item_(cube) {
+        upcoming_ = find();
+        advance();
+    }
+
+    [[nodiscard]] bool done() const { return done_; }
+    [[nodiscard]] const Step& step() const { return step_; }
+
+    void advance() {
+        done_ = ended_;
+        if (done_) return;
+        step_ = upcoming_;
+        upcoming_ = find();
+        step_.last = ended_ || upcoming_.first;
+    }
+
+    // How many steps are left, this one included.
+    [[nodiscard]] std::uint32_t size() const {
+        Schedule rest = *this;
+        std::uint32_t count = 0;
+        for (; !rest.done(); rest.advance()) ++count;
+        return count;
+    }
+
+  private:
+    // The next tile of keys that the queries see, of the next queries if there is none.
+    Step find() {
+        while (true) {
+            if (place_ == tiles_.size() || item_.queries == 0) {
+                if (next_item_ >= g_.items()) {
+                    ended_ = true;
+                    return {};
+                }
+                open_item();
+            }
+            const auto [source, tile, only] = tiles_[place_++];
+            Step found = item_;
+            found.source = source;
+            found.piece = tile / g_.key_tiles_per_piece();
+            found.at = tile % g_.key_tiles_per_piece() * g_.tile_keys();
+            const std::uint32_t left = g_.piece_rows() - found.at;
+            found.keys = left < g_.tile_keys() ? left : g_.tile_keys();
+            if (!sees(found)) continue;
+            item_.first = false;
+            return found;
+        }
+    }
+
+    void open_item() {
+        const std::uint32_t planes = g_.batch * g_.heads, tiles = g_.tiles_per_piece();
+        const std::uint32_t tile = g_.pieces() * tiles - 1 - next_item_ / planes;
+        start_ = tile % tiles * g_.tile_queries();
+        piece_ = tile / tiles;
+        const std::uint32_t left = g_.piece_rows() - start_;
+        item_ = {.item = items_++,
+                 .plane = next_item_ % planes,
+                 .row = piece_ * g_.piece_rows() + start_,
+                 .queries = left < g_.tile_queries() ? left : g_.tile_queries(),
+                 .first = true};
+        next_item_ += g_.cubes;
+        place_ = 0;
+    }
+
+    // Whether the queries see any of the keys; takes away those after the last query.
+    [[nodiscard]] bool sees(Step& step) const {
+        if (!g_.causal) return true;
+        const std::uint32_t mine = g_.piece(rank_, piece_),
+                            theirs = g_.piece(step.source, step.piece);
+        if (mine != theirs) return mine > theirs;
+        const std::uint32_t end = start_ + step.queries;  // of what they see
+        if (step.at >= end) return false;
+        if (step.at + step.keys > end) step.keys = end - step.at;
+        step.diagonal = static_cast<std::int32_t>(start_) - static_cast<std::int32_t>(step.at);
+        step.masked = step.at + step.keys - 1 > start_;
+        return true;
+    }
+
+    const Geometry& g_;
+    std::uint32_t rank_;
+    Consumption tiles_;
+    std::uint32_t next_item_, items_ = 0;
+    std::uint32_t start_ = 0, piece_ = 0;  // of the item's queries
+    std::uint32_t place_ = 0;              // of the next keys
+    Step item_, step_, upcoming_;
+    bool ended_ = false, done_ = false;
+};
+
+}  // namespace mkernel::ascend::ring_attention

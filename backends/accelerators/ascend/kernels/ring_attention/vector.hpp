@@ -1,0 +1,237 @@
+// Ring attention, compute kernel, vector part: the online softmax. Two vector cores share the rows
+// of each tile of a cube core.
+//
+// Step n, once the cube core has raised scored for it:
+//   1. Load the part of tile n - kAhead.
+//   2. Weights of tile n, in bands of rows, double-buffered: scores, scaled and masked → running
+//      maximum, e^(s - maximum) → ring; the factor e^(old - new maximum) is kept for the tile's
+//      part, the running sum takes the weights.
+//   3. Part of tile n - kAhead: result · factor + part. After the last tile of keys: result / sum,
+//      rounded once → out; maximum + log sum → lse.
+//   4. Fence, and raise weighed. All of UB is free again.
+// Scores and sums are float32; weights are rounded to the input's dtype for the product alone.
+// Flags: MTE2→V scores loaded (half), part loaded (2); V→MTE3 weights complete (half), results (2);
+//   MTE3→MTE2 weights stored, and so the half free.
+#pragma once
+
+#include <limits>
+
+#include "backends/accelerators/ascend/isa/launch.hpp"
+#include "backends/accelerators/ascend/isa/pipe.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/schedule.hpp"
+
+namespace mkernel::ascend::ring_attention {
+
+template <class Core>
+class Vector {
+  public:
+    Vector(Core& core, const Args& args)
+        : core_(core),
+          args_(args),
+          g_(args.geometry),
+          cube_(core.index() / kVectorsPerCube),
+          half_(core.index() % kVectorsPerCube) {}
+
+    // False if a wait was aborted or timed out.
+    bool run() {
+        Schedule ahead(args_, cube_), behind = ahead;
+        const std::uint32_t tiles = ahead.size(), steps = tiles > 0 ? tiles + kAhead : 0;
+        const std::uint64_t before = (args_.epoch - 1) * steps;
+        for (std::uint32_t n = 0; n < steps; ++n) {
+            annotate(behind.step());
+            if (!core_.twait(args_.signal_base + g_.scored(cube_), before + n + 1, args_.rank)) {
+                return false;
+            }
+            if (n >= kAhead) load_part(behind.step(), n - kAhead);
+            if (n < tiles) {
+                annotate(ahead.step());
+                weigh(ahead.step(), n);
+                ahead.advance();
+            }
+            if (n >= kAhead) {
+                annotate(behind.step());
+                accumulate(behind.step(), n - kAhead);
+                behind.advance();
+            }
+            if (n + 1 < steps) core_.fence();
+            if (n < tiles) {
+                core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.weighed(core_.index()),
+                              1);
+            }
+        }
+        return true;
+    }
+
+  private:
+    using Pipe = isa::Pipe;
+    using Tile = isa::Tile;
+
+    // A core's rows of a tile.
+    struct Rows {
+        std::uint32_t first, count;
+    };
+    static constexpr std::uint32_t kMaxRows = kMaxQueries / kVectorsPerCube;
+    // Bytes of UB: of a band of scores, of weights (float32: in the scores' place), of a core's
+    // results, of a column.
+    static constexpr std::uint32_t kScores = 32 << 10, kWeights = kScores / 2;
+    static constexpr std::uint32_t kResult = kResults / kVectorsPerCube * sizeof(float);
+    static constexpr std::uint32_t kColumn = kMaxRows * sizeof(float);
+    static constexpr std::uint32_t kWeightsAt = 2 * kScores, kPartAt = kWeightsAt + 2 * kWeights,
+                                   kResultAt = kPartAt + kResult, kRoundedAt = kResultAt + kResult,
+                                   kColumnsAt = kRoundedAt + kResult / 2;
+
+    // Columns of UB. Those of an item or tile are kept until its part has come, kAhead steps later.
+    [[nodiscard]] Tile top(const Step& step) const { return column(step.item % kRing); }
+    [[nodiscard]] Tile sum(const Step& step) const { return column(kRing + step.item % kRing); }
+    [[nodiscard]] static Tile factor(std::uint32_t number) {
+        return column(2 * kRing + number % kRing);
+    }
+    [[nodiscard]] static Tile fresh() { return column(3 * kRing); }
+
+    void annotate(const Step& step) { core_.annotate(g_.chunk_at(step.piece, step.at)); }
+
+    [[nodiscard]] Rows rows_of(const Step& step) const {
+        const std::uint32_t first = divide_up(step.queries, kVectorsPerCube);
+        return half_ == 0 ? Rows{0, first} : Rows{first, step.queries - first};
+    }
+
+    void load_part(const Step& step, std::uint32_t number) {
+        const auto [first, count] = rows_of(step);
+        if (count == 0) return;
+        core_.tload(result_tile(kPartAt, isa::DType::float32, count),
+                    args_.part(cube_, number, step.queries).sub(first, 0, count, g_.head_dim));
+        core_.set_flag(Pipe::MTE2, Pipe::V, 2);
+    }
+
+    void weigh(const Step& step, std::uint32_t number) {
+        const auto [first, count] = rows_of(step);
+        if (count == 0) return;
+        const isa::GlobalView from = args_.scores(cube_, number, step.queries, step.keys),
+                              to = args_.weights(cube_, number, step.queries, step.keys);
+        if (step.first) {
+            core_.tfill(in_rows(top(step), 0, count), -std::numeric_limits<float>::infinity());
+            core_.tfill(in_rows(sum(step), 0, count), 0);
+        }
+        const std::uint32_t most = band_rows();
+        for (std::uint32_t row = 0, half = 0; row < count; row += most, half ^= 1) {
+            const std::uint32_t rows = count - row < most ? count - row : most;
+            const Tile scores = band_tile(half * kScores, isa::DType::float32, rows, step.keys);
+            if (row >= 2 * most) core_.wait_flag(Pipe::MTE3, Pipe::MTE2, half);
+            core_.tload(scores, from.sub(first + row, 0, rows, step.keys));
+            core_.set_flag(Pipe::MTE2, Pipe::V, half);
+            core_.wait_flag(Pipe::MTE2, Pipe::V, half);
+            soften(step, number, scores, first + row, row, rows);
+            Tile weights = scores;
+            if (g_.dtype != isa::DType::float32) {
+                weights = band_tile(kWeightsAt + half * kWeights, g_.dtype, rows, step.keys);
+                core_.tcvt(weights, scores);
+            }
+            core_.set_flag(Pipe::V, Pipe::MTE3, half);
+            core_.wait_flag(Pipe::V, Pipe::MTE3, half);
+            core_.tstore(to.sub(first + row, 0, rows, step.keys), weights);
+            if (row + 2 * most < count) core_.set_flag(Pipe::MTE3, Pipe::MTE2, half);
+        }
+    }
+
+    // Scores become weights. `query`: the band's first row in the tile, `row`: among this core's.
+    void soften(const Step& step, std::uint32_t number, const Tile& s, std::uint32_t query,
+                std::uint32_t row, std::uint32_t rows) {
+        const Tile old = in_rows(top(step), row, rows), total = in_rows(sum(step), row, rows),
+                   scaled = in_rows(factor(number), row, rows), now = in_rows(fresh(), row, rows);
+        core_.tmuls(s, s, args_.scale);
+        const std::int32_t diagonal = step.diagonal + static_cast<std::int32_t>(query);
+        if (step.masked && diagonal < static_cast<std::int32_t>(step.keys) - 1) {
+            core_.ttril(s, s, diagonal, -std::numeric_limits<float>::infinity());
+        }
+        core_.trowmax(now, s);
+        core_.tmax(now, now, old);
+        core_.tsub(scaled, old, now);
+        core_.texp(scaled, scaled);
+        core_.tmax(old, old, now);
+        core_.trowexpandsub(s, s, now);
+        core_.texp(s, s);
+        core_.trowsum(now, s);
+        core_.tmul(total, total, scaled);
+        core_.tadd(total, total, now);
+    }
+
+    void accumulate(const Step& step, std::uint32_t number) {
+        const auto [first, count] = rows_of(step);
+        if (count == 0) return;
+        const Tile result = result_tile(kResultAt, isa::DType::float32, count);
+        core_.wait_flag(Pipe::MTE2, Pipe::V, 2);
+        if (step.first) {
+            core_.tfill(result, 0);
+        } else {
+            core_.trowexpandmul(result, result, in_rows(factor(number), 0, count));
+        }
+        core_.tadd(result, result, result_tile(kPartAt, isa::DType::float32, count));
+        if (step.last) finish(step, result, first, count);
+    }
+
+    void finish(const Step& step, const Tile& result, std::uint32_t first, std::uint32_t count) {
+        const Tile total = in_rows(sum(step), 0, count);
+        core_.trowexpanddiv(result, result, total);
+        Tile rounded = result;
+        if (g_.dtype != isa::DType::float32) {
+            rounded = result_tile(kRoundedAt, g_.dtype, count);
+            core_.tcvt(rounded, result);
+        }
+        core_.tlog(total, total);
+        core_.tadd(total, total, in_rows(top(step), 0, count));
+        core_.set_flag(Pipe::V, Pipe::MTE3, 2);
+        core_.wait_flag(Pipe::V, Pipe::MTE3, 2);
+        const std::int64_t row = std::int64_t{step.plane} * g_.rows + step.row + first;
+        core_.tstore(args_.out.sub(row, 0, count, g_.head_dim), rounded);
+        core_.tstore(args_.lse.sub(row, 0, count, 1), total);
+    }
+
+    // Rows of a band: columns of it begin at multiples of 32 bytes.
+    [[nodiscard]] std::uint32_t band_rows() const {
+        const auto rows = static_cast<std::uint32_t>(kScores / sizeof(float)) / g_.tile_keys();
+        return rows < kMaxRows / 2 ? rows / 8 * 8 : kMaxRows / 2;
+    }
+    [[nodiscard]] Tile band_tile(std::uint32_t offset, isa::DType dtype, std::uint32_t rows,
+                                 std::uint32_t keys) const {
+        return {.buffer = isa::Buffer::UB,
+                .dtype = dtype,
+                .offset = offset,
+                .rows = band_rows(),
+                .cols = g_.tile_keys(),
+                .valid_rows = rows,
+                .valid_cols = keys};
+    }
+    [[nodiscard]] Tile result_tile(std::uint32_t offset, isa::DType dtype,
+                                   std::uint32_t rows) const {
+        return {.buffer = isa::Buffer::UB,
+                .dtype = dtype,
+                .offset = offset,
+                .rows = divide_up(g_.tile_queries(), kVectorsPerCube),
+                .cols = g_.head_dim,
+                .valid_rows = rows,
+                .valid_cols = g_.head_dim};
+    }
+    [[nodiscard]] static Tile column(std::uint32_t number) {
+        return {.buffer = isa::Buffer::UB,
+                .dtype = isa::DType::float32,
+                .offset = kColumnsAt + number * kColumn,
+                .rows = kMaxRows,
+                .cols = 1,
+                .valid_rows = kMaxRows,
+                .valid_cols = 1};
+    }
+    [[nodiscard]] static Tile in_rows(Tile column, std::uint32_t row, std::uint32_t rows) {
+        column.offset += row * sizeof(float);
+        column.rows = column.valid_rows = rows;
+        return column;
+    }
+
+    Core& core_;
+    const Args& args_;
+    const Geometry& g_;
+    std::uint32_t cube_, half_;
+};
+
+MKERNEL_ASCEND_KERNEL(aiv, ring_attention, vector, Vector, Args)
+
+}  // namespace mkernel::ascend::ring_attention

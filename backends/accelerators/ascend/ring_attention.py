@@ -1,0 +1,99 @@
+"""Ring attention on simulated cores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mkernel.backends.accelerators.ascend.backend import COMM_CORES
+from mkernel.backends.accelerators.ascend.op import Blocks, Prepared, native, planned
+from mkernel.backends.base import Call
+from mkernel.errors import LayoutError, ShapeError, Unsupported
+from mkernel.plan.model import AttentionShape, LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.ascend import _ascend
+
+_VECTORS_PER_CUBE = 2
+
+
+class RingAttentionOp:
+    """Products on cube cores; the softmax of each on two vector cores beside it."""
+
+    def geometry(self, plan: LaunchPlan) -> _ascend.RingAttentionGeometry:
+        """ShapeError for heads that are too wide for the on-chip buffers."""
+        shape = _shape(plan)
+        widest = native().MAX_HEAD_DIM
+        if shape.head_dim > widest:
+            raise ShapeError("head_dim", shape.head_dim, f"at most {widest} on 'ascend'")
+        if plan.rows_per_chunk is None:
+            raise Unsupported(
+                "accelerator 'ascend' cuts keys and values by rows; this plan has none"
+            )
+        geometry: _ascend.RingAttentionGeometry = native().RingAttentionGeometry(
+            world=plan.world_size,
+            batch=shape.batch,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            rows=shape.sequence // plan.world_size,
+            head_dim=shape.head_dim,
+            causal=shape.causal,
+            dtype=plan.dtype,
+            rows_per_chunk=plan.rows_per_chunk,
+            cubes=self.blocks(plan).cube,
+        )
+        return geometry
+
+    def blocks(self, plan: LaunchPlan) -> Blocks:
+        """Vector cores are shared: the comm kernel has what the plan gives it, but for two that are
+        always left; each cube core then needs two of the others, so there may be fewer of those than
+        planned."""
+        comm = min(plan.resources.comm_blocks, COMM_CORES - _VECTORS_PER_CUBE)
+        most = (COMM_CORES - comm) // _VECTORS_PER_CUBE
+        cube = min(plan.resources.compute_blocks, most)
+        return Blocks(comm=comm, cube=cube, vector=_VECTORS_PER_CUBE * cube)
+
+    def prepare(self, call: Call) -> Prepared:
+        """Fills ``out`` and ``lse``."""
+        plan = call.plan
+        shape = _shape(plan)
+        rows = shape.sequence // plan.world_size
+        queries = (shape.batch, shape.heads, rows, shape.head_dim)
+        keys = (shape.batch, shape.kv_heads, rows, shape.head_dim)
+        kernels = native().ring_attention(
+            geometry=self.geometry(plan),
+            q=_address(call, "q", queries, plan.dtype),
+            k=_address(call, "k", keys, plan.dtype),
+            v=_address(call, "v", keys, plan.dtype),
+            out=_address(call, "out", queries, plan.dtype),
+            lse=_address(call, "lse", queries[:3], "float32"),
+            scale=call.options["scale"],
+            order=list(plan.order[call.rank]),
+        )
+        return Prepared(kernels)
+
+    def record(self, plan: LaunchPlan, rank: int) -> Prepared:
+        """What is computed does not depend on data."""
+        kernels = native().ring_attention(
+            geometry=self.geometry(plan),
+            q=0,
+            k=0,
+            v=0,
+            out=0,
+            lse=0,
+            scale=1.0,
+            order=list(plan.order[rank]),
+        )
+        return Prepared(kernels)
+
+
+def _shape(plan: LaunchPlan) -> AttentionShape:
+    if not isinstance(plan.shape, AttentionShape):
+        raise TypeError(f"a plan of {plan.op} has no attention shape")
+    return plan.shape
+
+
+def _address(call: Call, name: str, shape: tuple[int, ...], dtype: str) -> int:
+    tensor = planned(call, name, shape, dtype)
+    if not tensor.is_contiguous():
+        raise LayoutError(name, f"strides {tensor.stride()}", "contiguous, as planned")
+    return tensor.data_ptr()

@@ -1,0 +1,284 @@
+"""Ring attention against float64: worlds, dtypes, grouped heads, ragged lengths, epochs, views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from mkernel.backends.accelerators.ascend import AscendLaunch, _ascend
+from mkernel.backends.accelerators.ascend.backend import record
+from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.backends.accelerators.ascend.ring_attention import RingAttentionOp
+from mkernel.backends.accelerators.ascend.timeline import model
+from mkernel.backends.base import View
+from mkernel.errors import ShapeError
+from mkernel.ops.ring_attention import zigzag_positions
+from mkernel.plan.model import AttentionShape, LaunchPlan
+
+from .rig import LIMIT, SIGNAL_BASE, TORCH, World, make_plan, up
+
+LSE_LIMIT = 1e-5
+SCALE = 0.11
+
+Tensors = list[dict[str, torch.Tensor]]
+
+
+def attention_plan(
+    rows: int,
+    head_dim: int = 64,
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 1,
+    causal: bool = False,
+    chunk: int | None = None,
+    dtype: str = "float16",
+    **world: Any,
+) -> LaunchPlan:
+    """``rows``: positions of one rank. ``world``: as :func:`.rig.make_plan` takes it."""
+    plan = make_plan(24, 8, 8, dtype=dtype, out_dtype=dtype, **{"comm_blocks": 4, **world})
+    return plan.model_copy(
+        update={
+            "op": "ring_attention",
+            "shape": AttentionShape(
+                batch=batch,
+                heads=heads,
+                kv_heads=kv_heads,
+                sequence=rows * plan.world_size,
+                head_dim=head_dim,
+                causal=causal,
+            ),
+            "chunking": None,
+            "rows_per_chunk": chunk or up(rows, 3),
+        }
+    )
+
+
+@dataclass
+class Attention(World):
+    """Whole inputs are cut over the ranks as the op's callers do."""
+
+    def launch(self, *call: Any, **how: Any) -> AscendLaunch:
+        return super().launch(*call, **how, options={"scale": SCALE})
+
+    def positions(self, rank: int) -> torch.Tensor:
+        shape = self.plan.shape
+        if shape.causal:
+            return zigzag_positions(shape.sequence, self.plan.world_size, rank)
+        rows = shape.sequence // self.plan.world_size
+        return torch.arange(rank * rows, (rank + 1) * rows)
+
+    def tensors(self, seed: int) -> Tensors:
+        shape, dtype = self.plan.shape, TORCH[self.plan.dtype]
+        generator = torch.Generator().manual_seed(seed)
+        self.whole = {
+            name: torch.randn(
+                shape.batch, heads, shape.sequence, shape.head_dim, generator=generator
+            ).to(dtype)
+            for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads))
+        }
+        made = []
+        for rank in range(self.plan.world_size):
+            mine = self.positions(rank)
+            own = {name: each[:, :, mine].contiguous() for name, each in self.whole.items()}
+            own["out"] = torch.full_like(own["q"], float("nan"))
+            own["lse"] = torch.full(own["q"].shape[:3], float("nan"))
+            made.append(own)
+        return made
+
+    def errors(self, tensors: Tensors, rank: int) -> tuple[float, float]:
+        """Relative Frobenius errors of ``out`` and ``lse``."""
+        shape = self.plan.shape
+        groups = shape.heads // shape.kv_heads
+        k, v = (self.whole[name].double().repeat_interleave(groups, dim=1) for name in "kv")
+        at = self.positions(rank)
+        scores = self.whole["q"][:, :, at].double() @ k.transpose(2, 3) * SCALE
+        if shape.causal:
+            later = torch.arange(shape.sequence)[None, :] > at[:, None]
+            scores = scores.masked_fill(later, float("-inf"))
+        wanted = {"out": scores.softmax(dim=3) @ v, "lse": scores.logsumexp(dim=3)}
+        out, lse = (
+            float((tensors[rank][name].double() - want).norm() / want.norm())
+            for name, want in wanted.items()
+        )
+        return out, lse
+
+
+def check(world: Attention, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
+    """Fresh inputs each epoch; outputs and workspaces start as NaN."""
+    world.poison()
+    for epoch in range(epochs):
+        tensors = world.tensors(seed=1000 + epoch)
+        view = views[epoch % len(views)]
+        world.call(tensors, view=view)
+        if view == "compute_only":
+            continue
+        for rank in range(world.plan.world_size):
+            out, lse = world.errors(tensors, rank)
+            assert out <= LIMIT[world.plan.dtype], f"rank {rank}, epoch {epoch + 1}: {out}"
+            assert lse <= LSE_LIMIT, f"rank {rank}, epoch {epoch + 1}: {lse}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 2), (1, 3), (1, 8), (2, 2), (3, 1)])
+def test_worlds(nodes: int, ranks: int, causal: bool) -> None:
+    plan = attention_plan(264, causal=causal, nodes=nodes, ranks_per_node=ranks)
+    with Attention(plan) as world:
+        check(world, epochs=5)
+        assert bool(world.puts) == (nodes > 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtypes(dtype: str, causal: bool) -> None:
+    plan = attention_plan(320, 128, causal=causal, dtype=dtype, nodes=2)
+    with Attention(plan) as world:
+        check(world, epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads"), [(1, 1, 1), (3, 4, 4), (2, 6, 3), (2, 8, 1)]
+)
+def test_grouped_heads(batch: int, heads: int, kv_heads: int) -> None:
+    """Query head h sees head h * kv_heads // heads."""
+    plan = attention_plan(72, batch=batch, heads=heads, kv_heads=kv_heads, ranks_per_node=2)
+    with Attention(plan) as world:
+        check(world, epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "chunk", "causal"),
+    [
+        (1, 8, 1, False),
+        (2, 8, 1, True),
+        (3, 40, 2, False),
+        (262, 24, 7, True),
+        (515, 200, 300, False),
+        (514, 136, 257, True),
+        (34, 256, 34, True),
+        (33, 1024, 20, False),
+    ],
+)
+def test_ragged(rows: int, head_dim: int, chunk: int, causal: bool) -> None:
+    plan = attention_plan(rows, head_dim, causal=causal, chunk=chunk, nodes=2, ranks_per_node=2)
+    with Attention(plan) as world:
+        check(world, epochs=3)
+
+
+def test_views_in_any_order() -> None:
+    with Attention(attention_plan(192, causal=True, nodes=2, ranks_per_node=2)) as world:
+        check(
+            world,
+            epochs=9,
+            views=("pipelined", "compute_only", "pipelined", "sequential", "compute_only"),
+        )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bits_do_not_depend_on_cores(causal: bool) -> None:
+    results = []
+    options: list[tuple[dict[str, Any], int | None]] = [
+        ({}, None),
+        ({"comm_blocks": 1, "compute_blocks": 1}, 1),
+        ({"comm_blocks": 48, "compute_blocks": 5}, 4),
+        ({"comm_blocks": 30, "compute_blocks": 24}, 2),
+    ]
+    for chosen, slots in options:
+        plan = attention_plan(390, causal=causal, chunk=65, ranks_per_node=4, **chosen)
+        with Attention(plan, slots=slots) as world:
+            tensors = world.tensors(seed=7)
+            world.call(tensors)
+            results.append([each[name] for each in tensors for name in ("out", "lse")])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_simulation_finds_nothing(dtype: str, causal: bool) -> None:
+    """In any legal order of the instructions: no hazard, and the same bits."""
+    results = []
+    plan = attention_plan(
+        330, 80, causal=causal, dtype=dtype, chunk=100, nodes=2, ranks_per_node=2, compute_blocks=2
+    )
+    for strict in (None, _ascend.Strict(), _ascend.Strict(seed=1), _ascend.Strict(seed=2)):
+        with Attention(plan, strict=strict) as world:
+            world.poison()
+            results.append([])
+            for epoch in range(3):
+                tensors = world.tensors(seed=epoch)
+                world.call(tensors)
+                results[-1] += [each[name] for each in tensors for name in ("out", "lse")]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+
+
+def test_what_nobody_sees_is_not_sent() -> None:
+    """Causal: rank 0's last piece ends the sequence, and only rank 0 sees it."""
+    plan = attention_plan(64, causal=True, chunk=32, nodes=4)
+    with Attention(plan) as world:
+        check(world)
+        pairs = {(source, put.peer) for source, put in world.puts if put.nbytes}
+        sent = {
+            pair: sum(put.nbytes for source, put in world.puts if (source, put.peer) == pair)
+            for pair in pairs
+        }
+    whole = 2 * 64 * 64 * 2
+    assert sent == {
+        (source, peer): whole if peer < source else whole // 2
+        for source in range(4)
+        for peer in range(4)
+        if peer != source
+    }
+
+
+def test_waits_for_every_chunk() -> None:
+    """With a chunk counted as arrived that is not, the result is wrong: the wait is what makes it
+    right."""
+    plan = attention_plan(96, ranks_per_node=2)
+    geometry = RingAttentionOp().geometry(plan)
+    with Attention(plan) as world:
+        world.poison()
+        tensors = world.tensors(seed=3)
+        world.epoch = 1
+        for chunk in range(geometry.chunks):
+            world.add(1, geometry.arrived(1, 0, chunk))
+        assert world.launch(1, tensors[1], timeout_s=0.5).wait(10.0)
+        assert not world.errors(tensors, 1)[0] <= 0.1
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    plan = attention_plan(96, ranks_per_node=2)
+    with Attention(plan) as world:
+        world.epoch = 1
+        launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=0.3)
+        assert launch.wait(10.0)
+        code, seen = world.outcome(0)
+        assert code.name == "timeout"
+        assert seen.peer == 1
+        assert seen.signal == SIGNAL_BASE + RingAttentionOp().geometry(plan).arrived(
+            1, 1, seen.chunk
+        )
+
+
+def test_heads_that_are_too_wide_are_refused() -> None:
+    with pytest.raises(ShapeError, match="head_dim = 1032 is not legal; expected at most 1024"):
+        RingAttentionOp().geometry(attention_plan(16, 1032))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_modelled_views(causal: bool) -> None:
+    """Pipelined hides communication; compute alone still waits between its two parts."""
+    plan = attention_plan(1024, heads=4, causal=causal, ranks_per_node=4, comm_blocks=12)
+    traces = [record(plan, rank) for rank in range(plan.world_size)]
+    views: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
+    alone, sequential, pipelined = (model(traces, load_machine(), view) for view in views)
+    assert alone.total_us < pipelined.total_us < sequential.total_us
+    communication = sequential.total_us - alone.total_us
+    assert pipelined.total_us < alone.total_us + 0.75 * communication
+    names = {span.name for lane in pipelined.pipes for span in lane.spans}
+    assert {"TEXP", "TROWSUM", "TMATMUL", "TPUT"} <= names
+    assert ("TTRIL" in names) == causal
