@@ -16,6 +16,7 @@
 #include "backends/accelerators/ascend/kernels/ag_gemm/send_order.hpp"
 #include "backends/accelerators/ascend/sim/core.hpp"
 #include "tests/native/ascend/check.hpp"
+#include "tests/native/ascend/mutation.hpp"
 
 using namespace mkernel;
 using namespace mkernel::ascend;
@@ -32,11 +33,14 @@ namespace {
 
 std::byte* const kMemory = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 44);
 
+alignas(64) std::byte g_words[1024];  // what scalar instructions touch is real
+
 sim::Environment dry() {
     sim::Environment environment;
     environment.dry = true;
     environment.rank = 3;
-    environment.memory = {{kMemory, std::size_t{1} << 44, true}};
+    environment.memory = {{kMemory, std::size_t{1} << 44, true, false},
+                          {g_words, sizeof g_words, true}};
     environment.strict.emplace();
     return environment;
 }
@@ -214,6 +218,52 @@ void hazards() {
     CHECK(load > 0 && other > 0);
 }
 
+void scalar_hazards() {
+    const Tile ub = tile(Buffer::UB, 0, 1, 16);
+    const GlobalView words{g_words, DType::float16, 1, 16, 16, 1};
+    const std::string missing = "fence() between the scalar cache and memory is missing";
+    says(Role::comm,
+         {"TLOAD (pipe MTE2, ", "part of which SSTORE (pipe S, " + line(__LINE__ + 2), missing},
+         [&](sim::Core& core) {
+             core.sstore(g_words + 8, 1);
+             core.tload(ub, words);
+         });
+    // A flag is not enough: the cache may hold what was there before.
+    says(Role::vector, {"SLOAD (pipe S, ", "TSTORE (pipe MTE3, ", missing}, [&](sim::Core& core) {
+        core.tload(ub, matrix(1, 16));
+        order(core, Pipe::MTE2, Pipe::MTE3);
+        core.tstore(words, ub);
+        order(core, Pipe::MTE3, Pipe::S);
+        (void)core.sload(g_words + 4);
+    });
+    says(Role::comm, {"TNOTIFY (pipe S, ", "what SSTORE (pipe S, ", "fence() is missing"},
+         [&](sim::Core& core) {
+             core.sstore(g_words, 1);
+             core.tnotify(3, g_words, 0, 1);
+         });
+    says(Role::comm, {"SLOAD: a record has no memory here"},
+         [&](sim::Core& core) { (void)core.sload(kMemory); });
+    says(Role::comm, {"SSTORE: the address is not four-byte aligned"},
+         [&](sim::Core& core) { core.sstore(g_words + 2, 1); });
+    says(Role::comm, {"TADD", "takes no int32"}, [&](sim::Core& core) {
+        Tile wrong = ub;
+        wrong.dtype = DType::int32;
+        core.tadd(wrong, wrong, wrong);
+    });
+
+    Bench bench(Role::comm);
+    for (std::uint32_t i = 0; i < 16; ++i) bench.core.sstore(g_words + 4 * i, 100 + int(i));
+    bench.core.sstore(g_words + 20, 7);
+    CHECK(bench.core.sload(g_words + 20) == 7);  // a core sees its own stores
+    bench.core.fence();
+    bench.core.tload(ub, words);
+    order(bench.core, Pipe::MTE2, Pipe::S);
+    bench.core.sstore(g_words, 5);  // ordered after the load
+    bench.core.fence();
+    bench.core.tnotify(3, g_words, 0, 1);
+    CHECK(bench.core.sload(g_words) == 5 && bench.core.sload(g_words + 60) == 115);
+}
+
 // --- effects put off ------------------------------------------------------------------------------
 
 // What two loads, an extract and a store do in each pipe's order, with a flag before the extract.
@@ -371,60 +421,10 @@ class Kernels {
     std::vector<sim::Record> trace_;
 };
 
-// Every flag, barrier and fence by itself; then every flag with the wait it belongs to, which no
-// count can find: only the order of the accesses that it kept apart.
 void every_sync_is_needed(const char* name, Kernels kernels) {
-    for (const auto kind : {Role::comm, Role::cube}) {
-        std::uint32_t syncs = 0, pairs = 0, idle = 0;
-        for (const std::uint32_t index : {0u, 1u}) {
-            const std::string sound = kernels.run(kind, index, {});
-            if (!sound.empty()) std::fprintf(stderr, "%s: %s\n", name, sound.c_str());
-            CHECK(sound.empty());
-            const std::vector<sim::Record> all = kernels.trace();
-            std::vector<std::size_t> at;  // of the syncs
-            for (std::size_t i = 0; i < all.size(); ++i) {
-                if (all[i].kind >= sim::Kind::set_flag || all[i].kind == sim::Kind::tnotify ||
-                    all[i].kind == sim::Kind::nic_put) {
-                    at.push_back(i);
-                }
-            }
-            for (std::uint32_t i = 0; i < at.size(); ++i) {
-                if (all[at[i]].kind < sim::Kind::set_flag) continue;  // a signal: not seen when dry
-                ++syncs;
-                const bool reported = !kernels.run(kind, index, {i}).empty();
-                if (!reported) std::fprintf(stderr, "%s: sync %u is not missed\n", name, i);
-                CHECK(reported);
-            }
-            for (std::uint32_t i = 0; i < at.size(); ++i) {
-                const sim::Record& set = all[at[i]];
-                if (set.kind != sim::Kind::set_flag) continue;
-                std::uint32_t j = i + 1;
-                const auto answers = [&](const sim::Record& wait) {
-                    return wait.kind == sim::Kind::wait_flag && wait.pipe == set.pipe &&
-                           wait.other == set.other && wait.event == set.event;
-                };
-                while (!answers(all[at[j]])) ++j;
-                // A flag set before its pipe's first instruction, or waited for after the other
-                // pipe's last one, keeps nothing apart: it only starts or ends the alternation of
-                // set and wait, and both ends are needed for the count alone.
-                const auto uses = [&](isa::Pipe pipe, std::size_t from, std::size_t to) {
-                    return std::any_of(all.begin() + from, all.begin() + to, [&](const auto& each) {
-                        return each.pipe == pipe && each.kind < sim::Kind::tnotify;
-                    });
-                };
-                const bool needed = uses(set.pipe, 0, at[i]) && uses(set.other, at[j], all.size());
-                const bool reported = !kernels.run(kind, index, {i, j}).empty();
-                if (reported != needed) {
-                    std::fprintf(stderr, "%s: pair %u, %u: %d\n", name, i, j, reported);
-                }
-                CHECK(reported == needed);
-                ++pairs;
-                idle += needed ? 0 : 1;
-            }
-        }
-        std::printf("%s %s: %u syncs, each missed; %u pairs, missed but for %u at the ends\n", name,
-                    name_of(kind), syncs, pairs, idle);
-        CHECK(syncs > 0 && idle == (kind == Role::cube ? 24 : 0));
+    for (const auto role : {Role::comm, Role::cube}) {
+        const test::Mutations found = test::every_sync_is_needed(name, kernels, role);
+        CHECK(found.idle_syncs == 0 && found.idle_pairs == (role == Role::cube ? 24 : 0));
     }
 }
 
@@ -432,6 +432,7 @@ void every_sync_is_needed(const char* name, Kernels kernels) {
 
 int main() {
     hazards();
+    scalar_hazards();
     seeds_explore_legal_orders();
     waits_in_vain();
     every_sync_is_needed("one node", Kernels(3, 3));

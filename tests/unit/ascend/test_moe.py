@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mkernel.backends.accelerators.ascend import _ascend
+from mkernel.backends.accelerators.ascend import AscendLaunch, _ascend
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.backends.accelerators.ascend.moe import MoeDispatchOp, balanced_ids
@@ -105,11 +105,13 @@ def places(plan: LaunchPlan, given: list[Tensors], owner: int) -> list[tuple[int
 
 def expected(plan: LaunchPlan, given: list[Tensors], owner: int) -> np.ndarray[Any, Any]:
     """float64 outputs of an owner."""
-    rows = [
-        given[source]["x"][token].double().numpy() @ given[owner]["w"][expert].double().numpy()
-        for expert, source, token, _ in places(plan, given, owner)
-    ]
-    return np.array(rows).reshape(len(rows), plan.shape.features)
+    rows = places(plan, given, owner)
+    parts = []
+    for expert, w in enumerate(given[owner]["w"]):
+        tokens = [given[source]["x"][token] for each, source, token, _ in rows if each == expert]
+        if tokens:
+            parts.append(torch.stack(tokens).double() @ w.double())
+    return np.concatenate(parts) if parts else np.zeros((0, plan.shape.features))
 
 
 def distance(got: torch.Tensor, want: np.ndarray[Any, Any]) -> float:
@@ -268,6 +270,28 @@ def test_strict_simulation_finds_nothing(dtype: str, out_dtype: str) -> None:
     ]
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def complaint(launch: AscendLaunch) -> str:
+    """What strict simulation says of a call; empty if nothing."""
+    try:
+        assert launch.wait(PATIENCE_S)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("role", "wait"), [("vector", 0), ("vector", 1), ("cube", 1)])
+def test_a_missing_wait_for_another_core_is_reported(role: Any, wait: int) -> None:
+    """For the counts of all sources (the first wait of block 0 on rank 0, the second one on rank 1);
+    for tokens in their rows. By whichever of the two cores comes second."""
+    plan = moe_plan(ranks_per_node=2, chunk=40, compute_blocks=4)
+    with World(plan, strict=_ascend.Strict(skip_role=role, skip_waits=[wait])) as world:
+        world.epoch = 1
+        launches = [world.launch(rank, each) for rank, each in enumerate(inputs(plan))]
+        said = [complaint(launch) for launch in launches]
+        wanted = "no signal orders the two cores; a TNOTIFY or a TWAIT is missing"
+        assert any(wanted in text for text in said), said
 
 
 def test_a_handle_is_good_for_many_combines() -> None:

@@ -17,15 +17,18 @@ GlobalView Core::scalar_access(const char* instruction, const std::byte* at, boo
     if (reinterpret_cast<std::uintptr_t>(at) % sizeof(std::int32_t) != 0) {
         fail(instruction, "the address is not four-byte aligned");
     }
+    const std::uint32_t stored = write ? sizeof(std::int32_t) : 0;
     if (trace_ != nullptr && !trace_->empty() && trace_->back().kind == Kind::scalar &&
         trace_->back().chunk == chunk_) {
         trace_->back().amount += sizeof(std::int32_t);
+        trace_->back().value += stored;
     } else {
         record({.kind = Kind::scalar,
                 .pipe = Pipe::S,
                 .chunk = chunk_,
                 .peer = environment_.rank,
-                .amount = sizeof(std::int32_t)});
+                .amount = sizeof(std::int32_t),
+                .value = stored});
     }
     return word;
 }

@@ -71,7 +71,7 @@ struct Record {
     std::uint32_t signal = 0;
     std::uint32_t peer = 0;    // rank written to, notified or waited for; own rank: local
     std::uint64_t amount = 0;  // bytes; multiply-adds (padded to 16) of a matmul; value of a signal
-    std::uint32_t value = 0;   // nic_put: what is added to the signal
+    std::uint32_t value = 0;   // nic_put: what is added to the signal; scalar: bytes stored
     std::uint32_t width = 0;   // textract: bytes a source element; matmul: the same
 };
 static_assert(sizeof(Record) == 32);

@@ -1,0 +1,104 @@
+// The mutation test: every flag, barrier and fence of a kernel taken away in turn must be reported by
+// strict simulation.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/ascend/sim/trace.hpp"
+#include "tests/native/ascend/check.hpp"
+
+namespace mkernel::ascend::test {
+
+struct Mutations {
+    // Single syncs, of which some keep nothing apart; flags with the waits that answer them, same.
+    std::uint32_t syncs = 0, idle_syncs = 0, pairs = 0, idle_pairs = 0;
+};
+
+// Of blocks 0 and 1 of a kernel. `kernels.run(role, index, without)`: what strict simulation says of
+// that block without the syncs of those numbers, counted over flags, barriers, fences, TNOTIFYs and
+// NIC_PUTs; `kernels.trace()`: what the latest run issued.
+//
+// First each by itself. A fence keeps nothing apart if the block touched no memory since the one
+// before, but to read it by scalar instructions.
+// Then each flag with its wait, which no count can find: only the order of the accesses that it kept
+// apart. A flag set before its pipe's first instruction, or waited for after the other pipe's last
+// one, keeps nothing apart: it only starts or ends the alternation of set and wait, and both ends are
+// needed for the count alone.
+template <class Kernels>
+Mutations every_sync_is_needed(const char* name, Kernels& kernels, sim::Role role) {
+    using sim::Kind;
+    using sim::Record;
+    const auto is_sync = [](const Record& each) {
+        return each.kind == Kind::set_flag || each.kind == Kind::wait_flag ||
+               each.kind == Kind::barrier || each.kind == Kind::fence ||
+               each.kind == Kind::tnotify || each.kind == Kind::nic_put;
+    };
+    const auto is_work = [&](const Record& each) {
+        return !is_sync(each) && each.kind != Kind::twait;
+    };
+    Mutations found;
+    for (const std::uint32_t index : {0u, 1u}) {
+        const auto judge = [&](std::vector<std::uint32_t> without, bool needed) {
+            const bool reported = !kernels.run(role, index, without).empty();
+            if (reported != needed) {
+                std::fprintf(stderr, "%s %s %u: without %u (of %zu): %sreported\n", name,
+                             name_of(role), index, without[0], without.size(),
+                             reported ? "" : "not ");
+            }
+            CHECK(reported == needed);
+        };
+        const std::string sound = kernels.run(role, index, {});
+        if (!sound.empty()) std::fprintf(stderr, "%s: %s\n", name, sound.c_str());
+        CHECK(sound.empty());
+        const std::vector<Record> all = kernels.trace();
+        std::vector<std::size_t> at;  // of the syncs
+        for (std::size_t i = 0; i < all.size(); ++i) {
+            if (is_sync(all[i])) at.push_back(i);
+        }
+        bool touched = false;  // memory, since the latest fence
+        for (std::uint32_t i = 0, next = 0; i < at.size(); ++i) {
+            for (; next < at[i]; ++next) {
+                const Record& each = all[next];
+                touched = touched || each.kind == Kind::tload || each.kind == Kind::tstore ||
+                          each.kind == Kind::tput || (each.kind == Kind::scalar && each.value > 0);
+            }
+            const Kind kind = all[at[i]].kind;
+            if (kind == Kind::tnotify || kind == Kind::nic_put) continue;  // not seen when dry
+            const bool needed = kind != Kind::fence || touched;
+            if (kind == Kind::fence) touched = false;
+            judge({i}, needed);
+            ++found.syncs;
+            found.idle_syncs += needed ? 0 : 1;
+        }
+        for (std::uint32_t i = 0; i < at.size(); ++i) {
+            const Record& set = all[at[i]];
+            if (set.kind != Kind::set_flag) continue;
+            std::uint32_t j = i + 1;
+            const auto answers = [&](const Record& wait) {
+                return wait.kind == Kind::wait_flag && wait.pipe == set.pipe &&
+                       wait.other == set.other && wait.event == set.event;
+            };
+            while (!answers(all[at[j]])) ++j;
+            const auto uses = [&](isa::Pipe pipe, std::size_t from, std::size_t to) {
+                return std::any_of(
+                    all.begin() + static_cast<std::ptrdiff_t>(from),
+                    all.begin() + static_cast<std::ptrdiff_t>(to),
+                    [&](const auto& each) { return each.pipe == pipe && is_work(each); });
+            };
+            const bool needed = uses(set.pipe, 0, at[i]) && uses(set.other, at[j], all.size());
+            judge({i, j}, needed);
+            ++found.pairs;
+            found.idle_pairs += needed ? 0 : 1;
+        }
+    }
+    std::printf("%s %s: %u syncs, each missed but %u; %u pairs, missed but for %u at the ends\n",
+                name, name_of(role), found.syncs, found.idle_syncs, found.pairs, found.idle_pairs);
+    CHECK(found.syncs > found.idle_syncs);
+    return found;
+}
+
+}  // namespace mkernel::ascend::test

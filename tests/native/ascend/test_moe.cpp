@@ -1,0 +1,410 @@
+// MoE: routing tables against a plain computation; whole layers of several ranks in this process
+// against float64, meant to run under ThreadSanitizer too; every flag and fence of the kernels taken
+// away in turn.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/ascend/host/launch.hpp"
+#include "backends/accelerators/ascend/host/moe.hpp"
+#include "backends/accelerators/ascend/kernels/moe/comm.hpp"
+#include "backends/accelerators/ascend/kernels/moe/cube.hpp"
+#include "backends/accelerators/ascend/kernels/moe/vector.hpp"
+#include "backends/accelerators/ascend/kernels/moe_combine/comm.hpp"
+#include "backends/accelerators/ascend/kernels/moe_combine/vector.hpp"
+#include "tests/native/ascend/check.hpp"
+#include "tests/native/ascend/mutation.hpp"
+
+using namespace mkernel;
+using namespace mkernel::ascend;
+using isa::DType;
+using isa::GlobalView;
+using sim::Role;
+
+namespace {
+
+constexpr std::uint32_t kTokens = 37, kTopK = 3, kExperts = 2, kHidden = 72, kFeatures = 104;
+constexpr std::uint32_t kSignals = 1024;
+
+moe::Geometry geometry(std::uint32_t world, bool far) {
+    return {.routing = {.world = world, .tokens = kTokens, .top_k = kTopK, .experts = kExperts},
+            .world = world,
+            .hidden = kHidden,
+            .features = kFeatures,
+            .rows_per_chunk = 8,
+            .far = far,
+            .tile_m = 16,
+            .tile_n = 64,
+            .tile_k = 64,
+            .step_k = 32,
+            .dtype = DType::float32};
+}
+
+moe_combine::Geometry combine_geometry(std::uint32_t world, bool far) {
+    return {.routing = geometry(world, far).routing,
+            .world = world,
+            .features = kFeatures,
+            .rows_per_chunk = 11,
+            .far = far,
+            .dtype = DType::float32,
+            .out_dtype = DType::float16};
+}
+
+// Ids of all ranks; some name no expert.
+std::vector<std::int32_t> ids_of_all(std::uint32_t world, unsigned seed) {
+    std::mt19937 random(seed);
+    std::vector<std::int32_t> ids(world * kTokens * kTopK);
+    for (std::int32_t& id : ids) {
+        id = static_cast<std::int32_t>(random() % (world * kExperts + (seed == 0 ? 0 : 1)));
+    }
+    return ids;
+}
+
+GlobalView floats(std::vector<float>& values, std::uint32_t rows, std::uint32_t cols) {
+    return {reinterpret_cast<std::byte*>(values.data()), DType::float32, rows, cols, cols, 1};
+}
+
+GlobalView words(std::vector<std::int32_t>& values, std::uint32_t rows) {
+    const auto cols = static_cast<std::uint32_t>(values.size() / rows);
+    return {reinterpret_cast<std::byte*>(values.data()), DType::int32, rows, cols, cols, 1};
+}
+
+// --- tables -------------------------------------------------------------------------------------
+
+// A dry call of one rank, alone: tables and ids are real, the rest is addresses.
+class Alone {
+  public:
+    Alone(std::uint32_t world, std::uint32_t near, unsigned seed) : ids_(ids_of_all(world, seed)) {
+        args_.geometry = geometry(world, near < world);
+        const moe::Geometry& g = args_.geometry;
+        const std::uint32_t rows = g.routing.most_rows();
+        args_.rank = kRank;
+        tables_.resize(g.table_words(), -1);
+        args_.x = view(1, kTokens, kHidden, DType::float32);
+        args_.w = view(2, kExperts * kHidden, kFeatures, DType::float32);
+        args_.grouped = view(3, rows, kHidden, DType::float32);
+        args_.out = view(4, rows, kFeatures, DType::float32);
+        args_.tables = words(tables_, 1);
+        args_.routing = words(ids_, world);
+        args_.own_ids = args_.slot_ids(args_.routing.at(kRank, 0));
+        home_.geometry = combine_geometry(world, near < world);
+        home_.y = view(5, rows, kFeatures, DType::float32);
+        home_.weights = view(6, kTokens, kTopK, DType::float32);
+        home_.tables = args_.tables;
+        home_.out = view(7, kTokens, kFeatures, DType::float16);
+        args_.workspace = args_.pad = kMemory + (std::size_t{8} << 24);
+        for (std::uint32_t i = 0; i < world; ++i) {
+            std::byte* memory = i < near ? args_.workspace + (std::size_t{i} << 24) : nullptr;
+            peers_.push_back({memory, memory});
+            order_.push_back((kRank + i) % world);
+        }
+        args_.peers = peers_.data();
+        args_.source_order = home_.homes = order_.data();
+        static_cast<CallArgs&>(home_) = args_;
+    }
+    Alone(const Alone&) = delete;
+
+    // The vector part by `blocks` blocks, one after another. Tables that they share are there.
+    void build(std::uint32_t blocks) {
+        for (std::uint32_t i = 0; i < blocks; ++i) {
+            sim::Environment environment = dry();
+            sim::Core core(environment, Role::vector, i, blocks, memory_, nullptr);
+            CHECK(moe::vector(core, args_));
+        }
+    }
+
+    [[nodiscard]] std::int32_t word(std::uint64_t index) const { return tables_[index]; }
+    [[nodiscard]] const std::vector<std::int32_t>& ids() const { return ids_; }
+    [[nodiscard]] const moe::Geometry& g() const { return args_.geometry; }
+
+    // For the mutation test: of two blocks of a kernel of the dispatch (or the combine).
+    bool combine = false;
+    std::string run(Role role, std::uint32_t index, std::vector<std::uint32_t> without) {
+        sim::Environment environment = dry();
+        environment.strict.emplace().skip = {role, index, std::move(without), {}};
+        trace_.clear();
+        sim::Core core(environment, role, index, 2, memory_, &trace_);
+        return test::thrown<sim::IsaError>([&] {
+            core.finish(combine              ? role == Role::comm ? moe_combine::comm(core, home_)
+                                                                  : moe_combine::vector(core, home_)
+                                     : role == Role::comm ? moe::comm(core, args_)
+                        : role == Role::cube ? moe::cube(core, args_)
+                                             : moe::vector(core, args_));
+        });
+    }
+    [[nodiscard]] const std::vector<sim::Record>& trace() const { return trace_; }
+
+    static constexpr std::uint32_t kRank = 1;
+
+  private:
+    static inline std::byte* const kMemory = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 44);
+
+    static GlobalView view(std::size_t number, std::uint32_t rows, std::uint32_t cols,
+                           DType dtype) {
+        return {kMemory + (number << 24), dtype, rows, cols, cols, 1};
+    }
+
+    sim::Environment dry() {
+        sim::Environment environment;
+        environment.dry = true;
+        environment.rank = kRank;
+        environment.memory = {{kMemory, std::size_t{1} << 40, true, false},
+                              {args_.tables.base, tables_.size() * 4, true},
+                              {args_.routing.base, ids_.size() * 4, false}};
+        return environment;
+    }
+
+    std::vector<std::int32_t> ids_, tables_;
+    moe::Args args_;
+    moe_combine::Args home_;
+    std::vector<Peer> peers_;
+    std::vector<std::uint32_t> order_;
+    sim::OnChip memory_;
+    std::vector<sim::Record> trace_;
+};
+
+// Every table against what a plain loop over all ids finds.
+void tables_say_what_the_ids_say() {
+    for (const unsigned seed : {0u, 1u, 2u}) {
+        for (const std::uint32_t world : {2u, 5u}) {
+            Alone rank(world, world, seed);
+            const moe::Geometry& g = rank.g();
+            const moe::Routing& r = g.routing;
+            const auto id = [&](std::uint32_t source, std::uint32_t place) {
+                return rank.ids()[source * r.places() + place];
+            };
+            rank.build(1);
+            for (const std::uint32_t blocks : {1u, 3u, 8u}) {
+                rank.build(blocks);
+                std::int32_t row = 0;
+                std::vector<std::uint32_t> seen(world);  // places here of each source
+                for (std::uint32_t expert = 0; expert < kExperts; ++expert) {
+                    CHECK(rank.word(r.base(expert)) == row);
+                    for (std::uint32_t source = 0; source < world; ++source) {
+                        for (std::uint32_t place = 0; place < r.places(); ++place) {
+                            const auto wanted = Alone::kRank * kExperts + expert;
+                            if (id(source, place) != static_cast<std::int32_t>(wanted)) continue;
+                            // Its number among the places of its source that come here.
+                            std::uint32_t number = 0;
+                            for (std::uint32_t before = 0; before < place; ++before) {
+                                number += r.owner(id(source, before)) == Alone::kRank ? 1 : 0;
+                            }
+                            CHECK(rank.word(r.rows(source, number)) == row);
+                            ++row;
+                            ++seen[source];
+                        }
+                    }
+                }
+                CHECK(rank.word(r.base(kExperts)) == row);
+                for (std::uint32_t source = 0; source < world; ++source) {
+                    CHECK(rank.word(r.begin(source, kTokens)) ==
+                          static_cast<std::int32_t>(seen[source]));
+                    std::int32_t lower = 0;
+                    for (std::uint32_t place = 0; place < r.places(); ++place) {
+                        lower += r.owner(id(source, place)) < Alone::kRank ? 1 : 0;
+                    }
+                    CHECK(rank.word(r.start(source)) == lower);
+                    CHECK(rank.word(g.first(source, g.chunks(), kExperts - 1)) ==
+                          rank.word(source + 1 < world ? g.first(source + 1, 0, kExperts - 1)
+                                                       : r.base(kExperts)));
+                }
+                std::vector<bool> taken(r.places());
+                for (std::uint32_t place = 0; place < r.places(); ++place) {
+                    const auto at = static_cast<std::uint32_t>(rank.word(r.home(place)));
+                    CHECK(at < r.places() && !taken[at]);
+                    taken[at] = true;
+                    for (std::uint32_t before = 0; before < place; ++before) {
+                        const bool earlier =
+                            r.owner(id(Alone::kRank, before)) <= r.owner(id(Alone::kRank, place));
+                        CHECK((rank.word(r.home(before)) < static_cast<std::int32_t>(at)) ==
+                              earlier);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// --- whole layers -------------------------------------------------------------------------------
+
+struct Pages {
+    explicit Pages(std::size_t bytes)
+        : memory(static_cast<std::byte*>(
+                     std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096 + 4096)),
+                 &std::free) {
+        std::memset(memory.get(), 0, bytes);
+    }
+    std::unique_ptr<std::byte, decltype(&std::free)> memory;
+};
+
+struct Rank {
+    explicit Rank(std::uint32_t world)
+        : pads{Pages(runtime::SignalPad::bytes(kSignals)),
+               Pages(runtime::SignalPad::bytes(kSignals))},
+          workspaces{Pages(geometry(world, false).workspace_bytes()),
+                     Pages(combine_geometry(world, false).workspace_bytes())},
+          x(kTokens * kHidden),
+          w(kExperts * kHidden * kFeatures),
+          grouped(geometry(world, false).routing.most_rows() * kHidden),
+          out(geometry(world, false).routing.most_rows() * kFeatures),
+          weights(kTokens * kTopK),
+          result(kTokens * kFeatures),
+          tables(geometry(world, false).table_words()) {
+        for (Pages& pad : pads) runtime::SignalPad::format(pad.memory.get(), kSignals);
+    }
+    Pages pads[2], workspaces[2];  // of the dispatch's plan, of the combine's
+    std::vector<float> x, w, grouped, out, weights, result;
+    std::vector<std::int32_t> tables;
+};
+
+class World {
+  public:
+    explicit World(std::uint32_t world) : g_(geometry(world, false)) {
+        for (std::uint32_t i = 0; i < world; ++i) ranks_.emplace_back(world);
+    }
+
+    void layer(std::uint64_t epoch, host::View view) {
+        std::mt19937 random(static_cast<unsigned>(epoch));
+        std::uniform_real_distribution<float> uniform(-1, 1);
+        ids_ = ids_of_all(g_.world, 0);
+        std::shuffle(ids_.begin(), ids_.end(), random);
+        for (Rank& rank : ranks_) {
+            for (auto* values : {&rank.x, &rank.w, &rank.weights}) {
+                for (float& each : *values) each = uniform(random);
+            }
+            for (auto* values : {&rank.out, &rank.result}) {
+                for (float& each : *values) each = NAN;
+            }
+        }
+        run(0, epoch, view);
+        run(1, epoch, view);
+        if (view == host::View::compute_only) return;
+        double off = 0, all = 0;
+        for (std::uint32_t home = 0; home < g_.world; ++home) {
+            for (std::uint32_t token = 0; token < kTokens; ++token) {
+                for (std::uint32_t column = 0; column < kFeatures; column += 7) {
+                    const double want = element(home, token, column);
+                    const double got = ranks_[home].result[token * kFeatures + column];
+                    off += (got - want) * (got - want);
+                    all += want * want;
+                }
+            }
+        }
+        CHECK(std::sqrt(off / all) < 1e-5);
+    }
+
+  private:
+    double element(std::uint32_t home, std::uint32_t token, std::uint32_t column) const {
+        double sum = 0;
+        for (std::uint32_t slot = 0; slot < kTopK; ++slot) {
+            const std::uint32_t place = token * kTopK + slot;
+            const auto id = static_cast<std::uint32_t>(ids_[home * g_.routing.places() + place]);
+            const float* w =
+                ranks_[id / kExperts].w.data() + std::size_t{id % kExperts} * kHidden * kFeatures;
+            double product = 0;
+            for (std::uint32_t p = 0; p < kHidden; ++p) {
+                product += static_cast<double>(ranks_[home].x[token * kHidden + p]) *
+                           w[p * kFeatures + column];
+            }
+            sum += product * ranks_[home].weights[place];
+        }
+        return sum;
+    }
+
+    std::shared_ptr<host::Kernels> kernels(std::uint32_t which, std::uint32_t rank,
+                                           std::vector<std::uint32_t> order) {
+        Rank& own = ranks_[rank];
+        const moe::Routing& r = g_.routing;
+        if (which == 0) {
+            moe::Args args;
+            args.geometry = g_;
+            args.x = floats(own.x, kTokens, kHidden);
+            args.own_ids = args.slot_ids(reinterpret_cast<std::byte*>(ids_.data()) +
+                                         std::size_t{rank} * r.places() * sizeof(std::int32_t));
+            args.w = floats(own.w, kExperts * kHidden, kFeatures);
+            args.grouped = floats(own.grouped, r.most_rows(), kHidden);
+            args.out = floats(own.out, r.most_rows(), kFeatures);
+            args.tables = words(own.tables, 1);
+            return std::make_shared<host::MoeDispatch>(args, std::move(order));
+        }
+        moe_combine::Args args;
+        args.geometry = combine_geometry(g_.world, false);
+        args.geometry.out_dtype = DType::float32;
+        const auto rows = static_cast<std::uint32_t>(own.tables[r.base(kExperts)]);
+        args.y = floats(own.out, rows, kFeatures);
+        args.weights = floats(own.weights, kTokens, kTopK);
+        args.tables = words(own.tables, 1);
+        args.out = floats(own.result, kTokens, kFeatures);
+        return std::make_shared<host::MoeCombine>(args, std::move(order));
+    }
+
+    void run(std::uint32_t which, std::uint64_t epoch, host::View view) {
+        std::vector<std::shared_ptr<host::Launch>> launches;
+        for (std::uint32_t rank = 0; rank < g_.world; ++rank) {
+            host::Call call;
+            std::vector<std::uint32_t> order;
+            for (std::uint32_t i = 0; i < g_.world; ++i) {
+                call.peers.push_back(
+                    {ranks_[i].pads[which].memory.get(), ranks_[i].workspaces[which].memory.get()});
+                order.push_back((rank + i) % g_.world);
+            }
+            call.kernels = kernels(which, rank, std::move(order));
+            call.args.rank = rank;
+            call.args.epoch = epoch;
+            call.args.pad = ranks_[rank].pads[which].memory.get();
+            call.args.workspace = ranks_[rank].workspaces[which].memory.get();
+            call.blocks = {.comm = 3, .cube = which == 0 ? 3u : 0u, .vector = 4};
+            call.timeout_ns = 20'000'000'000;
+            call.view = view;
+            call.trace = epoch % 2 == 0;
+            if (epoch > 3) call.strict.emplace().seed = epoch;
+            launches.push_back(host::Launch::start(std::move(call)));
+        }
+        for (auto& launch : launches) CHECK(launch->wait(30'000'000'000));
+    }
+
+    moe::Geometry g_;
+    std::vector<Rank> ranks_;
+    std::vector<std::int32_t> ids_;
+};
+
+void layers() {
+    constexpr host::View kViews[] = {host::View::pipelined,    host::View::pipelined,
+                                     host::View::sequential,   host::View::compute_only,
+                                     host::View::compute_only, host::View::pipelined};
+    for (const std::uint32_t world : {1u, 3u}) {
+        World ranks(world);
+        std::uint64_t epoch = 0;
+        for (const host::View view : kViews) ranks.layer(++epoch, view);
+    }
+}
+
+// --- mutations ----------------------------------------------------------------------------------
+
+void every_sync_is_needed(const char* name, std::uint32_t world, std::uint32_t near) {
+    Alone rank(world, near, 1);
+    rank.build(1);
+    // Empty chunks, and blocks that end without a chunk to spread, have fences with nothing before.
+    (void)test::every_sync_is_needed(name, rank, Role::comm);
+    (void)test::every_sync_is_needed(name, rank, Role::vector);
+    const test::Mutations cube = test::every_sync_is_needed(name, rank, Role::cube);
+    CHECK(cube.idle_pairs == 24);
+    rank.combine = true;
+    (void)test::every_sync_is_needed(name, rank, Role::comm);
+    const test::Mutations sums = test::every_sync_is_needed(name, rank, Role::vector);
+    CHECK(sums.idle_syncs == 0 && sums.pairs > sums.idle_pairs);
+}
+
+}  // namespace
+
+int main() {
+    tables_say_what_the_ids_say();
+    layers();
+    every_sync_is_needed("one node", 3, 3);
+    every_sync_is_needed("two nodes", 4, 2);
+    return test::finish();
+}
