@@ -6,9 +6,8 @@ Each figure compares two things that take turns in the same run, or counts CPU t
   gemm        functional: one rank's compute kernel of AllGather+GEMM (2048 x 1024 x 2048, float16 to
               float32) against torch's float32 matmul on as many threads: at least 0.6 of its speed
   strict      strict and timed (traced, and replayed on a3.json), against functional: at most 5 times as
-              long; that GEMM by itself, and whole calls of two ranks in this process
-  model_only  `mkernel bench --model-only`: 8 ranks of 4096^3, three views, CPU time: at most 10 s, of
-              which two CPUs would take half each
+              long; that GEMM by itself, and whole calls of every op, two ranks in this process
+  model_only  `mkernel bench --model-only`: 8 ranks of 4096^3, three views, CPU time: at most 10 s
 """
 
 from __future__ import annotations
@@ -33,12 +32,23 @@ from mkernel.backends.base import Call, PeerMemory, SymmetricMemory
 from mkernel.backends.runtime import _runtime
 from mkernel.bench.modelled import shapes
 from mkernel.bench.sizes import GEMMS, Sized
+from mkernel.cases import case_of
 from mkernel.plan.model import LaunchPlan, OpName
 
 BARS = {"gemm_ratio": 0.6, "strict_times": 5.0, "model_only_cpu_s": 10.0}
 WARM_UP = 2
 TIMEOUT_S = 120.0
 M, N, K = 2048, 1024, 2048
+SIZES: dict[OpName, dict[str, int]] = {
+    **{op: {"m": M, "n": N, "k": K // 2} for op in GEMMS},
+    "moe_dispatch_gemm": {
+        "tokens": 1024, "hidden": 1024, "features": 512, "experts": 16, "top_k": 4,
+    },
+    "ring_attention": {
+        "batch": 1, "heads": 8, "kv_heads": 2, "sequence": 2048, "head_dim": 128, "causal": True,
+    },
+}  # fmt: skip
+"""Of the calls of two ranks."""
 
 Layout = Literal["row", "column"]
 Tensors = dict[str, torch.Tensor]
@@ -92,6 +102,7 @@ class World:
                     fifo=0,
                     timeout_s=TIMEOUT_S,
                     trace=trace,
+                    options=options(self.plan),
                 )
             )
             for rank in self._ranks
@@ -101,28 +112,44 @@ class World:
         return [launch.trace() or b"" for launch in launches]
 
 
-def planned(op: OpName, ranks: int, k: int, layout: Layout = "row") -> LaunchPlan:
+def planned(op: OpName, ranks: int, sizes: dict[str, Any], layout: Layout = "row") -> LaunchPlan:
     """As the planner has it, on all cores of the simulated chip."""
     return api.plan(
-        op, b_layout=layout, nodes=1, ranks_per_node=ranks, accelerator="ascend", m=M, n=N, k=k
+        op,
+        out_dtype="float32" if op in GEMMS else "float16",
+        b_layout=layout,
+        nodes=1,
+        ranks_per_node=ranks,
+        accelerator="ascend",
+        **sizes,
     )
 
 
 def inputs(plan: LaunchPlan, seed: int) -> list[Tensors]:
-    """Fresh ones for each rank, the output full of NaN."""
-    shape, world = plan.gemm, plan.world_size
-    rows = shape.m // world
-    a_rows = rows if plan.op == "all_gather_gemm" else shape.m
-    out_rows = rows if plan.op == "gemm_reduce_scatter" else shape.m
-    torch.manual_seed(seed)
+    """Fresh ones for each rank, and what the caller allocates, full of NaN."""
+    case = case_of(plan.op)(
+        sizes=plan.shape.model_dump(exclude={"kind"}),
+        dtype=plan.dtype,
+        out_dtype=plan.out_dtype,
+        layout=plan.b_layout,
+    )
     made = []
-    for _ in range(world):
-        b = torch.randn(shape.k, shape.n).half()
-        if plan.b_layout == "column":
-            b = b.t().contiguous().t()
-        out = torch.full((out_rows, shape.n), float("nan"))
-        made.append({"a": torch.randn(a_rows, shape.k).half(), "b": b, "out": out})
+    for rank in range(plan.world_size):
+        tensors = case.inputs(rank, plan.world_size, seed)
+        if plan.op in GEMMS:
+            shape = plan.gemm
+            rows = shape.m // plan.world_size if plan.op == "gemm_reduce_scatter" else shape.m
+            tensors["out"] = torch.full((rows, shape.n), float("nan"))
+        elif plan.op == "ring_attention":
+            tensors["out"] = torch.full_like(tensors["q"], float("nan"))
+            tensors["lse"] = torch.full(tensors["q"].shape[:3], float("nan"))
+        made.append(tensors)
     return made
+
+
+def options(plan: LaunchPlan) -> dict[str, Any]:
+    """The op's scalars."""
+    return {"scale": plan.shape.head_dim**-0.5} if plan.op == "ring_attention" else {}
 
 
 def seconds(action: Callable[..., object], *arguments: Any, **named: Any) -> float:
@@ -139,7 +166,7 @@ def traced_and_replayed(world: World, tensors: list[Tensors], machine: Machine) 
 
 def gemm(layout: Layout, slots: int, repeat: int) -> dict[str, float]:
     """One rank's product, functional and strict, and torch's: medians and how they compare."""
-    plan = planned("all_gather_gemm", 1, K, layout)
+    plan = planned("all_gather_gemm", 1, {"m": M, "n": N, "k": K}, layout)
     functional = World(plan, AscendAccelerator(slots=slots))
     strict = World(plan, AscendAccelerator(slots=slots, strict=_ascend.Strict()))
     machine = load_machine()
@@ -175,7 +202,7 @@ def gemm(layout: Layout, slots: int, repeat: int) -> dict[str, float]:
 
 def strict_call(op: OpName, slots: int, repeat: int) -> dict[str, float]:
     """A whole call of two ranks: strict and timed against functional."""
-    plan = planned(op, 2, K // 2)
+    plan = planned(op, 2, SIZES[op])
     functional = World(plan, AscendAccelerator(slots=slots))
     strict = World(plan, AscendAccelerator(slots=slots, strict=_ascend.Strict()))
     machine = load_machine()
@@ -218,7 +245,11 @@ def main() -> int:
     torch.set_num_threads(cpus)
     parts: dict[str, dict[str, dict[str, float]]] = {
         "gemm": {f"b_{b}_major": gemm(b, cpus, repeat) for b in ("row", "column")},
-        "strict": {op: strict_call(op, cpus, max(3, repeat // 3)) for op in GEMMS},
+        "strict": {
+            op: strict_call(op, cpus, max(3, repeat // 3))
+            for op in AscendAccelerator().capabilities().ops
+            if op in SIZES  # moe_combine follows a dispatch, which has most of the work
+        },
         "model_only": {op: model_only(op) for op in GEMMS},
     }
     rows = [row for part in parts.values() for row in part.values()]
@@ -232,6 +263,7 @@ def main() -> int:
         "ascend_speed",
         {
             "shape": {"m": M, "n": N, "k": K},
+            "calls_of_two_ranks": SIZES,
             "threads": cpus,
             "load": [round(each, 1) for each in os.getloadavg()],
             "matrix_unit": _ascend.matrix_unit(),

@@ -191,6 +191,36 @@ void what_other_ranks_pass_on_is_not_held_against_anyone() {
               "AIV core 0 writes"));
 }
 
+void scalars_are_compared_once_others_hear_of_them() {
+    const auto words = [](Call& call, sim::Core& core, int from, int to) {
+        for (int i = from; i < to; ++i) core.sstore(call.view().base + i * 4, i);
+        core.fence();
+    };
+    CHECK(has(says([&](Call& call) {
+                  words(call, *call.first, 8, 16);
+                  words(call, *call.first, 0, 8);
+                  call.raise(*call.first, 5);
+                  (void)call.second->sload(call.view(36).base);
+                  call.await(*call.second, 5);  // too late
+              }),
+              "rank 3 AIV core 1, SLOAD (pipe S, test_races.cpp:"));
+    CHECK(has(says([&](Call& call) {
+                  words(call, *call.first, 0, 8);
+                  words(call, *call.second, 7, 9);
+                  call.first->finish(true);
+                  call.second->finish(true);
+              }),
+              "overwrites 8 bytes of global memory"));
+    Call call;
+    words(call, *call.first, 0, 8);
+    words(call, *call.second, 8, 16);
+    call.raise(*call.first, 5);
+    call.await(*call.second, 5);
+    for (int i = 15; i >= 0; --i) (void)call.second->sload(call.view().base + i * 4);
+    call.first->finish(true);
+    call.second->finish(true);
+}
+
 void kernels_that_follow_each_other_are_ordered() {
     Call call;
     call.write(*call.first, call.view());
@@ -208,6 +238,7 @@ int main() {
     ordered_by_signals();
     pitches_that_differ_are_compared_line_by_line();
     what_other_ranks_pass_on_is_not_held_against_anyone();
+    scalars_are_compared_once_others_hear_of_them();
     kernels_that_follow_each_other_are_ordered();
     return test::finish();
 }

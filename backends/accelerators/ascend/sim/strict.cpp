@@ -1,6 +1,7 @@
 #include "backends/accelerators/ascend/sim/strict.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "backends/accelerators/ascend/sim/isa_error.hpp"
@@ -24,11 +25,53 @@ Strict::Strict(const StrictOptions& options, Role role, std::uint32_t index, std
 }
 
 void Strict::check(const Site& site, Pipe pipe, std::uint32_t at, const Operand& operand) {
-    std::string wrong = ranges_.access(order_, site, pipe, at, operand);
-    if (wrong.empty() && races_ != nullptr && operand.kind == Operand::Kind::global) {
-        wrong = races_->access(id_, site, pipe, operand.view, operand.write);
-    }
+    const std::string wrong = ranges_.access(order_, site, pipe, at, operand);
     if (!wrong.empty()) throw IsaError(core_ + ", " + describe(site, pipe) + ": " + wrong);
+    if (races_ == nullptr || operand.kind != Operand::Kind::global) return;
+    if (pipe == Pipe::S) {
+        add_word(words_[operand.write ? 1 : 0], site, operand.view);
+    } else {
+        check_races(site, pipe, operand.view, operand.write);
+    }
+}
+
+void Strict::check_races(const Site& site, Pipe pipe, const isa::GlobalView& view, bool write) {
+    const std::string wrong = races_->access(id_, site, pipe, view, write);
+    if (!wrong.empty()) throw IsaError(core_ + ", " + describe(site, pipe) + ": " + wrong);
+}
+
+void Strict::add_word(Runs& runs, const Site& site, const isa::GlobalView& word) {
+    const std::byte* end = end_of(word);
+    auto next = runs.upper_bound(word.base);
+    auto run = next == runs.begin() ? runs.end() : std::prev(next);
+    if (run != runs.end() && run->second.end >= end) return;
+    if (run != runs.end() && run->second.end >= word.base) {
+        run->second.end = end;
+    } else {
+        run = runs.emplace_hint(next, word.base, Run{end, site});
+    }
+    if (next != runs.end() && next->first == end) {
+        run->second.end = next->second.end;
+        runs.erase(next);
+    }
+}
+
+void Strict::check_words() {
+    if (races_ == nullptr) return;
+    for (const bool write : {false, true}) {
+        for (const auto& [begin, run] : words_[write ? 1 : 0]) {
+            const auto words = static_cast<std::uint32_t>((run.end - begin) / sizeof(std::int32_t));
+            check_races(run.site, Pipe::S,
+                        {const_cast<std::byte*>(begin), isa::DType::int32, 1, words, words, 1},
+                        write);
+        }
+        words_[write ? 1 : 0].clear();
+    }
+}
+
+void Strict::drain() {
+    check_words();
+    queue_.drain();
 }
 
 void Strict::issue(const Site& site, Pipe pipe, std::initializer_list<Operand> operands,
@@ -97,6 +140,7 @@ void Strict::publish(const Site& site, const std::string& what, std::uint32_t pe
     if (!pending.empty()) {
         throw IsaError(core_ + ", " + describe(site, Pipe::S) + ": " + what + " while " + pending);
     }
+    check_words();
     if (races_ != nullptr) races_->raise(id_, peer, signal);
 }
 
@@ -106,6 +150,7 @@ bool Strict::executes_wait() {
 }
 
 void Strict::seen(std::uint32_t peer, std::uint32_t signal) {
+    check_words();
     if (races_ != nullptr) races_->seen(id_, peer, signal);
 }
 

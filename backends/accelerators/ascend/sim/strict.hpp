@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -76,10 +77,23 @@ class Strict {
     // After a TWAIT has seen its signal, which `peer` raises.
     void seen(std::uint32_t peer, std::uint32_t signal);
     // After a kernel's last instruction.
-    void drain() { queue_.drain(); }
+    void drain();
 
   private:
+    // Runs of words that S read, or wrote, since other cores last heard of this one: first byte →
+    // byte after the last, and the instruction that began it.
+    struct Run {
+        const std::byte* end = nullptr;
+        Site site;
+    };
+    using Runs = std::map<const std::byte*, Run>;
+
     void check(const Site& site, isa::Pipe pipe, std::uint32_t at, const Operand& operand);
+    // Of an access of global memory, against other cores.
+    void check_races(const Site& site, isa::Pipe pipe, const isa::GlobalView& view, bool write);
+    static void add_word(Runs& runs, const Site& site, const isa::GlobalView& word);
+    // Before this core tells others of what it did, or hears of what they did.
+    void check_words();
 
     std::string core_;
     Order order_;
@@ -87,6 +101,7 @@ class Strict {
     Queue queue_;
     Races* races_;
     Races::CoreId id_ = 0;  // in `races_`
+    Runs words_[2];         // read, written
     std::vector<std::uint32_t> skipped_, skipped_waits_;
     std::uint32_t syncs_ = 0, waits_ = 0;
 };

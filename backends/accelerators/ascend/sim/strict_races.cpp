@@ -1,6 +1,7 @@
 #include "backends/accelerators/ascend/sim/strict_races.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 namespace mkernel::ascend::sim {
@@ -47,23 +48,26 @@ Races::Entry& Races::Views::entry(const GlobalView& view) {
         return other.rows == view.rows && other.cols == view.cols && other.dtype == view.dtype &&
                other.row_stride == view.row_stride && other.col_stride == view.col_stride;
     };
+    const auto length = static_cast<std::uint64_t>(end_of(view) - view.base);
+    auto& entries = by_length_[std::bit_ceil(length)];
     auto [it, last] = entries.equal_range(view.base);
     for (; it != last; ++it) {
         if (same(it->second.view)) return it->second;
     }
-    longest = std::max(longest, end_of(view) - view.base);
     return entries.emplace(view.base, Entry{view, {}})->second;
 }
 
 const Races::Touch* Races::Views::conflict(const GlobalView& view, CoreId core,
                                            const Clock& clock) const {
-    const auto first = entries.lower_bound(view.base - longest);
-    const auto last = entries.lower_bound(end_of(view));
-    for (auto it = first; it != last; ++it) {
-        for (const Touch& touch : it->second.by) {
-            const bool before = touch.core == core ||
-                                (touch.core < clock.size() && clock[touch.core] >= touch.tick);
-            if (!before && overlap(it->second.view, view)) return &touch;
+    for (const auto& [length, entries] : by_length_) {
+        const auto first = entries.upper_bound(view.base - length);
+        const auto last = entries.lower_bound(end_of(view));
+        for (auto it = first; it != last; ++it) {
+            for (const Touch& touch : it->second.by) {
+                const bool before = touch.core == core ||
+                                    (touch.core < clock.size() && clock[touch.core] >= touch.tick);
+                if (!before && overlap(it->second.view, view)) return &touch;
+            }
         }
     }
     return nullptr;

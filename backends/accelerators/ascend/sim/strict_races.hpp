@@ -56,15 +56,17 @@ class Races {
         isa::GlobalView view{};
         std::vector<Touch> by;
     };
-    // Views by their first byte.
-    struct Views {
-        std::multimap<const std::byte*, Entry> entries;
-        std::ptrdiff_t longest = 0;
-
+    // Views that were touched: by the power of two that their bytes, from the first to the last,
+    // fit, then by the first. So what may overlap a view is near it, however large others are.
+    class Views {
+      public:
         Entry& entry(const isa::GlobalView& view);
         // The first touch of a view that overlaps and that `clock` is not after.
         [[nodiscard]] const Touch* conflict(const isa::GlobalView& view, CoreId core,
                                             const Clock& clock) const;
+
+      private:
+        std::map<std::uint64_t, std::multimap<const std::byte*, Entry>> by_length_;
     };
 
     static void join(Clock& clock, const Clock& other);
