@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import Done, mkernel, mkernel_alone
 
 from mkernel.bench import results
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-MKERNEL = str(Path(sys.executable).parent / "mkernel")
 SMALL = ["--ranks", "2", "--shapes", "256x128x192", "--iterations", "3", "--warmup", "1"]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [MKERNEL, "bench", *arguments], capture_output=True, text=True, timeout=300, check=False
+def bench(*arguments: str) -> Done:
+    return mkernel("bench", *arguments)
+
+
+def test_a_process_of_its_own_measures(tmp_path: Path) -> None:
+    """The other tests run the command in theirs."""
+    file = tmp_path / "x.json"
+    done = mkernel_alone(
+        "bench", "gemm_ar", *SMALL, "--accelerator", "streams", "--json", str(file)
     )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "PASSED" in done.stdout
+    report = results.read(file)
+    assert report is not None
+    assert report.passed
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -51,10 +60,7 @@ def test_all_contenders_take_turns(tmp_path: Path, dtype: str) -> None:
         assert row.best_peer == "gloo+matmul"
         assert row.floor_us is not None
 
-    page = subprocess.run(
-        [MKERNEL, "bench", "--render", str(file.parent)],
-        capture_output=True, text=True, timeout=300, check=True,
-    ).stdout  # fmt: skip
+    page = bench("--render", str(file.parent)).stdout
     for part in ("# Measured numbers", "## What misses its target", "## x", "ffffffffffff",
                  "256 x 128 x 192"):  # fmt: skip
         assert part in page, part

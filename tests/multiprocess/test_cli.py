@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from command_line import MKERNEL, PATIENCE_S, mkernel, mkernel_alone
 from safetensors.torch import load_file, save_file
 
 from mkernel import zigzag_positions
@@ -22,21 +21,28 @@ from mkernel.plan.model import LaunchPlan
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "all_gather_gemm.py"
-MKERNEL = [str(Path(sys.executable).parent / "mkernel")]
-PATIENCE_S = 60.0
-"""With what must end, however busy the machine is."""
 SMALL = ["--m", "256", "--n", "128", "--k", "256", "--warmup", "0", "--iterations", "1"]
 
 
-def mkernel(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*MKERNEL, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        check=False,
-        **options,
-    )
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["run", "ag_gemm", *SMALL], 0),
+        (["run", "ag_gemm", *SMALL, "--accelerator", "mkernel.conformance.faults:ReturnsZeros"], 1),
+        (["run", "conv"], 2),
+        (["run", "ag_gemm", "--nodes", "0"], 2),
+    ],
+    ids=["passed", "failed", "refused", "usage"],
+)
+def test_a_process_says_what_these_tests_see(arguments: list[str], code: int) -> None:
+    """The other tests run the command in their own process."""
+    alone, here = mkernel_alone(*arguments), mkernel(*arguments)
+    assert (alone.returncode, here.returncode) == (code, code), alone.stderr
+    if code == 2:
+        assert (alone.stdout, alone.stderr) == (here.stdout, here.stderr)
+        return
+    for done in (alone, here):
+        assert ("FAILED" if code else "PASSED") in done.stdout, done.stdout + done.stderr
 
 
 def test_run_shows_what_it_did() -> None:
@@ -283,7 +289,7 @@ def test_sharded_b_must_divide(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_everything() -> None:
     process = subprocess.Popen(
-        [*MKERNEL, "run", "ag_gemm", "--iterations", "500"],
+        [MKERNEL, "run", "ag_gemm", "--iterations", "500"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -330,10 +336,10 @@ def test_world_size_must_match_under_torchrun(torchrun: list[str]) -> None:
     assert "nodes x ranks_per_node = WORLD_SIZE = 4" in done.stderr
 
 
-def test_times_wait_for_the_network() -> None:
+def test_times_wait_for_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A NIC that takes 250 ms a message shows up in every view that communicates."""
-    done = mkernel("run", "ag_gemm", "--json", "--nodes", "2", "--ranks-per-node", "1", *SMALL,
-                   env={**os.environ, "MKERNEL_SOFTVERBS_LATENCY_NS": "250000000"})  # fmt: skip
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_LATENCY_NS", "250000000")
+    done = mkernel("run", "ag_gemm", "--json", "--nodes", "2", "--ranks-per-node", "1", *SMALL)
     assert done.returncode == 0, done.stderr
     wall = json.loads(done.stdout)["wall"]
     for view in ("comm_only_ms", "sequential_ms", "pipelined_ms"):

@@ -372,10 +372,13 @@ def error(tensors: list[dict[str, torch.Tensor]], rank: int) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def sum_error(plan: LaunchPlan, tensors: list[dict[str, torch.Tensor]], rank: int) -> float:
-    """The same for ops that sum over ranks."""
-    want = sum(t["a"].double().numpy() @ t["b"].double().numpy() for t in tensors)
+def sum_errors(plan: LaunchPlan, tensors: list[dict[str, torch.Tensor]]) -> list[float]:
+    """The same of every rank, for ops that sum over ranks."""
+    whole = sum(t["a"].double().numpy() @ t["b"].double().numpy() for t in tensors)
+    wanted = [whole] * plan.world_size
     if plan.op == "gemm_reduce_scatter":
-        want = np.split(want, plan.world_size)[rank]
-    got = tensors[rank]["out"].double().numpy()
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+        wanted = np.split(whole, plan.world_size)
+    return [
+        float(np.linalg.norm(t["out"].double().numpy() - want) / np.linalg.norm(want))
+        for t, want in zip(tensors, wanted, strict=True)
+    ]
