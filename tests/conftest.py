@@ -55,7 +55,8 @@ def _own_memfds() -> list[str]:
 def torchrun(tmp_path: Path) -> list[str]:
     """torchrun's command, at a free port and with its files in the test's folder."""
     launcher = [sys.executable, "-m", "torch.distributed.run"]
-    return [*launcher, "--standalone", "--log-dir", str(tmp_path / "torchrun")]
+    here = ["--standalone", "--local-addr", "127.0.0.1"]  # whatever this machine is called
+    return [*launcher, *here, "--log-dir", str(tmp_path / "torchrun")]
 
 
 @pytest.fixture
