@@ -16,6 +16,7 @@ import mkernel
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.base import View
 from mkernel.cases import case_of
+from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import Timeout
 from mkernel.plan.shapes import SHAPES
 
@@ -46,7 +47,7 @@ def called(op: Any, view: View) -> tuple[bool, Told, tuple[int, int]]:
 
 def launch(op: str, backend: str = "OnNpu", view: View = "pipelined") -> list[Any]:
     return mkernel.launch(
-        called, op, view, ranks_per_node=2, accelerator=f"npu_backend:{backend}", timeout_s=20
+        called, op, view, ranks_per_node=2, accelerator=f"npu_backend:{backend}", timeout_s=60
     )
 
 
@@ -120,12 +121,14 @@ def queued() -> tuple[bool, bool, bool]:
 
 def test_calls_may_be_left_to_a_device_that_queues() -> None:
     found = mkernel.launch(
-        queued, ranks_per_node=2, accelerator="npu_backend:Queueing", timeout_s=20
+        queued, ranks_per_node=2, accelerator="npu_backend:Queueing", timeout_s=60
     )
     assert found == [(True, True, True)] * 2
 
 
 def never_done() -> None:
+    mkernel.world().barrier()
+    give_up_after(2)
     npu_backend.Npu.idle.clear()
     product(0)
     mkernel.synchronize()
@@ -134,7 +137,7 @@ def never_done() -> None:
 def test_a_queued_call_that_never_ends_is_a_timeout() -> None:
     with pytest.raises(Timeout, match=r"rank (\d) .* chunk 0 of rank (?!\1)\d"):
         mkernel.launch(
-            never_done, ranks_per_node=2, accelerator="npu_backend:Queueing", timeout_s=2
+            never_done, ranks_per_node=2, accelerator="npu_backend:Queueing", timeout_s=60
         )
 
 
