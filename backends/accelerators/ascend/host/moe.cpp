@@ -100,7 +100,8 @@ std::vector<sim::TraceBaseline> MoeDispatch::baselines() const {
     return {{base + g.ids(parity, 0), g.world, uses},
             {base + g.arrived(parity, 0, 0), g.world * g.chunks(), uses},
             {base + g.spread(0, 0), g.world * g.chunks(), calls},
-            {base + g.counted(), 2, calls * g.world},  // and placed
+            {base + g.counted(), 1, calls * g.world * g.chunks()},
+            {base + g.placed(), 1, calls * g.world},
             {base + g.released(0), g.world, calls},
             {base + g.finished(), 1, calls * blocks_.vector}};
 }

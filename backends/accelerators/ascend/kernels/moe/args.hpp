@@ -9,9 +9,10 @@
 //           rows are spread (cube.hpp).
 // An expert's rows come by source rank, token, slot: fixed by the routing alone.
 //
-// A chunk is `rows_per_chunk` tokens that one rank sends to another; both count as many chunks as
-// if all tokens went there, and chunks that a call does not need are raised empty: what a call adds
-// to each signal is fixed. Workspace of a rank, each slot being ids, then tokens:
+// A chunk is `rows_per_chunk` tokens of one rank, of which those that another rank needs go there,
+// one after another from the chunk's first place in the slot on. Chunks are signalled even if none
+// goes: what a call adds to each signal is fixed. Workspace of a rank, each slot being ids, then
+// tokens:
 //   inbox   [2 parities][world] slots: from each rank (own slot: unused)
 //   outbox  [2 parities][world] slots, where the world has several nodes: for each rank of another
 //           node. The NIC has read a slot when its receiver has released the call.
@@ -19,7 +20,8 @@
 // Signals of the plan, from `signal_base` (call.hpp: parity, uses; release.hpp: the last two).
 //   ids(p, s)         +1 by rank s when its ids are here
 //   arrived(p, s, c)  +1 by rank s when chunk c of its tokens is here
-//   counted, placed   +1 for each source when its places are counted, when their rows are known
+//   counted           +1 for each chunk of every source when its places are counted
+//   placed            +1 for each source when their rows are known
 //   spread(s, c)      +1 when the tokens of chunk c of source s are in their rows
 //   released(s)       by rank s when it has finished a call
 //   finished          by each vector block of this rank's compute kernel
@@ -42,6 +44,11 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint32_t chunks() const {
         return divide_up(routing.tokens, rows_per_chunk);
     }
+    // First token of a chunk.
+    [[nodiscard]] constexpr std::uint32_t token(std::uint32_t chunk) const {
+        const std::uint32_t token = chunk * rows_per_chunk;
+        return token < routing.tokens ? token : routing.tokens;
+    }
     [[nodiscard]] constexpr std::uint32_t n_tiles() const { return divide_up(features, tile_n); }
 
     // Bytes from the start of a slot to a token.
@@ -63,19 +70,25 @@ struct Geometry {
     }
 
     // Words of this call's tables behind the routing's: what chunks have to do with rows.
-    //   total[world][experts]              rows that each own expert gets of each source
-    //   token[world][chunks + 1]           first token of each chunk
+    //   here[world][chunks]                places of a chunk that have their row here
+    //   lower[world][chunks]               those that have a lower owner
+    //   count[world][chunks][experts]      rows that each own expert gets of a chunk
     //   first[world][chunks + 1][experts]  first row of each expert that a chunk fills, and the end
     //   next[world][chunks][experts]       the next one, while the chunk is spread
-    [[nodiscard]] constexpr std::uint64_t total(std::uint32_t source, std::uint32_t expert) const {
-        return routing.words() + std::uint64_t{source} * routing.experts + expert;
+    [[nodiscard]] constexpr std::uint64_t here(std::uint32_t source, std::uint32_t chunk) const {
+        return routing.words() + std::uint64_t{source} * chunks() + chunk;
     }
-    [[nodiscard]] constexpr std::uint64_t token(std::uint32_t source, std::uint32_t chunk) const {
-        return total(world, 0) + std::uint64_t{source} * (chunks() + 1) + chunk;
+    [[nodiscard]] constexpr std::uint64_t lower(std::uint32_t source, std::uint32_t chunk) const {
+        return here(world, 0) + std::uint64_t{source} * chunks() + chunk;
+    }
+    [[nodiscard]] constexpr std::uint64_t count(std::uint32_t source, std::uint32_t chunk,
+                                                std::uint32_t expert) const {
+        return lower(world, 0) + (std::uint64_t{source} * chunks() + chunk) * routing.experts +
+               expert;
     }
     [[nodiscard]] constexpr std::uint64_t first(std::uint32_t source, std::uint32_t chunk,
                                                 std::uint32_t expert) const {
-        return token(world, 0) +
+        return count(world, 0, 0) +
                (std::uint64_t{source} * (chunks() + 1) + chunk) * routing.experts + expert;
     }
     [[nodiscard]] constexpr std::uint64_t next(std::uint32_t source, std::uint32_t chunk,
@@ -103,6 +116,10 @@ struct Geometry {
     }
     [[nodiscard]] constexpr std::uint32_t finished() const { return released(world); }
     [[nodiscard]] constexpr std::uint32_t signals() const { return finished() + 1; }
+};
+
+struct Chunk {
+    std::uint32_t source = 0, number = 0;
 };
 
 struct Args : CallArgs {
@@ -135,11 +152,18 @@ struct Args : CallArgs {
     [[nodiscard]] constexpr std::byte* received(std::uint32_t source) const {
         return workspace + geometry.inbox(parity(), source);
     }
-    // A token of `source`, the `number`th that comes here.
+    // A token of `source`; others' lie at a place of their slot.
     [[nodiscard]] constexpr isa::GlobalView token(std::uint32_t source, std::uint32_t token,
-                                                  std::uint32_t number) const {
+                                                  std::uint32_t place) const {
         return source == rank ? x.sub(token, 0, 1, geometry.hidden)
-                              : slot_tokens(received(source), number, 1);
+                              : slot_tokens(received(source), place, 1);
+    }
+    // All chunks in the order in which they are worked on: the own ones, which are here at once,
+    // then the other ranks' as they come, the first one of each, the second one of each, ...
+    [[nodiscard]] constexpr Chunk chunk(std::uint32_t item) const {
+        const std::uint32_t own = geometry.chunks(), others = geometry.world - 1;
+        if (item < own) return {rank, item};
+        return {source_order[1 + (item - own) % others], (item - own) / others};
     }
     // Where the ids of `source` are once they are here. Without communication: the own ones for all.
     [[nodiscard]] constexpr isa::GlobalView ids(std::uint32_t source) const {

@@ -1,12 +1,11 @@
 // MoE dispatch, communication kernel (vector cores): ids and tokens to every other rank.
-//   1. Blocks are dealt out evenly to the other ranks; where there are more ranks than blocks, a
-//      block serves several, one after the other. Blocks of one destination share its chunks.
-//   2. Before its first write for a destination a block waits until that has released epoch - 2,
-//      whose slots are about to be overwritten. It waits for nothing else.
-//   3. The first block of a destination sends the own ids.
-//   4. Every block goes through the own ids, in token order, for those of the destination's
-//      experts, and sends the tokens that are in its chunks: same node, TPUT straight into the
-//      inbox there, fence, TNOTIFY; other node, TPUT into the outbox, fence, NIC put.
+//   1. Items of work: the ids for each other rank; then, chunk by chunk, the tokens for each.
+//      Blocks take them in turns.
+//   2. Before its first write for a rank a block waits until that has released epoch - 2, whose
+//      slots are about to be overwritten. It waits for nothing else.
+//   3. Tokens of a chunk that go: those with an expert there, found by going through their ids.
+//      Tokens that follow one another travel together. Same node: TPUT straight into the inbox
+//      there, fence, TNOTIFY; other node: TPUT into the outbox, fence, NIC put.
 #pragma once
 
 #include "backends/accelerators/ascend/isa/launch.hpp"
@@ -27,46 +26,22 @@ class Comm {
 
     // False if a wait was aborted or timed out.
     bool run() {
-        const std::uint32_t targets = g_.world - 1, blocks = core_.count();
-        for (std::uint32_t which = core_.index() % targets; which < targets; which += blocks) {
-            const std::uint32_t members =
-                blocks > targets ? (blocks - which + targets - 1) / targets : 1;
-            const std::uint32_t target = args_.source_order[1 + which];
-            if (!serve(target, core_.index() / targets, members)) return false;
+        const std::uint32_t targets = g_.world - 1;
+        for (std::uint32_t item = core_.index(); item < targets * (g_.chunks() + 1);
+             item += core_.count()) {
+            const std::uint32_t target = args_.source_order[1 + item % targets];
+            const std::uint32_t turn = item / targets;
+            core_.annotate(turn == 0 ? kNoAnnotation : turn - 1);
+            if ((may_write_ >> target & 1) == 0) {
+                if (!wait_released(core_, args_, g_.released(0), target)) return false;
+                may_write_ |= std::uint64_t{1} << target;
+            }
+            if (!(turn == 0 ? send_ids(target) : send_tokens(target, turn - 1))) return false;
         }
         return true;
     }
 
   private:
-    bool serve(std::uint32_t target, std::uint32_t member, std::uint32_t members) {
-        if (member >= g_.chunks()) return true;
-        core_.annotate(kNoAnnotation);
-        if (!wait_released(core_, args_, g_.released(0), target)) return false;
-        if (member == 0 && !send_ids(target)) return false;
-        std::uint32_t token = 0;
-        for (std::uint32_t chunk = 0; chunk < g_.chunks(); ++chunk) {
-            core_.annotate(chunk);
-            const bool mine = chunk % members == member;
-            const std::uint32_t first = chunk * g_.rows_per_chunk;
-            std::uint32_t count = 0;
-            while (token < g_.routing.tokens && count < g_.rows_per_chunk) {
-                const std::uint32_t run = wanted(target, token, g_.rows_per_chunk - count);
-                if (mine && run > 0) {
-                    core_.tput(target, args_.slot_tokens(slot(target), first + count, run),
-                               args_.x.sub(token, 0, run, g_.hidden), rows_.ping, rows_.pong);
-                }
-                count += run;
-                token += run > 0 ? run : 1;
-            }
-            if (mine && !publish(target, g_.arrived(args_.parity(), args_.rank, chunk),
-                                 g_.token_offset(first),
-                                 g_.token_offset(first + count) - g_.token_offset(first))) {
-                return false;
-            }
-        }
-        return true;
-    }
-
     bool send_ids(std::uint32_t target) {
         const isa::Tile half{.buffer = isa::Buffer::UB,
                              .dtype = isa::DType::int32,
@@ -79,11 +54,20 @@ class Comm {
                        std::uint64_t{g_.routing.places()} * sizeof(std::int32_t));
     }
 
-    // How many tokens from `token` on, one after another and at most `most`, go to `target`.
-    std::uint32_t wanted(std::uint32_t target, std::uint32_t token, std::uint32_t most) {
-        std::uint32_t run = 0;
-        while (run < most && token + run < g_.routing.tokens && goes(target, token + run)) ++run;
-        return run;
+    bool send_tokens(std::uint32_t target, std::uint32_t chunk) {
+        const std::uint32_t first = g_.token(chunk), end = g_.token(chunk + 1);
+        std::uint32_t place = first;
+        for (std::uint32_t token = first; token < end; ++token) {
+            std::uint32_t run = 0;
+            while (token + run < end && goes(target, token + run)) ++run;
+            if (run == 0) continue;
+            core_.tput(target, args_.slot_tokens(slot(target), place, run),
+                       args_.x.sub(token, 0, run, g_.hidden), rows_.ping, rows_.pong);
+            place += run;
+            token += run;  // which the loop has seen not to go, or is the end
+        }
+        return publish(target, g_.arrived(args_.parity(), args_.rank, chunk),
+                       g_.token_offset(first), g_.token_offset(place) - g_.token_offset(first));
     }
 
     bool goes(std::uint32_t target, std::uint32_t token) {
@@ -123,6 +107,7 @@ class Comm {
     const Geometry& g_;
     Words<Core> ids_;
     RowBuffers rows_;
+    std::uint64_t may_write_ = 0;  // bit per rank: it has released epoch - 2
 };
 
 MKERNEL_ASCEND_KERNEL(aiv, moe, comm, Comm, Args)

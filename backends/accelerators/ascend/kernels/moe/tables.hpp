@@ -1,9 +1,9 @@
 // MoE dispatch, vector part of the compute kernel: routing tables (routing.hpp, args.hpp) by scalar
-// instructions, one source rank a block.
-//   1. Each source: go through its ids once; count the rows that each own expert gets of each chunk,
-//      and in all; find where chunks begin. Beside that, from the own ids, where results come home.
-//   2. When all sources are counted, each: rows before its own, by expert and then source; from them
-//      the first row of each chunk.
+// instructions, shared by all blocks.
+//   1. Each chunk of each source: go through its ids; count the places that have their row here, and
+//      the rows that each own expert gets. Beside that, from the own ids, where results come home.
+//   2. When all are counted, each source: the first row of each of its chunks for each expert, by
+//      expert, then source, then chunk; and its places before each chunk.
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/moe/args.hpp"
@@ -22,13 +22,16 @@ class Tables {
 
     // Of all blocks together. False if a wait was aborted or timed out.
     bool build() {
-        core_.annotate(kNoAnnotation);
-        for (std::uint32_t source = core_.index(); source < g_.world; source += core_.count()) {
-            if (!count(source)) return false;
+        const std::uint32_t chunks = g_.world * g_.chunks();
+        for (std::uint32_t item = core_.index(); item < chunks; item += core_.count()) {
+            if (!count(args_.chunk(item))) return false;
         }
-        if (g_.world % core_.count() == core_.index()) come_home();
+        core_.annotate(kNoAnnotation);
+        if (chunks % core_.count() == core_.index()) come_home();
         for (std::uint32_t source = core_.index(); source < g_.world; source += core_.count()) {
-            if (!wait_all(g_.counted())) return false;
+            if (!core_.twait(args_.signal_base + g_.counted(), args_.epoch * chunks, args_.rank)) {
+                return false;
+            }
             place(source);
         }
         return wait_placed(core_, args_);
@@ -46,52 +49,35 @@ class Tables {
         return {core_, view.base, static_cast<std::uint64_t>(view.row_stride)};
     }
 
-    bool wait_all(std::uint32_t signal) {
-        return core_.twait(args_.signal_base + signal, args_.epoch * g_.world, args_.rank);
-    }
-
     void raise(std::uint32_t signal) {
         core_.fence();
         core_.tnotify(args_.rank, args_.pad, args_.signal_base + signal, 1);
     }
 
-    bool count(std::uint32_t source) {
+    bool count(const Chunk& chunk) {
+        const auto [source, number] = chunk;
+        core_.annotate(number);
         if (source != args_.rank && !args_.compute_only &&
             !core_.twait(args_.signal_base + g_.ids(args_.parity(), source), args_.uses(),
                          source)) {
             return false;
         }
         for (std::uint32_t expert = 0; expert < r_.experts; ++expert) {
-            words_.set(g_.total(source, expert), 0);
-            for (std::uint32_t chunk = 0; chunk < g_.chunks(); ++chunk) {
-                words_.set(g_.first(source, chunk, expert), 0);
-            }
+            words_.set(g_.count(source, number, expert), 0);
         }
         const Words<Core> given = ids(source);
-        std::uint32_t tokens = 0, rows = 0, lower = 0;
-        for (std::uint32_t token = 0; token < r_.tokens; ++token) {
-            words_.set(r_.begin(source, token), rows);
-            const std::uint32_t chunk = tokens / g_.rows_per_chunk, before = rows;
-            for (std::uint32_t slot = 0; slot < r_.top_k; ++slot) {
-                const std::int32_t id = given.get(std::uint64_t{token} * r_.top_k + slot);
-                const std::uint32_t owner = r_.owner(id);
-                lower += owner < args_.rank ? 1 : 0;
-                if (owner != args_.rank) continue;
-                const std::uint32_t expert = static_cast<std::uint32_t>(id) % r_.experts;
-                words_.next(g_.first(source, chunk, expert));
-                words_.next(g_.total(source, expert));
-                ++rows;
-            }
-            if (rows == before) continue;
-            if (tokens % g_.rows_per_chunk == 0) words_.set(g_.token(source, chunk), token);
-            ++tokens;
+        std::uint32_t here = 0, lower = 0;
+        for (std::uint32_t place = g_.token(number) * r_.top_k;
+             place < g_.token(number + 1) * r_.top_k; ++place) {
+            const std::int32_t id = given.get(place);
+            const std::uint32_t owner = r_.owner(id);
+            lower += owner < args_.rank ? 1 : 0;
+            if (owner != args_.rank) continue;
+            words_.next(g_.count(source, number, static_cast<std::uint32_t>(id) % r_.experts));
+            ++here;
         }
-        words_.set(r_.begin(source, r_.tokens), rows);
-        words_.set(r_.start(source), lower);
-        for (std::uint32_t chunk = divide_up(tokens, g_.rows_per_chunk); chunk <= g_.chunks();
-             ++chunk) {
-            words_.set(g_.token(source, chunk), r_.tokens);
-        }
+        words_.set(g_.here(source, number), here);
+        words_.set(g_.lower(source, number), lower);
         raise(g_.counted());
         return true;
     }
@@ -100,19 +86,23 @@ class Tables {
         std::uint32_t row = 0;
         for (std::uint32_t expert = 0; expert < r_.experts; ++expert) {
             if (source == 0) words_.set(r_.base(expert), row);
-            std::uint32_t at = 0;
             for (std::uint32_t each = 0; each < g_.world; ++each) {
-                if (each == source) at = row;
-                row += words_.count(g_.total(each, expert));
+                for (std::uint32_t chunk = 0; chunk < g_.chunks(); ++chunk) {
+                    if (each == source) words_.set(g_.first(source, chunk, expert), row);
+                    row += words_.count(g_.count(each, chunk, expert));
+                }
+                if (each == source) words_.set(g_.first(source, g_.chunks(), expert), row);
             }
-            for (std::uint32_t chunk = 0; chunk < g_.chunks(); ++chunk) {
-                const std::uint32_t rows = words_.count(g_.first(source, chunk, expert));
-                words_.set(g_.first(source, chunk, expert), at);
-                at += rows;
-            }
-            words_.set(g_.first(source, g_.chunks(), expert), at);
         }
         if (source == 0) words_.set(r_.base(r_.experts), row);
+        std::uint32_t places = 0, lower = 0;
+        for (std::uint32_t chunk = 0; chunk < g_.chunks(); ++chunk) {
+            words_.set(r_.begin(source, g_.token(chunk)), places);
+            places += words_.count(g_.here(source, chunk));
+            lower += words_.count(g_.lower(source, chunk));
+        }
+        words_.set(r_.begin(source, r_.tokens), places);
+        words_.set(r_.start(source), lower);
         raise(g_.placed());
     }
 

@@ -1,9 +1,8 @@
 // MoE dispatch, vector part of the compute kernel: tables, then tokens to the rows of their experts.
 //   1. All blocks build the routing tables together (tables.hpp).
-//   2. Items of work: the chunks of the own tokens, then chunk by chunk those of the other ranks, in
-//      the order of consumption. Blocks take them in turns. A chunk is spread when it has arrived:
-//      each of its tokens is copied to its rows and the rows are noted for the combine; then its
-//      signal tells the cube cores.
+//   2. Items of work: all chunks, in the order of Args::chunk. Blocks take them in turns. A chunk is
+//      spread when it has arrived: each of its tokens is copied to its rows and the rows are noted
+//      for the combine; then its signal tells the cube cores.
 //   3. When all blocks are through, every rank is told that the inboxes are free (release.hpp).
 #pragma once
 
@@ -26,53 +25,48 @@ class Vector {
     // False if a wait was aborted or timed out.
     bool run() {
         if (!Tables<Core>(core_, args_).build()) return false;
-        const std::uint32_t others = g_.world - 1;
         for (std::uint32_t item = core_.index(); item < g_.world * g_.chunks();
              item += core_.count()) {
-            const std::uint32_t later = item - g_.chunks();
-            const bool own = item < g_.chunks();
-            if (!spread(own ? args_.rank : args_.source_order[1 + later % others],
-                        own ? item : later / others)) {
-                return false;
-            }
+            if (!spread(args_.chunk(item))) return false;
         }
         return g_.world == 1 || release(core_, args_, g_.world, g_.released(0), g_.finished());
     }
 
   private:
-    bool spread(std::uint32_t source, std::uint32_t chunk) {
+    bool spread(const Chunk& chunk) {
         const Routing& r = g_.routing;
-        core_.annotate(chunk);
+        const auto [source, number] = chunk;
+        core_.annotate(number);
         if (source != args_.rank && !args_.compute_only &&
-            !core_.twait(args_.signal_base + g_.arrived(args_.parity(), source, chunk),
+            !core_.twait(args_.signal_base + g_.arrived(args_.parity(), source, number),
                          args_.uses(), source)) {
             return false;
         }
         for (std::uint32_t expert = 0; expert < r.experts; ++expert) {
-            words_.set(g_.next(source, chunk, expert),
-                       words_.count(g_.first(source, chunk, expert)));
+            words_.set(g_.next(source, number, expert),
+                       words_.count(g_.first(source, number, expert)));
         }
         const isa::GlobalView view = args_.ids(source);
         const Words<Core> ids(core_, view.base, static_cast<std::uint64_t>(view.row_stride));
-        const std::uint32_t last = words_.count(g_.token(source, chunk + 1));
-        std::uint32_t token = words_.count(g_.token(source, chunk));
-        std::uint32_t at = words_.count(r.begin(source, token));
-        for (std::uint32_t number = chunk * g_.rows_per_chunk; token < last; ++token) {
-            const std::uint32_t end = words_.count(r.begin(source, token + 1));
-            if (at == end) continue;
-            const isa::GlobalView from = args_.token(source, token, number++);
-            for (std::uint32_t slot = 0; at < end; ++slot) {
+        const std::uint32_t first = g_.token(number);
+        std::uint32_t here = words_.count(r.begin(source, first)), place = first;
+        for (std::uint32_t token = first; token < g_.token(number + 1); ++token) {
+            if (token > first) words_.set(r.begin(source, token), here);
+            bool needed = false;
+            for (std::uint32_t slot = 0; slot < r.top_k; ++slot) {
                 const std::int32_t id = ids.get(std::uint64_t{token} * r.top_k + slot);
                 if (r.owner(id) != args_.rank) continue;
+                needed = true;
                 const std::uint32_t expert = static_cast<std::uint32_t>(id) % r.experts;
-                const std::uint32_t row = words_.next(g_.next(source, chunk, expert));
-                words_.set(r.rows(source, at++), row);
-                core_.tput(args_.rank, args_.grouped.sub(row, 0, 1, g_.hidden), from, buffers_.ping,
-                           buffers_.pong);
+                const std::uint32_t row = words_.next(g_.next(source, number, expert));
+                words_.set(r.rows(source, here++), row);
+                core_.tput(args_.rank, args_.grouped.sub(row, 0, 1, g_.hidden),
+                           args_.token(source, token, place), buffers_.ping, buffers_.pong);
             }
+            place += needed ? 1 : 0;
         }
         core_.fence();
-        core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.spread(source, chunk), 1);
+        core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.spread(source, number), 1);
         return true;
     }
 
