@@ -155,6 +155,34 @@ def test_every_op_on_streams(tmp_path: Path, op: str) -> None:
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+SIMULATED = {
+    "gemm_reduce_scatter": ["--m", "256", "--n", "128", "--k", "128"],
+    "gemm_all_reduce": ["--m", "256", "--n", "128", "--k", "128"],
+    "moe_dispatch_gemm": ["--tokens", "64", "--hidden", "64", "--features", "64", "--experts", "4"],
+    "ring_attention": ["--heads", "2", "--kv-heads", "1", "--sequence", "256", "--causal"],
+}
+
+
+@pytest.mark.parametrize("op", SIMULATED)
+def test_an_op_on_ascend_has_two_clocks(tmp_path: Path, op: str) -> None:
+    """MoE's are of the dispatch and of the combine after it, as its timeline is."""
+    done = mkernel("run", op, *SIMULATED[op], "--nodes", "1", "--iterations", "1", "--warmup", "0",
+                   "--json", "--output", str(tmp_path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    modelled = report["modelled"]
+    assert 0 < modelled["comm_only_ms"] <= modelled["pipelined_ms"]
+    assert 0 < modelled["compute_only_ms"] <= modelled["pipelined_ms"] <= modelled["sequential_ms"]
+    assert all(report["wall"][view] > 0 for view in ("sequential_ms", "pipelined_ms"))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["otherData"]["clock"].startswith("modelled")
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert max(each["ts"] + each["dur"] for each in slices) == pytest.approx(
+        1e3 * modelled["pipelined_ms"], abs=2
+    )
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_thin_weights_are_in_both_layouts() -> None:
     done = mkernel("run", "gemm_ar", *STREAMS, "--m", "8", "--n", "1", "--layout", "column")
     assert done.returncode == 0, done.stderr
