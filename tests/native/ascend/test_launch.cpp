@@ -104,7 +104,7 @@ class World {
         call.args.pad = pads_[rank].memory.get();
         call.args.workspace = workspaces_[rank].memory.get();
         call.blocks = {.comm = 7, .cube = 5};
-        call.timeout_ns = 20'000'000'000;
+        call.timeout_ns = 120'000'000'000;
         call.view = view;
         call.trace = epoch % 2 == 0;
         if (epoch > 3) call.strict.emplace().seed = epoch;
@@ -121,7 +121,7 @@ class World {
         }
         std::vector<std::shared_ptr<host::Launch>> launches;
         for (std::uint32_t r = 0; r < op_.g.world; ++r) launches.push_back(start(r, epoch, view));
-        for (auto& launch : launches) CHECK(launch->wait(30'000'000'000));
+        for (auto& launch : launches) CHECK(launch->wait(150'000'000'000));
         if (view == host::View::compute_only) return;
         for (std::uint32_t r = 0; r < op_.g.world; ++r) CHECK(error(r) < 1e-5);
     }
@@ -133,7 +133,7 @@ class World {
         }
         CHECK(!launches[0]->wait(20'000'000));
         host::Launch::cancel_all();
-        for (auto& launch : launches) CHECK(launch->wait(5'000'000'000));
+        for (auto& launch : launches) CHECK(launch->wait(60'000'000'000));
     }
 
   private:

@@ -358,13 +358,13 @@ class World {
             call.args.pad = ranks_[rank].pads[which].memory.get();
             call.args.workspace = ranks_[rank].workspaces[which].memory.get();
             call.blocks = {.comm = 3, .cube = which == 0 ? 3u : 0u, .vector = 4};
-            call.timeout_ns = 20'000'000'000;
+            call.timeout_ns = 120'000'000'000;
             call.view = view;
             call.trace = epoch % 2 == 0;
             if (epoch > 3) call.strict.emplace().seed = epoch;
             launches.push_back(host::Launch::start(std::move(call)));
         }
-        for (auto& launch : launches) CHECK(launch->wait(30'000'000'000));
+        for (auto& launch : launches) CHECK(launch->wait(150'000'000'000));
     }
 
     moe::Geometry g_;
