@@ -25,7 +25,7 @@ test-rxe: $(VENV)/.installed
 
 # The native tests of NICs, of the runtime and of simulated calls under AddressSanitizer (with undefined
 # behaviour), then ThreadSanitizer.
-SANITIZED := nics\.|runtime\.|ascend_(launch|moe|scheduler|races)
+SANITIZED := nics\.|runtime\.|ascend_(launch|moe|ring_attention|scheduler|races)
 sanitize: $(VENV)/.dependencies
 	@for which in address thread; do \
 		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \

@@ -169,7 +169,7 @@ class AscendAccelerator(AcceleratorBackend):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """The GEMM ops and MoE in three dtypes, both layouts of b, p2p in a node, NIC between nodes."""
+        """All ops in three dtypes, both layouts of b, p2p in a node, NIC between nodes."""
         return AcceleratorCapabilities(
             ops=tuple(_OPS),
             dtypes=("float16", "bfloat16", "float32"),

@@ -1,7 +1,6 @@
 // Whole calls of the GEMM ops, several ranks in this process, against float64. Meant to run under
 // ThreadSanitizer too: ranks, cores and epochs meet only through signals.
 #include <cmath>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <vector>
@@ -10,22 +9,13 @@
 #include "backends/accelerators/ascend/host/gemm_reduce.hpp"
 #include "backends/accelerators/ascend/host/launch.hpp"
 #include "tests/native/ascend/check.hpp"
+#include "tests/native/ascend/pages.hpp"
 
 using namespace mkernel;
 using namespace mkernel::ascend;
+using test::Pages;
 
 namespace {
-
-// Zeroed, page-aligned memory.
-struct Pages {
-    explicit Pages(std::size_t bytes)
-        : memory(static_cast<std::byte*>(
-                     std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096 + 4096)),
-                 &std::free) {
-        std::memset(memory.get(), 0, bytes);
-    }
-    std::unique_ptr<std::byte, decltype(&std::free)> memory;
-};
 
 // An op's geometry and tensors, and what its output must be.
 struct AllGather {

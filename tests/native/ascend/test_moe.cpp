@@ -3,7 +3,6 @@
 // away in turn.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <string>
@@ -18,12 +17,14 @@
 #include "backends/accelerators/ascend/kernels/moe_combine/vector.hpp"
 #include "tests/native/ascend/check.hpp"
 #include "tests/native/ascend/mutation.hpp"
+#include "tests/native/ascend/pages.hpp"
 
 using namespace mkernel;
 using namespace mkernel::ascend;
 using isa::DType;
 using isa::GlobalView;
 using sim::Role;
+using test::Pages;
 
 namespace {
 
@@ -230,16 +231,6 @@ void tables_say_what_the_ids_say() {
 }
 
 // --- whole layers -------------------------------------------------------------------------------
-
-struct Pages {
-    explicit Pages(std::size_t bytes)
-        : memory(static_cast<std::byte*>(
-                     std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096 + 4096)),
-                 &std::free) {
-        std::memset(memory.get(), 0, bytes);
-    }
-    std::unique_ptr<std::byte, decltype(&std::free)> memory;
-};
 
 struct Rank {
     explicit Rank(std::uint32_t world)

@@ -18,7 +18,7 @@ from mkernel.errors import ShapeError
 from mkernel.ops.ring_attention import zigzag_positions
 from mkernel.plan.model import AttentionShape, LaunchPlan
 
-from .rig import LIMIT, SIGNAL_BASE, TORCH, World, make_plan, up
+from .rig import LIMIT, PATIENCE_S, SIGNAL_BASE, TORCH, World, make_plan, up
 
 LSE_LIMIT = 1e-5
 SCALE = 0.11
@@ -216,6 +216,19 @@ def test_strict_simulation_finds_nothing(dtype: str, causal: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
 
 
+@pytest.mark.parametrize(("role", "wait"), [("vector", 0), ("cube", 0), ("cube", 1)])
+def test_a_missing_wait_for_the_other_part_is_reported(role: Any, wait: int) -> None:
+    """Vector cores wait for the cube core's first scores, it waits for the weights of both: reported by
+    whichever of the two comes second."""
+    plan = attention_plan(1100, 32, heads=1, compute_blocks=1)
+    with Attention(plan, strict=_ascend.Strict(skip_role=role, skip_waits=[wait])) as world:
+        world.epoch = 1
+        launch = world.launch(0, world.tensors(seed=1)[0])
+        wanted = "no signal orders the two cores; a TNOTIFY or a TWAIT is missing"
+        with pytest.raises(RuntimeError, match=wanted):
+            launch.wait(PATIENCE_S)
+
+
 def test_what_nobody_sees_is_not_sent() -> None:
     """Causal: rank 0's last piece ends the sequence, and only rank 0 sees it."""
     plan = attention_plan(64, causal=True, chunk=32, nodes=4)
@@ -246,7 +259,7 @@ def test_waits_for_every_chunk() -> None:
         world.epoch = 1
         for chunk in range(geometry.chunks):
             world.add(1, geometry.arrived(1, 0, chunk))
-        assert world.launch(1, tensors[1], timeout_s=0.5).wait(10.0)
+        assert world.launch(1, tensors[1], timeout_s=0.5).wait(PATIENCE_S)
         assert not world.errors(tensors, 1)[0] <= 0.1
 
 
@@ -255,7 +268,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     with Attention(plan) as world:
         world.epoch = 1
         launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=0.3)
-        assert launch.wait(10.0)
+        assert launch.wait(PATIENCE_S)
         code, seen = world.outcome(0)
         assert code.name == "timeout"
         assert seen.peer == 1

@@ -2,13 +2,12 @@
 // of each tile of a cube core.
 //
 // Step n, once the cube core has raised scored for it:
-//   1. Load the part of tile n - kAhead.
-//   2. Weights of tile n, in bands of rows, double-buffered: scores, scaled and masked → running
+//   1. Weights of tile n, in bands of rows, double-buffered: scores, scaled and masked → running
 //      maximum, e^(s - maximum) → ring; the factor e^(old - new maximum) is kept for the tile's
 //      part, the running sum takes the weights.
-//   3. Part of tile n - kAhead: result · factor + part. After the last tile of keys: result / sum,
+//   2. Part of tile n - kAhead: result · factor + part. After the last tile of keys: result / sum,
 //      rounded once → out; maximum + log sum → lse.
-//   4. Fence, and raise weighed. All of UB is free again.
+//   3. Fence, and raise weighed. All of UB is free again.
 // Scores and sums are float32; weights are rounded to the input's dtype for the product alone.
 // Flags: MTE2→V scores loaded (half), part loaded (2); V→MTE3 weights complete (half), results (2);
 //   MTE3→MTE2 weights stored, and so the half free.
@@ -42,7 +41,6 @@ class Vector {
             if (!core_.twait(args_.signal_base + g_.scored(cube_), before + n + 1, args_.rank)) {
                 return false;
             }
-            if (n >= kAhead) load_part(behind.step(), n - kAhead);
             if (n < tiles) {
                 annotate(ahead.step());
                 weigh(ahead.step(), n);
@@ -93,14 +91,6 @@ class Vector {
     [[nodiscard]] Rows rows_of(const Step& step) const {
         const std::uint32_t first = divide_up(step.queries, kVectorsPerCube);
         return half_ == 0 ? Rows{0, first} : Rows{first, step.queries - first};
-    }
-
-    void load_part(const Step& step, std::uint32_t number) {
-        const auto [first, count] = rows_of(step);
-        if (count == 0) return;
-        core_.tload(result_tile(kPartAt, isa::DType::float32, count),
-                    args_.part(cube_, number, step.queries).sub(first, 0, count, g_.head_dim));
-        core_.set_flag(Pipe::MTE2, Pipe::V, 2);
     }
 
     void weigh(const Step& step, std::uint32_t number) {
@@ -158,14 +148,18 @@ class Vector {
     void accumulate(const Step& step, std::uint32_t number) {
         const auto [first, count] = rows_of(step);
         if (count == 0) return;
-        const Tile result = result_tile(kResultAt, isa::DType::float32, count);
+        const Tile result = result_tile(kResultAt, isa::DType::float32, count),
+                   part = result_tile(kPartAt, isa::DType::float32, count);
+        core_.tload(part,
+                    args_.part(cube_, number, step.queries).sub(first, 0, count, g_.head_dim));
+        core_.set_flag(Pipe::MTE2, Pipe::V, 2);
         core_.wait_flag(Pipe::MTE2, Pipe::V, 2);
         if (step.first) {
             core_.tfill(result, 0);
         } else {
             core_.trowexpandmul(result, result, in_rows(factor(number), 0, count));
         }
-        core_.tadd(result, result, result_tile(kPartAt, isa::DType::float32, count));
+        core_.tadd(result, result, part);
         if (step.last) finish(step, result, first, count);
     }
 

@@ -1,0 +1,336 @@
+// Ring attention: the schedule sees every key that it must, once; whole calls of several ranks in this
+// process against float64, meant to run under ThreadSanitizer too; every flag and fence of the kernels
+// taken away in turn.
+#include <cmath>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/ascend/host/launch.hpp"
+#include "backends/accelerators/ascend/host/ring_attention.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/comm.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/cube.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/vector.hpp"
+#include "tests/native/ascend/check.hpp"
+#include "tests/native/ascend/mutation.hpp"
+#include "tests/native/ascend/pages.hpp"
+
+using namespace mkernel;
+using namespace mkernel::ascend;
+using isa::DType;
+using isa::GlobalView;
+using ring_attention::Args;
+using ring_attention::Geometry;
+using sim::Role;
+using test::Pages;
+
+namespace {
+
+// --- the schedule -------------------------------------------------------------------------------
+
+// Position in the sequence of a rank's `row`th.
+std::uint32_t position(const Geometry& g, std::uint32_t rank, std::uint32_t row) {
+    if (!g.causal) return rank * g.rows + row;
+    return g.piece(rank, row / g.piece_rows()) * g.piece_rows() + row % g.piece_rows();
+}
+
+void every_pair_is_seen_once(bool causal, std::uint32_t rows, std::uint32_t cubes) {
+    const std::uint32_t world = 3;
+    for (std::uint32_t rank = 0; rank < world; ++rank) {
+        Args args;
+        args.rank = rank;
+        args.geometry = {.world = world,
+                         .heads = 2,
+                         .rows = rows,
+                         .head_dim = 200,
+                         .causal = causal,
+                         .rows_per_chunk = 7,
+                         .cubes = cubes};
+        const Geometry& g = args.geometry;
+        std::byte somewhere;
+        const std::vector<Peer> peers{{&somewhere, &somewhere}, {&somewhere, &somewhere}, {}};
+        const std::vector<std::uint32_t> order{rank, (rank + 1) % world, (rank + 2) % world};
+        args.peers = peers.data();
+        args.order = order.data();
+        std::vector<std::uint32_t> seen(g.heads * rows * world * rows);
+        for (std::uint32_t cube = 0; cube < cubes; ++cube) {
+            ring_attention::Schedule schedule(args, cube);
+            const std::uint32_t size = schedule.size();
+            std::uint32_t steps = 0, items = 0;
+            bool open = false;
+            for (; !schedule.done(); schedule.advance(), ++steps) {
+                const ring_attention::Step& step = schedule.step();
+                CHECK(step.first == !open && step.item == items);
+                // Each query sees a key of its first tile, so that it has a maximum from then on.
+                CHECK(!step.first || !step.masked || step.diagonal >= 0);
+                for (std::uint32_t i = 0; i < step.queries; ++i) {
+                    const std::uint32_t query = position(g, rank, step.row + i);
+                    for (std::uint32_t j = 0; j < step.keys; ++j) {
+                        if (step.masked && static_cast<std::int32_t>(j) >
+                                               static_cast<std::int32_t>(i) + step.diagonal) {
+                            continue;
+                        }
+                        const std::uint32_t key =
+                            position(g, step.source, step.piece * g.piece_rows() + step.at + j);
+                        ++seen[((step.plane * rows) + step.row + i) * world * rows + key];
+                        CHECK(!causal || key <= query);
+                        CHECK(g.needs(rank, step.source, g.chunk_at(step.piece, step.at + j)));
+                    }
+                }
+                open = !step.last;
+                items += step.last ? 1 : 0;
+            }
+            CHECK(steps == size && !open);
+        }
+        for (std::uint32_t i = 0; i < seen.size(); ++i) {
+            const std::uint32_t key = i % (world * rows),
+                                query = position(g, rank, i / (world * rows) % rows);
+            CHECK(seen[i] == (causal && key > query ? 0 : 1));
+        }
+    }
+}
+
+// --- whole calls --------------------------------------------------------------------------------
+
+constexpr std::uint32_t kSignals = 1024, kHeads = 4, kKvHeads = 2, kRows = 74, kDim = 24;
+constexpr std::uint32_t kCubes = 2;
+constexpr float kScale = 0.3f;
+
+Geometry geometry(std::uint32_t world, bool causal, DType dtype = DType::float32) {
+    return {.world = world,
+            .heads = kHeads,
+            .kv_heads = kKvHeads,
+            .rows = kRows,
+            .head_dim = kDim,
+            .causal = causal,
+            .rows_per_chunk = 20,
+            .cubes = kCubes,
+            .dtype = dtype};
+}
+
+struct Rank {
+    explicit Rank(const Geometry& g)
+        : pad(runtime::SignalPad::bytes(kSignals)),
+          workspace(g.workspace_bytes()),
+          q(kHeads * kRows * kDim),
+          k(kKvHeads * kRows * kDim),
+          v(k.size()),
+          out(q.size()),
+          lse(kHeads * kRows) {
+        runtime::SignalPad::format(pad.memory.get(), kSignals);
+    }
+    Pages pad, workspace;
+    std::vector<float> q, k, v, out, lse;
+};
+
+class World {
+  public:
+    World(std::uint32_t world, bool causal) : g_(geometry(world, causal)) {
+        for (std::uint32_t i = 0; i < world; ++i) ranks_.emplace_back(g_);
+    }
+
+    void call(std::uint64_t epoch, host::View view) {
+        std::mt19937 random(static_cast<unsigned>(epoch));
+        std::uniform_real_distribution<float> uniform(-1, 1);
+        for (Rank& rank : ranks_) {
+            for (auto* values : {&rank.q, &rank.k, &rank.v}) {
+                for (float& each : *values) each = uniform(random);
+            }
+            for (auto* values : {&rank.out, &rank.lse}) {
+                for (float& each : *values) each = NAN;
+            }
+        }
+        std::vector<std::shared_ptr<host::Launch>> launches;
+        for (std::uint32_t rank = 0; rank < g_.world; ++rank) {
+            launches.push_back(start(rank, epoch, view));
+        }
+        for (auto& launch : launches) CHECK(launch->wait(30'000'000'000));
+        if (view == host::View::compute_only) return;
+        for (std::uint32_t rank = 0; rank < g_.world; ++rank) CHECK(error(rank) < 1e-5);
+    }
+
+    void leave_one_out() {
+        std::vector<std::shared_ptr<host::Launch>> launches;
+        for (std::uint32_t rank = 1; rank < g_.world; ++rank) {
+            launches.push_back(start(rank, 1, host::View::pipelined));
+        }
+        CHECK(!launches[0]->wait(20'000'000));
+        host::Launch::cancel_all();
+        for (auto& launch : launches) CHECK(launch->wait(5'000'000'000));
+    }
+
+  private:
+    std::shared_ptr<host::Launch> start(std::uint32_t rank, std::uint64_t epoch, host::View view) {
+        host::Call call;
+        std::vector<std::uint32_t> order;
+        for (std::uint32_t i = 0; i < g_.world; ++i) {
+            call.peers.push_back({ranks_[i].pad.memory.get(), ranks_[i].workspace.memory.get()});
+            order.push_back((rank + i) % g_.world);
+        }
+        Rank& own = ranks_[rank];
+        Args args;
+        args.geometry = g_;
+        args.q = view_of(own.q, kDim);
+        args.k = view_of(own.k, kDim);
+        args.v = view_of(own.v, kDim);
+        args.out = view_of(own.out, kDim);
+        args.lse = view_of(own.lse, 1);
+        args.scale = kScale;
+        call.kernels = std::make_shared<host::RingAttention>(args, std::move(order));
+        call.args.rank = rank;
+        call.args.epoch = epoch;
+        call.args.pad = own.pad.memory.get();
+        call.args.workspace = own.workspace.memory.get();
+        call.blocks = {
+            .comm = 3, .cube = kCubes, .vector = kCubes * ring_attention::kVectorsPerCube};
+        call.timeout_ns = 20'000'000'000;
+        call.view = view;
+        call.trace = epoch % 2 == 0;
+        if (epoch > 3) call.strict.emplace().seed = epoch;
+        return host::Launch::start(std::move(call));
+    }
+
+    static GlobalView view_of(std::vector<float>& values, std::uint32_t cols) {
+        return {reinterpret_cast<std::byte*>(values.data()),
+                DType::float32,
+                static_cast<std::uint32_t>(values.size()) / cols,
+                cols,
+                cols,
+                1};
+    }
+
+    // Of `out` and `lse` together, relative.
+    double error(std::uint32_t rank) const {
+        double off = 0, all = 0;
+        const auto judge = [&](double got, double want) {
+            off += (got - want) * (got - want);
+            all += want * want;
+        };
+        for (std::uint32_t head = 0; head < kHeads; ++head) {
+            for (std::uint32_t row = 0; row < kRows; row += 3) {
+                const float* q = &ranks_[rank].q[(head * kRows + row) * kDim];
+                double sum = 0, want[kDim] = {};
+                for (std::uint32_t each = 0; each < g_.world; ++each) {
+                    for (std::uint32_t key = 0; key < kRows; ++key) {
+                        if (g_.causal && position(g_, each, key) > position(g_, rank, row)) {
+                            continue;
+                        }
+                        const std::size_t at =
+                            (std::size_t{head / (kHeads / kKvHeads)} * kRows + key) * kDim;
+                        double score = 0;
+                        for (std::uint32_t i = 0; i < kDim; ++i) {
+                            score += static_cast<double>(q[i]) * ranks_[each].k[at + i];
+                        }
+                        const double weight = std::exp(score * static_cast<double>(kScale));
+                        sum += weight;
+                        for (std::uint32_t i = 0; i < kDim; ++i) {
+                            want[i] += weight * ranks_[each].v[at + i];
+                        }
+                    }
+                }
+                for (std::uint32_t i = 0; i < kDim; ++i) {
+                    judge(ranks_[rank].out[(head * kRows + row) * kDim + i], want[i] / sum);
+                }
+                judge(ranks_[rank].lse[head * kRows + row], std::log(sum));
+            }
+        }
+        return std::sqrt(off / all);
+    }
+
+    Geometry g_;
+    std::vector<Rank> ranks_;
+};
+
+void calls(std::uint32_t ranks, bool causal) {
+    constexpr host::View kViews[] = {host::View::pipelined,    host::View::pipelined,
+                                     host::View::sequential,   host::View::compute_only,
+                                     host::View::compute_only, host::View::pipelined};
+    World world(ranks, causal);
+    std::uint64_t epoch = 0;
+    for (const host::View view : kViews) world.call(++epoch, view);
+}
+
+// --- mutations ----------------------------------------------------------------------------------
+
+// Dry kernels of rank 1 for the mutation test.
+class Alone {
+  public:
+    Alone(std::uint32_t world, std::uint32_t near, bool causal, DType dtype) {
+        const auto view = [dtype](std::size_t number, std::uint32_t heads) {
+            return GlobalView{kMemory + (number << 24), dtype, heads * kRows, kDim, kDim, 1};
+        };
+        args_.geometry = geometry(world, causal, dtype);
+        args_.rank = 1;
+        args_.q = view(1, kHeads);
+        args_.k = view(2, kKvHeads);
+        args_.v = view(3, kKvHeads);
+        args_.out = view(4, kHeads);
+        args_.lse = {kMemory + (std::size_t{5} << 24), DType::float32, kHeads * kRows, 1, 1, 1};
+        args_.workspace = args_.pad = kMemory + (std::size_t{8} << 24);
+        for (std::uint32_t i = 0; i < world; ++i) {
+            std::byte* memory = i < near ? args_.workspace + (std::size_t{i} << 24) : nullptr;
+            peers_.push_back({memory, memory});
+            order_.push_back((1 + i) % world);
+        }
+        args_.peers = peers_.data();
+        args_.order = order_.data();
+    }
+    Alone(const Alone&) = delete;
+
+    std::string run(Role role, std::uint32_t index, std::vector<std::uint32_t> without) {
+        sim::Environment environment;
+        environment.dry = true;
+        environment.rank = 1;
+        environment.memory = {{kMemory, std::size_t{1} << 40, true, false}};
+        environment.strict.emplace().skip = {role, index, std::move(without), {}};
+        trace_.clear();
+        const std::uint32_t blocks = role == Role::vector ? kCubes * 2 : kCubes;
+        sim::Core core(environment, role, index, blocks, memory_, &trace_);
+        return test::thrown<sim::IsaError>([&] {
+            core.finish(role == Role::comm   ? ring_attention::comm(core, args_)
+                        : role == Role::cube ? ring_attention::cube(core, args_)
+                                             : ring_attention::vector(core, args_));
+        });
+    }
+    [[nodiscard]] const std::vector<sim::Record>& trace() const { return trace_; }
+
+  private:
+    static inline std::byte* const kMemory = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 44);
+    Args args_;
+    std::vector<Peer> peers_;
+    std::vector<std::uint32_t> order_;
+    sim::OnChip memory_;
+    std::vector<sim::Record> trace_;
+};
+
+void every_sync_is_needed(const char* name, std::uint32_t near, bool causal, DType dtype) {
+    Alone rank(4, near, causal, dtype);
+    const test::Mutations comm = test::every_sync_is_needed(name, rank, Role::comm);
+    CHECK(comm.idle_syncs == 0);
+    // The last step's fence is followed by the release's, with nothing between; those of all steps
+    // also order what the halves of buffers wait for.
+    const test::Mutations cube = test::every_sync_is_needed(name, rank, Role::cube);
+    CHECK(cube.idle_syncs == 2 && cube.pairs > 2 * cube.idle_pairs);
+    const test::Mutations vector = test::every_sync_is_needed(name, rank, Role::vector);
+    CHECK(vector.idle_syncs == 0 && vector.idle_pairs == 0);
+}
+
+}  // namespace
+
+int main() {
+    for (const bool causal : {false, true}) {
+        every_pair_is_seen_once(causal, 90, 3);
+        every_pair_is_seen_once(causal, 2, 5);
+        every_pair_is_seen_once(causal, 1100, 1);
+    }
+    sim::Scheduler::process().set_slots(3);
+    for (const std::uint32_t ranks : {1u, 3u}) {
+        for (const bool causal : {false, true}) calls(ranks, causal);
+    }
+    World(3, true).leave_one_out();
+    every_sync_is_needed("one node", 4, false, DType::float16);
+    every_sync_is_needed("two nodes, causal", 2, true, DType::float32);
+    sim::Scheduler::shutdown_process();
+    return test::finish();
+}
