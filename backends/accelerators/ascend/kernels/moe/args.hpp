@@ -10,9 +10,9 @@
 // An expert's rows come by source rank, token, slot: fixed by the routing alone.
 //
 // A chunk is `rows_per_chunk` tokens of one rank, of which those that another rank needs go there,
-// one after another from the chunk's first place in the slot on. Chunks are signalled even if none
-// goes: what a call adds to each signal is fixed. Workspace of a rank, each slot being ids, then
-// tokens:
+// one after another from where the chunk's first token lies in the slot. Chunks are signalled even
+// if none goes: what a call adds to each signal is fixed. Workspace of a rank, each slot being ids,
+// then tokens:
 //   inbox   [2 parities][world] slots: from each rank (own slot: unused)
 //   outbox  [2 parities][world] slots, where the world has several nodes: for each rank of another
 //           node. The NIC has read a slot when its receiver has released the call.
@@ -33,7 +33,7 @@ namespace mkernel::ascend::moe {
 
 struct Geometry {
     Routing routing;
-    std::uint32_t world = 1;
+    std::uint32_t world = 1;  // as in `routing`
     std::uint32_t hidden = 0, features = 0;
     std::uint32_t rows_per_chunk = 1;
     bool far = false;  // some ranks are on other nodes
@@ -152,11 +152,11 @@ struct Args : CallArgs {
     [[nodiscard]] constexpr std::byte* received(std::uint32_t source) const {
         return workspace + geometry.inbox(parity(), source);
     }
-    // A token of `source`; others' lie at a place of their slot.
+    // A token of `source`, which came as number `at` of its slot.
     [[nodiscard]] constexpr isa::GlobalView token(std::uint32_t source, std::uint32_t token,
-                                                  std::uint32_t place) const {
+                                                  std::uint32_t at) const {
         return source == rank ? x.sub(token, 0, 1, geometry.hidden)
-                              : slot_tokens(received(source), place, 1);
+                              : slot_tokens(received(source), at, 1);
     }
     // All chunks in the order in which they are worked on: the own ones, which are here at once,
     // then the other ranks' as they come, the first one of each, the second one of each, ...

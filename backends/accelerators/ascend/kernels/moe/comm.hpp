@@ -43,31 +43,26 @@ class Comm {
 
   private:
     bool send_ids(std::uint32_t target) {
-        const isa::Tile half{.buffer = isa::Buffer::UB,
-                             .dtype = isa::DType::int32,
-                             .rows = isa::capacity_of(isa::Buffer::UB) / 2 / 4,
-                             .cols = 1};
-        isa::Tile other = half;
-        other.offset = half.bytes();
-        core_.tput(target, args_.slot_ids(slot(target)), args_.own_ids, half, other);
+        const RowBuffers words(isa::DType::int32, 1);
+        core_.tput(target, args_.slot_ids(slot(target)), args_.own_ids, words.ping, words.pong);
         return publish(target, g_.ids(args_.parity(), args_.rank), 0,
                        std::uint64_t{g_.routing.places()} * sizeof(std::int32_t));
     }
 
     bool send_tokens(std::uint32_t target, std::uint32_t chunk) {
         const std::uint32_t first = g_.token(chunk), end = g_.token(chunk + 1);
-        std::uint32_t place = first;
+        std::uint32_t at = first;
         for (std::uint32_t token = first; token < end; ++token) {
             std::uint32_t run = 0;
             while (token + run < end && goes(target, token + run)) ++run;
             if (run == 0) continue;
-            core_.tput(target, args_.slot_tokens(slot(target), place, run),
+            core_.tput(target, args_.slot_tokens(slot(target), at, run),
                        args_.x.sub(token, 0, run, g_.hidden), rows_.ping, rows_.pong);
-            place += run;
+            at += run;
             token += run;  // which the loop has seen not to go, or is the end
         }
         return publish(target, g_.arrived(args_.parity(), args_.rank, chunk),
-                       g_.token_offset(first), g_.token_offset(place) - g_.token_offset(first));
+                       g_.token_offset(first), g_.token_offset(at) - g_.token_offset(first));
     }
 
     bool goes(std::uint32_t target, std::uint32_t token) {

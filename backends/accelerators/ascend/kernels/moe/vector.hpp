@@ -49,7 +49,7 @@ class Vector {
         const isa::GlobalView view = args_.ids(source);
         const Words<Core> ids(core_, view.base, static_cast<std::uint64_t>(view.row_stride));
         const std::uint32_t first = g_.token(number);
-        std::uint32_t here = words_.count(r.begin(source, first)), place = first;
+        std::uint32_t here = words_.count(r.begin(source, first)), at = first;
         for (std::uint32_t token = first; token < g_.token(number + 1); ++token) {
             if (token > first) words_.set(r.begin(source, token), here);
             bool needed = false;
@@ -61,9 +61,9 @@ class Vector {
                 const std::uint32_t row = words_.next(g_.next(source, number, expert));
                 words_.set(r.rows(source, here++), row);
                 core_.tput(args_.rank, args_.grouped.sub(row, 0, 1, g_.hidden),
-                           args_.token(source, token, place), buffers_.ping, buffers_.pong);
+                           args_.token(source, token, at), buffers_.ping, buffers_.pong);
             }
-            place += needed ? 1 : 0;
+            at += needed ? 1 : 0;
         }
         core_.fence();
         core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.spread(source, number), 1);

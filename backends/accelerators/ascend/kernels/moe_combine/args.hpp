@@ -27,7 +27,7 @@ namespace mkernel::ascend::moe_combine {
 
 struct Geometry {
     moe::Routing routing;
-    std::uint32_t world = 1;
+    std::uint32_t world = 1;  // as in `routing`
     std::uint32_t features = 0;
     std::uint32_t rows_per_chunk = 1;
     bool far = false;  // some ranks are on other nodes
