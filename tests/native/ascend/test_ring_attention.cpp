@@ -145,7 +145,7 @@ class World {
         for (std::uint32_t rank = 0; rank < g_.world; ++rank) {
             launches.push_back(start(rank, epoch, view));
         }
-        for (auto& launch : launches) CHECK(launch->wait(30'000'000'000));
+        for (auto& launch : launches) CHECK(launch->wait(150'000'000'000));
         if (view == host::View::compute_only) return;
         for (std::uint32_t rank = 0; rank < g_.world; ++rank) CHECK(error(rank) < 1e-5);
     }
@@ -157,7 +157,7 @@ class World {
         }
         CHECK(!launches[0]->wait(20'000'000));
         host::Launch::cancel_all();
-        for (auto& launch : launches) CHECK(launch->wait(5'000'000'000));
+        for (auto& launch : launches) CHECK(launch->wait(60'000'000'000));
     }
 
   private:
@@ -184,7 +184,7 @@ class World {
         call.args.workspace = own.workspace.memory.get();
         call.blocks = {
             .comm = 3, .cube = kCubes, .vector = kCubes * ring_attention::kVectorsPerCube};
-        call.timeout_ns = 20'000'000'000;
+        call.timeout_ns = 120'000'000'000;
         call.view = view;
         call.trace = epoch % 2 == 0;
         if (epoch > 3) call.strict.emplace().seed = epoch;
