@@ -416,9 +416,11 @@ class World:
     ) -> Launch:
         placed = self._in_symmetric_memory(tensors)
         number, key = self._state.call[0] + 1, _key(plan, placed)
-        self._state.call = (number, key)
+        # A rank that has not agreed yet shows no plan: what it calls, its word in the agreement says.
+        self._state.call = (number, key if key in self._agreed else "")
         if key not in self._agreed:
             self._agree(plan, key, placed)
+            self._state.call = (number, key)
         state = self._plans.get(plan.digest()) or self._adopt(plan)
         state.epoch += 1
         return self.accelerator.launch(
@@ -587,7 +589,7 @@ class World:
             self._check_peers(missing)
             for rank in sorted(missing):  # not here: is it in the same call with another plan?
                 told = self._bootstrap.peek(f"heartbeat/{rank}")
-                if told and told["call"] == self._state.call[0] and told["plan"] != key:
+                if told and told["call"] == self._state.call[0] and told["plan"] not in ("", key):
                     self._refuse(rank, key, told["plan"])
 
         keys = self._bootstrap.collect(

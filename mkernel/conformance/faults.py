@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +34,7 @@ from mkernel.backends.base import (
     Workspace,
 )
 from mkernel.backends.runtime import _runtime
+from mkernel.errors import Unsupported
 from mkernel.plan.model import AttentionShape, LaunchPlan
 from mkernel.plan.shapes import SHAPES
 from mkernel.topology.model import Accelerator
@@ -59,6 +61,9 @@ class Fault(AcceleratorBackend):
 
     def capabilities(self) -> AcceleratorCapabilities:
         return self.inner.capabilities()
+
+    def group_options(self, timeout: timedelta) -> Any:
+        return self.inner.group_options(timeout)
 
     def open(self, device: Accelerator) -> None:
         self.inner.open(device)
@@ -219,10 +224,10 @@ class NoDevice(Fault):
 class ClaimsTooMuch(Fault):
     """Claims an op that it does not run."""
 
-    wraps = "ascend"
-
-    def capabilities(self) -> AcceleratorCapabilities:
-        return self.claiming(ops=(*self.inner.capabilities().ops, "ring_attention"))
+    def workspace(self, plan: LaunchPlan) -> Workspace:
+        if plan.op == "ring_attention":
+            raise Unsupported(f"accelerator {self.name!r} does not run {plan.op}")
+        return self.inner.workspace(plan)
 
 
 # ---- values --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 import mkernel
 from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import PeerFailure, PlanMismatch, Timeout, WorldError
+from mkernel.world import World
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -141,6 +143,26 @@ def test_a_refused_call_leaves_the_world_usable() -> None:
     assert all(
         value > 0 for value in mkernel.launch(differs_then_goes_on, nodes=2, timeout_s=DEADLINE_S)
     )
+
+
+def differs_and_agrees_late() -> float:
+    agree = World._agree
+
+    def late(self: World, *arguments: Any) -> None:
+        if self.rank == 0:
+            time.sleep(1.5)  # others have looked at this rank's heartbeat meanwhile
+        agree(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "_agree", late)
+        with pytest.raises(PlanMismatch):
+            first_call_differs("n")
+    return float(call().abs().sum())
+
+
+def test_a_rank_that_has_not_agreed_yet_is_waited_for() -> None:
+    sums = mkernel.launch(differs_and_agrees_late, nodes=2, timeout_s=DEADLINE_S)
+    assert all(value > 0 for value in sums)
 
 
 def leave_early() -> None:
