@@ -7,7 +7,6 @@ death cannot take the store along.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import secrets
@@ -21,9 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -31,7 +28,7 @@ import torch
 from pydantic import SecretStr
 from torch.distributed import TCPStore
 
-from mkernel import HOMES, current
+from mkernel import current, fork_server
 from mkernel.errors import ArgumentError, MkernelError, PeerFailure
 from mkernel.settings import Settings
 from mkernel.settings import load as load_settings
@@ -132,8 +129,7 @@ def launch(
     store, port = host_store(size, settings.timeout_s)
     ranks: list[_Rank] = []
     try:
-        context = multiprocessing.get_context("forkserver")
-        _start_fork_server(context)
+        context = fork_server.context()
         for rank in range(size):
             job = _Job(
                 os.getpid(),
@@ -262,24 +258,6 @@ def _clean_up(ranks: list[_Rank]) -> None:
             rank.process.join()
         rank.connection.close()
         rank.process.close()
-
-
-def _start_fork_server(context: ForkServerContext) -> None:
-    """Have it import mkernel before any rank is forked; nothing where it runs already.
-
-    Its own import path begins with the working directory, whatever ours is. There may be a folder
-    named mkernel there, as in this project's tree, which is not the package.
-    """
-    context.set_forkserver_preload(sorted(set(HOMES.values())))
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
 
 
 def host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from mkernel import fork_server
 from mkernel.backends import registry
 from mkernel.backends.base import NicBackend, NicSession
 from mkernel.backends.runtime import _runtime
@@ -257,8 +258,7 @@ class NicSubject:
         """
         context: ForkContext | ForkServerContext = multiprocessing.get_context("fork")
         if self.start == "forkserver":
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["mkernel", __name__])
+            context = fork_server.context()
         members: list[_Member] = []
         try:
             work = pickle.dumps((self, body, arguments, {**os.environ, **(environment or {})}))
