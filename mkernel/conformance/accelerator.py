@@ -126,22 +126,37 @@ class AcceleratorSubject:
             return False
         return registry.nic(settings.nic).status(settings.verbs).usable
 
+    @cached_property
+    def room(self) -> int | None:
+        """Ranks that this machine's devices take, one each. None: any number, of devices that are
+        emulated (simulators, the CPU)."""
+        devices = [one for one in self.backend.probe() if not one.emulated]
+        return len(devices) or None
+
     def worlds(self, *wanted: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-        """Those of the (nodes, ranks per node) that can be tested here. CheckSkipped: none."""
+        """Those of the (nodes, ranks per node) that can be tested here; where all of them have more
+        ranks than the machine has devices, the largest. CheckSkipped: none."""
         found = tuple(world for world in wanted if world[0] == 1 or self.between_nodes)
         if not found:
             raise CheckSkipped("no path between nodes is claimed and usable here")
-        return found
+        return tuple(world for world in found if self._fits(world)) or (self.largest(),)
 
     def largest(self) -> tuple[int, int]:
         """The world that most checks use: two nodes of two ranks where there is a path between
-        nodes, else three ranks."""
-        return (2, 2) if self.between_nodes else (1, 3)
+        nodes, else three ranks; the first of these, or two ranks, that the machine has devices for."""
+        wanted = ((2, 2), (1, 3), (1, 2)) if self.between_nodes else ((1, 3), (1, 2))
+        for world in wanted:
+            if self._fits(world):
+                return world
+        raise CheckSkipped(f"needs 2 devices of accelerator {self.name!r}; this machine has 1")
+
+    def _fits(self, world: tuple[int, int]) -> bool:
+        return self.room is None or world[0] * world[1] <= self.room
 
     def usual_worlds(self) -> tuple[tuple[int, int], ...]:
         """Two ranks of one node, and the largest; quickly the latter alone, which has both kinds of
         paths where there are two."""
-        return (self.largest(),) if self.quick else ((1, 2), self.largest())
+        return (self.largest(),) if self.quick else tuple(dict.fromkeys(((1, 2), self.largest())))
 
     # ---- running -----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from device_buffers import needs_gpus
 from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks
 from mkernel.conformance.check import Check, run_check
 
-pytestmark = [needs_gpus(4), pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
 
 CHECKS = accelerator_checks(True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -14,6 +15,7 @@ from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_chec
 from mkernel.conformance.check import CheckSkipped
 from mkernel.conformance.kit import kit_for, listed
 from mkernel.errors import ArgumentError, BackendUnavailable, UnknownBackend
+from mkernel.topology.model import Accelerator
 
 FAULTS = "mkernel.conformance.faults"
 ONE_OP = f"{FAULTS}:HalfOfMoe"
@@ -68,6 +70,28 @@ def test_sizes_keep_to_the_claimed_alignment() -> None:
     assert subject.step("float16", "float32") == 8
     assert subject.step("float32") == 4
     assert subject.aligned(9) == 16
+
+
+@pytest.mark.parametrize(
+    ("devices", "largest", "of_four"), [(1, None, None), (2, (1, 2), (1, 2)), (4, (1, 3), (1, 4))]
+)
+def test_worlds_fit_the_devices(
+    devices: int, largest: tuple[int, int] | None, of_four: tuple[int, int] | None
+) -> None:
+    subject = AcceleratorSubject("hopper")
+    subject.__dict__["backend"] = SimpleNamespace(
+        probe=lambda: tuple(
+            Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(devices)
+        )
+    )
+    subject.__dict__["between_nodes"] = False
+    if largest is None:
+        with pytest.raises(CheckSkipped, match="needs 2 devices"):
+            subject.largest()
+    else:
+        assert subject.largest() == largest
+        assert subject.worlds((1, 4), (2, 2)) == (of_four,)
+    assert subject.worlds((1, 1), (1, 4))[0] == (1, 1)
 
 
 def test_a_passing_check_gives_code_0_and_reports(app: typer.Typer, tmp_path: Path) -> None:
