@@ -71,14 +71,14 @@ def command(
 
 
 def _run(kit: Kit, console: Console) -> Report:
+    """Run the kit, and say how far it is: on the terminal, else on stderr."""
     width = max(len(check.name) for check in kit.checks)
+    shown = console if console.is_terminal else Console(stderr=True, highlight=False)
 
     def tell(result: Result) -> None:
         sign = _SIGNS[result.outcome]
-        console.print(f"{result.name:{width}}  {sign:7}  {result.seconds:5.1f} s", markup=False)
+        shown.print(f"{result.name:{width}}  {sign:7}  {result.seconds:5.1f} s", markup=False)
 
-    if not console.is_terminal:
-        return kit.run()
     return kit.run(tell)
 
 

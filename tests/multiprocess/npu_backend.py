@@ -71,6 +71,7 @@ class Npu(ModuleType):
 
     Stream, Event = Stream, Event
     default = Stream()
+    chosen: int | None = None
     idle = threading.Event()
     """Whether the device has done all that was put on its streams."""
     idle.set()
@@ -80,6 +81,12 @@ class Npu(ModuleType):
 
     def device_count(self) -> int:
         return 8
+
+    def is_initialized(self) -> bool:
+        return self.chosen is not None
+
+    def set_device(self, index: int) -> None:
+        Npu.chosen = index
 
     def get_device_name(self, index: int) -> str:
         return f"stand-in {index}"
@@ -127,6 +134,8 @@ class OnNpu(StreamsAccelerator):
 
     def open(self, device: Accelerator) -> None:
         assert device.kind == "ascend"
+        super().open(device)
+        assert Npu.chosen == device.index
 
     def launch(self, call: Call) -> Any:
         _Record.of.clear()

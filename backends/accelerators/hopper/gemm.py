@@ -271,7 +271,7 @@ def _world(call: Call, lane: Lane) -> _hopper.World:
         known = lane.worlds[digest] = native().World(
             regions(call), call.rank, lane.control, call.timeout_s, 0
         )
-    return known.of_call(call.number & 0xFFFFFFFF)
+    return known.of_call(call.number & 0xFFFFFFFF, call.timeout_s)
 
 
 def regions(call: Call) -> list[int]:

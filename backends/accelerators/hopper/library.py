@@ -175,4 +175,4 @@ def _collective(call: Call, lane: Lane) -> _hopper.Collective:
             0,
             _staging(call.plan),
         )
-    return known.of_call(call.number & 0xFFFFFFFF)
+    return known.of_call(call.number & 0xFFFFFFFF, int(call.timeout_s * 1e9))

@@ -49,8 +49,8 @@ class StreamsAccelerator(AcceleratorBackend):
 
     On CUDA devices a call returns when it is queued, and is queued when the one before it has ended.
 
-    Each rank uses the device that its tensors lie on; with more than one a host set it
-    (``torch.cuda.set_device``) before making a world.
+    Each rank uses the device that its tensors lie on. A process that has used none when it makes a
+    world gets the one that the topology places it on as its current device.
     """
 
     name: ClassVar[str] = "streams"
@@ -82,6 +82,10 @@ class StreamsAccelerator(AcceleratorBackend):
     def group_options(self, timeout: timedelta) -> Any:
         """Messages go before products, where the device knows priorities."""
         return self._device.group_options(timeout)
+
+    def open(self, device: Accelerator) -> None:
+        """Choose the process's device, where it has not."""
+        self._device.choose(device.index)
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed shared host pages; only the signal pad needs them."""

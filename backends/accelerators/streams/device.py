@@ -94,6 +94,13 @@ class Device:
         options._timeout = timeout  # torch warns where it is not the group's
         return options
 
+    def choose(self, index: int) -> None:
+        """Make device ``index`` the process's current one, unless the process has chosen one: it has
+        once it has used any. Where it is shown fewer than the host has, indices count anew."""
+        module = self._module() if self.has_streams else None
+        if module is not None and not module.is_initialized():
+            module.set_device(index % module.device_count())
+
     def release(self, group: torch.distributed.ProcessGroup | None) -> None:
         """End messages that will never complete, so that the device's streams are not blocked for
         good. On a CPU there is no way to, and they end at torch.distributed's deadline."""

@@ -187,8 +187,8 @@ class Told:
     def __init__(self, left: list[Any]) -> None:
         self._left = left
 
-    def of_call(self, number: int) -> Told:
-        self._left.append(number)
+    def of_call(self, number: int, timeout_s: float) -> Told:
+        self._left.append((number, timeout_s))
         return self
 
     def of(self, a: int, b: int, out: int) -> Told:
@@ -197,7 +197,7 @@ class Told:
 
 
 @pytest.mark.parametrize("op", sorted(launches.OPS))
-def test_each_call_tells_its_own_number_and_tensors(
+def test_each_call_tells_its_own_number_deadline_and_tensors(
     queued: list[str], monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
     left: list[Any] = []
@@ -211,5 +211,5 @@ def test_each_call_tells_its_own_number_and_tensors(
         call = last_rank(plan, "pipelined", gathered=False, symmetric=False, offset=0)
         addresses = tuple(call.tensors[name].data_ptr() for name in ("a", "b", "out"))
         left.clear()
-        launches.OPS[op].start(replace(call, number=number), lane)
-        assert set(left) == {number & 0xFFFFFFFF, addresses}
+        launches.OPS[op].start(replace(call, number=number, timeout_s=number / 8), lane)
+        assert set(left) == {(number & 0xFFFFFFFF, number / 8), addresses}

@@ -43,9 +43,10 @@ class Told:
     rank: int
     staging_bytes: int
     number: int
+    timeout_ns: int
 
-    def of_call(self, number: int) -> Told:
-        return replace(self, number=number)
+    def of_call(self, number: int, timeout_ns: int) -> Told:
+        return replace(self, number=number, timeout_ns=timeout_ns)
 
 
 class Fabric:
@@ -65,6 +66,7 @@ class Fabric:
         self.world = world
         self.called: list[tuple[Any, ...]] = []
         self.numbers: list[int] = []
+        self.patience: list[int] = []
         self._barrier = threading.Barrier(world)
         self._sent: dict[int, bytes] = {}
 
@@ -73,8 +75,8 @@ class Fabric:
         staging: int, staging_bytes: int,
     ) -> Any:  # fmt: skip
         assert bases == [region_of(each) for each in range(self.world)]
-        assert (control, timeout_ns, staging) == (64, 1_000_000_000, 0)
-        return Told(rank, staging_bytes, number)
+        assert (control, staging) == (64, 0)
+        return Told(rank, staging_bytes, number, timeout_ns)
 
     def all_gather_staging(self, world: int, shard_bytes: int, symmetric: bool) -> int:
         return 0 if symmetric else world * shard_bytes
@@ -128,6 +130,7 @@ class Fabric:
         if call.rank == 0:
             self.called.append(tuple(rest))
             self.numbers.append(call.number)
+            self.patience.append(call.timeout_ns)
 
     def _sum(self, rank: int, element: Any, src: int, elements: int) -> torch.Tensor:
         sent, result = (getattr(torch, name) for name in element)
@@ -233,7 +236,7 @@ def run(
                 plan=made, rank=rank, tensors=everyone[rank], epoch=1, number=number, pad=0,
                 workspace=region_of(rank), signal_base=0,
                 peers={p: PeerMemory(0, region_of(p)) for p in range(world) if p != rank},
-                region=0, fifo=0, timeout_s=1.0, view=view, symmetric=shared,
+                region=0, fifo=0, timeout_s=float(number & 7), view=view, symmetric=shared,
             )  # fmt: skip
             library.start(call, lane)
 
@@ -297,11 +300,12 @@ def test_one_exchange_for_small_sums_and_two_for_large_ones(fabric: Any) -> None
 
 
 @every_op
-def test_each_call_tells_its_own_number(fabric: Any, op: str) -> None:
+def test_each_call_tells_its_own_number_and_deadline(fabric: Any, op: str) -> None:
     made = fabric(2)
     everyone, wanted = run(planned(op, 64, 64, 64, 2), numbers=(3, 4, (1 << 32) + 5))
     assert_right(everyone, wanted, "bfloat16")
     assert made.numbers == [3, 4, 5]  # kernels note 32 bits of it
+    assert made.patience == [3_000_000_000, 4_000_000_000, 5_000_000_000]
 
 
 @every_op

@@ -83,11 +83,12 @@ void bind_collectives(py::module_& module) {
              "staging"_a, "staging_bytes"_a, "blocks"_a = 0)
         .def(
             "of_call",
-            [](Collective call, std::uint32_t number) {
+            [](Collective call, std::uint32_t number, std::uint64_t timeout_ns) {
                 call.patience.call = number;
+                call.patience.timeout_ns = timeout_ns;
                 return call;
             },
-            "number"_a);
+            "number"_a, "timeout_ns"_a);
 
     module.def("all_gather_staging", &collectives::all_gather_staging, "world"_a, "shard_bytes"_a,
                "symmetric"_a);

@@ -101,11 +101,12 @@ void bind_data(py::module_& module) {
         .def(py::init(&world_of), "regions"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a)
         .def(
             "of_call",
-            [](World world, std::uint32_t number) {
+            [](World world, std::uint32_t number, double timeout_s) {
                 world.call = number;
+                world.timeout_s = timeout_s;
                 return world;
             },
-            "number"_a);
+            "number"_a, "timeout_s"_a);
     py::class_<Product>(module, "Product")
         .def(py::init(&product_of), py::kw_only(), "a"_a = 0, "b"_a = 0, "out"_a = 0, "bias"_a = 0,
              "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a, "band"_a, "blocks"_a = 0)
