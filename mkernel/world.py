@@ -386,8 +386,9 @@ class World:
         """
         self._raise_if_broken()
         self._raise_own_failure()
-        while self._running and self._running[0].wait(0.0):
-            self._running.popleft()
+        running = self._running
+        while running and running[0].wait(0.0):
+            running.popleft()
         with self.accelerator.on(tensors):
             launch = self._launch(plan, tensors, options or {}, view, trace, wait)
         self._running.append(launch)
@@ -644,10 +645,8 @@ class World:
     def _recorded(self) -> _Failure | None:
         """What this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
         pad = getattr(self, "_pad", None)
-        if pad is not None:
-            found = _runtime.pad_outcome(pad.local.address)
-            if found[0] != _runtime.AbortCode.none:
-                return found
+        if pad is not None and _runtime.pad_aborted(pad.local.address):
+            return _runtime.pad_outcome(pad.local.address)
         return None if self._opened is None else self._opened.failure()
 
     def _raise_own_failure(self) -> None:

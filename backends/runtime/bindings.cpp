@@ -98,6 +98,10 @@ PYBIND11_MODULE(_runtime, module) {
         },
         py::arg("address"), py::arg("code"), py::arg("who") = Diagnosis{});
     module.def(
+        "pad_aborted",
+        [](std::uintptr_t address) { return checked(address).aborted() != AbortCode::none; },
+        py::arg("address"));
+    module.def(
         "pad_outcome",
         [](std::uintptr_t address) {
             const SignalPad pad = checked(address);

@@ -151,7 +151,7 @@ class Altered(Fault):
         inner = self.inner.launch(self.call(call))
 
         def after(results: dict[str, Any]) -> None:
-            if _runtime.pad_outcome(call.pad)[0] == _runtime.AbortCode.none:
+            if not _runtime.pad_aborted(call.pad):
                 outputs = {k: call.tensors[k] for k in _OUTPUTS if k in call.tensors}
                 self.alter(call, outputs, results, kept)
 

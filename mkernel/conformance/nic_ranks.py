@@ -99,7 +99,7 @@ class Port:
 
     def aborted(self) -> bool:
         """Whether the session (or a time-out) set the pad's abort word."""
-        return _runtime.pad_outcome(self.pad)[0] != _runtime.AbortCode.none
+        return _runtime.pad_aborted(self.pad)
 
 
 class Rank:

@@ -140,6 +140,7 @@ class Product:
     def of(self, a: int, b: int, out: int) -> Product: ...
 
 class Chunks:
+    push_blocks: int
     count: int
     def __init__(self, rows: int, chunk_rows: int, push_blocks: int = 0) -> None: ...
 
@@ -155,6 +156,27 @@ class Owners:
         everywhere: bool,
         outs: list[int] = ...,
         alone: bool = False,
+    ) -> None: ...
+
+class PipelinedGather:
+    def __init__(
+        self, device: int, order: CallOrder, world: World, product: Product, chunks: Chunks
+    ) -> None: ...
+    def start(
+        self, number: int, timeout_s: float, a: int, b: int, out: int, stream: int
+    ) -> None: ...
+
+class PipelinedReduce:
+    def __init__(self, device: int, world: World, product: Product, owners: Owners) -> None: ...
+    def start(
+        self,
+        number: int,
+        timeout_s: float,
+        a: int,
+        b: int,
+        out: int,
+        stream: int,
+        outs: list[int],
     ) -> None: ...
 
 MAX_FLAGS: int

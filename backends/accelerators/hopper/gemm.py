@@ -10,13 +10,12 @@ Addresses must be multiples of 16: tensors that are not go through a copy.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
 
 from mkernel.backends.accelerators.hopper import schedule
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.planned import of_plan
 from mkernel.backends.accelerators.hopper.transfer import measured_engines
 from mkernel.backends.base import Call
 from mkernel.errors import Unsupported
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 16
 _NO_DATA = 1 << 20  # a region whose data area is empty
 _ELEMENT_BYTES = schedule.ELEMENT_BYTES
+_CALLS = 0xFFFFFFFF
+"""Kernels note so many bits of a call's number."""
 
 
 # ---- what a plan needs ---------------------------------------------------------------------------
@@ -69,7 +70,6 @@ def one_node(plan: LaunchPlan) -> int:
     return plan.world_size
 
 
-@of_plan
 def _chunks(plan: LaunchPlan) -> tuple[schedule.GatherSchedule, _hopper.Chunks]:
     made, shape, world = native(), plan.gemm, plan.world_size
     rows = shape.m // world
@@ -86,7 +86,6 @@ def _chunks(plan: LaunchPlan) -> tuple[schedule.GatherSchedule, _hopper.Chunks]:
     return how, made.Chunks(rows, how.chunk_rows, how.push_blocks)
 
 
-@of_plan
 def _reduction(plan: LaunchPlan) -> schedule.ReduceSchedule:
     shape = plan.gemm
     return schedule.reduce(
@@ -114,164 +113,180 @@ def _element(plan: LaunchPlan) -> _hopper.Element:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def start_gather(call: Call, lane: Lane) -> None:
-    """AllGather+GEMM, into ``out`` and, if there is one, ``gathered``."""
-    made, shape = native(), call.plan.gemm
-    a, b, out = _aligned(call.tensors["a"]), _aligned(call.tensors["b"]), _Out(call.tensors["out"])
-    how, chunks = _chunks(call.plan)
-    world = _world(call, lane)
-    row_bytes = shape.k * _ELEMENT_BYTES
-    several = call.plan.world_size > 1
-    stream, beside = lane.stream, 0
-    if several and call.view == "sequential":
-        chunks = made.Chunks(a.shape[0], a.shape[0])
-        made.push_rows(lane.device, world, a.data_ptr(), row_bytes, chunks, stream)
-    elif several and call.view == "pipelined" and how.push_blocks == 0:
-        beside = lane.order.fork(stream)
-    try:
-        if beside:
-            made.push_rows(lane.device, world, a.data_ptr(), row_bytes, chunks, beside)
-        made.all_gather_gemm(
-            lane.device,
-            world,
-            _product(call.plan, a, b, out.address, how.tiling),
-            chunks,
-            several and call.view != "compute_only",
-            stream,
+class GatherCalls:
+    """AllGather+GEMM, into ``out`` and, if there is one, ``gathered``: one plan's calls in a world."""
+
+    def __init__(self, call: Call, lane: Lane) -> None:
+        """``call``: any of them; what differs from call to call is not looked at."""
+        plan, made = call.plan, native()
+        how, chunks = _chunks(plan)
+        self._lane = lane
+        self._several = plan.world_size > 1
+        self._world = world_of(call, lane)
+        self._product = _product(plan, how.tiling)
+        rows = plan.gemm.m // plan.world_size
+        self._whole, self._chunks = made.Chunks(rows, rows), chunks
+        self._pipelined = made.PipelinedGather(
+            lane.device, lane.order, self._world, self._product, chunks
         )
-    finally:
-        if beside:
-            lane.order.join(stream)
-    out.finish()
-    if "gathered" in call.tensors:
-        _copy_gathered(call, lane, world, a, call.tensors["gathered"])
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one on a stream."""
+        tensors = call.tensors
+        a, b, out = _aligned(tensors["a"]), _aligned(tensors["b"]), tensors["out"]
+        written = _writable(out)
+        number, addresses = call.number & _CALLS, (a.data_ptr(), b.data_ptr(), written.data_ptr())
+        if call.view == "pipelined":
+            self._pipelined.start(number, call.timeout_s, *addresses, stream)
+        else:
+            self._one_after_the_other(call, addresses, stream)
+        if written is not out:
+            out.copy_(written)
+        if "gathered" in tensors:
+            self._copy_gathered(call, a, tensors["gathered"], stream)
+
+    def _one_after_the_other(
+        self, call: Call, addresses: tuple[int, int, int], stream: int
+    ) -> None:
+        """Copy engines and then the kernel, or the kernel alone."""
+        made, device = native(), self._lane.device
+        world = self._world.of_call(call.number & _CALLS, call.timeout_s)
+        product, waits = self._product.of(*addresses), False
+        chunks = self._chunks
+        if call.view == "sequential" and self._several:
+            chunks, waits = self._whole, True
+            row_bytes = call.plan.gemm.k * _ELEMENT_BYTES
+            made.push_rows(device, world, addresses[0], row_bytes, chunks, stream)
+        made.all_gather_gemm(device, world, product, chunks, waits, stream)
+
+    def _copy_gathered(
+        self, call: Call, a: torch.Tensor, gathered: torch.Tensor, stream: int
+    ) -> None:
+        """Own rows from ``a``, the others' from the region, where they lie until all have copied."""
+        to, shard = gathered.data_ptr(), a.numel() * _ELEMENT_BYTES
+        before, ranks = call.rank * shard, call.plan.world_size
+        after = before + shard
+        rows = call.workspace + native().DATA_OFFSET
+        _copy(to + before, a.data_ptr(), shard, stream)
+        _copy(to, rows, before, stream)
+        _copy(to + after, rows + after, ranks * shard - after, stream)
+        if ranks > 1:
+            world = self._world.of_call(call.number & _CALLS, call.timeout_s)
+            native().rendezvous(self._lane.device, world, stream)
 
 
-def start_reduce(call: Call, lane: Lane) -> None:
-    """GEMM+ReduceScatter or GEMM+AllReduce, into ``out``."""
-    made = native()
-    a, b, out = _aligned(call.tensors["a"]), _aligned(call.tensors["b"]), _Out(call.tensors["out"])
-    everywhere = list(call.symmetric.get("out", ())) if out.direct else []
-    if call.plan.world_size > 1 and call.view == "sequential":
-        _product_then_collective(call, lane, a, b, everywhere or [out.address])
-    else:
-        how = _reduction(call.plan)
-        owners = made.Owners(
-            m=call.plan.gemm.m,
-            rows=how.rows,
-            band_columns=how.band_columns,
-            pace=how.spread.pace,
-            by_outbox=how.spread.by_outbox,
-            everywhere=call.plan.op == "gemm_all_reduce",
-            outs=everywhere if call.plan.op == "gemm_all_reduce" else [],
-            alone=call.view == "compute_only",
+class ReduceCalls:
+    """GEMM+ReduceScatter or GEMM+AllReduce, into ``out``: one plan's calls in a world."""
+
+    def __init__(self, call: Call, lane: Lane) -> None:
+        """``call``: any of them; what differs from call to call is not looked at."""
+        plan, made = call.plan, native()
+        how = _reduction(plan)
+        self._lane = lane
+        self._world = world_of(call, lane)
+        self._product = _product(plan, how.tiling)
+        self._everywhere = plan.op == "gemm_all_reduce"
+
+        def owners(alone: bool) -> _hopper.Owners:
+            return made.Owners(
+                m=plan.gemm.m,
+                rows=how.rows,
+                band_columns=how.band_columns,
+                pace=how.spread.pace,
+                by_outbox=how.spread.by_outbox,
+                everywhere=self._everywhere,
+                alone=alone,
+            )
+
+        self._alone = owners(True)
+        self._pipelined = made.PipelinedReduce(
+            lane.device, self._world, self._product, owners(False)
         )
-        product = _product(call.plan, a, b, out.address, how.tiling)
-        made.gemm_reduce(lane.device, _world(call, lane), product, owners, lane.stream)
-    out.finish()
 
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one on a stream."""
+        tensors = call.tensors
+        a, b, out = _aligned(tensors["a"]), _aligned(tensors["b"]), tensors["out"]
+        written = _writable(out)
+        number, addresses = call.number & _CALLS, (a.data_ptr(), b.data_ptr(), written.data_ptr())
+        outs: list[int] = []
+        if call.symmetric and self._everywhere and written is out:
+            outs = list(call.symmetric.get("out", ()))
+        if call.view == "compute_only":
+            world = self._world.of_call(number, call.timeout_s)
+            product = self._product.of(*addresses)
+            native().gemm_reduce(self._lane.device, world, product, self._alone, stream)
+        elif call.view == "sequential" and call.plan.world_size > 1:
+            self._product_then_collective(call, a, b, outs or [addresses[2]], stream)
+        else:
+            self._pipelined.start(number, call.timeout_s, *addresses, stream, outs)
+        if written is not out:
+            out.copy_(written)
 
-def _product_then_collective(
-    call: Call, lane: Lane, a: torch.Tensor, b: torch.Tensor, outs: list[int]
-) -> None:
-    made, plan, world = native(), call.plan, call.plan.world_size
-    shape = plan.gemm
-    partial = torch.empty((shape.m, shape.n), dtype=a.dtype, device=a.device)
-    alone = made.World([call.workspace], 0, lane.control, call.timeout_s, call.number)
-    tiling = schedule.tiling(shape.m, 1, shape.n, shape.k, plan.resources.compute_blocks)
-    product = _product(plan, a, b, partial.data_ptr(), tiling)
-    chunks = made.Chunks(shape.m, shape.m)
-    made.all_gather_gemm(lane.device, alone, product, chunks, False, lane.stream)
-    together = made.Collective(
-        regions(call),
-        call.rank,
-        lane.control,
-        int(call.timeout_s * 1e9),
-        call.number,
-        0,
-        _staging(plan),
-    )
-    element, elements, partials = _element(plan), shape.m * shape.n, partial.data_ptr()
-    if plan.op == "gemm_reduce_scatter":
-        made.reduce_scatter(together, element, partials, elements // world, outs[0], lane.stream)
-    else:
-        way = made.Way.two_shot
-        made.all_reduce(together, element, partials, elements, outs, way, lane.stream)
-
-
-def _copy_gathered(
-    call: Call, lane: Lane, world: _hopper.World, a: torch.Tensor, gathered: torch.Tensor
-) -> None:
-    """The own rows from ``a``, the others' from the region, where they lie until all have copied."""
-    to, shard = gathered.data_ptr(), a.numel() * _ELEMENT_BYTES
-    before, ranks = call.rank * shard, call.plan.world_size
-    after = before + shard
-    rows = call.workspace + native().DATA_OFFSET
-    _copy(to + before, a.data_ptr(), shard, lane)
-    _copy(to, rows, before, lane)
-    _copy(to + after, rows + after, ranks * shard - after, lane)
-    if ranks > 1:
-        native().rendezvous(lane.device, world, lane.stream)
-
-
-class _Out:
-    """The caller's output as kernels can write it; ``finish`` in stream order after them."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self.direct = tensor.data_ptr() % ALIGNMENT == 0
-        self._written = tensor if self.direct else torch.empty_like(tensor)
-        self.address = self._written.data_ptr()
-
-    def finish(self) -> None:
-        if not self.direct:
-            self._tensor.copy_(self._written)
+    def _product_then_collective(
+        self, call: Call, a: torch.Tensor, b: torch.Tensor, outs: list[int], stream: int
+    ) -> None:
+        made, plan, world, lane = native(), call.plan, call.plan.world_size, self._lane
+        shape = plan.gemm
+        partial = torch.empty((shape.m, shape.n), dtype=a.dtype, device=a.device)
+        alone = made.World([call.workspace], 0, lane.control, call.timeout_s, call.number & _CALLS)
+        tiling = schedule.tiling(shape.m, 1, shape.n, shape.k, plan.resources.compute_blocks)
+        product = _product(plan, tiling).of(a.data_ptr(), b.data_ptr(), partial.data_ptr())
+        chunks = made.Chunks(shape.m, shape.m)
+        made.all_gather_gemm(lane.device, alone, product, chunks, False, stream)
+        together = made.Collective(
+            regions(call),
+            call.rank,
+            lane.control,
+            int(call.timeout_s * 1e9),
+            call.number & _CALLS,
+            0,
+            _staging(plan),
+        )
+        element, elements, partials = _element(plan), shape.m * shape.n, partial.data_ptr()
+        if plan.op == "gemm_reduce_scatter":
+            made.reduce_scatter(together, element, partials, elements // world, outs[0], stream)
+        else:
+            way = made.Way.two_shot
+            made.all_reduce(together, element, partials, elements, outs, way, stream)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
-def _copy(dst: int, src: int, nbytes: int, lane: Lane) -> None:
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Itself, or what to copy to it when kernels have written it."""
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else torch.empty_like(tensor)
+
+
+def _copy(dst: int, src: int, nbytes: int, stream: int) -> None:
     """Within this GPU, when no kernel of the call needs its processors any more."""
     if nbytes:
         made, best = native(), measured_engines().choose("local", nbytes)
         engine = getattr(made.Engine, best.engine)
-        made.copy(dst, src, nbytes, engine, max(best.blocks, 1), stream=lane.stream)
+        made.copy(dst, src, nbytes, engine, max(best.blocks, 1), stream=stream)
 
 
-def _product(
-    plan: LaunchPlan, a: torch.Tensor, b: torch.Tensor, out: int, tiling: schedule.TilingName
-) -> _hopper.Product:
-    return _products(plan)[tiling].of(a.data_ptr(), b.data_ptr(), out)
-
-
-@of_plan
-def _products(plan: LaunchPlan) -> dict[schedule.TilingName, _hopper.Product]:
-    """By tiling, of no tensors yet."""
+def _product(plan: LaunchPlan, tiling: schedule.TilingName) -> _hopper.Product:
+    """Of no tensors yet."""
     made = native()
-    return {
-        name: made.Product(
-            n=plan.gemm.n,
-            k=plan.gemm.k,
-            half=plan.dtype == "float16",
-            n_major=plan.b_layout == "row",
-            tiling=getattr(made.Tiling, name),
-            band=schedule.BAND,
-            blocks=plan.resources.compute_blocks,
-        )
-        for name in get_args(schedule.TilingName)
-    }
+    return made.Product(
+        n=plan.gemm.n,
+        k=plan.gemm.k,
+        half=plan.dtype == "float16",
+        n_major=plan.b_layout == "row",
+        tiling=getattr(made.Tiling, tiling),
+        band=schedule.BAND,
+        blocks=plan.resources.compute_blocks,
+    )
 
 
-def _world(call: Call, lane: Lane) -> _hopper.World:
-    digest = call.plan.digest()
-    known = lane.worlds.get(digest)
-    if known is None:
-        known = lane.worlds[digest] = native().World(
-            regions(call), call.rank, lane.control, call.timeout_s, 0
-        )
-    return known.of_call(call.number & 0xFFFFFFFF, call.timeout_s)
+def world_of(call: Call, lane: Lane) -> _hopper.World:
+    """As kernels of this call see it."""
+    return native().World(
+        regions(call), call.rank, lane.control, call.timeout_s, call.number & _CALLS
+    )
 
 
 def regions(call: Call) -> list[int]:

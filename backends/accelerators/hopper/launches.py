@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mkernel.backends.accelerators.hopper import gemm, library
 from mkernel.backends.accelerators.hopper.claims import FUNCTIONS, ops
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
 
 
 class Lane(NamedTuple):
-    """Where a call goes: a device, a stream of it that comes after the world's previous call, the
-    order that forks a second stream off it, and the address of the rank's HostControl.
-
-    ``worlds``, ``collectives``: what calls are told of the world, once made, by the plan's digest: a
-    plan has one region in a world.
-    """
+    """Where a world's calls go: a device, the order of its calls, which forks a second stream off
+    theirs, and the address of the rank's HostControl."""
 
     device: int
-    stream: int
     order: _hopper.CallOrder
     control: int
-    worlds: dict[str, _hopper.World]
-    collectives: dict[str, _hopper.Collective]
+
+
+class Calls(Protocol):
+    """One plan's calls in a world: what stays the same from call to call is worked out once."""
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one on a stream, which comes after the world's previous call; returns at once."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """How an op is run.
+    """How an op is run on its fused path.
 
     Attributes:
         region_bytes: bytes of the symmetric region that a plan needs on each rank.
-        start: puts a call's work on its lane; returns at once.
+        calls: makes a plan's calls, of the first of them.
     """
 
     region_bytes: Callable[[LaunchPlan], int]
-    start: Callable[[Call, Lane], None]
+    calls: Callable[[Call, Lane], Calls]
 
 
 OPS: dict[str, Op] = {
-    "all_gather_gemm": Op(gemm.gather_bytes, gemm.start_gather),
-    "gemm_reduce_scatter": Op(gemm.reduce_bytes, gemm.start_reduce),
-    "gemm_all_reduce": Op(gemm.reduce_bytes, gemm.start_reduce),
+    "all_gather_gemm": Op(gemm.gather_bytes, gemm.GatherCalls),
+    "gemm_reduce_scatter": Op(gemm.reduce_bytes, gemm.ReduceCalls),
+    "gemm_all_reduce": Op(gemm.reduce_bytes, gemm.ReduceCalls),
 }
 
 
@@ -59,13 +59,10 @@ def region_bytes(plan: LaunchPlan) -> int:
     return library.region_bytes(plan) if plan.path == "library" else op.region_bytes(plan)
 
 
-def start(call: Call, lane: Lane) -> None:
-    """Put a call on its lane. Unsupported."""
+def calls_like(call: Call, lane: Lane) -> Calls:
+    """The calls of this one's plan. Unsupported."""
     op = _op(call.plan.op)
-    if call.plan.path == "library":
-        library.start(call, lane)
-    else:
-        op.start(call, lane)
+    return library.LibraryCalls(call, lane) if call.plan.path == "library" else op.calls(call, lane)
 
 
 def _op(name: str) -> Op:

@@ -17,10 +17,9 @@ import torch
 
 from mkernel.backends.accelerators.hopper.gemm import one_node, regions
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.planned import of_plan
 from mkernel.backends.base import Call
 from mkernel.plan import paths
-from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
@@ -43,67 +42,91 @@ def region_bytes(plan: LaunchPlan) -> int:
     return offset + _staging(plan)
 
 
-def start(call: Call, lane: Lane) -> None:
-    """Put a call on torch's current stream, which is the lane's."""
-    recorded = any(tensor.requires_grad for tensor in call.tensors.values())
-    with torch.no_grad() if recorded else nullcontext():  # the former takes a microsecond
-        if call.plan.op == "all_gather_gemm":
-            _gather_then_product(call, lane)
-        elif call.plan.world_size == 1:
-            _multiply(call.tensors["a"], call.tensors["b"], call.tensors["out"])
+class LibraryCalls:
+    """One plan's calls in a world, on torch's current stream."""
+
+    def __init__(self, call: Call, lane: Lane) -> None:
+        """``call``: any of them; what differs from call to call is not looked at."""
+        plan, made = call.plan, native()
+        shape = plan.gemm
+        self._world_size = plan.world_size
+        self._gathers = plan.op == "all_gather_gemm"
+        self._scatters = plan.op == "gemm_reduce_scatter"
+        self._collective = made.Collective(
+            regions(call),
+            call.rank,
+            lane.control,
+            int(call.timeout_s * 1e9),
+            0,
+            0,
+            _staging(plan),
+        )
+        if self._gathers:
+            self._between, self._dtype = (shape.m, shape.k), _torch_dtype(plan.dtype)
         else:
-            _product_then_sum(call, lane)
+            sent = paths.partial_dtype(shape, plan.dtype)
+            self._between, self._dtype = (shape.m, shape.n), _torch_dtype(sent)
+            self._element = _element(plan)
+            self._elements = shape.m * shape.n
+            self._one_shot, self._way = one_shot(plan), _way(plan)
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one; ``stream`` is torch's current one."""
+        tensors = call.tensors
+        a, b, out = tensors["a"], tensors["b"], tensors["out"]
+        recorded = a.requires_grad or b.requires_grad or out.requires_grad
+        with torch.no_grad() if recorded else nullcontext():  # the former takes a microsecond
+            if self._gathers:
+                self._gather_then_product(call, stream)
+            elif self._world_size == 1:
+                _multiply(a, b, out)
+            else:
+                self._product_then_sum(call, stream)
+
+    def _together(self, call: Call) -> _hopper.Collective:
+        return self._collective.of_call(call.number & 0xFFFFFFFF, int(call.timeout_s * 1e9))
+
+    def _gather_then_product(self, call: Call, stream: int) -> None:
+        a = call.tensors["a"]
+        whole = call.tensors.get("gathered")
+        if self._world_size == 1:
+            if whole is not None:
+                whole.copy_(a)
+            whole = a
+        else:
+            outs: list[int] = []
+            if whole is None:
+                whole = a.new_empty(self._between)
+            elif call.symmetric:
+                outs = list(call.symmetric.get("gathered", ()))
+            if call.view != "compute_only":
+                native().all_gather(
+                    self._together(call), a.data_ptr(), a.nbytes, outs or [whole.data_ptr()], stream
+                )
+        _multiply(whole, call.tensors["b"], call.tensors["out"])
+
+    def _product_then_sum(self, call: Call, stream: int) -> None:
+        tensors = call.tensors
+        partial = tensors["a"].new_empty(self._between, dtype=self._dtype)
+        _mm(tensors["a"], tensors["b"], partial)
+        if call.view == "compute_only":
+            return
+        made, together, element = native(), self._together(call), self._element
+        elements, source, out = self._elements, partial.data_ptr(), tensors["out"].data_ptr()
+        if self._scatters:
+            part = elements // self._world_size
+            made.reduce_scatter(together, element, source, part, out, stream)
+            return
+        outs = [out]
+        if call.symmetric and not self._one_shot:
+            outs = list(call.symmetric.get("out", ())) or outs
+        made.all_reduce(together, element, source, elements, outs, self._way, stream)
 
 
-@of_plan
 def one_shot(plan: LaunchPlan) -> bool:
     """Whether an all-reduce sends everything to everyone at once."""
     nbytes = plan.gemm.m * plan.gemm.n * DTYPE_BYTES[paths.partial_dtype(plan.gemm, plan.dtype)]
     return nbytes <= ONE_SHOT_MOST and nbytes * (plan.world_size - 2) <= ONE_SHOT_BYTES
-
-
-def _gather_then_product(call: Call, lane: Lane) -> None:
-    a, plan = call.tensors["a"], call.plan
-    whole = call.tensors.get("gathered")
-    if plan.world_size == 1:
-        if whole is not None:
-            whole.copy_(a)
-        whole = a
-    else:
-        outs: list[int] = []
-        if whole is None:
-            whole = torch.empty((plan.gemm.m, plan.gemm.k), dtype=a.dtype, device=a.device)
-        else:
-            outs = list(call.symmetric.get("gathered", ()))
-        if call.view != "compute_only":
-            native().all_gather(
-                _collective(call, lane),
-                a.data_ptr(),
-                a.numel() * a.element_size(),
-                outs or [whole.data_ptr()],
-                lane.stream,
-            )
-    _multiply(whole, call.tensors["b"], call.tensors["out"])
-
-
-def _product_then_sum(call: Call, lane: Lane) -> None:
-    made, plan, out = native(), call.plan, call.tensors["out"]
-    a, b = call.tensors["a"], call.tensors["b"]
-    shape = plan.gemm
-    partial = torch.empty((shape.m, shape.n), dtype=_partial(plan), device=a.device)
-    _mm(a, b, partial)
-    if call.view == "compute_only":
-        return
-    together, element = _collective(call, lane), _element(plan)
-    elements, source = shape.m * shape.n, partial.data_ptr()
-    if plan.op == "gemm_reduce_scatter":
-        part = elements // plan.world_size
-        made.reduce_scatter(together, element, source, part, out.data_ptr(), lane.stream)
-        return
-    outs = [] if one_shot(plan) else list(call.symmetric.get("out", ()))
-    made.all_reduce(
-        together, element, source, elements, outs or [out.data_ptr()], _way(plan), lane.stream
-    )
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -140,39 +163,20 @@ def _staging(plan: LaunchPlan) -> int:
     return needed
 
 
-@of_plan
 def _way(plan: LaunchPlan) -> _hopper.Way:
     ways = native().Way
     way: _hopper.Way = ways.one_shot if one_shot(plan) else ways.two_shot
     return way
 
 
-@of_plan
-def _partial(plan: LaunchPlan) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, paths.partial_dtype(plan.gemm, plan.dtype))
+def _torch_dtype(name: DtypeName) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
-@of_plan
 def _element(plan: LaunchPlan) -> _hopper.Element:
     """What is added up, by its native name."""
     sent = paths.partial_dtype(plan.gemm, plan.dtype)
     name = plan.dtype if sent == plan.dtype else f"{sent}_to_{plan.dtype}"
     element: _hopper.Element = getattr(native().Element, name)
     return element
-
-
-def _collective(call: Call, lane: Lane) -> _hopper.Collective:
-    digest = call.plan.digest()
-    known = lane.collectives.get(digest)
-    if known is None:
-        known = lane.collectives[digest] = native().Collective(
-            regions(call),
-            call.rank,
-            lane.control,
-            int(call.timeout_s * 1e9),
-            0,
-            0,
-            _staging(call.plan),
-        )
-    return known.of_call(call.number & 0xFFFFFFFF, int(call.timeout_s * 1e9))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mkernel.backends.accelerators.hopper import launches
-from mkernel.backends.accelerators.hopper.launches import Lane
+from mkernel.backends.accelerators.hopper.launches import Calls, Lane
 from mkernel.backends.accelerators.hopper.memory import DeviceMemory
 from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, native
 from mkernel.backends.base import Call, Launch, LaunchTimes, SymmetricMemory
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _FIRST_EPOCH = 1
 _EPOCH_OFFSETS = (0, *range(128, 256, 8))  # of Control's epoch and epochs (device/region.cuh)
 _LONGEST_PAUSE_S = 0.001
+_ALREADY = nullcontext()
 
 
 class HopperLaunch(Launch):
@@ -42,6 +43,10 @@ class HopperLaunch(Launch):
 
     def wait(self, timeout_s: float) -> bool:
         """True once the device is past the call. RuntimeError where the device has failed."""
+        if self._order.finished(self._number):
+            return True
+        if timeout_s <= 0:
+            return False
         start = time.monotonic()
         while not self._order.finished(self._number):
             waited = time.monotonic() - start
@@ -79,10 +84,10 @@ class OpenDevice:
         made = native()
         self.index = index
         self.control: _hopper.ControlBlock = made.ControlBlock()
-        self._current = torch.cuda.device(index)  # entered around each call; made once
+        self._current = torch.cuda.device(index)  # entered around calls; made once
         self._order: _hopper.CallOrder = made.CallOrder(index)
-        self._worlds: dict[str, _hopper.World] = {}  # as in Lane
-        self._collectives: dict[str, _hopper.Collective] = {}
+        self._lane = Lane(index, self._order, self.control.address)
+        self._calls: dict[str, Calls] = {}  # by the plan's digest: it has one region in a world
         self._used = False
 
     def close(self, timeout_s: float) -> bool:
@@ -100,13 +105,13 @@ class OpenDevice:
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
         """The rank's device. ArgumentError for tensors on another one."""
         for name, tensor in tensors.items():
-            if tensor.device.index != self.index:
+            if tensor.get_device() != self.index:
                 raise ArgumentError(
                     f"{name}.device",
                     tensor.device,
                     f"cuda:{self.index}, the device that this rank had when it made the world",
                 )
-        return self._current
+        return _ALREADY if torch._C._cuda_getDevice() == self.index else self._current
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed memory of the device."""
@@ -125,38 +130,26 @@ class OpenDevice:
     def launch(self, call: Call) -> HopperLaunch:
         """Queue the call on torch's current stream, after the world's previous one."""
         self._used = True
-        stream = _current_stream(self.index)
-        order = self._order
+        # As torch's own compiler asks: torch.cuda.current_stream makes an object for it, in 4 us.
+        stream: int = torch._C._cuda_getCurrentRawStream(self.index)
+        digest = call.plan.digest()
+        calls = self._calls.get(digest)
+        if calls is None:
+            calls = self._calls[digest] = launches.calls_like(call, self._lane)
         events = None
         if call.timed and not torch.cuda.is_current_stream_capturing():
             events = (_timer(), _timer())
+        order = self._order
         order.begin(stream)
         if events is not None:
             events[0].record()
         try:
-            launches.start(
-                call,
-                Lane(
-                    self.index,
-                    stream,
-                    order,
-                    self.control.address,
-                    self._worlds,
-                    self._collectives,
-                ),
-            )
+            calls.start(call, stream)
         finally:
             if events is not None:
                 events[1].record()
             number = order.end(stream)
         return HopperLaunch(order, number, events)
-
-
-def _current_stream(device: int) -> int:
-    """Handle of torch's current stream."""
-    # As torch's own compiler asks: torch.cuda.current_stream makes an object for it, in 4 us.
-    handle: int = torch._C._cuda_getCurrentRawStream(device)
-    return handle
 
 
 def _timer() -> torch.cuda.Event:

@@ -11,6 +11,7 @@ from typing import Any
 from mkernel.backends.accelerators.streams.exchange import exchange
 from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.accelerators.streams.matmul import Factor
+from mkernel.backends.accelerators.streams.rows import chunks
 from mkernel.backends.base import Call
 
 
@@ -23,15 +24,17 @@ def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
     results = out.view(shape[0], shape[1], out.shape[1])
 
     arrivals = exchange(call, lanes, lambda target: a, gathered.__getitem__)
+    lanes.give_way(out.numel())
     with lanes.compute():
         factor = Factor(b, out.dtype)
-        factor.product(a, results[call.rank])
         if kept is not None:
             gathered[call.rank] = a
+    for start, end in chunks(len(a), -(-len(a) // lanes.in_flight)):
+        with lanes.product():
+            factor.product(a[start:end], results[call.rank, start:end])
     for source, parts in arrivals.items():
         for start, end, message in parts:
-            lanes.wait(message)
-            with lanes.compute():
+            with lanes.product(message):
                 factor.product(gathered[source, start:end], results[source, start:end])
     if not lanes.communicates:
         with lanes.compute():

@@ -60,6 +60,7 @@ class Lanes:
     """For one call on one rank. Everything that a message touches lives as long as this object.
 
     Attributes:
+        in_flight: independent products that run side by side.
         communicates: False where the view asks for compute only: other ranks' data counts as
             present. sequential: whether the lanes must take turns.
     """
@@ -81,6 +82,9 @@ class Lanes:
         self._last: Any = None
         self._compute = device.current(where) if device.has_streams else None
         self._comm = device.stream(where) if device.has_streams else None
+        self.in_flight = device.products_in_flight() if self.overlaps else 1
+        self._beside: list[Any] = []  # streams for products beside the compute lane
+        self._turn = 0
 
     def shared_cores(self) -> AbstractContextManager[None]:
         """While it is entered neither lane's kernels keep the other's from running. All that was put
@@ -123,6 +127,11 @@ class Lanes:
             message.arrived = self._last = self._mark(self._comm)
         return message
 
+    def give_way(self, elements: int) -> None:
+        """Before the first products of a call, of ``elements`` results: let the messages start."""
+        if self.overlaps and self._messages:
+            self._device.give_way(self._compute, self._where, elements)
+
     def wait(self, message: Message) -> None:
         """Compute put on its lane from now on sees what the message brought. Broken."""
         if self._compute is not None and message.arrived is not None:
@@ -131,6 +140,8 @@ class Lanes:
 
     def finish(self) -> None:
         """Wait until everything posted has arrived and has been sent. Broken."""
+        for stream in self._beside:
+            self._compute.wait_stream(stream)
         for message in self._messages:
             self.wait(message)
             self._finish(message, receives=False)
@@ -150,7 +161,7 @@ class Lanes:
             time.sleep(min(_POLL_S, (now - start) / 50))  # short waits must not get longer
 
     def _stop_where_aborted(self) -> None:
-        if _runtime.pad_outcome(self._call.pad)[0] != _runtime.AbortCode.none:
+        if _runtime.pad_aborted(self._call.pad):
             raise Stopped
 
     def _single(self, peer: int, is_receive: bool, tensor: torch.Tensor, chunk: int) -> Any:
@@ -209,23 +220,57 @@ class Lanes:
             yield
             self._spans.append((begin, self._mark(self._compute)))
 
+    @contextmanager
+    def product(self, message: Message | None = None) -> Iterator[None]:
+        """Compute that needs nothing but what was there before the first product, and what ``message``
+        brings. Products run side by side where the device has room for more than one. Broken."""
+        if self.in_flight == 1:
+            if message is not None:
+                self.wait(message)
+            with self.compute():
+                yield
+            return
+        if not self._beside:
+            self._beside = [self._device.stream(self._where) for _ in range(self.in_flight - 1)]
+            for stream in self._beside:
+                stream.wait_stream(self._compute)
+        stream = (self._compute, *self._beside)[self._turn % self.in_flight]
+        self._turn += 1
+        if message is not None and message.arrived is not None:
+            stream.wait_event(message.arrived)
+        with self._device.on(stream):
+            begin = self._mark(stream)
+            yield
+            self._spans.append((begin, self._mark(stream)))
+
     def _mark(self, stream: Any) -> Any:
         event = self._device.event()
         event.record(stream)
         return event
 
     def seconds(self) -> dict[str, float]:
-        """``compute``: spent in compute. ``comm``: from the first message posted to the last one
-        complete; the two overlap in a pipelined view. Only after the call has ended."""
+        """``compute``: in which there was compute. ``comm``: from the first message posted to the last
+        one complete; the two overlap in a pipelined view. Only after the call has ended."""
         both = [] if self._first is None else [(self._first, self._last)]
+        return {"comm": self._covered(both), "compute": self._covered(self._spans)}
+
+    def _covered(self, spans: Sequence[tuple[Any, Any]]) -> float:
+        """Seconds that lie in any of the spans, which follow one another or overlap."""
+        if not spans:
+            return 0.0
+        first = spans[0][0]
         if self._compute is None:
-            lengths = [[end - start for start, end in spans] for spans in (both, self._spans)]
+            inside = [(start - first, end - first) for start, end in spans]
         else:
-            lengths = [
-                [start.elapsed_time(end) * 1e-3 for start, end in spans]
-                for spans in (both, self._spans)
+            inside = [
+                (first.elapsed_time(start) * 1e-3, first.elapsed_time(end) * 1e-3)
+                for start, end in spans
             ]
-        return {"comm": sum(lengths[0], 0.0), "compute": sum(lengths[1], 0.0)}
+        covered, until = 0.0, float("-inf")
+        for start, end in sorted(inside):
+            covered += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return covered
 
 
 def _timed_out(error: RuntimeError) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ class StreamsLaunch(Launch):
             self._ended.set()
 
     def _aborted(self) -> bool:
-        return bool(_runtime.pad_outcome(self._call.pad)[0] != _runtime.AbortCode.none)
+        return _runtime.pad_aborted(self._call.pad)
 
     def _tell(self, broken: Broken) -> None:
         code = _runtime.AbortCode.timeout
@@ -91,6 +92,8 @@ class StreamsLaunch(Launch):
                 if self._aborted():
                     return
                 time.sleep(_LOOK_S)
+            # The world's error is the same on every rank; what the library said goes beside it.
+            warnings.warn(f"torch.distributed: {broken.__cause__}", RuntimeWarning, stacklevel=2)
         who = _runtime.Diagnosis()
         who.waiter = _runtime.Waiter.comm_kernel
         who.op = self._call.number & 0xFFFFFFFF

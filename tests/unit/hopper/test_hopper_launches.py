@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,39 +22,47 @@ STARTS = (
     "all_reduce",
 )  # fmt: skip
 REGIONS = (1 << 21, 1 << 30)
-MAIN, SIDE = 5, 6
+MAIN = 5
 
 
-class Order:
-    """Stands for CallOrder."""
+class Pipelined:
+    """Stands for PipelinedGather and PipelinedReduce."""
 
-    def __init__(self, queued: list[str]) -> None:
+    def __init__(self, queued: list[str], *given: Any) -> None:
         self._queued = queued
+        self._name = "pipelined by copy engines"
+        if not isinstance(given[-1], native.native().Chunks) or given[-1].push_blocks:
+            self._name = "pipelined"
 
-    def fork(self, stream: int) -> int:
-        self._queued.append("fork")
-        return SIDE
-
-    def join(self, stream: int) -> None:
-        self._queued.append("join")
+    def start(self, number: int, timeout_s: float, *given: Any) -> None:
+        *addresses, stream = given[:4]
+        assert stream == MAIN
+        assert not any(address % 16 for address in addresses)
+        symmetric = given[4:] not in ((), ([],))
+        self._queued.append(self._name + " into every out" * symmetric)
 
 
 class Recorder:
-    """The native module, whose starts only leave their names (and that they are beside)."""
+    """The native module, whose starts only leave their names."""
 
     def __init__(self, made: Any, queued: list[str]) -> None:
         self._made, self._queued = made, queued
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("Pipelined"):
+            return partial(Pipelined, self._queued)
         if name not in STARTS:
             return getattr(self._made, name)
 
         def start(*arguments: Any, stream: int | None = None) -> None:
-            used = arguments[-1] if stream is None else stream
-            assert used in (MAIN, SIDE), name
-            self._queued.append(name + " beside" * (used == SIDE))
+            assert (arguments[-1] if stream is None else stream) == MAIN, name
+            self._queued.append(name)
 
         return start
+
+
+ORDER: Any = None
+LANE = launches.Lane(0, ORDER, 64)
 
 
 @pytest.fixture
@@ -105,8 +114,7 @@ def run(
     """Names of what the last rank queues, in order."""
     call = last_rank(made, view, gathered=gathered, symmetric=symmetric, offset=offset)
     queued.clear()
-    order: Any = Order(queued)
-    launches.OPS[made.op].start(call, launches.Lane(0, MAIN, order, 64, {}, {}))
+    launches.OPS[made.op].calls(call, LANE).start(call, MAIN)
     assert launches.OPS[made.op].region_bytes(made) >= 1 << 20
     return list(queued)
 
@@ -139,9 +147,9 @@ def last_rank(
 
 def test_all_gather_gemm(queued: list[str]) -> None:
     small = planned("all_gather_gemm", 512, 256, 256)
-    assert run(queued, small) == ["all_gather_gemm"]  # its own blocks push
+    assert run(queued, small) == ["pipelined"]  # its own blocks push
     large = planned("all_gather_gemm", 8192, 256, 4096)
-    assert run(queued, large) == ["fork", "push_rows beside", "all_gather_gemm", "join"]
+    assert run(queued, large) == ["pipelined by copy engines"]
     assert run(queued, large, "sequential") == ["push_rows", "all_gather_gemm"]
     assert run(queued, large, "compute_only") == ["all_gather_gemm"]
     alone = planned("all_gather_gemm", 4096, 256, 2048, world=1)
@@ -150,10 +158,11 @@ def test_all_gather_gemm(queued: list[str]) -> None:
 
 def test_what_lies_in_the_region_is_copied_before_any_rank_goes_on(queued: list[str]) -> None:
     small = planned("all_gather_gemm", 512, 256, 256)
-    copies = ["all_gather_gemm", "copy", "copy", "rendezvous"]  # the last rank: no rows after its
+    copies = ["pipelined", "copy", "copy", "rendezvous"]  # the last rank: no rows after its
     assert run(queued, small, gathered=True) == copies
     alone = planned("all_gather_gemm", 512, 256, 256, world=1)
-    assert run(queued, alone, gathered=True) == ["all_gather_gemm", "copy"]
+    *calls, copy = run(queued, alone, gathered=True)
+    assert (len(calls), copy) == (1, "copy")
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -163,11 +172,13 @@ def test_what_lies_in_the_region_is_copied_before_any_rank_goes_on(queued: list[
 )
 def test_reductions(queued: list[str], op: str, collective: str, symmetric: bool) -> None:
     made = planned(op, 512, 256, 256)
-    assert run(queued, made, symmetric=symmetric) == ["gemm_reduce"]
+    everywhere = symmetric and op == "gemm_all_reduce"
+    into = "pipelined into every out" if everywhere else "pipelined"
+    assert run(queued, made, symmetric=symmetric) == [into]
     assert run(queued, made, "compute_only", symmetric=symmetric) == ["gemm_reduce"]
     separate = ["all_gather_gemm", collective]
     assert run(queued, made, "sequential", symmetric=symmetric) == separate
-    assert run(queued, planned(op, 512, 256, 256, world=1), "sequential") == ["gemm_reduce"]
+    assert run(queued, planned(op, 512, 256, 256, world=1), "sequential") == ["pipelined"]
 
 
 @pytest.mark.parametrize("op", sorted(launches.OPS))
@@ -182,18 +193,13 @@ def test_the_planned_chunk_is_one_by_default(queued: list[str]) -> None:
 
 
 class Told:
-    """Stands for World and Product: leaves what each call tells them."""
+    """Stands for what the plan's calls are started by: leaves what each call tells."""
 
     def __init__(self, left: list[Any]) -> None:
         self._left = left
 
-    def of_call(self, number: int, timeout_s: float) -> Told:
-        self._left.append((number, timeout_s))
-        return self
-
-    def of(self, a: int, b: int, out: int) -> Told:
-        self._left.append((a, b, out))
-        return self
+    def start(self, *told: Any) -> None:
+        self._left.append(told[:5])
 
 
 @pytest.mark.parametrize("op", sorted(launches.OPS))
@@ -202,14 +208,14 @@ def test_each_call_tells_its_own_number_deadline_and_tensors(
 ) -> None:
     left: list[Any] = []
     made: Any = gemm.native()
-    made.World = made.Product = lambda *args, **options: Told(left)
+    made.PipelinedGather = made.PipelinedReduce = lambda *given: Told(left)
     monkeypatch.setattr(gemm, "native", lambda: made)
-    plan = planned(op, 640, 256, 256)  # of no other test: what follows from a plan is kept
-    order: Any = Order(queued)
-    lane = launches.Lane(0, MAIN, order, 64, {}, {})
+    plan = planned(op, 640, 256, 256)
+    first = last_rank(plan, "pipelined", gathered=False, symmetric=False, offset=0)
+    calls = launches.OPS[op].calls(first, LANE)
     for number in (1, 2, (1 << 32) + 3):
         call = last_rank(plan, "pipelined", gathered=False, symmetric=False, offset=0)
         addresses = tuple(call.tensors[name].data_ptr() for name in ("a", "b", "out"))
-        left.clear()
-        launches.OPS[op].start(replace(call, number=number, timeout_s=number / 8), lane)
-        assert set(left) == {(number & 0xFFFFFFFF, number / 8), addresses}
+        calls.start(replace(call, number=number, timeout_s=number / 8), MAIN)
+        assert left.pop() == (number & 0xFFFFFFFF, number / 8, *addresses)
+        assert not left

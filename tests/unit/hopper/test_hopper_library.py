@@ -230,7 +230,7 @@ def run(
 
     def start(rank: int) -> None:
         order: Any = None
-        lane = Lane(0, STREAM, order, 64, {}, {})
+        calls: Any = None
         for number in numbers:
             call = Call(
                 plan=made, rank=rank, tensors=everyone[rank], epoch=1, number=number, pad=0,
@@ -238,7 +238,8 @@ def run(
                 peers={p: PeerMemory(0, region_of(p)) for p in range(world) if p != rank},
                 region=0, fifo=0, timeout_s=float(number & 7), view=view, symmetric=shared,
             )  # fmt: skip
-            library.start(call, lane)
+            calls = calls or library.LibraryCalls(call, Lane(0, order, 64))
+            calls.start(call, STREAM)
 
     with ThreadPoolExecutor(world) as pool:
         list(pool.map(start, range(world)))
@@ -321,8 +322,12 @@ def test_inputs_that_want_gradients(fabric: Any, op: str) -> None:
     made = planned(op, 8, 8, 8, 1)
     a, b = (torch.randn(8, 8, dtype=torch.bfloat16, requires_grad=True) for _ in "ab")
     out = torch.empty(8, 8, dtype=torch.bfloat16)
-    call: Any = SimpleNamespace(plan=made, tensors={"a": a, "b": b, "out": out}, view="pipelined")
-    library.start(call, SimpleNamespace(stream=STREAM))  # type: ignore[arg-type]
+    call: Any = SimpleNamespace(
+        plan=made, tensors={"a": a, "b": b, "out": out}, view="pipelined", rank=0,
+        workspace=region_of(0), peers={}, timeout_s=1.0, number=1, symmetric={},
+    )  # fmt: skip
+    order: Any = None
+    library.LibraryCalls(call, Lane(0, order, 64)).start(call, STREAM)
     assert not out.requires_grad
 
 
@@ -332,7 +337,8 @@ def test_a_plan_has_the_region_of_its_path(
 ) -> None:
     made = fabric(4)
     monkeypatch.setattr(launches, "native", lambda: made)
-    there = launches.Op(lambda plan: 7, lambda call, lane: None)
+    fused: Any = object()
+    there = launches.Op(lambda plan: 7, lambda call, lane: fused)
     monkeypatch.setattr(launches, "OPS", {op: there})
     monkeypatch.setitem(claims.FUNCTIONS, op, "all_gather")
     assert launches.region_bytes(planned(op, 256, 64, 64, 4, path="fused")) == 7
@@ -346,15 +352,16 @@ def test_a_plan_has_the_region_of_its_path(
 
 def test_a_call_goes_the_way_of_its_plan(fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "native", lambda: fabric(1))
-    gone: list[str] = []
-    there = launches.Op(lambda plan: 7, lambda call, lane: gone.append("fused"))
+    fused: Any = object()
+    plain: Any = object()
+    there = launches.Op(lambda plan: 7, lambda call, lane: fused)
     monkeypatch.setattr(launches, "OPS", {"all_gather_gemm": there})
     monkeypatch.setitem(claims.FUNCTIONS, "all_gather_gemm", "all_gather")
-    monkeypatch.setattr(library, "start", lambda call, lane: gone.append("library"))
-    for path in ("fused", "library"):
+    monkeypatch.setattr(library, "LibraryCalls", lambda call, lane: plain)
+    lane: Any = None
+    for path, calls in (("fused", fused), ("library", plain)):
         call: Any = SimpleNamespace(plan=planned("all_gather_gemm", 8, 8, 8, 1, path=path))
-        launches.start(call, None)  # type: ignore[arg-type]
-    assert gone == ["fused", "library"]
+        assert launches.calls_like(call, lane) is calls
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,9 @@ def test_a_build_without_nvcc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ops_are_those_that_the_build_has(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    there = launches.Op(lambda plan: 10, lambda call, lane: started.append(call))
-    absent = launches.Op(lambda plan: 10, lambda call, lane: None)
+    made: Any = object()
+    there = launches.Op(lambda plan: 10, lambda call, lane: started.append(call) or made)
+    absent = launches.Op(lambda plan: 10, lambda call, lane: made)
     monkeypatch.setattr(launches, "OPS", {"all_gather_gemm": there, "gemm_all_reduce": absent})
     monkeypatch.setitem(claims.FUNCTIONS, "all_gather_gemm", "there")
     fake.there = None
@@ -223,7 +224,7 @@ def test_ops_are_those_that_the_build_has(fake: Any, monkeypatch: pytest.MonkeyP
     assert (workspace.nbytes, workspace.signals, workspace.shared) == (10, 0, True)
     call: Any = SimpleNamespace(plan=plan)
     lane: Any = None
-    launches.start(call, lane)
+    assert launches.calls_like(call, lane) is made
     assert started == [call]
     with pytest.raises(Unsupported, match="no kernel of gemm_all_reduce; it has: all_gather_gemm"):
         launches.region_bytes(SimpleNamespace(op="gemm_all_reduce"))  # type: ignore[arg-type]

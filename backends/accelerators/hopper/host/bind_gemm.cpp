@@ -11,6 +11,7 @@
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/device.hpp"
 #include "backends/accelerators/hopper/host/gemm.hpp"
+#include "backends/accelerators/hopper/host/pipelined.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -113,6 +114,7 @@ void bind_data(py::module_& module) {
         .def("of", &with_tensors, "a"_a, "b"_a, "out"_a);
     py::class_<Chunks>(module, "Chunks")
         .def(py::init(&chunks_of), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0)
+        .def_readonly("push_blocks", &Chunks::push_blocks)
         .def_property_readonly("count", &Chunks::count);
     py::class_<Owners>(module, "Owners")
         .def(py::init(&owners_of), py::kw_only(), "m"_a, "rows"_a, "band_columns"_a, "pace"_a = 0,
@@ -123,10 +125,44 @@ void bind_data(py::module_& module) {
     module.attr("DATA_OFFSET") = kDataOffset;
 }
 
+CallOnce call_once(std::uint32_t number, double timeout_s, std::uint64_t a, std::uint64_t b,
+                   std::uint64_t out, std::uint64_t stream) {
+    require_aligned("a", a);
+    require_aligned("b", b);
+    require_aligned("out", out);
+    return {number, timeout_s, a, b, out, stream};
+}
+
+void bind_pipelined(py::module_& module) {
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    py::class_<PipelinedGather>(module, "PipelinedGather")
+        .def(py::init<int, CallOrder&, World, Product, Chunks>(), "device"_a, "order"_a, "world"_a,
+             "product"_a, "chunks"_a, py::keep_alive<1, 3>())
+        .def(
+            "start",
+            [](PipelinedGather& calls, std::uint32_t number, double timeout_s, std::uint64_t a,
+               std::uint64_t b, std::uint64_t out,
+               std::uint64_t stream) { calls.start(call_once(number, timeout_s, a, b, out, stream)); },
+            "number"_a, "timeout_s"_a, "a"_a, "b"_a, "out"_a, "stream"_a, released);
+    py::class_<PipelinedReduce>(module, "PipelinedReduce")
+        .def(py::init<int, World, Product, Owners>(), "device"_a, "world"_a, "product"_a,
+             "owners"_a)
+        .def(
+            "start",
+            [](PipelinedReduce& calls, std::uint32_t number, double timeout_s, std::uint64_t a,
+               std::uint64_t b, std::uint64_t out, std::uint64_t stream,
+               const std::vector<std::uint64_t>& outs) {
+                for (const std::uint64_t each : outs) require_aligned("outs", each);
+                calls.start(call_once(number, timeout_s, a, b, out, stream), outs);
+            },
+            "number"_a, "timeout_s"_a, "a"_a, "b"_a, "out"_a, "stream"_a, "outs"_a, released);
+}
+
 }  // namespace
 
 void bind_gemm(py::module_& module) {
     bind_data(module);
+    bind_pipelined(module);
     module.def("all_gather_gemm_bytes", &all_gather_gemm_bytes, "world"_a, "chunks"_a, "k"_a);
     module.def("gemm_reduce_bytes", &gemm_reduce_bytes, "world"_a, "rows"_a, "n"_a, "by_outbox"_a,
                "gathers"_a);

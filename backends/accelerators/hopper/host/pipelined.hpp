@@ -1,0 +1,54 @@
+// A plan's pipelined calls in one world, the view that a product runs again and again. What stays the
+// same from call to call is known beforehand, so that starting one costs the host little.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "backends/accelerators/hopper/host/call_order.hpp"
+#include "backends/accelerators/hopper/host/gemm.hpp"
+
+namespace mkernel::hopper {
+
+// What a call brings. `product`'s other members are those of the plan.
+struct CallOnce {
+    std::uint32_t number;
+    double timeout_s;
+    std::uint64_t a, b, out;
+    std::uint64_t stream;
+};
+
+// AllGather+GEMM. Where blocks of the kernel do not push the rows themselves (`chunks.push_blocks`),
+// copy engines do, on the second stream of `order`, which must outlive this.
+class PipelinedGather {
+  public:
+    PipelinedGather(int device, CallOrder& order, World world, Product product, Chunks chunks);
+
+    void start(const CallOnce& call);
+
+  private:
+    int device_;
+    CallOrder& order_;
+    World world_;
+    Product product_;
+    Chunks chunks_;
+};
+
+// GEMM+ReduceScatter or GEMM+AllReduce.
+class PipelinedReduce {
+  public:
+    PipelinedReduce(int device, World world, Product product, Owners owners);
+
+    // `outs`: every rank's `out` by rank, where AllReduce's is symmetric; else none.
+    void start(const CallOnce& call, const std::vector<std::uint64_t>& outs);
+
+  private:
+    int device_;
+    World world_;
+    Product product_;
+    Owners owners_;
+};
+
+}  // namespace mkernel::hopper
