@@ -314,6 +314,8 @@ def _planned(
         if rows is not None and choice.chunk is None and choice.row_chunks > 1:
             found = chunking.other_row_chunks(shape, len(placement), rows, choice.row_chunks)
             by_rows = [rows, *found]
+            if choice.kernel_a_chunk:  # what costs a kernel must gain something: the fewest first
+                by_rows.sort(reverse=True)
         made, considered = simulated.decided(
             made, by_rows, choice.orders, constants, choice.kernel_a_chunk
         )

@@ -28,7 +28,8 @@ def decided(
 
     Args:
         made: every other decision of it stands.
-        rows: a chunk may have, the default first; empty where chunks are not made of rows.
+        rows: a chunk may have, the default first, which stands where nothing gains; empty where chunks
+            are not made of rows.
         orders: of sources, the default first. Where nodes or their ranks are one they are all the same.
         kernel_a_chunk: as the backend's capabilities say.
     """

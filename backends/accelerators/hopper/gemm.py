@@ -188,7 +188,7 @@ class ReduceCalls:
         self._everywhere = plan.op == "gemm_all_reduce"
 
         def owners(alone: bool) -> _hopper.Owners:
-            return made.Owners(
+            found: _hopper.Owners = made.Owners(
                 m=plan.gemm.m,
                 rows=how.rows,
                 band_columns=how.band_columns,
@@ -197,6 +197,7 @@ class ReduceCalls:
                 everywhere=self._everywhere,
                 alone=alone,
             )
+            return found
 
         self._alone = owners(True)
         self._pipelined = made.PipelinedReduce(
@@ -271,7 +272,7 @@ def _copy(dst: int, src: int, nbytes: int, stream: int) -> None:
 def _product(plan: LaunchPlan, tiling: schedule.TilingName) -> _hopper.Product:
     """Of no tensors yet."""
     made = native()
-    return made.Product(
+    product: _hopper.Product = made.Product(
         n=plan.gemm.n,
         k=plan.gemm.k,
         half=plan.dtype == "float16",
@@ -280,13 +281,15 @@ def _product(plan: LaunchPlan, tiling: schedule.TilingName) -> _hopper.Product:
         band=schedule.BAND,
         blocks=plan.resources.compute_blocks,
     )
+    return product
 
 
 def world_of(call: Call, lane: Lane) -> _hopper.World:
     """As kernels of this call see it."""
-    return native().World(
+    world: _hopper.World = native().World(
         regions(call), call.rank, lane.control, call.timeout_s, call.number & _CALLS
     )
+    return world
 
 
 def regions(call: Call) -> list[int]:

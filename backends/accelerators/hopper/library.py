@@ -84,7 +84,10 @@ class LibraryCalls:
                 self._product_then_sum(call, stream)
 
     def _together(self, call: Call) -> _hopper.Collective:
-        return self._collective.of_call(call.number & 0xFFFFFFFF, int(call.timeout_s * 1e9))
+        together: _hopper.Collective = self._collective.of_call(
+            call.number & 0xFFFFFFFF, int(call.timeout_s * 1e9)
+        )
+        return together
 
     def _gather_then_product(self, call: Call, stream: int) -> None:
         a = call.tensors["a"]

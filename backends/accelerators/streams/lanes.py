@@ -140,8 +140,9 @@ class Lanes:
 
     def finish(self) -> None:
         """Wait until everything posted has arrived and has been sent. Broken."""
-        for stream in self._beside:
-            self._compute.wait_stream(stream)
+        if self._compute is not None:
+            for stream in self._beside:
+                self._compute.wait_stream(stream)
         for message in self._messages:
             self.wait(message)
             self._finish(message, receives=False)

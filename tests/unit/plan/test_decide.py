@@ -223,8 +223,18 @@ def test_a_chunk_that_is_a_kernel_fills_the_device() -> None:
 def test_large_chunks_are_cut_to_overlap() -> None:
     """Where a chunk of any size fills the device, the first one should come early."""
     found, times = simulated("all_gather_gemm", 65536, 8192, 8192, 1, 4, capabilities=BY_ROWS)
-    assert found.plan.rows_per_chunk == 4096
-    assert times["chunk"]["4096 rows"] < 0.97 * times["chunk"]["16384 rows"]
+    cut = times["chunk"]
+    assert min(cut, key=cut.__getitem__) == f"{found.plan.rows_per_chunk} rows"
+    assert min(cut.values()) < 0.97 * cut["16384 rows"]
+
+
+def test_chunks_that_gain_nothing_stay_whole() -> None:
+    """A kernel a chunk: where the product is long, smaller chunks only start more of them."""
+    found, times = simulated(
+        "all_gather_gemm", 16384, 4096, 16384, 1, 2, capabilities=BY_ROWS, constants=GPU
+    )
+    assert found.plan.rows_per_chunk == 8192
+    assert times["chunk"]["4096 rows"] > 0.97 * times["chunk"]["8192 rows"]
 
 
 @pytest.mark.parametrize("change", [{"row_chunks": 1}, {"overlaps": False}])

@@ -141,8 +141,9 @@ void bind_pipelined(py::module_& module) {
         .def(
             "start",
             [](PipelinedGather& calls, std::uint32_t number, double timeout_s, std::uint64_t a,
-               std::uint64_t b, std::uint64_t out,
-               std::uint64_t stream) { calls.start(call_once(number, timeout_s, a, b, out, stream)); },
+               std::uint64_t b, std::uint64_t out, std::uint64_t stream) {
+                calls.start(call_once(number, timeout_s, a, b, out, stream));
+            },
             "number"_a, "timeout_s"_a, "a"_a, "b"_a, "out"_a, "stream"_a, released);
     py::class_<PipelinedReduce>(module, "PipelinedReduce")
         .def(py::init<int, World, Product, Owners>(), "device"_a, "world"_a, "product"_a,
