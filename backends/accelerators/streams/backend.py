@@ -133,6 +133,7 @@ def _capabilities(device: Device) -> AcceleratorCapabilities:
         kernel_a_chunk=True,
         orders=get_args(Runs),
         overlaps=device.has_streams,
+        row_chunks=device.row_chunks,
         stream_ordered=device.queues,
         chunk_invariant=False,  # a library may choose another kernel for fewer rows
         process_group=True,

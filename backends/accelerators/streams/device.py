@@ -144,6 +144,12 @@ class Device:
         """A new event that can measure time."""
         return self._module().Event(enable_timing=True)
 
+    @property
+    def row_chunks(self) -> int:
+        """Chunks of a rank's rows by default. On two H200s more than one was never faster: the kernel
+        of each further message has to wait for blocks of a product to end."""
+        return 1 if self.name == "cuda" else 4
+
     def products_in_flight(self) -> int:
         """Products that may run side by side: the blocks of one take the multiprocessors that the last
         blocks of another leave. Else a device shares its cores by streams, or has one at work."""
