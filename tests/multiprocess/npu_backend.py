@@ -164,6 +164,38 @@ class Queueing(OnNpu):
         return super().capabilities().model_copy(update={"stream_ordered": True})
 
 
+class SideBySide(Queueing):
+    """As on CUDA devices: two products at a time, on a stream each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._device.products_in_flight = lambda: 2  # type: ignore[method-assign]
+
+    def order(self) -> list[tuple[str, str, str]]:
+        """Of the last call: (``event``, stream, "") and (``wait``, who waits, for whom). The caller's
+        stream is ``callers``, the first one that waited for it ``comm``, another one ``beside``."""
+        names = {id(Npu.default): "callers"}
+        for what, stream, _ in _Record.of:
+            if what == "wait" and id(stream) not in names:
+                names[id(stream)] = "beside" if "comm" in names.values() else "comm"
+        return [
+            (what, names[id(stream)], names[id(more)] if what == "wait" else "")
+            for what, stream, more in _Record.of
+        ]
+
+
+class NotJoined(SideBySide):
+    """A planted fault: what comes after a call does not wait for the second product's stream."""
+
+    def launch(self, call: Call) -> Any:
+        def wait_stream(stream: Stream, other: Stream) -> None:
+            if stream is not Npu.default:
+                _Record.of.append(("wait", stream, other))
+
+        Stream.wait_stream = wait_stream  # type: ignore[method-assign]
+        return super().launch(call)
+
+
 class Unlimited(OnNpu):
     """A planted fault: nobody sets the limit."""
 

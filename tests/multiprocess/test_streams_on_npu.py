@@ -94,6 +94,39 @@ def test_lanes_that_take_turns_have_all_cores(view: View) -> None:
         assert {more for what, _, more in record if what == "event"} == {ALL}
 
 
+def ordered() -> tuple[bool, list[tuple[str, str, str]]]:
+    """Whether AllGather+GEMM was right, and in what order its streams worked."""
+    right, _, _ = called("all_gather_gemm", "pipelined")
+    accelerator: Any = mkernel.world().accelerator
+    return right, accelerator.order()
+
+
+def judge_order(order: list[tuple[str, str, str]]) -> None:
+    """AssertionError unless the second product's stream starts after the caller's, waits for the
+    message that it multiplies, and is waited for in the end."""
+    beside = [
+        at for at, (what, stream, _) in enumerate(order) if (what, stream) == ("event", "beside")
+    ]
+    assert len(beside) == 2, "one product beside: its begin and its end"
+    assert ("wait", "beside", "callers") in order[: beside[0]]
+    remote = next(at for at, entry in enumerate(order) if entry == ("wait", "callers", "comm"))
+    assert remote > beside[1], "own rows first: one half on either stream"
+    assert ("wait", "callers", "beside") in order[beside[1] :], "nobody waits for the stream beside"
+
+
+@pytest.mark.parametrize("backend", ["SideBySide", "NotJoined"])
+def test_products_side_by_side(backend: str) -> None:
+    for right, order in mkernel.launch(
+        ordered, ranks_per_node=2, accelerator=f"npu_backend:{backend}", timeout_s=60
+    ):
+        assert right
+        if backend == "SideBySide":
+            judge_order(order)
+        else:
+            with pytest.raises(AssertionError, match="nobody waits"):
+                judge_order(order)
+
+
 def product(turn: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The op's result, and what it must be."""
     world = mkernel.world()
