@@ -142,7 +142,9 @@ class Product:
 class Chunks:
     push_blocks: int
     count: int
-    def __init__(self, rows: int, chunk_rows: int, push_blocks: int = 0) -> None: ...
+    def __init__(
+        self, rows: int, chunk_rows: int, push_blocks: int = 0, columns_ahead: int = 0
+    ) -> None: ...
 
 class Owners:
     def __init__(

@@ -83,7 +83,7 @@ def _chunks(plan: LaunchPlan) -> tuple[schedule.GatherSchedule, _hopper.Chunks]:
         made.MAX_FLAGS,
         made.MAX_COPIED_CHUNKS,
     )
-    return how, made.Chunks(rows, how.chunk_rows, how.push_blocks)
+    return how, made.Chunks(rows, how.chunk_rows, how.push_blocks, how.columns_ahead)
 
 
 def _reduction(plan: LaunchPlan) -> schedule.ReduceSchedule:

@@ -6,10 +6,11 @@ were measured on four H200 with bfloat16 and NVLink; they change times, never re
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mkernel.backends.accelerators.hopper.transfer import measured_engines
+from mkernel.backends.accelerators.hopper.transfer import Choice, measured_engines
 
 TilingName = Literal["wide", "deep", "narrow"]
 
@@ -28,6 +29,9 @@ PUSH_BLOCKS = 8
 PUSHED_ROWS = 64
 """Rows that a pushing block publishes at once."""
 
+CORE_TFLOPS = 5.8
+LATE = 1.25
+"""Rows may come so much later than copies alone take: the link has other traffic, ranks start apart."""
 
 ALL_TILES = 1 << 30
 
@@ -65,11 +69,13 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 
 @dataclass(frozen=True)
 class GatherSchedule:
-    """Of AllGather+GEMM. ``push_blocks`` 0: copy engines move the chunks."""
+    """Of AllGather+GEMM. ``push_blocks`` 0: copy engines move the chunks. ``columns_ahead``: tile
+    columns of the own rows that are computed before the others' rows; 0: all."""
 
     tiling: TilingName
     chunk_rows: int
     push_blocks: int
+    columns_ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,12 +109,60 @@ def gather(
     chunk = max(chunk, _up(rows, flags // world))
     if world == 1:
         return GatherSchedule(tiles, rows, 0)
-    put = measured_engines().choose("put", rows * k * ELEMENT_BYTES, PUSH_BLOCKS, flagged=True)
-    if put.engine == "copy_engine" and _up(rows, chunk) <= copied:
-        return GatherSchedule(tiles, chunk, 0)
-    if chunk == rows:  # one chunk that blocks push: they publish it in parts
+    engines, nbytes = measured_engines(), rows * k * ELEMENT_BYTES
+    by_engines = engines.choose("put", nbytes, 0, flagged=True)
+    by_blocks = engines.choose("put", nbytes, PUSH_BLOCKS, flagged=True)
+    work = _Tiles(tiles, rows, n, k, world)
+    blocks = 0 if by_blocks.engine == "copy_engine" else PUSH_BLOCKS
+    if blocks and _finish_us(work, by_engines, processors) < _finish_us(
+        work, by_blocks, processors - PUSH_BLOCKS
+    ):
+        blocks = 0  # the product misses those blocks longer than the rows come sooner
+    if _up(rows, chunk) > copied:
+        blocks = PUSH_BLOCKS
+    put = by_blocks if blocks else by_engines
+    ahead = _columns_ahead(work, (world - 1) * put.microseconds, processors - blocks)
+    if blocks and chunk == rows:  # one chunk that blocks push: they publish it in parts
         chunk = min(rows, PUSHED_ROWS)
-    return GatherSchedule(tiles, chunk, PUSH_BLOCKS)
+    return GatherSchedule(tiles, chunk, blocks, ahead)
+
+
+class _Tiles:
+    """The tiles of a product of ``world`` ranks' rows: how many, and how long one takes."""
+
+    def __init__(self, tiling: TilingName, rows: int, n: int, k: int, world: int) -> None:
+        narrow = tiling == "narrow"
+        columns = 128 if narrow else 256
+        self.cluster = 1 if narrow else 2
+        self.rows = _up(rows, self.cluster * TILE_ROWS)
+        """Of clusters, of one rank."""
+        self.columns = _up(n, columns)
+        self.world = world
+        self.tile_us = 2 * TILE_ROWS * columns * k / (CORE_TFLOPS * 1e6)
+
+    def product_us(self, processors: int) -> float:
+        """In waves."""
+        clusters = self.world * self.rows * self.columns
+        return _up(clusters, processors // self.cluster) * self.tile_us
+
+
+def _finish_us(work: _Tiles, put: Choice, processors: int) -> float:
+    """When the last tile is done: after all others, and one after the last rows have come."""
+    there_us = (work.world - 1) * put.microseconds
+    return max(work.product_us(processors), there_us + work.tile_us)
+
+
+def _columns_ahead(work: _Tiles, there_us: float, processors: int) -> int:
+    """Tile columns of the own rows that keep the device busy until all other rows are there; 0: all.
+
+    From then on everyone's rows share the columns of B in L2. Own and others' rows by themselves read
+    B again for each rank; which costs nothing where a rank's rows fill the bands of the raster.
+    """
+    if work.rows >= BAND:
+        return 0
+    waves = math.ceil(LATE * there_us / work.tile_us)
+    ahead = _up(waves * (processors // work.cluster), work.rows)
+    return ahead if ahead < work.columns else 0
 
 
 def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> ReduceSchedule:

@@ -1,10 +1,12 @@
-// Every tile of every owner is taken once, and no rank waits for a part that comes after what waits.
+// Every tile of every owner is taken once. Reductions: no rank waits for a part that comes after what
+// waits. AllGather: own rows go ahead, and with all columns ahead ranks follow one another.
 #include <cstdio>
 #include <map>
 #include <tuple>
 
 #include "backends/accelerators/hopper/tile/raster.cuh"
 
+using mkernel::hopper::ArrivalOrder;
 using mkernel::hopper::OwnerOrder;
 using mkernel::hopper::Raster;
 
@@ -12,9 +14,9 @@ namespace {
 
 // Step, cluster row, column → place in the order. Returns false where a tile is out of range or comes
 // twice.
-bool places(const Raster& raster, int band_columns, int world,
+template <class Order>
+bool places(const Order& order, const Raster& raster, int world,
             std::map<std::tuple<int, int, int>, int>& found) {
-    const OwnerOrder order(raster, band_columns, world);
     for (int index = 0; index < world * raster.tiles(); ++index) {
         int step = -1;
         int row = -1;
@@ -29,7 +31,7 @@ bool places(const Raster& raster, int band_columns, int world,
 
 bool check(const Raster& raster, int band_columns, int world) {
     std::map<std::tuple<int, int, int>, int> place;
-    if (!places(raster, band_columns, world, place)) return false;
+    if (!places(OwnerOrder(raster, band_columns, world), raster, world, place)) return false;
     // The own tile at (row, column) waits for the other ranks' parts of it. Each of them has it at
     // another step; a rank that waits may hold up what it has not yet sent, so all parts of a tile
     // must come before the own one, at every step.
@@ -43,6 +45,30 @@ bool check(const Raster& raster, int band_columns, int world) {
     return true;
 }
 
+bool check_arrivals(const Raster& raster, int ahead, int world) {
+    std::map<std::tuple<int, int, int>, int> place;
+    if (!places(ArrivalOrder(raster, ahead, world), raster, world, place)) return false;
+    for (const auto& [tile, at] : place) {
+        const auto [step, row, column] = tile;
+        const bool first = step == 0 && column < ahead;
+        if (first != (at < raster.cluster_rows * ahead)) return false;
+        if (ahead < raster.columns || at / raster.tiles() == step) continue;
+        return false;
+    }
+    // Those in flight together share a column: it is left only when a band of everyone's rows is done.
+    const int rows = world * raster.cluster_rows;
+    const int height = rows < raster.band ? rows : raster.band;
+    for (int column = ahead; column < raster.columns; ++column) {
+        const int begin = place[{0, 0, column}];
+        for (int row = 0; row < height; ++row) {
+            if (place[{row / raster.cluster_rows, row % raster.cluster_rows, column}] !=
+                begin + row)
+                return false;
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
 int main() {
@@ -51,7 +77,9 @@ int main() {
             for (int columns = 1; columns <= 9; ++columns) {
                 for (int width = 1; width <= columns; ++width) {
                     for (int band = 1; band <= 3; ++band) {
-                        if (check({rows, columns, band}, width, world)) continue;
+                        if (check({rows, columns, band}, width, world) &&
+                            check_arrivals({rows, columns, band}, width, world))
+                            continue;
                         std::printf("world %d, %d x %d tiles, bands of %d, raster band %d\n", world,
                                     rows, columns, width, band);
                         return 1;

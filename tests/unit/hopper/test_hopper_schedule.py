@@ -31,6 +31,24 @@ def test_large_shards_are_copied_and_small_ones_pushed() -> None:
     assert gathered(1024, 1024, 4096, 1, 1024).push_blocks == 0
 
 
+def test_blocks_push_only_where_the_product_does_not_miss_them() -> None:
+    """192 clusters of tiles are 3 waves of 66 clusters, but 4 of 62."""
+    assert gathered(1024, 6144, 1536, 2, 1024).push_blocks == 0
+    assert (
+        gathered(1024, 5632, 1536, 2, 1024).push_blocks == schedule.PUSH_BLOCKS
+    )  # 176: 3 of either
+
+
+def test_own_columns_go_ahead_until_the_others_rows_are_there() -> None:
+    """Only where a rank has too few rows to use a column of B again and again."""
+    wide = gathered(512, 28_672, 8192, 2, 512)
+    assert wide.columns_ahead == 33  # 66 clusters of two rows each: one wave, of 93 us
+    assert gathered(512, 28_672, 8192, 4, 512).columns_ahead == 66
+    assert gathered(256, 14_336, 4096, 2, 256).columns_ahead == 0  # one wave is all of them
+    assert gathered(2048, 28_672, 8192, 2, 2048).columns_ahead == 0  # 8 cluster rows: a band
+    assert gathered(512, 28_672, 8192, 1, 512).columns_ahead == 0
+
+
 def test_a_planned_chunk_is_kept_while_there_are_flags() -> None:
     assert gathered(4096, 1024, 4096, 4, 1024) == schedule.GatherSchedule("wide", 1024, 0)
     many = gathered(4096, 1024, 4096, 4, 255)  # more chunks than copy engines take

@@ -68,12 +68,13 @@ Product product_of(std::uint64_t a, std::uint64_t b, std::uint64_t out, std::uin
     return (a | b | out) == 0 ? planned : with_tensors(planned, a, b, out);
 }
 
-Chunks chunks_of(int rows, int chunk_rows, int push_blocks) {
+Chunks chunks_of(int rows, int chunk_rows, int push_blocks, int columns_ahead) {
     require_positive("rows", rows);
     require_positive("chunk_rows", chunk_rows);
     require(push_blocks >= 0 && push_blocks % 2 == 0, "push_blocks", push_blocks,
             "an even number: whole clusters");
-    return {rows, chunk_rows, push_blocks};
+    require(columns_ahead >= 0, "columns_ahead", columns_ahead, "0 (all) or more");
+    return {rows, chunk_rows, push_blocks, columns_ahead};
 }
 
 Owners owners_of(int m, int rows, int band_columns, int pace, bool by_outbox, bool everywhere,
@@ -113,7 +114,8 @@ void bind_data(py::module_& module) {
              "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a, "band"_a, "blocks"_a = 0)
         .def("of", &with_tensors, "a"_a, "b"_a, "out"_a);
     py::class_<Chunks>(module, "Chunks")
-        .def(py::init(&chunks_of), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0)
+        .def(py::init(&chunks_of), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
+             "columns_ahead"_a = 0)
         .def_readonly("push_blocks", &Chunks::push_blocks)
         .def_property_readonly("count", &Chunks::count);
     py::class_<Owners>(module, "Owners")

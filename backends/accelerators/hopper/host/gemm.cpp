@@ -152,6 +152,9 @@ void all_gather_gemm(const World& world, const Product& product, const Chunks& c
     args.patience = patience_of(world);
     args.raster = {divide_up(chunks.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};
+    args.columns_ahead = chunks.columns_ahead == 0
+                             ? args.raster.columns
+                             : std::min(chunks.columns_ahead, args.raster.columns);
     args.rows = chunks.rows;
     args.n = product.n;
     args.k = product.k;

@@ -31,11 +31,13 @@ struct Product {
 };
 
 // How one rank's rows of A travel: in `chunks` of `chunk_rows`, the last one perhaps shorter; by the
-// first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0.
+// first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0. Meanwhile
+// `columns_ahead` tile columns of the own rows are computed; 0: all.
 struct Chunks {
     int rows;
     int chunk_rows;
     int push_blocks = 0;
+    int columns_ahead = 0;
 
     [[nodiscard]] int count() const { return (rows + chunk_rows - 1) / chunk_rows; }
 };

@@ -5,7 +5,8 @@
 //            chunk by chunk, rank r - 1 first; behind each chunk its flag there is set to the epoch
 //   own a, b ──loader──▶ tiles of the own rows, at once
 //   region   ──loader──▶ tiles of rank r + 1's rows, then r + 2's, ...: as soon as the flags of the
-//                        chunks that a tile's rows lie in hold the epoch
+//                        chunks that a tile's rows lie in hold the epoch. Where the others' rows come
+//                        long before the own tiles are done, they take turns: see ArrivalOrder
 //   tiles    ──storer──▶ out
 // Flag of chunk c of rank s: s * chunks + c. Copy engines take no SM but start late; blocks start at
 // once and publish small chunks.
@@ -28,7 +29,8 @@ struct AllGatherGemmArgs {
     const void* bias;  // [N], of the element type; or null
     Region region;
     Patience patience;
-    Raster raster;  // of one rank's rows
+    Raster raster;      // of one rank's rows
+    int columns_ahead;  // tile columns of the own rows that come before all others' tiles
     int rows, n, k;
     int chunk_rows, chunks;    // of one rank's rows; chunks 0: wait for nothing
     const char* rows_to_push;  // a, where blocks push; multiples of 16 bytes

@@ -14,15 +14,16 @@ namespace mkernel::hopper {
 // Calls body(shard, row within it, column) for each of this block's tiles, in order.
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const AllGatherGemmArgs& args, Body&& body) {
-    const int per_shard = args.raster.tiles();
+    const ArrivalOrder order(args.raster, args.columns_ahead, args.region.world);
+    const int tiles = args.raster.tiles() * args.region.world;
     const int clusters = (static_cast<int>(gridDim.x) - args.push_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
-    for (int index = (static_cast<int>(blockIdx.x) - args.push_blocks) / C::kCluster;
-         index < per_shard * args.region.world; index += clusters) {
-        const int step = index / per_shard;
+    for (int index = (static_cast<int>(blockIdx.x) - args.push_blocks) / C::kCluster; index < tiles;
+         index += clusters) {
+        int step = 0;
         int cluster_row = 0;
         int column = 0;
-        args.raster.at(index - step * per_shard, cluster_row, column);
+        order.at(index, step, cluster_row, column);
         body((args.region.rank + step) % args.region.world,
              (cluster_row * C::kCluster + block) * kTileM, column * C::kTileN);
     }
