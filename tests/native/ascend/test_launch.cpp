@@ -7,13 +7,11 @@
 
 #include "backends/accelerators/ascend/host/ag_gemm.hpp"
 #include "backends/accelerators/ascend/host/gemm_reduce.hpp"
-#include "backends/accelerators/ascend/host/launch.hpp"
 #include "tests/native/ascend/check.hpp"
-#include "tests/native/ascend/pages.hpp"
+#include "tests/native/ascend/whole_call.hpp"
 
 using namespace mkernel;
 using namespace mkernel::ascend;
-using test::Pages;
 
 namespace {
 
@@ -68,9 +66,7 @@ class World {
 
     explicit World(const Op& op) : op_(op) {
         for (std::uint32_t r = 0; r < op.g.world; ++r) {
-            pads_.emplace_back(runtime::SignalPad::bytes(kSignals));
-            runtime::SignalPad::format(pads_[r].memory.get(), kSignals);
-            workspaces_.emplace_back(op.g.workspace_bytes());
+            memory_.emplace_back(kSignals, op.g.workspace_bytes());
             a_.emplace_back(op.rows_of_a() * op.g.k);
             b_.emplace_back(op.g.k * op.g.n);
             out_.emplace_back(op.rows_of_out() * op.g.n);
@@ -79,25 +75,12 @@ class World {
 
     std::shared_ptr<host::Launch> start(std::uint32_t rank, std::uint64_t epoch, host::View view) {
         const auto& g = op_.g;
-        host::Call call;
-        std::vector<std::uint32_t> order;
-        for (std::uint32_t i = 0; i < g.world; ++i) {
-            call.peers.push_back({pads_[i].memory.get(), workspaces_[i].memory.get()});
-            order.push_back((rank + i) % g.world);
-        }
+        host::Call call = test::call_of(memory_, rank, epoch, view);
         call.kernels = op_.kernels({bytes(a_[rank]), g.dtype, op_.rows_of_a(), g.k, g.k, 1},
                                    {bytes(b_[rank]), g.dtype, g.k, g.n, g.n, 1},
                                    {bytes(out_[rank]), g.dtype, op_.rows_of_out(), g.n, g.n, 1},
-                                   std::move(order));
-        call.args.rank = rank;
-        call.args.epoch = epoch;
-        call.args.pad = pads_[rank].memory.get();
-        call.args.workspace = workspaces_[rank].memory.get();
+                                   test::order_from(rank, g.world));
         call.blocks = {.comm = 7, .cube = 5};
-        call.timeout_ns = 120'000'000'000;
-        call.view = view;
-        call.trace = epoch % 2 == 0;
-        if (epoch > 3) call.strict.emplace().seed = epoch;
         return host::Launch::start(std::move(call));
     }
 
@@ -109,21 +92,14 @@ class World {
             for (float& x : b_[r]) x = uniform(random);
             for (float& x : out_[r]) x = NAN;
         }
-        std::vector<std::shared_ptr<host::Launch>> launches;
-        for (std::uint32_t r = 0; r < op_.g.world; ++r) launches.push_back(start(r, epoch, view));
-        for (auto& launch : launches) CHECK(launch->wait(150'000'000'000));
+        test::run_all(op_.g.world, [&](std::uint32_t r) { return start(r, epoch, view); });
         if (view == host::View::compute_only) return;
         for (std::uint32_t r = 0; r < op_.g.world; ++r) CHECK(error(r) < 1e-5);
     }
 
     void leave_one_out() {
-        std::vector<std::shared_ptr<host::Launch>> launches;
-        for (std::uint32_t r = 1; r < op_.g.world; ++r) {
-            launches.push_back(start(r, 1, host::View::pipelined));
-        }
-        CHECK(!launches[0]->wait(20'000'000));
-        host::Launch::cancel_all();
-        for (auto& launch : launches) CHECK(launch->wait(60'000'000'000));
+        test::run_all_but_one(op_.g.world,
+                              [&](std::uint32_t r) { return start(r, 1, host::View::pipelined); });
     }
 
   private:
@@ -161,7 +137,7 @@ class World {
     }
 
     Op op_;
-    std::vector<Pages> pads_, workspaces_;
+    std::vector<test::RankMemory> memory_;
     std::vector<std::vector<float>> a_, b_, out_;
 };
 
@@ -233,11 +209,9 @@ void reduce_geometry_covers_every_tile_once(bool replicated) {
 
 template <class Op>
 void calls(const Op& op) {
-    constexpr host::View kViews[] = {host::View::pipelined,    host::View::pipelined,
-                                     host::View::sequential,   host::View::compute_only,
-                                     host::View::compute_only, host::View::pipelined};
     World<Op> world(op);
-    for (std::uint64_t epoch = 1; epoch <= 6; ++epoch) world.call(epoch, kViews[epoch - 1]);
+    std::uint64_t epoch = 0;
+    for (const host::View view : test::kViews) world.call(++epoch, view);
 }
 
 }  // namespace

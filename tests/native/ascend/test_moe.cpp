@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "backends/accelerators/ascend/host/launch.hpp"
 #include "backends/accelerators/ascend/host/moe.hpp"
 #include "backends/accelerators/ascend/kernels/moe/comm.hpp"
 #include "backends/accelerators/ascend/kernels/moe/cube.hpp"
@@ -17,14 +16,13 @@
 #include "backends/accelerators/ascend/kernels/moe_combine/vector.hpp"
 #include "tests/native/ascend/check.hpp"
 #include "tests/native/ascend/mutation.hpp"
-#include "tests/native/ascend/pages.hpp"
+#include "tests/native/ascend/whole_call.hpp"
 
 using namespace mkernel;
 using namespace mkernel::ascend;
 using isa::DType;
 using isa::GlobalView;
 using sim::Role;
-using test::Pages;
 
 namespace {
 
@@ -104,7 +102,7 @@ class Alone {
             order_.push_back((kRank + i) % world);
         }
         args_.peers = peers_.data();
-        args_.source_order = home_.homes = order_.data();
+        args_.order = order_.data();
         static_cast<CallArgs&>(home_) = args_;
     }
     Alone(const Alone&) = delete;
@@ -234,20 +232,13 @@ void tables_say_what_the_ids_say() {
 
 struct Rank {
     explicit Rank(std::uint32_t world)
-        : pads{Pages(runtime::SignalPad::bytes(kSignals)),
-               Pages(runtime::SignalPad::bytes(kSignals))},
-          workspaces{Pages(geometry(world, false).workspace_bytes()),
-                     Pages(combine_geometry(world, false).workspace_bytes())},
-          x(kTokens * kHidden),
+        : x(kTokens * kHidden),
           w(kExperts * kHidden * kFeatures),
           grouped(geometry(world, false).routing.most_rows() * kHidden),
           out(geometry(world, false).routing.most_rows() * kFeatures),
           weights(kTokens * kTopK),
           result(kTokens * kFeatures),
-          tables(geometry(world, false).table_words()) {
-        for (Pages& pad : pads) runtime::SignalPad::format(pad.memory.get(), kSignals);
-    }
-    Pages pads[2], workspaces[2];  // of the dispatch's plan, of the combine's
+          tables(geometry(world, false).table_words()) {}
     std::vector<float> x, w, grouped, out, weights, result;
     std::vector<std::int32_t> tables;
 };
@@ -255,7 +246,11 @@ struct Rank {
 class World {
   public:
     explicit World(std::uint32_t world) : g_(geometry(world, false)) {
-        for (std::uint32_t i = 0; i < world; ++i) ranks_.emplace_back(world);
+        for (std::uint32_t i = 0; i < world; ++i) {
+            ranks_.emplace_back(world);
+            memory_[0].emplace_back(kSignals, g_.workspace_bytes());
+            memory_[1].emplace_back(kSignals, combine_geometry(world, false).workspace_bytes());
+        }
     }
 
     void layer(std::uint64_t epoch, host::View view) {
@@ -306,8 +301,8 @@ class World {
         return sum;
     }
 
-    std::shared_ptr<host::Kernels> kernels(std::uint32_t which, std::uint32_t rank,
-                                           std::vector<std::uint32_t> order) {
+    std::shared_ptr<host::Kernels> kernels(std::uint32_t which, std::uint32_t rank) {
+        const std::vector<std::uint32_t> order = test::order_from(rank, g_.world);
         Rank& own = ranks_[rank];
         const moe::Routing& r = g_.routing;
         if (which == 0) {
@@ -320,7 +315,7 @@ class World {
             args.grouped = floats(own.grouped, r.most_rows(), kHidden);
             args.out = floats(own.out, r.most_rows(), kFeatures);
             args.tables = words(own.tables, 1);
-            return std::make_shared<host::MoeDispatch>(args, std::move(order));
+            return std::make_shared<host::MoeDispatch>(args, order);
         }
         moe_combine::Args args;
         args.geometry = combine_geometry(g_.world, false);
@@ -330,47 +325,30 @@ class World {
         args.weights = floats(own.weights, kTokens, kTopK);
         args.tables = words(own.tables, 1);
         args.out = floats(own.result, kTokens, kFeatures);
-        return std::make_shared<host::MoeCombine>(args, std::move(order));
+        return std::make_shared<host::MoeCombine>(args, order);
     }
 
+    // `which`: the dispatch, or the combine.
     void run(std::uint32_t which, std::uint64_t epoch, host::View view) {
-        std::vector<std::shared_ptr<host::Launch>> launches;
-        for (std::uint32_t rank = 0; rank < g_.world; ++rank) {
-            host::Call call;
-            std::vector<std::uint32_t> order;
-            for (std::uint32_t i = 0; i < g_.world; ++i) {
-                call.peers.push_back(
-                    {ranks_[i].pads[which].memory.get(), ranks_[i].workspaces[which].memory.get()});
-                order.push_back((rank + i) % g_.world);
-            }
-            call.kernels = kernels(which, rank, std::move(order));
-            call.args.rank = rank;
-            call.args.epoch = epoch;
-            call.args.pad = ranks_[rank].pads[which].memory.get();
-            call.args.workspace = ranks_[rank].workspaces[which].memory.get();
+        test::run_all(g_.world, [&](std::uint32_t rank) {
+            host::Call call = test::call_of(memory_[which], rank, epoch, view);
+            call.kernels = kernels(which, rank);
             call.blocks = {.comm = 3, .cube = which == 0 ? 3u : 0u, .vector = 4};
-            call.timeout_ns = 120'000'000'000;
-            call.view = view;
-            call.trace = epoch % 2 == 0;
-            if (epoch > 3) call.strict.emplace().seed = epoch;
-            launches.push_back(host::Launch::start(std::move(call)));
-        }
-        for (auto& launch : launches) CHECK(launch->wait(150'000'000'000));
+            return host::Launch::start(std::move(call));
+        });
     }
 
     moe::Geometry g_;
+    std::vector<test::RankMemory> memory_[2];  // of the dispatch's plan, of the combine's
     std::vector<Rank> ranks_;
     std::vector<std::int32_t> ids_;
 };
 
 void layers() {
-    constexpr host::View kViews[] = {host::View::pipelined,    host::View::pipelined,
-                                     host::View::sequential,   host::View::compute_only,
-                                     host::View::compute_only, host::View::pipelined};
     for (const std::uint32_t world : {1u, 3u}) {
         World ranks(world);
         std::uint64_t epoch = 0;
-        for (const host::View view : kViews) ranks.layer(++epoch, view);
+        for (const host::View view : test::kViews) ranks.layer(++epoch, view);
     }
 }
 

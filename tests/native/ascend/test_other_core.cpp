@@ -161,6 +161,7 @@ struct Call {
         args.pad = &g_memory[0];
         args.workspace = &g_memory[1];
         args.peers = peers.data();
+        args.order = order.data();
     }
     Call(const Call&) = delete;
 };
@@ -204,7 +205,6 @@ void all_gather_gemm_does_its_work() {
     args.a = matrix(kM / kWorld, kK);
     args.b = matrix(kK, kN);
     args.out = matrix(kM, kN);
-    args.source_order = call.order.data();
     for (std::uint32_t i = 0; i < args.geometry.chunks(); ++i) call.chunks.push_back(i);
     args.send_order = call.chunks.data();
 
@@ -239,7 +239,6 @@ void gemm_reduce_does_its_work(bool replicated) {
     args.a = matrix(kM, kK);
     args.b = matrix(kK, kN);
     args.out = matrix(args.geometry.grid_rows(), kN);
-    args.owners = call.order.data();
 
     const CountingCore compute = total("gemm_reduce_compute", args, 3);
     CHECK(compute.macs == std::uint64_t{kM} * kN * kK);
@@ -294,7 +293,6 @@ void moe_does_its_work() {
     args.tables = table(tables, 1);
     args.routing = table(ids, kWorld);
     args.own_ids = args.slot_ids(args.routing.base);
-    args.source_order = call.order.data();
 
     // Blocks meet in the tables: the first time one block builds them alone.
     for (const std::uint32_t blocks : {1u, 5u}) {
@@ -322,7 +320,6 @@ void moe_does_its_work() {
     home.args.weights = matrix(kTokens, kTopK);
     home.args.tables = args.tables;
     home.args.out = matrix(kTokens, kFeatures);
-    home.args.homes = home.order.data();
     std::uint64_t own = 0;
     for (std::uint32_t i = 0; i < places; ++i) own += routing.owner(ids[i]) == 0 ? 1 : 0;
     CHECK(total("moe_combine_comm", home.args, 3).put == (rows - own) * kFeatures);
@@ -347,7 +344,6 @@ void ring_attention_does_its_work(bool causal) {
     args.q = args.out = matrix(kHeads * rows, kDim);
     args.k = args.v = matrix(kKvHeads * rows, kDim);
     args.lse = matrix(kHeads * rows, 1);
-    args.order = call.order.data();
 
     // Rank 0 has the first and the last piece of eight: queries of one see themselves, of the other
     // everybody.

@@ -7,14 +7,13 @@
 #include <string>
 #include <vector>
 
-#include "backends/accelerators/ascend/host/launch.hpp"
 #include "backends/accelerators/ascend/host/ring_attention.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/comm.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/cube.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/vector.hpp"
 #include "tests/native/ascend/check.hpp"
 #include "tests/native/ascend/mutation.hpp"
-#include "tests/native/ascend/pages.hpp"
+#include "tests/native/ascend/whole_call.hpp"
 
 using namespace mkernel;
 using namespace mkernel::ascend;
@@ -23,7 +22,6 @@ using isa::GlobalView;
 using ring_attention::Args;
 using ring_attention::Geometry;
 using sim::Role;
-using test::Pages;
 
 namespace {
 
@@ -110,24 +108,21 @@ Geometry geometry(std::uint32_t world, bool causal, DType dtype = DType::float32
 }
 
 struct Rank {
-    explicit Rank(const Geometry& g)
-        : pad(runtime::SignalPad::bytes(kSignals)),
-          workspace(g.workspace_bytes()),
-          q(kHeads * kRows * kDim),
+    Rank()
+        : q(kHeads * kRows * kDim),
           k(kKvHeads * kRows * kDim),
           v(k.size()),
           out(q.size()),
-          lse(kHeads * kRows) {
-        runtime::SignalPad::format(pad.memory.get(), kSignals);
-    }
-    Pages pad, workspace;
+          lse(kHeads * kRows) {}
     std::vector<float> q, k, v, out, lse;
 };
 
 class World {
   public:
-    World(std::uint32_t world, bool causal) : g_(geometry(world, causal)) {
-        for (std::uint32_t i = 0; i < world; ++i) ranks_.emplace_back(g_);
+    World(std::uint32_t world, bool causal) : g_(geometry(world, causal)), ranks_(world) {
+        for (std::uint32_t i = 0; i < world; ++i) {
+            memory_.emplace_back(kSignals, g_.workspace_bytes());
+        }
     }
 
     void call(std::uint64_t epoch, host::View view) {
@@ -141,33 +136,19 @@ class World {
                 for (float& each : *values) each = NAN;
             }
         }
-        std::vector<std::shared_ptr<host::Launch>> launches;
-        for (std::uint32_t rank = 0; rank < g_.world; ++rank) {
-            launches.push_back(start(rank, epoch, view));
-        }
-        for (auto& launch : launches) CHECK(launch->wait(150'000'000'000));
+        test::run_all(g_.world, [&](std::uint32_t rank) { return start(rank, epoch, view); });
         if (view == host::View::compute_only) return;
         for (std::uint32_t rank = 0; rank < g_.world; ++rank) CHECK(error(rank) < 1e-5);
     }
 
     void leave_one_out() {
-        std::vector<std::shared_ptr<host::Launch>> launches;
-        for (std::uint32_t rank = 1; rank < g_.world; ++rank) {
-            launches.push_back(start(rank, 1, host::View::pipelined));
-        }
-        CHECK(!launches[0]->wait(20'000'000));
-        host::Launch::cancel_all();
-        for (auto& launch : launches) CHECK(launch->wait(60'000'000'000));
+        test::run_all_but_one(
+            g_.world, [&](std::uint32_t rank) { return start(rank, 1, host::View::pipelined); });
     }
 
   private:
     std::shared_ptr<host::Launch> start(std::uint32_t rank, std::uint64_t epoch, host::View view) {
-        host::Call call;
-        std::vector<std::uint32_t> order;
-        for (std::uint32_t i = 0; i < g_.world; ++i) {
-            call.peers.push_back({ranks_[i].pad.memory.get(), ranks_[i].workspace.memory.get()});
-            order.push_back((rank + i) % g_.world);
-        }
+        host::Call call = test::call_of(memory_, rank, epoch, view);
         Rank& own = ranks_[rank];
         Args args;
         args.geometry = g_;
@@ -177,17 +158,10 @@ class World {
         args.out = view_of(own.out, kDim);
         args.lse = view_of(own.lse, 1);
         args.scale = kScale;
-        call.kernels = std::make_shared<host::RingAttention>(args, std::move(order));
-        call.args.rank = rank;
-        call.args.epoch = epoch;
-        call.args.pad = own.pad.memory.get();
-        call.args.workspace = own.workspace.memory.get();
+        call.kernels =
+            std::make_shared<host::RingAttention>(args, test::order_from(rank, g_.world));
         call.blocks = {
             .comm = 3, .cube = kCubes, .vector = kCubes * ring_attention::kVectorsPerCube};
-        call.timeout_ns = 120'000'000'000;
-        call.view = view;
-        call.trace = epoch % 2 == 0;
-        if (epoch > 3) call.strict.emplace().seed = epoch;
         return host::Launch::start(std::move(call));
     }
 
@@ -239,16 +213,14 @@ class World {
     }
 
     Geometry g_;
+    std::vector<test::RankMemory> memory_;
     std::vector<Rank> ranks_;
 };
 
 void calls(std::uint32_t ranks, bool causal) {
-    constexpr host::View kViews[] = {host::View::pipelined,    host::View::pipelined,
-                                     host::View::sequential,   host::View::compute_only,
-                                     host::View::compute_only, host::View::pipelined};
     World world(ranks, causal);
     std::uint64_t epoch = 0;
-    for (const host::View view : kViews) world.call(++epoch, view);
+    for (const host::View view : test::kViews) world.call(++epoch, view);
 }
 
 // --- mutations ----------------------------------------------------------------------------------

@@ -394,7 +394,7 @@ class Kernels {
         }
         order_ = ag_gemm::send_order(g, 2, near - 1);
         args_.peers = peers_.data();
-        args_.source_order = sources_.data();
+        args_.order = sources_.data();
         args_.send_order = order_.data();
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,10 @@ import numpy as np
 import torch
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch, _ascend
-from mkernel.backends.base import Call, PeerMemory, SymmetricMemory, View
+from mkernel.backends.accelerators.ascend.backend import record
+from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.backends.accelerators.ascend.timeline import model
+from mkernel.backends.base import Call, ModelledRun, PeerMemory, SymmetricMemory, View
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
 from mkernel.plan.model import (
@@ -362,6 +365,30 @@ class World:
             assert launch.wait(PATIENCE_S), f"rank {rank} did not return"
             assert self.outcome(rank)[0] == AbortCode.none, self.outcome(rank)
         return [t["out"] for t in tensors]
+
+    def epochs(
+        self, count: int, views: tuple[View, ...] = ("pipelined",)
+    ) -> Iterator[tuple[int, list[dict[str, torch.Tensor]]]]:
+        """Calls one after another, each with fresh inputs; outputs and workspaces start as NaN. The
+        epoch and the tensors of each that has results to judge."""
+        self.poison()
+        for i in range(count):
+            tensors = self.tensors(seed=1000 + i)
+            view = views[i % len(views)]
+            self.call(tensors, view=view)
+            if view != "compute_only":
+                yield self.epoch, tensors
+
+
+def modelled_views(plan: LaunchPlan) -> tuple[ModelledRun, ModelledRun, ModelledRun]:
+    """A plan on the modelled machine: compute alone, sequential, pipelined."""
+    traces = [record(plan, rank) for rank in range(plan.world_size)]
+    machine = load_machine()
+    return (
+        model(traces, machine, "compute_only"),
+        model(traces, machine, "sequential"),
+        model(traces, machine, "pipelined"),
+    )
 
 
 def error(tensors: list[dict[str, torch.Tensor]], rank: int) -> float:

@@ -15,14 +15,10 @@ from .rig import LIMIT, PATIENCE_S, REGION, SIGNAL_BASE, World, error, geometry,
 
 
 def check(world: World, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
-    """Fresh inputs each epoch; outputs and staging start as NaN."""
-    world.poison()
-    for epoch in range(epochs):
-        tensors = world.tensors(seed=1000 + epoch)
-        world.call(tensors, view=views[epoch % len(views)])
+    for epoch, tensors in world.epochs(epochs, views):
         for rank in range(world.plan.world_size):
             worst = error(tensors, rank)
-            assert worst <= LIMIT[world.plan.out_dtype], f"rank {rank}, epoch {epoch + 1}: {worst}"
+            assert worst <= LIMIT[world.plan.out_dtype], f"rank {rank}, epoch {epoch}: {worst}"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -179,7 +175,7 @@ def test_between_nodes_everything_goes_through_the_nic() -> None:
             data = [p for p in puts if p.nbytes > 0]
             assert {p.region for p in data} == {REGION}
             for peer in far:
-                flags = [SIGNAL_BASE + shape.flag(1, source, c) for c in range(shape.chunks)]
+                flags = [SIGNAL_BASE + shape.arrived(1, source, c) for c in range(shape.chunks)]
                 mine = [p for p in data if p.peer == peer]
                 assert Counter(p.signal for p in mine) == Counter(flags)
                 assert sum(p.nbytes for p in mine) == 300 * 1000 * 2

@@ -37,7 +37,7 @@ def test_missing_peer_times_out(nodes: int) -> None:
             assert code == AbortCode.timeout
             assert (seen.waiter, seen.peer, seen.op) == (Waiter.compute_kernel, 1, 101)
             assert (seen.seen, seen.wanted) == (0, 1)
-            assert seen.signal == SIGNAL_BASE + geometry(plan).flag(1, 1, seen.chunk)
+            assert seen.signal == SIGNAL_BASE + geometry(plan).arrived(1, 1, seen.chunk)
             assert seen.core < 24
 
 
@@ -50,7 +50,7 @@ def test_staging_is_not_overwritten_before_it_is_released() -> None:
         for world.epoch in (1, 2):
             assert world.launch(0, tensors[0], view="compute_only").wait(PATIENCE_S)
         for chunk in range(shape.chunks):  # so that only the comm kernel has to wait
-            world.add(0, shape.flag(1, 1, chunk))
+            world.add(0, shape.arrived(1, 1, chunk))
         world.epoch = 3
         world.poison()
         launch = world.launch(0, tensors[0], timeout_s=0.3)

@@ -8,12 +8,18 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import _ascend
-from mkernel.backends.accelerators.ascend.backend import record
-from mkernel.backends.accelerators.ascend.machine import load_machine
-from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.base import View
 
-from .rig import LIMIT, PATIENCE_S, SIGNAL_BASE, World, make_plan, reduce_geometry, sum_errors
+from .rig import (
+    LIMIT,
+    PATIENCE_S,
+    SIGNAL_BASE,
+    World,
+    make_plan,
+    modelled_views,
+    reduce_geometry,
+    sum_errors,
+)
 
 OPS = ("gemm_reduce_scatter", "gemm_all_reduce")
 
@@ -24,16 +30,9 @@ def rows(op: str, m: int, ranks: int) -> int:
 
 
 def check(world: World, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
-    """Fresh inputs each epoch; outputs and workspaces start as NaN."""
-    world.poison()
-    for epoch in range(epochs):
-        tensors = world.tensors(seed=1000 + epoch)
-        view = views[epoch % len(views)]
-        world.call(tensors, view=view)
-        if view == "compute_only":
-            continue
+    for epoch, tensors in world.epochs(epochs, views):
         for rank, worst in enumerate(sum_errors(world.plan, tensors)):
-            assert worst <= LIMIT[world.plan.out_dtype], f"rank {rank}, epoch {epoch + 1}: {worst}"
+            assert worst <= LIMIT[world.plan.out_dtype], f"rank {rank}, epoch {epoch}: {worst}"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -152,9 +151,7 @@ def test_strict_simulation_finds_nothing(op: str, out_dtype: str) -> None:
 def test_modelled_views(op: str) -> None:
     """In the sequential view communication starts when compute has ended; pipelined is shorter."""
     plan = make_plan(2048, 1024, 1024, op=op, ranks_per_node=4, comm_blocks=24)
-    traces = [record(plan, rank) for rank in range(plan.world_size)]
-    views: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
-    alone, sequential, pipelined = (model(traces, load_machine(), view) for view in views)
+    alone, sequential, pipelined = modelled_views(plan)
     starts = {span.kernel: span.start_us for span in sequential.kernels}
     assert starts["comm"] >= max(s.end_us for s in sequential.kernels if s.kernel == "compute")
     assert alone.total_us < pipelined.total_us < sequential.total_us

@@ -19,7 +19,7 @@ from mkernel.backends.runtime._runtime import AbortCode
 from mkernel.errors import DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape, OpName
 
-from .rig import LIMIT, PATIENCE_S, SIGNAL_BASE, TORCH, World, make_plan
+from .rig import LIMIT, PATIENCE_S, SIGNAL_BASE, TORCH, World, make_plan, modelled_views
 
 Tensors = dict[str, torch.Tensor]
 Results = list[dict[str, Any]]
@@ -447,9 +447,7 @@ def test_modelled_views(op: OpName) -> None:
         op, tokens=512, hidden=512, features=512, experts=6, top_k=4, chunk=128, ranks_per_node=4,
         comm_blocks=12,
     )  # fmt: skip
-    traces = [record(plan, rank) for rank in range(plan.world_size)]
-    views: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
-    alone, sequential, pipelined = (model(traces, load_machine(), view) for view in views)
+    alone, sequential, pipelined = modelled_views(plan)
     assert alone.total_us < pipelined.total_us < sequential.total_us
     names = {span.name for lane in pipelined.pipes for span in lane.spans}
     assert {"SCALAR", "TPUT", "TMATMUL" if "dispatch" in op else "TROWEXPANDMUL"} <= names

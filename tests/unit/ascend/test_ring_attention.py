@@ -9,16 +9,13 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import AscendLaunch, _ascend
-from mkernel.backends.accelerators.ascend.backend import record
-from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.backends.accelerators.ascend.ring_attention import RingAttentionOp
-from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.base import View
 from mkernel.errors import ShapeError
 from mkernel.ops.ring_attention import zigzag_positions
 from mkernel.plan.model import AttentionShape, LaunchPlan
 
-from .rig import LIMIT, PATIENCE_S, SIGNAL_BASE, TORCH, World, make_plan, up
+from .rig import LIMIT, PATIENCE_S, SIGNAL_BASE, TORCH, World, make_plan, modelled_views, up
 
 LSE_LIMIT = 1e-5
 SCALE = 0.11
@@ -108,18 +105,11 @@ class Attention(World):
 
 
 def check(world: Attention, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
-    """Fresh inputs each epoch; outputs and workspaces start as NaN."""
-    world.poison()
-    for epoch in range(epochs):
-        tensors = world.tensors(seed=1000 + epoch)
-        view = views[epoch % len(views)]
-        world.call(tensors, view=view)
-        if view == "compute_only":
-            continue
+    for epoch, tensors in world.epochs(epochs, views):
         for rank in range(world.plan.world_size):
             out, lse = world.errors(tensors, rank)
-            assert out <= LIMIT[world.plan.dtype], f"rank {rank}, epoch {epoch + 1}: {out}"
-            assert lse <= LSE_LIMIT, f"rank {rank}, epoch {epoch + 1}: {lse}"
+            assert out <= LIMIT[world.plan.dtype], f"rank {rank}, epoch {epoch}: {out}"
+            assert lse <= LSE_LIMIT, f"rank {rank}, epoch {epoch}: {lse}"
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -286,9 +276,7 @@ def test_heads_that_are_too_wide_are_refused() -> None:
 def test_modelled_views(causal: bool) -> None:
     """Pipelined hides communication; compute alone still waits between its two parts."""
     plan = attention_plan(1024, heads=4, causal=causal, ranks_per_node=4, comm_blocks=12)
-    traces = [record(plan, rank) for rank in range(plan.world_size)]
-    views: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
-    alone, sequential, pipelined = (model(traces, load_machine(), view) for view in views)
+    alone, sequential, pipelined = modelled_views(plan)
     assert alone.total_us < pipelined.total_us < sequential.total_us
     communication = sequential.total_us - alone.total_us
     assert pipelined.total_us < alone.total_us + 0.75 * communication

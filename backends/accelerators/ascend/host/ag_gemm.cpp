@@ -2,10 +2,10 @@
 
 #include <utility>
 
-#include "backends/accelerators/ascend/kernels/ag_gemm/arrival.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/comm.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/compute.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/send_order.hpp"
+#include "backends/accelerators/ascend/kernels/arrival.hpp"
 
 namespace mkernel::ascend::host {
 
@@ -16,8 +16,8 @@ void check(const ag_gemm::Geometry& g) {
     check_world(g.world);
 }
 
-AgGemm::AgGemm(const ag_gemm::Args& args, std::vector<std::uint32_t> source_order)
-    : KernelsOf(args), source_order_(std::move(source_order)) {
+AgGemm::AgGemm(const ag_gemm::Args& args, std::vector<std::uint32_t> order)
+    : KernelsOf(args, std::move(order)) {
     check(args_.geometry);
 }
 
@@ -26,7 +26,6 @@ void AgGemm::bind(const CallArgs& call, const Blocks& blocks) {
     std::uint32_t near = 0;
     for (std::uint32_t other = 0; other < world(); ++other) near += args_.same_node(other) ? 1 : 0;
     send_order_ = ag_gemm::send_order(args_.geometry, blocks.cube, near - 1);
-    args_.source_order = source_order_.data();
     args_.send_order = send_order_.data();
 }
 
@@ -39,7 +38,7 @@ bool AgGemm::cube(sim::Core& core) const {
 }
 
 bool AgGemm::arrived(sim::Core& core) const {
-    return ag_gemm::await_arrival(core, args_);
+    return await_arrival(core, args_);
 }
 
 std::vector<Kernels::Tensor> AgGemm::tensors() {
@@ -51,7 +50,7 @@ void AgGemm::count_as_communicated(const runtime::SignalPad& pad) const {
     for (std::uint32_t source = 0; source < g.world; ++source) {
         if (source == args_.rank) continue;
         for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
-            pad.add(args_.signal_base + g.flag(args_.parity(), source, chunk), 1);
+            pad.add(args_.signal_base + g.arrived(args_.parity(), source, chunk), 1);
         }
         if (args_.same_node(source)) {
             pad.add(args_.signal_base + g.summary(args_.parity(), source), g.chunks());
@@ -63,7 +62,7 @@ std::vector<sim::TraceBaseline> AgGemm::baselines() const {
     const ag_gemm::Geometry& g = args_.geometry;
     const std::uint32_t base = args_.signal_base, parity = args_.parity();
     const std::uint64_t uses = args_.uses() - 1, calls = args_.epoch - 1;
-    return {{base + g.flag(parity, 0, 0), g.world * g.chunks(), uses},
+    return {{base + g.arrived(parity, 0, 0), g.world * g.chunks(), uses},
             {base + g.summary(parity, 0), g.world, uses * g.chunks()},
             {base + g.released(0), g.world, calls},
             {base + g.finished(), 1, calls * blocks_.cube}};

@@ -11,8 +11,8 @@ void check(const ag_gemm::Geometry& geometry);
 
 class AgGemm final : public KernelsOf<ag_gemm::Args> {
   public:
-    // `args`: geometry and tensors. `source_order`: whose rows to consume, the own rank's first.
-    AgGemm(const ag_gemm::Args& args, std::vector<std::uint32_t> source_order);
+    // `args`: geometry and tensors. `order`: whose rows to consume, the own rank's first.
+    AgGemm(const ag_gemm::Args& args, std::vector<std::uint32_t> order);
 
     void bind(const CallArgs& call, const Blocks& blocks) override;
     bool comm(sim::Core& core) const override;
@@ -24,7 +24,7 @@ class AgGemm final : public KernelsOf<ag_gemm::Args> {
     [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override;
 
   private:
-    std::vector<std::uint32_t> source_order_, send_order_;
+    std::vector<std::uint32_t> send_order_;
 };
 
 }  // namespace mkernel::ascend::host

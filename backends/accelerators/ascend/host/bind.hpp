@@ -46,6 +46,18 @@ inline std::vector<std::uint32_t> checked(std::vector<std::uint32_t> order, std:
     return order;
 }
 
+// A geometry's class, with what every op's shows.
+template <class Geometry>
+pybind11::class_<Geometry> bind_geometry(pybind11::module_& module, const char* name) {
+    using pybind11::arg;
+    return pybind11::class_<Geometry>(module, name)
+        .def_property_readonly("chunks", &Geometry::chunks)
+        .def_property_readonly("workspace_bytes", &Geometry::workspace_bytes)
+        .def_property_readonly("signals", &Geometry::signals)
+        .def("arrived", &Geometry::arrived, arg("parity"), arg("source"), arg("chunk"))
+        .def("released", &Geometry::released, arg("rank"));
+}
+
 // Each op's geometry and the factory of its kernels.
 void bind_gemm(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);

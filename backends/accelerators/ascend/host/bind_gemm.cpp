@@ -78,27 +78,17 @@ std::shared_ptr<host::Kernels> reduce_kernels(const gemm_reduce::Geometry& g, co
 }  // namespace
 
 void bind_gemm(py::module_& module) {
-    py::class_<ag_gemm::Geometry>(module, "AgGemmGeometry")
+    bind_geometry<ag_gemm::Geometry>(module, "AgGemmGeometry")
         .def(py::init(&ag_geometry), py::kw_only(), "world"_a, "m_local"_a, "n"_a, "k"_a, "dtype"_a,
              "tile_m"_a, "tile_n"_a, "tile_k"_a, "step_k"_a, "tiles_per_chunk"_a)
-        .def_property_readonly("chunks", &ag_gemm::Geometry::chunks)
-        .def_property_readonly("workspace_bytes", &ag_gemm::Geometry::workspace_bytes)
-        .def_property_readonly("signals", &ag_gemm::Geometry::signals)
-        .def("flag", &ag_gemm::Geometry::flag, "parity"_a, "source"_a, "chunk"_a)
         .def("summary", &ag_gemm::Geometry::summary, "parity"_a, "source"_a)
-        .def("released", &ag_gemm::Geometry::released, "rank"_a)
         .def("slot_offset", &ag_gemm::Geometry::slot_offset, "parity"_a, "source"_a);
 
-    py::class_<gemm_reduce::Geometry>(module, "GemmReduceGeometry")
+    bind_geometry<gemm_reduce::Geometry>(module, "GemmReduceGeometry")
         .def(py::init(&reduce_geometry), py::kw_only(), "world"_a, "m"_a, "n"_a, "k"_a, "dtype"_a,
              "out_dtype"_a, "replicated"_a, "tile_m"_a, "tile_n"_a, "tile_k"_a, "step_k"_a,
              "tiles_per_chunk"_a)
-        .def_property_readonly("chunks", &gemm_reduce::Geometry::chunks)
-        .def_property_readonly("workspace_bytes", &gemm_reduce::Geometry::workspace_bytes)
-        .def_property_readonly("signals", &gemm_reduce::Geometry::signals)
-        .def("arrived", &gemm_reduce::Geometry::arrived, "parity"_a, "source"_a, "chunk"_a)
-        .def("summed", &gemm_reduce::Geometry::summed, "tile"_a)
-        .def("released", &gemm_reduce::Geometry::released, "rank"_a);
+        .def("summed", &gemm_reduce::Geometry::summed, "tile"_a);
 
     // `order`: whose rows to consume; for whom to compute. The own rank first.
     module.def("ag_gemm", &ag_kernels, py::kw_only(), "geometry"_a, "a"_a, "b"_a, "out"_a,

@@ -94,28 +94,20 @@ std::shared_ptr<host::Kernels> combine_kernels(const moe_combine::Geometry& g, s
 
 void bind_moe(py::module_& module) {
     // `experts`: of one rank. `far`: the world has several nodes.
-    py::class_<moe::Geometry>(module, "MoeDispatchGeometry")
+    bind_geometry<moe::Geometry>(module, "MoeDispatchGeometry")
         .def(py::init(&dispatch_geometry), py::kw_only(), "world"_a, "tokens"_a, "top_k"_a,
              "experts"_a, "hidden"_a, "features"_a, "rows_per_chunk"_a, "far"_a, "dtype"_a,
              "tile_m"_a, "tile_n"_a, "tile_k"_a, "step_k"_a)
-        .def_property_readonly("chunks", &moe::Geometry::chunks)
-        .def_property_readonly("workspace_bytes", &moe::Geometry::workspace_bytes)
-        .def_property_readonly("signals", &moe::Geometry::signals)
         .def_readonly("hidden", &moe::Geometry::hidden)
         .def_readonly("features", &moe::Geometry::features)
         .def_property_readonly("table_words", &moe::Geometry::table_words)
         .def_property_readonly("most_rows",
                                [](const moe::Geometry& g) { return g.routing.most_rows(); })
-        .def("ids", &moe::Geometry::ids, "parity"_a, "source"_a)
-        .def("arrived", &moe::Geometry::arrived, "parity"_a, "source"_a, "chunk"_a);
+        .def("ids", &moe::Geometry::ids, "parity"_a, "source"_a);
 
-    py::class_<moe_combine::Geometry>(module, "MoeCombineGeometry")
+    bind_geometry<moe_combine::Geometry>(module, "MoeCombineGeometry")
         .def(py::init(&combine_geometry), py::kw_only(), "world"_a, "tokens"_a, "top_k"_a,
-             "experts"_a, "features"_a, "rows_per_chunk"_a, "far"_a, "dtype"_a, "out_dtype"_a)
-        .def_property_readonly("chunks", &moe_combine::Geometry::chunks)
-        .def_property_readonly("workspace_bytes", &moe_combine::Geometry::workspace_bytes)
-        .def_property_readonly("signals", &moe_combine::Geometry::signals)
-        .def("arrived", &moe_combine::Geometry::arrived, "parity"_a, "source"_a, "chunk"_a);
+             "experts"_a, "features"_a, "rows_per_chunk"_a, "far"_a, "dtype"_a, "out_dtype"_a);
 
     // `topk_ids`: address, int32 words from one id to the next. `routing`: in a record, the address
     // of all ranks' ids. `order`: whose tokens to consume; to whom to send. The own rank first.

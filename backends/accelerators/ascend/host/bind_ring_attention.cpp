@@ -52,15 +52,10 @@ std::shared_ptr<host::Kernels> kernels(const Geometry& g, std::uint64_t q, std::
 }  // namespace
 
 void bind_ring_attention(py::module_& module) {
-    py::class_<Geometry>(module, "RingAttentionGeometry")
+    bind_geometry<Geometry>(module, "RingAttentionGeometry")
         .def(py::init(&geometry), py::kw_only(), "world"_a, "batch"_a, "heads"_a, "kv_heads"_a,
              "rows"_a, "head_dim"_a, "causal"_a, "dtype"_a, "rows_per_chunk"_a, "cubes"_a)
-        .def_property_readonly("chunks", &Geometry::chunks)
-        .def_property_readonly("workspace_bytes", &Geometry::workspace_bytes)
-        .def_property_readonly("signals", &Geometry::signals)
-        .def("needs", &Geometry::needs, "reader"_a, "source"_a, "chunk"_a)
-        .def("arrived", &Geometry::arrived, "parity"_a, "source"_a, "chunk"_a)
-        .def("released", &Geometry::released, "rank"_a);
+        .def("needs", &Geometry::needs, "reader"_a, "source"_a, "chunk"_a);
     module.attr("MAX_HEAD_DIM") = ring_attention::kMaxHeadDim;
     module.def("ring_attention", &kernels, py::kw_only(), "geometry"_a, "q"_a, "k"_a, "v"_a,
                "out"_a, "lse"_a, "scale"_a, "order"_a);

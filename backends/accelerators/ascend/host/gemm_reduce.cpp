@@ -13,14 +13,9 @@ void check(const gemm_reduce::Geometry& g) {
     check_world(g.world);
 }
 
-GemmReduce::GemmReduce(const gemm_reduce::Args& args, std::vector<std::uint32_t> owners)
-    : KernelsOf(args), owners_(std::move(owners)) {
+GemmReduce::GemmReduce(const gemm_reduce::Args& args, std::vector<std::uint32_t> order)
+    : KernelsOf(args, std::move(order)) {
     check(args_.geometry);
-}
-
-void GemmReduce::bind(const CallArgs& call, const Blocks& blocks) {
-    KernelsOf::bind(call, blocks);
-    args_.owners = owners_.data();
 }
 
 bool GemmReduce::comm(sim::Core& core) const {

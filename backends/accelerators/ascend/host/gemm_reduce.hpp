@@ -12,19 +12,15 @@ void check(const gemm_reduce::Geometry& geometry);
 
 class GemmReduce final : public KernelsOf<gemm_reduce::Args> {
   public:
-    // `args`: geometry and tensors. `owners`: for whom to compute, the own rank first.
-    GemmReduce(const gemm_reduce::Args& args, std::vector<std::uint32_t> owners);
+    // `args`: geometry and tensors. `order`: for whom to compute, the own rank first.
+    GemmReduce(const gemm_reduce::Args& args, std::vector<std::uint32_t> order);
 
-    void bind(const CallArgs& call, const Blocks& blocks) override;
     bool comm(sim::Core& core) const override;
     bool cube(sim::Core& core) const override;
     [[nodiscard]] bool compute_first() const override { return true; }
     std::vector<Tensor> tensors() override;
     void count_as_communicated(const runtime::SignalPad& pad) const override;
     [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override;
-
-  private:
-    std::vector<std::uint32_t> owners_;
 };
 
 }  // namespace mkernel::ascend::host

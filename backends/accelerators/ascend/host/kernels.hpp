@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/accelerators/ascend/kernels/call.hpp"
@@ -57,14 +58,16 @@ class Kernels {
     [[nodiscard]] virtual std::vector<sim::TraceBaseline> baselines() const = 0;
 };
 
-// What every op answers alike. `Args`: CallArgs with a `geometry`.
+// What every op answers alike. `Args`: CallArgs with a `geometry`. `order`: what CallArgs points to.
 template <class Args>
 class KernelsOf : public Kernels {
   public:
-    explicit KernelsOf(const Args& args) : args_(args) {}
+    KernelsOf(const Args& args, std::vector<std::uint32_t> order)
+        : args_(args), order_(std::move(order)) {}
 
     void bind(const CallArgs& call, const Blocks& blocks) override {
         static_cast<CallArgs&>(args_) = call;
+        args_.order = order_.data();
         blocks_ = blocks;
     }
     [[nodiscard]] std::uint32_t world() const override { return args_.geometry.world; }
@@ -76,6 +79,9 @@ class KernelsOf : public Kernels {
   protected:
     Args args_;
     Blocks blocks_;
+
+  private:
+    std::vector<std::uint32_t> order_;
 };
 
 // Refuses (std::invalid_argument) tile sizes that a cube core's buffers cannot hold.

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "backends/accelerators/ascend/kernels/arrival.hpp"
 #include "backends/accelerators/ascend/kernels/moe/comm.hpp"
 #include "backends/accelerators/ascend/kernels/moe/cube.hpp"
 #include "backends/accelerators/ascend/kernels/moe/vector.hpp"
@@ -46,13 +47,8 @@ void check(const moe_combine::Geometry& g) {
 }
 
 MoeDispatch::MoeDispatch(const moe::Args& args, std::vector<std::uint32_t> order)
-    : KernelsOf(args), order_(std::move(order)) {
+    : KernelsOf(args, std::move(order)) {
     check(args_.geometry);
-}
-
-void MoeDispatch::bind(const CallArgs& call, const Blocks& blocks) {
-    KernelsOf::bind(call, blocks);
-    args_.source_order = order_.data();
 }
 
 bool MoeDispatch::comm(sim::Core& core) const {
@@ -107,13 +103,8 @@ std::vector<sim::TraceBaseline> MoeDispatch::baselines() const {
 }
 
 MoeCombine::MoeCombine(const moe_combine::Args& args, std::vector<std::uint32_t> order)
-    : KernelsOf(args), order_(std::move(order)) {
+    : KernelsOf(args, std::move(order)) {
     check(args_.geometry);
-}
-
-void MoeCombine::bind(const CallArgs& call, const Blocks& blocks) {
-    KernelsOf::bind(call, blocks);
-    args_.homes = order_.data();
 }
 
 bool MoeCombine::comm(sim::Core& core) const {
@@ -125,7 +116,7 @@ bool MoeCombine::vector(sim::Core& core) const {
 }
 
 bool MoeCombine::arrived(sim::Core& core) const {
-    return moe_combine::await_arrival(core, args_);
+    return await_arrival(core, args_);
 }
 
 std::vector<Kernels::Tensor> MoeCombine::tensors() {

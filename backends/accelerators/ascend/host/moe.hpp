@@ -18,7 +18,6 @@ class MoeDispatch final : public KernelsOf<moe::Args> {
     // `args`: geometry and tensors. `order`: whose tokens to consume, the own rank's first.
     MoeDispatch(const moe::Args& args, std::vector<std::uint32_t> order);
 
-    void bind(const CallArgs& call, const Blocks& blocks) override;
     bool comm(sim::Core& core) const override;
     bool cube(sim::Core& core) const override;
     bool vector(sim::Core& core) const override;
@@ -28,9 +27,6 @@ class MoeDispatch final : public KernelsOf<moe::Args> {
     void foresee(sim::Core& core) const override;
     void count_as_communicated(const runtime::SignalPad& pad) const override;
     [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override;
-
-  private:
-    std::vector<std::uint32_t> order_;
 };
 
 class MoeCombine final : public KernelsOf<moe_combine::Args> {
@@ -38,7 +34,6 @@ class MoeCombine final : public KernelsOf<moe_combine::Args> {
     // `args`: geometry and tensors. `order`: to whom to send, the own rank first.
     MoeCombine(const moe_combine::Args& args, std::vector<std::uint32_t> order);
 
-    void bind(const CallArgs& call, const Blocks& blocks) override;
     bool comm(sim::Core& core) const override;
     bool vector(sim::Core& core) const override;
     [[nodiscard]] bool compute_first() const override { return false; }
@@ -46,9 +41,6 @@ class MoeCombine final : public KernelsOf<moe_combine::Args> {
     std::vector<Tensor> tensors() override;
     void count_as_communicated(const runtime::SignalPad& pad) const override;
     [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override;
-
-  private:
-    std::vector<std::uint32_t> order_;
 };
 
 }  // namespace mkernel::ascend::host

@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "backends/accelerators/ascend/kernels/arrival.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/comm.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/cube.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/schedule.hpp"
@@ -26,7 +27,7 @@ void check(const ring_attention::Geometry& g) {
 }
 
 RingAttention::RingAttention(const ring_attention::Args& args, std::vector<std::uint32_t> order)
-    : KernelsOf(args), order_(std::move(order)) {
+    : KernelsOf(args, std::move(order)) {
     check(args_.geometry);
 }
 
@@ -37,7 +38,6 @@ void RingAttention::bind(const CallArgs& call, const Blocks& blocks) {
                                     " cube cores with two vector cores each");
     }
     KernelsOf::bind(call, blocks);
-    args_.order = order_.data();
 }
 
 bool RingAttention::comm(sim::Core& core) const {
@@ -53,7 +53,7 @@ bool RingAttention::vector(sim::Core& core) const {
 }
 
 bool RingAttention::arrived(sim::Core& core) const {
-    return ring_attention::await_arrival(core, args_);
+    return await_arrival(core, args_);
 }
 
 std::vector<Kernels::Tensor> RingAttention::tensors() {

@@ -25,9 +25,6 @@ class RingAttention final : public KernelsOf<ring_attention::Args> {
     std::vector<Tensor> tensors() override;
     void count_as_communicated(const runtime::SignalPad& pad) const override;
     [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override;
-
-  private:
-    std::vector<std::uint32_t> order_;
 };
 
 }  // namespace mkernel::ascend::host

@@ -43,12 +43,13 @@ struct Tiling {
 struct CallArgs {
     std::uint32_t rank = 0;
     std::uint64_t epoch = 1;
-    std::byte* pad = nullptr;        // the own rank's
-    std::byte* workspace = nullptr;  // the own rank's
-    const Peer* peers = nullptr;     // [world]
-    std::uint32_t signal_base = 0;   // the plan's first signal
-    std::uint32_t region = 0;        // of the workspace, for NIC puts
-    bool compute_only = false;       // the view without communication: chunks count as present
+    std::byte* pad = nullptr;              // the own rank's
+    std::byte* workspace = nullptr;        // the own rank's
+    const Peer* peers = nullptr;           // [world]
+    const std::uint32_t* order = nullptr;  // [world]: the ranks as work takes them, itself first
+    std::uint32_t signal_base = 0;         // the plan's first signal
+    std::uint32_t region = 0;              // of the workspace, for NIC puts
+    bool compute_only = false;  // the view without communication: chunks count as present
 
     [[nodiscard]] constexpr std::uint32_t parity() const {
         return static_cast<std::uint32_t>(epoch & 1);

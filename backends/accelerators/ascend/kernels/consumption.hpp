@@ -19,12 +19,10 @@ class Consumption {
         std::uint32_t source = 0, band = 0, place = 0;
     };
 
-    // `order` [world]: the ranks, the own one first.
-    Consumption(const CallArgs& call, const std::uint32_t* order, std::uint32_t world,
-                std::uint32_t bands, std::uint32_t width)
+    Consumption(const CallArgs& call, std::uint32_t world, std::uint32_t bands, std::uint32_t width)
         : width_(width), per_source_(bands * width) {
         for (std::uint32_t i = 0; i < world; ++i) {
-            const std::uint32_t source = order[i];
+            const std::uint32_t source = call.order[i];
             Group& group = groups_[source == call.rank ? 0 : call.same_node(source) ? 1 : 2];
             group.sources[group.count++] = source;
         }

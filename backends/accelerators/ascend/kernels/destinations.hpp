@@ -16,7 +16,7 @@ class Destinations {
   public:
     // `released`: signal index of rank 0 (release.hpp).
     Destinations(Core& core, const CallArgs& call, std::uint32_t world, std::uint32_t released)
-        : core_(core), call_(call), released_(released) {
+        : core_(core), released_(core, call, released) {
         for (std::uint32_t step = 1; step < world; ++step) {
             const std::uint32_t peer = (call.rank + step) % world;
             if (call.same_node(peer)) {
@@ -34,8 +34,9 @@ class Destinations {
     bool each(std::uint32_t items, const Near& near, const Far& far) {
         if (count_ == 0) return true;
         const auto send = [&](std::uint32_t which, std::uint32_t item) {
-            if (!wait_released(which)) return false;
-            return near_[which] == kFar ? far(item) : near(near_[which], item);
+            const std::uint32_t destination = near_[which];
+            if (!wait_released(destination)) return false;
+            return destination == kFar ? far(item) : near(destination, item);
         };
         const std::uint32_t blocks = core_.count(), block = core_.index();
         if (blocks > count_) {
@@ -59,26 +60,20 @@ class Destinations {
   private:
     static constexpr std::uint32_t kFar = 0xffffffff;
 
-    bool wait_released(std::uint32_t which) {
-        if ((may_write_ >> which & 1) != 0) return true;
-        may_write_ |= std::uint64_t{1} << which;
+    bool wait_released(std::uint32_t destination) {
         core_.annotate(kNoAnnotation);
-        if (near_[which] != kFar) {
-            return ascend::wait_released(core_, call_, released_, near_[which]);
-        }
+        if (destination != kFar) return released_.wait(destination);
         for (const std::uint32_t peer : *this) {
-            if (!ascend::wait_released(core_, call_, released_, peer)) return false;
+            if (!released_.wait(peer)) return false;
         }
         return true;
     }
 
     Core& core_;
-    const CallArgs& call_;
-    std::uint32_t released_;
+    Released<Core> released_;
     std::uint32_t near_[kMaxWorld] = {};  // same-node ranks, then perhaps kFar
     std::uint32_t far_[kMaxWorld] = {};   // ranks of other nodes
     std::uint32_t count_ = 0, far_count_ = 0;
-    std::uint64_t may_write_ = 0;  // bit per destination: it has released epoch - 2
 };
 
 }  // namespace mkernel::ascend

@@ -4,8 +4,7 @@
 //   released(s)  +1 by rank s when it has finished a call: a put of epoch e waits for >= e - 2
 #pragma once
 
-#include "backends/accelerators/ascend/kernels/call.hpp"
-#include "backends/nics/put_command.hpp"
+#include "backends/accelerators/ascend/kernels/announce.hpp"
 
 namespace mkernel::ascend {
 
@@ -15,13 +14,7 @@ bool announce_release(Core& core, const CallArgs& args, std::uint32_t world,
                       std::uint32_t released) {
     for (std::uint32_t step = 1; step < world; ++step) {
         const std::uint32_t peer = (args.rank + step) % world;
-        const std::uint32_t signal = args.signal_base + released + args.rank;
-        if (args.same_node(peer)) {
-            core.tnotify(peer, args.peers[peer].pad, signal, 1);
-        } else if (!core.nic_put(
-                       {.peer = peer, .region = args.region, .signal = signal, .value = 1})) {
-            return false;
-        }
+        if (!announce(core, args, peer, released + args.rank)) return false;
     }
     return true;
 }
@@ -41,11 +34,28 @@ bool release(Core& core, const CallArgs& args, std::uint32_t world, std::uint32_
     return announce_release(core, args, world, released);
 }
 
-// Before the first write to `peer`'s workspace.
+// Whose workspaces a block may write: those of ranks that have released epoch - 2, each waited for
+// once.
 template <class Core>
-bool wait_released(Core& core, const CallArgs& args, std::uint32_t released, std::uint32_t peer) {
-    if (args.epoch <= 2) return true;
-    return core.twait(args.signal_base + released + peer, args.epoch - 2, peer);
-}
+class Released {
+  public:
+    // `released`: signal index of rank 0.
+    Released(Core& core, const CallArgs& args, std::uint32_t released)
+        : core_(core), args_(args), signal_(args.signal_base + released) {}
+
+    // Before a write to `peer`'s workspace. False if the wait was aborted or timed out.
+    bool wait(std::uint32_t peer) {
+        const std::uint64_t bit = std::uint64_t{1} << peer;
+        if (args_.epoch <= 2 || (known_ & bit) != 0) return true;
+        known_ |= bit;
+        return core_.twait(signal_ + peer, args_.epoch - 2, peer);
+    }
+
+  private:
+    Core& core_;
+    const CallArgs& args_;
+    std::uint32_t signal_;
+    std::uint64_t known_ = 0;  // bit per rank
+};
 
 }  // namespace mkernel::ascend

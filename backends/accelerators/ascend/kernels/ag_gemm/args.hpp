@@ -10,12 +10,12 @@
 // local and remote offsets of a put are equal.
 //
 // Signals of the plan, from `signal_base` (call.hpp: parity, uses; release.hpp: the last two).
-//   flag(p, s, c)   +1 by rank s when chunk c of parity p is in place here; ready: >= uses
-//   summary(p, s)   +1 for each chunk of rank s, by same-node ranks only: a second message through
-//                   a NIC that does not keep order could overtake the data; all ready:
-//                   >= uses * chunks
-//   released(s)     by rank s when it has finished a call
-//   finished        by each compute block of this rank
+//   arrived(p, s, c)  +1 by rank s when chunk c of parity p is in place here; ready: >= uses
+//   summary(p, s)     +1 for each chunk of rank s, by same-node ranks only: a second message through
+//                     a NIC that does not keep order could overtake the data; all ready:
+//                     >= uses * chunks
+//   released(s)       by rank s when it has finished a call
+//   finished          by each compute block of this rank
 #pragma once
 
 #include <cstddef>
@@ -83,13 +83,13 @@ struct Geometry {
     }
 
     // Signal indices relative to the plan's first.
-    [[nodiscard]] constexpr std::uint32_t flag(std::uint32_t parity, std::uint32_t source,
-                                               std::uint32_t chunk) const {
+    [[nodiscard]] constexpr std::uint32_t arrived(std::uint32_t parity, std::uint32_t source,
+                                                  std::uint32_t chunk) const {
         return (parity * world + source) * chunks() + chunk;
     }
     [[nodiscard]] constexpr std::uint32_t summary(std::uint32_t parity,
                                                   std::uint32_t source) const {
-        return flag(2, 0, 0) + parity * world + source;
+        return arrived(2, 0, 0) + parity * world + source;
     }
     [[nodiscard]] constexpr std::uint32_t released(std::uint32_t rank) const {
         return summary(2, 0) + rank;
@@ -100,11 +100,10 @@ struct Geometry {
 
 struct Args : CallArgs {
     Geometry geometry;
-    isa::GlobalView a;                            // [m_local, k], rows contiguous
-    isa::GlobalView b;                            // [k, n], rows or columns contiguous
-    isa::GlobalView out;                          // [world * m_local, n], rows contiguous
-    const std::uint32_t* source_order = nullptr;  // [world]: whose rows to consume, itself first
-    const std::uint32_t* send_order = nullptr;    // [chunks]: the order in which chunks leave
+    isa::GlobalView a;                          // [m_local, k], rows contiguous
+    isa::GlobalView b;                          // [k, n], rows or columns contiguous
+    isa::GlobalView out;                        // [world * m_local, n], rows contiguous
+    const std::uint32_t* send_order = nullptr;  // [chunks]: the order in which chunks leave
 
     // Tile (row_group, k_tile) of `source`'s rows in a workspace.
     [[nodiscard]] constexpr isa::GlobalView staged(std::byte* base, std::uint32_t source,

@@ -3,10 +3,10 @@
 // Data flow: the own rows of A, in the user's tensor, go to every other rank's staging slot.
 //   1. Blocks share destinations and chunks (destinations.hpp). Chunks leave in `send_order`, the
 //      order in which their receivers want them.
-//   2. Same node: TPUT each tile through UB into the peer's slot, fence, TNOTIFY flag and summary.
+//   2. Same node: TPUT each tile through UB into the peer's slot, fence, TNOTIFY arrived and summary.
 //   3. Other node: TPUT each tile into the own slot, fence, then for each such rank one command to
-//      the NIC proxy: put the chunk's range, raise its flag there when the data is visible.
-// Ordering: a flag never becomes visible before its chunk (fence + release, or put-with-signal).
+//      the NIC proxy: put the chunk's range, raise arrived there when the data is visible.
+// Ordering: a signal never becomes visible before its chunk (announce.hpp).
 #pragma once
 
 #include "backends/accelerators/ascend/isa/launch.hpp"
@@ -39,10 +39,8 @@ class Comm {
         core_.annotate(chunk);
         copy_tiles(peer, args_.peers[peer].workspace, chunk);
         core_.fence();
-        std::byte* pad = args_.peers[peer].pad;
-        core_.tnotify(peer, pad, args_.signal_base + g_.flag(args_.parity(), args_.rank, chunk), 1);
-        core_.tnotify(peer, pad, args_.signal_base + g_.summary(args_.parity(), args_.rank), 1);
-        return true;
+        return announce(core_, args_, peer, g_.arrived(args_.parity(), args_.rank, chunk)) &&
+               announce(core_, args_, peer, g_.summary(args_.parity(), args_.rank));
     }
 
     bool send_far(std::uint32_t chunk) {
@@ -52,15 +50,10 @@ class Comm {
         const Range range = g_.chunk_range(chunk);
         const std::uint64_t offset = g_.slot_offset(args_.parity(), args_.rank) + range.offset;
         for (const std::uint32_t peer : destinations_) {
-            const bool queued = core_.nic_put(
-                {.local_offset = offset,
-                 .remote_offset = offset,
-                 .bytes = range.bytes,
-                 .peer = peer,
-                 .region = args_.region,
-                 .signal = args_.signal_base + g_.flag(args_.parity(), args_.rank, chunk),
-                 .value = 1});
-            if (!queued) return false;
+            if (!announce(core_, args_, peer, g_.arrived(args_.parity(), args_.rank, chunk),
+                          {offset, offset, range.bytes})) {
+                return false;
+            }
         }
         return true;
     }

@@ -28,7 +28,7 @@ class Compute {
     // False if a wait was aborted or timed out.
     bool run() {
         product_.open();
-        const Consumption tiles(args_, args_.source_order, g_.world, g_.row_groups(), g_.n_tiles());
+        const Consumption tiles(args_, g_.world, g_.row_groups(), g_.n_tiles());
         for (std::uint32_t i = core_.index(); i < tiles.size(); i += core_.count()) {
             if (!output_tile(tiles[i])) return false;
         }
@@ -67,8 +67,8 @@ class Compute {
             return true;
         }
         if (source == waited_source_ && chunk == waited_chunk_) return true;
-        if (!core_.twait(args_.signal_base + g_.flag(args_.parity(), source, chunk), args_.uses(),
-                         source)) {
+        if (!core_.twait(args_.signal_base + g_.arrived(args_.parity(), source, chunk),
+                         args_.uses(), source)) {
             return false;
         }
         waited_source_ = source;

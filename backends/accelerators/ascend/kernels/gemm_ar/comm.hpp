@@ -40,7 +40,7 @@ class Comm {
   private:
     bool send(std::uint32_t chunk) {
         for (std::uint32_t step = 1; step < g_.world; ++step) {
-            const std::uint32_t owner = args_.owners[step];
+            const std::uint32_t owner = args_.order[step];
             if (g_.chunk_begin(owner, chunk) == g_.chunk_end(owner, chunk)) continue;
             if (mine() && !partials_.send(owner, chunk)) return false;
         }
@@ -62,22 +62,16 @@ class Comm {
 
     // The own tile, which is in the output (and among the own results), to every other rank.
     bool push(std::uint32_t tile) {
-        const std::uint32_t signal = args_.signal_base + g_.summed(tile);
         const std::uint64_t offset = g_.result_offset(tile);
+        const std::uint64_t bytes = g_.result_offset(tile + 1) - offset;
         for (std::uint32_t step = 1; step < g_.world; ++step) {
-            const std::uint32_t rank = args_.owners[step];
+            const std::uint32_t rank = args_.order[step];
             if (args_.same_node(rank)) {
-                const Peer& peer = args_.peers[rank];
-                partials_.copy(rank, args_.result(peer.workspace, tile), args_.output(tile));
+                partials_.copy(rank, args_.result(args_.peers[rank].workspace, tile),
+                               args_.output(tile));
                 core_.fence();
-                core_.tnotify(rank, peer.pad, signal, 1);
-            } else if (!core_.nic_put({.local_offset = offset,
-                                       .remote_offset = offset,
-                                       .bytes = g_.result_offset(tile + 1) - offset,
-                                       .peer = rank,
-                                       .region = args_.region,
-                                       .signal = signal,
-                                       .value = 1})) {
+            }
+            if (!announce(core_, args_, rank, g_.summed(tile), {offset, offset, bytes})) {
                 return false;
             }
         }
@@ -86,7 +80,7 @@ class Comm {
 
     bool take_in(std::uint32_t chunk) {
         for (std::uint32_t step = 1; step < g_.world; ++step) {
-            const std::uint32_t owner = args_.owners[step];
+            const std::uint32_t owner = args_.order[step];
             for (std::uint32_t tile = g_.chunk_begin(owner, chunk);
                  tile < g_.chunk_end(owner, chunk); ++tile) {
                 if (!mine()) continue;

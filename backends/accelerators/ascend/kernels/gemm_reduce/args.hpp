@@ -138,8 +138,6 @@ struct Args : CallArgs {
     isa::GlobalView a;    // [m, k], rows contiguous
     isa::GlobalView b;    // [k, n], rows or columns contiguous
     isa::GlobalView out;  // [m / world or m, n], rows contiguous
-    const std::uint32_t* owners =
-        nullptr;  // [world]: for whom to compute, itself first (taken last)
 
     // Tile of `owner`, dense at `slot` of a workspace.
     [[nodiscard]] constexpr isa::GlobalView partial(std::byte* slot, std::uint32_t owner,

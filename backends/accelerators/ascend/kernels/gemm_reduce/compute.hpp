@@ -21,7 +21,11 @@ template <class Core>
 class Compute {
   public:
     Compute(Core& core, const Args& args)
-        : core_(core), args_(args), g_(args.geometry), product_(core, g_.tiling(), g_.dtype) {}
+        : core_(core),
+          args_(args),
+          g_(args.geometry),
+          product_(core, g_.tiling(), g_.dtype),
+          released_(core, args, g_.released(0)) {}
 
     // False if a wait was aborted or timed out.
     bool run() {
@@ -29,12 +33,12 @@ class Compute {
         std::uint32_t number = 0;
         for (std::uint32_t chunk = 0; chunk < g_.chunks(); ++chunk) {
             for (std::uint32_t step = 1; step <= g_.world; ++step) {
-                const std::uint32_t owner = args_.owners[step % g_.world];
+                const std::uint32_t owner = args_.order[step % g_.world];
                 core_.annotate(chunk);
                 for (std::uint32_t tile = g_.chunk_begin(owner, chunk);
                      tile < g_.chunk_end(owner, chunk); ++tile, ++number) {
                     if (number % core_.count() != core_.index()) continue;
-                    if (!wait_slot(owner)) return false;
+                    if (!args_.same_node(owner) && !released_.wait(owner)) return false;
                     compute(owner, chunk, tile);
                 }
             }
@@ -47,12 +51,6 @@ class Compute {
     }
 
   private:
-    bool wait_slot(std::uint32_t owner) {
-        if (args_.same_node(owner) || (may_write_ >> owner & 1) != 0) return true;
-        may_write_ |= std::uint64_t{1} << owner;
-        return wait_released(core_, args_, g_.released(0), owner);
-    }
-
     void compute(std::uint32_t owner, std::uint32_t chunk, std::uint32_t tile) {
         const Place at = g_.place(owner, tile);
         const isa::GlobalView to =
@@ -72,7 +70,7 @@ class Compute {
     const Args& args_;
     const Geometry& g_;
     gemm::Product<Core> product_;
-    std::uint64_t may_write_ = 0;  // bit per owner on another node: it has released epoch - 2
+    Released<Core> released_;
 };
 
 MKERNEL_ASCEND_KERNEL(aic, gemm_reduce, compute, Compute, Args)

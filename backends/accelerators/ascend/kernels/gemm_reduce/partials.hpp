@@ -11,6 +11,7 @@
 #pragma once
 
 #include "backends/accelerators/ascend/isa/pipe.hpp"
+#include "backends/accelerators/ascend/kernels/arrival.hpp"
 #include "backends/accelerators/ascend/kernels/gemm_reduce/args.hpp"
 #include "backends/accelerators/ascend/kernels/release.hpp"
 
@@ -22,53 +23,35 @@ class Partials {
     // Bytes of a band in float32; UB holds two sums, two partials and two rounded sums.
     static constexpr std::uint32_t kBandBytes = 32 << 10;
 
-    Partials(Core& core, const Args& args) : core_(core), args_(args), g_(args.geometry) {}
+    Partials(Core& core, const Args& args)
+        : core_(core), args_(args), g_(args.geometry), released_(core, args, g_.released(0)) {}
 
     // All below: false if a wait was aborted or timed out.
 
     bool send(std::uint32_t owner, std::uint32_t chunk) {
         core_.annotate(chunk);
         if (!wait_computed(owner, chunk)) return false;
-        if ((may_write_ >> owner & 1) == 0) {
-            if (!wait_released(core_, args_, g_.released(0), owner)) return false;
-            may_write_ |= std::uint64_t{1} << owner;
-        }
+        if (!released_.wait(owner)) return false;
         const std::uint64_t from = g_.outbox(args_.parity(), owner),
                             to = g_.inbox(args_.parity(), args_.rank);
-        const std::uint32_t signal =
-            args_.signal_base + g_.arrived(args_.parity(), args_.rank, chunk);
-        if (!args_.same_node(owner)) {
-            const Range range = g_.chunk_range(owner, chunk);
-            return core_.nic_put({.local_offset = from + range.offset,
-                                  .remote_offset = to + range.offset,
-                                  .bytes = range.bytes,
-                                  .peer = owner,
-                                  .region = args_.region,
-                                  .signal = signal,
-                                  .value = 1});
+        if (args_.same_node(owner)) {
+            for (std::uint32_t tile = g_.chunk_begin(owner, chunk);
+                 tile < g_.chunk_end(owner, chunk); ++tile) {
+                copy(owner, args_.partial(args_.peers[owner].workspace + to, owner, tile),
+                     args_.partial(args_.workspace + from, owner, tile));
+            }
+            core_.fence();
         }
-        const Peer& peer = args_.peers[owner];
-        for (std::uint32_t tile = g_.chunk_begin(owner, chunk); tile < g_.chunk_end(owner, chunk);
-             ++tile) {
-            copy(owner, args_.partial(peer.workspace + to, owner, tile),
-                 args_.partial(args_.workspace + from, owner, tile));
-        }
-        core_.fence();
-        core_.tnotify(owner, peer.pad, signal, 1);
-        return true;
+        const Range range = g_.chunk_range(owner, chunk);
+        return announce(core_, args_, owner, g_.arrived(args_.parity(), args_.rank, chunk),
+                        {from + range.offset, to + range.offset, range.bytes});
     }
 
     // The own `tile`, of the own `chunk`, to `out` and, where it has a base, also to `copy_of_out`.
     bool sum(std::uint32_t chunk, std::uint32_t tile, const isa::GlobalView& out,
              const isa::GlobalView& copy_of_out = {}) {
         core_.annotate(chunk);
-        if (!wait_computed(args_.rank, chunk)) return false;
-        for (std::uint32_t step = 1; step < g_.world; ++step) {
-            const std::uint32_t source = args_.owners[step];
-            const std::uint32_t signal =
-                args_.signal_base + g_.arrived(args_.parity(), source, chunk);
-            if (!core_.twait(signal, args_.uses(), source)) return false;
-        }
+        if (!wait_computed(args_.rank, chunk) || !wait_arrived(core_, args_, chunk)) return false;
         for (std::uint32_t half = 0; half < 2; ++half) {
             core_.set_flag(Pipe::V, Pipe::MTE2, half);
             core_.set_flag(Pipe::MTE3, Pipe::MTE2, half);
@@ -170,7 +153,7 @@ class Partials {
     Core& core_;
     const Args& args_;
     const Geometry& g_;
-    std::uint64_t may_write_ = 0;  // bit per owner: it has released epoch - 2
+    Released<Core> released_;
     std::uint32_t sum_half_ = 0, part_half_ = 0;
 };
 

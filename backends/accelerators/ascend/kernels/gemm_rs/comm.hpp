@@ -25,7 +25,7 @@ class Comm {
     bool run() {
         for (std::uint32_t chunk = 0; chunk < g_.chunks(); ++chunk) {
             for (std::uint32_t step = 1; step < g_.world; ++step) {
-                if (mine() && !partials_.send(args_.owners[step], chunk)) return false;
+                if (mine() && !partials_.send(args_.order[step], chunk)) return false;
             }
             for (std::uint32_t tile = g_.chunk_begin(args_.rank, chunk);
                  tile < g_.chunk_end(args_.rank, chunk); ++tile) {

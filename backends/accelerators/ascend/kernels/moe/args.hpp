@@ -4,7 +4,7 @@
 //           then a NIC put), chunk by chunk, in token order (comm.hpp).
 //   vector  ids of all ranks, one source a block → routing tables in memory (tables.hpp); as each
 //           chunk comes, its tokens → the rows of their experts, own tokens straight from x
-//           (spread.hpp).
+//           (vector.hpp).
 //   cube    tiles of an expert's rows @ w[expert] → out, each as soon as the chunks that fill its
 //           rows are spread (cube.hpp).
 // An expert's rows come by source rank, token, slot: fixed by the routing alone.
@@ -132,7 +132,6 @@ struct Args : CallArgs {
     isa::GlobalView out;      // [most_rows, features]
     isa::GlobalView tables;   // [1, table_words] int32
     isa::GlobalView routing;  // a record: [world, places] int32, the ids of all ranks; else null
-    const std::uint32_t* source_order = nullptr;  // [world]: itself first
 
     [[nodiscard]] constexpr isa::GlobalView weights(std::uint32_t expert) const {
         const Geometry& g = geometry;
@@ -163,7 +162,7 @@ struct Args : CallArgs {
     [[nodiscard]] constexpr Chunk chunk(std::uint32_t item) const {
         const std::uint32_t own = geometry.chunks(), others = geometry.world - 1;
         if (item < own) return {rank, item};
-        return {source_order[1 + (item - own) % others], (item - own) / others};
+        return {order[1 + (item - own) % others], (item - own) / others};
     }
     // Where the ids of `source` are once they are here. Without communication: the own ones for all.
     [[nodiscard]] constexpr isa::GlobalView ids(std::uint32_t source) const {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "backends/accelerators/ascend/isa/launch.hpp"
+#include "backends/accelerators/ascend/kernels/arrival.hpp"
 #include "backends/accelerators/ascend/kernels/moe/args.hpp"
 #include "backends/accelerators/ascend/kernels/release.hpp"
 
@@ -22,20 +23,18 @@ class Comm {
           args_(args),
           g_(args.geometry),
           ids_(core, args.own_ids.base, static_cast<std::uint64_t>(args.own_ids.row_stride)),
-          rows_(g_.dtype, g_.hidden) {}
+          rows_(g_.dtype, g_.hidden),
+          released_(core, args, g_.released(0)) {}
 
     // False if a wait was aborted or timed out.
     bool run() {
         const std::uint32_t targets = g_.world - 1;
         for (std::uint32_t item = core_.index(); item < targets * (g_.chunks() + 1);
              item += core_.count()) {
-            const std::uint32_t target = args_.source_order[1 + item % targets];
+            const std::uint32_t target = args_.order[1 + item % targets];
             const std::uint32_t turn = item / targets;
             core_.annotate(turn == 0 ? kNoAnnotation : turn - 1);
-            if ((may_write_ >> target & 1) == 0) {
-                if (!wait_released(core_, args_, g_.released(0), target)) return false;
-                may_write_ |= std::uint64_t{1} << target;
-            }
+            if (!released_.wait(target)) return false;
             if (!(turn == 0 ? send_ids(target) : send_tokens(target, turn - 1))) return false;
         }
         return true;
@@ -84,17 +83,9 @@ class Comm {
     bool publish(std::uint32_t target, std::uint32_t signal, std::uint64_t offset,
                  std::uint64_t bytes) {
         core_.fence();
-        if (args_.same_node(target)) {
-            core_.tnotify(target, args_.peers[target].pad, args_.signal_base + signal, 1);
-            return true;
-        }
-        return core_.nic_put({.local_offset = g_.outbox(args_.parity(), target) + offset,
-                              .remote_offset = g_.inbox(args_.parity(), args_.rank) + offset,
-                              .bytes = bytes,
-                              .peer = target,
-                              .region = args_.region,
-                              .signal = args_.signal_base + signal,
-                              .value = 1});
+        return announce(core_, args_, target, signal,
+                        {g_.outbox(args_.parity(), target) + offset,
+                         g_.inbox(args_.parity(), args_.rank) + offset, bytes});
     }
 
     Core& core_;
@@ -102,7 +93,7 @@ class Comm {
     const Geometry& g_;
     Words<Core> ids_;
     RowBuffers rows_;
-    std::uint64_t may_write_ = 0;  // bit per rank: it has released epoch - 2
+    Released<Core> released_;
 };
 
 MKERNEL_ASCEND_KERNEL(aiv, moe, comm, Comm, Args)
@@ -111,18 +102,13 @@ MKERNEL_ASCEND_KERNEL(aiv, moe, comm, Comm, Args)
 template <class Core>
 bool await_arrival(Core& core, const Args& args) {
     const Geometry& g = args.geometry;
-    for (std::uint32_t i = 1; i < g.world; ++i) {
-        const std::uint32_t source = args.source_order[i];
+    for (std::uint32_t step = 1; step < g.world; ++step) {
+        const std::uint32_t source = args.order[step];
         if (!core.twait(args.signal_base + g.ids(args.parity(), source), args.uses(), source)) {
             return false;
         }
-        for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
-            core.annotate(chunk);
-            const std::uint32_t signal = args.signal_base + g.arrived(args.parity(), source, chunk);
-            if (!core.twait(signal, args.uses(), source)) return false;
-        }
     }
-    return true;
+    return ascend::await_arrival(core, args);
 }
 
 }  // namespace mkernel::ascend::moe

@@ -70,11 +70,10 @@ struct Geometry {
 
 struct Args : CallArgs {
     Geometry geometry;
-    isa::GlobalView y;                     // [rows, features], rows contiguous; may have no rows
-    isa::GlobalView weights;               // [tokens, top_k] float32, dense
-    isa::GlobalView tables;                // [1, words] int32
-    isa::GlobalView out;                   // [tokens, features], rows contiguous
-    const std::uint32_t* homes = nullptr;  // [world]: to whom to send, itself first
+    isa::GlobalView y;        // [rows, features], rows contiguous; may have no rows
+    isa::GlobalView weights;  // [tokens, top_k] float32, dense
+    isa::GlobalView tables;   // [1, words] int32
+    isa::GlobalView out;      // [tokens, features], rows contiguous
 
     [[nodiscard]] constexpr isa::GlobalView row(std::byte* inbox, std::uint32_t number) const {
         const Geometry& g = geometry;

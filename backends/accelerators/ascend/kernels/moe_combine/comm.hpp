@@ -20,14 +20,15 @@ class Comm {
           args_(args),
           g_(args.geometry),
           words_(core, args.tables.base),
-          buffers_(g_.dtype, g_.features) {}
+          buffers_(g_.dtype, g_.features),
+          released_(core, args, g_.released(0)) {}
 
     // False if a wait was aborted or timed out.
     bool run() {
         const std::uint32_t others = g_.world - 1;
         for (std::uint32_t item = core_.index(); item < others * g_.chunks();
              item += core_.count()) {
-            if (!send(args_.homes[1 + item % others], item / others)) return false;
+            if (!send(args_.order[1 + item % others], item / others)) return false;
         }
         return true;
     }
@@ -36,14 +37,11 @@ class Comm {
     bool send(std::uint32_t home, std::uint32_t chunk) {
         const moe::Routing& r = g_.routing;
         core_.annotate(chunk);
-        if ((may_write_ >> home & 1) == 0) {
-            if (!wait_released(core_, args_, g_.released(0), home)) return false;
-            may_write_ |= std::uint64_t{1} << home;
-        }
-        const bool near = args_.same_node(home);
+        if (!released_.wait(home)) return false;
         const std::uint64_t inbox = g_.inbox(args_.parity());
         const std::uint64_t outbox = g_.outbox(args_.parity(), home);
-        std::byte* const to = near ? args_.peers[home].workspace + inbox : args_.workspace + outbox;
+        std::byte* const to =
+            args_.same_node(home) ? args_.peers[home].workspace + inbox : args_.workspace + outbox;
         const std::uint32_t start = words_.count(r.start(home)),
                             begin = words_.count(r.begin(home, g_.token(chunk))),
                             end = words_.count(r.begin(home, g_.token(chunk + 1)));
@@ -53,20 +51,9 @@ class Comm {
                        buffers_.ping, buffers_.pong);
         }
         core_.fence();
-        const std::uint32_t signal =
-            args_.signal_base + g_.arrived(args_.parity(), args_.rank, chunk);
-        if (near) {
-            core_.tnotify(home, args_.peers[home].pad, signal, 1);
-            return true;
-        }
         const std::uint64_t offset = g_.row_offset(start + begin);
-        return core_.nic_put({.local_offset = outbox + offset,
-                              .remote_offset = inbox + offset,
-                              .bytes = g_.row_offset(end - begin),
-                              .peer = home,
-                              .region = args_.region,
-                              .signal = signal,
-                              .value = 1});
+        return announce(core_, args_, home, g_.arrived(args_.parity(), args_.rank, chunk),
+                        {outbox + offset, inbox + offset, g_.row_offset(end - begin)});
     }
 
     Core& core_;
@@ -74,24 +61,9 @@ class Comm {
     const Geometry& g_;
     moe::Words<Core> words_;
     moe::RowBuffers buffers_;
-    std::uint64_t may_write_ = 0;  // bit per home rank: it has released epoch - 2
+    Released<Core> released_;
 };
 
 MKERNEL_ASCEND_KERNEL(aiv, moe_combine, comm, Comm, Args)
-
-// Sequential view only: waits until everything that other ranks send is here.
-template <class Core>
-bool await_arrival(Core& core, const Args& args) {
-    const Geometry& g = args.geometry;
-    for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
-        core.annotate(chunk);
-        for (std::uint32_t step = 1; step < g.world; ++step) {
-            const std::uint32_t source = args.homes[step];
-            const std::uint32_t signal = args.signal_base + g.arrived(args.parity(), source, chunk);
-            if (!core.twait(signal, args.uses(), source)) return false;
-        }
-    }
-    return true;
-}
 
 }  // namespace mkernel::ascend::moe_combine

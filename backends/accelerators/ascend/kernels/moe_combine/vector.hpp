@@ -10,6 +10,7 @@
 
 #include "backends/accelerators/ascend/isa/launch.hpp"
 #include "backends/accelerators/ascend/isa/pipe.hpp"
+#include "backends/accelerators/ascend/kernels/arrival.hpp"
 #include "backends/accelerators/ascend/kernels/moe_combine/args.hpp"
 #include "backends/accelerators/ascend/kernels/release.hpp"
 
@@ -69,13 +70,7 @@ class Vector {
 
     bool wait_chunk(std::uint32_t chunk) {
         core_.annotate(chunk);
-        for (std::uint32_t step = 1; step < g_.world && !args_.compute_only; ++step) {
-            const std::uint32_t source = args_.homes[step];
-            const std::uint32_t signal =
-                args_.signal_base + g_.arrived(args_.parity(), source, chunk);
-            if (!core_.twait(signal, args_.uses(), source)) return false;
-        }
-        return true;
+        return args_.compute_only || wait_arrived(core_, args_, chunk);
     }
 
     void band(std::uint32_t token, std::uint32_t rows) {

@@ -178,7 +178,6 @@ struct Args : CallArgs {
     isa::GlobalView k, v;    // [batch * kv_heads * rows, head_dim]
     isa::GlobalView lse;     // [batch * heads * rows, 1] float32
     float scale = 1;
-    const std::uint32_t* order = nullptr;  // [world]: whose keys to see, the own rank's first
 
     // Keys, or values, of head `plane` (batch * kv_heads + head): `count` of `source`'s from the
     // `at`th position of its `piece`th piece on. Of other ranks: as they lie in the workspace at

@@ -37,8 +37,7 @@ class Comm {
         core_.annotate(chunk);
         copy(peer, args_.peers[peer].workspace, chunk);
         core_.fence();
-        core_.tnotify(peer, args_.peers[peer].pad, arrived(chunk), 1);
-        return true;
+        return announce(core_, args_, peer, arrived(chunk));
     }
 
     bool send_far(std::uint32_t chunk) {
@@ -53,14 +52,9 @@ class Comm {
             }
             const Range range = g_.chunk_range(chunk);
             const std::uint64_t offset = g_.slot_offset(args_.parity(), args_.rank) + range.offset;
-            const bool queued = core_.nic_put({.local_offset = offset,
-                                               .remote_offset = offset,
-                                               .bytes = range.bytes,
-                                               .peer = peer,
-                                               .region = args_.region,
-                                               .signal = arrived(chunk),
-                                               .value = 1});
-            if (!queued) return false;
+            if (!announce(core_, args_, peer, arrived(chunk), {offset, offset, range.bytes})) {
+                return false;
+            }
         }
         return true;
     }
@@ -86,7 +80,7 @@ class Comm {
     }
 
     [[nodiscard]] std::uint32_t arrived(std::uint32_t chunk) const {
-        return args_.signal_base + g_.arrived(args_.parity(), args_.rank, chunk);
+        return g_.arrived(args_.parity(), args_.rank, chunk);
     }
 
     Core& core_;
@@ -96,22 +90,5 @@ class Comm {
 };
 
 MKERNEL_ASCEND_KERNEL(aiv, ring_attention, comm, Comm, Args)
-
-// Sequential view only: waits on one vector core until every chunk that this rank needs is here.
-// False if a wait was aborted or timed out.
-template <class Core>
-bool await_arrival(Core& core, const Args& args) {
-    const Geometry& g = args.geometry;
-    for (std::uint32_t i = 1; i < g.world; ++i) {
-        const std::uint32_t source = args.order[i];
-        for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
-            if (!g.needs(args.rank, source, chunk)) continue;
-            core.annotate(chunk);
-            const std::uint32_t signal = args.signal_base + g.arrived(args.parity(), source, chunk);
-            if (!core.twait(signal, args.uses(), source)) return false;
-        }
-    }
-    return true;
-}
 
 }  // namespace mkernel::ascend::ring_attention

@@ -30,7 +30,7 @@ class Schedule {
     Schedule(const Args& args, std::uint32_t cube)
         : g_(args.geometry),
           rank_(args.rank),
-          tiles_(args, args.order, g_.world, g_.pieces() * g_.key_tiles_per_piece(), 1),
+          tiles_(args, g_.world, g_.pieces() * g_.key_tiles_per_piece(), 1),
           next_item_(cube) {
         upcoming_ = find();
         advance();

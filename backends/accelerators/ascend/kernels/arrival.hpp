@@ -1,0 +1,36 @@
+// Waiting for chunks of all other ranks together. An op's geometry says how many chunks a rank has
+// (`chunks`), which signal tells of one (`arrived`) and, where not every rank gets every chunk,
+// whether this one does (`needs`).
+#pragma once
+
+#include "backends/accelerators/ascend/kernels/call.hpp"
+
+namespace mkernel::ascend {
+
+// Until each other rank's chunk of this number is here. False if a wait was aborted or timed out.
+template <class Core, class Args>
+bool wait_arrived(Core& core, const Args& args, std::uint32_t chunk) {
+    const auto& g = args.geometry;
+    for (std::uint32_t step = 1; step < g.world; ++step) {
+        const std::uint32_t source = args.order[step];
+        if constexpr (requires { g.needs(args.rank, source, chunk); }) {
+            if (!g.needs(args.rank, source, chunk)) continue;
+        }
+        const std::uint32_t signal = args.signal_base + g.arrived(args.parity(), source, chunk);
+        if (!core.twait(signal, args.uses(), source)) return false;
+    }
+    return true;
+}
+
+// Sequential view only: what the comm kernel ends with, on one vector core, so that communication
+// counts as over only when its bytes have arrived. False if a wait was aborted or timed out.
+template <class Core, class Args>
+bool await_arrival(Core& core, const Args& args) {
+    for (std::uint32_t chunk = 0; chunk < args.geometry.chunks(); ++chunk) {
+        core.annotate(chunk);
+        if (!wait_arrived(core, args, chunk)) return false;
+    }
+    return true;
+}
+
+}  // namespace mkernel::ascend
