@@ -367,6 +367,11 @@ class AcceleratorBackend(ABC):
         world. Any thread, often: it must cost no more than a read."""
         return None
 
+    def at_deadline(self) -> str:
+        """Who waited for what on this rank when a wait of its kernels passed its deadline, in words,
+        for the Timeout's message. Empty: no more is known than the record says. Any thread."""
+        return ""
+
     def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
         """Replay the traces of all ranks of one call on a model of the machine.
 

@@ -687,9 +687,11 @@ class World:
                 peer=who.peer,
             )
             limit = f"within {self.settings.timeout_s:g} s"
+            waiting = self._opened.at_deadline() if self._opened else ""
             return Timeout(
                 f"{diagnosis}; nothing came {limit}: is that rank in the same call? "
-                f"{self._who_is_behind()}(MKERNEL_TIMEOUT_S raises the limit)",
+                f"{self._who_is_behind()}(MKERNEL_TIMEOUT_S raises the limit)"
+                + (f"; all that waited on rank {self.rank} then: {waiting}" if waiting else ""),
                 diagnosis,
             )
         return Timeout(f"the NIC did not complete its puts within {self.settings.timeout_s:g} s")

@@ -95,6 +95,9 @@ class Fault(AcceleratorBackend):
     def failure(self) -> tuple[_runtime.AbortCode, _runtime.Diagnosis] | None:
         return self.inner.failure()
 
+    def at_deadline(self) -> str:
+        return self.inner.at_deadline()
+
     def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
         return self.inner.model(traces, view)
 

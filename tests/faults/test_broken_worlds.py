@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -97,6 +98,24 @@ def test_absent_rank_is_a_time_out_everywhere_and_is_named() -> None:
         assert 0.75 * ABSENT_S < seconds < TOLD_S
         assert "of rank 3" in message
         assert "signal" in message
+    assert len({message for _, _, message in results}) == 1
+
+
+def test_strict_simulation_adds_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_ASCEND_STRICT", "1")
+    results = survivors("absent", 3, 2)
+    for kind, seconds, message in results:
+        assert kind == "Timeout"
+        assert 0.75 * ABSENT_S < seconds < TOLD_S
+        told = re.match(
+            r"rank (\d) \w+ \(block \d+\) waited for .* of rank 3 on signal (\d+)", message
+        )
+        assert told, message
+        rank, signal_ = told.groups()
+        assert f"; all that waited on rank {rank} then: " in message
+        assert re.search(
+            rf" for signal {signal_} of rank 3 to be \d+, now \d+ \(\w+\.hpp:\d+\)", message
+        )
     assert len({message for _, _, message in results}) == 1
 
 

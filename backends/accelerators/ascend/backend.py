@@ -144,6 +144,7 @@ class AscendAccelerator(AcceleratorBackend):
             raise ValueError(f"slots = {slots} is not legal; expected at least 1")
         self._slots = slots
         self._given_strict = strict
+        self._newest: _ascend.Launch | None = None
 
     def status(self) -> Status:
         """Usable wherever the native module imports. Says what it knows of a real NPU."""
@@ -182,6 +183,10 @@ class AscendAccelerator(AcceleratorBackend):
             compute_cores=COMPUTE_CORES,
             comm_cores=COMM_CORES,
         )
+
+    def open(self, device: Accelerator) -> None:
+        """Forget the calls of an earlier world."""
+        self._newest = None
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed shared host pages."""
@@ -238,7 +243,12 @@ class AscendAccelerator(AcceleratorBackend):
             trace=call.trace,
             strict=self._strict,
         )
+        self._newest = started
         return AscendLaunch(started, call, prepared.finish)
+
+    def at_deadline(self) -> str:
+        """Strict simulation: every core of the newest call that was waiting then, and for what."""
+        return "" if self._newest is None else self._newest.at_deadline
 
     @cached_property
     def _strict(self) -> _ascend.Strict | None:

@@ -312,7 +312,6 @@ struct Pair {
     // `body` throws; the core is aborted then.
     template <class Body>
     std::string beside_a_waiting_core(Body body) {
-        std::promise<bool> came;
         std::promise<std::string> said;
         scheduler.submit(0, {[&] {
                              sim::Core comm(environment, Role::comm, 0, 1, on_chip[0], nullptr);
@@ -332,6 +331,7 @@ struct Pair {
     sim::Scheduler scheduler{2};
     std::optional<sim::Waits> waits;
     sim::OnChip on_chip[2];
+    std::promise<bool> came;  // what a wait returned
 };
 
 void waits_in_vain() {
@@ -339,6 +339,13 @@ void waits_in_vain() {
         if (text.find(part) != std::string::npos) return true;
         std::fprintf(stderr, "  wanted: %s\n  got: %s\n", part.c_str(), text.c_str());
         return false;
+    };
+    const auto timed_out = [](const Pair& pair, std::uint32_t signal, std::uint32_t peer) {
+        const runtime::AbortRecord& record = pair.environment.pad.abort_record();
+        CHECK(runtime::abort_code(record) == runtime::AbortCode::timeout);
+        const runtime::Diagnosis& who = record.diagnosis;
+        CHECK(who.waiter == runtime::Waiter::compute_kernel && who.core == 4);
+        CHECK(who.signal == signal && who.peer == peer && who.seen == 0 && who.wanted == 1);
     };
     {  // The kernels wait for each other.
         Pair pair;
@@ -349,6 +356,7 @@ void waits_in_vain() {
         CHECK(has(text, "rank 3, deadlock"));
         CHECK(has(text, "AIV core 0 for signal 1 of rank 3 to be 2, now 0 (test_strict.cpp:"));
         CHECK(has(text, "AIC core 4 for signal 5 of rank 3 to be 1, now 0 (test_strict.cpp:"));
+        CHECK(pair.waits->at_deadline().empty());
     }
     {  // The other one returns without the signal.
         Pair pair;
@@ -361,10 +369,23 @@ void waits_in_vain() {
             sim::Environment soon = pair.environment;
             soon.deadline_ns = runtime::monotonic_ns() + 50'000'000;
             sim::Core compute(soon, Role::cube, 4, 8, pair.on_chip[1], nullptr);
-            (void)compute.twait(5, 1, 0);
+            CHECK(pair.waits->at_deadline().empty());
+            CHECK(!compute.twait(5, 1, 0));
         });
-        CHECK(has(text, "AIC core 4, TWAIT: signal 5 was not raised within the deadline"));
-        CHECK(has(text, "AIV core 0 for signal 1 of rank 3"));
+        CHECK(text.empty());
+        timed_out(pair, 5, 0);
+        const std::string report = pair.waits->at_deadline();
+        CHECK(has(report, "AIV core 0 for signal 1 of rank 3 to be 2, now 0 (test_strict.cpp:"));
+        CHECK(has(report, "; AIC core 4 for signal 5 of rank 0 to be 1, now 0 (test_strict.cpp:"));
+    }
+    {  // A core at work may still raise it too: the comm core, which never sleeps here.
+        Pair pair;
+        pair.environment.deadline_ns = runtime::monotonic_ns();
+        sim::Core compute(pair.environment, Role::cube, 4, 8, pair.on_chip[1], nullptr);
+        pair.scheduler.submit(1, {[&] { pair.came.set_value(compute.twait(5, 1, 3)); }});
+        CHECK(!pair.came.get_future().get());
+        timed_out(pair, 5, 3);
+        CHECK(has(pair.waits->at_deadline(), "AIC core 4 for signal 5 of rank 3 to be 1, now 0"));
     }
 }
 

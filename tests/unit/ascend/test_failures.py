@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mkernel.backends.accelerators.ascend import AscendAccelerator
+from mkernel.backends.accelerators.ascend import AscendAccelerator, _ascend
 from mkernel.backends.accelerators.ascend.memory import HostMemory
 from mkernel.backends.runtime._runtime import AbortCode, Waiter
 from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
@@ -22,9 +22,10 @@ from .rig import PATIENCE_S, SIGNAL_BASE, World, geometry, make_plan
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_missing_peer_times_out(nodes: int) -> None:
+@pytest.mark.parametrize("strict", [None, _ascend.Strict(), _ascend.Strict(seed=5)])
+def test_missing_peer_times_out(nodes: int, strict: _ascend.Strict | None) -> None:
     plan = make_plan(3 * 256, 256, 512, nodes=nodes, ranks_per_node=3 // nodes, tiles_per_chunk=1)
-    with World(plan) as world:
+    with World(plan, strict=strict) as world:
         world.epoch = 1
         tensors = world.tensors(seed=1)
         start = time.monotonic()
@@ -39,6 +40,9 @@ def test_missing_peer_times_out(nodes: int) -> None:
             assert (seen.seen, seen.wanted) == (0, 1)
             assert seen.signal == SIGNAL_BASE + geometry(plan).arrived(1, 1, seen.chunk)
             assert seen.core < 24
+        for launch in launches:
+            report = launch._native.at_deadline
+            assert (" of rank 1 to be 1, now 0 (" in report) == (strict is not None), report
 
 
 def test_staging_is_not_overwritten_before_it_is_released() -> None:

@@ -3,10 +3,13 @@ or a signal that is left out is reported. Classes of hazards one by one: tests/n
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch, _ascend
+from mkernel.backends.runtime._runtime import AbortCode
 from mkernel.plan.model import OpName
 
 from .rig import PATIENCE_S, World, make_plan
@@ -68,17 +71,20 @@ def test_cores_that_wait_for_one_that_has_returned_are_reported_at_once() -> Non
                 launch.wait(PATIENCE_S)
 
 
-def test_a_signal_that_a_peer_never_raises_is_reported_at_the_deadline() -> None:
+def test_a_signal_that_a_peer_never_raises_is_a_time_out_with_every_waiting_core() -> None:
     """Vector core 0 sends the only chunk, fences, and does not say so: neither flag nor summary."""
     strict = _ascend.Strict(skip_role="comm", skip=[1, 2])
     with World(make_plan(512, 256, 512, ranks_per_node=2), strict=strict) as world:
-        for launch in launches(world, timeout_s=0.5):
-            with pytest.raises(
-                RuntimeError,
-                match=r"AIC core \d+, TWAIT: signal \d+ was not raised within the deadline; "
-                r"waiting on this rank: AIC core \d+ for signal \d+ of rank .* \(compute\.hpp:\d+\)",
-            ):
-                launch.wait(PATIENCE_S)
+        for rank, launch in enumerate(launches(world, timeout_s=0.5)):
+            assert launch.wait(PATIENCE_S)
+            code, seen = world.outcome(rank)
+            assert (code, seen.peer) == (AbortCode.timeout, 1 - rank)
+            report = launch._native.at_deadline
+            assert re.search(
+                rf"AIC core {seen.core} for signal {seen.signal} of rank {seen.peer} to be "
+                rf"{seen.wanted}, now {seen.seen} \(\w+\.hpp:\d+\)",
+                report,
+            ), report
 
 
 @pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])

@@ -51,6 +51,10 @@ class Launch : public std::enable_shared_from_this<Launch> {
     // sequential view communication ends when what other ranks send has arrived here.
     [[nodiscard]] double comm_seconds() const { return comm_.seconds(); }
     [[nodiscard]] double compute_seconds() const { return compute_.seconds(); }
+    // Strict: every core that was waiting when a wait passed its deadline, and for what; else empty.
+    [[nodiscard]] std::string at_deadline() const {
+        return waits_ ? waits_->at_deadline() : std::string();
+    }
     // Trace blob (sim/trace.hpp); empty where none was asked for.
     [[nodiscard]] std::string trace() const;
 

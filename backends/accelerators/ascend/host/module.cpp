@@ -158,6 +158,7 @@ PYBIND11_MODULE(_ascend, module) {
             "timeout_s"_a, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("comm_seconds", &host::Launch::comm_seconds)
         .def_property_readonly("compute_seconds", &host::Launch::compute_seconds)
+        .def_property_readonly("at_deadline", &host::Launch::at_deadline)
         .def("trace", [](const host::Launch& self) { return py::bytes(self.trace()); });
 
     module.def("launch", &launch, py::kw_only(), "kernels"_a, "rank"_a, "epoch"_a, "number"_a,

@@ -28,6 +28,16 @@ void Waits::ended() {
     if (const std::string stuck = deadlock(); !stuck.empty()) throw IsaError(stuck);
 }
 
+void Waits::deadline_passed() {
+    const std::lock_guard lock(mutex_);
+    if (at_deadline_.empty()) at_deadline_ = list();
+}
+
+std::string Waits::at_deadline() const {
+    const std::lock_guard lock(mutex_);
+    return at_deadline_;
+}
+
 std::string Waits::all() const {
     const std::lock_guard lock(mutex_);
     return list();
