@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,6 +240,7 @@ class World:
             self.ranks.append(
                 Rank(pad, self.backend.allocate(max(need.nbytes, 1)), Fifo(self.fifo_slots))
             )
+        self._launches: list[AscendLaunch] = []
         self._stop = threading.Event()
         self._nic = threading.Thread(target=self._drain, daemon=True)
         self._nic.start()
@@ -247,6 +249,13 @@ class World:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:  # what a test that failed left running, before its memory goes
+            _runtime.pad_abort(rank.pad.address, AbortCode.cancelled)
+        for launch in self._launches:
+            with suppress(
+                RuntimeError
+            ):  # the launch's own failure has been judged, or is the test's
+                launch.wait(PATIENCE_S)
         self._stop.set()
         self._nic.join()
         for rank in self.ranks:
@@ -317,7 +326,7 @@ class World:
             if r != rank and self.plan.placement[r].node == node
         }
         own = self.ranks[rank]
-        return self.backend.launch(
+        started = self.backend.launch(
             Call(
                 plan=self.plan,
                 rank=rank,
@@ -336,6 +345,8 @@ class World:
                 options=options or {},
             )
         )
+        self._launches.append(started)
+        return started
 
     def tensors(self, seed: int) -> list[dict[str, torch.Tensor]]:
         """Fresh random inputs and NaN-filled outputs of every rank."""
