@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 ALIGNMENT = 16
 _NO_DATA = 1 << 20  # a region whose data area is empty
 _ELEMENT_BYTES = schedule.ELEMENT_BYTES
-_CALLS = 0xFFFFFFFF
-"""Kernels note so many bits of a call's number."""
 
 
 # ---- what a plan needs ---------------------------------------------------------------------------
@@ -135,7 +133,7 @@ class GatherCalls:
         tensors = call.tensors
         a, b, out = _aligned(tensors["a"]), _aligned(tensors["b"]), tensors["out"]
         written = _writable(out)
-        number, addresses = call.number & _CALLS, (a.data_ptr(), b.data_ptr(), written.data_ptr())
+        number, addresses = noted(call), (a.data_ptr(), b.data_ptr(), written.data_ptr())
         if call.view == "pipelined":
             self._pipelined.start(number, call.timeout_s, *addresses, stream)
         else:
@@ -150,7 +148,7 @@ class GatherCalls:
     ) -> None:
         """Copy engines and then the kernel, or the kernel alone."""
         made, device = native(), self._lane.device
-        world = self._world.of_call(call.number & _CALLS, call.timeout_s)
+        world = self._world.of_call(noted(call), call.timeout_s)
         product, waits = self._product.of(*addresses), False
         chunks = self._chunks
         if call.view == "sequential" and self._several:
@@ -171,7 +169,7 @@ class GatherCalls:
         _copy(to, rows, before, stream)
         _copy(to + after, rows + after, ranks * shard - after, stream)
         if ranks > 1:
-            world = self._world.of_call(call.number & _CALLS, call.timeout_s)
+            world = self._world.of_call(noted(call), call.timeout_s)
             native().rendezvous(self._lane.device, world, stream)
 
 
@@ -209,7 +207,7 @@ class ReduceCalls:
         tensors = call.tensors
         a, b, out = _aligned(tensors["a"]), _aligned(tensors["b"]), tensors["out"]
         written = _writable(out)
-        number, addresses = call.number & _CALLS, (a.data_ptr(), b.data_ptr(), written.data_ptr())
+        number, addresses = noted(call), (a.data_ptr(), b.data_ptr(), written.data_ptr())
         outs: list[int] = []
         if call.symmetric and self._everywhere and written is out:
             outs = list(call.symmetric.get("out", ()))
@@ -230,7 +228,7 @@ class ReduceCalls:
         made, plan, world, lane = native(), call.plan, call.plan.world_size, self._lane
         shape = plan.gemm
         partial = torch.empty((shape.m, shape.n), dtype=a.dtype, device=a.device)
-        alone = made.World([call.workspace], 0, lane.control, call.timeout_s, call.number & _CALLS)
+        alone = made.World([call.workspace], 0, lane.control, call.timeout_s, noted(call))
         tiling = schedule.tiling(shape.m, 1, shape.n, shape.k, plan.resources.compute_blocks)
         product = _product(plan, tiling).of(a.data_ptr(), b.data_ptr(), partial.data_ptr())
         chunks = made.Chunks(shape.m, shape.m)
@@ -240,7 +238,7 @@ class ReduceCalls:
             call.rank,
             lane.control,
             int(call.timeout_s * 1e9),
-            call.number & _CALLS,
+            noted(call),
             0,
             _staging(plan),
         )
@@ -287,9 +285,14 @@ def _product(plan: LaunchPlan, tiling: schedule.TilingName) -> _hopper.Product:
 def world_of(call: Call, lane: Lane) -> _hopper.World:
     """As kernels of this call see it."""
     world: _hopper.World = native().World(
-        regions(call), call.rank, lane.control, call.timeout_s, call.number & _CALLS
+        regions(call), call.rank, lane.control, call.timeout_s, noted(call)
     )
     return world
+
+
+def noted(call: Call) -> int:
+    """Its number as kernels note it: 32 bits."""
+    return call.number & 0xFFFFFFFF
 
 
 def regions(call: Call) -> list[int]:

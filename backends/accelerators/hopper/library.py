@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mkernel.backends.accelerators.hopper.gemm import one_node, regions
+from mkernel.backends.accelerators.hopper.gemm import noted, one_node, regions
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.base import Call
 from mkernel.plan import paths
@@ -85,7 +85,7 @@ class LibraryCalls:
 
     def _together(self, call: Call) -> _hopper.Collective:
         together: _hopper.Collective = self._collective.of_call(
-            call.number & 0xFFFFFFFF, int(call.timeout_s * 1e9)
+            noted(call), int(call.timeout_s * 1e9)
         )
         return together
 

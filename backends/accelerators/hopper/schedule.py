@@ -30,6 +30,7 @@ PUSHED_ROWS = 64
 """Rows that a pushing block publishes at once."""
 
 CORE_TFLOPS = 5.8
+"""Of one multiprocessor, in tiles: what a wave takes."""
 LATE = 1.25
 """Rows may come so much later than copies alone take: the link has other traffic, ranks start apart."""
 

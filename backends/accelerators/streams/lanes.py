@@ -212,14 +212,8 @@ class Lanes:
     @contextmanager
     def compute(self) -> Iterator[None]:
         """Work inside counts as compute in ``seconds``."""
-        if self._compute is None:
-            start = time.perf_counter()
+        with self._span(self._compute):
             yield
-            self._spans.append((start, time.perf_counter()))
-        else:
-            begin = self._mark(self._compute)
-            yield
-            self._spans.append((begin, self._mark(self._compute)))
 
     @contextmanager
     def product(self, message: Message | None = None) -> Iterator[None]:
@@ -239,10 +233,18 @@ class Lanes:
         self._turn += 1
         if message is not None and message.arrived is not None:
             stream.wait_event(message.arrived)
-        with self._device.on(stream):
-            begin = self._mark(stream)
+        with self._device.on(stream), self._span(stream):
             yield
-            self._spans.append((begin, self._mark(stream)))
+
+    @contextmanager
+    def _span(self, stream: Any) -> Iterator[None]:
+        start = self._now(stream)
+        yield
+        self._spans.append((start, self._now(stream)))
+
+    def _now(self, stream: Any) -> Any:
+        """Clock reading, or an event on the stream where there is one."""
+        return time.perf_counter() if stream is None else self._mark(stream)
 
     def _mark(self, stream: Any) -> Any:
         event = self._device.event()

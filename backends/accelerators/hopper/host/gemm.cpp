@@ -17,7 +17,6 @@ namespace mkernel::hopper {
 
 namespace {
 
-constexpr std::uint64_t kElementBytes = 2;
 constexpr int kTileRows = 128;
 constexpr int kTileDepth = 64;
 constexpr int kPieceRows = 32;  // of tile/block.cuh

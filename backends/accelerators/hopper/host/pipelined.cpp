@@ -3,12 +3,11 @@
 #include <utility>
 
 #include "backends/accelerators/hopper/host/device.hpp"
+#include "backends/accelerators/hopper/host/tensor_map.hpp"
 
 namespace mkernel::hopper {
 
 namespace {
-
-constexpr std::uint64_t kElementBytes = 2;
 
 void take_over(const CallOnce& call, World& world, Product& product) {
     world.call = call.number;

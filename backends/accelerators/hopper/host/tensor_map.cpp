@@ -8,7 +8,6 @@
 namespace mkernel::hopper {
 
 namespace {
-constexpr std::uint64_t kElementBytes = 2;
 constexpr std::uint32_t kBoxWidth = 64;
 }  // namespace
 

@@ -7,6 +7,8 @@
 
 namespace mkernel::hopper {
 
+inline constexpr std::uint64_t kElementBytes = 2;  // bfloat16, float16
+
 // A tensor of 16-bit elements, packed, innermost dimension first; `depth` 0: two dimensions. The
 // address and the length of a row (in bytes) are multiples of 16.
 struct TensorExtent {
