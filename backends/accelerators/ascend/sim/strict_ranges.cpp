@@ -103,6 +103,7 @@ bool extends(Accesses& writes, const GlobalView& word) {
         if (apart == length) {
             ++each.view.cols;
             ++each.view.row_stride;
+            each.end = end_of(each.view);
         }
         return true;
     }
@@ -257,7 +258,9 @@ std::string Ranges::tile_access(const Order& order, const Access& now, const Ope
 }
 
 std::string Ranges::global_access(const Order& order, const Access& now, const Operand& operand) {
+    const std::byte* const end = end_of(operand.view);
     const auto conflict = [&](const GlobalAccess& earlier) -> std::string {
+        if (earlier.end <= operand.view.base || end <= earlier.view.base) return {};  // as most
         // What S reads and writes lies in its cache: only a fence makes it and memory agree.
         const bool cached = earlier.write && (earlier.pipe == Pipe::S || now.pipe == Pipe::S);
         const bool ordered = !cached && order.after(now.pipe, earlier.pipe, earlier.at);
@@ -286,6 +289,7 @@ std::string Ranges::global_access(const Order& order, const Access& now, const O
     static_cast<Access&>(access) = now;
     access.write = operand.write;
     access.view = operand.view;
+    access.end = end;
     (operand.write ? writes_ : reads_).push_back(access);
     return {};
 }

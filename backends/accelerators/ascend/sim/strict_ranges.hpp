@@ -92,6 +92,7 @@ class Ranges {
     struct GlobalAccess : Access {
         bool write = false;
         isa::GlobalView view{};
+        const std::byte* end = nullptr;  // of `view`: most accesses lie apart, as it tells at once
     };
 
     std::string tile_access(const Order& order, const Access& now, const Operand& operand);
