@@ -53,7 +53,7 @@ def test_product(dtype: str, n_major: bool, tiling: str, kernel: str) -> None:
             if kernel == "all_gather_gemm":
                 made.all_gather_gemm(0, world, product, made.Chunks(m, m), False, stream)
             else:
-                owners = made.Owners(m=m, rows=m, band_columns=2, everywhere=False)
+                owners = made.Owners(m=m, rows=m, panel_rows=2, panel_columns=2, everywhere=False)
                 made.gemm_reduce(0, world, product, owners, stream)
             torch.cuda.synchronize()
             truth = a.double() @ b.double() + (row.double() if bias else 0)

@@ -143,7 +143,12 @@ class Chunks:
     push_blocks: int
     count: int
     def __init__(
-        self, rows: int, chunk_rows: int, push_blocks: int = 0, columns_ahead: int = 0
+        self,
+        rows: int,
+        chunk_rows: int,
+        push_blocks: int = 0,
+        columns_ahead: int = 0,
+        slices: int = 1,
     ) -> None: ...
 
 class Owners:
@@ -152,7 +157,8 @@ class Owners:
         *,
         m: int,
         rows: int,
-        band_columns: int,
+        panel_rows: int,
+        panel_columns: int,
         pace: int = 0,
         by_outbox: bool = False,
         everywhere: bool,

@@ -81,7 +81,7 @@ def _chunks(plan: LaunchPlan) -> tuple[schedule.GatherSchedule, _hopper.Chunks]:
         made.MAX_FLAGS,
         made.MAX_COPIED_CHUNKS,
     )
-    return how, made.Chunks(rows, how.chunk_rows, how.push_blocks, how.columns_ahead)
+    return how, made.Chunks(rows, how.chunk_rows, how.push_blocks, how.columns_ahead, how.slices)
 
 
 def _reduction(plan: LaunchPlan) -> schedule.ReduceSchedule:
@@ -189,7 +189,8 @@ class ReduceCalls:
             found: _hopper.Owners = made.Owners(
                 m=plan.gemm.m,
                 rows=how.rows,
-                band_columns=how.band_columns,
+                panel_rows=how.panel_rows,
+                panel_columns=how.panel_columns,
                 pace=how.spread.pace,
                 by_outbox=how.spread.by_outbox,
                 everywhere=self._everywhere,

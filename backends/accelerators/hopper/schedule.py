@@ -16,6 +16,12 @@ TilingName = Literal["wide", "deep", "narrow"]
 
 ELEMENT_BYTES = 2
 TILE_ROWS = 128
+CLUSTER_TILES: dict[TilingName, tuple[int, int]] = {
+    "wide": (256, 256),
+    "deep": (256, 256),
+    "narrow": (128, 128),
+}
+"""Rows and columns of the output that a cluster of blocks, one to TILE_ROWS, computes at a time."""
 BAND = 8
 """Rows of clusters that share columns of B in L2."""
 
@@ -29,40 +35,44 @@ PUSH_BLOCKS = 8
 PUSHED_ROWS = 64
 """Rows that a pushing block publishes at once."""
 
+SLICES = 2
+SLICED_FROM = 0.7
+"""Of a product's time: where the copies take longer, tiles of the rows that come last begin with a
+part of K. A copy more costs 16 us, and waits in the loader, below that more than it saves."""
+
 CORE_TFLOPS = 5.8
 """Of one multiprocessor, in tiles: what a wave takes."""
 LATE = 1.25
 """Rows may come so much later than copies alone take: the link has other traffic, ranks start apart."""
-
-ALL_TILES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Spread:
     """How a reduction spreads its transfers over the call, from that share of K on.
 
-    ``band_tiles``: tiles of a cluster, of one owner, in a band; the other owners' tiles of a band are
-    computed before the own ones of the band before. ``pace``: least clock cycles between two puts of
-    a block. ``by_outbox``: puts come from memory, not straight from the block that made the tile:
+    ``wave_of``: an owner's tiles are cut into panels, and the own tiles of a panel are computed after
+    the other owners' tiles of the next. A panel is so large that its tiles of all owners, or of the
+    others, are one wave; None: one panel is all. ``pace``: least clock cycles between two puts of a
+    block. ``by_outbox``: puts come from memory, not straight from the block that made the tile:
     smoother, and worth its memory traffic where the link is nearly full.
     """
 
     from_k: int
-    band_tiles: int
+    wave_of: Literal["all", "others"] | None
     pace: int
     by_outbox: bool = False
 
 
 SPREADS: dict[str, tuple[Spread, ...]] = {
     "gemm_reduce_scatter": (
-        Spread(4096, ALL_TILES, 3500),
-        Spread(2048, 64, 2000, by_outbox=True),
-        Spread(0, ALL_TILES, 0),
+        Spread(4096, None, 3500),
+        Spread(2048, None, 2000, by_outbox=True),
+        Spread(0, "all", 0),
     ),
     "gemm_all_reduce": (
-        Spread(4096, 32, 4000),
-        Spread(2048, 64, 2000, by_outbox=True),
-        Spread(0, 32, 0),
+        Spread(4096, "others", 4000),
+        Spread(2048, "others", 2000, by_outbox=True),
+        Spread(0, "others", 0),
     ),
 }
 """By a rank's share of K, the longest first: it is the time of a tile, in which its puts must fit."""
@@ -71,29 +81,32 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 @dataclass(frozen=True)
 class GatherSchedule:
     """Of AllGather+GEMM. ``push_blocks`` 0: copy engines move the chunks. ``columns_ahead``: tile
-    columns of the own rows that are computed before the others' rows; 0: all."""
+    columns of the own rows that are computed before the others' rows; 0: all. ``slices``: of K, in
+    which copy engines move the chunk that comes last."""
 
     tiling: TilingName
     chunk_rows: int
     push_blocks: int
     columns_ahead: int = 0
+    slices: int = 1
 
 
 @dataclass(frozen=True)
 class ReduceSchedule:
-    """Of a GEMM with a reduction. ``rows``: of the sum, that one rank owns. ``band_columns``: tile
-    columns of a band."""
+    """Of a GEMM with a reduction. ``rows``: of the sum, that one rank owns. ``panel_rows``: of
+    clusters; ``panel_columns``: of tiles."""
 
     tiling: TilingName
     rows: int
-    band_columns: int
+    panel_rows: int
+    panel_columns: int
     spread: Spread
 
 
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
     """Of a product of ``owners`` blocks of ``rows`` rows each, on that many multiprocessors."""
-    wide = owners * _up(_up(rows, TILE_ROWS), 2) * 2 * _up(n, 256)
-    waves = wide / processors
+    height, width = CLUSTER_TILES["wide"]
+    waves = owners * _up(rows, height) * _up(n, width) * (height // TILE_ROWS) / processors
     if waves < NARROW_BELOW_WAVES:
         return "narrow"
     if waves <= DEEP_UP_TO_WAVES and k >= DEEP_FROM_K:
@@ -122,24 +135,27 @@ def gather(
     if _up(rows, chunk) > copied:
         blocks = PUSH_BLOCKS
     put = by_blocks if blocks else by_engines
-    ahead = _columns_ahead(work, (world - 1) * put.microseconds, processors - blocks)
+    there_us = (world - 1) * put.microseconds
+    ahead = _columns_ahead(work, there_us, processors - blocks)
+    slices = 1
     if blocks and chunk == rows:  # one chunk that blocks push: they publish it in parts
         chunk = min(rows, PUSHED_ROWS)
-    return GatherSchedule(tiles, chunk, blocks, ahead)
+    elif chunk == rows and there_us > SLICED_FROM * work.product_us(processors):
+        slices = SLICES
+    return GatherSchedule(tiles, chunk, blocks, ahead, slices)
 
 
 class _Tiles:
     """The tiles of a product of ``world`` ranks' rows: how many, and how long one takes."""
 
     def __init__(self, tiling: TilingName, rows: int, n: int, k: int, world: int) -> None:
-        narrow = tiling == "narrow"
-        columns = 128 if narrow else 256
-        self.cluster = 1 if narrow else 2
-        self.rows = _up(rows, self.cluster * TILE_ROWS)
+        height, width = CLUSTER_TILES[tiling]
+        self.cluster = height // TILE_ROWS
+        self.rows = _up(rows, height)
         """Of clusters, of one rank."""
-        self.columns = _up(n, columns)
+        self.columns = _up(n, width)
         self.world = world
-        self.tile_us = 2 * TILE_ROWS * columns * k / (CORE_TFLOPS * 1e6)
+        self.tile_us = 2 * TILE_ROWS * width * k / (CORE_TFLOPS * 1e6)
 
     def product_us(self, processors: int) -> float:
         """In waves."""
@@ -171,12 +187,17 @@ def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> Redu
     the last owners may have fewer, or none."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
     tiles = tiling(rows, world, n, k, processors)
-    together = TILE_ROWS if tiles == "narrow" else 2 * TILE_ROWS
+    height, width = CLUSTER_TILES[tiles]
     if op == "gemm_all_reduce":
-        rows = _up(rows, together) * together
+        rows = _up(rows, height) * height
     spread = next(s for s in SPREADS[op] if k >= s.from_k)
-    band_columns = max(1, spread.band_tiles // _up(rows, together))
-    return ReduceSchedule(tiles, rows, band_columns, spread)
+    panel_rows, panel_columns = _up(rows, height), _up(n, width)
+    if spread.wave_of and world > 1:
+        owners = world if spread.wave_of == "all" else world - 1
+        panel_rows = _up(panel_rows, _up(panel_rows, max(1, BAND // owners)))
+        clusters = processors * TILE_ROWS // height
+        panel_columns = max(1, clusters // (owners * panel_rows))
+    return ReduceSchedule(tiles, rows, panel_rows, panel_columns, spread)
 
 
 def _up(value: int, by: int) -> int:

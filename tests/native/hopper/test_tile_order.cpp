@@ -15,7 +15,7 @@ namespace {
 // Step, cluster row, column → place in the order. Returns false where a tile is out of range or comes
 // twice.
 template <class Order>
-bool places(const Order& order, const Raster& raster, int world,
+bool places(Order order, const Raster& raster, int world,
             std::map<std::tuple<int, int, int>, int>& found) {
     for (int index = 0; index < world * raster.tiles(); ++index) {
         int step = -1;
@@ -29,9 +29,10 @@ bool places(const Order& order, const Raster& raster, int world,
     return true;
 }
 
-bool check(const Raster& raster, int band_columns, int world) {
+bool check(const Raster& raster, int panel_rows, int panel_columns, int world) {
     std::map<std::tuple<int, int, int>, int> place;
-    if (!places(OwnerOrder(raster, band_columns, world), raster, world, place)) return false;
+    if (!places(OwnerOrder(raster, panel_rows, panel_columns, world), raster, world, place))
+        return false;
     // The own tile at (row, column) waits for the other ranks' parts of it. Each of them has it at
     // another step; a rank that waits may hold up what it has not yet sent, so all parts of a tile
     // must come before the own one, at every step.
@@ -77,11 +78,14 @@ int main() {
             for (int columns = 1; columns <= 9; ++columns) {
                 for (int width = 1; width <= columns; ++width) {
                     for (int band = 1; band <= 3; ++band) {
-                        if (check({rows, columns, band}, width, world) &&
-                            check_arrivals({rows, columns, band}, width, world))
-                            continue;
-                        std::printf("world %d, %d x %d tiles, bands of %d, raster band %d\n", world,
-                                    rows, columns, width, band);
+                        bool right = check_arrivals({rows, columns, band}, width, world);
+                        for (int height = 1; height <= rows; ++height) {
+                            right = right && check({rows, columns, band}, height, width, world);
+                        }
+                        if (right) continue;
+                        std::printf(
+                            "world %d, %d x %d tiles, panels of %d columns, raster band %d\n",
+                            world, rows, columns, width, band);
                         return 1;
                     }
                 }

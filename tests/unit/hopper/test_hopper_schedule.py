@@ -24,7 +24,8 @@ def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
 
 
 def test_large_shards_are_copied_and_small_ones_pushed() -> None:
-    assert gathered(1024, 1024, 16_384, 4, 1024) == schedule.GatherSchedule("narrow", 1024, 0)
+    large = gathered(1024, 1024, 16_384, 4, 1024)
+    assert (large.tiling, large.chunk_rows, large.push_blocks) == ("narrow", 1024, 0)
     assert gathered(500, 1024, 4096, 4, 500).push_blocks == schedule.PUSH_BLOCKS
     assert gathered(500, 1024, 4096, 4, 500).chunk_rows == schedule.PUSHED_ROWS
     assert gathered(3, 1024, 4096, 4, 3).chunk_rows == 3
@@ -77,7 +78,36 @@ def test_every_k_has_a_spread(op: str) -> None:
     assert limits == sorted(limits, reverse=True)
     assert limits[-1] == 0
     for k in (8, limits[0], 1 << 20):
-        assert schedule.reduce(op, 4096, 4096, k, 4, PROCESSORS).band_columns >= 1
+        assert schedule.reduce(op, 4096, 4096, k, 4, PROCESSORS).panel_columns >= 1
+
+
+def panel(op: str, m: int, n: int, k: int, world: int) -> tuple[int, int]:
+    how = schedule.reduce(op, m, n, k, world, PROCESSORS)
+    return how.panel_rows, how.panel_columns
+
+
+def test_the_tiles_of_a_panel_keep_all_clusters_busy_once() -> None:
+    """66 clusters of two blocks, 132 of one."""
+    assert panel("gemm_all_reduce", 16_384, 16_384, 4096, 2) == (8, 8)
+    assert panel("gemm_all_reduce", 16_384, 16_384, 4096, 4) == (2, 11)
+    assert panel("gemm_all_reduce", 16_384, 16_384, 4096, 16) == (1, 4)
+    assert panel("gemm_all_reduce", 10 * 512, 16_384, 4096, 2) == (
+        5,
+        13,
+    )  # two panels of 5, not 8 + 2
+    assert panel("gemm_all_reduce", 2048, 2048, 512, 4) == (2, 22)  # narrow
+    assert panel("gemm_all_reduce", 16_384, 16_384, 4096, 1) == (64, 64)
+    assert panel("gemm_reduce_scatter", 16_384, 16_384, 4096, 4) == (16, 64)  # one panel
+    assert panel("gemm_reduce_scatter", 16_384, 16_384, 1024, 2) == (4, 8)
+    assert panel("gemm_reduce_scatter", 16_384, 16_384, 1024, 4) == (2, 8)
+
+
+def test_rows_that_come_last_come_in_slices_where_copies_take_long() -> None:
+    assert gathered(2048, 2048, 8192, 4, 2048).slices == schedule.SLICES
+    assert gathered(2048, 7168, 8192, 4, 2048).slices == 1  # a longer product
+    assert gathered(2048, 2048, 8192, 4, 1024).slices == 1  # chunks as planned
+    assert gathered(500, 1024, 4096, 4, 500).slices == 1  # blocks push
+    assert gathered(8192, 64, 8192, 1, 8192).slices == 1
 
 
 # ---- with the native module ----------------------------------------------------------------------
@@ -114,8 +144,11 @@ def test_wrong_arguments_are_named(made: Any) -> None:
         made.World([16] * 17, 0, 0, 1.0, 1)
     with pytest.raises(ValueError, match="push_blocks = 3"):
         made.Chunks(8, 8, 3)
-    with pytest.raises(ValueError, match="band_columns = 0"):
-        made.Owners(m=8, rows=8, band_columns=0, everywhere=False)
+    for slices, *others in ((0, 8, 0), (2, 4, 0), (2, 8, 2)):
+        with pytest.raises(ValueError, match=f"slices = {slices}"):
+            made.Chunks(8, *others, slices=slices)
+    with pytest.raises(ValueError, match="panel_columns = 0"):
+        made.Owners(m=8, rows=8, panel_rows=1, panel_columns=0, everywhere=False)
 
 
 def test_plans_of_several_nodes_are_refused() -> None:

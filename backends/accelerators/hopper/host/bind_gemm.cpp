@@ -68,25 +68,30 @@ Product product_of(std::uint64_t a, std::uint64_t b, std::uint64_t out, std::uin
     return (a | b | out) == 0 ? planned : with_tensors(planned, a, b, out);
 }
 
-Chunks chunks_of(int rows, int chunk_rows, int push_blocks, int columns_ahead) {
+Chunks chunks_of(int rows, int chunk_rows, int push_blocks, int columns_ahead, int slices) {
     require_positive("rows", rows);
     require_positive("chunk_rows", chunk_rows);
     require(push_blocks >= 0 && push_blocks % 2 == 0, "push_blocks", push_blocks,
             "an even number: whole clusters");
     require(columns_ahead >= 0, "columns_ahead", columns_ahead, "0 (all) or more");
-    return {rows, chunk_rows, push_blocks, columns_ahead};
+    const bool may_slice = push_blocks == 0 && chunk_rows >= rows;
+    require(slices == 1 || (slices > 1 && may_slice), "slices", slices,
+            "1, or more where copy engines move one chunk");
+    return {rows, chunk_rows, push_blocks, columns_ahead, slices};
 }
 
-Owners owners_of(int m, int rows, int band_columns, int pace, bool by_outbox, bool everywhere,
-                 const std::vector<std::uint64_t>& outs, bool alone) {
+Owners owners_of(int m, int rows, int panel_rows, int panel_columns, int pace, bool by_outbox,
+                 bool everywhere, const std::vector<std::uint64_t>& outs, bool alone) {
     require_positive("m", m);
     require_positive("rows", rows);
-    require_positive("band_columns", band_columns);
+    require_positive("panel_rows", panel_rows);
+    require_positive("panel_columns", panel_columns);
     require(pace >= 0, "pace", pace, "0 or more clock cycles");
     for (const std::uint64_t out : outs) require_aligned("outs", out);
     return {.m = m,
             .rows = rows,
-            .band_columns = band_columns,
+            .panel_rows = panel_rows,
+            .panel_columns = panel_columns,
             .pace = pace,
             .by_outbox = by_outbox,
             .everywhere = everywhere,
@@ -115,13 +120,13 @@ void bind_data(py::module_& module) {
         .def("of", &with_tensors, "a"_a, "b"_a, "out"_a);
     py::class_<Chunks>(module, "Chunks")
         .def(py::init(&chunks_of), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
-             "columns_ahead"_a = 0)
+             "columns_ahead"_a = 0, "slices"_a = 1)
         .def_readonly("push_blocks", &Chunks::push_blocks)
         .def_property_readonly("count", &Chunks::count);
     py::class_<Owners>(module, "Owners")
-        .def(py::init(&owners_of), py::kw_only(), "m"_a, "rows"_a, "band_columns"_a, "pace"_a = 0,
-             "by_outbox"_a = false, "everywhere"_a, "outs"_a = std::vector<std::uint64_t>{},
-             "alone"_a = false);
+        .def(py::init(&owners_of), py::kw_only(), "m"_a, "rows"_a, "panel_rows"_a,
+             "panel_columns"_a, "pace"_a = 0, "by_outbox"_a = false, "everywhere"_a,
+             "outs"_a = std::vector<std::uint64_t>{}, "alone"_a = false);
     module.attr("MAX_FLAGS") = kFlags;
     module.attr("MAX_COPIED_CHUNKS") = kEpochCopies;
     module.attr("DATA_OFFSET") = kDataOffset;

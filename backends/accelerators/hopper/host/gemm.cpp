@@ -93,7 +93,7 @@ GemmVariant variant_of(const Product& product) {
 }  // namespace
 
 std::size_t all_gather_gemm_bytes(int world, const Chunks& chunks, int k) {
-    check_flags(static_cast<std::uint64_t>(world) * chunks.count());
+    check_flags(static_cast<std::uint64_t>(world) * chunks.flags());
     return kDataOffset + static_cast<std::size_t>(world) * chunks.rows * k * kElementBytes;
 }
 
@@ -108,28 +108,52 @@ std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool g
 void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
                const Chunks& chunks, std::uint64_t stream) {
     const Region region = region_of(world);
-    if (chunks.count() > kEpochCopies) {
+    if (region.world == 1) return;
+    if (chunks.flags() > kEpochCopies) {
         throw std::length_error("copy engines take at most " + std::to_string(kEpochCopies) +
-                                " chunks of a rank, not " + std::to_string(chunks.count()));
+                                " parts of a rank's rows, not " + std::to_string(chunks.flags()));
     }
-    const auto copy = [&](void* to, const void* from, std::uint64_t nbytes, int peer) {
-        check(cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDeviceToDevice, as_stream(stream)), [&] {
-            return "cudaMemcpyAsync of " + std::to_string(nbytes) + " bytes to rank " +
-                   std::to_string(peer);
+    const auto copied = [](cudaError_t status, std::uint64_t nbytes, int peer) {
+        check(status, [&] {
+            return "copying " + std::to_string(nbytes) + " bytes to rank " + std::to_string(peer);
         });
     };
-    for (int step = 1; step < region.world; ++step) {
+    // `count` rows from `first` on, `width` bytes of each from `at` on.
+    const auto copy = [&](int peer, int first, int count, std::uint64_t at, std::uint64_t width) {
+        const std::uint64_t own = first * row_bytes + at;
+        const std::uint64_t before =
+            static_cast<std::uint64_t>(region.rank) * chunks.rows * row_bytes;
+        char* const to = region.data(peer) + before + own;
+        const char* const from = reinterpret_cast<const char*>(rows) + own;
+        const auto status = width == row_bytes
+                                ? cudaMemcpyAsync(to, from, count * width, cudaMemcpyDeviceToDevice,
+                                                  as_stream(stream))
+                                : cudaMemcpy2DAsync(to, row_bytes, from, row_bytes, width, count,
+                                                    cudaMemcpyDeviceToDevice, as_stream(stream));
+        copied(status, count * width, peer);
+    };
+    const auto raise = [&](int peer, int first, int count) {
+        std::uint64_t* const flags = region.flags(peer) + region.rank * chunks.flags() + first;
+        const std::size_t nbytes = count * sizeof(std::uint64_t);
+        copied(cudaMemcpyAsync(flags, region.control().epochs, nbytes, cudaMemcpyDeviceToDevice,
+                               as_stream(stream)),
+               nbytes, peer);
+    };
+    for (int step = 1; step < region.world - 1; ++step) {
         const int peer = (region.rank + region.world - step) % region.world;
-        char* const shard =
-            region.data(peer) + static_cast<std::uint64_t>(region.rank) * chunks.rows * row_bytes;
-        const int together = step == region.world - 1 ? 1 : chunks.count();
-        for (int chunk = 0; chunk < chunks.count(); chunk += together) {
-            const int first = chunk * chunks.chunk_rows;
-            const int end = std::min((chunk + together) * chunks.chunk_rows, chunks.rows);
-            copy(shard + first * row_bytes, reinterpret_cast<const char*>(rows) + first * row_bytes,
-                 (end - first) * row_bytes, peer);
-            copy(region.flags(peer) + region.rank * chunks.count() + chunk, region.control().epochs,
-                 together * sizeof(std::uint64_t), peer);
+        copy(peer, 0, chunks.rows, 0, row_bytes);
+        raise(peer, 0, chunks.flags());
+    }
+    const int last = (region.rank + 1) % region.world;
+    const std::uint64_t each =
+        slice_columns(static_cast<int>(row_bytes / kElementBytes), chunks.slices) * kElementBytes;
+    for (int first = 0, flag = 0; first < chunks.rows; first += chunks.chunk_rows) {
+        const int count = std::min(chunks.chunk_rows, chunks.rows - first);
+        for (int slice = 0; slice < chunks.slices; ++slice, ++flag) {
+            const std::uint64_t at = slice * each;
+            if (at >= row_bytes) continue;  // nobody waits for it
+            copy(last, first, count, at, std::min(each, row_bytes - at));
+            raise(last, flag, 1);
         }
     }
 }
@@ -159,6 +183,7 @@ void all_gather_gemm(const World& world, const Product& product, const Chunks& c
     args.k = product.k;
     args.chunk_rows = chunks.chunk_rows;
     args.chunks = wait ? chunks.count() : 0;
+    args.slices = chunks.slices;
     args.rows_to_push = reinterpret_cast<const char*>(product.a);
     args.push_blocks = wait ? chunks.push_blocks : 0;
     const auto launch =
@@ -205,7 +230,8 @@ void gemm_reduce(const World& world, const Product& product, const Owners& owner
     args.patience = patience_of(world);
     args.raster = {divide_up(owners.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};
-    args.band_columns = std::min(owners.band_columns, args.raster.columns);
+    args.panel_rows = std::min(owners.panel_rows, args.raster.cluster_rows);
+    args.panel_columns = std::min(owners.panel_columns, args.raster.columns);
     args.pace = owners.pace;
     args.rows = owners.rows;
     args.n = product.n;

@@ -31,15 +31,18 @@ struct Product {
 };
 
 // How one rank's rows of A travel: in `chunks` of `chunk_rows`, the last one perhaps shorter; by the
-// first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0. Meanwhile
-// `columns_ahead` tile columns of the own rows are computed; 0: all.
+// first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0, there to
+// the last peer in `slices` of K, which tiles begin with one by one. Meanwhile `columns_ahead` tile
+// columns of the own rows are computed; 0: all. Slices are for one chunk, and not for blocks.
 struct Chunks {
     int rows;
     int chunk_rows;
     int push_blocks = 0;
     int columns_ahead = 0;
+    int slices = 1;
 
     [[nodiscard]] int count() const { return (rows + chunk_rows - 1) / chunk_rows; }
+    [[nodiscard]] int flags() const { return count() * slices; }  // of one rank
 };
 
 // Bytes of a region's data area, and its flags, that a call needs. std::length_error where flags run
@@ -49,9 +52,9 @@ std::size_t all_gather_gemm_bytes(int world, const Chunks& chunks, int k);
 std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool gathers);
 
 // Copies the own rows into every peer's region, the rank before this one first, and the epoch into
-// the flags behind them: whole shards, but the last peer's chunk by chunk, since only the end of the
-// last shard is ever waited for. On the copy engines; `stream` must come after the end of the previous
-// call. At most kEpochCopies chunks.
+// the flags behind them: whole shards, but the last peer's chunk by chunk or slice by slice, since only
+// the end of the last shard is ever waited for. On the copy engines; `stream` must come after the end
+// of the previous call. At most kEpochCopies flags.
 void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
                const Chunks& chunks, std::uint64_t stream);
 
@@ -66,8 +69,9 @@ void all_gather_gemm(const World& world, const Product& product, const Chunks& c
 struct Owners {
     int m;
     int rows;
-    int band_columns;  // tile columns of a band; >= 1
-    int pace;          // clock cycles from one piece that is put to the next
+    int panel_rows;     // of clusters, of a panel of an owner's tiles; >= 1
+    int panel_columns;  // of tiles; >= 1
+    int pace;           // clock cycles from one piece that is put to the next
     bool by_outbox;
     bool everywhere;
     std::vector<std::uint64_t> outs;  // every rank's `out` by rank, where AllReduce's is symmetric

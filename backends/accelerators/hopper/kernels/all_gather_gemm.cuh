@@ -2,14 +2,16 @@
 //
 // Data flow of one call on rank r:
 //   a (own rows) ──copy engine, or the first `push_blocks` blocks──▶ rows r of every peer's region,
-//            chunk by chunk, rank r - 1 first; behind each chunk its flag there is set to the epoch
+//            chunk by chunk, rank r - 1 first; behind each chunk its flag there is set to the epoch.
+//            Where copies take about as long as the product, the last peer gets its chunk in slices of
+//            K, each with a flag: tiles begin with the first and need not wait for the last
 //   own a, b ──loader──▶ tiles of the own rows, at once
 //   region   ──loader──▶ tiles of rank r + 1's rows, then r + 2's, ...: as soon as the flags of the
 //                        chunks that a tile's rows lie in hold the epoch. Where the others' rows come
 //                        long before the own tiles are done, they take turns: see ArrivalOrder
 //   tiles    ──storer──▶ out
-// Flag of chunk c of rank s: s * chunks + c. Copy engines take no SM but start late; blocks start at
-// once and publish small chunks.
+// Flag of slice i of chunk c of rank s: (s * chunks + c) * slices + i. Copy engines take no SM but start
+// late; blocks start at once and publish small chunks.
 #pragma once
 
 #include <cuda.h>
@@ -33,9 +35,15 @@ struct AllGatherGemmArgs {
     int columns_ahead;  // tile columns of the own rows that come before all others' tiles
     int rows, n, k;
     int chunk_rows, chunks;    // of one rank's rows; chunks 0: wait for nothing
+    int slices;                // of K, each with a flag; 1 where blocks push
     const char* rows_to_push;  // a, where blocks push; multiples of 16 bytes
     int push_blocks;           // of a whole number of clusters; 0: the copy engine does it
 };
+
+// Columns of A in a slice, but perhaps in the last: whole steps of 64.
+__host__ __device__ inline int slice_columns(int k, int slices) {
+    return ((k + 63) / 64 + slices - 1) / slices * 64;
+}
 
 // Which of the compiled kernels: see tile/block.cuh; b is [K, N] row-major.
 enum class Tiling : std::uint8_t { wide, deep, narrow };

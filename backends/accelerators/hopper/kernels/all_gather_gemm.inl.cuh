@@ -30,14 +30,15 @@ __device__ __forceinline__ void for_each_tile(const AllGatherGemmArgs& args, Bod
 }
 
 __device__ inline void wait_for_rows(const AllGatherGemmArgs& args, const Waiter& waiter,
-                                     std::uint64_t epoch, int shard, int row) {
+                                     std::uint64_t epoch, int shard, int row, int slice) {
     if (args.chunks == 0 || row >= args.rows) return;
     const int last = min(row + kTileM, args.rows) - 1;
     for (int chunk = row / args.chunk_rows; chunk <= last / args.chunk_rows; ++chunk) {
-        const int flag = shard * args.chunks + chunk;
+        const int part = chunk * args.slices + slice;
+        const int flag = shard * args.chunks * args.slices + part;
         if (!waiter.until(args.region.flags(args.region.rank) + flag, epoch,
                           {static_cast<std::uint32_t>(flag), static_cast<std::uint32_t>(shard),
-                           static_cast<std::uint32_t>(chunk)})) {
+                           static_cast<std::uint32_t>(part)})) {
             break;
         }
     }
@@ -93,11 +94,17 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             }
             Cursor<C::kStages> cursor;
             for_each_tile<C>(args, [&](int shard, int row, int column) {
-                const bool own = shard == args.region.rank;
-                if (!own) wait_for_rows(args, waiter, epoch, shard, row);
-                Operands<C, kNMajorB>{&args.b, column}.load(
-                    shared, cursor, own ? &args.own : &args.gathered,
-                    own ? row : shard * args.rows + row, steps);
+                const Operands<C, kNMajorB> operands{&args.b, column};
+                if (shard == args.region.rank) {
+                    operands.load(shared, cursor, &args.own, row, 0, steps);
+                    return;
+                }
+                const int each = slice_columns(args.k, args.slices) / kTileK;
+                for (int slice = 0; slice * each < steps; ++slice) {
+                    wait_for_rows(args, waiter, epoch, shard, row, slice);
+                    operands.load(shared, cursor, &args.gathered, shard * args.rows + row,
+                                  slice * each, min((slice + 1) * each, steps));
+                }
             });
             break;
         }

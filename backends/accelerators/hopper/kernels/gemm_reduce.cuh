@@ -11,9 +11,9 @@
 //   own tiles ──storer──▶ out of every peer where it is symmetric; the end of the call says that all
 //            has come. Else the gathered area of every peer, then the second flag there, and
 //   gathered area ──receiver──▶ out
-// What crosses the link is spread over the whole call: columns are cut into bands, and the own tiles of
-// a band are computed after the other owners' tiles of the next. Puts keep a pace (tile/store.cuh says
-// why).
+// What crosses the link is spread over the whole call: an owner's tiles are cut into panels, and the own
+// tiles of a panel are computed after the other owners' tiles of the next. Puts keep a pace
+// (tile/store.cuh says why), except those of a block's last tile: it has no more loads to hold up.
 //
 // Region, each [W - 1, rows, N]: inbox, by source: (s - r - 1) mod W; then, where the call uses them,
 // outbox and gathered, by owner: (o - r - 1) mod W. Flag of a tile of source s at rank r: ((s - r - 1)
@@ -44,9 +44,10 @@ struct GemmReduceArgs {
     const void* bias;                 // [N], added once, by the owner; or null
     Region region;
     Patience patience;
-    Raster raster;     // of an owner's rows and all columns
-    int band_columns;  // tile columns of a band
-    int pace;          // least clock cycles from one piece that is put to the next
+    Raster raster;      // of an owner's rows and all columns
+    int panel_rows;     // of clusters
+    int panel_columns;  // of tiles
+    int pace;           // least clock cycles from one piece that is put to the next
     int rows, n, k;
     bool by_outbox;
     bool everywhere;  // AllReduce: `out` has all rows, on every rank

@@ -16,24 +16,25 @@ struct OwnedTile {
     int row;     // within the owner's rows
     int column;  // element
     int number;  // among the owner's tiles
+    bool last;   // of this block
 };
 
 // Calls body(OwnedTile) for each of this block's tiles, in order.
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&& body) {
     const int world = args.region.world;
-    const OwnerOrder order(args.raster, args.band_columns, world);
+    OwnerOrder order(args.raster, args.panel_rows, args.panel_columns, world);
+    const int tiles = world * args.raster.tiles();
     const int clusters = static_cast<int>(gridDim.x) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
-    for (int index = static_cast<int>(blockIdx.x) / C::kCluster;
-         index < world * args.raster.tiles(); index += clusters) {
+    for (int index = static_cast<int>(blockIdx.x) / C::kCluster; index < tiles; index += clusters) {
         int step = 0;
         int cluster_row = 0;
         int column = 0;
         order.at(index, step, cluster_row, column);
         const int row = cluster_row * C::kCluster + block;
         body(OwnedTile{(args.region.rank + step) % world, row * kTileM, column * C::kTileN,
-                       row * args.raster.columns + column});
+                       row * args.raster.columns + column, index + clusters >= tiles});
     }
 }
 
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             Cursor<C::kStages> cursor;
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 Operands<C, kNMajorB>{&args.b, tile.column}.load(
-                    shared, cursor, &args.a, tile.owner * args.rows + tile.row, steps);
+                    shared, cursor, &args.a, tile.owner * args.rows + tile.row, 0, steps);
                 if (tile.owner != rank) return;
                 for (int slot = 0; slot < sources; ++slot) {
                     flags.wait(waiter, epoch, (rank + 1 + slot) % world, tile.number, false);
@@ -103,7 +104,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 const int out_row = (args.everywhere ? rank * args.rows : 0) + tile.row;
                 if (own && pushes) {
                     if (!may_push) may_push = wait_for_starts(args.region, waiter, epoch);
-                    storer.put(args.pace, [&](const void* piece, int x, int y) {
+                    const int pace = tile.last ? 0 : args.pace;
+                    storer.put(pace, [&](const void* piece, int x, int y) {
                         ptx::store_box(&args.out_pieces, piece, tile.column + x, out_row + y, 0);
                         for (int step = 1; may_push && step < world; ++step) {
                             const int peer = (rank + step) % world;
@@ -144,7 +146,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         }
         case Role::sender: {
             if (sources == 0 || !args.by_outbox) break;
-            Courier<C, 0, C::kPieceBuffers / 2> sender(shared, args.pace);
+            Courier<C> sender(shared, 0, C::kPieceBuffers / 2, args.pace);
             std::uint32_t stored = 0;
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) return;
@@ -160,14 +162,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                         ptx::store_box(&args.inboxes[tile.owner], piece, tile.column + x,
                                        tile.row + y, there);
                     });
-                ptx::fence_async_proxy();
+                sender.complete();
                 flags.set(epoch, tile.owner, tile.number, false);
             });
             break;
         }
         case Role::receiver: {
             if (sources == 0 || !args.everywhere || args.symmetric) break;
-            Courier<C, C::kPieceBuffers / 2, C::kPieceBuffers / 2> receiver(shared, 0);
+            const int first =
+                args.by_outbox ? C::kPieceBuffers / 2 : 0;  // those before: the sender's
+            Courier<C> receiver(shared, first, C::kPieceBuffers - first, 0);
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) return;
                 if (!flags.wait(waiter, epoch, tile.owner, tile.number, true)) return;
@@ -182,6 +186,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                                        tile.owner * args.rows + tile.row + y, 0);
                     });
             });
+            receiver.complete();
             break;
         }
         case Role::multiplier: {

@@ -7,42 +7,49 @@
 
 namespace mkernel::hopper {
 
-// Piece buffers kFirst to kFirst + kCount - 1 of a block, driven by one thread, always the same.
-template <class C, int kFirst, int kCount>
+// `count` of a block's piece buffers, from `first` on, driven by one thread, always the same.
+template <class C>
 class Courier {
   public:
-    // `pace`: least clock cycles between the stores of two pieces.
-    __device__ Courier(Shared<C>& shared, int pace) : shared_(shared), pace_(pace) {}
+    // `count`: a power of two. `pace`: least clock cycles between the stores of two pieces.
+    __device__ Courier(Shared<C>& shared, int first, int count, int pace)
+        : shared_(shared), first_(first), count_(count), pace_(pace) {}
 
     // Carries a tile of kTileM rows and C::kSlices slices. `from(buffer, barrier, x, y)` starts the
     // load of the piece [kPieceRows, kSliceN] at column x and row y of the tile, `to(buffer, x, y)`
-    // its stores. All is written when this returns.
+    // its stores. When this returns the stores are under way.
     template <class From, class To>
     __device__ void tile(From&& from, To&& to) {
         constexpr int kPieces = C::kSlices * kTileM / kPieceRows;
-        static_assert(kPieces % kCount == 0);
+        static_assert(kPieces % C::kPieceBuffers == 0);
         const auto load = [&](int piece) {
-            const int buffer = kFirst + piece % kCount;
+            const int buffer = first_ + piece % count_;
             shared_.arrived[buffer].expect(kPieceBytes);
             from(&shared_.pieces[buffer * kPieceBytes], &shared_.arrived[buffer], column(piece),
                  row(piece));
         };
-        for (int piece = 0; piece < kCount; ++piece) load(piece);
+        ptx::wait_groups_read<0>();  // stores of the previous tile
+        for (int piece = 0; piece < count_; ++piece) load(piece);
         for (int piece = 0; piece < kPieces; ++piece) {
-            const int buffer = kFirst + piece % kCount;
-            shared_.arrived[buffer].wait((turn_ + piece / kCount) & 1);
+            const int buffer = first_ + piece % count_;
+            shared_.arrived[buffer].wait((turn_ + piece / count_) & 1);
             while (clock64() < next_) __nanosleep(kPauseNs);
             next_ = clock64() + pace_;
             to(&shared_.pieces[buffer * kPieceBytes], column(piece), row(piece));
             ptx::close_group();
-            const int next = piece - 1 + kCount;  // into the buffer of the piece before
+            const int next = piece - 1 + count_;  // into the buffer of the piece before
             if (piece > 0 && next < kPieces) {
                 ptx::wait_groups_read<1>();
                 load(next);
             }
         }
-        turn_ += kPieces / kCount;
+        turn_ += kPieces / count_;
+    }
+
+    // All tiles so far are written, and a release by this thread publishes them.
+    __device__ void complete() {
         ptx::wait_groups<0>();
+        ptx::fence_async_proxy();
     }
 
   private:
@@ -52,6 +59,7 @@ class Courier {
     __device__ static int row(int piece) { return piece % (kTileM / kPieceRows) * kPieceRows; }
 
     Shared<C>& shared_;
+    int first_, count_;
     int pace_;
     int turn_ = 0;  // uses of each buffer so far
     long long next_ = 0;

@@ -27,10 +27,10 @@ struct Operands {
     const CUtensorMap* b;
     int column;  // of the output tile
 
-    // A's rows from `row` on, times B, `steps` steps of K.
+    // A's rows from `row` on, times B, in the steps of K from `first` to before `end`.
     __device__ void load(Shared<C>& shared, Cursor<C::kStages>& cursor, const CUtensorMap* a,
-                         int row, int steps) const {
-        for (int step = 0; step < steps; ++step, cursor.next()) {
+                         int row, int first, int end) const {
+        for (int step = first; step < end; ++step, cursor.next()) {
             ptx::Mbarrier* full = &shared.full[cursor.slot];
             unsigned char* stage = shared.stages[cursor.slot];
             shared.empty[cursor.slot].wait(cursor.parity ^ 1);

@@ -60,61 +60,57 @@ class ArrivalOrder {
     int rows_, band_, ahead_, others_, world_;
 };
 
-// Of a matrix whose rows belong to `world` owners, each with a raster of its own: the others' band 0;
-// then, a band of columns at a time, the others' next and the own one before it; the own last one.
+// Of a matrix whose rows belong to `world` owners, each with a raster of its own that is cut into
+// panels, numbered down a band of columns: the others' panel 0; then, panel by panel, the others' next
+// and the own one before it; the own last one.
 class OwnerOrder {
   public:
-    __host__ __device__ OwnerOrder(const Raster& raster, int band_columns, int world)
+    __host__ __device__ OwnerOrder(const Raster& raster, int panel_rows, int panel_columns,
+                                   int world)
         : raster_(raster),
-          band_columns_(band_columns),
-          bands_((raster.columns + band_columns - 1) / band_columns),
+          panel_rows_(panel_rows),
+          panel_columns_(panel_columns),
+          down_((raster.cluster_rows + panel_rows - 1) / panel_rows),
+          panels_(down_ * ((raster.columns + panel_columns - 1) / panel_columns)),
           others_(world - 1) {}
 
-    // `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles.
-    __host__ __device__ void at(int index, int& step, int& cluster_row, int& column) const {
-        int band = 0;
-        int within = index;
-        step = 1;
-        if (within >= others_ * tiles(0)) {
-            within -= others_ * tiles(0);
-            const int full = (others_ + 1) * tiles(0);
-            int turn =
-                least(within / full, bands_ > 2 ? bands_ - 2 : 0);  // those before it are alike
-            within -= turn * full;
-            if (turn + 1 < bands_ && within >= others_ * tiles(turn + 1) + tiles(turn)) {
-                within -= others_ * tiles(turn + 1) + tiles(turn);
-                ++turn;
-            }
-            const int ahead = turn + 1 < bands_ ? others_ * tiles(turn + 1) : 0;
-            if (within < ahead) {
-                band = turn + 1;
-            } else {
-                within -= ahead;
-                band = turn;
-                step = 0;
-            }
+    // `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles. To be asked
+    // for in rising order of `index`.
+    __host__ __device__ void at(int index, int& step, int& cluster_row, int& column) {
+        for (int tiles = turn_tiles(); index - first_ >= tiles; tiles = turn_tiles()) {
+            first_ += tiles;
+            ++turn_;
         }
-        if (step > 0) {
-            step += within / tiles(band);
-            within %= tiles(band);
-        }
-        Raster part = raster_;
-        part.columns = width(band);
-        part.at(within, cluster_row, column);
-        column += band * band_columns_;
+        const Raster part = panel(number());
+        const int within = index - first_;
+        step = own() ? 0 : 1 + within / part.tiles();
+        part.at(within % part.tiles(), cluster_row, column);
+        cluster_row += number() % down_ * panel_rows_;
+        column += number() / down_ * panel_columns_;
     }
 
   private:
     __host__ __device__ static int least(int a, int b) { return a < b ? a : b; }
-    __host__ __device__ int width(int band) const {
-        return least(band_columns_, raster_.columns - band * band_columns_);
+
+    // Turns: the others' panel 0; the others' 1, the own 0; the others' 2, the own 1; ...
+    __host__ __device__ bool own() const { return turn_ > 0 && turn_ % 2 == 0; }
+    __host__ __device__ int number() const { return own() ? turn_ / 2 - 1 : (turn_ + 1) / 2; }
+    __host__ __device__ int turn_tiles() const {
+        return number() < panels_ ? (own() ? 1 : others_) * panel(number()).tiles() : 0;
     }
-    __host__ __device__ int tiles(int band) const { return raster_.cluster_rows * width(band); }
+    __host__ __device__ Raster panel(int number) const {
+        return {least(panel_rows_, raster_.cluster_rows - number % down_ * panel_rows_),
+                least(panel_columns_, raster_.columns - number / down_ * panel_columns_),
+                raster_.band};
+    }
 
     Raster raster_;
-    int band_columns_;
-    int bands_;
+    int panel_rows_, panel_columns_;
+    int down_;  // panels one below the other
+    int panels_;
     int others_;
+    int turn_ = 0;
+    int first_ = 0;  // index of the turn's first tile
 };
 
 }  // namespace mkernel::hopper
