@@ -3,10 +3,12 @@
 On a CUDA device, all on one stream, enqueued without a pause:
   L2 flushed ─ spin ─ barrier of all ranks ─ start ─ the call ─ end ─ copy of the output ─ barrier
 The spin lets every host run ahead of its device, so that what a call costs to launch is hidden alike
-for all; without it (``launches``) each host starts when its device is past the barrier, and what the
-host does counts. The barrier comes right before the start event. The copy is ordered after the call
-on the call's own stream: work that the call left on another stream without joining it is not in the
-copy, and fails the check. The last barrier keeps inputs untouched until every rank has read them.
+for all: it outlasts what the contender's host needed in its last turn. Without it (``launches``) each
+host starts when its device is past the barrier, and what the host does counts. The barrier comes right
+before the start event; it waits for the rank whose spin is the longest too. The copy is ordered after
+the call on the call's own stream: work that the call left on another stream without joining it is not
+in the copy, and fails the check. The last barrier keeps inputs untouched until every rank has read
+them.
 
 In a *skewed* turn, which is checked and not timed, one rank comes late to the call: a wait that others
 leave out, or give up, then finds data of an earlier turn instead of being lucky.
@@ -27,8 +29,9 @@ from torch import distributed
 
 _cuda: Any = torch.cuda  # partly untyped
 
-SPIN_S = 2e-3
-"""Longer than any contender's host needs to enqueue a call."""
+SHORTEST_SPIN_S, LONGEST_SPIN_S = 2e-3, 20e-3
+SPARE = 2.0
+"""A spin is so many times what the host needed last: it is slower in some turns than in others."""
 LATE_S = 30e-3
 """How late a rank comes in a skewed turn."""
 _CLOCK_HZ = 1.98e9
@@ -40,10 +43,11 @@ class Stopwatch(ABC):
 
     @abstractmethod
     def time(
-        self, call: Callable[[], torch.Tensor], late: bool = False
+        self, who: str, call: Callable[[], torch.Tensor], late: bool = False
     ) -> tuple[torch.Tensor, float]:
         """A copy of what ``call`` returned, as it was when the call's stream got there, and the
-        seconds that the call took on this rank. ``late``: this rank comes late to the call."""
+        seconds that the call took on this rank. ``who``: the contender. ``late``: this rank comes late
+        to the call."""
 
     def settings(self) -> dict[str, Any]:
         """What a reader of the figures should know about the clock."""
@@ -54,7 +58,7 @@ class CpuStopwatch(Stopwatch):
     """Host time of a call that returns when it is done."""
 
     def time(
-        self, call: Callable[[], torch.Tensor], late: bool = False
+        self, who: str, call: Callable[[], torch.Tensor], late: bool = False
     ) -> tuple[torch.Tensor, float]:
         distributed.barrier()
         if late:
@@ -70,11 +74,27 @@ class CpuStopwatch(Stopwatch):
         return {"clock": "host"}
 
 
+class Spins:
+    """How long the device spins before a turn of each contender, in seconds."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, float] = {}
+
+    def before(self, who: str) -> float:
+        """Of the contender's next turn."""
+        return self._next.get(who, SHORTEST_SPIN_S)
+
+    def queued(self, who: str, seconds: float) -> None:
+        """The host needed so long to queue the turn's spin, its barrier and the call. Only the last
+        turn counts: the first ones load libraries."""
+        self._next[who] = min(max(SPARE * seconds, SHORTEST_SPIN_S), LONGEST_SPIN_S)
+
+
 class CudaStopwatch(Stopwatch):
     """Device time between two events around the call."""
 
     def __init__(self, device: torch.device, launches: bool = False) -> None:
-        self._spin_s = 0.0 if launches else SPIN_S
+        self._spins = None if launches else Spins()
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(2 * cache + (16 << 20), dtype=torch.uint8, device=device)
         self._one = torch.zeros(1, device=device)
@@ -82,29 +102,33 @@ class CudaStopwatch(Stopwatch):
         self._end = _cuda.Event(enable_timing=True)
 
     def time(
-        self, call: Callable[[], torch.Tensor], late: bool = False
+        self, who: str, call: Callable[[], torch.Tensor], late: bool = False
     ) -> tuple[torch.Tensor, float]:
         self._flush.zero_()
-        self._spin(self._spin_s)
+        began = time.perf_counter()
+        if self._spins is not None:
+            self._spin(self._spins.before(who))
         distributed.all_reduce(self._one)
-        if self._spin_s == 0:
+        if self._spins is None:
             torch.cuda.synchronize()
         if late:
             self._spin(LATE_S)
         self._start.record()
         result = call()
         self._end.record()
+        if self._spins is not None:
+            self._spins.queued(who, time.perf_counter() - began)
         copy = result.clone()
         distributed.all_reduce(self._one)
         torch.cuda.synchronize()
         return copy, self._start.elapsed_time(self._end) / 1e3
 
     def _spin(self, seconds: float) -> None:
-        if seconds > 0:
-            _cuda._sleep(int(seconds * _CLOCK_HZ))
+        _cuda._sleep(int(seconds * _CLOCK_HZ))
 
     def settings(self) -> dict[str, Any]:
-        return {"clock": "events", "flush_bytes": self._flush.numel(), "spin_s": self._spin_s}
+        spins = None if self._spins is None else [SHORTEST_SPIN_S, LONGEST_SPIN_S]
+        return {"clock": "events", "flush_bytes": self._flush.numel(), "spin_s": spins}
 
 
 def stopwatch(device: torch.device, launches: bool = False) -> Stopwatch:

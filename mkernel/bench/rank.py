@@ -192,7 +192,7 @@ class _Row:
         try:
             with self._guarded(name, what):
                 result, seconds = self._timed(
-                    contender, self.inputs[name], late=late == problem.rank
+                    name, contender, self.inputs[name], late=late == problem.rank
                 )
         except (Unsupported, ArgumentError) as error:  # refused before anything was started
             found.absent = f"refused: {error}"
@@ -209,13 +209,13 @@ class _Row:
             found.errors.append(_error(contender, problem, result, self.turn))
 
     def _timed(
-        self, contender: Contender, inputs: Tensors, late: bool
+        self, name: str, contender: Contender, inputs: Tensors, late: bool
     ) -> tuple[torch.Tensor, float]:
         problem = self.problem
         problem.fill(inputs, problem.rank, self.turn)
         out = contender.output().fill_(POISON)
         poison_freed([(tuple(out.shape), out.dtype)], problem.device)
-        return self.watch.time(lambda: contender.call(inputs, out), late)
+        return self.watch.time(name, lambda: contender.call(inputs, out), late)
 
     def _guarded(self, name: str, what: str) -> _Named:
         text = f"{name} at {self.shape.op} {self.shape.size}, {what}"
