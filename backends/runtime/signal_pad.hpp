@@ -86,9 +86,12 @@ class SignalPad {
         return std::atomic_ref(counters_[index]).load(std::memory_order_acquire);
     }
 
-    void add(std::uint32_t index, std::uint64_t value) const {
-        std::atomic_ref(counters_[index]).fetch_add(value, std::memory_order_release);
+    // Returns what the counter then stands at.
+    std::uint64_t add(std::uint32_t index, std::uint64_t value) const {
+        const std::uint64_t before =
+            std::atomic_ref(counters_[index]).fetch_add(value, std::memory_order_release);
         ring(bell(index));
+        return before + value;
     }
 
     // Sets the abort word (the first caller's diagnosis stays) and wakes every waiter.

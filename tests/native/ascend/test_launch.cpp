@@ -64,9 +64,8 @@ class World {
   public:
     static constexpr std::uint32_t kSignals = 4096;
 
-    explicit World(const Op& op) : op_(op) {
+    explicit World(const Op& op) : op_(op), memory_(op.g.world, kSignals, op.g.workspace_bytes()) {
         for (std::uint32_t r = 0; r < op.g.world; ++r) {
-            memory_.emplace_back(kSignals, op.g.workspace_bytes());
             a_.emplace_back(op.rows_of_a() * op.g.k);
             b_.emplace_back(op.g.k * op.g.n);
             out_.emplace_back(op.rows_of_out() * op.g.n);
@@ -74,6 +73,10 @@ class World {
     }
 
     std::shared_ptr<host::Launch> start(std::uint32_t rank, std::uint64_t epoch, host::View view) {
+        return host::Launch::start(prepared(rank, epoch, view));
+    }
+
+    host::Call prepared(std::uint32_t rank, std::uint64_t epoch, host::View view) {
         const auto& g = op_.g;
         host::Call call = test::call_of(memory_, rank, epoch, view);
         call.kernels = op_.kernels({bytes(a_[rank]), g.dtype, op_.rows_of_a(), g.k, g.k, 1},
@@ -81,8 +84,10 @@ class World {
                                    {bytes(out_[rank]), g.dtype, op_.rows_of_out(), g.n, g.n, 1},
                                    test::order_from(rank, g.world));
         call.blocks = {.comm = 7, .cube = 5};
-        return host::Launch::start(std::move(call));
+        return call;
     }
+
+    [[nodiscard]] const test::WorldMemory& memory() const { return memory_; }
 
     void call(std::uint64_t epoch, host::View view) {
         std::mt19937 random(static_cast<unsigned>(epoch));
@@ -137,7 +142,7 @@ class World {
     }
 
     Op op_;
-    std::vector<test::RankMemory> memory_;
+    test::WorldMemory memory_;
     std::vector<std::vector<float>> a_, b_, out_;
 };
 
@@ -214,6 +219,13 @@ void calls(const Op& op) {
     for (const host::View view : test::kViews) world.call(++epoch, view);
 }
 
+template <class Op>
+void every_wait_is_needed(const char* name, const Op& op) {
+    test::every_wait_is_needed(
+        name, [&] { return std::make_unique<World<Op>>(op); },
+        [&](std::uint32_t signal) { return signal >= op.g.released(0); });
+}
+
 }  // namespace
 
 int main() {
@@ -225,6 +237,10 @@ int main() {
         for (const bool replicated : {false, true}) {
             calls(Reduce{reduce_geometry(ranks, replicated)});
         }
+    }
+    every_wait_is_needed("AllGather", AllGather{geometry(3)});
+    for (const bool replicated : {false, true}) {
+        every_wait_is_needed("Reduce", Reduce{reduce_geometry(3, replicated)});
     }
     World<AllGather>({geometry(3)}).leave_one_out();
     World<Reduce>({reduce_geometry(3, false)}).leave_one_out();

@@ -245,12 +245,11 @@ struct Rank {
 
 class World {
   public:
-    explicit World(std::uint32_t world) : g_(geometry(world, false)) {
-        for (std::uint32_t i = 0; i < world; ++i) {
-            ranks_.emplace_back(world);
-            memory_[0].emplace_back(kSignals, g_.workspace_bytes());
-            memory_[1].emplace_back(kSignals, combine_geometry(world, false).workspace_bytes());
-        }
+    explicit World(std::uint32_t world)
+        : g_(geometry(world, false)),
+          memory_{{world, kSignals, g_.workspace_bytes()},
+                  {world, kSignals, combine_geometry(world, false).workspace_bytes()}} {
+        for (std::uint32_t i = 0; i < world; ++i) ranks_.emplace_back(world);
     }
 
     void layer(std::uint64_t epoch, host::View view) {
@@ -339,7 +338,7 @@ class World {
     }
 
     moe::Geometry g_;
-    std::vector<test::RankMemory> memory_[2];  // of the dispatch's plan, of the combine's
+    test::WorldMemory memory_[2];  // of the dispatch's plan, of the combine's
     std::vector<Rank> ranks_;
     std::vector<std::int32_t> ids_;
 };

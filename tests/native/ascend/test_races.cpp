@@ -1,5 +1,5 @@
-// Strict simulation of several cores of one rank: accesses of the same global memory that no signal
-// orders are reported, whichever happens first; those that one orders are not.
+// Strict simulation of several cores, of one rank or of all: accesses of the same global memory that no
+// signal orders are reported, whichever happens first; those that one orders are not.
 #include <functional>
 #include <optional>
 #include <string>
@@ -83,7 +83,7 @@ class Call {
     std::vector<std::byte> pages_, memory_;
     std::byte* pad_ = nullptr;
     sim::Scheduler scheduler_{2};
-    sim::Races races_{kRank};
+    sim::Races races_;
     sim::Environment environment_;
     sim::OnChip on_chip_[3];
 };
@@ -224,11 +224,50 @@ void scalars_are_compared_once_others_hear_of_them() {
 void kernels_that_follow_each_other_are_ordered() {
     Call call;
     call.write(*call.first, call.view());
-    call.races().end_kernel();
+    call.races().end_kernel(kRank);
     sim::OnChip memory;
     sim::Core later(call.environment(), Role::vector, 2, 3, memory, nullptr);
     call.read(later, call.view());
     CHECK(!thrown<IsaError>([&] { call.write(*call.second, call.view()); }).empty());
+}
+
+void ranks_of_one_process_are_looked_at_together() {
+    std::vector<std::byte> memory(4096);  // the first half is shared
+    sim::Races races({{memory.data(), 2048}});
+    const auto first = races.enter(0, "rank 0 core 0");
+    const auto second = races.enter(1, "rank 1 core 0");
+    const auto touches = [&](sim::Races::CoreId core, std::size_t from, bool write) {
+        const GlobalView view{memory.data() + from, DType::float16, 16, 16, 16, 1};
+        return races.access(core, {"TSTORE", std::source_location::current()}, Pipe::MTE3, view,
+                            write);
+    };
+    CHECK(touches(first, 0, true).empty());
+    CHECK(has(touches(second, 256, false), "which rank 0 core 0 writes"));
+    const auto raise = [&](sim::Races::CoreId core, std::uint64_t value) {
+        races.raise(core, 1, 5, [value] { return value; });
+    };
+    raise(first, 3);
+    races.seen(second, 0, 6, 1);  // another signal; that one of another rank
+    races.seen(first, 1, 5, 1);
+    CHECK(!touches(second, 0, false).empty());
+    races.seen(second, 0, 5, 3);
+    CHECK(touches(second, 0, false).empty());
+    // What was done before a later raise does not come before a wait for an earlier one.
+    CHECK(touches(first, 1024, true).empty());
+    raise(first, 4);
+    races.seen(second, 0, 5, 3);
+    CHECK(!touches(second, 1024, false).empty());
+    races.seen(second, 0, 5, 4);
+    CHECK(touches(second, 1024, false).empty());
+    // And back: the place may be written again by a later call of the reader's own rank only.
+    races.end_kernel(0);
+    races.end_kernel(1);
+    const auto later = races.enter(0, "rank 0 core 0, next call");
+    CHECK(has(touches(later, 0, true), "which rank 1 core 0 reads"));
+    CHECK(touches(races.enter(1, "rank 1 core 0, next call"), 0, true).empty());
+    // What is not shared was each rank's own at its time.
+    CHECK(touches(first, 2048, true).empty());
+    CHECK(touches(second, 2048, true).empty());
 }
 
 }  // namespace
@@ -240,5 +279,6 @@ int main() {
     what_other_ranks_pass_on_is_not_held_against_anyone();
     scalars_are_compared_once_others_hear_of_them();
     kernels_that_follow_each_other_are_ordered();
+    ranks_of_one_process_are_looked_at_together();
     return test::finish();
 }

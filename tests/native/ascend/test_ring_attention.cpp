@@ -119,11 +119,10 @@ struct Rank {
 
 class World {
   public:
-    World(std::uint32_t world, bool causal) : g_(geometry(world, causal)), ranks_(world) {
-        for (std::uint32_t i = 0; i < world; ++i) {
-            memory_.emplace_back(kSignals, g_.workspace_bytes());
-        }
-    }
+    World(std::uint32_t world, bool causal)
+        : g_(geometry(world, causal)),
+          memory_(world, kSignals, g_.workspace_bytes()),
+          ranks_(world) {}
 
     void call(std::uint64_t epoch, host::View view) {
         std::mt19937 random(static_cast<unsigned>(epoch));
@@ -146,8 +145,9 @@ class World {
             g_.world, [&](std::uint32_t rank) { return start(rank, 1, host::View::pipelined); });
     }
 
-  private:
-    std::shared_ptr<host::Launch> start(std::uint32_t rank, std::uint64_t epoch, host::View view) {
+    [[nodiscard]] const test::WorldMemory& memory() const { return memory_; }
+
+    host::Call prepared(std::uint32_t rank, std::uint64_t epoch, host::View view) {
         host::Call call = test::call_of(memory_, rank, epoch, view);
         Rank& own = ranks_[rank];
         Args args;
@@ -162,7 +162,12 @@ class World {
             std::make_shared<host::RingAttention>(args, test::order_from(rank, g_.world));
         call.blocks = {
             .comm = 3, .cube = kCubes, .vector = kCubes * ring_attention::kVectorsPerCube};
-        return host::Launch::start(std::move(call));
+        return call;
+    }
+
+  private:
+    std::shared_ptr<host::Launch> start(std::uint32_t rank, std::uint64_t epoch, host::View view) {
+        return host::Launch::start(prepared(rank, epoch, view));
     }
 
     static GlobalView view_of(std::vector<float>& values, std::uint32_t cols) {
@@ -213,7 +218,7 @@ class World {
     }
 
     Geometry g_;
-    std::vector<test::RankMemory> memory_;
+    test::WorldMemory memory_;
     std::vector<Rank> ranks_;
 };
 
@@ -301,6 +306,16 @@ int main() {
         for (const bool causal : {false, true}) calls(ranks, causal);
     }
     World(3, true).leave_one_out();
+    for (const bool causal : {false, true}) {
+        const Geometry g = geometry(3, causal);
+        // A core that sends several chunks sends the last one last.
+        test::every_wait_is_needed(
+            causal ? "causal" : "all keys", [&] { return std::make_unique<World>(3, causal); },
+            [&](std::uint32_t signal) {
+                return signal < g.released(0) ? signal % g.chunks() != g.chunks() - 1
+                                              : signal <= g.finished();
+            });
+    }
     every_sync_is_needed("one node", 4, false, DType::float16);
     every_sync_is_needed("two nodes, causal", 2, true, DType::float32);
     sim::Scheduler::shutdown_process();

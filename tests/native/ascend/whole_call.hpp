@@ -4,7 +4,9 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "backends/accelerators/ascend/host/launch.hpp"
@@ -32,17 +34,32 @@ struct RankMemory {
     Pages pad, workspace;
 };
 
+// And on all of them: strict calls are looked at together.
+struct WorldMemory {
+    WorldMemory(std::uint32_t world, std::uint32_t signals, std::size_t workspace_bytes) {
+        std::vector<sim::Races::Range> shared;
+        for (std::uint32_t i = 0; i < world; ++i) {
+            const RankMemory& rank = ranks.emplace_back(signals, workspace_bytes);
+            shared.push_back({rank.workspace.memory.get(), workspace_bytes});
+        }
+        races = std::make_shared<sim::Races>(std::move(shared));
+    }
+    std::vector<RankMemory> ranks;
+    std::shared_ptr<sim::Races> races;
+};
+
 // Of the calls of a plan, epoch 1 first.
-inline constexpr host::View kViews[] = {host::View::pipelined,    host::View::pipelined,
-                                        host::View::sequential,   host::View::compute_only,
-                                        host::View::compute_only, host::View::pipelined};
+inline constexpr host::View kViews[] = {
+    host::View::pipelined,    host::View::pipelined, host::View::sequential,
+    host::View::compute_only, host::View::pipelined, host::View::compute_only,
+    host::View::sequential,   host::View::pipelined, host::View::pipelined};
 
 // All of a rank's call but its kernels and their blocks. Even epochs are traced, those from 4 on
 // strict.
-inline host::Call call_of(const std::vector<RankMemory>& ranks, std::uint32_t rank,
-                          std::uint64_t epoch, host::View view) {
+inline host::Call call_of(const WorldMemory& world, std::uint32_t rank, std::uint64_t epoch,
+                          host::View view) {
     host::Call call;
-    for (const RankMemory& each : ranks) {
+    for (const RankMemory& each : world.ranks) {
         call.peers.push_back({each.pad.memory.get(), each.workspace.memory.get()});
     }
     call.args.rank = rank;
@@ -52,7 +69,10 @@ inline host::Call call_of(const std::vector<RankMemory>& ranks, std::uint32_t ra
     call.timeout_ns = 120'000'000'000;
     call.view = view;
     call.trace = epoch % 2 == 0;
-    if (epoch > 3) call.strict.emplace().seed = epoch;
+    if (epoch > 3) {
+        call.strict.emplace().seed = epoch;
+        call.races = world.races;
+    }
     return call;
 }
 
@@ -69,6 +89,105 @@ void run_all(std::uint32_t world, const Start& start) {
     std::vector<std::shared_ptr<host::Launch>> launches;
     for (std::uint32_t rank = 0; rank < world; ++rank) launches.push_back(start(rank));
     for (auto& launch : launches) CHECK(launch->wait(150'000'000'000));
+}
+
+// What a core of a traced call issued of a kind.
+inline std::vector<sim::Record> issued(const std::string& trace, sim::Role role,
+                                       std::uint32_t index, sim::Kind kind) {
+    std::size_t at = 0;
+    const auto take = [&]<class T>(T& value) {
+        std::memcpy(&value, trace.data() + at, sizeof value);
+        at += sizeof value;
+    };
+    sim::TraceHeader header;
+    take(header);
+    at += header.baselines * sizeof(sim::TraceBaseline);
+    std::vector<sim::Record> found;
+    for (std::uint32_t i = 0; i < header.cores; ++i) {
+        sim::TraceCore core;
+        take(core);
+        for (std::uint64_t j = 0; j < core.records; ++j) {
+            sim::Record record;
+            take(record);
+            if (core.role == role && core.index == index && record.kind == kind) {
+                found.push_back(record);
+            }
+        }
+    }
+    return found;
+}
+
+// What the launches' first error is; empty: none. Ends them all.
+inline std::string first_error(const std::vector<std::shared_ptr<host::Launch>>& launches) {
+    std::string found;
+    for (bool left = true; left && found.empty();) {
+        left = false;
+        for (const auto& launch : launches) {
+            const std::string error =
+                thrown<sim::IsaError>([&] { left = !launch->wait(1'000'000) || left; });
+            if (found.empty()) found = error;
+        }
+    }
+    if (!found.empty()) host::Launch::cancel_all();
+    for (const auto& launch : launches) {
+        thrown<sim::IsaError>([&] { CHECK(launch->wait(60'000'000'000)); });
+    }
+    return found;
+}
+
+// A strict call of all ranks, which are looked at together. `of_first`: rank 0's options.
+template <class World>
+std::vector<std::shared_ptr<host::Launch>> together(World& world, std::uint64_t epoch,
+                                                    const sim::StrictOptions& of_first = {}) {
+    std::vector<std::shared_ptr<host::Launch>> launches;
+    for (std::uint32_t rank = 0; rank < world.memory().ranks.size(); ++rank) {
+        host::Call call = world.prepared(rank, epoch, host::View::pipelined);
+        call.strict = rank == 0 ? of_first : sim::StrictOptions{};
+        call.races = world.memory().races;
+        call.trace = rank == 0;
+        launches.push_back(host::Launch::start(std::move(call)));
+    }
+    return launches;
+}
+
+// TWAITs of rank 0's first cores of each kind in a third call, left out in turn, are races that strict
+// simulation of all ranks together reports; but for those of signals that are `implied`: something
+// else orders the same. `make()` gives a new world, with the members memory() and prepared(rank,
+// epoch, view). In each call every rank waits for all others, so none is needed for what a rank has
+// released: that alone orders two calls.
+template <class Make>
+void every_wait_is_needed(const char* name, const Make& make,
+                          const std::function<bool(std::uint32_t)>& implied) {
+    const auto after_two_calls = [&] {
+        auto world = make();
+        for (const std::uint64_t epoch : {1, 2})
+            CHECK(first_error(together(*world, epoch)).empty());
+        return world;
+    };
+    const auto sound = after_two_calls();
+    const auto third = together(*sound, 3);
+    CHECK(first_error(third).empty());
+    std::uint32_t left_out = 0;
+    for (const auto role : {sim::Role::comm, sim::Role::cube, sim::Role::vector}) {
+        for (std::uint32_t core = 0; core < 3; ++core) {
+            const auto waits = issued(third[0]->trace(), role, core, sim::Kind::twait);
+            for (std::uint32_t number = 0; number < waits.size(); ++number) {
+                const std::uint32_t signal = waits[number].signal;
+                if (implied(signal)) continue;
+                sim::StrictOptions options;
+                options.skip = {role, core, {}, {number}};
+                const auto world = after_two_calls();
+                const std::string said = first_error(together(*world, 3, options));
+                ++left_out;
+                if (said.find("no signal orders the two cores") != std::string::npos) continue;
+                std::fprintf(stderr, "%s, %s core %u without TWAIT %u (signal %u of rank %u): %s\n",
+                             name, name_of(role), core, number, signal, waits[number].peer,
+                             said.c_str());
+                CHECK(false);
+            }
+        }
+    }
+    CHECK(left_out > 5);
 }
 
 // Rank 0 never starts: the others wait for it until they are cancelled.

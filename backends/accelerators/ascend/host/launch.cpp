@@ -82,7 +82,8 @@ std::shared_ptr<Launch> Launch::start(Call call) {
         launch->waits_.emplace(launch->environment_.pad, launch->environment_.rank,
                                launch->comm_.blocks() + launch->compute_.blocks());
         launch->environment_.waits = &*launch->waits_;
-        launch->environment_.races = &launch->races_.emplace(launch->environment_.rank);
+        launch->environment_.races =
+            started.races ? started.races.get() : &launch->races_.emplace();
     }
     if (started.kernels->world() > 1 && started.view == View::compute_only) {
         started.kernels->count_as_communicated(launch->environment_.pad);
@@ -148,7 +149,7 @@ void Launch::kernel_ended(Kernel& kernel) {
     if (call_.view != View::sequential || comm_.parts.empty() || !first) {
         count_ended(kernel);
     } else if (compute_first) {
-        if (races_) races_->end_kernel();
+        end_races();
         submit(comm_);
         count_ended(kernel);
     } else {
@@ -162,15 +163,20 @@ void Launch::arrived() {
         sim::Core core(environment_, sim::Role::comm, 0, 1, thread_memory(), nullptr);
         core.finish(call_.kernels->arrived(core));
     });
-    if (races_) races_->end_kernel();
+    end_races();
     submit(compute_);
     count_ended(comm_);
+}
+
+void Launch::end_races() {
+    if (environment_.races != nullptr) environment_.races->end_kernel(environment_.rank);
 }
 
 void Launch::count_ended(Kernel& kernel) {
     kernel.end_ns = monotonic_ns();
     const std::lock_guard lock(mutex_);
     if (--kernels_left_ > 0) return;
+    end_races();
     {
         const std::lock_guard running(g_running_mutex);
         g_running.erase(this);

@@ -33,6 +33,7 @@ struct Call {
     View view = View::pipelined;
     bool trace = false;
     std::optional<sim::StrictOptions> strict;
+    std::shared_ptr<sim::Races> races;  // strict: of the whole world; null: this call has its own
 };
 
 // The trace blob (sim/trace.hpp) of a rank's call without running it: no signal is awaited, and
@@ -96,6 +97,7 @@ class Launch : public std::enable_shared_from_this<Launch> {
     void kernel_ended(Kernel& kernel);
     void arrived();
     void count_ended(Kernel& kernel);
+    void end_races();
 
     pid_t process_ = getpid();
     Call call_;

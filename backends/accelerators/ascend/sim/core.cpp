@@ -81,7 +81,8 @@ Core::Core(const Environment& environment, Role role, std::uint32_t index, std::
       memory_(memory),
       trace_(trace) {
     if (environment.strict)
-        strict_.emplace(*environment.strict, role, index, name(), environment.races);
+        strict_.emplace(*environment.strict, role, index, name(), environment.rank,
+                        environment.races);
 }
 
 std::string Core::name() const {
@@ -385,14 +386,18 @@ void Core::fence() {
 void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value,
                    Where where) {
     where_ = where;
+    const auto add = [&] {
+        return environment_.dry ? 0 : runtime::SignalPad(pad).add(signal, value);
+    };
     if (strict_) {
         if (!strict_->executes_sync()) return;
         strict_->publish(
             {"TNOTIFY", where_},
             "raises signal " + std::to_string(signal) + " of rank " + std::to_string(peer), peer,
-            signal);
+            signal, add);
+    } else {
+        add();
     }
-    if (!environment_.dry) runtime::SignalPad(pad).add(signal, value);
     record({.kind = Kind::tnotify,
             .pipe = Pipe::S,
             .chunk = chunk_,
@@ -420,7 +425,7 @@ bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer, 
             .amount = value});
     if (environment_.dry) return true;
     if (!await(signal, value, peer)) return false;
-    if (strict_) strict_->seen(peer, signal);
+    if (strict_) strict_->seen(peer, signal, value);
     return true;
 }
 
@@ -458,7 +463,7 @@ bool Core::nic_put(const nics::PutCommand& command, Where where) {
         if (!strict_->executes_sync()) return true;
         strict_->publish({"NIC_PUT", where_},
                          "queues a put to rank " + std::to_string(command.peer), command.peer,
-                         command.signal);
+                         command.signal, [] { return std::uint64_t{0}; });
     }
     if (environment_.fifo == nullptr && !environment_.dry) {
         fail("NIC_PUT", "rank " + std::to_string(command.peer) +

@@ -11,7 +11,7 @@ namespace mkernel::ascend::sim {
 using isa::Pipe;
 
 Strict::Strict(const StrictOptions& options, Role role, std::uint32_t index, std::string core,
-               Races* races)
+               std::uint32_t rank, Races* races)
     : core_(std::move(core)),
       queue_(options.seed
                  ? std::optional(*options.seed + index * kRoles + static_cast<unsigned>(role))
@@ -21,7 +21,7 @@ Strict::Strict(const StrictOptions& options, Role role, std::uint32_t index, std
         skipped_ = options.skip.numbers;
         skipped_waits_ = options.skip.waits;
     }
-    if (races_ != nullptr) id_ = races_->enter(core_);
+    if (races_ != nullptr) id_ = races_->enter(rank, core_);
 }
 
 void Strict::check(const Site& site, Pipe pipe, std::uint32_t at, const Operand& operand) {
@@ -135,13 +135,17 @@ void Strict::fence() {
 }
 
 void Strict::publish(const Site& site, const std::string& what, std::uint32_t peer,
-                     std::uint32_t signal) {
+                     std::uint32_t signal, const std::function<std::uint64_t()>& add) {
     const std::string pending = ranges_.unpublished(order_);
     if (!pending.empty()) {
         throw IsaError(core_ + ", " + describe(site, Pipe::S) + ": " + what + " while " + pending);
     }
     check_words();
-    if (races_ != nullptr) races_->raise(id_, peer, signal);
+    if (races_ == nullptr) {
+        add();
+    } else {
+        races_->raise(id_, peer, signal, add);
+    }
 }
 
 bool Strict::executes_wait() {
@@ -149,9 +153,9 @@ bool Strict::executes_wait() {
     return std::find(skipped_waits_.begin(), last, waits_++) == last;
 }
 
-void Strict::seen(std::uint32_t peer, std::uint32_t signal) {
+void Strict::seen(std::uint32_t peer, std::uint32_t signal, std::uint64_t value) {
     check_words();
-    if (races_ != nullptr) races_->seen(id_, peer, signal);
+    if (races_ != nullptr) races_->seen(id_, peer, signal, value);
 }
 
 }  // namespace mkernel::ascend::sim

@@ -8,15 +8,13 @@
 //   - a signal raised (TNOTIFY, NIC_PUT) while the core's own accesses of global memory may still
 //     be under way: without fence() whoever sees the signal may miss the bytes;
 //   - an event set again although its waiter may not have seen it set the last time;
-//   - an access of global memory that another core of the rank touches too, with no signal between
-//     the two cores (strict_races.hpp).
+//   - an access of global memory that another core touches too, with no signal between the two
+//     (strict_races.hpp): of the same rank, or, where all ranks run in one process, of any.
 // Flags without a partner and tiles out of bounds are errors of every core (core.hpp); signals that
 // nobody can raise any more are found by the call's cores together (strict_waits.hpp).
 //
 // With a seed, effects are put off and run later in an order drawn from it, any that flags and
 // barriers allow (strict_queue.hpp). Results must not depend on it.
-//
-// What one rank cannot know is not checked: accesses of the same global memory by two ranks.
 #pragma once
 
 #include <cstdint>
@@ -51,9 +49,10 @@ struct StrictOptions {
 
 class Strict {
   public:
-    // `core`: how messages call it. `races`: of all cores of the call; null: this one is alone.
+    // `core`: how messages call it. `races`: of all cores of the call, or of the world; null: this one
+    // is alone.
     Strict(const StrictOptions& options, Role role, std::uint32_t index, std::string core,
-           Races* races);
+           std::uint32_t rank, Races* races);
 
     // An instruction of a pipe, in issue order. `effect` runs now or later.
     void issue(const Site& site, isa::Pipe pipe, std::initializer_list<Operand> operands,
@@ -69,13 +68,13 @@ class Strict {
     void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
     void barrier(isa::Pipe pipe);
     void fence();
-    // Before a signal of `peer` is raised, or a put to it is queued.
+    // Raises a signal of `peer`, or queues a put that will; `add`: as of Races::raise.
     void publish(const Site& site, const std::string& what, std::uint32_t peer,
-                 std::uint32_t signal);
+                 std::uint32_t signal, const std::function<std::uint64_t()>& add);
     // False: a planted fault; the TWAIT is to be left out.
     [[nodiscard]] bool executes_wait();
-    // After a TWAIT has seen its signal, which `peer` raises.
-    void seen(std::uint32_t peer, std::uint32_t signal);
+    // After a TWAIT has seen its signal, which `peer` raises, stand at `value`.
+    void seen(std::uint32_t peer, std::uint32_t signal, std::uint64_t value);
     // After a kernel's last instruction.
     void drain();
 

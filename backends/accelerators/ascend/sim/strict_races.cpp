@@ -13,34 +13,53 @@ void Races::join(Clock& clock, const Clock& other) {
     for (std::size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
 }
 
-Races::CoreId Races::enter(std::string name) {
+bool Races::is_shared(const GlobalView& view) const {
+    return std::any_of(shared_.begin(), shared_.end(), [&view](const Range& range) {
+        return view.base < range.base + range.bytes && end_of(view) > range.base;
+    });
+}
+
+Races::CoreId Races::enter(std::uint32_t rank, std::string name) {
     const std::lock_guard lock(mutex_);
-    const auto core = static_cast<CoreId>(clocks_.size());
-    names_.push_back(std::move(name));
-    Clock& clock = clocks_.emplace_back(ended_);
-    clock.resize(std::max<std::size_t>(clock.size(), core + 1));
+    const auto core = static_cast<CoreId>(cores_.size());
+    Clock& clock = cores_.emplace_back(Member{rank, std::move(name), ended_[rank]}).clock;
+    clock.resize(core + 1);
     clock[core] = 1;
     return core;
 }
 
-void Races::end_kernel() {
+void Races::end_kernel(std::uint32_t rank) {
     const std::lock_guard lock(mutex_);
-    for (const Clock& clock : clocks_) join(ended_, clock);
-}
-
-void Races::raise(CoreId core, std::uint32_t peer, std::uint32_t signal) {
-    const std::lock_guard lock(mutex_);
-    Clock& clock = clocks_[core];
-    join(peer == rank_ ? signals_[signal] : outside_, clock);
-    ++clock[core];
-}
-
-void Races::seen(CoreId core, std::uint32_t peer, std::uint32_t signal) {
-    const std::lock_guard lock(mutex_);
-    if (const auto found = signals_.find(signal); found != signals_.end()) {
-        join(clocks_[core], found->second);
+    for (const Member& core : cores_) {
+        if (core.rank == rank) join(ended_[rank], core.clock);
     }
-    if (peer != rank_) join(clocks_[core], outside_);
+}
+
+void Races::raise(CoreId core, std::uint32_t peer, std::uint32_t signal,
+                  const std::function<std::uint64_t()>& add) {
+    const std::lock_guard lock(mutex_);
+    Member& own = cores_[core];
+    const std::uint64_t value = add();
+    if (whole_world_ || peer == own.rank) {
+        Signal& raised = signals_[{peer, signal}];
+        join(raised.all, own.clock);
+        if (value != 0) raised.raised.push_back({value, raised.all});
+        if (raised.raised.size() > Signal::kKept) raised.raised.pop_front();
+    } else {
+        join(outside_, own.clock);
+    }
+    ++own.clock[core];
+}
+
+void Races::seen(CoreId core, std::uint32_t peer, std::uint32_t signal, std::uint64_t value) {
+    const std::lock_guard lock(mutex_);
+    Member& own = cores_[core];
+    const Signal& raised = signals_[{own.rank, signal}];
+    const auto enough =
+        std::find_if(raised.raised.begin(), raised.raised.end(),
+                     [value](const Signal::Raised& each) { return each.value >= value; });
+    join(own.clock, enough == raised.raised.end() ? raised.all : enough->clock);
+    if (peer != own.rank) join(own.clock, outside_);
 }
 
 Races::Entry& Races::Views::entry(const GlobalView& view) {
@@ -57,16 +76,14 @@ Races::Entry& Races::Views::entry(const GlobalView& view) {
     return entries.emplace(view.base, Entry{view, {}})->second;
 }
 
-const Races::Touch* Races::Views::conflict(const GlobalView& view, CoreId core,
-                                           const Clock& clock) const {
+template <class Counts>
+const Races::Touch* Races::Views::conflict(const GlobalView& view, Counts&& counts) const {
     for (const auto& [length, entries] : by_length_) {
         const auto first = entries.upper_bound(view.base - length);
         const auto last = entries.lower_bound(end_of(view));
         for (auto it = first; it != last; ++it) {
             for (const Touch& touch : it->second.by) {
-                const bool before = touch.core == core ||
-                                    (touch.core < clock.size() && clock[touch.core] >= touch.tick);
-                if (!before && overlap(it->second.view, view)) return &touch;
+                if (counts(touch) && overlap(it->second.view, view)) return &touch;
             }
         }
     }
@@ -76,13 +93,21 @@ const Races::Touch* Races::Views::conflict(const GlobalView& view, CoreId core,
 std::string Races::access(CoreId core, const Site& site, isa::Pipe pipe, const GlobalView& view,
                           bool write) {
     const std::lock_guard lock(mutex_);
-    const Clock& clock = clocks_[core];
-    const Touch* other = written_.conflict(view, core, clock);
+    const Member& own = cores_[core];
+    const Clock& clock = own.clock;
+    // Memory that ranks do not share may have been another rank's before: tensors come and go.
+    const bool of_all = is_shared(view);
+    const auto unordered = [&](const Touch& touch) {
+        if (touch.core == core) return false;
+        if (touch.core < clock.size() && clock[touch.core] >= touch.tick) return false;
+        return of_all || cores_[touch.core].rank == own.rank;
+    };
+    const Touch* other = written_.conflict(view, unordered);
     const bool theirs = other != nullptr;
-    if (other == nullptr && write) other = read_.conflict(view, core, clock);
+    if (other == nullptr && write) other = read_.conflict(view, unordered);
     if (other != nullptr) {
         return std::string(write ? "overwrites " : "reads ") + describe(view) + ", part of which " +
-               names_[other->core] + " " + (theirs ? "writes" : "reads") + " in " +
+               cores_[other->core].name + " " + (theirs ? "writes" : "reads") + " in " +
                describe(other->site, other->pipe) +
                ": no signal orders the two cores; a TNOTIFY or a TWAIT is missing";
     }
@@ -92,12 +117,12 @@ std::string Races::access(CoreId core, const Site& site, isa::Pipe pipe, const G
         by.assign(1, now);
         return {};
     }
-    const auto own = std::find_if(by.begin(), by.end(),
-                                  [core](const Touch& touch) { return touch.core == core; });
-    if (own == by.end()) {
+    const auto latest = std::find_if(by.begin(), by.end(),
+                                     [core](const Touch& touch) { return touch.core == core; });
+    if (latest == by.end()) {
         by.push_back(now);
     } else {
-        *own = now;
+        *latest = now;
     }
     return {};
 }

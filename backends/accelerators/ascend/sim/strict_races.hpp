@@ -1,19 +1,22 @@
-// Whether two cores of one call, on one rank, touch the same global memory with nothing to order
-// them.
+// Whether two cores touch the same global memory with nothing to order them: cores of one call on one
+// rank, or of all calls of a world whose ranks run in one process.
 //
 // A vector clock for each core: up to where each other core's accesses come before its next one. A
-// signal carries the clock of who raised it to who waits for it. Other ranks are not seen from here:
-// whatever any of them was told may come back with any signal that another rank raises. So order is
-// sometimes assumed that is not there (also of a counter that several cores raise: all that have),
-// and what is reported is always a race.
+// signal carries the clocks of those who raised it, up to the value that was waited for, to who
+// waits. Ranks in other processes are not seen from here: whatever any of them was told may come back
+// with any signal that another rank raises. So order is sometimes assumed that is not there, and what
+// is reported is always a race.
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "backends/accelerators/ascend/isa/pipe.hpp"
@@ -26,25 +29,49 @@ namespace mkernel::ascend::sim {
 class Races {
   public:
     using CoreId = std::uint32_t;
+    struct Range {
+        const std::byte* base = nullptr;
+        std::size_t bytes = 0;
+    };
 
-    explicit Races(std::uint32_t rank) : rank_(rank) {}
+    // Of one rank.
+    Races() = default;
+    // Of all ranks of a world, which touch each other's memory in `shared` alone.
+    explicit Races(std::vector<Range> shared) : whole_world_(true), shared_(std::move(shared)) {}
 
     // A core starts. `name`: how messages call it.
-    CoreId enter(std::string name);
-    // What was done so far comes before all that cores do that enter from now on: one kernel is
+    CoreId enter(std::uint32_t rank, std::string name);
+    // What `rank` did so far comes before all that its cores do that enter from now on: one kernel is
     // launched after another has ended.
-    void end_kernel();
+    void end_kernel(std::uint32_t rank);
 
     // What is wrong with an access, in words; empty if nothing is.
     std::string access(CoreId core, const Site& site, isa::Pipe pipe, const isa::GlobalView& view,
                        bool write);
-    // Before rank `peer` can see the signal.
-    void raise(CoreId core, std::uint32_t peer, std::uint32_t signal);
-    // After a signal that `peer` raises was seen here.
-    void seen(CoreId core, std::uint32_t peer, std::uint32_t signal);
+    // Raises a signal of rank `peer`: `add` does, and returns what it then stands at; 0: not known,
+    // or not yet.
+    void raise(CoreId core, std::uint32_t peer, std::uint32_t signal,
+               const std::function<std::uint64_t()>& add);
+    // After a signal of the core's rank, which `peer` raises, was seen to stand at `value` or more.
+    void seen(CoreId core, std::uint32_t peer, std::uint32_t signal, std::uint64_t value);
 
   private:
     using Clock = std::vector<std::uint32_t>;  // by core; missing: 0
+    struct Signal {
+        // Of those who raised it up to a value; the latest few.
+        struct Raised {
+            std::uint64_t value = 0;
+            Clock clock;
+        };
+        static constexpr std::size_t kKept = 64;
+        std::deque<Raised> raised;
+        Clock all;
+    };
+    struct Member {
+        std::uint32_t rank = 0;
+        std::string name;
+        Clock clock;
+    };
     struct Touch {
         CoreId core = 0;
         std::uint32_t tick = 0;
@@ -61,23 +88,24 @@ class Races {
     class Views {
       public:
         Entry& entry(const isa::GlobalView& view);
-        // The first touch of a view that overlaps and that `clock` is not after.
-        [[nodiscard]] const Touch* conflict(const isa::GlobalView& view, CoreId core,
-                                            const Clock& clock) const;
+        // The first touch of a view that overlaps and that `counts`.
+        template <class Counts>
+        const Touch* conflict(const isa::GlobalView& view, Counts&& counts) const;
 
       private:
         std::map<std::uint64_t, std::multimap<const std::byte*, Entry>> by_length_;
     };
 
     static void join(Clock& clock, const Clock& other);
+    [[nodiscard]] bool is_shared(const isa::GlobalView& view) const;
 
     std::mutex mutex_;
-    std::uint32_t rank_;
-    std::vector<std::string> names_;
-    std::vector<Clock> clocks_;
-    Clock ended_;    // of kernels that ended before a launch
-    Clock outside_;  // what other ranks may know
-    std::unordered_map<std::uint32_t, Clock> signals_;
+    bool whole_world_ = false;
+    std::vector<Range> shared_;
+    std::vector<Member> cores_;
+    std::unordered_map<std::uint32_t, Clock> ended_;  // by rank: kernels before the latest launch
+    Clock outside_;                                   // what other ranks may know
+    std::map<std::pair<std::uint32_t, std::uint32_t>, Signal> signals_;  // by rank and number
     Views written_, read_;
 };
 
