@@ -150,16 +150,17 @@ std::vector<std::shared_ptr<host::Launch>> together(World& world, std::uint64_t 
     return launches;
 }
 
-// TWAITs of rank 0's first cores of each kind in a third call, left out in turn, are races that strict
-// simulation of all ranks together reports; but for those of signals that are `implied`: something
-// else orders the same. `make()` gives a new world, with the members memory() and prepared(rank,
-// epoch, view). In each call every rank waits for all others, so none is needed for what a rank has
-// released: that alone orders two calls.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr std::uint32_t kFirstCores = 1;  // slow, and not what sanitizers look for
 #else
 inline constexpr std::uint32_t kFirstCores = 3;
 #endif
+
+// TWAITs of rank 0's first cores of each kind in a third call, left out in turn, are races that strict
+// simulation of all ranks together reports; but for those of signals that are `implied`: something
+// else orders the same. `make()` gives a new world, with the members memory() and prepared(rank,
+// epoch, view). In each call every rank waits for all others, so none is needed for what a rank has
+// released: that alone orders two calls.
 template <class Make>
 void every_wait_is_needed(const char* name, const Make& make,
                           const std::function<bool(std::uint32_t)>& implied) {
