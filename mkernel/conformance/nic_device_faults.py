@@ -30,9 +30,8 @@ _NBYTES = 8 * _KIB
 _PUTS = 200
 _LOST = frozenset({"RETRY_EXC_ERR", "RESP_TIMEOUT_ERR"})
 """Statuses of a peer that does not answer: of RC, and of SRD."""
-_GONE = _LOST | {"REM_INV_RD_REQ_ERR", "REM_OP_ERR", "REM_ACCESS_ERR"}
-"""The same, or of one that answers without a queue pair, a handle or, where a put was under way when it
-closed, the memory any more (SRD)."""
+_GONE = _LOST | {"REM_INV_RD_REQ_ERR", "REM_OP_ERR"}
+"""The same, or of one that answers without a queue pair or a handle any more (SRD)."""
 _BROKEN = frozenset({"QP_FATAL", "WR_FLUSH_ERR"})
 _IMPATIENT = {"qp_timeout": 12, "retry_count": 3}
 """About 70 ms until a silent peer is an error."""

@@ -119,6 +119,8 @@ class Fabric {
     void give_up(Incoming& in, std::uint64_t message);
     bool place(std::uint64_t now, std::uint64_t& wake_at);
     void execute(Placement& placement);
+    // The queue pair of that number that takes messages; null: none does, or none does any more.
+    [[nodiscard]] SrdQp* receiver(std::uint32_t number) const;
     ibv_wc_status judge(const Incoming& in, const FlowPacket& packet) const;
     void finish(Incoming& in, std::uint64_t message, Arriving& arriving);
     bool retry_unready(Incoming& in, std::uint64_t now, std::uint64_t& wake_at);

@@ -58,6 +58,11 @@ void Fabric::drop(Incoming& in) {
     std::erase_if(placements_, [&in](const Placement& each) { return each.flow == &in; });
 }
 
+SrdQp* Fabric::receiver(std::uint32_t number) const {
+    const auto found = qps_.find(number);
+    return found != qps_.end() && found->second->receives() ? found->second.get() : nullptr;
+}
+
 // What is wrong with a message, as far as its first packet tells.
 ibv_wc_status Fabric::judge(const Incoming& in, const FlowPacket& p) const {
     const bool known = std::any_of(handles_.begin(), handles_.end(), [&in](const auto& ah) {
@@ -65,14 +70,11 @@ ibv_wc_status Fabric::judge(const Incoming& in, const FlowPacket& p) const {
     });
     if (!known) return IBV_WC_REM_OP_ERR;
     // A wrong queue key is answered as a wrong number.
-    const auto found = qps_.find(p.destination);
-    if (found == qps_.end() || !found->second->receives() ||
-        found->second->queue_key != p.queue_key) {
-        return IBV_WC_REM_INV_RD_REQ_ERR;
-    }
+    const SrdQp* qp = receiver(p.destination);
+    if (qp == nullptr || qp->queue_key != p.queue_key) return IBV_WC_REM_INV_RD_REQ_ERR;
     if (!is_write(p.opcode) || p.total == 0) return IBV_WC_SUCCESS;
     const Mr* mr = context_.regions.find(p.rkey);
-    const bool allowed = mr != nullptr && mr->pd == found->second->qp_base.pd &&
+    const bool allowed = mr != nullptr && mr->pd == qp->qp_base.pd &&
                          (mr->access & IBV_ACCESS_REMOTE_WRITE) != 0 &&
                          mr->contains(p.remote_addr, p.total);
     return allowed ? IBV_WC_SUCCESS : IBV_WC_REM_ACCESS_ERR;
@@ -180,7 +182,9 @@ void Fabric::execute(Placement& placement) {
             source = in.sender->reference(p.ref_fd, p.ref_inode, p.ref_offset, p.length);
         }
         const Mr* mr = is_write(p.opcode) ? context_.regions.find(p.rkey) : nullptr;
-        if (!is_write(p.opcode)) {
+        if (receiver(p.destination) == nullptr) {
+            message.status = IBV_WC_REM_INV_RD_REQ_ERR;  // destroyed, or in error, since
+        } else if (!is_write(p.opcode)) {
             message.payload = std::move(placement.payload);
         } else if (p.length == 0) {
             // Nothing to place.
@@ -201,19 +205,18 @@ void Fabric::execute(Placement& placement) {
 void Fabric::finish(Incoming& in, std::uint64_t number, Arriving& message) {
     const FlowPacket& p = message.first;
     if (message.status == IBV_WC_SUCCESS && takes_receive(p.opcode)) {
-        const auto found = qps_.find(p.destination);
-        if (found == qps_.end() || !found->second->receives()) {
+        SrdQp* const qp = receiver(p.destination);
+        if (qp == nullptr) {
             message.status = IBV_WC_REM_INV_RD_REQ_ERR;
-        } else if (!found->second->has_receive()) {
+        } else if (!qp->has_receive()) {
             in.unready.push_back(number);
             return;
         } else {
-            SrdQp& qp = *found->second;
-            const SrdReceive receive = qp.take_receive();
+            const SrdReceive receive = qp->take_receive();
             const ibv_wc_status here =
-                is_write(p.opcode) ? IBV_WC_SUCCESS : scatter(qp, receive, message.payload);
+                is_write(p.opcode) ? IBV_WC_SUCCESS : scatter(*qp, receive, message.payload);
             if (here != IBV_WC_SUCCESS) message.status = IBV_WC_REM_INV_REQ_ERR;
-            qp.complete_receive(receive, here, p);
+            qp->complete_receive(receive, here, p);
         }
     }
     reply(in, number, message.status);

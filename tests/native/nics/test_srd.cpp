@@ -381,6 +381,19 @@ void error_state_flushes_everything() {
     CHECK(p.write(4, 8) == 0 && p.a.completes(4, IBV_WC_WR_FLUSH_ERR));
 }
 
+// Of a message that is on its way to a queue pair when that ends, no more is placed.
+void what_comes_late_finds_no_queue_pair() {
+    const Setting late("MKERNEL_SOFTVERBS_HOLD_NS", "200000000");
+    const Setting once("MKERNEL_SOFTVERBS_DUPLICATES", "0");
+    Pair p;
+    CHECK(p.write(1, kBytes) == 0);
+    CHECK(!p.a.poll(0.02));
+    ibv_qp_attr a{};
+    a.qp_state = IBV_QPS_ERR;
+    CHECK(p.b.v->modify_qp(p.b.base, &a, IBV_QP_STATE) == 0);
+    CHECK(p.a.completes(1, IBV_WC_REM_INV_RD_REQ_ERR));
+}
+
 // A message in flight is flushed with its queue pair, once.
 void a_message_in_flight_is_flushed() {
     Pair p;
@@ -760,6 +773,7 @@ int main(int argc, char** argv) {
          {"states_come_in_order", states_come_in_order},
          {"a_closed_peer_times_out", a_closed_peer_times_out},
          {"error_state_flushes_everything", error_state_flushes_everything},
+         {"what_comes_late_finds_no_queue_pair", what_comes_late_finds_no_queue_pair},
          {"a_message_in_flight_is_flushed", a_message_in_flight_is_flushed},
          {"messages_arrive_out_of_order_once_and_whole",
           messages_arrive_out_of_order_once_and_whole},
