@@ -86,7 +86,8 @@ class Spins:
 
     def queued(self, who: str, seconds: float) -> None:
         """The host needed so long to queue the turn's spin, its barrier and the call. Only the last
-        turn counts: the first ones load libraries."""
+        turn counts: the first ones load libraries. A call that waits for the device waits for the spin
+        too, and gets the longest."""
         self._next[who] = min(max(SPARE * seconds, SHORTEST_SPIN_S), LONGEST_SPIN_S)
 
 

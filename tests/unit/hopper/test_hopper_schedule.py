@@ -24,8 +24,8 @@ def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
 
 
 def test_large_shards_are_copied_and_small_ones_pushed() -> None:
-    large = gathered(1024, 1024, 16_384, 4, 1024)
-    assert (large.tiling, large.chunk_rows, large.push_blocks) == ("narrow", 1024, 0)
+    large = schedule.GatherSchedule("narrow", 1024, 0, slices=schedule.SLICES)
+    assert gathered(1024, 1024, 16_384, 4, 1024) == large
     assert gathered(500, 1024, 4096, 4, 500).push_blocks == schedule.PUSH_BLOCKS
     assert gathered(500, 1024, 4096, 4, 500).chunk_rows == schedule.PUSHED_ROWS
     assert gathered(3, 1024, 4096, 4, 3).chunk_rows == 3
@@ -91,10 +91,8 @@ def test_the_tiles_of_a_panel_keep_all_clusters_busy_once() -> None:
     assert panel("gemm_all_reduce", 16_384, 16_384, 4096, 2) == (8, 8)
     assert panel("gemm_all_reduce", 16_384, 16_384, 4096, 4) == (2, 11)
     assert panel("gemm_all_reduce", 16_384, 16_384, 4096, 16) == (1, 4)
-    assert panel("gemm_all_reduce", 10 * 512, 16_384, 4096, 2) == (
-        5,
-        13,
-    )  # two panels of 5, not 8 + 2
+    ten_rows = panel("gemm_all_reduce", 10 * 512, 16_384, 4096, 2)
+    assert ten_rows == (5, 13)  # two panels of 5, not 8 + 2
     assert panel("gemm_all_reduce", 2048, 2048, 512, 4) == (2, 22)  # narrow
     assert panel("gemm_all_reduce", 16_384, 16_384, 4096, 1) == (64, 64)
     assert panel("gemm_reduce_scatter", 16_384, 16_384, 4096, 4) == (16, 64)  # one panel

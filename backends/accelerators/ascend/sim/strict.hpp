@@ -68,7 +68,7 @@ class Strict {
     void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
     void barrier(isa::Pipe pipe);
     void fence();
-    // Raises a signal of `peer`, or queues a put that will; `add`: as of Races::raise.
+    // A signal of `peer` is raised, by `add` (Races::raise), or a put that raises it is queued next.
     void publish(const Site& site, const std::string& what, std::uint32_t peer,
                  std::uint32_t signal, const std::function<std::uint64_t()>& add);
     // False: a planted fault; the TWAIT is to be left out.

@@ -40,7 +40,7 @@ void Races::raise(CoreId core, std::uint32_t peer, std::uint32_t signal,
     const std::lock_guard lock(mutex_);
     Member& own = cores_[core];
     const std::uint64_t value = add();
-    if (whole_world_ || peer == own.rank) {
+    if (!shared_.empty() || peer == own.rank) {
         Signal& raised = signals_[{peer, signal}];
         join(raised.all, own.clock);
         if (value != 0) raised.raised.push_back({value, raised.all});

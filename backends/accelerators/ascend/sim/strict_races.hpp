@@ -37,7 +37,7 @@ class Races {
     // Of one rank.
     Races() = default;
     // Of all ranks of a world, which touch each other's memory in `shared` alone.
-    explicit Races(std::vector<Range> shared) : whole_world_(true), shared_(std::move(shared)) {}
+    explicit Races(std::vector<Range> shared) : shared_(std::move(shared)) {}
 
     // A core starts. `name`: how messages call it.
     CoreId enter(std::uint32_t rank, std::string name);
@@ -100,8 +100,7 @@ class Races {
     [[nodiscard]] bool is_shared(const isa::GlobalView& view) const;
 
     std::mutex mutex_;
-    bool whole_world_ = false;
-    std::vector<Range> shared_;
+    std::vector<Range> shared_;  // of a whole world; none: of one rank
     std::vector<Member> cores_;
     std::unordered_map<std::uint32_t, Clock> ended_;  // by rank: kernels before the latest launch
     Clock outside_;                                   // what other ranks may know

@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                     operands.load(shared, cursor, &args.own, row, 0, steps);
                     return;
                 }
+                static_assert(kTileK == 64, "slice_columns counts such steps");
                 const int each = slice_columns(args.k, args.slices) / kTileK;
                 for (int slice = 0; slice * each < steps; ++slice) {
                     wait_for_rows(args, waiter, epoch, shard, row, slice);
