@@ -32,13 +32,18 @@ DEEP_FROM_K = 4096
 
 PUSH_BLOCKS = 8
 """Blocks of the kernel that push small shards: they start at once, copy engines later."""
+PUSHERS = 2 * PUSH_BLOCKS
+"""Threads that push; each has a chunk of its own under way."""
 PUSHED_ROWS = 64
-"""Rows that a pushing block publishes at once."""
+PUSHED_BYTES = 128 << 10
+"""What a pushing thread publishes at once: rows at most, and bytes at least."""
 
 SLICES = 2
 SLICED_FROM = 0.7
 """Of a product's time: where the copies take longer, tiles of the rows that come last begin with a
-part of K. A copy more costs 16 us, and waits in the loader, below that more than it saves."""
+part of K. Waits in the loader cost, below that, more than it saves."""
+SLICE_US = 5.0
+"""What a slice more costs: a flag's copy, and the gaps around it."""
 
 CORE_TFLOPS = 5.8
 """Of one multiprocessor, in tiles: what a wave takes."""
@@ -127,21 +132,22 @@ def gather(
     by_engines = engines.choose("put", nbytes, 0, flagged=True)
     by_blocks = engines.choose("put", nbytes, PUSH_BLOCKS, flagged=True)
     work = _Tiles(tiles, rows, n, k, world)
+    sliced = (world - 1) * by_engines.microseconds > SLICED_FROM * work.product_us(processors)
+    slices = SLICES if sliced and chunk == rows else 1
     blocks = 0 if by_blocks.engine == "copy_engine" else PUSH_BLOCKS
-    if blocks and _finish_us(work, by_engines, processors) < _finish_us(
+    if blocks and _finish_us(work, by_engines, processors, slices) < _finish_us(
         work, by_blocks, processors - PUSH_BLOCKS
     ):
-        blocks = 0  # the product misses those blocks longer than the rows come sooner
+        blocks = 0  # their part of the product, or the last rows, would be later
     if _up(rows, chunk) > copied:
         blocks = PUSH_BLOCKS
     put = by_blocks if blocks else by_engines
-    there_us = (world - 1) * put.microseconds
-    ahead = _columns_ahead(work, there_us, processors - blocks)
-    slices = 1
-    if blocks and chunk == rows:  # one chunk that blocks push: they publish it in parts
-        chunk = min(rows, PUSHED_ROWS)
-    elif chunk == rows and there_us > SLICED_FROM * work.product_us(processors):
-        slices = SLICES
+    ahead = _columns_ahead(work, (world - 1) * put.microseconds, processors - blocks)
+    if blocks:
+        slices = 1
+        if chunk == rows:  # they publish it in parts
+            least = _up(PUSHED_BYTES, k * ELEMENT_BYTES)
+            chunk = min(rows, PUSHED_ROWS, max(least, _up(rows, PUSHERS)))
     return GatherSchedule(tiles, chunk, blocks, ahead, slices)
 
 
@@ -163,10 +169,11 @@ class _Tiles:
         return _up(clusters, processors // self.cluster) * self.tile_us
 
 
-def _finish_us(work: _Tiles, put: Choice, processors: int) -> float:
-    """When the last tile is done: after all others, and one after the last rows have come."""
-    there_us = (work.world - 1) * put.microseconds
-    return max(work.product_us(processors), there_us + work.tile_us)
+def _finish_us(work: _Tiles, put: Choice, processors: int, slices: int = 1) -> float:
+    """When the last tile is done: after all others, and one after the last rows have come, of which
+    the last of the ``slices`` of K is left to do."""
+    there_us = (work.world - 1) * put.microseconds + (slices - 1) * SLICE_US
+    return max(work.product_us(processors), there_us + work.tile_us / slices)
 
 
 def _columns_ahead(work: _Tiles, there_us: float, processors: int) -> int:

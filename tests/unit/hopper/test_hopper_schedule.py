@@ -26,8 +26,7 @@ def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
 def test_large_shards_are_copied_and_small_ones_pushed() -> None:
     large = schedule.GatherSchedule("narrow", 1024, 0, slices=schedule.SLICES)
     assert gathered(1024, 1024, 16_384, 4, 1024) == large
-    assert gathered(500, 1024, 4096, 4, 500).push_blocks == schedule.PUSH_BLOCKS
-    assert gathered(500, 1024, 4096, 4, 500).chunk_rows == schedule.PUSHED_ROWS
+    assert gathered(256, 1024, 4096, 4, 256).push_blocks == schedule.PUSH_BLOCKS
     assert gathered(3, 1024, 4096, 4, 3).chunk_rows == 3
     assert gathered(1024, 1024, 4096, 1, 1024).push_blocks == 0
 
@@ -38,6 +37,20 @@ def test_blocks_push_only_where_the_product_does_not_miss_them() -> None:
     assert (
         gathered(1024, 5632, 1536, 2, 1024).push_blocks == schedule.PUSH_BLOCKS
     )  # 176: 3 of either
+
+
+def test_rows_are_copied_where_slices_bring_the_end_forward() -> None:
+    """Blocks would have the 8 MiB there sooner, but whole: a tile of all of K is left to do."""
+    copied = schedule.GatherSchedule("narrow", 1024, 0, slices=schedule.SLICES)
+    assert gathered(1024, 1024, 4096, 4, 1024) == copied
+    assert gathered(1024, 1024, 4096, 4, 512).push_blocks == schedule.PUSH_BLOCKS  # as planned
+
+
+def test_every_thread_that_pushes_has_a_part_of_a_shard() -> None:
+    assert gathered(1024, 3072, 4096, 2, 1024).chunk_rows == schedule.PUSHED_ROWS
+    assert gathered(512, 1024, 4096, 2, 512).chunk_rows == 512 // schedule.PUSHERS
+    assert gathered(64, 1536, 4096, 4, 64).chunk_rows == 16  # 128 KiB
+    assert gathered(64, 1536, 16_384, 4, 64).chunk_rows == 4
 
 
 def test_own_columns_go_ahead_until_the_others_rows_are_there() -> None:
@@ -104,7 +117,7 @@ def test_rows_that_come_last_come_in_slices_where_copies_take_long() -> None:
     assert gathered(2048, 2048, 8192, 4, 2048).slices == schedule.SLICES
     assert gathered(2048, 7168, 8192, 4, 2048).slices == 1  # a longer product
     assert gathered(2048, 2048, 8192, 4, 1024).slices == 1  # chunks as planned
-    assert gathered(500, 1024, 4096, 4, 500).slices == 1  # blocks push
+    assert gathered(256, 1024, 4096, 4, 256).slices == 1  # blocks push
     assert gathered(8192, 64, 8192, 1, 8192).slices == 1
 
 
