@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import mkernel
+from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.base import View
 from mkernel.cases import Case, case_of
 from mkernel.conformance.ranks import give_up_after
@@ -99,6 +101,45 @@ def test_chunks_and_layouts(view: View) -> None:
         if not (op == "moe_combine" and layout == "column" and chunk == 1000)
     ]
     check(cases, 1, 3, view=view)
+
+
+def judged_together(cases: Sequence[Case]) -> list[tuple[Case, bool, dict[str, float], int]]:
+    """As ``judged``, where messages of all peers go together; and the number of messages."""
+    posted = []
+    post = Lanes.post
+
+    def counted(lanes: Lanes, *parcels: Any) -> Any:
+        posted.append(parcels)
+        return post(lanes, *parcels)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "peers_together", True)
+        patch.setattr(Lanes, "post", counted)
+        found = []
+        for case in cases:
+            posted.clear()
+            ((_, passed, errors),) = judged([case], iterations=1)
+            found.append((case, passed, errors, len(posted)))
+        return found
+
+
+def test_messages_of_all_peers_together() -> None:
+    """Of a rank's 37 rows, in chunks or not, to two peers; and of tokens of which peers get unlike
+    numbers."""
+    cases = [
+        make("all_gather_gemm", 3),
+        make("all_gather_gemm", 3, chunk=5),
+        make("gemm_all_reduce", 3, chunk=5),
+        make("moe_dispatch_gemm", 3, options={"routing": "some_empty"}),
+        make("moe_dispatch_gemm", 3, chunk=5, options={"routing": "one_expert"}),
+        make("moe_combine", 3),
+    ]
+    for results in mkernel.launch(
+        judged_together, cases, ranks_per_node=3, accelerator="streams", timeout_s=DEADLINE_S
+    ):
+        for case, passed, errors, _ in results:
+            assert passed, (case, errors)
+        assert [messages for *_, messages in results[:2]] == [1, 8]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

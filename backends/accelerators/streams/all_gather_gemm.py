@@ -32,10 +32,9 @@ def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
     for start, end in chunks(len(a), -(-len(a) // lanes.in_flight)):
         with lanes.product():
             factor.product(a[start:end], results[call.rank, start:end])
-    for source, parts in arrivals.items():
-        for start, end, message in parts:
-            with lanes.product(message):
-                factor.product(gathered[source, start:end], results[source, start:end])
+    for source, start, end, message in arrivals:
+        with lanes.product(message):
+            factor.product(gathered[source, start:end], results[source, start:end])
     if not lanes.communicates:
         with lanes.compute():
             for source in call.plan.order[call.rank][1:]:

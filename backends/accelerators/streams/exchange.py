@@ -1,17 +1,21 @@
-"""Every rank sends something to every other: in rotation, in chunks, all posted at once."""
+"""Every rank sends something to every other: in rotation or all together, in chunks, all posted at
+once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import torch
 
-from mkernel.backends.accelerators.streams.lanes import Lanes, Message
+from mkernel.backends.accelerators.streams.lanes import Lanes, Message, Parcel
 from mkernel.backends.accelerators.streams.rows import chunks, rotation
 from mkernel.backends.base import Call
 
-Arrivals = dict[int, list[tuple[int, int, Message]]]
-"""By source, in the order in which they are to be consumed: (first row, end row, message)."""
+Part = tuple[int, int, torch.Tensor]
+"""(peer, number of the first row, rows)."""
+Arrivals = list[tuple[int, int, int, Message]]
+"""(source, first row, end row, message), in the order in which they are to be consumed."""
 
 
 def exchange(
@@ -26,19 +30,31 @@ def exchange(
         outgoing: rows for a rank; incoming: where to put the rows of a rank. Contiguous. A chunk
             has the plan's number of rows; both ends must know how many rows there are.
     """
-    arrivals: Arrivals = {}
+    arrivals: Arrivals = []
     if not lanes.communicates:
         return arrivals
+    pairs = rotation(call.plan, call.rank)
     step = call.plan.rows_per_chunk
-    for source, target in rotation(call.plan, call.rank):
-        there, here = outgoing(target), incoming(source)
-        sends = [(target, there[start:end]) for start, end in chunks(len(there), step)]
-        places = chunks(len(here), step)
-        arrivals[source] = []
-        for number in range(max(len(sends), len(places))):
-            receives = [(source, here[start:end]) for start, end in places[number : number + 1]]
-            message = lanes.post(sends[number : number + 1], receives, number)
-            arrivals[source] += [(*place, message) for place in places[number : number + 1]]
+    nothing: list[Part] = []
+    for together in (pairs,) if lanes.peers_together else [(pair,) for pair in pairs]:
+        sends = _rounds([(target, outgoing(target)) for _, target in together], step)
+        places = _rounds([(source, incoming(source)) for source, _ in together], step)
+        for number, (there, here) in enumerate(zip_longest(sends, places, fillvalue=nothing)):
+            message = lanes.post(
+                [(target, rows) for target, _, rows in there],
+                [(source, rows) for source, _, rows in here],
+                number,
+            )
+            arrivals += [(source, at, at + len(rows), message) for source, at, rows in here]
     if lanes.sequential:
         lanes.finish()
     return arrivals
+
+
+def _rounds(parcels: Sequence[Parcel], step: int | None) -> list[list[Part]]:
+    """Every parcel's first chunk of ``step`` rows, every parcel's second, ..."""
+    cut = [
+        [(peer, start, rows[start:end]) for start, end in chunks(len(rows), step)]
+        for peer, rows in parcels
+    ]
+    return [[part for part in parts if part is not None] for parts in zip_longest(*cut)]

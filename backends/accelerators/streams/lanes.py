@@ -46,7 +46,7 @@ class Stopped(Exception):
 
 @dataclass
 class Message:
-    """What was posted together. ``peer``: it comes from there, or goes there where nothing comes.
+    """What was posted together. ``peer``: the first that it comes from, or goes to where nothing comes.
     ``works``: (peer, is it a receive, handle)."""
 
     peer: int
@@ -61,6 +61,7 @@ class Lanes:
 
     Attributes:
         in_flight: independent products that run side by side.
+        peers_together: messages of all peers are better posted together than one by one.
         communicates: False where the view asks for compute only: other ranks' data counts as
             present. sequential: whether the lanes must take turns.
     """
@@ -83,6 +84,7 @@ class Lanes:
         self._compute = device.current(where) if device.has_streams else None
         self._comm = device.stream(where) if device.has_streams else None
         self.in_flight = device.products_in_flight() if self.overlaps else 1
+        self.peers_together = device.peers_together
         self._beside: list[Any] = []  # streams for products beside the compute lane
         self._turn = 0
 

@@ -7,6 +7,7 @@ added at home, in slot order, in float32.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -82,10 +83,11 @@ def _as_they_come(call: Call, lanes: Lanes, arrivals: Arrivals) -> Iterator[int 
     products; where messages and products do not run at the same time, that is better."""
     if lanes.overlaps:
         yield call.rank
-    for source, parts in arrivals.items():
-        for _, _, message in parts:
-            lanes.wait(message)
-        if lanes.overlaps:
+    parts = Counter(source for source, *_ in arrivals)
+    for source, _, _, message in arrivals:
+        lanes.wait(message)
+        parts[source] -= 1
+        if lanes.overlaps and not parts[source]:
             yield source
     if not lanes.overlaps:
         yield None
