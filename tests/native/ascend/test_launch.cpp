@@ -223,7 +223,9 @@ template <class Op>
 void every_wait_is_needed(const char* name, const Op& op) {
     test::every_wait_is_needed(
         name, [&] { return std::make_unique<World<Op>>(op); },
-        [&](std::uint32_t signal) { return signal >= op.g.released(0); });
+        [&](const auto& records, std::size_t at) {
+            return records[at].signal >= op.g.released(0);
+        });
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // MoE: routing tables against a plain computation; whole layers of several ranks in this process
-// against float64, meant to run under ThreadSanitizer too; every flag and fence of the kernels taken
-// away in turn.
+// against float64, meant to run under ThreadSanitizer too; every wait, flag and fence of the kernels
+// taken away in turn.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -28,6 +28,7 @@ namespace {
 
 constexpr std::uint32_t kTokens = 37, kTopK = 3, kExperts = 2, kHidden = 72, kFeatures = 104;
 constexpr std::uint32_t kSignals = 1024;
+constexpr std::uint32_t kRanks = 3, kVectorBlocks = 4;
 
 moe::Geometry geometry(std::uint32_t world, bool far) {
     return {.routing = {.world = world, .tokens = kTokens, .top_k = kTopK, .experts = kExperts},
@@ -282,6 +283,18 @@ class World {
         CHECK(std::sqrt(off / all) < 1e-5);
     }
 
+    host::Call prepared(std::uint32_t which, std::uint32_t rank, std::uint64_t epoch,
+                        host::View view) {
+        host::Call call = test::call_of(memory_[which], rank, epoch, view);
+        call.kernels = kernels(which, rank);
+        call.blocks = {.comm = 3, .cube = which == 0 ? 3u : 0u, .vector = kVectorBlocks};
+        return call;
+    }
+
+    [[nodiscard]] const test::WorldMemory& memory(std::uint32_t which) const {
+        return memory_[which];
+    }
+
   private:
     double element(std::uint32_t home, std::uint32_t token, std::uint32_t column) const {
         double sum = 0;
@@ -330,10 +343,7 @@ class World {
     // `which`: the dispatch, or the combine.
     void run(std::uint32_t which, std::uint64_t epoch, host::View view) {
         test::run_all(g_.world, [&](std::uint32_t rank) {
-            host::Call call = test::call_of(memory_[which], rank, epoch, view);
-            call.kernels = kernels(which, rank);
-            call.blocks = {.comm = 3, .cube = which == 0 ? 3u : 0u, .vector = 4};
-            return host::Launch::start(std::move(call));
+            return host::Launch::start(prepared(which, rank, epoch, view));
         });
     }
 
@@ -349,6 +359,62 @@ void layers() {
         std::uint64_t epoch = 0;
         for (const host::View view : test::kViews) ranks.layer(++epoch, view);
     }
+}
+
+// One of the two calls of a layer, of ranks that have been through a layer.
+class Half {
+  public:
+    Half(std::uint32_t world, std::uint32_t which) : world_(world), which_(which) {
+        world_.layer(1, host::View::pipelined);
+    }
+    host::Call prepared(std::uint32_t rank, std::uint64_t epoch, host::View view) {
+        return world_.prepared(which_, rank, 1 + epoch, view);
+    }
+    [[nodiscard]] const test::WorldMemory& memory() const { return world_.memory(which_); }
+
+  private:
+    World world_;
+    std::uint32_t which_;
+};
+
+// A vector block spreads its chunks one after the other. So a cube block needs no wait for one of them
+// that it waits for a later one of, before it next loads: whether that is so of rank 0's wait there.
+bool spread_before_another(const std::vector<sim::Record>& records, std::size_t at) {
+    const moe::Geometry g = geometry(kRanks, false);
+    const auto is_spread = [&](const sim::Record& record) {
+        return record.kind == sim::Kind::twait && record.signal >= g.spread(0, 0) &&
+               record.signal < g.counted();
+    };
+    const auto item = [&](const sim::Record& record) {  // see moe::Args::chunk
+        const std::uint32_t source = (record.signal - g.spread(0, 0)) / g.chunks();
+        const std::uint32_t number = (record.signal - g.spread(0, 0)) % g.chunks();
+        return source == 0 ? number : g.chunks() + number * (kRanks - 1) + source - 1;
+    };
+    if (!is_spread(records[at])) return false;
+    bool loaded = false;
+    for (std::size_t other = 0; other < records.size() && !loaded; ++other) {
+        loaded = other > at && records[other].kind == sim::Kind::tload;
+        if (other != at && is_spread(records[other]) &&
+            item(records[other]) % kVectorBlocks == item(records[at]) % kVectorBlocks &&
+            item(records[other]) >= item(records[at])) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void every_wait_is_needed() {
+    test::every_wait_is_needed(
+        "dispatch", [] { return std::make_unique<Half>(kRanks, 0); },
+        [](const auto& records, std::size_t at) {
+            return records[at].signal >= geometry(kRanks, false).released(0) ||
+                   spread_before_another(records, at);
+        });
+    test::every_wait_is_needed(
+        "combine", [] { return std::make_unique<Half>(kRanks, 1); },
+        [](const auto& records, std::size_t at) {
+            return records[at].signal >= combine_geometry(kRanks, false).released(0);
+        });
 }
 
 // --- mutations ----------------------------------------------------------------------------------
@@ -372,6 +438,7 @@ void every_sync_is_needed(const char* name, std::uint32_t world, std::uint32_t n
 int main() {
     tables_say_what_the_ids_say();
     layers();
+    every_wait_is_needed();
     every_sync_is_needed("one node", 3, 3);
     every_sync_is_needed("two nodes", 4, 2);
     return test::finish();

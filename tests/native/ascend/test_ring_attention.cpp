@@ -311,7 +311,8 @@ int main() {
         // A core that sends several chunks sends the last one last.
         test::every_wait_is_needed(
             causal ? "causal" : "all keys", [&] { return std::make_unique<World>(3, causal); },
-            [&](std::uint32_t signal) {
+            [&](const auto& records, std::size_t at) {
+                const std::uint32_t signal = records[at].signal;
                 return signal < g.released(0) ? signal % g.chunks() != g.chunks() - 1
                                               : signal <= g.finished();
             });

@@ -1,6 +1,7 @@
 // Whole calls of several ranks in one process: their memory, and what tests of every op start alike.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
@@ -91,9 +92,9 @@ void run_all(std::uint32_t world, const Start& start) {
     for (auto& launch : launches) CHECK(launch->wait(150'000'000'000));
 }
 
-// What a core of a traced call issued of a kind.
+// What a core of a traced call issued: of a kernel's cores of that role the one of this index.
 inline std::vector<sim::Record> issued(const std::string& trace, sim::Role role,
-                                       std::uint32_t index, sim::Kind kind) {
+                                       std::uint32_t index) {
     std::size_t at = 0;
     const auto take = [&]<class T>(T& value) {
         std::memcpy(&value, trace.data() + at, sizeof value);
@@ -109,10 +110,9 @@ inline std::vector<sim::Record> issued(const std::string& trace, sim::Role role,
         for (std::uint64_t j = 0; j < core.records; ++j) {
             sim::Record record;
             take(record);
-            if (core.role == role && core.index == index && record.kind == kind) {
-                found.push_back(record);
-            }
+            if (core.role == role && index == 0) found.push_back(record);
         }
+        if (core.role == role) --index;
     }
     return found;
 }
@@ -156,14 +156,25 @@ inline constexpr std::uint32_t kFirstCores = 1;  // slow, and not what sanitizer
 inline constexpr std::uint32_t kFirstCores = 3;
 #endif
 
-// TWAITs of rank 0's first cores of each kind in a third call, left out in turn, are races that strict
-// simulation of all ranks together reports; but for those of signals that are `implied`: something
-// else orders the same. `make()` gives a new world, with the members memory() and prepared(rank,
-// epoch, view). In each call every rank waits for all others, so none is needed for what a rank has
-// released: that alone orders two calls.
+// Whether the core had waited for the same signal, and as much, before the wait at that place.
+inline bool again(const std::vector<sim::Record>& records, std::size_t at) {
+    const auto here = records.begin() + static_cast<std::ptrdiff_t>(at);
+    return std::any_of(records.begin(), here, [&](const sim::Record& before) {
+        return before.kind == sim::Kind::twait && before.signal == here->signal &&
+               before.amount >= here->amount;
+    });
+}
+
+// TWAITs of rank 0's first cores of each kernel and kind in a third call, left out in turn, are races
+// that strict simulation of all ranks together reports; but for those that say again what the core has
+// waited for, and those that are `implied`, given what the core issued and the wait's place in it:
+// something else orders the same. `make()` gives a new world, with the members memory() and
+// prepared(rank, epoch, view). In each call every rank waits for all others, so none is needed for what
+// a rank has released: that alone orders two calls.
 template <class Make>
-void every_wait_is_needed(const char* name, const Make& make,
-                          const std::function<bool(std::uint32_t)>& implied) {
+void every_wait_is_needed(
+    const char* name, const Make& make,
+    const std::function<bool(const std::vector<sim::Record>&, std::size_t)>& implied) {
     const auto after_two_calls = [&] {
         auto world = make();
         for (const std::uint64_t epoch : {1, 2})
@@ -176,18 +187,20 @@ void every_wait_is_needed(const char* name, const Make& make,
     std::uint32_t left_out = 0;
     for (const auto role : {sim::Role::comm, sim::Role::cube, sim::Role::vector}) {
         for (std::uint32_t core = 0; core < kFirstCores; ++core) {
-            const auto waits = issued(third[0]->trace(), role, core, sim::Kind::twait);
-            for (std::uint32_t number = 0; number < waits.size(); ++number) {
-                const std::uint32_t signal = waits[number].signal;
-                if (implied(signal)) continue;
+            const auto records = issued(third[0]->trace(), role, core);
+            std::uint32_t number = 0;  // among the core's TWAITs
+            for (std::size_t at = 0; at < records.size(); ++at) {
+                if (records[at].kind != sim::Kind::twait) continue;
+                const std::uint32_t wait = number++;
+                if (again(records, at) || implied(records, at)) continue;
                 sim::StrictOptions options;
-                options.skip = {role, core, {}, {number}};
+                options.skip = {role, core, {}, {wait}};
                 const auto world = after_two_calls();
                 const std::string said = first_error(together(*world, 3, options));
                 ++left_out;
                 if (said.find("no signal orders the two cores") != std::string::npos) continue;
                 std::fprintf(stderr, "%s, %s core %u without TWAIT %u (signal %u of rank %u): %s\n",
-                             name, name_of(role), core, number, signal, waits[number].peer,
+                             name, name_of(role), core, wait, records[at].signal, records[at].peer,
                              said.c_str());
                 CHECK(false);
             }
