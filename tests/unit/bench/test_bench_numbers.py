@@ -14,6 +14,8 @@ from mkernel.bench.results import Report
 from mkernel.bench.spec import BenchSpec, Shape
 from mkernel.errors import InputFileError
 
+ROOT = Path(__file__).parents[3]
+
 KINDS: dict[str, Kind] = {
     "mkernel": "op",
     "nccl+cublas": "op",
@@ -117,3 +119,9 @@ def test_table(outcome: Report, passed: bool, parts: tuple[str, ...]) -> None:
 def test_picture(tmp_path: Path) -> None:
     plot.write(made(120), tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 5000
+
+
+def test_the_page_is_made_from_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else: ``make numbers``."""
+    monkeypatch.chdir(ROOT)
+    assert Path("docs/numbers.md").read_text() == numbers.page(Path("bench/results"))
