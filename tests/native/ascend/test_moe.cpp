@@ -380,27 +380,32 @@ class Half {
 // A vector block spreads its chunks one after the other. So a cube block needs no wait for one of them
 // that it waits for a later one of, before it next loads: whether that is so of rank 0's wait there.
 bool spread_before_another(const std::vector<sim::Record>& records, std::size_t at) {
-    const moe::Geometry g = geometry(kRanks, false);
-    const auto is_spread = [&](const sim::Record& record) {
-        return record.kind == sim::Kind::twait && record.signal >= g.spread(0, 0) &&
-               record.signal < g.counted();
-    };
-    const auto item = [&](const sim::Record& record) {  // see moe::Args::chunk
-        const std::uint32_t source = (record.signal - g.spread(0, 0)) / g.chunks();
-        const std::uint32_t number = (record.signal - g.spread(0, 0)) % g.chunks();
-        return source == 0 ? number : g.chunks() + number * (kRanks - 1) + source - 1;
-    };
-    if (!is_spread(records[at])) return false;
-    bool loaded = false;
-    for (std::size_t other = 0; other < records.size() && !loaded; ++other) {
-        loaded = other > at && records[other].kind == sim::Kind::tload;
-        if (other != at && is_spread(records[other]) &&
-            item(records[other]) % kVectorBlocks == item(records[at]) % kVectorBlocks &&
-            item(records[other]) >= item(records[at])) {
-            return true;
+    const std::vector<std::uint32_t> order = test::order_from(0, kRanks);
+    moe::Args args;
+    args.geometry = geometry(kRanks, false);
+    args.order = order.data();
+    const moe::Geometry& g = args.geometry;
+    const std::uint32_t items = kRanks * g.chunks();
+    // The item of work whose chunk the record waits for; `items`: it waits for none.
+    const auto item = [&](const sim::Record& record) {
+        std::uint32_t found = record.kind == sim::Kind::twait ? 0 : items;
+        for (; found < items; ++found) {
+            const auto [source, number] = args.chunk(found);
+            if (g.spread(source, number) == record.signal) break;
         }
-    }
-    return false;
+        return found;
+    };
+    const std::uint32_t own = item(records[at]);
+    if (own == items) return false;
+    const auto here = records.begin() + static_cast<std::ptrdiff_t>(at);
+    const auto loads = std::find_if(here, records.end(), [](const sim::Record& record) {
+        return record.kind == sim::Kind::tload;
+    });
+    return std::any_of(records.begin(), loads, [&](const sim::Record& other) {
+        const std::uint32_t its = item(other);
+        return &other != &*here && its < items && its >= own &&
+               its % kVectorBlocks == own % kVectorBlocks;
+    });
 }
 
 void every_wait_is_needed() {
