@@ -75,6 +75,11 @@ class Settings(BaseSettings):
         None,
         description="of accelerator streams: cpu, cuda or npu; None: npu or cuda where there is one",
     )
+    streams_copies: bool = Field(
+        True,
+        description="accelerator streams on cuda: inside a node copy engines move what GEMM ops "
+        "exchange, into memory that peers map; false: torch.distributed does; the same on all ranks",
+    )
     ascend_strict: bool = Field(
         False,
         description="accelerator ascend: simulated pipes are ordered by flags and barriers only; "

@@ -129,6 +129,7 @@ class World:
         self._plans: dict[str, _PlanState] = {}
         self._agreed: set[str] = set()
         self._shared: symmetric.SymmetricBuffer | None = None
+        self._nothing: symmetric.SymmetricBuffer | None = None
         self._users: list[symmetric.SymmetricBuffer] = []
         self._running: deque[Launch] = deque()  # in the order of their calls
         self._opened: AcceleratorBackend | None = None
@@ -568,6 +569,9 @@ class World:
         """Memory for a plan: its own, or what the world's plans share. The latter doubles where it is
         too small, so that all that earlier plans keep is no more than the newest."""
         nbytes = max(1, needs.nbytes)  # a world of one needs none
+        if not needs.shared and needs.nbytes == 0:  # it is still how peers' pads are known
+            self._nothing = self._nothing or self._allocate(1, source=HostPages())
+            return self._nothing
         if not needs.shared:
             return self._allocate(nbytes, self.accelerator.format)
         if self._shared is None or self._shared.nbytes < nbytes:

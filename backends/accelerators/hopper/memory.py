@@ -123,8 +123,8 @@ class DeviceMemory(SymmetricMemory):
         ValueError where it does not fit."""
         count = math.prod(shape)
         check_fit(self.nbytes, offset, count, dtype)
-        # As bytes, since that interface has no name for bfloat16; without a device, lest torch copy.
-        flat = torch.as_tensor(_Bytes(self._alive(), offset, count * dtype.itemsize))
+        native = self._alive()
+        flat = bytes_at(native.address + offset, count * dtype.itemsize, native)
         return flat.view(dtype).view(*shape)
 
     def close(self) -> None:
@@ -146,16 +146,22 @@ class DeviceMemory(SymmetricMemory):
         return self._native
 
 
+def bytes_at(address: int, nbytes: int, keeps: object = None) -> torch.Tensor:
+    """A tensor over device memory, which ``keeps`` keeps mapped as long as the tensor lives."""
+    # As bytes, since the interface has no name for bfloat16; without a device, lest torch copy.
+    return torch.as_tensor(_Bytes(address, nbytes, keeps))
+
+
 class _Bytes:
     """A stretch of device memory as numba's and torch's CUDA array interface has it. What is made of
-    it holds it, and so the memory."""
+    it holds it."""
 
-    def __init__(self, native: _hopper.DeviceMemory, offset: int, nbytes: int) -> None:
-        self._native = native
+    def __init__(self, address: int, nbytes: int, keeps: object) -> None:
+        self._keeps = keeps
         self.__cuda_array_interface__ = {
             "version": 3,
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (native.address + offset, False),
+            "data": (address, False),
             "strides": None,
         }

@@ -20,21 +20,27 @@ def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
     a, b, out = (call.tensors[name] for name in ("a", "b", "out"))
     shape = (call.plan.world_size, *a.shape)
     kept = call.tensors.get("gathered")
-    gathered = lanes.scratch("gathered", shape, a.dtype) if kept is None else kept.view(shape)
+    whole = None if kept is None else kept.view(shape)
+    gathered = lanes.landing("gathered") if whole is None or lanes.one_sided else whole
     results = out.view(shape[0], shape[1], out.shape[1])
 
     arrivals = exchange(call, lanes, lambda target: a, gathered.__getitem__)
     lanes.give_way(out.numel())
     with lanes.compute():
         factor = Factor(b, out.dtype)
-        if kept is not None:
-            gathered[call.rank] = a
+        if whole is not None:
+            whole[call.rank] = a
     for start, end in chunks(len(a), -(-len(a) // lanes.in_flight)):
         with lanes.product():
             factor.product(a[start:end], results[call.rank, start:end])
     for source, start, end, message in arrivals:
         with lanes.product(message):
             factor.product(gathered[source, start:end], results[source, start:end])
+    if whole is not None and gathered is not whole:
+        for source, start, end, message in arrivals:
+            lanes.wait(message)
+            with lanes.compute():
+                whole[source, start:end] = gathered[source, start:end]
     if not lanes.communicates:
         with lanes.compute():
             for source in call.plan.order[call.rank][1:]:

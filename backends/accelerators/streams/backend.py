@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
@@ -17,13 +19,16 @@ from mkernel.backends.base import (
     Workspace,
 )
 from mkernel.backends.runtime.host_memory import HostMemory
-from mkernel.errors import Unsupported
+from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.order import Runs
 from mkernel.settings import load
 from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
+    import torch
+
+    from mkernel.backends.accelerators.hopper.memory import DeviceMemory
     from mkernel.backends.accelerators.streams.worker import Op, StreamsLaunch, Worker
 
 _OPS = {
@@ -48,6 +53,8 @@ class StreamsAccelerator(AcceleratorBackend):
     """torch ops and torch.distributed on a CPU, on CUDA devices or on NPUs (torch_npu).
 
     On CUDA devices a call returns when it is queued, and is queued when the one before it has ended.
+    Where these reach each other's memory, copy engines take the place of torch.distributed for the
+    GEMM ops (setting ``streams_copies``; it needs the native module of ``hopper``).
 
     Each rank uses the device that its tensors lie on. A process that has used none when it makes a
     world gets the one that the topology places it on as its current device.
@@ -61,6 +68,8 @@ class StreamsAccelerator(AcceleratorBackend):
         self.device = self._device.name
         self.collectives = self._device.collectives
         self._capabilities = _capabilities(self._device)
+        self._one_sided: set[str] = set()  # digests of the plans whose workspaces are windows
+        self._mapped: int | None = None  # the device of what `allocate` made in this world
 
     def status(self) -> Status:
         """Usable wherever torch.distributed is and the device is there."""
@@ -86,23 +95,58 @@ class StreamsAccelerator(AcceleratorBackend):
     def open(self, device: Accelerator) -> None:
         """Choose the process's device, where it has not."""
         self._device.choose(device.index)
+        self._one_sided.clear()
+        self._mapped = None
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
+        """The tensors' device, where symmetric memory lies on one. ArgumentError for another device
+        than that of earlier symmetric memory."""
+        if not self._device.copies:
+            return nullcontext()
+        for name, tensor in tensors.items():
+            if self._mapped not in (None, tensor.get_device()):
+                raise ArgumentError(
+                    f"{name}.device",
+                    tensor.device,
+                    f"cuda:{self._mapped}, where what peers write to lies in this world",
+                )
+        return self._device.at(next(iter(tensors.values())).device)
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed shared host pages; only the signal pad needs them."""
-        return HostMemory.create(nbytes)
+        """Zeroed memory of the current device where peers can map it; else shared host pages."""
+        if not self._device.copies:
+            return HostMemory.create(nbytes)
+        self._mapped = self._device.index()
+        return self._memory.create(nbytes, self._mapped)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
-        """Map a same-node peer's pages. OSError where they are gone."""
-        return HostMemory.attach(descriptor)
+        """Map a same-node peer's memory. OSError where it is gone, or devices cannot reach it."""
+        if not self._device.copies:
+            return HostMemory.attach(descriptor)
+        assert self._mapped is not None  # every rank allocates first
+        try:
+            return self._memory.attach(descriptor, self._mapped)
+        except OSError as error:
+            raise OSError(
+                f"{error}; MKERNEL_STREAMS_COPIES=0 on all ranks does without such memory"
+            ) from error
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """None: torch's allocator serves the calls."""
-        return Workspace(nbytes=0, signals=0)
+        """A window, shared by all plans of a world, where messages are puts; else torch's allocator
+        serves the calls."""
+        from mkernel.backends.accelerators.streams.window import window_bytes
+
+        nbytes = window_bytes(plan) if self._device.copies else 0
+        if nbytes == 0:
+            return Workspace(nbytes=0, signals=0)
+        self._one_sided.add(plan.digest())
+        return Workspace(nbytes=nbytes, signals=0, shared=True)
 
     def launch(self, call: Call) -> StreamsLaunch:
         """Hand the call to the worker's thread. On a device that queues return once it is queued, else
         at once."""
-        launch = self._worker.start(call, _op(call.plan.op), self._device)
+        one_sided = call.plan.digest() in self._one_sided
+        launch = self._worker.start(call, _op(call.plan.op), self._device, one_sided=one_sided)
         if self._device.queues:
             launch.until_queued()
         return launch
@@ -110,6 +154,12 @@ class StreamsAccelerator(AcceleratorBackend):
     def close(self, timeout_s: float) -> bool:
         """Wait for a call that is only queued: its thread looks at the world's memory."""
         return not self._device.queues or self._worker.idle(timeout_s)
+
+    @property
+    def _memory(self) -> type[DeviceMemory]:
+        from mkernel.backends.accelerators.hopper.memory import DeviceMemory  # needs torch
+
+        return DeviceMemory
 
     @cached_property
     def _worker(self) -> Worker:
@@ -125,8 +175,8 @@ def _capabilities(device: Device) -> AcceleratorCapabilities:
         out_dtypes=("float32", "bfloat16", "float16"),
         b_layouts=("row", "column"),
         alignment_bytes=1,
-        transfer_paths=("torch.distributed",),
-        peer_access=False,
+        transfer_paths=("torch.distributed", "p2p") if device.copies else ("torch.distributed",),
+        peer_access=device.copies,
         compute_cores=device.cores,
         comm_cores=1,
         chunk_unit="rows",

@@ -11,12 +11,15 @@ import importlib
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mkernel.backends.accelerators.hopper import native
 from mkernel.backends.accelerators.streams import npu
 from mkernel.errors import ArgumentError
+from mkernel.settings import load
 from mkernel.topology.model import Accelerator, AcceleratorKind
 
 if TYPE_CHECKING:
@@ -113,6 +116,15 @@ class Device:
             module.set_device(index % module.device_count())
         _used[self.name] = True
 
+    def index(self) -> int:
+        """Of the current device."""
+        return int(self._module().current_device())
+
+    def at(self, device: torch.device) -> AbstractContextManager[None]:
+        """While it is entered ``device`` is the current one."""
+        entered: AbstractContextManager[None] = self._module().device(device)
+        return entered
+
     def release(self, group: torch.distributed.ProcessGroup | None) -> None:
         """End messages that will never complete, so that the device's streams are not blocked for
         good. On a CPU there is no way to, and they end at torch.distributed's deadline."""
@@ -149,6 +161,11 @@ class Device:
         """Chunks of a rank's rows by default. On two H200s more than one was never faster: the kernel
         of each further message has to wait for blocks of a product to end."""
         return 1 if self.name == "cuda" else 4
+
+    @cached_property
+    def copies(self) -> bool:
+        """Whether messages inside a node may be puts by copy engines, into memory that peers map."""
+        return self.name == "cuda" and load().streams_copies and native.missing() is None
 
     @property
     def peers_together(self) -> bool:

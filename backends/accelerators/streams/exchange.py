@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import torch
 
-from mkernel.backends.accelerators.streams.lanes import Lanes, Message, Parcel
+from mkernel.backends.accelerators.streams.lanes import Lanes, Message, Parcel, Sent
 from mkernel.backends.accelerators.streams.rows import chunks, rotation
 from mkernel.backends.base import Call
 
@@ -27,8 +27,9 @@ def exchange(
     """Post all messages of one exchange; in a sequential view they have arrived on return.
 
     Args:
-        outgoing: rows for a rank; incoming: where to put the rows of a rank. Contiguous. A chunk
-            has the plan's number of rows; both ends must know how many rows there are.
+        outgoing: rows for a rank; incoming: where to put the rows of a rank, where the lanes are
+            one-sided a place of a landing, for this rank too. Contiguous. A chunk has the plan's
+            number of rows; both ends must know how many rows there are.
     """
     arrivals: Arrivals = []
     if not lanes.communicates:
@@ -36,12 +37,16 @@ def exchange(
     pairs = rotation(call.plan, call.rank)
     step = call.plan.rows_per_chunk
     nothing: list[Part] = []
+    landing = incoming(call.rank) if lanes.one_sided else None
     for together in (pairs,) if lanes.peers_together else [(pair,) for pair in pairs]:
         sends = _rounds([(target, outgoing(target)) for _, target in together], step)
         places = _rounds([(source, incoming(source)) for source, _ in together], step)
         for number, (there, here) in enumerate(zip_longest(sends, places, fillvalue=nothing)):
             message = lanes.post(
-                [(target, rows) for target, _, rows in there],
+                [
+                    Sent(target, rows, None if landing is None else landing[at : at + len(rows)])
+                    for target, at, rows in there
+                ],
                 [(source, rows) for source, _, rows in here],
                 number,
             )

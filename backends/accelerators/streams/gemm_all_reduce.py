@@ -21,6 +21,16 @@ def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
     shares = [share(call.plan.gemm.m, world, rank) for rank in range(world)]
     own = out[slice(*shares[call.rank])]
     reduced(call, lanes, shares, own)
-    exchange(call, lanes, lambda target: own, lambda source: out[slice(*shares[source])])
-    lanes.finish()
+    if not lanes.one_sided:
+        exchange(call, lanes, lambda target: own, lambda source: out[slice(*shares[source])])
+        lanes.finish()
+        return {}
+    # Others can write to nothing but a landing.
+    landing = lanes.landing("results")
+    results = [landing[rank, : end - start] for rank, (start, end) in enumerate(shares)]
+    arrivals = exchange(call, lanes, lambda target: own, results.__getitem__)
+    for source, start, end, message in arrivals:
+        lanes.wait(message)
+        with lanes.compute():
+            out[slice(*shares[source])][start:end] = results[source][start:end]
     return {}

@@ -1,9 +1,10 @@
 """The two lanes of one call: messages between ranks on one, matrix work on the other.
 
 Messages are point-to-point ones of torch.distributed, posted in the same order on every rank, so
-each wait is for one known peer. Where the device has streams the communication lane is a stream of
-its own and events tie the lanes together; the host waits for nothing between chunks. On a CPU the
-messages travel in torch.distributed's own threads and a wait blocks the caller's worker.
+each wait is for one known peer; or puts into windows that peers map (``window.py``). Where the device
+has streams the communication lane is a stream of its own and events tie the lanes together; the host
+waits for nothing between chunks. On a CPU the messages travel in torch.distributed's own threads and
+a wait blocks the caller's worker.
 """
 
 from __future__ import annotations
@@ -13,18 +14,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.scratch import Scratch
+from mkernel.backends.accelerators.streams.window import Window, landings
 from mkernel.backends.base import Call
 from mkernel.backends.runtime import _runtime
 
 Parcel = tuple[int, torch.Tensor]
-"""(peer, contiguous tensor): what to send there, or where to put what comes from there."""
+"""(peer, contiguous tensor): where to put what comes from there."""
+
+
+class Sent(NamedTuple):
+    """A contiguous tensor for a peer, and where it is to lie there: at the place of ``landing`` in this
+    rank's own memory. The latter counts only for what :meth:`Lanes.landing` made; None: elsewhere."""
+
+    peer: int
+    tensor: torch.Tensor
+    landing: torch.Tensor | None
+
 
 NO_CHUNK = 0xFFFFFFFF
 _POLL_S = 0.0005
@@ -46,14 +58,23 @@ class Stopped(Exception):
 
 @dataclass
 class Message:
-    """What was posted together. ``peer``: the first that it comes from, or goes to where nothing comes.
-    ``works``: (peer, is it a receive, handle)."""
+    """What was posted together. ``peer``: the first that it comes from, or goes to where nothing comes;
+    ``target``: the first that it goes to. ``works``: (peer, is it a receive, handle)."""
 
     peer: int
+    target: int
     chunk: int
-    works: list[tuple[int, bool, Any]]
-    arrived: Any = None  # event on the communication lane
+    works: list[tuple[int, bool, Any]] = field(default_factory=list)
+    arrived: Any = None  # event
+    sent: Any = None  # event, where it is another one
     tensors: list[torch.Tensor] = field(default_factory=list)
+
+    def waits_for(self) -> int | None:
+        """The peer that keeps it from being over, on a device with streams; None: it is over."""
+        for event, peer in ((self.arrived, self.peer), (self.sent, self.target)):
+            if event is not None and not event.query():
+                return peer
+        return None
 
 
 class Lanes:
@@ -62,12 +83,23 @@ class Lanes:
     Attributes:
         in_flight: independent products that run side by side.
         peers_together: messages of all peers are better posted together than one by one.
+        one_sided: messages are puts.
         communicates: False where the view asks for compute only: other ranks' data counts as
             present. sequential: whether the lanes must take turns.
     """
 
-    def __init__(self, call: Call, device: Device, where: torch.device, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        call: Call,
+        device: Device,
+        where: torch.device,
+        scratch: Scratch,
+        *,
+        one_sided: bool = False,
+    ) -> None:
+        """``one_sided``: the call's workspace is a window."""
         self.rank = call.rank
+        self.one_sided = one_sided
         self.communicates = call.view != "compute_only"
         self.sequential = call.view == "sequential"
         self.overlaps = device.has_streams and not self.sequential
@@ -80,11 +112,17 @@ class Lanes:
         self._messages: list[Message] = []
         self._spans: list[tuple[Any, Any]] = []  # of compute: clock readings or events
         self._first: Any = None
-        self._last: Any = None
+        self._ends: list[Any] = []  # of messages: clock readings or events
         self._compute = device.current(where) if device.has_streams else None
         self._comm = device.stream(where) if device.has_streams else None
         self.in_flight = device.products_in_flight() if self.overlaps else 1
-        self.peers_together = device.peers_together
+        self.peers_together = device.peers_together and not one_sided
+        self._window: Window | None = None
+        self._arrivals: Any = None
+        if one_sided and self.communicates:
+            self._window = Window(call)
+            self._arrivals = device.stream(where)  # a wait for a peer must not hold up puts
+            self._window.open(self._arrivals)
         self._beside: list[Any] = []  # streams for products beside the compute lane
         self._turn = 0
 
@@ -97,22 +135,28 @@ class Lanes:
 
     # ---- communication -----------------------------------------------------------------------
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], chunk: int = 0) -> Message:
+    def landing(self, name: str) -> torch.Tensor:
+        """An uninitialised buffer of this call that peers send to, [source, rows, columns]; which there
+        are, ``window.landings`` says."""
+        if self._window is not None:
+            return self._window.landing(name)
+        _, shape, dtype = landings(self._call.plan)[name]
+        return self.scratch(name, shape, dtype)
+
+    def post(self, sends: Sequence[Sent], receives: Sequence[Parcel], chunk: int = 0) -> Message:
         """Start messages, after all compute that was put on its lane before. Returns at once.
 
         Empty tensors are left out, so both ends must agree on what is empty. Raises Stopped.
         """
         self._stop_where_aborted()
-        told = [
-            (peer, is_receive, tensor)
-            for parcels, is_receive in ((receives, True), (sends, False))
-            for peer, tensor in parcels
-            if tensor.numel()
-        ]
-        peer = told[0][0] if told else self.rank
-        message = Message(peer, chunk, [], None, [tensor for _, _, tensor in told])
+        sends = [sent for sent in sends if sent.tensor.numel()]
+        receives = [parcel for parcel in receives if parcel[1].numel()]
+        told = [(peer, True, tensor) for peer, tensor in receives]
+        told += [(peer, False, tensor) for peer, tensor, _ in sends]
         if not told:
-            return message
+            return Message(self.rank, self.rank, chunk)
+        target = sends[0].peer if sends else told[0][0]
+        message = Message(told[0][0], target, chunk, tensors=[tensor for *_, tensor in told])
         self._messages.append(message)
         if self._comm is None:
             self._first = self._first or time.perf_counter()
@@ -125,13 +169,28 @@ class Lanes:
         with self._device.on(self._comm):
             if self._first is None:
                 self._first = self._mark(self._comm)
-            self._batch(told, chunk)
-            message.arrived = self._last = self._mark(self._comm)
+            if self._window is None:
+                self._batch(told, chunk)
+                message.arrived = self._mark(self._comm)
+            else:
+                self._put(message, self._window, sends, receives)
+        self._ends += [end for end in (message.arrived, message.sent) if end is not None]
         return message
+
+    def _put(
+        self, message: Message, window: Window, sends: Sequence[Sent], receives: Sequence[Parcel]
+    ) -> None:
+        for peer, tensor, landing in sends:
+            assert landing is not None  # or one end would put and the other one wait for a message
+            window.put(peer, tensor, landing, self._comm)
+        message.sent = self._mark(self._comm)
+        for peer, _ in receives:
+            window.arrive(peer, self._arrivals)
+        message.arrived = self._mark(self._arrivals)
 
     def give_way(self, elements: int) -> None:
         """Before the first products of a call, of ``elements`` results: let the messages start."""
-        if self.overlaps and self._messages:
+        if self.overlaps and self._messages and self._window is None:
             self._device.give_way(self._compute, self._where, elements)
 
     def wait(self, message: Message) -> None:
@@ -147,6 +206,8 @@ class Lanes:
                 self._compute.wait_stream(stream)
         for message in self._messages:
             self.wait(message)
+            if self._compute is not None and message.sent is not None:
+                self._compute.wait_event(message.sent)
             self._finish(message, receives=False)
 
     def host_waits(self) -> None:
@@ -158,10 +219,17 @@ class Lanes:
             self._stop_where_aborted()
             now = time.monotonic()
             if now > self._deadline:
-                late = (one for one in self._messages if not one.arrived.query())
-                first = next(late, Message(self.rank, NO_CHUNK, []))
-                raise Broken(first.peer, first.chunk, timed_out=True)
+                late = ((one.waits_for(), one.chunk) for one in self._messages)
+                missing = ((peer, chunk) for peer, chunk in late if peer is not None)
+                raise Broken(*next(missing, (self.rank, NO_CHUNK)), timed_out=True)
             time.sleep(min(_POLL_S, (now - start) / 50))  # short waits must not get longer
+
+    def abandon(self) -> None:
+        """The call has failed: end waits on the device for peers that are not heard of any more, and
+        return once its memory may go. Messages of torch.distributed: ``Device.release``."""
+        if self._window is not None:
+            used = (self._comm, self._arrivals, self._compute, *self._beside)
+            self._window.release(lambda: self._device.stream(self._where), used)
 
     def _stop_where_aborted(self) -> None:
         if _runtime.pad_aborted(self._call.pad):
@@ -202,7 +270,7 @@ class Lanes:
                 work.wait(self._most)
             except RuntimeError as error:
                 raise Broken(peer, message.chunk, timed_out=_timed_out(error)) from error
-            self._last = time.perf_counter()
+            self._ends.append(time.perf_counter())
         message.works = [entry for entry in message.works if entry[1] != receives]
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -256,8 +324,8 @@ class Lanes:
     def seconds(self) -> dict[str, float]:
         """``compute``: in which there was compute. ``comm``: from the first message posted to the last
         one complete; the two overlap in a pipelined view. Only after the call has ended."""
-        both = [] if self._first is None else [(self._first, self._last)]
-        return {"comm": self._covered(both), "compute": self._covered(self._spans)}
+        messages = [(self._first, end) for end in self._ends]
+        return {"comm": self._covered(messages), "compute": self._covered(self._spans)}
 
     def _covered(self, spans: Sequence[tuple[Any, Any]]) -> float:
         """Seconds that lie in any of the spans, which follow one another or overlap."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mkernel.backends.accelerators.streams.lanes import Lanes
+from mkernel.backends.accelerators.streams.lanes import Lanes, Sent
 from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.rows import chunks, rotation
 from mkernel.backends.base import Call
@@ -27,7 +27,8 @@ def reduced(call: Call, lanes: Lanes, shares: Sequence[tuple[int, int]], out: to
     factor = Factor(call.tensors["b"], torch.float32)
     first, last = shares[rank]
     width, rows = out.shape[1], last - first
-    slots = lanes.scratch("slots", (call.plan.world_size, rows, width), torch.float32)
+    landing = lanes.landing("slots")  # of as many rows as any rank has
+    slots = landing[:, :rows]
 
     waiting = []
     for target, source in rotation(call.plan, rank):
@@ -41,7 +42,7 @@ def reduced(call: Call, lanes: Lanes, shares: Sequence[tuple[int, int]], out: to
                 low, high = mine[number]
                 with lanes.compute():
                     factor.product(a[start + low : start + high], partial[low:high])
-                sends = [(target, partial[low:high])]
+                sends = [Sent(target, partial[low:high], landing[rank, low:high])]
             if number < len(theirs):
                 low, high = theirs[number]
                 receives = [(source, slots[source, low:high])]

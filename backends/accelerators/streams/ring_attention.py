@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mkernel.backends.accelerators.streams.lanes import Lanes
+from mkernel.backends.accelerators.streams.lanes import Lanes, Sent
 from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
 from mkernel.backends.accelerators.streams.rows import chunks
 from mkernel.backends.base import Call
@@ -83,7 +83,9 @@ def _blocks(call: Call, lanes: Lanes, cells: list[_Cell]) -> Iterator[tuple[int,
             passed = [_Cell(c.slot, c.start, torch.empty_like(c.kv)) for c in cells]
             messages = [
                 lanes.post(
-                    [((rank + 1) % world, cell.kv)], [((rank - 1) % world, place.kv)], number
+                    [Sent((rank + 1) % world, cell.kv, None)],
+                    [((rank - 1) % world, place.kv)],
+                    number,
                 )
                 for number, (cell, place) in enumerate(zip(cells, passed, strict=True))
             ]

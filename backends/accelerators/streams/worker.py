@@ -34,7 +34,8 @@ _LOOK_S = 0.02
 class StreamsLaunch(Launch):
     """A call on the worker's thread."""
 
-    def __init__(self, call: Call, op: Op, device: Device) -> None:
+    def __init__(self, call: Call, op: Op, device: Device, *, one_sided: bool) -> None:
+        self._one_sided = one_sided
         self._call = call
         self._op = op
         self._device = device
@@ -59,12 +60,19 @@ class StreamsLaunch(Launch):
             if self._stream is not None:
                 context = self._device.on(self._stream)
             with torch.inference_mode(self.inference), torch.no_grad(), context:
-                lanes = Lanes(self._call, self._device, self._where, scratch)
-                with lanes.shared_cores():
-                    self._results = self._op(self._call, lanes)
-                    lanes.finish()
+                lanes = Lanes(
+                    self._call, self._device, self._where, scratch, one_sided=self._one_sided
+                )
+                try:
+                    with lanes.shared_cores():
+                        self._results = self._op(self._call, lanes)
+                        lanes.finish()
+                        self._queued.set()
+                        lanes.host_waits()
+                except BaseException:
                     self._queued.set()
-                    lanes.host_waits()
+                    lanes.abandon()
+                    raise
                 self._seconds = lanes.seconds()
         except Stopped:
             scratch.drop()
@@ -145,9 +153,10 @@ class Worker:
         self._queue: queue.SimpleQueue[StreamsLaunch] | None = None
         self._latest: StreamsLaunch | None = None
 
-    def start(self, call: Call, op: Op, device: Device) -> StreamsLaunch:
-        """Run a call after those before it, but not after one that is stuck."""
-        launch = StreamsLaunch(call, op, device)
+    def start(self, call: Call, op: Op, device: Device, *, one_sided: bool) -> StreamsLaunch:
+        """Run a call after those before it, but not after one that is stuck. ``one_sided``: its
+        workspace is a window."""
+        launch = StreamsLaunch(call, op, device, one_sided=one_sided)
         if self._queue is None or (self._latest is not None and self._latest.stuck):
             self._queue = queue.SimpleQueue()
             threading.Thread(

@@ -21,6 +21,8 @@ struct Driver {
     decltype(&cuMemImportFromShareableHandle) mem_import_from_shareable_handle;
     decltype(&cuMemGetHandleForAddressRange) mem_get_handle_for_address_range;
     decltype(&cuTensorMapEncodeTiled) tensor_map_encode_tiled;
+    decltype(&cuStreamWriteValue64) stream_write_value;
+    decltype(&cuStreamWaitValue64) stream_wait_value;
 };
 
 // The functions of the installed driver. Any thread. CudaError where there is no driver, or one

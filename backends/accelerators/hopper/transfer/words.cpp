@@ -1,0 +1,33 @@
+#include "backends/accelerators/hopper/transfer/words.hpp"
+
+#include "backends/accelerators/hopper/host/driver.hpp"
+#include "backends/accelerators/hopper/host/error.hpp"
+
+namespace mkernel::hopper::transfer {
+
+namespace {
+
+// What peers wrote before the word must be visible after the wait, where the device may reorder it.
+bool reorders_remote_writes(int device) {
+    int can_flush = 0;
+    check(driver().device_get_attribute(&can_flush, CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES,
+                                        device),
+          "cuDeviceGetAttribute");
+    return can_flush != 0;
+}
+
+}  // namespace
+
+void write_word(std::uint64_t address, std::uint64_t value, cudaStream_t stream) {
+    // By default it comes with a fence of the whole system.
+    check(driver().stream_write_value(stream, address, value, CU_STREAM_WRITE_VALUE_DEFAULT),
+          "cuStreamWriteValue64");
+}
+
+void wait_word(int device, std::uint64_t address, std::uint64_t value, cudaStream_t stream) {
+    unsigned flags = CU_STREAM_WAIT_VALUE_GEQ;
+    if (reorders_remote_writes(device)) flags |= CU_STREAM_WAIT_VALUE_FLUSH;
+    check(driver().stream_wait_value(stream, address, value, flags), "cuStreamWaitValue64");
+}
+
+}  // namespace mkernel::hopper::transfer

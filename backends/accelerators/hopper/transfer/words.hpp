@@ -1,0 +1,19 @@
+// Signals of copies: words in memory that streams write and wait for, without a multiprocessor.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace mkernel::hopper::transfer {
+
+// Write `value` to the word at `address`, on this device or a peer's, after all that was put on
+// `stream` before: whoever sees the value sees what that wrote, too. Returns at once. CudaError.
+void write_word(std::uint64_t address, std::uint64_t value, cudaStream_t stream);
+
+// `stream`, of device `device`, goes on once the word at `address` there is `value` or later (as a
+// signed difference). It has no deadline: whoever gives up must write such a value. Returns at once.
+// CudaError.
+void wait_word(int device, std::uint64_t address, std::uint64_t value, cudaStream_t stream);
+
+}  // namespace mkernel::hopper::transfer
