@@ -19,7 +19,7 @@ from mkernel.backends.base import (
     Workspace,
 )
 from mkernel.backends.runtime.host_memory import HostMemory
-from mkernel.errors import ArgumentError, Unsupported
+from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.order import Runs
 from mkernel.settings import load
@@ -28,7 +28,7 @@ from mkernel.topology.model import Accelerator
 if TYPE_CHECKING:
     import torch
 
-    from mkernel.backends.accelerators.hopper.memory import DeviceMemory
+    from mkernel.backends.accelerators.streams.windows import Windows
     from mkernel.backends.accelerators.streams.worker import Op, StreamsLaunch, Worker
 
 _OPS = {
@@ -68,8 +68,8 @@ class StreamsAccelerator(AcceleratorBackend):
         self.device = self._device.name
         self.collectives = self._device.collectives
         self._capabilities = _capabilities(self._device)
-        self._one_sided: set[str] = set()  # digests of the plans whose workspaces are windows
-        self._mapped: int | None = None  # the device of what `allocate` made in this world
+        self._left: list[Windows] = []  # of worlds whose calls did not end
+        self._windows: Windows | None = None  # of the world that is open, where there may be any
 
     def status(self) -> Status:
         """Usable wherever torch.distributed is and the device is there."""
@@ -95,77 +95,62 @@ class StreamsAccelerator(AcceleratorBackend):
     def open(self, device: Accelerator) -> None:
         """Choose the process's device, where it has not."""
         self._device.choose(device.index)
-        self._one_sided.clear()
-        self._mapped = None
+        self._windows = _windows(self._device)
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
-        """The tensors' device, where symmetric memory lies on one. ArgumentError for another device
-        than that of earlier symmetric memory."""
-        if not self._device.copies:
-            return nullcontext()
-        for name, tensor in tensors.items():
-            if self._mapped not in (None, tensor.get_device()):
-                raise ArgumentError(
-                    f"{name}.device",
-                    tensor.device,
-                    f"cuda:{self._mapped}, where what peers write to lies in this world",
-                )
-        return self._device.at(next(iter(tensors.values())).device)
+        """The tensors' device, where symmetric memory lies on one."""
+        return nullcontext() if self._windows is None else self._windows.on(tensors)
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed memory of the current device where peers can map it; else shared host pages."""
-        if not self._device.copies:
+        if self._windows is None:
             return HostMemory.create(nbytes)
-        self._mapped = self._device.index()
-        return self._memory.create(nbytes, self._mapped)
+        return self._windows.allocate(nbytes)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
         """Map a same-node peer's memory. OSError where it is gone, or devices cannot reach it."""
-        if not self._device.copies:
+        if self._windows is None:
             return HostMemory.attach(descriptor)
-        assert self._mapped is not None  # every rank allocates first
-        try:
-            return self._memory.attach(descriptor, self._mapped)
-        except OSError as error:
-            raise OSError(
-                f"{error}; MKERNEL_STREAMS_COPIES=0 on all ranks does without such memory"
-            ) from error
+        return self._windows.attach(descriptor)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """A window, shared by all plans of a world, where messages are puts; else torch's allocator
-        serves the calls."""
-        from mkernel.backends.accelerators.streams.window import window_bytes
-
-        nbytes = window_bytes(plan) if self._device.copies else 0
-        if nbytes == 0:
+        """A window where messages are puts; else none: torch's allocator serves the calls."""
+        if self._windows is None:
             return Workspace(nbytes=0, signals=0)
-        self._one_sided.add(plan.digest())
-        return Workspace(nbytes=nbytes, signals=0, shared=True)
+        return self._windows.workspace(plan)
 
     def launch(self, call: Call) -> StreamsLaunch:
         """Hand the call to the worker's thread. On a device that queues return once it is queued, else
         at once."""
-        one_sided = call.plan.digest() in self._one_sided
-        launch = self._worker.start(call, _op(call.plan.op), self._device, one_sided=one_sided)
+        words = None if self._windows is None else self._windows.words(call)
+        launch = self._worker.start(call, _op(call.plan.op), self._device, words)
         if self._device.queues:
             launch.until_queued()
         return launch
 
     def close(self, timeout_s: float) -> bool:
         """Wait for a call that is only queued: its thread looks at the world's memory."""
-        return not self._device.queues or self._worker.idle(timeout_s)
-
-    @property
-    def _memory(self) -> type[DeviceMemory]:
-        from mkernel.backends.accelerators.hopper.memory import DeviceMemory  # needs torch
-
-        return DeviceMemory
+        windows, self._windows = self._windows, None
+        idle = not self._device.queues or self._worker.idle(timeout_s)
+        if windows is not None and idle:
+            windows.close()
+        elif windows is not None:
+            self._left.append(windows)
+        return idle
 
     @cached_property
     def _worker(self) -> Worker:
         from mkernel.backends.accelerators.streams.worker import Worker  # needs torch
 
         return Worker()
+
+
+def _windows(device: Device) -> Windows | None:
+    if not device.copies:
+        return None
+    from mkernel.backends.accelerators.streams.windows import Windows  # needs torch
+
+    return Windows(device)
 
 
 def _capabilities(device: Device) -> AcceleratorCapabilities:

@@ -21,7 +21,7 @@ from torch import distributed
 
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.scratch import Scratch
-from mkernel.backends.accelerators.streams.window import Window, landings
+from mkernel.backends.accelerators.streams.window import Window, Words, landings
 from mkernel.backends.base import Call
 from mkernel.backends.runtime import _runtime
 
@@ -95,11 +95,11 @@ class Lanes:
         where: torch.device,
         scratch: Scratch,
         *,
-        one_sided: bool = False,
+        words: Words | None = None,
     ) -> None:
-        """``one_sided``: the call's workspace is a window."""
+        """``words``: the call's workspace is a window, and these go with it."""
         self.rank = call.rank
-        self.one_sided = one_sided
+        self.one_sided = words is not None
         self.communicates = call.view != "compute_only"
         self.sequential = call.view == "sequential"
         self.overlaps = device.has_streams and not self.sequential
@@ -116,11 +116,11 @@ class Lanes:
         self._compute = device.current(where) if device.has_streams else None
         self._comm = device.stream(where) if device.has_streams else None
         self.in_flight = device.products_in_flight() if self.overlaps else 1
-        self.peers_together = device.peers_together and not one_sided
+        self.peers_together = device.peers_together and words is None
         self._window: Window | None = None
         self._arrivals: Any = None
-        if one_sided and self.communicates:
-            self._window = Window(call)
+        if words is not None and self.communicates:
+            self._window = Window(call, words)
             self._arrivals = device.stream(where)  # a wait for a peer must not hold up puts
             self._window.open(self._arrivals)
         self._beside: list[Any] = []  # streams for products beside the compute lane
@@ -228,8 +228,7 @@ class Lanes:
         """The call has failed: end waits on the device for peers that are not heard of any more, and
         return once its memory may go. Messages of torch.distributed: ``Device.release``."""
         if self._window is not None:
-            used = (self._comm, self._arrivals, self._compute, *self._beside)
-            self._window.release(lambda: self._device.stream(self._where), used)
+            self._window.abandon((self._comm, self._arrivals, self._compute, *self._beside))
 
     def _stop_where_aborted(self) -> None:
         if _runtime.pad_aborted(self._call.pad):

@@ -1,24 +1,26 @@
 """Messages between CUDA devices of a node as puts: copy engines write to memory that peers map.
 
-A rank's window is the world's symmetric memory: first words, then the landings, each at the same place
-on every rank, so that a sender knows from its own window where something lies in a peer's. Of rank r's
-window, peer p writes the words
+A rank's window is the world's symmetric memory on its device: the landings, each at the same place on
+every rank, so that a sender knows from its own window where something lies in a peer's. The words that
+go with it are counters of the ranks' signal pads. Of rank r's, peer p writes
 
     free[p]      the latest call for which p's own window may be written to
-    arrived[p]   the latest message of p's that lies here
+    arrived[p]   the latest message of p's that lies in r's window
 
-Words only grow, from call to call too, so none is ever cleared. Streams write them and wait for
-them: no multiprocessor takes part in a message. Streams may share a hardware queue, where a wait holds
-up all that was queued later. That is no danger: every rank first says that its window is free, then
-puts and awaits step by step in the plan's order, puts first, so what a wait is for never lies behind
-a wait for the same step or a later one.
+Words only grow, from call to call and from plan to plan, so none is ever cleared. Streams write them
+and wait for them: no multiprocessor takes part in a message. They lie in host memory, so that the host
+can end all waits for a peer that is dead. Streams may share a hardware queue, where a wait holds up all
+that was queued later. That is no danger: every rank first says that its window is free, then puts and
+awaits step by step in the plan's order, puts first, so what a wait is for never lies behind a wait for
+the same step or a later one.
 """
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ import torch
 from mkernel.backends.accelerators.hopper.memory import bytes_at
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.base import Call
+from mkernel.backends.runtime import _runtime
 from mkernel.plan.model import LaunchPlan
 
 _WORD_BYTES = 8
@@ -35,7 +38,7 @@ _ALIGNMENT = 256
 _MESSAGE_BITS = 20
 """Of a word: the message's number in its call; above them the call's number in the world."""
 _ALL = 1 << 62
-"""A word that ends every wait."""
+"""In a word, it ends every wait."""
 _DRAIN_S = 60.0
 _PAUSE_S = 0.001
 
@@ -46,6 +49,11 @@ class Landing(NamedTuple):
     offset: int
     shape: tuple[int, int, int]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def landings(plan: LaunchPlan) -> dict[str, Landing]:
@@ -61,10 +69,11 @@ def landings(plan: LaunchPlan) -> dict[str, Landing]:
         wanted["slots"] = (gemm.n, torch.float32)
     if plan.op == "gemm_all_reduce":
         wanted["results"] = (gemm.n, getattr(torch, plan.out_dtype))
-    found, offset = {}, _aligned(2 * world * _WORD_BYTES)
+    found, end = {}, 0
     for name, (columns, dtype) in wanted.items():
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         found[name] = Landing(offset, (world, rows, columns), dtype)
-        offset = _aligned(offset + prod(found[name].shape) * dtype.itemsize)
+        end = offset + found[name].nbytes
     return found
 
 
@@ -76,17 +85,69 @@ def window_bytes(plan: LaunchPlan) -> int:
     pairs = ((src, dst) for src in range(world) for dst in range(world) if src != dst)
     if any(plan.route(src, dst).kind != "p2p" for src, dst in pairs):
         return 0
-    return max((_end(landing) for landing in landings(plan).values()), default=0)
+    return max((each.offset + each.nbytes for each in landings(plan).values()), default=0)
+
+
+def words_of(world: int) -> int:
+    """Counters of a signal pad that all windows of a world need together."""
+    return 2 * world
+
+
+class Words:
+    """The words of one world, on one rank, for its device to write and to wait for until ``close``."""
+
+    def __init__(self, call: Call) -> None:
+        """``call``: one whose plan has the signals. CudaError where devices cannot address the pads."""
+        self._world = call.plan.world_size
+        self._pad, self._first = call.pad, call.signal_base
+        self._native = native()
+        self._mapped = []
+        self._address: dict[int, int] = {}  # of each rank's first
+        for rank, pad in ((call.rank, call.pad), *((r, p.pad) for r, p in call.peers.items())):
+            start = pad + _runtime.pad_bytes(0) + self._first * _WORD_BYTES
+            end = start + words_of(self._world) * _WORD_BYTES
+            page = start - start % mmap.PAGESIZE
+            nbytes = -(-(end - page) // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._mapped.append(self._native.MappedPages(page, nbytes))
+            self._address[rank] = start
+
+    def free(self, peer: int) -> int:
+        """Number of the word free[peer]."""
+        return peer
+
+    def arrived(self, peer: int) -> int:
+        """Number of the word arrived[peer]."""
+        return self._world + peer
+
+    def write(self, rank: int, word: int, value: int, stream: Any) -> None:
+        """Write that rank's word once all that was put on ``stream`` before is done."""
+        address = self._address[rank] + word * _WORD_BYTES
+        self._native.write_word(address, value, stream=stream.cuda_stream)
+
+    def wait(self, rank: int, word: int, value: int, stream: Any) -> None:
+        """``stream`` goes on once that rank's word is ``value`` or more."""
+        address = self._address[rank] + word * _WORD_BYTES
+        self._native.wait_word(stream.device_index, address, value, stream=stream.cuda_stream)
+
+    def close(self) -> None:
+        """The pads may be unmapped. No stream may need the words any more."""
+        self._mapped.clear()
+
+    def end_waits(self) -> None:
+        """End this rank's waits for all words that no peer writes any more."""
+        for word in range(self._first, self._first + words_of(self._world)):
+            if _runtime.pad_load(self._pad, word) < _ALL:
+                _runtime.pad_add(self._pad, word, _ALL)
 
 
 class Window:
     """One call's puts and arrivals on one rank."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, words: Words) -> None:
         self._rank = call.rank
         self._base = call.workspace
         self._peers = {rank: memory.workspace for rank, memory in call.peers.items()}
-        self._world = call.plan.world_size
+        self._words = words
         self._landings = landings(call.plan)
         self._call = call.number << _MESSAGE_BITS
         self._put: Counter[int] = Counter()  # messages so far, by peer
@@ -95,68 +156,43 @@ class Window:
 
     def landing(self, name: str) -> torch.Tensor:
         """What peers write to, [source, rows, columns]; contiguous, uninitialised."""
-        offset, shape, dtype = self._landings[name]
-        flat = bytes_at(self._base + offset, prod(shape) * dtype.itemsize)
-        return flat.view(dtype).view(shape)
+        found = self._landings[name]
+        flat = bytes_at(self._base + found.offset, found.nbytes)
+        return flat.view(found.dtype).view(found.shape)
 
     def open(self, stream: Any) -> None:
         """Tell every peer that it may put. Whatever read this window in earlier calls has ended."""
-        for base in self._peers.values():
-            self._write(base + self._free(self._rank), self._call, stream)
+        for peer in self._peers:
+            self._words.write(peer, self._words.free(self._rank), self._call, stream)
 
     def put(self, peer: int, rows: torch.Tensor, place: torch.Tensor, stream: Any) -> None:
         """Once the peer's window is free, write ``rows`` to where ``place`` of this rank's lies in it,
         and then the message's number. Contiguous, of equal size."""
-        to = self._peers[peer]
-        self._wait(self._free(peer), self._call, stream)
+        self._words.wait(self._rank, self._words.free(peer), self._call, stream)
         self._native.copy(
-            to + place.data_ptr() - self._base,
+            self._peers[peer] + place.data_ptr() - self._base,
             rows.data_ptr(),
             rows.nbytes,
             self._native.Engine.copy_engine,
             stream=stream.cuda_stream,
         )
         self._put[peer] += 1
-        self._write(to + self._arrived(self._rank), self._call + self._put[peer], stream)
+        number = self._call + self._put[peer]
+        self._words.write(peer, self._words.arrived(self._rank), number, stream)
 
     def arrive(self, peer: int, stream: Any) -> None:
         """What is put on ``stream`` from now on sees the peer's next message."""
         self._awaited[peer] += 1
-        self._wait(self._arrived(peer), self._call + self._awaited[peer], stream)
+        number = self._call + self._awaited[peer]
+        self._words.wait(self._rank, self._words.arrived(peer), number, stream)
 
-    def release(self, new_stream: Callable[[], Any], used: Sequence[Any]) -> None:
-        """End every wait for peers, which may be dead, and return once the streams ``used`` are through
-        with what was put on them: only then may the window be unmapped. The call has failed."""
+    def abandon(self, used: Sequence[Any]) -> None:
+        """The call has failed: end every wait for peers, which may be dead, and return once the streams
+        ``used`` are through with what was put on them. Only then may the window be unmapped."""
         deadline = time.monotonic() + _DRAIN_S
-        busy = list(used)
         with suppress(RuntimeError):  # a broken device runs nothing any more
-            while busy and time.monotonic() < deadline:
-                # Again and again: a peer that lives still may write a smaller number, and a stream may
-                # share its hardware queue with one that waits.
-                stream = new_stream()
-                for word in range(2 * self._world):
-                    self._write(self._base + word * _WORD_BYTES, _ALL, stream)
+            while time.monotonic() < deadline:
+                self._words.end_waits()  # again and again: a peer that lives may still write
+                if all(stream.query() for stream in used):
+                    return
                 time.sleep(_PAUSE_S)
-                busy = [each for each in (*busy, stream) if not each.query()]
-
-    def _free(self, peer: int) -> int:
-        return peer * _WORD_BYTES
-
-    def _arrived(self, peer: int) -> int:
-        return (self._world + peer) * _WORD_BYTES
-
-    def _write(self, address: int, value: int, stream: Any) -> None:
-        self._native.write_word(address, value, stream=stream.cuda_stream)
-
-    def _wait(self, word: int, value: int, stream: Any) -> None:
-        self._native.wait_word(
-            stream.device_index, self._base + word, value, stream=stream.cuda_stream
-        )
-
-
-def _end(landing: Landing) -> int:
-    return landing.offset + prod(landing.shape) * landing.dtype.itemsize
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT

@@ -20,6 +20,7 @@ import torch
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.lanes import Broken, Lanes, Stopped
 from mkernel.backends.accelerators.streams.scratch import Scratch
+from mkernel.backends.accelerators.streams.window import Words
 from mkernel.backends.base import Call, Launch, LaunchTimes
 from mkernel.backends.runtime import _runtime
 
@@ -34,8 +35,8 @@ _LOOK_S = 0.02
 class StreamsLaunch(Launch):
     """A call on the worker's thread."""
 
-    def __init__(self, call: Call, op: Op, device: Device, *, one_sided: bool) -> None:
-        self._one_sided = one_sided
+    def __init__(self, call: Call, op: Op, device: Device, words: Words | None) -> None:
+        self._words = words
         self._call = call
         self._op = op
         self._device = device
@@ -60,9 +61,7 @@ class StreamsLaunch(Launch):
             if self._stream is not None:
                 context = self._device.on(self._stream)
             with torch.inference_mode(self.inference), torch.no_grad(), context:
-                lanes = Lanes(
-                    self._call, self._device, self._where, scratch, one_sided=self._one_sided
-                )
+                lanes = Lanes(self._call, self._device, self._where, scratch, words=self._words)
                 try:
                     with lanes.shared_cores():
                         self._results = self._op(self._call, lanes)
@@ -153,10 +152,10 @@ class Worker:
         self._queue: queue.SimpleQueue[StreamsLaunch] | None = None
         self._latest: StreamsLaunch | None = None
 
-    def start(self, call: Call, op: Op, device: Device, *, one_sided: bool) -> StreamsLaunch:
-        """Run a call after those before it, but not after one that is stuck. ``one_sided``: its
+    def start(self, call: Call, op: Op, device: Device, words: Words | None) -> StreamsLaunch:
+        """Run a call after those before it, but not after one that is stuck. ``words``: of a call whose
         workspace is a window."""
-        launch = StreamsLaunch(call, op, device, one_sided=one_sided)
+        launch = StreamsLaunch(call, op, device, words)
         if self._queue is None or (self._latest is not None and self._latest.stuck):
             self._queue = queue.SimpleQueue()
             threading.Thread(

@@ -27,6 +27,8 @@ void bind_transfer(py::module_& module) {
         "dst"_a, "src"_a, "nbytes"_a, "engine"_a, "blocks"_a = transfer::Effort{}.blocks,
         "stage_bytes"_a = transfer::Effort{}.stage_bytes, py::kw_only(), "stream"_a,
         py::call_guard<py::gil_scoped_release>());
+    py::class_<transfer::MappedPages>(module, "MappedPages")
+        .def(py::init<std::uint64_t, std::size_t>(), "address"_a, "nbytes"_a);
     module.def(
         "write_word",
         [](std::uint64_t address, std::uint64_t value, std::uint64_t stream) {

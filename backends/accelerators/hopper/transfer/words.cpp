@@ -18,6 +18,23 @@ bool reorders_remote_writes(int device) {
 
 }  // namespace
 
+MappedPages::MappedPages(std::uint64_t address, std::size_t nbytes)
+    : address_(reinterpret_cast<void*>(address)) {
+    constexpr unsigned kFlags = cudaHostRegisterMapped | cudaHostRegisterPortable;
+    check(cudaHostRegister(address_, nbytes, kFlags), "cudaHostRegister");
+    void* mapped = nullptr;
+    const cudaError_t found = cudaHostGetDevicePointer(&mapped, address_, 0);
+    if (found == cudaSuccess && mapped == address_) return;
+    cudaHostUnregister(address_);
+    check(found, "cudaHostGetDevicePointer");
+    throw CudaError("cudaHostRegister", cudaErrorNotSupported,
+                    "the device has other addresses for host memory");
+}
+
+MappedPages::~MappedPages() {
+    cudaHostUnregister(address_);
+}
+
 void write_word(std::uint64_t address, std::uint64_t value, cudaStream_t stream) {
     // By default it comes with a fence of the whole system.
     check(driver().stream_write_value(stream, address, value, CU_STREAM_WRITE_VALUE_DEFAULT),

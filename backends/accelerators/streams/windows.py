@@ -1,0 +1,75 @@
+"""What a world has of windows on one rank: memory that peers map, which plans use it, their words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from mkernel.backends.accelerators.hopper.memory import DeviceMemory
+from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.accelerators.streams.window import Words, window_bytes, words_of
+from mkernel.backends.base import Call, SymmetricMemory, Workspace
+from mkernel.errors import ArgumentError
+from mkernel.plan.model import LaunchPlan
+
+
+class Windows:
+    """From a world's begin to its end. A rank uses one device: that of its first call."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._index: int | None = None  # of the device that the memory lies on
+        self._plans: set[str] = set()  # digests of those that use windows
+        self._words: Words | None = None
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """The tensors' device. ArgumentError for another one than the memory's."""
+        for name, tensor in tensors.items():
+            if self._index not in (None, tensor.get_device()):
+                raise ArgumentError(
+                    f"{name}.device",
+                    tensor.device,
+                    f"cuda:{self._index}, where what peers write to lies in this world",
+                )
+        return self._device.at(next(iter(tensors.values())).device)
+
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        """Zeroed memory of the current device."""
+        self._index = self._device.index()
+        return DeviceMemory.create(nbytes, self._index)
+
+    def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
+        """Map a same-node peer's memory. OSError where it is gone, or the device cannot reach it."""
+        if self._index is None:
+            raise OSError("a peer's memory is mapped for the device of own memory; there is none")
+        try:
+            return DeviceMemory.attach(descriptor, self._index)
+        except OSError as error:
+            raise OSError(
+                f"{error}; MKERNEL_STREAMS_COPIES=0 on all ranks does without such memory"
+            ) from error
+
+    def workspace(self, plan: LaunchPlan) -> Workspace:
+        """Of a plan: none where its messages go through torch.distributed. The words come with the
+        world's first."""
+        nbytes = window_bytes(plan)
+        if nbytes == 0:
+            return Workspace(nbytes=0, signals=0)
+        signals = 0 if self._plans else words_of(plan.world_size)
+        self._plans.add(plan.digest())
+        return Workspace(nbytes=nbytes, signals=signals, shared=True)
+
+    def words(self, call: Call) -> Words | None:
+        """For a call whose workspace is a window; None: it is not."""
+        if call.plan.digest() not in self._plans:
+            return None
+        self._words = self._words or Words(call)
+        return self._words
+
+    def close(self) -> None:
+        """The world ends, and nothing of its calls runs any more."""
+        if self._words is not None:
+            self._words.close()

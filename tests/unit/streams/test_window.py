@@ -1,0 +1,350 @@
+"""Puts into windows, on host memory: what streams run is queued, and run in any order that they allow."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mkernel.backends.accelerators.streams import window
+from mkernel.backends.accelerators.streams.backend import StreamsAccelerator
+from mkernel.backends.accelerators.streams.exchange import exchange
+from mkernel.backends.accelerators.streams.lanes import Lanes, Sent
+from mkernel.backends.accelerators.streams.rows import share
+from mkernel.backends.accelerators.streams.scratch import Scratch
+from mkernel.backends.accelerators.streams.window import Words, landings, window_bytes, words_of
+from mkernel.backends.base import Call, PeerMemory
+from mkernel.backends.runtime import _runtime
+from mkernel.backends.runtime.host_memory import HostMemory
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.planner import plan as plan_of
+from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
+
+Step = Callable[[], bool]
+"""Does its work and is True, or must still wait."""
+POISON = float("nan")
+SIGNAL_BASE = (3 * mmap.PAGESIZE - _runtime.pad_bytes(0)) // 8 - 2
+"""The words lie on both sides of a page's end."""
+SIGNALS = SIGNAL_BASE + 64
+
+
+class Queue:
+    """A hardware queue of a rank: in order, and the first that waits holds up the rest."""
+
+    def __init__(self) -> None:
+        self.steps: deque[Step] = deque()
+
+    def add(self, work: Callable[[], Any]) -> None:
+        def step() -> bool:
+            work()
+            return True
+
+        self.steps.append(step)
+
+    def run(self) -> bool:
+        """Whether something was done."""
+        if not self.steps or not self.steps[0]():
+            return False
+        self.steps.popleft()
+        return True
+
+
+class Machine:
+    """The queues of all ranks. A stream is the index of its queue."""
+
+    def __init__(self, seed: int) -> None:
+        self.queues: list[Queue] = []
+        self.random = random.Random(seed)
+
+    def drain(self) -> bool:
+        """Run until nothing can run, in a random order; True: all is done."""
+        busy = [queue for queue in self.queues if queue.steps]
+        while busy:
+            ready = [queue for queue in self.random.sample(busy, len(busy)) if queue.run()]
+            if not ready:
+                return False
+            busy = [queue for queue in self.queues if queue.steps]
+        return True
+
+
+class Native:
+    """Of `_hopper`, what a window needs."""
+
+    Engine = SimpleNamespace(copy_engine="copy_engine")
+
+    def __init__(self, machine: Machine) -> None:
+        self._queues = machine.queues
+
+    def MappedPages(self, address: int, nbytes: int) -> object:
+        assert address % mmap.PAGESIZE == nbytes % mmap.PAGESIZE == 0
+        return address
+
+    def copy(self, dst: int, src: int, nbytes: int, engine: str, *, stream: int) -> None:
+        assert engine == "copy_engine"
+        self._queues[stream].add(lambda: ctypes.memmove(dst, src, nbytes))
+
+    def write_word(self, address: int, value: int, *, stream: int) -> None:
+        word = ctypes.c_int64.from_address(address)
+        self._queues[stream].add(lambda: setattr(word, "value", value))
+
+    def wait_word(self, device: int, address: int, value: int, *, stream: int) -> None:
+        word = ctypes.c_int64.from_address(address)
+        self._queues[stream].steps.append(lambda: word.value >= value)
+
+
+class Event:
+    def __init__(self) -> None:
+        self.done = False
+
+    def record(self, stream: Stream) -> None:
+        stream.queue.add(lambda: setattr(self, "done", True))
+
+    def query(self) -> bool:
+        return self.done
+
+
+class Stream:
+    device_index = 0
+
+    def __init__(self, machine: Machine, queue: Queue) -> None:
+        self.queue = queue
+        self.cuda_stream = machine.queues.index(queue)
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.steps.append(event.query)
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
+
+    def query(self) -> bool:
+        return not self.queue.steps
+
+
+class FakeDevice:
+    """A rank's device. ``queues``: hardware queues that its streams share."""
+
+    has_streams = True
+    peers_together = True
+
+    def __init__(self, machine: Machine, queues: int) -> None:
+        self._machine = machine
+        self._queues = [Queue() for _ in range(queues)]
+        machine.queues += self._queues
+        self._made = 0
+        self.first = self.stream()
+
+    def stream(self, device: object = None) -> Stream:
+        self._made += 1
+        return Stream(self._machine, self._queues[self._made % len(self._queues)])
+
+    def current(self, device: object) -> Stream:
+        return self.first
+
+    def event(self) -> Event:
+        return Event()
+
+    def on(self, stream: Stream) -> Any:
+        return memoryview(b"")  # a context that does nothing
+
+    def products_in_flight(self) -> int:
+        return 2
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(seed=1)
+
+    def bytes_at(address: int, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+    monkeypatch.setattr(window, "native", lambda: Native(made))
+    monkeypatch.setattr(window, "bytes_at", bytes_at)
+    return made
+
+
+def plan(op: str, world: int, nodes: int = 1, no_p2p: bool = False, **sizes: int) -> LaunchPlan:
+    """Of a GEMM op on devices of one node, or a part of them on each of several."""
+    each = world // nodes
+    node = Node(
+        id=0, hostname="host", numa=(NumaNode(id=0, cpus=(0,)),),
+        accelerators=tuple(
+            Accelerator(id=f"cuda{i}", kind="cuda", name="GPU", index=i) for i in range(each)
+        ),
+        no_p2p=(("cuda0", "cuda1"),) if no_p2p else (),
+    )  # fmt: skip
+    return plan_of(
+        op,
+        sizes,
+        dtype="float32",
+        nodes=nodes,
+        ranks_per_node=each,
+        accelerator="streams",
+        capabilities=StreamsAccelerator("cpu").capabilities(),
+        nic=None,
+        verbs=None,
+        topology=Topology(nodes=tuple(node.model_copy(update={"id": i}) for i in range(nodes))),
+    )
+
+
+class Rank:
+    """One rank's memory, device and calls."""
+
+    def __init__(self, machine: Machine, rank: int, nbytes: int, queues: int) -> None:
+        self.rank = rank
+        self.device = FakeDevice(machine, queues)
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.pad = HostMemory.create(_runtime.pad_bytes(SIGNALS))
+        _runtime.pad_format(self.pad.address, SIGNALS)
+        self.words: Words | None = None
+
+    def lanes(self, plan: LaunchPlan, number: int, ranks: list[Rank]) -> tuple[Call, Lanes]:
+        call = Call(
+            plan=plan, rank=self.rank, tensors={}, epoch=1, number=number,
+            pad=self.pad.address, workspace=self.memory.data_ptr(), signal_base=SIGNAL_BASE,
+            peers={r.rank: PeerMemory(r.pad.address, r.memory.data_ptr())
+                   for r in ranks if r is not self},
+            region=0, fifo=0, timeout_s=1.0,
+        )  # fmt: skip
+        device: Any = self.device
+        self.words = self.words or Words(call)
+        return call, Lanes(call, device, torch.device("cpu"), Scratch(), words=self.words)
+
+
+def world_of(machine: Machine, plan: LaunchPlan, queues: int) -> list[Rank]:
+    nbytes = window_bytes(plan)
+    assert nbytes > 0
+    return [Rank(machine, rank, nbytes, queues) for rank in range(plan.world_size)]
+
+
+def word_at(rank: Rank, word: int) -> int:
+    return rank.pad.address + _runtime.pad_bytes(0) + 8 * word
+
+
+def rows_of(rank: int, number: int, shape: tuple[int, int]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(shape, generator=generator)
+
+
+@pytest.mark.parametrize("queues", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_everyones_rows_arrive_call_after_call(
+    machine: Machine, world: int, queues: int, chunk: int | None
+) -> None:
+    """Also where all streams of a rank share one hardware queue; and words are never cleared."""
+    made = plan("all_gather_gemm", world, m=7 * world, n=8, k=5)
+    made = made.model_copy(update={"rows_per_chunk": chunk})
+    ranks = world_of(machine, made, queues)
+    for number in (1, 2, 5):
+        gathered = []
+        for one in ranks:
+            call, lanes = one.lanes(made, number, ranks)
+            own = rows_of(one.rank, number, (7, 5))
+            whole = lanes.landing("gathered")
+            whole.fill_(POISON)  # before any rank has said that its window is free
+            gathered.append((whole, own, call, lanes))
+        for whole, own, call, lanes in gathered:
+            exchange(call, lanes, lambda target, own=own: own, whole.__getitem__)
+            lanes.finish()
+        assert machine.drain()
+        for rank, (whole, *_) in enumerate(gathered):
+            for source in range(world):
+                wanted = rows_of(source, number, (7, 5))
+                assert source == rank or torch.equal(whole[source], wanted)
+
+
+def test_uneven_shares_land_where_they_belong(machine: Machine) -> None:
+    """Seven rows of three ranks: chunks of both directions differ in number."""
+    made = plan("gemm_all_reduce", 3, m=7, n=4, k=16)
+    ranks = world_of(machine, made, 1)
+    shares = [share(7, 3, rank) for rank in range(3)]
+    kept = []
+    for one in ranks:
+        call, lanes = one.lanes(made, 1, ranks)
+        first, last = shares[one.rank]
+        kept.append((call, lanes, lanes.landing("results"), last - first))
+    for call, lanes, landing, rows in kept:
+        results = [landing[rank, : end - start] for rank, (start, end) in enumerate(shares)]
+        own = rows_of(call.rank, 1, (rows, 4)).to(landing.dtype)
+        exchange(call, lanes, lambda target, own=own: own, results.__getitem__)
+    assert machine.drain()
+    for rank, (_, _, landing, _) in enumerate(kept):
+        for source, (start, end) in enumerate(shares):
+            wanted = rows_of(source, 1, (end - start, 4)).to(landing.dtype)
+            assert source == rank or torch.equal(landing[source, : end - start], wanted)
+
+
+def test_nothing_is_put_before_the_window_is_free(machine: Machine) -> None:
+    made = plan("all_gather_gemm", 2, m=8, n=8, k=8)
+    first, second = ranks = world_of(machine, made, 2)
+    _, lanes = first.lanes(made, 3, ranks)
+    own = rows_of(0, 3, (4, 8))
+    lanes.post([Sent(1, own, lanes.landing("gathered")[0])], [], 0)
+    before = second.memory[window.landings(made)["gathered"].offset :].clone()
+    machine.drain()
+    after = second.memory[window.landings(made)["gathered"].offset :]
+    assert torch.equal(before, after)
+    _, others = second.lanes(made, 3, ranks)
+    machine.drain()
+    assert torch.equal(others.landing("gathered")[0], own)
+
+
+def test_a_call_that_failed_ends_its_waits(machine: Machine, monkeypatch: Any) -> None:
+    """A peer never comes; one that lives writes a smaller number afterwards."""
+    made = plan("all_gather_gemm", 2, m=8, n=8, k=8)
+    first, _ = ranks = world_of(machine, made, 2)
+    call, lanes = first.lanes(made, 3, ranks)
+    whole = lanes.landing("gathered")
+    exchange(call, lanes, lambda target: whole[0], whole.__getitem__)
+    lanes.finish()
+    assert not machine.drain()
+    rounds = []
+
+    def asleep(seconds: float) -> None:
+        rounds.append(seconds)
+        if len(rounds) == 1:
+            for word in range(SIGNAL_BASE, SIGNAL_BASE + words_of(2)):
+                ctypes.c_int64.from_address(word_at(first, word)).value = 1
+        else:
+            machine.drain()
+
+    monkeypatch.setattr(window.time, "sleep", asleep)
+    lanes.abandon()
+    assert all(not queue.steps for queue in machine.queues)
+    assert 1 < len(rounds) < 5
+
+
+@pytest.mark.parametrize(
+    ("op", "world", "m"),
+    [("all_gather_gemm", 4, 64), ("gemm_reduce_scatter", 3, 63), ("gemm_all_reduce", 4, 5)],
+)
+def test_landings_lie_apart_behind_the_words(op: str, world: int, m: int) -> None:
+    made = plan(op, world, m=m, n=24, k=40)
+    end = 0
+    for landing in landings(made).values():
+        sources, rows, columns = landing.shape
+        assert landing.offset >= end
+        assert landing.offset % 256 == 0  # what a product reads
+        assert sources == world
+        assert rows == -(-m // world)
+        end = landing.offset + sources * rows * columns * landing.dtype.itemsize
+    assert window_bytes(made) == end
+
+
+def test_where_messages_are_not_puts() -> None:
+    """In a world of one, where devices do not reach each other, between nodes, and where sizes vary."""
+    sizes = {"m": 64, "n": 24, "k": 40}
+    assert window_bytes(plan("all_gather_gemm", 4, **sizes)) > 0
+    assert window_bytes(plan("all_gather_gemm", 1, **sizes)) == 0
+    assert window_bytes(plan("all_gather_gemm", 4, no_p2p=True, **sizes)) == 0
+    attention = {"batch": 1, "heads": 2, "kv_heads": 2, "sequence": 64, "head_dim": 8}
+    assert window_bytes(plan("ring_attention", 4, **attention)) == 0
