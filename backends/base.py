@@ -90,8 +90,8 @@ class AcceleratorCapabilities(Model):
     constants: str | None = None
     """Name of the shipped constants (``topology/data``) of its machine, where not its own."""
     process_group: bool = False
-    """Whether calls need a torch.distributed group (``Call.group``). All traffic goes through it,
-    between nodes too; no NIC session is opened."""
+    """Whether calls need a torch.distributed group (``Call.group``). What crosses nodes goes through
+    it; no NIC session is opened."""
 
     def dtype_pairs(self) -> tuple[tuple[DtypeName, DtypeName], ...]:
         """Every claimed (dtype of the inputs, dtype of the output)."""

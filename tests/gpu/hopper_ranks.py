@@ -1,4 +1,4 @@
-"""What rank processes of the hopper tests run: calls on fresh data, judged on the device in float64."""
+"""What rank processes on GPUs run: calls on fresh data, judged on the device in float64."""
 
 from __future__ import annotations
 
@@ -232,12 +232,18 @@ def one_call(shape: Shape) -> list[str]:
 
 
 def survive(
-    rank: int, size: int, victim: int, ports: tuple[int, int], shape: Shape, told: Any
+    rank: int,
+    size: int,
+    victim: int,
+    ports: tuple[int, int],
+    shape: Shape,
+    told: Any,
+    accelerator: str = "hopper",
 ) -> None:
-    """A process of a world whose victim is killed while the others' kernels wait for it; then a
+    """A process of a world whose victim is killed while the others' devices wait for it; then a
     smaller world in the surviving processes. Tells (rank, what happened)."""
     torch.cuda.set_device(rank)
-    _join(rank, size, ports[0])
+    _join(rank, size, ports[0], accelerator)
     work = Work(shape)
     work.fill(0)
     work.call()
@@ -258,18 +264,18 @@ def survive(
         mkernel.finalize(error)
     seconds = time.monotonic() - start
     alive = float(torch.ones(8, device="cuda").sum())
-    _join(rank - (rank > victim), size - 1, ports[1])
+    _join(rank - (rank > victim), size - 1, ports[1], accelerator)
     failures = judged([shape], 5)
     mkernel.finalize()
     told.put((rank, kind, seconds, alive, failures))
 
 
-def _join(rank: int, size: int, port: int) -> None:
+def _join(rank: int, size: int, port: int, accelerator: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size)
     )
     stores = [TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2)]
-    mkernel.init(accelerator="hopper", timeout_s=20, stores=(stores[0], stores[1]))
+    mkernel.init(accelerator=accelerator, timeout_s=20, stores=(stores[0], stores[1]))
 
 
 if __name__ == "__main__":  # a rank under a tool that watches one process

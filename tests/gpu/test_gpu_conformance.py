@@ -1,4 +1,4 @@
-"""The conformance kit on GPUs: hopper on each of its paths, and streams with NCCL. One test a check."""
+"""The conformance kit on GPUs: hopper on each of its paths, streams by copies and by NCCL."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ CHECKS = accelerator_checks(True)
 
 
 @functools.cache
-def subject(name: str) -> AcceleratorSubject:
-    """The backend, if it can run here."""
-    judged = AcceleratorSubject(name, True, 0)
+def subject(backend: str) -> AcceleratorSubject:
+    """The backend, if it can run here, in one of its ways."""
+    judged = AcceleratorSubject(backend.partition("-")[0], True, 0)
     judged.require_usable()
     assert judged.backend.device == "cuda"
     return judged
 
 
-@pytest.mark.parametrize("backend", ["hopper-fused", "hopper-library", "streams"])
+@pytest.mark.parametrize(
+    "backend", ["hopper-fused", "hopper-library", "streams-copies", "streams-messages"]
+)
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
 def test_promise(check: Check, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, _, path = backend.partition("-")
-    if path:  # left to the planner, small calls would all take the same
-        monkeypatch.setenv("MKERNEL_PATH", path)
-    result: Any = run_check(check, subject(name))
+    name, _, way = backend.partition("-")
+    if name == "hopper":  # left to the planner, small calls would all take the same path
+        monkeypatch.setenv("MKERNEL_PATH", way)
+    else:
+        monkeypatch.setenv("MKERNEL_STREAMS_COPIES", str(int(way == "copies")))
+    result: Any = run_check(check, subject(backend))
     if result.outcome == "skipped":
         pytest.skip(result.message)
     assert result.outcome == "passed", f"{check.promise}\n{result.message}"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import queue
 import shutil
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +14,10 @@ import hopper_ranks
 import pytest
 from device_buffers import needs_gpus
 from hopper_ranks import OPS, Shape
+from survivors import judge_survivors
 
 import mkernel
 from mkernel.errors import Timeout
-from mkernel.launch import host_store
 
 pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
 
@@ -57,38 +54,7 @@ def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(
 @several
 @pytest.mark.parametrize("op", OPS)
 def test_a_rank_killed_while_kernels_wait_for_it(op: str, world: int) -> None:
-    victim = 1
-    stores = [host_store(world, 30) for _ in range(2)]
-    ports = tuple(port for _, port in stores)
-    context = multiprocessing.get_context("forkserver")
-    told: Any = context.Queue()
-    shape = Shape(op, 1536, 512, 512)
-    processes = [
-        context.Process(
-            target=hopper_ranks.survive, args=(rank, world, victim, ports, shape, told), daemon=True
-        )
-        for rank in range(world)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        found: dict[int, Any] = {}
-        with suppress(queue.Empty):
-            for _ in range(world - 1):
-                rank, *rest = told.get(timeout=60)
-                found[rank] = rest
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(10)
-        del stores
-    assert sorted(found) == [rank for rank in range(world) if rank != victim]
-    for kind, seconds, alive, failures in found.values():
-        assert kind.startswith("PeerFailure")
-        assert f"rank {victim}" in kind
-        assert seconds < 20
-        assert alive == 8
-        assert failures == []  # the next world in the same process is sound
+    judge_survivors("hopper", Shape(op, 1536, 512, 512), world)
 
 
 @pytest.mark.timeout(400)

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.streams import StreamsAccelerator, online_softmax
+from mkernel.backends.accelerators.streams import device as device_module
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.matmul import Factor, float32_sums
 from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
 from mkernel.backends.accelerators.streams.routing import route
 from mkernel.backends.accelerators.streams.rows import chunks, rotation, share
 from mkernel.backends.accelerators.streams.scratch import Scratch
+from mkernel.backends.base import Status
 from mkernel.errors import ArgumentError
 from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.planner import plan as plan_of
@@ -227,6 +229,20 @@ def test_devices_that_are_not_there() -> None:
     assert Device("npu").collectives == "hccl"
     with pytest.raises(ArgumentError, match="MKERNEL_STREAMS_DEVICE"):
         Device("toaster")
+
+
+def test_puts_are_for_devices_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on a CPU, not without the native module, not where the user says no."""
+    monkeypatch.setattr(device_module.native, "missing", lambda: None)
+    assert Device("cuda").copies
+    assert "p2p" in StreamsAccelerator("cuda").capabilities().transfer_paths
+    assert not Device("cpu").copies
+    assert not StreamsAccelerator("cpu").capabilities().peer_access
+    with monkeypatch.context() as without:
+        without.setattr(device_module.native, "missing", lambda: Status(False, "not built"))
+        assert not Device("cuda").copies
+    monkeypatch.setenv("MKERNEL_STREAMS_COPIES", "0")
+    assert not Device("cuda").copies
 
 
 def test_the_device_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:

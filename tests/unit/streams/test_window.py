@@ -1,4 +1,4 @@
-"""Puts into windows, on host memory: what streams run is queued, and run in any order that they allow."""
+"""Puts into windows, on host memory: streams are queues, run in any order that they allow."""
 
 from __future__ import annotations
 
@@ -240,7 +240,8 @@ def rows_of(rank: int, number: int, shape: tuple[int, int]) -> torch.Tensor:
 def test_everyones_rows_arrive_call_after_call(
     machine: Machine, world: int, queues: int, chunk: int | None
 ) -> None:
-    """Also where all streams of a rank share one hardware queue; and words are never cleared."""
+    """And are seen by what follows a wait; also where all streams of a rank share one hardware queue.
+    Words are never cleared."""
     made = plan("all_gather_gemm", world, m=7 * world, n=8, k=5)
     made = made.model_copy(update={"rows_per_chunk": chunk})
     ranks = world_of(machine, made, queues)
@@ -252,14 +253,19 @@ def test_everyones_rows_arrive_call_after_call(
             whole = lanes.landing("gathered")
             whole.fill_(POISON)  # before any rank has said that its window is free
             gathered.append((whole, own, call, lanes))
+        seen = [torch.full((world, 7, 5), POISON) for _ in ranks]
         for whole, own, call, lanes in gathered:
-            exchange(call, lanes, lambda target, own=own: own, whole.__getitem__)
+            arrivals = exchange(call, lanes, lambda target, own=own: own, whole.__getitem__)
+            for source, start, end, message in arrivals:
+                lanes.wait(message)
+                to, rows = (rows[source, start:end] for rows in (seen[call.rank], whole))
+                ranks[call.rank].device.first.queue.add(lambda to=to, rows=rows: to.copy_(rows))
             lanes.finish()
         assert machine.drain()
-        for rank, (whole, *_) in enumerate(gathered):
+        for rank, found in enumerate(seen):
             for source in range(world):
                 wanted = rows_of(source, number, (7, 5))
-                assert source == rank or torch.equal(whole[source], wanted)
+                assert source == rank or torch.equal(found[source], wanted)
 
 
 def test_uneven_shares_land_where_they_belong(machine: Machine) -> None:

@@ -1,0 +1,91 @@
+"""What rank processes of test_streams_windows run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import hopper_ranks
+import torch
+from hopper_ranks import Shape
+
+import mkernel
+from mkernel.backends.accelerators.streams.window import Window, Words
+from mkernel.errors import ArgumentError
+
+
+def counted(shapes: Sequence[Shape]) -> tuple[list[str], int]:
+    """Failures of one call each, and the puts of this rank."""
+    puts = []
+    put = Window.put
+
+    def counting(window: Window, *arguments: Any) -> None:
+        puts.append(arguments)
+        put(window, *arguments)
+
+    Window.put = counting  # type: ignore[method-assign]
+    try:
+        return hopper_ranks.judged(shapes, 3), len(puts)
+    finally:
+        Window.put = put  # type: ignore[method-assign]
+
+
+def hasty(shape: Shape, rounds: int) -> int:
+    """How many of so many calls are wrong where streams do not wait for what peers put; ranks are
+    late by turns."""
+    Words.wait = lambda *arguments: None  # type: ignore[method-assign]
+    return len(hopper_ranks.skewed([shape], rounds, 1))
+
+
+def gathered() -> list[bool]:
+    """Whether the A that all_gather_gemm gives back is right, call after call."""
+    world = mkernel.world()
+    found = []
+    for turn in range(4):
+        everyone = [
+            torch.randn(200, 136, generator=torch.Generator().manual_seed(turn * world.size + rank))
+            for rank in range(world.size)
+        ]
+        a = everyone[world.rank].to("cuda", torch.float16)
+        b = torch.eye(136, device="cuda", dtype=torch.float16)
+        c, whole = mkernel.all_gather_gemm(a, b, return_gathered=True)
+        wanted = torch.cat(everyone).to("cuda", torch.float16)
+        found.append(torch.equal(whole, wanted) and torch.equal(c, wanted))
+    return found
+
+
+def uneven(rows: Sequence[int]) -> list[float]:
+    """Errors of gemm_all_reduce with rows that the ranks cannot share evenly."""
+    world = mkernel.world()
+    errors = []
+    for m in rows:
+        factors = [
+            torch.randn(2, m, 64, generator=torch.Generator().manual_seed(m + rank)).double()
+            for rank in range(world.size)
+        ]
+        a, b = (x.to("cuda", torch.float32) for x in factors[world.rank])
+        out = torch.full((m, m), float("nan"), device="cuda")
+        mkernel.gemm_all_reduce(a, b.t().contiguous(), out=out)
+        wanted = torch.stack([x @ y.t() for x, y in factors]).sum(0)
+        errors.append(float((out.cpu().double() - wanted).norm() / wanted.norm()))
+    return errors
+
+
+def own_tensors() -> tuple[str, float, str]:
+    """(device of symmetric memory, error of a call into it, what a tensor elsewhere is told)."""
+    world = mkernel.world()
+    a = mkernel.empty((64, 64), torch.bfloat16)
+    out = mkernel.empty((64 * world.size, 64), torch.bfloat16)
+    a.fill_(world.rank + 1)
+    out.fill_(float("nan"))
+    mkernel.all_gather_gemm(a, torch.eye(64, device=a.device, dtype=a.dtype), out=out)
+    wanted = torch.arange(1, world.size + 1, device=a.device).repeat_interleave(64)
+    error = float((out.float() - wanted[:, None]).abs().max())
+    other = torch.device("cuda", (world.rank + 1) % torch.cuda.device_count())
+    elsewhere = torch.ones(64, 64, device=other, dtype=a.dtype)
+    try:
+        mkernel.all_gather_gemm(elsewhere, elsewhere)
+        told = "nothing"
+    except ArgumentError as refused:
+        told = str(refused)
+    return str(a.device), error, told

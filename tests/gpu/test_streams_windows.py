@@ -1,0 +1,109 @@
+"""`streams` on GPUs that map each other's memory: puts by copy engines, and what breaks them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hopper_ranks
+import pytest
+import streams_ranks
+from device_buffers import needs_gpus
+from hopper_ranks import OPS, Shape
+from survivors import judge_survivors
+
+import mkernel
+from mkernel.errors import Timeout
+
+pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
+
+several = pytest.mark.parametrize("world", [2, pytest.param(4, marks=needs_gpus(4))])
+queues = pytest.mark.parametrize("queues", [1, 8])
+"""Hardware queues of a device: with one, a wait on a stream holds up all other streams."""
+MIXED = [Shape(op, m, n, 320) for op in OPS for m, n in ((64, 264), (1024, 520), (2048, 4096))]
+
+
+def ranks(world: int, function: Any, *arguments: Any) -> list[Any]:
+    return mkernel.launch(
+        function, *arguments, ranks_per_node=world, accelerator="streams", timeout_s=30
+    )
+
+
+@several
+@pytest.mark.parametrize("copies", [0, 1])
+def test_the_setting_chooses_who_moves_the_bytes(
+    world: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_STREAMS_COPIES", str(copies))
+    shapes = [Shape(op, 512, 264, 320) for op in OPS]
+    puts = (1 + 1 + 2) * (world - 1) * copies
+    assert ranks(world, streams_ranks.counted, shapes) == [([], puts)] * world
+
+
+@several
+@queues
+@pytest.mark.parametrize("how", ["skewed", "queued"])
+def test_calls_that_reuse_windows(
+    world: int, queues: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
+    found = ranks(world, getattr(hopper_ranks, how), MIXED, 45, 7)
+    assert found == [[]] * world
+
+
+@several
+def test_two_streams(world: int) -> None:
+    assert ranks(world, hopper_ranks.two_streams, MIXED, 30) == [[]] * world
+
+
+@several
+def test_without_waits_results_are_wrong(world: int) -> None:
+    found = ranks(world, streams_ranks.hasty, Shape("all_gather_gemm", 4096, 512, 4096), 12)
+    assert sum(found) > 0
+
+
+@several
+def test_gathered_rows_and_uneven_shares(world: int) -> None:
+    assert ranks(world, streams_ranks.gathered) == [[True] * 4] * world
+    for errors in ranks(world, streams_ranks.uneven, (1, 3, 5, 37, 131)):
+        assert max(errors) < 1e-5
+
+
+@several
+def test_symmetric_memory_lies_on_the_device(world: int) -> None:
+    for rank, (device, error, told) in enumerate(ranks(world, streams_ranks.own_tensors)):
+        assert device == f"cuda:{rank}"
+        assert error == 0
+        assert "a.device" in told
+        assert f"cuda:{rank}" in told
+
+
+@several
+@queues
+@pytest.mark.parametrize("op", OPS)
+def test_an_absent_rank_is_a_time_out(
+    op: str, world: int, queues: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
+    told: dict[int, Any] = {}
+    with pytest.raises(Timeout):
+        mkernel.launch(
+            hopper_ranks.absent, Shape(op, 1024, 512, 512), world - 1, 8.0,
+            ranks_per_node=world, accelerator="streams", timeout_s=3,
+            on_report=lambda rank, payload: told.update({rank: payload}),
+        )  # fmt: skip
+    assert sorted(told) == list(range(world - 1))
+    for kind, seconds, message, alive in told.values():
+        assert kind == "Timeout"
+        assert 2.7 < seconds < 8
+        assert f"rank {world - 1}" in message.lower()
+        assert alive == 8  # the CUDA context still works
+
+
+@several
+@queues
+@pytest.mark.parametrize("op", OPS)
+def test_a_rank_killed_while_streams_wait_for_it(
+    op: str, world: int, queues: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
+    judge_survivors("streams", Shape(op, 1536, 512, 512), world)
