@@ -87,7 +87,7 @@ def test_an_absent_rank_is_a_time_out(
     told: dict[int, Any] = {}
     with pytest.raises(Timeout):
         mkernel.launch(
-            hopper_ranks.absent, Shape(op, 1024, 512, 512), world - 1, 8.0,
+            hopper_ranks.absent, Shape(op, 1024, 512, 512), world - 1, 5.0,
             ranks_per_node=world, accelerator="streams", timeout_s=3,
             on_report=lambda rank, payload: told.update({rank: payload}),
         )  # fmt: skip
