@@ -17,7 +17,11 @@ from mkernel.cases.base import badness
 
 
 def row(
-    shape: Shape, kinds: Mapping[str, Kind], ranks: Sequence[Mapping[str, Turns]], world: int
+    shape: Shape,
+    kinds: Mapping[str, Kind],
+    ranks: Sequence[Mapping[str, Turns]],
+    world: int,
+    accelerator: str,
 ) -> Row:
     """One shape's row from what each rank found; ``kinds`` by contender."""
     entries = {name: _entry(kind, [rank[name] for rank in ranks]) for name, kind in kinds.items()}
@@ -49,7 +53,7 @@ def row(
     }
     best = min(peers, key=peers.__getitem__, default=None)
     mine = medians.get("mkernel")
-    target = shape.target_for(world)
+    target = shape.target_for(world, accelerator)
     ratio = mine / compute if mine is not None and compute is not None else None
     return Row(
         shape=shape,

@@ -70,7 +70,7 @@ def run(
         provenance=found,
         clock=results[0].clock,
         rows=tuple(
-            figures.row(shape, kinds, [result.rows[i] for result in results], ranks)
+            figures.row(shape, kinds, [result.rows[i] for result in results], ranks, accelerator)
             for i, shape in enumerate(spec.shapes)
         ),
     )

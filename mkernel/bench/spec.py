@@ -15,7 +15,8 @@ class Shape(Model):
 
     Attributes:
         name: the layer or group it stands for.
-        target: largest time as a ratio to the product alone, in a world of ``target_ranks``.
+        target: largest time as a ratio to the product alone, in a world of ``target_ranks`` on
+            ``target_accelerator``; None: any.
         ranks: the world that it is meant for; None: any.
     """
 
@@ -26,6 +27,7 @@ class Shape(Model):
     name: str = ""
     target: float | None = Field(None, gt=0)
     target_ranks: int | None = Field(None, ge=1)
+    target_accelerator: str | None = None
     ranks: int | None = Field(None, ge=1)
 
     @property
@@ -33,9 +35,11 @@ class Shape(Model):
         """``M x N x K``."""
         return f"{self.m} x {self.n} x {self.k}"
 
-    def target_for(self, world: int) -> float | None:
-        """The target in a world of that many ranks."""
-        return self.target if self.target_ranks in (None, world) else None
+    def target_for(self, world: int, accelerator: str) -> float | None:
+        """The target in a world of that many ranks on an accelerator backend."""
+        meant = self.target_ranks in (None, world)
+        meant &= self.target_accelerator in (None, accelerator)
+        return self.target if meant else None
 
 
 class BenchSpec(Model):

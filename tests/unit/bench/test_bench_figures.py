@@ -18,7 +18,10 @@ KINDS: dict[str, Kind] = {
     "comm": "communication",
     "copy": "bytes",
 }
-SHAPE = Shape(op="all_gather_gemm", m=1000, n=1000, k=500, target=1.5, target_ranks=2)
+SHAPE = Shape(
+    op="all_gather_gemm", m=1000, n=1000, k=500, target=1.5, target_ranks=2,
+    target_accelerator="hopper",
+)  # fmt: skip
 
 
 def turns(*microseconds: float, error: float = 1e-3, limit: float = 3e-3) -> Turns:
@@ -35,7 +38,7 @@ def row(world: int = 2, shape: Shape = SHAPE, **others: Turns) -> Row:
         "copy": turns(50, 50, 50),
     }
     second = {**first, "mkernel": turns(120, 130, 120), **others}
-    return figures.row(shape, KINDS, [first, second], world)
+    return figures.row(shape, KINDS, [first, second], world, "hopper")
 
 
 def test_an_iteration_takes_as_long_as_its_slowest_rank() -> None:
@@ -70,8 +73,10 @@ def test_ratios() -> None:
 def test_a_target_counts_in_the_world_it_is_meant_for(
     target: float, world: int, verdict: bool | None
 ) -> None:
-    made = row(world, SHAPE.model_copy(update={"target": target}))
-    assert made.meets_target is verdict
+    shape = SHAPE.model_copy(update={"target": target})
+    assert row(world, shape).meets_target is verdict
+    elsewhere = shape.model_copy(update={"target_accelerator": "streams"})
+    assert row(world, elsewhere).meets_target is None
 
 
 @pytest.mark.parametrize("error", [4e-3, float("inf"), float("nan")])

@@ -48,7 +48,7 @@ def made(mine: float, error: float = 1e-3, dirty: bool = False) -> Report:
             "hardware": {"cpu": "a CPU", "cores": 8, "gpus": ["a GPU"] * 4, "driver": "580.1"},
             "software": {"torch": "2.11"},
         },
-        rows=(figures.row(shape, KINDS, [found, found], 2),),
+        rows=(figures.row(shape, KINDS, [found, found], 2, "hopper"),),
     )
 
 

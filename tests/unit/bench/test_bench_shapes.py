@@ -27,7 +27,9 @@ def test_sizes_on_the_command_line() -> None:
 def test_targets() -> None:
     found = shapes("targets", OPS, 4)
     assert len(found) == 12
-    assert all(each.target_for(4) is not None and each.target_for(2) is None for each in found)
+    assert all(each.target_for(4, "hopper") for each in found)
+    assert not any(each.target_for(2, "hopper") for each in found)
+    assert not any(each.target_for(4, "streams") for each in found)
     assert {each.size for each in found if each.op == "gemm_all_reduce"} == {
         "4096 x 4096 x 1024",
         "8192 x 8192 x 2048",
