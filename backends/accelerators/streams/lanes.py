@@ -224,11 +224,12 @@ class Lanes:
                 raise Broken(*next(missing, (self.rank, NO_CHUNK)), timed_out=True)
             time.sleep(min(_POLL_S, (now - start) / 50))  # short waits must not get longer
 
-    def abandon(self) -> None:
-        """The call has failed: end waits on the device for peers that are not heard of any more, and
-        return once its memory may go. Messages of torch.distributed: ``Device.release``."""
-        if self._window is not None:
-            self._window.abandon((self._comm, self._arrivals, self._compute, *self._beside))
+    def abandon(self) -> bool:
+        """The call has failed: end waits on the device for peers that are not heard of any more. True
+        once its window may go. Messages of torch.distributed: ``Device.release``."""
+        if self._window is None:
+            return True
+        return self._window.abandon((self._comm, self._arrivals, self._compute, *self._beside))
 
     def _stop_where_aborted(self) -> None:
         if _runtime.pad_aborted(self._call.pad):

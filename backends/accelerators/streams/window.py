@@ -186,13 +186,14 @@ class Window:
         number = self._call + self._awaited[peer]
         self._words.wait(self._rank, self._words.arrived(peer), number, stream)
 
-    def abandon(self, used: Sequence[Any]) -> None:
-        """The call has failed: end every wait for peers, which may be dead, and return once the streams
-        ``used`` are through with what was put on them. Only then may the window be unmapped."""
+    def abandon(self, used: Sequence[Any]) -> bool:
+        """The call has failed: end every wait for peers, which may be dead, until the streams ``used``
+        are through with what was put on them. Only then, and it is True, may the window be unmapped."""
         deadline = time.monotonic() + _DRAIN_S
         with suppress(RuntimeError):  # a broken device runs nothing any more
             while time.monotonic() < deadline:
                 self._words.end_waits()  # again and again: a peer that lives may still write
                 if all(stream.query() for stream in used):
-                    return
+                    return True
                 time.sleep(_PAUSE_S)
+        return False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -37,20 +37,17 @@ class Windows:
         return self._device.at(next(iter(tensors.values())).device)
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed memory of the current device."""
+        """Zeroed memory of the current device. OSError where it has none that peers can map."""
         self._index = self._device.index()
-        return DeviceMemory.create(nbytes, self._index)
+        with _advice():
+            return DeviceMemory.create(nbytes, self._index)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
         """Map a same-node peer's memory. OSError where it is gone, or the device cannot reach it."""
         if self._index is None:
             raise OSError("a peer's memory is mapped for the device of own memory; there is none")
-        try:
+        with _advice():
             return DeviceMemory.attach(descriptor, self._index)
-        except OSError as error:
-            raise OSError(
-                f"{error}; MKERNEL_STREAMS_COPIES=0 on all ranks does without such memory"
-            ) from error
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
         """Of a plan: none where its messages go through torch.distributed. The words come with the
@@ -73,3 +70,13 @@ class Windows:
         """The world ends, and nothing of its calls runs any more."""
         if self._words is not None:
             self._words.close()
+
+
+@contextmanager
+def _advice() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{error}; MKERNEL_STREAMS_COPIES=0 on all ranks does without such memory"
+        ) from error

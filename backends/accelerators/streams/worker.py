@@ -50,6 +50,7 @@ class StreamsLaunch(Launch):
         self._error: BaseException | None = None
         self._results: Mapping[str, Any] = {}
         self._seconds: dict[str, float] = {}
+        self._lasts = False  # on the device, though the call has failed
         self.stuck = False
 
     def run(self, scratch: Scratch) -> None:
@@ -70,7 +71,7 @@ class StreamsLaunch(Launch):
                         lanes.host_waits()
                 except BaseException:
                     self._queued.set()
-                    lanes.abandon()
+                    self._lasts = not lanes.abandon()
                     raise
                 self._seconds = lanes.seconds()
         except Stopped:
@@ -130,8 +131,8 @@ class StreamsLaunch(Launch):
                 return
 
     def ended(self, timeout_s: float) -> bool:
-        """Whether the worker is through with it, also where it has failed."""
-        return self._ended.wait(timeout_s)
+        """Whether worker and device are through with it, also where it has failed."""
+        return self._ended.wait(timeout_s) and not self._lasts
 
     def times(self) -> LaunchTimes:
         """Seconds of ``comm`` (first message posted to last one complete) and ``compute``."""

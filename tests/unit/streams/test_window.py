@@ -324,9 +324,18 @@ def test_a_call_that_failed_ends_its_waits(machine: Machine, monkeypatch: Any) -
             machine.drain()
 
     monkeypatch.setattr(window.time, "sleep", asleep)
-    lanes.abandon()
+    assert lanes.abandon()
     assert all(not queue.steps for queue in machine.queues)
     assert 1 < len(rounds) < 5
+
+
+def test_a_window_stays_where_a_stream_does_not_end(machine: Machine, monkeypatch: Any) -> None:
+    made = plan("all_gather_gemm", 2, m=8, n=8, k=8)
+    first, _ = ranks = world_of(machine, made, 2)
+    _, lanes = first.lanes(made, 3, ranks)
+    first.device.first.queue.steps.append(lambda: False)
+    monkeypatch.setattr(window, "_DRAIN_S", 0.01)
+    assert not lanes.abandon()
 
 
 @pytest.mark.parametrize(
