@@ -152,9 +152,9 @@ class Device:
         """Context: work is put on ``stream``, and on its device."""
         return self._module().stream(stream)
 
-    def event(self) -> Any:
-        """A new event that can measure time."""
-        return self._module().Event(enable_timing=True)
+    def event(self, *, timed: bool) -> Any:
+        """A new event. ``timed``: it can measure time, which makes a device slower to pass it."""
+        return self._module().Event(enable_timing=timed)
 
     @property
     def row_chunks(self) -> int:

@@ -108,6 +108,8 @@ class Lanes:
         self._where = where
         self._scratch = scratch
         self._deadline = time.monotonic() + call.timeout_s
+        # Marks of time on a queue delay what is behind them.
+        self._timed = call.timed or not device.queues
         self._most = timedelta(seconds=call.timeout_s)  # for one message; the group may have more
         self._messages: list[Message] = []
         self._spans: list[tuple[Any, Any]] = []  # of compute: clock readings or events
@@ -167,7 +169,7 @@ class Lanes:
             return message
         self._comm.wait_stream(self._compute)
         with self._device.on(self._comm):
-            if self._first is None:
+            if self._timed and self._first is None:
                 self._first = self._mark(self._comm)
             if self._window is None:
                 self._batch(told, chunk)
@@ -308,6 +310,9 @@ class Lanes:
 
     @contextmanager
     def _span(self, stream: Any) -> Iterator[None]:
+        if not self._timed:
+            yield
+            return
         start = self._now(stream)
         yield
         self._spans.append((start, self._now(stream)))
@@ -317,13 +322,16 @@ class Lanes:
         return time.perf_counter() if stream is None else self._mark(stream)
 
     def _mark(self, stream: Any) -> Any:
-        event = self._device.event()
+        event = self._device.event(timed=self._timed)
         event.record(stream)
         return event
 
     def seconds(self) -> dict[str, float]:
         """``compute``: in which there was compute. ``comm``: from the first message posted to the last
-        one complete; the two overlap in a pipelined view. Only after the call has ended."""
+        one complete; the two overlap in a pipelined view. Only after the call has ended; nothing where
+        it was not timed."""
+        if not self._timed:
+            return {}
         messages = [(self._first, end) for end in self._ends]
         return {"comm": self._covered(messages), "compute": self._covered(self._spans)}
 

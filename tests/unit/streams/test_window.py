@@ -133,23 +133,24 @@ class FakeDevice:
     """A rank's device. ``queues``: hardware queues that its streams share."""
 
     has_streams = True
+    queues = True
     peers_together = True
 
     def __init__(self, machine: Machine, queues: int) -> None:
         self._machine = machine
-        self._queues = [Queue() for _ in range(queues)]
-        machine.queues += self._queues
+        self._shared = [Queue() for _ in range(queues)]
+        machine.queues += self._shared
         self._made = 0
         self.first = self.stream()
 
     def stream(self, device: object = None) -> Stream:
         self._made += 1
-        return Stream(self._machine, self._queues[self._made % len(self._queues)])
+        return Stream(self._machine, self._shared[self._made % len(self._shared)])
 
     def current(self, device: object) -> Stream:
         return self.first
 
-    def event(self) -> Event:
+    def event(self, *, timed: bool) -> Event:
         return Event()
 
     def on(self, stream: Stream) -> Any:
