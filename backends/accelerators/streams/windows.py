@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mkernel.backends.accelerators.hopper.memory import DeviceMemory
+from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.window import Words, window_bytes, words_of
 from mkernel.backends.base import Call, SymmetricMemory, Workspace
@@ -60,10 +61,13 @@ class Windows:
         return Workspace(nbytes=nbytes, signals=signals, shared=True)
 
     def words(self, call: Call) -> Words | None:
-        """For a call whose workspace is a window; None: it is not."""
+        """For a call whose workspace is a window; None: it is not. OSError where the device cannot
+        address the pads."""
         if call.plan.digest() not in self._plans:
             return None
-        self._words = self._words or Words(call)
+        if self._words is None:
+            with _advice():
+                self._words = Words(call)
         return self._words
 
     def close(self) -> None:
@@ -76,7 +80,7 @@ class Windows:
 def _advice() -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, native().CudaError) as error:
         raise OSError(
             f"{error}; MKERNEL_STREAMS_COPIES=0 on all ranks does without such memory"
         ) from error
