@@ -57,7 +57,8 @@ class Landing(NamedTuple):
 
 
 def landings(plan: LaunchPlan) -> dict[str, Landing]:
-    """By name, those of a plan; the same on every rank. None for ops whose messages vary in size."""
+    """By name, those of a plan; the same on every rank. None for MoE, whose messages vary in size, and
+    for attention, which passes on what it gets."""
     if plan.op not in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"):
         return {}
     gemm, world = plan.gemm, plan.world_size

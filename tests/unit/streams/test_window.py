@@ -331,7 +331,7 @@ def test_landings_lie_apart_behind_the_words(op: str, world: int, m: int) -> Non
 
 
 def test_where_messages_are_not_puts() -> None:
-    """In a world of one, where devices do not reach each other, between nodes, and where sizes vary."""
+    """In a world of one, where devices do not reach each other, and in ops that have no landings."""
     sizes = {"m": 64, "n": 24, "k": 40}
     assert window_bytes(plan("all_gather_gemm", 4, **sizes)) > 0
     assert window_bytes(plan("all_gather_gemm", 1, **sizes)) == 0
