@@ -568,12 +568,12 @@ class World:
     def _workspace(self, needs: Workspace) -> symmetric.SymmetricBuffer:
         """Memory for a plan: its own, or what the world's plans share. The latter doubles where it is
         too small, so that all that earlier plans keep is no more than the newest."""
-        nbytes = max(1, needs.nbytes)  # a world of one needs none
         if not needs.shared and needs.nbytes == 0:  # it is still how peers' pads are known
             self._nothing = self._nothing or self._allocate(1, source=HostPages())
             return self._nothing
         if not needs.shared:
-            return self._allocate(nbytes, self.accelerator.format)
+            return self._allocate(needs.nbytes, self.accelerator.format)
+        nbytes = max(1, needs.nbytes)  # a world of one needs none
         if self._shared is None or self._shared.nbytes < nbytes:
             before = 0 if self._shared is None else self._shared.nbytes
             self._shared = self._allocate(max(nbytes, 2 * before), self.accelerator.format)

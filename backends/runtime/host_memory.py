@@ -31,7 +31,8 @@ def check_fit(room: int, offset: int, count: int, dtype: torch.dtype) -> None:
         raise ValueError(f"{count} elements of {dtype} at byte {offset} do not fit {room} bytes")
 
 
-def _page_up(nbytes: int) -> int:
+def page_up(nbytes: int) -> int:
+    """The bytes of so many whole pages as hold ``nbytes``."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -48,7 +49,7 @@ class HostMemory(SymmetricMemory):
         self._cookie = cookie
         self._owner = owner
         try:
-            self._map: mmap.mmap | None = mmap.mmap(fd, _page_up(nbytes + _COOKIE_BYTES))
+            self._map: mmap.mmap | None = mmap.mmap(fd, page_up(nbytes + _COOKIE_BYTES))
         except BaseException:
             os.close(fd)
             raise
@@ -62,7 +63,7 @@ class HostMemory(SymmetricMemory):
         cookie = secrets.token_bytes(_COOKIE_BYTES)
         fd = os.memfd_create("mkernel", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, _page_up(nbytes + _COOKIE_BYTES))
+            os.ftruncate(fd, page_up(nbytes + _COOKIE_BYTES))
             os.pwrite(fd, cookie, nbytes)
         except BaseException:
             os.close(fd)
@@ -77,7 +78,7 @@ class HostMemory(SymmetricMemory):
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
             size = os.fstat(fd).st_size
-            if nbytes < 1 or size != _page_up(nbytes + _COOKIE_BYTES):
+            if nbytes < 1 or size != page_up(nbytes + _COOKIE_BYTES):
                 raise OSError(
                     f"process {pid} no longer shares the {nbytes} bytes it exported: its "
                     f"descriptor {number} holds {size}; was the world finalized there?"

@@ -37,9 +37,9 @@ class Shape(Model):
 
     def target_for(self, world: int, accelerator: str) -> float | None:
         """The target in a world of that many ranks on an accelerator backend."""
-        meant = self.target_ranks in (None, world)
-        meant &= self.target_accelerator in (None, accelerator)
-        return self.target if meant else None
+        here = self.target_ranks in (None, world)
+        with_it = self.target_accelerator in (None, accelerator)
+        return self.target if here and with_it else None
 
 
 class BenchSpec(Model):

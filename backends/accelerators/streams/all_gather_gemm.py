@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mkernel.backends.accelerators.streams.exchange import exchange
+from mkernel.backends.accelerators.streams.exchange import exchange, take
 from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.rows import chunks
@@ -37,10 +37,7 @@ def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
         with lanes.product(message):
             factor.product(gathered[source, start:end], results[source, start:end])
     if whole is not None and gathered is not whole:
-        for source, start, end, message in arrivals:
-            lanes.wait(message)
-            with lanes.compute():
-                whole[source, start:end] = gathered[source, start:end]
+        take(lanes, arrivals, gathered, whole)
     if not lanes.communicates:
         with lanes.compute():
             for source in call.plan.order[call.rank][1:]:

@@ -56,6 +56,19 @@ def exchange(
     return arrivals
 
 
+def take(
+    lanes: Lanes,
+    arrivals: Arrivals,
+    landed: Sequence[torch.Tensor] | torch.Tensor,
+    places: Sequence[torch.Tensor] | torch.Tensor,
+) -> None:
+    """Copy each source's rows, as they arrive, from where they landed to where they belong."""
+    for source, start, end, message in arrivals:
+        lanes.wait(message)
+        with lanes.compute():
+            places[source][start:end] = landed[source][start:end]
+
+
 def _rounds(parcels: Sequence[Parcel], step: int | None) -> list[list[Part]]:
     """Every parcel's first chunk of ``step`` rows, every parcel's second, ..."""
     cut = [

@@ -99,7 +99,6 @@ class Lanes:
     ) -> None:
         """``words``: the call's workspace is a window, and these go with it."""
         self.rank = call.rank
-        self.one_sided = words is not None
         self.communicates = call.view != "compute_only"
         self.sequential = call.view == "sequential"
         self.overlaps = device.has_streams and not self.sequential
@@ -118,13 +117,14 @@ class Lanes:
         self._compute = device.current(where) if device.has_streams else None
         self._comm = device.stream(where) if device.has_streams else None
         self.in_flight = device.products_in_flight() if self.overlaps else 1
-        self.peers_together = device.peers_together and words is None
         self._window: Window | None = None
         self._arrivals: Any = None
         if words is not None and self.communicates:
             self._window = Window(call, words)
             self._arrivals = device.stream(where)  # a wait for a peer must not hold up puts
             self._window.open(self._arrivals)
+        self.one_sided = self._window is not None
+        self.peers_together = device.peers_together and not self.one_sided
         self._beside: list[Any] = []  # streams for products beside the compute lane
         self._turn = 0
 

@@ -31,6 +31,7 @@ from mkernel.backends.accelerators.hopper.memory import bytes_at
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.base import Call
 from mkernel.backends.runtime import _runtime
+from mkernel.backends.runtime.host_memory import page_up
 from mkernel.plan.model import LaunchPlan
 
 _WORD_BYTES = 8
@@ -99,7 +100,7 @@ class Words:
 
     def __init__(self, call: Call) -> None:
         """``call``: one whose plan has the signals. CudaError where devices cannot address the pads."""
-        self._world = call.plan.world_size
+        self._rank, self._world = call.rank, call.plan.world_size
         self._pad, self._first = call.pad, call.signal_base
         self._native = native()
         self._mapped = []
@@ -108,8 +109,7 @@ class Words:
             start = pad + _runtime.pad_bytes(0) + self._first * _WORD_BYTES
             end = start + words_of(self._world) * _WORD_BYTES
             page = start - start % mmap.PAGESIZE
-            nbytes = -(-(end - page) // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._mapped.append(self._native.MappedPages(page, nbytes))
+            self._mapped.append(self._native.MappedPages(page, page_up(end - page)))
             self._address[rank] = start
 
     def free(self, peer: int) -> int:
@@ -125,9 +125,9 @@ class Words:
         address = self._address[rank] + word * _WORD_BYTES
         self._native.write_word(address, value, stream=stream.cuda_stream)
 
-    def wait(self, rank: int, word: int, value: int, stream: Any) -> None:
-        """``stream`` goes on once that rank's word is ``value`` or more."""
-        address = self._address[rank] + word * _WORD_BYTES
+    def wait(self, word: int, value: int, stream: Any) -> None:
+        """``stream`` goes on once this rank's word is ``value`` or more."""
+        address = self._address[self._rank] + word * _WORD_BYTES
         self._native.wait_word(stream.device_index, address, value, stream=stream.cuda_stream)
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Window:
     def put(self, peer: int, rows: torch.Tensor, place: torch.Tensor, stream: Any) -> None:
         """Once the peer's window is free, write ``rows`` to where ``place`` of this rank's lies in it,
         and then the message's number. Contiguous, of equal size."""
-        self._words.wait(self._rank, self._words.free(peer), self._call, stream)
+        self._words.wait(self._words.free(peer), self._call, stream)
         self._native.copy(
             self._peers[peer] + place.data_ptr() - self._base,
             rows.data_ptr(),
@@ -185,7 +185,7 @@ class Window:
         """What is put on ``stream`` from now on sees the peer's next message."""
         self._awaited[peer] += 1
         number = self._call + self._awaited[peer]
-        self._words.wait(self._rank, self._words.arrived(peer), number, stream)
+        self._words.wait(self._words.arrived(peer), number, stream)
 
     def abandon(self, used: Sequence[Any]) -> bool:
         """The call has failed: end every wait for peers, which may be dead, until the streams ``used``
