@@ -238,7 +238,7 @@ def survive(
     ports: tuple[int, int],
     shape: Shape,
     told: Any,
-    accelerator: str = "hopper",
+    accelerator: str,
 ) -> None:
     """A process of a world whose victim is killed while the others' devices wait for it; then a
     smaller world in the surviving processes. Tells (rank, what happened)."""

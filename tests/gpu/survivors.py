@@ -1,4 +1,4 @@
-"""A rank that is killed while the others' devices wait for it, and what the others make of it."""
+"""A rank that is killed, or does not come, while the others' devices wait for it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 import hopper_ranks
+import pytest
 from hopper_ranks import Shape
 
+import mkernel
+from mkernel.errors import Timeout
 from mkernel.launch import host_store
 
 VICTIM = 1
@@ -50,3 +53,26 @@ def judge_survivors(accelerator: str, shape: Shape, world: int) -> None:
         assert seconds < 20
         assert alive == 8
         assert failures == []
+
+
+def judge_absence(accelerator: str, shape: Shape, world: int, absent_s: float) -> None:
+    """The last rank stays away from a call for so long. Every other rank raises Timeout before, and
+    says who waited for what; its CUDA context works."""
+    victim = world - 1
+    told: dict[int, Any] = {}
+    with pytest.raises(Timeout):
+        mkernel.launch(
+            hopper_ranks.absent, shape, victim, absent_s,
+            ranks_per_node=world, accelerator=accelerator, timeout_s=3,
+            on_report=lambda rank, payload: told.update({rank: payload}),
+        )  # fmt: skip
+    assert sorted(told) == list(range(victim))
+    for kind, seconds, message, alive in told.values():
+        assert kind == "Timeout"
+        assert 2.7 < seconds < min(9, absent_s + 3)
+        # Of the rank itself, or of one that waits for it.
+        late = f"Rank {victim} is still in call 1"
+        assert f"of rank {victim}" in message or late in message
+        assert "signal" in message
+        assert "chunk" in message
+        assert alive == 8

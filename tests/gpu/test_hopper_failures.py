@@ -8,16 +8,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import hopper_ranks
 import pytest
 from device_buffers import needs_gpus
 from hopper_ranks import OPS, Shape
-from survivors import judge_survivors
-
-import mkernel
-from mkernel.errors import Timeout
+from survivors import judge_absence, judge_survivors
 
 pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
 
@@ -32,23 +28,7 @@ def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(
     op: str, path: str, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MKERNEL_PATH", path)
-    told: dict[int, Any] = {}
-    with pytest.raises(Timeout):
-        mkernel.launch(
-            hopper_ranks.absent, Shape(op, 1024, 512, 512), world - 1, 10.0,
-            ranks_per_node=world, accelerator="hopper", timeout_s=3,
-            on_report=lambda rank, payload: told.update({rank: payload}),
-        )  # fmt: skip
-    assert sorted(told) == list(range(world - 1))
-    for kind, seconds, message, alive in told.values():
-        assert kind == "Timeout"
-        assert 2.7 < seconds < 9
-        # Of the rank itself, or of one that waits for it.
-        late = f"Rank {world - 1} is still in call 1"
-        assert f"of rank {world - 1}" in message or late in message
-        assert "signal" in message
-        assert "chunk" in message
-        assert alive == 8  # the CUDA context still works
+    judge_absence("hopper", Shape(op, 1024, 512, 512), world, absent_s=10.0)
 
 
 @several

@@ -9,17 +9,20 @@ import pytest
 import streams_ranks
 from device_buffers import needs_gpus
 from hopper_ranks import OPS, Shape
-from survivors import judge_survivors
+from survivors import judge_absence, judge_survivors
 
 import mkernel
-from mkernel.errors import Timeout
 
 pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
 
 several = pytest.mark.parametrize("world", [2, pytest.param(4, marks=needs_gpus(4))])
-queues = pytest.mark.parametrize("queues", [1, 8])
-"""Hardware queues of a device: with one, a wait on a stream holds up all other streams."""
 MIXED = [Shape(op, m, n, 320) for op in OPS for m, n in ((64, 264), (1024, 520), (2048, 4096))]
+
+
+@pytest.fixture(params=[1, 8])
+def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hardware queues of a device: with one, a wait on a stream holds up all other streams."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(request.param))
 
 
 def ranks(world: int, function: Any, *arguments: Any) -> list[Any]:
@@ -40,12 +43,9 @@ def test_the_setting_chooses_who_moves_the_bytes(
 
 
 @several
-@queues
+@pytest.mark.usefixtures("queues")
 @pytest.mark.parametrize("how", ["skewed", "queued"])
-def test_calls_that_reuse_windows(
-    world: int, queues: int, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
+def test_calls_that_reuse_windows(world: int, how: str) -> None:
     found = ranks(world, getattr(hopper_ranks, how), MIXED, 45, 7)
     assert found == [[]] * world
 
@@ -78,32 +78,14 @@ def test_symmetric_memory_lies_on_the_device(world: int) -> None:
 
 
 @several
-@queues
+@pytest.mark.usefixtures("queues")
 @pytest.mark.parametrize("op", OPS)
-def test_an_absent_rank_is_a_time_out(
-    op: str, world: int, queues: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
-    told: dict[int, Any] = {}
-    with pytest.raises(Timeout):
-        mkernel.launch(
-            hopper_ranks.absent, Shape(op, 1024, 512, 512), world - 1, 5.0,
-            ranks_per_node=world, accelerator="streams", timeout_s=3,
-            on_report=lambda rank, payload: told.update({rank: payload}),
-        )  # fmt: skip
-    assert sorted(told) == list(range(world - 1))
-    for kind, seconds, message, alive in told.values():
-        assert kind == "Timeout"
-        assert 2.7 < seconds < 8
-        assert f"rank {world - 1}" in message.lower()
-        assert alive == 8  # the CUDA context still works
+def test_an_absent_rank_is_a_time_out(op: str, world: int) -> None:
+    judge_absence("streams", Shape(op, 1024, 512, 512), world, absent_s=5.0)
 
 
 @several
-@queues
+@pytest.mark.usefixtures("queues")
 @pytest.mark.parametrize("op", OPS)
-def test_a_rank_killed_while_streams_wait_for_it(
-    op: str, world: int, queues: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
+def test_a_rank_killed_while_streams_wait_for_it(op: str, world: int) -> None:
     judge_survivors("streams", Shape(op, 1536, 512, 512), world)

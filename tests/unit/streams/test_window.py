@@ -317,7 +317,7 @@ def test_a_window_stays_where_a_stream_does_not_end(machine: Machine, monkeypatc
     ("op", "world", "m"),
     [("all_gather_gemm", 4, 64), ("gemm_reduce_scatter", 3, 63), ("gemm_all_reduce", 4, 5)],
 )
-def test_landings_lie_apart_behind_the_words(op: str, world: int, m: int) -> None:
+def test_landings_lie_apart(op: str, world: int, m: int) -> None:
     made = plan(op, world, m=m, n=24, k=40)
     end = 0
     for landing in landings(made).values():

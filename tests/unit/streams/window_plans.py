@@ -8,13 +8,12 @@ from mkernel.plan.planner import plan as plan_of
 from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
 
 
-def plan(op: str, world: int, nodes: int = 1, no_p2p: bool = False, **sizes: int) -> LaunchPlan:
-    """Of a GEMM op on devices of one node, or a part of them on each of several."""
-    each = world // nodes
+def plan(op: str, world: int, no_p2p: bool = False, **sizes: int) -> LaunchPlan:
+    """Of an op on the devices of one node, of which the first two may not reach each other."""
     node = Node(
         id=0, hostname="host", numa=(NumaNode(id=0, cpus=(0,)),),
         accelerators=tuple(
-            Accelerator(id=f"cuda{i}", kind="cuda", name="GPU", index=i) for i in range(each)
+            Accelerator(id=f"cuda{i}", kind="cuda", name="GPU", index=i) for i in range(world)
         ),
         no_p2p=(("cuda0", "cuda1"),) if no_p2p else (),
     )  # fmt: skip
@@ -22,11 +21,11 @@ def plan(op: str, world: int, nodes: int = 1, no_p2p: bool = False, **sizes: int
         op,
         sizes,
         dtype="float32",
-        nodes=nodes,
-        ranks_per_node=each,
+        nodes=1,
+        ranks_per_node=world,
         accelerator="streams",
         capabilities=StreamsAccelerator("cpu").capabilities(),
         nic=None,
         verbs=None,
-        topology=Topology(nodes=tuple(node.model_copy(update={"id": i}) for i in range(nodes))),
+        topology=Topology(nodes=(node,)),
     )
