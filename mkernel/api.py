@@ -84,7 +84,9 @@ def plan(
         )
     if topology is None:
         whole = machine.machine_topology(backends)
-        topology = machine.emulated_topology(whole, backends, nodes, ranks_per_node)
+        topology = machine.emulated_topology(
+            whole, backends, nodes, ranks_per_node, settings.ranks_per_device
+        )
     claims = registry.accelerator(backends.accelerator).capabilities()
     return _plan(
         op,

@@ -9,7 +9,7 @@ from mkernel.backends.base import AcceleratorBackend
 from mkernel.errors import BackendUnavailable
 from mkernel.identity import Backends
 from mkernel.topology.discover import discover
-from mkernel.topology.emulate import emulate
+from mkernel.topology.emulate import emulate, oversubscribe
 from mkernel.topology.model import Accelerator, Topology
 from mkernel.topology.placement import visible
 
@@ -29,9 +29,13 @@ def machine_topology(backends: Backends) -> Topology:
 
 
 def emulated_topology(
-    machine: Topology, backends: Backends, nodes: int, ranks_per_node: int
+    machine: Topology,
+    backends: Backends,
+    nodes: int,
+    ranks_per_node: int,
+    ranks_per_device: int = 1,
 ) -> Topology:
-    """``machine`` split into emulated nodes for a world on it."""
+    """``machine`` split into emulated nodes for a world on it; its devices take so many ranks each."""
     devices = registry.accelerator(backends.accelerator).probe()
     if not devices:
         usable_accelerator(backends.accelerator)  # says why, where it knows
@@ -40,6 +44,7 @@ def emulated_topology(
         )
     if not len(devices) == 1 < nodes * ranks_per_node:  # else each rank is shown its own alone
         machine = shown(machine, devices)
+    machine = oversubscribe(machine, ranks_per_device)
     nic = None
     if backends.nic:
         found = registry.nic(backends.nic).probe(backends.verbs or "system")

@@ -69,6 +69,12 @@ class Settings(BaseSettings):
         description="of GEMM ops: fused kernels (not for sums of a few elements), a library's product "
         "and a collective, or what is predicted to be faster; the same on all ranks",
     )
+    ranks_per_device: int = Field(
+        1,
+        ge=1,
+        description="ranks that share an accelerator where a node has more ranks than devices: for "
+        "tests, since they take turns there and times say nothing; the same on all ranks",
+    )
     nic: str = Field("cx7", description="NIC backend between nodes")
     verbs: str = Field("soft", description="verbs provider: soft, system, or a library's path")
     streams_device: str | None = Field(

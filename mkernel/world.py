@@ -226,7 +226,9 @@ class World:
                 if peers[node * me.ranks_per_node].host == peers[me.rank].host
             ]
             whole = machine.machine_topology(self.backends)
-            split = machine.emulated_topology(whole, self.backends, len(here), me.ranks_per_node)
+            split = machine.emulated_topology(
+                whole, self.backends, len(here), me.ranks_per_node, self.settings.ranks_per_device
+            )
             own = split.nodes[here.index(me.node)].model_copy(update={"id": me.node})
             self._bootstrap.publish(f"topology/{me.node}", own.model_dump(mode="json"))
         nodes = self._bootstrap.collect(

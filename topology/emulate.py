@@ -1,8 +1,11 @@
-"""Makes worlds out of one machine: split it into emulated nodes, or repeat it as equal nodes."""
+"""Makes worlds out of one machine: split it into emulated nodes, repeat it as equal nodes, or have
+several ranks share each device."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 from mkernel.errors import ArgumentError
@@ -84,6 +87,42 @@ def replicate(topology: Topology, nodes: int) -> Topology:
         for i in range(nodes)
     )
     return Topology(nodes=copies if nodes > 1 else (machine,))
+
+
+def oversubscribe(topology: Topology, ranks_per_device: int) -> Topology:
+    """The machine with each real accelerator listed ``ranks_per_device`` times, for as many ranks.
+
+    All devices come once before any comes again, as ``<id>.1``, ``<id>.2``, … with the same index and
+    address; every copy has the links of the device. ArgumentError if it is not one machine.
+    """
+    if ranks_per_device == 1:
+        return topology
+    if len(topology.nodes) != 1:
+        raise ArgumentError("topology", f"{len(topology.nodes)} nodes", "one machine to share")
+    machine = topology.nodes[0]
+    real = [one for one in machine.accelerators if not one.emulated]
+    turns = range(1, ranks_per_device)
+    names = {one.id: (one.id, *(f"{one.id}.{turn}" for turn in turns)) for one in real}
+    copies = (one.model_copy(update={"id": names[one.id][turn]}) for turn in turns for one in real)
+    node = machine.model_copy(
+        update={
+            "accelerators": (*machine.accelerators, *copies),
+            "fabric": tuple(
+                link.model_copy(update={"ends": ends})
+                for link in machine.fabric
+                for ends in _pairs(link.ends, names)
+            ),
+            "no_p2p": tuple(ends for pair in machine.no_p2p for ends in _pairs(pair, names)),
+        }
+    )
+    return Topology(nodes=(node,))
+
+
+def _pairs(
+    ends: tuple[str, str], names: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, str]]:
+    """Every copy of one end with every copy of the other. ``names``: of each device's copies."""
+    return itertools.product(*(names.get(end, (end,)) for end in ends))  # type: ignore[return-value]
 
 
 def _accelerators(

@@ -15,7 +15,9 @@ from mkernel.bench.provenance import provenance
 from mkernel.bench.results import Report
 from mkernel.bench.spec import BenchSpec
 from mkernel.bench.symm_mem import ENVIRONMENT
+from mkernel.errors import ArgumentError
 from mkernel.launch import host_store, launch
+from mkernel.settings import load as load_settings
 
 
 def run(
@@ -33,8 +35,14 @@ def run(
         on_row: called with each row that is done.
 
     Raises:
+        ArgumentError: ranks would share devices.
         ContenderHung: a step outlasted its deadline; names the contender. Else what a rank raised.
     """
+    shared = load_settings().ranks_per_device
+    if shared > 1:
+        raise ArgumentError(
+            "MKERNEL_RANKS_PER_DEVICE", shared, "1 for figures: ranks take turns on a shared device"
+        )
 
     def hear(_rank: int, payload: Any) -> None:
         if isinstance(payload, Hung):

@@ -218,7 +218,7 @@ def _world(
     backends = Backends(
         chosen.accelerator, chosen.nic if apart else None, chosen.verbs if apart else None
     )
-    return world_of_machine(backends, nodes, ranks, file), backends
+    return world_of_machine(backends, nodes, ranks, chosen.ranks_per_device, file), backends
 
 
 def _elsewhere(world: Topology, file: Path | None) -> bool:

@@ -68,7 +68,11 @@ def backends_of(world: Topology, chosen: Settings, apart: bool) -> Backends:
 
 
 def world_of_machine(
-    backends: Backends, nodes: int, ranks_per_node: int, file: Path | None = None
+    backends: Backends,
+    nodes: int,
+    ranks_per_node: int,
+    ranks_per_device: int = 1,
+    file: Path | None = None,
 ) -> Topology:
     """The nodes of a world that would run on this machine, split; or on the machine of a file that
     lists no accelerators, with the backend's own.
@@ -79,7 +83,7 @@ def world_of_machine(
     _check_accelerator(backends.accelerator)
     _check_nic(backends)
     topology = machine.machine_topology(backends) if file is None else load(file)
-    return machine.emulated_topology(topology, backends, nodes, ranks_per_node)
+    return machine.emulated_topology(topology, backends, nodes, ranks_per_node, ranks_per_device)
 
 
 def _check_accelerator(name: str) -> None:

@@ -128,7 +128,11 @@ def command(  # one option a parameter: this is the command line
         (verbs or settings.verbs) if nodes > 1 else None,
     )
     topology = machine.emulated_topology(
-        machine.machine_topology(backends), backends, nodes, ranks_per_node
+        machine.machine_topology(backends),
+        backends,
+        nodes,
+        ranks_per_node,
+        settings.ranks_per_device,
     )
     plan = _plan(spec, topology, backends, nodes, ranks_per_node)
     console.print(render.topology(topology))

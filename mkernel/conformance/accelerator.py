@@ -128,10 +128,10 @@ class AcceleratorSubject:
 
     @cached_property
     def room(self) -> int | None:
-        """Ranks that this machine's devices take, one each. None: any number, of devices that are
-        emulated (simulators, the CPU)."""
+        """Ranks that this machine's devices take, one each or as the setting ``ranks_per_device`` says.
+        None: any number, of devices that are emulated (simulators, the CPU)."""
         devices = [one for one in self.backend.probe() if not one.emulated]
-        return len(devices) or None
+        return len(devices) * load_settings().ranks_per_device or None
 
     def worlds(self, *wanted: tuple[int, int]) -> tuple[tuple[int, int], ...]:
         """Those of the (nodes, ranks per node) that can be tested here; where all of them have more

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from mkernel.settings import load
+
 
 def needs_gpus(count: int) -> pytest.MarkDecorator:
     """Skips where there are fewer GPUs that reach each other."""
@@ -20,6 +22,11 @@ def needs_gpus(count: int) -> pytest.MarkDecorator:
         for i in range(count)
     )
     return pytest.mark.skipif(not fits, reason=reason)
+
+
+def takes_ranks(count: int) -> pytest.MarkDecorator:
+    """Skips where the GPUs take fewer ranks: one each, or as the setting ``ranks_per_device`` says."""
+    return needs_gpus(-(-count // load().ranks_per_device))
 
 
 class Buffer:

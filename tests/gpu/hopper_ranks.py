@@ -242,7 +242,7 @@ def survive(
 ) -> None:
     """A process of a world whose victim is killed while the others' devices wait for it; then a
     smaller world in the surviving processes. Tells (rank, what happened)."""
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     _join(rank, size, ports[0], accelerator)
     work = Work(shape)
     work.fill(0)

@@ -136,8 +136,8 @@ class Rank:
 
 @contextmanager
 def ranks(count: int) -> Iterator[list[Rank]]:
-    """Processes on devices 0 to ``count`` - 1."""
-    made = [Rank(device) for device in range(count)]
+    """Processes on devices 0 to ``count`` - 1; where there are fewer, some share one."""
+    made = [Rank(number % torch.cuda.device_count()) for number in range(count)]
     try:
         yield made
     finally:

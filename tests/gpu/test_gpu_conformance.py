@@ -6,12 +6,12 @@ import functools
 from typing import Any
 
 import pytest
-from device_buffers import needs_gpus
+from device_buffers import takes_ranks
 
 from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks
 from mkernel.conformance.check import Check, run_check
 
-pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
 
 CHECKS = accelerator_checks(True)
 

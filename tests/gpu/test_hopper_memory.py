@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_buffers import needs_gpus
+from device_buffers import needs_gpus, takes_ranks
 from memory_ranks import ranks
 
 MIB = 1 << 20
 pytestmark = needs_gpus(2)
-worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=needs_gpus(4))])
+worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=takes_ranks(4))])
 
 
 def pattern(writer: int, owner: int) -> list[int]:
@@ -101,7 +101,8 @@ def test_closed_memory_is_not_offered_and_leaves_nothing() -> None:
     assert "@mkernel-" not in Path("/proc/net/unix").read_text()
 
 
-def test_two_ranks_on_one_device_are_refused() -> None:
+def test_two_ranks_on_one_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKERNEL_RANKS_PER_DEVICE", raising=False)
     with ranks(1) as made:
         descriptor = made[0].do("create", "own", MIB)
         with pytest.raises(RuntimeError, match=r"ArgumentError.*a GPU of its own for each rank"):

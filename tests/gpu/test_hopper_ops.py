@@ -7,7 +7,7 @@ from typing import Any
 
 import hopper_ranks
 import pytest
-from device_buffers import needs_gpus
+from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import OPS, Shape
 
 import mkernel
@@ -15,10 +15,10 @@ import mkernel
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
 worlds = pytest.mark.parametrize(
-    "world", [1, pytest.param(2, marks=needs_gpus(2)), pytest.param(4, marks=needs_gpus(4))]
+    "world", [1, pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
 )
 several = pytest.mark.parametrize(
-    "world", [pytest.param(2, marks=needs_gpus(2)), pytest.param(4, marks=needs_gpus(4))]
+    "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
 )
 DRAWS = 240
 MIXED = [

@@ -7,13 +7,13 @@ import os
 import pytest
 import torch
 import world_ranks
-from device_buffers import needs_gpus
+from device_buffers import needs_gpus, takes_ranks
 
 import mkernel
 from mkernel.errors import MkernelError
 
-pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
-several = pytest.mark.parametrize("world", [2, pytest.param(4, marks=needs_gpus(4))])
+pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
+several = pytest.mark.parametrize("world", [2, pytest.param(4, marks=takes_ranks(4))])
 
 
 @several
@@ -22,12 +22,14 @@ def test_tensors_of_every_rank_are_mapped_and_outlive_the_world(world: int) -> N
         world_ranks.symmetric, ranks_per_node=world, accelerator="hopper", timeout_s=30
     )
     for rank, (device, found, total) in enumerate(results):
-        assert device == rank
+        assert device == rank % torch.cuda.device_count()
         assert found == [peer + 1.0 for peer in range(world)]
         assert total == 3000.0 * (rank + 1)
 
 
-def test_ranks_that_share_a_device_are_told() -> None:
+@needs_gpus(2)
+def test_ranks_that_share_a_device_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKERNEL_RANKS_PER_DEVICE", raising=False)
     with pytest.raises(MkernelError, match="a GPU of its own for each rank"):
         mkernel.launch(world_ranks.crowded, ranks_per_node=2, accelerator="hopper", timeout_s=20)
 
@@ -39,7 +41,8 @@ def test_worlds_in_turn_leave_no_memory() -> None:
         assert min(free[1:]) >= free[0] - (64 << 20)
 
 
-def test_more_ranks_than_devices_are_refused() -> None:
+def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKERNEL_RANKS_PER_DEVICE", raising=False)
     with pytest.raises(MkernelError, match="ranks_per_node"):
         mkernel.launch(
             os.getpid, ranks_per_node=torch.cuda.device_count() + 1, accelerator="hopper"

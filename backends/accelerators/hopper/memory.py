@@ -20,6 +20,7 @@ from mkernel.backends.base import SymmetricMemory
 from mkernel.backends.runtime import fd_exchange
 from mkernel.backends.runtime.host_memory import check_fit
 from mkernel.errors import ArgumentError
+from mkernel.settings import load
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
@@ -62,19 +63,20 @@ class DeviceMemory(SymmetricMemory):
     def attach(cls, descriptor: dict[str, Any], device: int) -> DeviceMemory:
         """Map what a peer process of this host exported, for kernels of ``device``. OSError where
         it is gone, is of another kind, or the devices cannot reach each other; ArgumentError where
-        it is the same device: kernels of two processes take turns there, each waiting for the other.
+        it is the same device and the setting ``ranks_per_device`` is 1: kernels of two processes take
+        turns there, each waiting for the other.
         """
         if descriptor.get("kind") != _KIND:
             raise OSError(
                 f"a peer exported memory of kind {descriptor.get('kind')!r}, not {_KIND!r}; "
                 "do all ranks use the same accelerator?"
             )
-        if descriptor["gpu"] == pci_address(device):
+        if descriptor["gpu"] == pci_address(device) and load().ranks_per_device == 1:
             raise ArgumentError(
                 "device",
                 f"cuda:{device} (GPU {descriptor['gpu']})",
                 "a GPU of its own for each rank: torch.cuda.set_device(local_rank) before "
-                "mkernel.init",
+                "mkernel.init (or, for tests, MKERNEL_RANKS_PER_DEVICE on all ranks)",
                 why="another rank uses it too",
             )
         from mkernel.backends.accelerators.hopper import _hopper

@@ -119,6 +119,15 @@ def test_options_of_the_model_need_the_model() -> None:
     assert "--model-only" in str(done.exception)
 
 
+def test_no_figures_of_shared_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_RANKS_PER_DEVICE", "2")
+    app = typer.Typer()
+    app.command()(bench.command)
+    done = CliRunner().invoke(app, ["ag_gemm", "--accelerator", "streams", "--ranks", "2"])
+    assert isinstance(done.exception, ArgumentError)
+    assert "MKERNEL_RANKS_PER_DEVICE = 2" in str(done.exception)
+
+
 def test_every_op_by_its_own_sizes(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     asked = ("--ranks", "2", "--shapes", "m=512 n=256, m=1024 n=256 k=128")

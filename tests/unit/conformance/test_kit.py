@@ -73,11 +73,23 @@ def test_sizes_keep_to_the_claimed_alignment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "largest", "of_four"), [(1, None, None), (2, (1, 2), (1, 2)), (4, (1, 3), (1, 4))]
+    ("devices", "shared", "largest", "of_four"),
+    [
+        (1, 1, None, None),
+        (2, 1, (1, 2), (1, 2)),
+        (4, 1, (1, 3), (1, 4)),
+        (1, 2, (1, 2), (1, 2)),
+        (2, 2, (1, 3), (1, 4)),
+    ],
 )
 def test_worlds_fit_the_devices(
-    devices: int, largest: tuple[int, int] | None, of_four: tuple[int, int] | None
+    devices: int,
+    shared: int,
+    largest: tuple[int, int] | None,
+    of_four: tuple[int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("MKERNEL_RANKS_PER_DEVICE", str(shared))
     subject = AcceleratorSubject("hopper")
     subject.__dict__["backend"] = SimpleNamespace(
         probe=lambda: tuple(

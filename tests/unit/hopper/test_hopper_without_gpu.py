@@ -111,7 +111,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("fake")
-def test_peers_map_what_was_exported() -> None:
+def test_peers_map_what_was_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = DeviceMemory.create(PAGE + 1, 0)
     descriptor = json.loads(json.dumps(memory.export()))
     assert memory.export() == descriptor, "one offer for all peers"
@@ -124,6 +124,8 @@ def test_peers_map_what_was_exported() -> None:
         DeviceMemory.attach(descriptor, 3)
     with pytest.raises(ArgumentError, match="a GPU of its own for each rank"):
         DeviceMemory.attach(descriptor, 0)
+    monkeypatch.setenv("MKERNEL_RANKS_PER_DEVICE", "2")
+    peers.append(DeviceMemory.attach(descriptor, 0))
     memory.close()
     memory.close()
     with pytest.raises(OSError, match="nobody offers"):

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from mkernel.errors import ArgumentError
 from mkernel.topology.discover import emulate, replicate
+from mkernel.topology.emulate import oversubscribe
 from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Node, NumaNode, Topology
 
 SIM = Accelerator(id="ascend-sim", kind="ascend", name="simulator", index=0, emulated=True)
@@ -131,3 +132,30 @@ def test_links_and_refusals_go_where_both_of_their_ends_go() -> None:
     (alone,) = emulate(whole, 1, 4, None, SOFT).nodes
     assert (alone.fabric, alone.no_p2p) == (fabric, more["no_p2p"])
     assert emulate(whole, 1, 2, SIM, SOFT).nodes[0].fabric == ()
+
+
+def test_ranks_of_a_device_have_its_links_and_refusals() -> None:
+    node = machine(gpus=2).nodes[0]
+    fabric = tuple(
+        FabricLink(kind="nvlink", ends=each, count=1, gbs=50)
+        for each in (("cuda0", "cuda1"), ("cuda1", "switch"))
+    )
+    more = {
+        "accelerators": (*node.accelerators, SIM),
+        "fabric": fabric,
+        "no_p2p": (("cuda0", "cuda1"),),
+    }
+    whole = Topology(nodes=(node.model_copy(update=more),))
+    assert oversubscribe(whole, 1) == whole
+    (shared,) = oversubscribe(whole, 2).nodes
+    found = [(one.id, one.index) for one in shared.accelerators if not one.emulated]
+    assert found == [("cuda0", 0), ("cuda1", 1), ("cuda0.1", 0), ("cuda1.1", 1)]
+    across = {(a, b) for a in ("cuda0", "cuda0.1") for b in ("cuda1", "cuda1.1")}
+    ports = {(one, "switch") for one in ("cuda1", "cuda1.1")}
+    assert {link.ends for link in shared.fabric} == across | ports
+    assert set(shared.no_p2p) == across
+    one, two = emulate(oversubscribe(whole, 2), 2, 2, None, None).nodes
+    assert [a.id for a in one.accelerators] == ["cuda0", "cuda1"]
+    assert [a.id for a in two.accelerators] == ["cuda0.1", "cuda1.1"]
+    with pytest.raises(ArgumentError, match="one machine to share"):
+        oversubscribe(replicate(whole, 2), 2)
