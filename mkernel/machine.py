@@ -33,7 +33,7 @@ def emulated_topology(
     backends: Backends,
     nodes: int,
     ranks_per_node: int,
-    ranks_per_device: int = 1,
+    ranks_per_device: int,
 ) -> Topology:
     """``machine`` split into emulated nodes for a world on it; its devices take so many ranks each."""
     devices = registry.accelerator(backends.accelerator).probe()

@@ -122,7 +122,8 @@ def _pairs(
     ends: tuple[str, str], names: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, str]]:
     """Every copy of one end with every copy of the other. ``names``: of each device's copies."""
-    return itertools.product(*(names.get(end, (end,)) for end in ends))  # type: ignore[return-value]
+    one, other = (names.get(end, (end,)) for end in ends)
+    return itertools.product(one, other)
 
 
 def _accelerators(

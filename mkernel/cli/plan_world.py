@@ -71,7 +71,7 @@ def world_of_machine(
     backends: Backends,
     nodes: int,
     ranks_per_node: int,
-    ranks_per_device: int = 1,
+    ranks_per_device: int,
     file: Path | None = None,
 ) -> Topology:
     """The nodes of a world that would run on this machine, split; or on the machine of a file that

@@ -155,6 +155,13 @@ class OnNpu(StreamsAccelerator):
         return self.used, _Record.groups, last
 
 
+class TwoNpus(OnNpu):
+    """On a machine of two."""
+
+    def probe(self) -> tuple[Accelerator, ...]:
+        return super().probe()[:2]
+
+
 class Queueing(OnNpu):
     """As on CUDA devices: calls are only queued when they return."""
 

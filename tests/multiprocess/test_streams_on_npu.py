@@ -10,6 +10,7 @@ from typing import Any
 import npu_backend
 import pytest
 import torch
+from command_line import mkernel as mkernel_command
 from npu_backend import ALL, CUBES, VECTORS
 
 import mkernel
@@ -17,7 +18,7 @@ from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.base import View
 from mkernel.cases import case_of
 from mkernel.conformance.ranks import give_up_after
-from mkernel.errors import Timeout
+from mkernel.errors import ArgumentError, Timeout
 from mkernel.plan.shapes import SHAPES
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -49,6 +50,15 @@ def launch(op: str, backend: str = "OnNpu", view: View = "pipelined") -> list[An
     return mkernel.launch(
         called, op, view, ranks_per_node=2, accelerator=f"npu_backend:{backend}", timeout_s=60
     )
+
+
+def placed() -> tuple[bool, list[str], int | None, int]:
+    """Whether a call was right, the node's accelerators, which one is this rank's, and the ranks of a
+    larger world's plan."""
+    right, _, _ = called("all_gather_gemm", "pipelined")
+    planned = mkernel.plan("all_gather_gemm", ranks_per_node=4, **SIZES["all_gather_gemm"])
+    listed = mkernel.world().topology.nodes[0].accelerators
+    return right, [one.id for one in listed], npu_backend.Npu.chosen, planned.world_size
 
 
 def judge(told: Told) -> None:
@@ -187,6 +197,32 @@ def test_an_npu_is_chosen_where_there_is_one(installed: Any) -> None:
     device = Device(None)
     assert (device.name, device.collectives) == ("npu", "hccl")
     assert {found.kind for found in device.probe()} == {"ascend"}
+
+
+def test_ranks_may_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched() -> list[Any]:
+        return mkernel.launch(
+            placed, ranks_per_node=3, accelerator="npu_backend:TwoNpus", timeout_s=60
+        )
+
+    with pytest.raises(ArgumentError, match="at most 2, the number of ascend accelerators"):
+        launched()
+    monkeypatch.setenv("MKERNEL_RANKS_PER_DEVICE", "2")
+    devices = ["npu0", "npu1", "npu0.1"]
+    assert launched() == [(True, devices, chosen, 4) for chosen in (0, 1, 0)]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_commands_let_ranks_share_a_device(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["ag_gemm", "--accelerator", "npu_backend:TwoNpus", "--nodes", "1",
+                 "--ranks-per-node", "3", "--m", "24", "--n", "16", "--k", "16"]  # fmt: skip
+    refused = mkernel_command(command, *arguments)
+    assert refused.returncode == 2
+    assert "at most 2" in refused.stderr
+    monkeypatch.setenv("MKERNEL_RANKS_PER_DEVICE", "2")
+    done = mkernel_command(command, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_old_torch_npu_is_named(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
