@@ -123,7 +123,8 @@ def test_no_figures_of_shared_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_RANKS_PER_DEVICE", "2")
     app = typer.Typer()
     app.command()(bench.command)
-    done = CliRunner().invoke(app, ["ag_gemm", "--accelerator", "streams", "--ranks", "2"])
+    small = ["--shapes", "64x64x64", "--peers", "none", "--iterations", "1"]
+    done = CliRunner().invoke(app, ["ag_gemm", "--accelerator", "streams", "--ranks", "2", *small])
     assert isinstance(done.exception, ArgumentError)
     assert "MKERNEL_RANKS_PER_DEVICE = 2" in str(done.exception)
 
