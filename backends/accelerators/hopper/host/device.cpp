@@ -32,4 +32,12 @@ bool can_access(int from, int to) {
     return can != 0;
 }
 
+int device_of(std::uint64_t address) {
+    const OutsideCapture outside;
+    cudaPointerAttributes found{};
+    check(cudaPointerGetAttributes(&found, reinterpret_cast<const void*>(address)),
+          "cudaPointerGetAttributes");
+    return found.device;
+}
+
 }  // namespace mkernel::hopper

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,9 @@ Versions versions();
 
 // Whether kernels on device `from` can address memory of device `to`.
 bool can_access(int from, int to);
+
+// The device, in CUDA's order, whose memory `address` is; also where another process allocated it.
+int device_of(std::uint64_t address);
 
 // For calls that have nothing to do with whatever the user is capturing into a graph (queries,
 // allocations): they would end the capture, on any thread.

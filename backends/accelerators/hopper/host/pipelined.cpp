@@ -17,6 +17,14 @@ void take_over(const CallOnce& call, World& world, Product& product) {
     product.out = call.out;
 }
 
+// Whether another rank is on it.
+bool shares_device(int device, const World& world) {
+    for (int rank = 0; rank < static_cast<int>(world.regions.size()); ++rank) {
+        if (rank != world.rank && device_of(world.regions[rank]) == device) return true;
+    }
+    return false;
+}
+
 }  // namespace
 
 PipelinedGather::PipelinedGather(int device, CallOrder& order, World world, Product product,
@@ -25,20 +33,24 @@ PipelinedGather::PipelinedGather(int device, CallOrder& order, World world, Prod
       order_(order),
       world_(std::move(world)),
       product_(product),
-      chunks_(chunks) {}
+      chunks_(chunks),
+      copies_first_(shares_device(device, world_)) {}
 
 void PipelinedGather::start(const CallOnce& call) {
     const DeviceScope scope(device_);
     take_over(call, world_, product_);
     const bool several = world_.regions.size() > 1;
-    if (!several || chunks_.push_blocks != 0) {
+    const std::uint64_t row_bytes = static_cast<std::uint64_t>(product_.k) * kElementBytes;
+    const bool copied = several && chunks_.push_blocks == 0;
+    if (!copied || copies_first_) {
+        if (copied) push_rows(world_, call.a, row_bytes, chunks_, call.stream);
         all_gather_gemm(world_, product_, chunks_, several, call.stream);
         return;
     }
     const auto stream = reinterpret_cast<cudaStream_t>(call.stream);
     const auto beside = reinterpret_cast<std::uint64_t>(order_.fork(stream));
     try {
-        push_rows(world_, call.a, product_.k * kElementBytes, chunks_, beside);
+        push_rows(world_, call.a, row_bytes, chunks_, beside);
         all_gather_gemm(world_, product_, chunks_, true, call.stream);
     } catch (...) {
         order_.join(stream);

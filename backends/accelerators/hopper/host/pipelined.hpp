@@ -21,7 +21,9 @@ struct CallOnce {
 };
 
 // AllGather+GEMM. Where blocks of the kernel do not push the rows themselves (`chunks.push_blocks`),
-// copy engines do, on the second stream of `order`, which must outlive this.
+// copies do: on the second stream of `order`, which must outlive this; where a peer is on the same
+// device, before the kernel. Copies within a device are kernels, and a kernel that has every
+// multiprocessor and waits for its peers would keep them from starting.
 class PipelinedGather {
   public:
     PipelinedGather(int device, CallOrder& order, World world, Product product, Chunks chunks);
@@ -34,6 +36,7 @@ class PipelinedGather {
     World world_;
     Product product_;
     Chunks chunks_;
+    bool copies_first_;
 };
 
 // GEMM+ReduceScatter or GEMM+AllReduce.
