@@ -7,7 +7,6 @@ from typing import Any
 
 import hopper_ranks
 import pytest
-import torch
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import OPS, Shape
 
@@ -97,12 +96,6 @@ def test_late_ranks_and_reused_memory(world: int) -> None:
 def test_brief_calls_between_others(world: int) -> None:
     right(world, hopper_ranks.skewed, ONE_AFTER_ANOTHER, 60, 4)
     right(world, hopper_ranks.queued, ONE_AFTER_ANOTHER, 80, 5)
-
-
-def test_late_ranks_that_share_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late rank's copies and kernel start at once; what waits must not keep out what it waits for."""
-    monkeypatch.setenv("MKERNEL_RANKS_PER_DEVICE", "2")
-    right(2 * torch.cuda.device_count(), hopper_ranks.skewed, ONE_AFTER_ANOTHER[:4], 24, 6)
 
 
 @several
