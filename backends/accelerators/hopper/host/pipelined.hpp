@@ -22,8 +22,8 @@ struct CallOnce {
 
 // AllGather+GEMM. Where blocks of the kernel do not push the rows themselves (`chunks.push_blocks`),
 // copies do: on the second stream of `order`, which must outlive this; where a peer is on the same
-// device, before the kernel. Copies within a device are kernels, and a kernel that has every
-// multiprocessor and waits for its peers would keep them from starting.
+// device, before the kernel. Copies within a device need room on its multiprocessors, and a kernel
+// that has all of them and waits for its peers would keep them from starting.
 class PipelinedGather {
   public:
     PipelinedGather(int device, CallOrder& order, World world, Product product, Chunks chunks);
