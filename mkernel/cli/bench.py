@@ -207,4 +207,6 @@ def _draw(outcome: results.Report, path: Path, console: Console) -> None:
     try:
         plot.write(outcome, path)
     except ImportError:
-        console.print(f"{path} not drawn: matplotlib is missing; pip install 'mkernel[bench]'")
+        console.print(
+            f"{path} not drawn: matplotlib is missing; pip install 'mkernel-fused[bench]'"
+        )

@@ -236,5 +236,5 @@ def _draw(points: list[growth.Point], title: str, file: Path) -> None:
         growth.write(points, title, file)
     except ImportError as error:
         raise Unsupported(
-            f"--scaling needs matplotlib: pip install 'mkernel[bench]' ({error})"
+            f"--scaling needs matplotlib: pip install 'mkernel-fused[bench]' ({error})"
         ) from error

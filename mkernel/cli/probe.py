@@ -140,7 +140,7 @@ def _draw(node: Node, file: Path) -> None:
         picture.write(node, file)
     except ImportError as error:
         raise Unsupported(
-            f"--plot needs matplotlib: pip install 'mkernel[bench]' ({error})"
+            f"--plot needs matplotlib: pip install 'mkernel-fused[bench]' ({error})"
         ) from error
     except (OSError, ValueError) as error:
         raise ArgumentError(

@@ -389,4 +389,6 @@ def _write_pictures(run: timeline.Timeline, output: Path, console: Console) -> N
     try:
         timeline.write_timeline(run, output / "timeline.png")
     except ImportError:
-        console.print("timeline.png not drawn: matplotlib is missing; pip install 'mkernel[bench]'")
+        console.print(
+            "timeline.png not drawn: matplotlib is missing; pip install 'mkernel-fused[bench]'"
+        )

