@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import difflib
+import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -115,8 +119,22 @@ class Settings(BaseSettings):
     nic_settings: NicSettings = Field(default_factory=NicSettings)
 
 
+_PREFIX = "MKERNEL_"
+_NOT_SETTINGS = ("MKERNEL_SOFTVERBS_", "MKERNEL_PLANTED_MISTAKE", "MKERNEL_COMMIT")
+"""Beginnings of variables that others read: the software RDMA device, which refuses those that it
+does not know, and scripts."""
+
+
 def load() -> Settings:
-    """The settings as the environment gives them. ArgumentError: names the variable."""
+    """The settings as the environment gives them.
+
+    A variable that resembles a setting is taken for a misspelt one and refused; any other
+    ``MKERNEL_`` variable may belong to another program and is named in a warning.
+
+    Raises:
+        ArgumentError: names the variable that is misspelt or has an illegal value.
+    """
+    _look_for_misspelt()
     try:
         return Settings()
     except ValidationError as error:
@@ -131,4 +149,29 @@ def load() -> Settings:
 def variable(path: tuple[str, ...]) -> str:
     """The environment variable of a setting: ``("nic_settings", "queue_depth")`` →
     ``MKERNEL_NIC_SETTINGS__QUEUE_DEPTH``."""
-    return "MKERNEL_" + "__".join(path).upper()
+    return _PREFIX + "__".join(path).upper()
+
+
+def _variables(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """The variables of a model's fields and, for a group, of the group as one JSON value."""
+    for name, field in model.model_fields.items():
+        yield variable((*path, name))
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _variables(field.annotation, (*path, name))
+
+
+def _look_for_misspelt() -> None:
+    known = {name.removeprefix(_PREFIX) for name in _variables(Settings)}
+    for given in os.environ:
+        upper = given.upper()
+        name = upper.removeprefix(_PREFIX)
+        if not upper.startswith(_PREFIX) or name in known or upper.startswith(_NOT_SETTINGS):
+            continue
+        meant = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if meant:
+            raise ArgumentError(given, "(set)", f"{_PREFIX}{meant[0]}", why="no such setting")
+        warnings.warn(
+            f"{given} is set, but mkernel has no such setting; `mkernel doctor --settings` lists "
+            "those that it has",
+            stacklevel=1,
+        )

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import groupby
 from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mkernel.doctor import Report, SettingRow, examine, setting_rows
+from mkernel.doctor import Kind, Report, SettingRow, examine, setting_rows
+
+_HEADINGS: dict[Kind, str] = {
+    "accelerator": "Accelerators",
+    "nic": "NICs",
+    "fabric": "NICs",
+    "library": "Software and machine",
+    "build": "Software and machine",
+    "cpu": "Software and machine",
+    "memory": "Software and machine",
+    "npu": "NPU",
+}
 
 
 def command(
@@ -34,23 +47,31 @@ def command(
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:
-        Console().print(report_table(report))
+        Console(highlight=False).print(*report_lines(report), sep="\n")
     if not report.healthy:
         raise typer.Exit(1)
 
 
-def report_table(report: Report) -> Table:
-    """A line for every backend, provider and tool."""
+def report_lines(report: Report) -> Iterator[RenderableType]:
+    """A paragraph for every backend, provider and tool, and what to do below it.
+
+    Nothing stands beside the paragraph but the verdict, so that all of it is there however narrow the
+    terminal is.
+    """
     verdict = "ready to run" if report.healthy else "no accelerator with a NIC path is usable"
-    table = Table(title=f"mkernel doctor: {verdict}", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("kind", "name", "usable"):
-        table.add_column(name, no_wrap=True)
-    for name in ("detail", "what to do"):
-        table.add_column(name, min_width=28)
-    for row in report.rows:
-        usable = Text("yes", style="green") if row.usable else Text("no", style="red")
-        table.add_row(row.kind, Text(row.name), usable, Text(row.detail), Text(row.remedy))
-    return table
+    yield Text(f"mkernel doctor: {verdict}", style="bold")
+    for kind, rows in groupby(report.rows, key=lambda row: _HEADINGS[row.kind]):
+        yield Text(f"\n{kind}")
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(width=5, justify="right", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for row in rows:
+            usable = Text("yes", style="green") if row.usable else Text("no", style="red")
+            told = Text.assemble((row.name, "bold"), "  ", row.detail)
+            if row.remedy:
+                told.append(f"\n→ {row.remedy}", style="yellow")
+            grid.add_row(usable, told)
+        yield grid
 
 
 def settings_table(rows: list[SettingRow]) -> Table:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from mkernel import __version__
 from mkernel.errors import MkernelError, WorldError
 
 COMMANDS = ("run", "bench", "plan", "probe", "doctor", "conformance")
@@ -44,8 +45,21 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mkernel {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _mkernel() -> None:
+def _mkernel(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Fused communication+compute kernels across accelerators and NICs."""
 
 

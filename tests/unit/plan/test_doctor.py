@@ -229,3 +229,22 @@ def test_an_illegal_variable_is_named(clean: pytest.MonkeyPatch) -> None:
     clean.setenv("MKERNEL_NIC_SETTINGS__QP_TIMEOUT", "99")
     with pytest.raises(ArgumentError, match=r"MKERNEL_NIC_SETTINGS__QP_TIMEOUT = '99'"):
         doctor.setting_rows()
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_names_details_and_advice_are_whole_at_any_width(
+    install: Install, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    advice = "load the card's driver and check `ls /sys/class/infiniband`, or use the soft provider"
+    detail = "no RDMA device in /usr/lib/x86_64-linux-gnu/libibverbs.so.1 and none in another place"
+    install(
+        {"ascend": FakeAccelerator(GOOD), "hopper": FakeAccelerator(Status(False, detail, advice))},
+        {"a-backend-with-a-long-name": FakeNic(usable=("soft",))},
+    )
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = run().stdout
+    assert max(map(len, shown.splitlines())) <= width
+    unbroken = "".join(shown.split())
+    for row in doctor.examine().rows:
+        told = f"{row.name}{row.detail}" + (f"→{row.remedy}" if row.remedy else "")
+        assert "".join(told.split()) in unbroken

@@ -1,0 +1,53 @@
+"""Variables of the environment: what is misspelt is named, what is somebody else's is let pass."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from mkernel import settings
+from mkernel.errors import ArgumentError
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("MKERNEL_TIMEOUT", "MKERNEL_TIMEOUT_S"),
+        ("MKERNEL_ACCELLERATOR", "MKERNEL_ACCELERATOR"),
+        ("mkernel_verb", "MKERNEL_VERBS"),
+        ("MKERNEL_NIC_SETTINGS__QPZ", "MKERNEL_NIC_SETTINGS__QPS"),
+        ("MKERNEL_PINNING__NIC", "MKERNEL_PINNING__NICS"),
+    ],
+)
+def test_a_misspelt_setting_is_refused_by_name(
+    given: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(given, "hunter2")
+    with pytest.raises(ArgumentError) as caught:
+        settings.load()
+    assert caught.value.argument == given
+    assert caught.value.legal == meant
+    assert "hunter2" not in str(caught.value)  # it may be a misspelt secret
+
+
+def test_a_variable_of_another_program_is_named_and_let_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MKERNEL_PLUGIN_CACHE", "/tmp")
+    with pytest.warns(UserWarning, match="MKERNEL_PLUGIN_CACHE is set, but mkernel has no such"):
+        settings.load()
+
+
+def test_what_is_known_passes_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "MKERNEL_TIMEOUT_S": "5",
+        "mkernel_nic_settings__qps": "2",
+        "MKERNEL_PINNING": "{}",
+        "MKERNEL_SOFTVERBS_SEED": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = settings.load()
+    assert (found.timeout_s, found.nic_settings.qps) == (5.0, 2)
