@@ -7,10 +7,13 @@
 #include <cstdlib>
 #include <limits>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <system_error>
 #include <utility>
+
+#include <unistd.h>
 
 namespace mkernel::nics::softverbs {
 namespace {
@@ -22,26 +25,57 @@ namespace {
     throw std::system_error(EINVAL, std::generic_category(), message);
 }
 
-// The variable's value, or `otherwise` where it is unset or empty.
-std::uint64_t number(const char* name, std::uint64_t otherwise, std::uint64_t least,
-                     std::uint64_t most) {
-    const char* text = std::getenv(name);
-    if (text == nullptr || *text == '\0') return otherwise;
-    const std::string_view given(text);
-    std::uint64_t value = 0;
-    const auto [end, error] = std::from_chars(given.data(), given.data() + given.size(), value);
-    if (error != std::errc() || end != given.data() + given.size() || value < least ||
-        value > most) {
-        const std::string wanted =
-            "a number from " + std::to_string(least) + " to " + std::to_string(most);
-        refuse(name, given, wanted.c_str());
+// Reads variables and remembers their names, so that it can refuse what nobody asked for: a
+// misspelt fault that is not planted lets a test pass.
+class Environment {
+  public:
+    // The variable's value, or `otherwise` where it is unset or empty.
+    std::uint64_t number(const char* name, std::uint64_t otherwise, std::uint64_t least,
+                         std::uint64_t most) {
+        const char* text = this->text(name);
+        if (text == nullptr) return otherwise;
+        const std::string_view given(text);
+        std::uint64_t value = 0;
+        const auto [end, error] = std::from_chars(given.data(), given.data() + given.size(), value);
+        if (error != std::errc() || end != given.data() + given.size() || value < least ||
+            value > most) {
+            const std::string wanted =
+                "a number from " + std::to_string(least) + " to " + std::to_string(most);
+            refuse(name, given, wanted.c_str());
+        }
+        return value;
     }
-    return value;
-}
 
-bool flag(const char* name, bool otherwise) {
-    return number(name, otherwise ? 1 : 0, 0, 1) != 0;
-}
+    bool flag(const char* name, bool otherwise) {
+        return number(name, otherwise ? 1 : 0, 0, 1) != 0;
+    }
+
+    std::vector<Fault> faults(const char* name);
+
+    // Throws where a variable of the device is set that was not read.
+    void refuse_others() const {
+        for (char** entry = environ; *entry != nullptr; ++entry) {
+            const std::string_view assignment(*entry);
+            const std::string_view name = assignment.substr(0, assignment.find('='));
+            if (!name.starts_with(kPrefix) || read_.contains(name)) continue;
+            std::string wanted = "read by the device; it reads";
+            for (const std::string_view known : read_) wanted.append(" ").append(known);
+            refuse(std::string(name).c_str(), assignment.substr(name.size() + 1), wanted.c_str());
+        }
+    }
+
+  private:
+    static constexpr std::string_view kPrefix = "MKERNEL_SOFTVERBS_";
+
+    // Null where the variable is unset or empty.
+    const char* text(const char* name) {
+        read_.insert(name);
+        const char* found = std::getenv(name);
+        return found == nullptr || *found == '\0' ? nullptr : found;
+    }
+
+    std::set<std::string_view> read_;
+};
 
 constexpr std::array<std::pair<std::string_view, FaultKind>, 6> kKinds = {{
     {"drop", FaultKind::drop},
@@ -103,10 +137,10 @@ std::optional<Fault> parse_fault(std::string_view text) {
     return text.empty() ? std::optional(fault) : std::nullopt;
 }
 
-std::vector<Fault> faults(const char* name) {
+std::vector<Fault> Environment::faults(const char* name) {
     std::vector<Fault> found;
-    const char* text = std::getenv(name);
-    if (text == nullptr || *text == '\0') return found;
+    const char* text = this->text(name);
+    if (text == nullptr) return found;
     std::string_view left(text);
     while (true) {
         const auto comma = left.find(',');
@@ -128,24 +162,27 @@ Config Config::from_environment() {
     constexpr auto kAny = std::numeric_limits<std::uint64_t>::max();
     constexpr std::uint64_t kSecond = 1'000'000'000;
     Config c;
-    c.latency_ns = number("MKERNEL_SOFTVERBS_LATENCY_NS", c.latency_ns, 0, kSecond);
-    c.jitter_ns = number("MKERNEL_SOFTVERBS_JITTER_NS", c.jitter_ns, 0, kSecond);
-    c.bandwidth_mbps = number("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS", c.bandwidth_mbps, 0, 10'000'000);
-    c.seed = number("MKERNEL_SOFTVERBS_SEED", c.seed, 0, kAny);
-    c.faults = softverbs::faults("MKERNEL_SOFTVERBS_FAULTS");
+    Environment env;
+    c.latency_ns = env.number("MKERNEL_SOFTVERBS_LATENCY_NS", c.latency_ns, 0, kSecond);
+    c.jitter_ns = env.number("MKERNEL_SOFTVERBS_JITTER_NS", c.jitter_ns, 0, kSecond);
+    c.bandwidth_mbps =
+        env.number("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS", c.bandwidth_mbps, 0, 10'000'000);
+    c.seed = env.number("MKERNEL_SOFTVERBS_SEED", c.seed, 0, kAny);
+    c.faults = env.faults("MKERNEL_SOFTVERBS_FAULTS");
     c.max_message = static_cast<std::uint32_t>(
-        number("MKERNEL_SOFTVERBS_MAX_MESSAGE", c.max_message, 1, 1u << 30));
-    c.scramble = static_cast<std::uint8_t>(number("MKERNEL_SOFTVERBS_SCRAMBLE", 0, 0, 255));
-    c.by_reference = flag("MKERNEL_SOFTVERBS_BY_REFERENCE", c.by_reference);
-    c.relaxed = flag("MKERNEL_SOFTVERBS_RELAXED_ORDERING", c.relaxed);
-    c.reorder = flag("MKERNEL_SOFTVERBS_REORDER", c.reorder);
-    c.hold_ns = number("MKERNEL_SOFTVERBS_HOLD_NS", c.hold_ns, 1, kSecond);
-    c.duplicates =
-        static_cast<std::uint32_t>(number("MKERNEL_SOFTVERBS_DUPLICATES", c.duplicates, 0, 100));
-    c.srd_timeout_ms = number("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", c.srd_timeout_ms, 1, 600'000);
-    c.srd_queue =
-        static_cast<std::uint32_t>(number("MKERNEL_SOFTVERBS_SRD_QUEUE", c.srd_queue, 0, 1u << 16));
-    c.rdma_write = flag("MKERNEL_SOFTVERBS_RDMA_WRITE", c.rdma_write);
+        env.number("MKERNEL_SOFTVERBS_MAX_MESSAGE", c.max_message, 1, 1u << 30));
+    c.scramble = static_cast<std::uint8_t>(env.number("MKERNEL_SOFTVERBS_SCRAMBLE", 0, 0, 255));
+    c.by_reference = env.flag("MKERNEL_SOFTVERBS_BY_REFERENCE", c.by_reference);
+    c.relaxed = env.flag("MKERNEL_SOFTVERBS_RELAXED_ORDERING", c.relaxed);
+    c.reorder = env.flag("MKERNEL_SOFTVERBS_REORDER", c.reorder);
+    c.hold_ns = env.number("MKERNEL_SOFTVERBS_HOLD_NS", c.hold_ns, 1, kSecond);
+    c.duplicates = static_cast<std::uint32_t>(
+        env.number("MKERNEL_SOFTVERBS_DUPLICATES", c.duplicates, 0, 100));
+    c.srd_timeout_ms = env.number("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", c.srd_timeout_ms, 1, 600'000);
+    c.srd_queue = static_cast<std::uint32_t>(
+        env.number("MKERNEL_SOFTVERBS_SRD_QUEUE", c.srd_queue, 0, 1u << 16));
+    c.rdma_write = env.flag("MKERNEL_SOFTVERBS_RDMA_WRITE", c.rdma_write);
+    env.refuse_others();
     return c;
 }
 

@@ -318,7 +318,8 @@ void what_cannot_be_read_is_refused() {
                                                          {"MKERNEL_SOFTVERBS_SEED", "x"},
                                                          {"MKERNEL_SOFTVERBS_DUPLICATES", "101"},
                                                          {"MKERNEL_SOFTVERBS_LATENCY_NS", "-1"},
-                                                         {"MKERNEL_SOFTVERBS_REORDER", "yes"}};
+                                                         {"MKERNEL_SOFTVERBS_REORDER", "yes"},
+                                                         {"MKERNEL_SOFTVERBS_LATENCY_US", "5"}};
     const auto v = verbs::Verbs::load(rc::library);
     int count = 0;
     ibv_device** list = v->get_device_list(&count);
