@@ -1,4 +1,4 @@
-"""Plans for published machines, where the files lie beside the project."""
+"""Plans for machines of the clouds: as the project describes them, and as published."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import typer
+from machine_files import machine_file
 from typer.testing import CliRunner
 
 from mkernel.cli.plan import PlanReport, command
 from mkernel.plan.model import LaunchPlan
 
-FOLDER = Path(__file__).parents[4] / "shared/topologies"
+P5 = pytest.mark.parametrize("name", ["p5.hwloc", "p5.nccl", "hwloc-aws-p5.xml"])
+P4D = pytest.mark.parametrize("name", ["p4d.nccl", "nccl-aws-p4d.xml"])
+NDV4 = pytest.mark.parametrize("name", ["ndv4.nccl", "nccl-azure-ndv4.xml"])
 
 
-def planned(name: str, *flags: str, nodes: int = 16) -> str:
-    file = FOLDER / name
-    if not file.exists():
-        pytest.skip(f"{name} is not here: published machines are not part of the project")
+def planned(file: Path, *flags: str, nodes: int = 16) -> str:
     app = typer.Typer()
     app.command()(command)
     size = ("--nodes", str(nodes), "--ranks-per-node", "8", "--m", "131072", "--k", "8192")
@@ -34,8 +34,9 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"MKERNEL_{name}", raising=False)
 
 
-def test_p5_stripes_over_four_rails_below_the_own_switch() -> None:
-    made = LaunchPlan.model_validate_json(planned("hwloc-aws-p5.xml"))
+@P5
+def test_p5_stripes_over_four_rails_below_the_own_switch(name: str, tmp_path: Path) -> None:
+    made = LaunchPlan.model_validate_json(planned(machine_file(name, tmp_path)))
     assert (made.accelerator, made.nic, made.verbs) == ("hopper", "efa", "system")
     seats = made.placement.sites[0].seats
     assert len({nic for seat in seats for nic in seat.nics}) == 32
@@ -47,16 +48,20 @@ def test_p5_stripes_over_four_rails_below_the_own_switch() -> None:
         ]
 
 
-def test_p4d_has_a_nic_for_two_gpus() -> None:
-    made = LaunchPlan.model_validate_json(planned("nccl-aws-p4d.xml"))
+@P4D
+def test_p4d_has_a_nic_for_two_gpus(name: str, tmp_path: Path) -> None:
+    made = LaunchPlan.model_validate_json(planned(machine_file(name, tmp_path)))
     seats = made.placement.sites[0].seats
     assert [seat.nics for seat in seats[::2]] == [seat.nics for seat in seats[1::2]]
     assert len({seat.nics for seat in seats}) == 4
     assert made.route(0, 9).staged == ()
 
 
-def test_ndv4_has_a_nic_for_every_gpu_with_the_cpus_of_its_numa_node() -> None:
-    made = LaunchPlan.model_validate_json(planned("nccl-azure-ndv4.xml"))
+@NDV4
+def test_ndv4_has_a_nic_for_every_gpu_with_the_cpus_of_its_numa_node(
+    name: str, tmp_path: Path
+) -> None:
+    made = LaunchPlan.model_validate_json(planned(machine_file(name, tmp_path)))
     seats = made.placement.sites[0].seats
     assert len({seat.nics for seat in seats}) == 8
     assert {len(seat.nics) for seat in seats} == {1}
@@ -64,9 +69,17 @@ def test_ndv4_has_a_nic_for_every_gpu_with_the_cpus_of_its_numa_node() -> None:
     assert len({seat.proxy_cpus for seat in seats}) == 4
 
 
-@pytest.mark.parametrize("name", ["hwloc-aws-p5.xml", "nccl-aws-p4d.xml", "nccl-azure-ndv4.xml"])
-def test_a_thousand_nodes_are_simulated(name: str) -> None:
-    report = PlanReport.model_validate_json(planned(name, "--simulate", nodes=1024))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("p5.hwloc", "p4d.nccl", "ndv4.nccl"),
+        *("hwloc-aws-p5.xml", "nccl-aws-p4d.xml", "nccl-azure-ndv4.xml"),
+    ],
+)
+def test_a_thousand_nodes_are_simulated(name: str, tmp_path: Path) -> None:
+    report = PlanReport.model_validate_json(
+        planned(machine_file(name, tmp_path), "--simulate", nodes=1024)
+    )
     found = report.simulation
     assert found is not None
     assert found.floor_us <= found.time_us < 1.2 * found.floor_us

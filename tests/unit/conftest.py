@@ -1,0 +1,1 @@
+"""Puts this folder on the path of imports, so that tests below it share ``machine_files``."""
