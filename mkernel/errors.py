@@ -9,9 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mkernel.printable import printable
+
+_MOST_SHOWN = 400
+"""Characters of a value in a message."""
+
 
 class MkernelError(Exception):
-    """Base of all mkernel errors."""
+    """Base of all mkernel errors. Its message is one printable line, whatever the values in it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ArgumentError(MkernelError, ValueError):
@@ -29,7 +37,8 @@ class ArgumentError(MkernelError, ValueError):
         self.legal = legal
         self.why = why
         reason = f" ({why})" if why else ""
-        super().__init__(f"{argument} = {value!s} is not legal{reason}; expected {legal}")
+        shown = printable(str(value), _MOST_SHOWN)
+        super().__init__(f"{argument} = {shown} is not legal{reason}; expected {legal}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (

@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from mkernel.errors import ArgumentError, InputFileError
+from mkernel.errors import ArgumentError
 from mkernel.topology.model import Model
 
 _DATA = Path(__file__).parent / "data"
@@ -101,16 +101,7 @@ class MachineConstants(Model):
 
 def load_constants(path: Path) -> MachineConstants:
     """Constants from a JSON file. InputFileError where it is missing or does not validate."""
-    try:
-        return MachineConstants.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise InputFileError(
-            f"constants file {path} cannot be read: {error.strerror or error}"
-        ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InputFileError(f"constants file {path}: {where}: {first['msg']}") from error
+    return MachineConstants.from_file(path, "constants file")
 
 
 def constants_for(accelerator: str, file: Path | None) -> MachineConstants:

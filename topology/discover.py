@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,15 @@ from pydantic import ValidationError
 from mkernel.errors import ArgumentError, InputFileError
 from mkernel.topology.emulate import emulate, replicate
 from mkernel.topology.merge import merge
-from mkernel.topology.model import Accelerator, Model, Nic, Node, Note, Topology
+from mkernel.topology.model import (
+    Accelerator,
+    Model,
+    Nic,
+    Node,
+    Note,
+    Topology,
+    first_error,
+)
 from mkernel.topology.sources import (
     cpu,
     hwloc,
@@ -26,15 +33,18 @@ from mkernel.topology.sources import (
     verbs,
     xml,
 )
-from mkernel.topology.sources.files import read_bytes, read_text
+from mkernel.topology.sources.files import read_text
 from mkernel.topology.sources.findings import Findings, Notes
+from mkernel.user_files import parse_json, read_file
 
 __all__ = ["Discovery", "discover", "emulate", "load", "read", "replicate"]
 
 _Sized = TypeVar("_Sized", Findings, Node)
 
 _REAL_ROOT = Path("/")
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = 4 << 20
+"""Of a file: some 100 machines as JSON, where one in XML has 1 MB at most. Read, it takes some 70
+times as much memory."""
 _MOST_ACCELERATORS, _MOST_NICS = 256, 1024
 """Of one machine, so that what is made of every pair of devices stays small."""
 
@@ -107,18 +117,22 @@ def _findings(path: Path, found: Discovery) -> Findings:
 
 
 def _file(path: Path) -> Discovery:
-    text, where = read_bytes(path, _MOST_BYTES), f"topology file {path}"
+    where = f"topology file {path}"
+    text = read_file(path, "topology file", _MOST_BYTES)
     if not xml.is_xml(text):
         plain = text.decode("utf-8", errors="replace")
         if npu.is_text(plain):
             return _machine([npu.parse(plain)], where, path.stem)
         return _from_json(text, path)
     root = xml.parse(text, path)
-    if root.tag == nccl.ROOT:
-        hosts = nccl.read(root, path)
-        return _joined([_machine([host], where, path.stem) for host in hosts])
-    if root.tag == hwloc.ROOT:
-        return _machine([hwloc.read(root, path)], where, path.stem)
+    try:
+        if root.tag == nccl.ROOT:
+            hosts = nccl.read(root, path)
+            return _joined([_machine([host], where, path.stem) for host in hosts])
+        if root.tag == hwloc.ROOT:
+            return _machine([hwloc.read(root, path)], where, path.stem)
+    except ValidationError as error:
+        raise InputFileError(f"{where}: no such machine: {first_error(error)}") from error
     raise InputFileError(
         f"{where}: its root element is <{root.tag[:40]}>; expected <{nccl.ROOT}> "
         f"(NCCL) or <{hwloc.ROOT}> (hwloc)"
@@ -161,7 +175,7 @@ def _machine(sources: Iterable[Findings], where: str, name: str = "unknown") -> 
             no_p2p=found.no_p2p,
         )
     except ValidationError as error:
-        raise InputFileError(f"{where}: no such machine: {error.errors()[0]['msg']}") from error
+        raise InputFileError(f"{where}: no such machine: {first_error(error)}") from error
     return Discovery(topology=Topology(nodes=(node,)), notes=found.notes)
 
 
@@ -195,7 +209,7 @@ def _joined(hosts: list[Discovery]) -> Discovery:
 
 def _from_json(text: bytes, path: Path) -> Discovery:
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise InputFileError(
             f"topology file {path} is not JSON: {error} (nor XML, nor text of npu-smi)"
@@ -203,11 +217,9 @@ def _from_json(text: bytes, path: Path) -> Discovery:
     if isinstance(data, dict) and "topology" in data:
         data = data["topology"]
     try:
-        topology = Topology.model_validate_json(json.dumps(data))
+        topology = Topology.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InputFileError(f"topology file {path}: {where}: {first['msg']}") from error
+        raise InputFileError(f"topology file {path}: {first_error(error)}") from error
     for node in topology.nodes:
         _limited(node, f"topology file {path}, node {node.id}")
     return Discovery(topology=topology)

@@ -8,42 +8,79 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import Self
 
 from mkernel.errors import InputFileError
+from mkernel.printable import printable
+from mkernel.user_files import parse_json, read_file
 
 SCHEMA_VERSION = 1
+
+_MOST_FILE_BYTES = 1 << 20
+_MOST_NAME = 1024
+_MOST_PARTS = 1 << 16
+
+
+def _short(text: str) -> str:
+    shown = printable(text[: _MOST_NAME + 1])
+    if len(shown) > _MOST_NAME:
+        raise ValueError(f"a name has at most {_MOST_NAME} characters")
+    return shown
+
+
+_T = TypeVar("_T")
+Many = Annotated[tuple[_T, ...], FailFast(), Field(max_length=_MOST_PARTS)]
+"""Parts of a machine. Of many wrong ones in a file the first alone is an error."""
+Name = Annotated[str, AfterValidator(_short)]
+"""A name from a driver or a file: limited, and printable whatever was in it."""
+Printable = Annotated[str, AfterValidator(printable)]
 
 AcceleratorKind = Literal["cuda", "ascend", "rocm", "cpu"]
 NicKind = Literal["cx", "infiniband", "efa", "soft", "ethernet"]
 
 
 class Model(BaseModel):
-    """Frozen, strict about unknown fields: a typo in a file is an error, not a default."""
+    """Frozen, strict about unknown fields: a typo in a file is an error, not a default. Numbers are
+    finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def from_file(cls, file: Path, what: str) -> Self:
         """The JSON of a file; ``what`` it is, in words. InputFileError names the bad field."""
         try:
-            return cls.model_validate_json(file.read_text())
-        except OSError as error:
-            raise InputFileError(f"{what} {file}: {error.strerror}") from error
+            return cls.model_validate(parse_json(read_file(file, what, _MOST_FILE_BYTES)))
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"]) or "file"
-            raise InputFileError(f"{what} {file}: {field}: {first['msg']}") from error
+            raise InputFileError(f"{what} {file}: {first_error(error)}") from error
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, InputFileError):
+                raise
+            raise InputFileError(f"{what} {file}: is not JSON: {error}") from error
+
+
+def first_error(error: ValidationError, most: int = 200) -> str:
+    """Where a file is wrong, and why."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the file"
+    return f"{printable(where, most)}: {printable(first['msg'], most)}"
 
 
 class NumaNode(Model):
     """One NUMA node: its id and the logical CPUs that belong to it."""
 
     id: int = Field(ge=0)
-    cpus: tuple[int, ...]
+    cpus: Many[int]
     memory_bytes: int | None = None
 
 
@@ -54,12 +91,12 @@ class Accelerator(Model):
     simulator provides.
     """
 
-    id: str
+    id: Name
     kind: AcceleratorKind
-    name: str
+    name: Name
     index: int = Field(ge=0)
-    pci: str | None = None
-    pci_path: tuple[str, ...] = Field(
+    pci: Name | None = None
+    pci_path: Many[Name] = Field(
         default=(), description="host bridge and PCIe bridges above the device, outermost first"
     )
     pcie_gbs: float | None = Field(default=None, gt=0, description="its own PCIe link")
@@ -74,12 +111,12 @@ class Nic(Model):
     ``gpudirect``: whether it reads and writes accelerators' memory; None where nobody said.
     """
 
-    id: str
+    id: Name
     kind: NicKind
-    name: str
+    name: Name
     port: int = 1
-    pci: str | None = None
-    pci_path: tuple[str, ...] = Field(
+    pci: Name | None = None
+    pci_path: Many[Name] = Field(
         default=(), description="host bridge and PCIe bridges above the device, outermost first"
     )
     pcie_gbs: float | None = Field(default=None, gt=0, description="its own PCIe link")
@@ -97,7 +134,7 @@ class Bridge(Model):
     ``pcie_gbs`` is the link of that port: below a root or downstream port, above an upstream port.
     """
 
-    id: str
+    id: Name
     pcie_gbs: float | None = Field(default=None, gt=0)
 
 
@@ -114,7 +151,7 @@ class FabricLink(Model):
     """
 
     kind: Literal["nvlink", "hccs", "xgmi", "c2c"]
-    ends: tuple[str, str] = Field(description="accelerator ids; the second may be switch or host")
+    ends: tuple[Name, Name] = Field(description="accelerator ids; the second may be switch or host")
     count: int | None = Field(default=None, ge=1)
     gbs: float | None = Field(default=None, gt=0)
 
@@ -126,14 +163,14 @@ class Node(Model):
     """
 
     id: int = Field(ge=0)
-    hostname: str
+    hostname: Name
     emulated: bool = False
-    numa: tuple[NumaNode, ...]
-    accelerators: tuple[Accelerator, ...] = ()
-    nics: tuple[Nic, ...] = ()
-    bridges: tuple[Bridge, ...] = ()
-    fabric: tuple[FabricLink, ...] = ()
-    no_p2p: tuple[tuple[str, str], ...] = ()
+    numa: Many[NumaNode]
+    accelerators: Many[Accelerator] = ()
+    nics: Many[Nic] = ()
+    bridges: Many[Bridge] = ()
+    fabric: Many[FabricLink] = ()
+    no_p2p: Many[tuple[Name, Name]] = ()
 
     @model_validator(mode="after")
     def _unique_ids(self) -> Node:
@@ -176,18 +213,18 @@ class Topology(Model):
     """The nodes of a world, or the one node of a machine."""
 
     schema_version: Literal[1] = 1
-    nodes: tuple[Node, ...] = Field(min_length=1)
+    nodes: Many[Node] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _consecutive_nodes(self) -> Topology:
         ids = [node.id for node in self.nodes]
         if ids != list(range(len(ids))):
-            raise ValueError(f"node ids are {ids}; expected 0 to {len(ids) - 1} in order")
+            raise ValueError(f"node ids are {str(ids)[:80]}; expected 0 to {len(ids) - 1} in order")
         return self
 
 
 class Note(Model):
     """What a source could not find out, or found to contradict another, in one sentence."""
 
-    source: str
-    message: str
+    source: Printable
+    message: Printable

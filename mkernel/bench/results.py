@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +13,12 @@ from pydantic import Field, ValidationError
 from mkernel.bench.problem import Kind
 from mkernel.bench.spec import BenchSpec, Shape
 from mkernel.errors import InputFileError
-from mkernel.topology.model import Model
+from mkernel.topology.model import Model, first_error
+from mkernel.user_files import parse_json, read_file
 
 FORMAT: Literal["mkernel-bench-1"] = "mkernel-bench-1"
+
+_MOST_FILE_BYTES = 4 << 20
 
 
 class Figures(Model):
@@ -123,14 +125,14 @@ def write(report: Model, path: Path) -> None:
 def read(path: Path) -> Report | None:
     """A report, or None where the file is some other JSON. InputFileError."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputFileError(f"{path}: {error}") from error
+        content = parse_json(read_file(path, "result", _MOST_FILE_BYTES))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputFileError):
+            raise
+        raise InputFileError(f"result {path}: is not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return None
     try:
         return Report.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputFileError(f"{path}: {where}: {first['msg']}") from error
+        raise InputFileError(f"result {path}: {first_error(error)}") from error

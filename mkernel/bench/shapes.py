@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -13,13 +13,17 @@ from pydantic import TypeAdapter, ValidationError
 from mkernel.bench.spec import Shape
 from mkernel.errors import ArgumentError, InputFileError
 from mkernel.plan.model import OpName
+from mkernel.plan.shapes import MAX_DIMENSION, check_integer
+from mkernel.topology.model import Many, first_error
+from mkernel.user_files import parse_json, read_file
 
 SHIPPED = ("targets", "layers")
 """``targets``: sizes with the ratio to the product alone that is aimed at. ``layers``: tensor-parallel
 layers of known models over sequence lengths."""
 
-_SIZE = re.compile(r"\s*(\d+)\s*x\s*(\d+)\s*x\s*(\d+)\s*")
-_SHAPES = TypeAdapter(tuple[Shape, ...])
+_SIZE = re.compile(r"\s*(\d{1,10})\s*x\s*(\d{1,10})\s*x\s*(\d{1,10})\s*")
+_SHAPES: TypeAdapter[tuple[Shape, ...]] = TypeAdapter(Many[Shape])
+_MOST_FILE_BYTES = 1 << 20
 
 
 def shapes(text: str, ops: Sequence[OpName], ranks: int) -> tuple[Shape, ...]:
@@ -35,6 +39,8 @@ def shapes(text: str, ops: Sequence[OpName], ranks: int) -> tuple[Shape, ...]:
     sizes = [_SIZE.fullmatch(part) for part in text.split(",")]
     if all(sizes):
         numbers = [[int(size) for size in match.groups()] for match in sizes if match]
+        for size in (size for each in numbers for size in each):
+            check_integer(ArgumentError, "--shapes", size, MAX_DIMENSION)
         return _checked(
             tuple(Shape(op=op, m=m, n=n, k=k) for op in ops for m, n, k in numbers), ranks
         )
@@ -60,18 +66,16 @@ def _checked(chosen: tuple[Shape, ...], ranks: int) -> tuple[Shape, ...]:
 
 def _read(text: str) -> tuple[Shape, ...]:
     if text in SHIPPED:
-        content = files(__package__).joinpath("data", f"{text}.json").read_text()
-    elif Path(text).is_file():
-        content = Path(text).read_text()
-    else:
+        content = files(__package__).joinpath("data", f"{text}.json").read_bytes()
+    elif not os.path.lexists(text):
         raise ArgumentError(
             "--shapes", repr(text), f"{', '.join(SHIPPED)}, a JSON file, or M x N x K"
         )
+    else:
+        content = read_file(Path(text), "--shapes", _MOST_FILE_BYTES)
     try:
-        return _SHAPES.validate_python(json.loads(content)["shapes"])
-    except (ValueError, KeyError, TypeError) as error:
-        where = ""
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) + ": " + first["msg"]
-        raise InputFileError(f"--shapes {text}: {where or error}") from error
+        return _SHAPES.validate_python(parse_json(content)["shapes"])
+    except ValidationError as error:
+        raise InputFileError(f"--shapes {text}: {first_error(error)}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputFileError(f"--shapes {text}: {error}") from error

@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from mkernel.plan.model import DtypeName, OpName
-from mkernel.topology.model import Model
+from mkernel.plan.shapes import MAX_DIMENSION
+from mkernel.topology.model import Model, Name
 
 
 class Shape(Model):
@@ -21,10 +22,10 @@ class Shape(Model):
     """
 
     op: OpName
-    m: int = Field(ge=1)
-    n: int = Field(ge=1)
-    k: int = Field(ge=1)
-    name: str = ""
+    m: int = Field(ge=1, le=MAX_DIMENSION)
+    n: int = Field(ge=1, le=MAX_DIMENSION)
+    k: int = Field(ge=1, le=MAX_DIMENSION)
+    name: Name = ""
     target: float | None = Field(None, gt=0)
     target_ranks: int | None = Field(None, ge=1)
     target_accelerator: str | None = None

@@ -1,34 +1,25 @@
-"""Reading small text files of a real or recorded system tree, and files that a user names."""
+"""Reading small text files of a real or recorded system tree."""
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 from mkernel.errors import InputFileError
+from mkernel.user_files import open_file
 
 _MOST = 65536
-"""No attribute of sysfs is longer; a recorded tree from elsewhere may hold anything."""
+"""No attribute of sysfs is longer, no folder of it larger; a recorded tree from elsewhere may hold
+anything."""
 
 
 def read_text(path: Path) -> str | None:
     """The file's text, stripped; None where it is missing, unreadable or empty."""
     try:
-        with path.open("rb") as file:
+        with open_file(path, "file") as file:
             return file.read(_MOST).decode("utf-8", errors="replace").strip("\0 \t\r\n") or None
-    except (OSError, ValueError):
+    except (OSError, InputFileError):
         return None
-
-
-def read_bytes(path: Path, most: int) -> bytes:
-    """The whole of a topology file. InputFileError: it cannot be read, or is longer than ``most``."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(most + 1)
-    except OSError as error:
-        raise InputFileError(f"topology file {path}: {error.strerror or error}") from error
-    if len(text) > most:
-        raise InputFileError(f"topology file {path} is larger than {most >> 20} MiB")
-    return text
 
 
 def read_int(path: Path) -> int | None:
@@ -45,7 +36,7 @@ def read_int(path: Path) -> int | None:
 def children(path: Path) -> list[Path]:
     """Entries of a folder, sorted by name; empty where it cannot be listed."""
     try:
-        return sorted(path.iterdir())
+        return sorted(islice(path.iterdir(), _MOST))
     except OSError:
         return []
 

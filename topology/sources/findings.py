@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mkernel.printable import printable
 from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Note, NumaNode
+
+_MOST_NOTE = 500
+"""Characters of a note, which may quote a file."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Notes:
         self._notes: dict[str, Note] = {}
 
     def add(self, message: str) -> None:
-        self._notes.setdefault(message, Note(source=self.source, message=message))
+        shown = printable(message, _MOST_NOTE)
+        self._notes.setdefault(shown, Note(source=self.source, message=shown))
 
     def all(self) -> tuple[Note, ...]:
         return tuple(self._notes.values())

@@ -17,6 +17,7 @@ SOURCE = "npu-smi"
 _COMMANDS = (("npu-smi", "info"), ("npu-smi", "info", "-t", "topo"))
 _TIMEOUT_S = 20.0
 _MOST_NPUS = 1024
+_MOST_CHARACTERS = 1 << 20
 
 _FABRIC: dict[str, float | None] = {"HCCS": 28.0, "HCCS_SW": None, "SIO": None}
 """Relations that are scale-up links, and GB/s in one direction: a direct HCCS link of an A2, nominal.
@@ -31,7 +32,9 @@ _CHIP = re.compile(r"\d{1,4}(?:\s+(\d{1,4}))?")
 
 
 def is_text(text: str) -> bool:
-    """Whether a text is what ``npu-smi info -t topo`` prints."""
+    """Whether a text is what ``npu-smi info -t topo`` prints, which is never longer than 1 MiB."""
+    if len(text) > _MOST_CHARACTERS:
+        return False
     lines = text.splitlines()[:_MOST_NPUS]
     return any(_header(line.split()) for line in lines) and bool(parse(text).accelerators)
 

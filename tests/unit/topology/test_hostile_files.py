@@ -88,7 +88,7 @@ def test_100_mb_are_refused_unparsed(tmp_path: Path, start: bytes) -> None:
     with file.open("wb") as out:
         out.write(start)
         out.truncate(100_000_000)
-    with little(), pytest.raises(InputFileError, match=r"hostile is larger than 64 MiB"):
+    with little(), pytest.raises(InputFileError, match=r"hostile is larger than 4 MiB"):
         read(file)
 
 

@@ -1,0 +1,88 @@
+"""Files that a user names, read within limits: one may be a pipe without a writer, a device without an
+end, or hold anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mkernel.errors import InputFileError
+
+_MOST_KEYS = 4096
+"""Of one JSON object: each that a model does not know becomes an error of about 1 KB."""
+
+
+def open_file(path: Path, what: str) -> BinaryIO:
+    """The file, open to read. Never waits.
+
+    Args:
+        what: what names the file in messages: an option, or words.
+
+    Raises:
+        InputFileError: it is missing, unreadable, or no regular file.
+    """
+    descriptor = -1
+    try:
+        mode = os.stat(path).st_mode  # before it is opened: that alone may act on a device
+        if stat.S_ISREG(mode):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+            mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise InputFileError(
+                f"{what} {path} is a {_kind(mode)}; expected a regular file "
+                "(save what it gives to one)"
+            )
+        file, descriptor = os.fdopen(descriptor, "rb"), -1
+        return file
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        if isinstance(error, InputFileError):
+            raise
+        raise InputFileError(f"{what} {path}: {_reason(error)}") from error
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def read_file(path: Path, what: str, most: int) -> bytes:
+    """The whole file. InputFileError, as :func:`open_file`, and where it is longer than ``most``."""
+    with open_file(path, what) as file:
+        try:
+            content = file.read(most + 1)
+        except OSError as error:
+            raise InputFileError(f"{what} {path}: {_reason(error)}") from error
+    if len(content) > most:
+        raise InputFileError(f"{what} {path} is larger than {most / 2**20:g} MiB")
+    return content
+
+
+def parse_json(content: bytes | str) -> Any:
+    """JSON from outside as Python's objects. ValueError, RecursionError: it is none, or an object has
+    more keys than any of ours."""
+    return json.loads(content, object_pairs_hook=_object)
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > _MOST_KEYS:
+        raise ValueError(f"an object of {len(pairs)} keys; expected at most {_MOST_KEYS}")
+    return dict(pairs)
+
+
+def _kind(mode: int) -> str:
+    for kind, name in (
+        (stat.S_ISDIR, "folder"),
+        (stat.S_ISFIFO, "named pipe"),
+        (stat.S_ISSOCK, "socket"),
+        (stat.S_ISCHR, "device"),
+        (stat.S_ISBLK, "device"),
+    ):
+        if kind(mode):
+            return name
+    return "special file"
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
