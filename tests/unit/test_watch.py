@@ -1,0 +1,120 @@
+"""A rank's watchdog, one look at a time: a store and a clock of the test's own, no thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from mkernel import watch
+from mkernel.bootstrap import Bootstrap
+from mkernel.watch import Notice, Peer, Watchdog
+
+HEARTBEAT_S = 0.2
+LIMIT_S = 50 * HEARTBEAT_S
+
+
+class World:
+    """Rank 0's watchdog, and three peers whose heartbeats the test publishes: rank 1 on its host, ranks
+    2 and 3 on another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.bootstrap = Bootstrap(HashStore())
+        here, there = os.getpid(), 2**22 + 1  # no process can have this number
+        peers = {rank: Peer(rank, "here", here) for rank in (0, 1)}
+        peers |= {rank: Peer(rank, "there", there) for rank in (2, 3)}
+        self.beats = dict.fromkeys((1, 2, 3), 0)
+        self.watchdog = Watchdog(
+            self.bootstrap, 0, peers, HEARTBEAT_S, dict, lambda: None, lambda notice: None
+        )
+        monkeypatch.setattr(self.watchdog._thread, "start", lambda: None)
+        self.watchdog.start()
+
+    def report(self, *ranks: int, state: str = "live") -> None:
+        """A heartbeat of each of these ranks."""
+        for rank in ranks:
+            self.beats[rank] += 1
+            told = {"beat": self.beats[rank], "state": state}
+            self.bootstrap.publish(f"heartbeat/{rank}", told)
+
+    def look(self, after_s: float = HEARTBEAT_S) -> Notice | None:
+        """What the watchdog's next look says, so much later."""
+        self.now += after_s
+        return self.watchdog._look([])
+
+    def look_until(self, end: float) -> Notice | None:
+        """Every heartbeat until that time, or until something is said."""
+        while self.now < end:
+            told = self.look()
+            if told is not None:
+                return told
+        return None
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(monkeypatch)
+    yield made
+    made.watchdog.stop()
+
+
+@pytest.mark.parametrize("silent", [(2, 3), (2,), (3,)])
+def test_a_silent_rank_of_another_host_is_lost_after_fifty_heartbeats(
+    world: World, silent: tuple[int, ...]
+) -> None:
+    world.report(1, 2, 3)
+    assert world.look() is None
+    last_seen = world.now
+    while world.now - last_seen < LIMIT_S - HEARTBEAT_S:
+        world.report(*{1, 2, 3} - {*silent})
+        assert world.look() is None, f"after {world.now - last_seen:.1f} s"
+    told = world.look_until(last_seen + LIMIT_S + 3 * HEARTBEAT_S)
+    assert told is not None
+    assert (told.kind, told.rank) == ("PeerFailure", silent[0])
+    assert told.message.startswith(f"rank {silent[0]} has been silent for ")
+    assert world.bootstrap.peek("abort") == told.to_json()  # the other ranks read it there
+
+
+def test_a_rank_of_another_host_that_never_reported_is_lost_too(world: World) -> None:
+    world.report(2)
+    told = None
+    while told is None and world.now < 1000 + 2 * LIMIT_S:
+        world.report(2)
+        told = world.look()
+    assert told is not None
+    assert told.rank == 3
+    assert world.now == pytest.approx(1000 + LIMIT_S, abs=2 * HEARTBEAT_S)
+
+
+def test_a_slow_host_lives_on(world: World) -> None:
+    """One heartbeat just before the limit, again and again."""
+    for _ in range(5):
+        world.report(2, 3)
+        assert world.look_until(world.now + LIMIT_S - HEARTBEAT_S) is None
+
+
+def test_what_was_reported_while_this_rank_slept_counts(world: World) -> None:
+    """A watchdog that got no CPU for long looks at the store before it judges."""
+    world.report(2, 3)
+    assert world.look() is None
+    world.report(2, 3)
+    assert world.look(after_s=10 * LIMIT_S) is None
+
+
+def test_a_rank_that_left_may_be_silent(world: World) -> None:
+    world.report(2, 3, state="left")
+    assert world.look_until(world.now + 3 * LIMIT_S) is None
+    assert world.watchdog.left() == {2, 3}
+
+
+def test_silence_of_a_process_of_this_host_says_nothing(world: World) -> None:
+    """Its death is seen at once; a process that is only stopped may go on."""
+    until = world.now + 3 * LIMIT_S
+    while world.now < until:
+        world.report(2, 3)
+        assert world.look() is None
