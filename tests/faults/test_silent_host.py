@@ -1,0 +1,190 @@
+"""A whole host falls silent: the ranks of the other one learn it from its heartbeats alone.
+
+The hosts are PID and UTS namespaces where this process may make them, so that their processes cannot
+see each other as they could not across machines; else processes that call themselves another host.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+import mkernel
+import mkernel.world
+from mkernel.errors import PeerFailure, WorldError
+from mkernel.launch import host_store
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+HEARTBEAT_S = 0.2
+SILENCE_S = 50 * HEARTBEAT_S
+DEADLINE_S = 120.0
+"""Of every other wait: far beyond the silence that must be noticed, however busy the machine is."""
+_APART = ["unshare", "--pid", "--uts", "--fork", "--mount-proc", "--kill-child"]
+
+
+@functools.cache
+def may_unshare() -> bool:
+    try:
+        return subprocess.run([*_APART, "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+# ---- a rank's process ----------------------------------------------------------------------------
+
+
+def take_part(host: str, port: int, calls: bool) -> None:
+    """Join the world, say so, and go on until it breaks; say how."""
+    if not may_unshare():
+        mkernel.world.host_identity = lambda: host  # type: ignore[attr-defined]
+    one, two = (TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2))
+    world = mkernel.init(
+        nodes=2, ranks_per_node=2, accelerator="streams", timeout_s=DEADLINE_S, stores=(one, two)
+    )
+    call()
+    world.barrier()
+    say({"ready": True})
+    try:
+        while True:
+            if calls:
+                call()
+            else:
+                time.sleep(HEARTBEAT_S)
+                world.synchronize()
+    except WorldError as error:
+        peer = error.peer if isinstance(error, PeerFailure) else None
+        say({"kind": type(error).__name__, "peer": peer, "message": str(error)})
+        mkernel.finalize(error)
+
+
+def call() -> None:
+    mkernel.all_gather_gemm(torch.randn(32, 64), torch.randn(64, 32))
+
+
+def say(told: dict[str, Any]) -> None:
+    print(json.dumps(told), flush=True)
+
+
+# ---- the test's own process ----------------------------------------------------------------------
+
+
+class Host:
+    """Two rank processes that are killed, stopped and read together."""
+
+    def __init__(self, name: str, ranks: tuple[int, int], port: int, calls: bool) -> None:
+        apart = _APART if may_unshare() else []
+        # `wait` keeps the shell, which is the namespace's first process, until both have ended.
+        both = '"$@" & RANK=$((RANK + 1)) "$@" & wait'
+        rank = [sys.executable, __file__, name, str(port), str(int(calls))]
+        self.process = subprocess.Popen(
+            [*apart, "sh", "-c", both, "sh", *rank],
+            env={
+                **os.environ,
+                "RANK": str(ranks[0]),
+                "WORLD_SIZE": "4",
+                "LOCAL_WORLD_SIZE": "2",
+                "MKERNEL_JOB_SECRET": "two hosts of one test",
+                "MKERNEL_HEARTBEAT_S": str(HEARTBEAT_S),
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        assert self.process.stdout is not None
+        self.output: IO[bytes] = self.process.stdout
+
+    def told(self) -> list[dict[str, Any]]:
+        """The next thing that each of the two ranks says."""
+        said, end = b"", time.monotonic() + DEADLINE_S
+        while said.count(b"\n") < 2:
+            ready, _, _ = select.select([self.output], [], [], max(0.0, end - time.monotonic()))
+            more = self.output.read(4096) if ready else b""
+            assert more, f"a rank says nothing; the other: {said!r}"
+            said += more
+        return [json.loads(line) for line in said.splitlines()]
+
+    def strike(self, number: signal.Signals) -> None:
+        """Send all of its processes a signal."""
+        for process in _below(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def end(self) -> None:
+        """Nothing of it is left when this returns."""
+        self.strike(signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        self.output.close()
+
+
+def _below(root: int) -> list[int]:
+    """Processes that descend from one, parents first."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found = [root]
+    for process in found:
+        found += children.get(process, [])
+    return found[1:]
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest) -> Iterator[tuple[Host, Host]]:
+    """Ranks 0 and 1 on one host, 2 and 3 on the other, in one world that has made a call."""
+    store, port = host_store(4, DEADLINE_S)
+    made: list[Host] = []
+    try:
+        for name, ranks in (("here", (0, 1)), ("there", (2, 3))):
+            made.append(Host(name, ranks, port, request.param))
+        assert [told for host in made for told in host.told()] == [{"ready": True}] * 4
+        yield made[0], made[1]
+    finally:
+        for host in made:
+            host.end()
+        del store
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("hosts", "how"),
+    [(True, signal.SIGSTOP), (False, signal.SIGKILL)],
+    ids=["stopped-in-calls", "killed-between-calls"],
+    indirect=["hosts"],
+)
+def test_a_silent_host_is_a_peer_failure_everywhere(
+    hosts: tuple[Host, Host], how: signal.Signals
+) -> None:
+    here, there = hosts
+    start = time.monotonic()
+    there.strike(how)
+    told = here.told()
+    seconds = time.monotonic() - start
+    assert told[0] == told[1]
+    assert told[0]["kind"] == "PeerFailure"
+    assert told[0]["peer"] in (2, 3)
+    silent = re.match(rf"rank {told[0]['peer']} has been silent for ([\d.]+) s", told[0]["message"])
+    assert silent, told
+    assert float(silent[1]) >= SILENCE_S
+    assert seconds < DEADLINE_S / 2
+
+
+if __name__ == "__main__":
+    take_part(sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3])))
