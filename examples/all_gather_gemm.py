@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 examples/all_gather_gemm.py
     torchrun --nproc-per-node 4 examples/all_gather_gemm.py --nodes 2   # two emulated nodes
 
+Under torchrun on several hosts each host is a node; docs/nics.md has the command.
 Each rank prints its error against float64 and leaves with exit code 1 where it is too large.
 """
 
@@ -16,7 +17,7 @@ import mkernel
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nodes", type=int, default=1, help="emulated nodes on this machine")
+    parser.add_argument("--nodes", type=int, help="default: the hosts; more are emulated on them")
     parser.add_argument("--tokens", type=int, default=1024, help="rows of x, all ranks together")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--features", type=int, default=2048, help="of all ranks together")
