@@ -56,9 +56,10 @@ bench: $(VENV)/.installed
 	python bench/main_job.py
 	python bench/ascend_speed.py
 
-numbers: $(VENV)/.installed # the page of what `mkernel bench` measured
+numbers: $(VENV)/.installed # the page of what `mkernel bench` measured, and figures of other pages
 	mkernel bench --render bench/results > docs/numbers.md.new
 	mv docs/numbers.md.new docs/numbers.md
+	python bench/figures_in_prose.py --write
 
 $(VENV)/.dependencies: scripts/setup.sh pyproject.toml
 	@PYTHON=$(PYTHON) VENV=$(VENV) scripts/setup.sh

@@ -1,0 +1,383 @@
+"""Figures in the project's prose, and where each comes from.
+
+    python bench/figures_in_prose.py            # names those that differ from their source
+    python bench/figures_in_prose.py --write    # and writes them into the pages
+
+SENTENCES holds text as it stands on a page, with {} where figures are, and what computes these from
+files under ``bench/results``, or from the model of the ascend machine. Line breaks are free.
+ELSEWHERE holds figures that neither has, and says whose they are. A figure is a number with a unit
+or a ratio; ``tests/unit/test_figures_in_prose.py`` fails where one is in neither list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
+from mkernel.backends.accelerators.ascend.reference import published, trace
+from mkernel.backends.accelerators.ascend.timeline import model
+from mkernel.bench import modelled
+
+ROOT = Path(__file__).parents[1]
+FIGURE = re.compile(
+    r"(?<![\w.])\d+(?:[.,]\d+)*(?:\s+to\s+\d+(?:\.\d+)?)?"
+    r"(?:x(?!\w)|\s?(?:%|[uμnm]?s\b|[GM]B/s|[GM]b/s|TFLOP/s|times\b))"
+)
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """``figures`` returns as many strings as ``text`` has {}."""
+
+    page: str
+    text: str
+    figures: Callable[[], Sequence[str]]
+
+    def found(self, page: str) -> re.Match[str]:
+        """Where the sentence stands. ValueError: nowhere, or more than once."""
+        found = list(_pattern(self.text).finditer(page))
+        if len(found) != 1:
+            raise ValueError(f"{self.page} has this {len(found)} times, not once: {self.text}")
+        return found[0]
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    words = r"\s+".join(re.escape(word) for word in text.split())
+    return re.compile(words.replace(re.escape("{}"), r"([^\s|]+?)"))
+
+
+def result(name: str) -> Any:
+    """A file of ``bench/results``."""
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+
+
+def text(page: str) -> str:
+    """A page, by its path from the root."""
+    return (ROOT / page).read_text()
+
+
+# What the pages say of bench/results.
+
+OPS = {
+    "all_gather_gemm": "AllGather+GEMM",
+    "gemm_reduce_scatter": "GEMM+ReduceScatter",
+    "gemm_all_reduce": "GEMM+AllReduce",
+}
+
+
+def _against_the_best(name: str, op: str) -> list[str]:
+    """Layers, those in which mkernel is faster than its best peer, and by how much: geometric mean,
+    least and most."""
+    ratios = [1 / row["to_best"] for row in result(name)["rows"] if row["shape"]["op"] == op]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    faster = sum(ratio > 1 for ratio in ratios)
+    return [str(len(ratios)), str(faster), *(f"{x:.2f}" for x in (mean, min(ratios), max(ratios)))]
+
+
+def _speed() -> Any:
+    return result("ascend_speed")["figures"]
+
+
+def _strict() -> list[str]:
+    times = {op: each["strict_times"] for op, each in _speed()["strict"].items()}
+    moe = times.pop("moe_dispatch_gemm")
+    return [f"{min(times.values()):.1f}", f"{max(times.values()):.1f}", f"{moe:.1f}"]
+
+
+def _simulated_product() -> list[str]:
+    ratios = [each["gemm_ratio"] for each in _speed()["gemm"].values()]
+    return [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+
+
+def _model_only() -> list[str]:
+    seconds = [each["model_only_cpu_s"] for each in _speed()["model_only"].values()]
+    return [f"{min(seconds):.1f}", f"{max(seconds):.1f}"]
+
+
+def _copy_engine() -> list[str]:
+    (one,) = (
+        copy["gbs"]
+        for copy in result("transfer")["figures"]["copies"]
+        if (copy["engine"], copy["direction"], copy["nbytes"]) == ("copy_engine", "put", 1 << 28)
+    )
+    return [f"{one:.0f}"]
+
+
+def _product() -> list[str]:
+    ratios = [
+        row["entries"]["mkernel"]["figures"]["to_gemm"] for row in result("hopper_gemm")["rows"]
+    ]
+    return [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+
+
+def _planned(nodes: int) -> dict[str, Any]:
+    figures = result("topology_scale")["figures"]
+    (row,) = (row for row in figures["rows"] if row["nodes"] == nodes)
+    (command,) = (row for row in figures["commands"] if row["nodes"] == nodes)
+    return {**row, **command}
+
+
+def _nic() -> list[str]:
+    figures = result("nic")["figures"]
+    return [f"{figures['put_1MiB_GBps']:.0f}", f"{figures['put_1MiB_vs_memcpy']:.2f}"]
+
+
+# What docs/ascend.md says of the modelled machine.
+
+
+@cache
+def compared() -> modelled.ComparisonReport:
+    """Published times, the published schedule under the model, and ours: ten seconds of a core."""
+    return modelled.compare(load_machine())
+
+
+@cache
+def _before_the_fit() -> list[str]:
+    """Errors of the model with the rates that were guessed by hand."""
+    data = load_machine().model_dump()
+    data["fabric"] |= {"link_gbs": 14.0, "egress_gbs": 100.0, "ingress_gbs": 100.0}
+    data["pipes"]["mte2_gbs"] = 110.0
+    guessed = Machine.model_validate(data)
+    errors = []
+    for row in published().rows:
+        traces = [trace(row.shape, rank) for rank in range(row.ranks)]
+        errors.append(model(traces, guessed, lanes=False).total_us / 1e3 / row.ms - 1)
+    mean = sum(map(abs, errors)) / len(errors)
+    return [f"{100 * x:.0f}" for x in (min(errors), max(errors), mean)]
+
+
+def _row(number: int) -> list[str]:
+    row = compared().rows[number]
+    return [
+        f"{row.published_ms:.3f}",
+        f"{row.reference_modelled_ms:.3f}",
+        f"{100 * row.error:+.1f}",
+        f"{row.ours_modelled_ms:.3f}",
+        f"{row.speedup:.2f}",
+    ]
+
+
+def _errors() -> list[str]:
+    report = compared()
+    checks = max(abs(row.error) for row in report.rows if not row.fitted)
+    errors = (report.mean_error, report.worst_error, report.mean_error_of_checks, checks)
+    return [*(f"{100 * x:.1f}" for x in errors), f"{report.geometric_mean_speedup:.2f}"]
+
+
+def _two_ranks() -> list[str]:
+    worst = max(abs(row.error) for row in compared().rows if row.ranks == 2)
+    return [str(math.ceil(100 * worst))]
+
+
+def _machine(*values: Callable[[Machine], float]) -> Callable[[], list[str]]:
+    return lambda: [f"{value(load_machine()):g}" for value in values]
+
+
+ASCEND = "docs/ascend.md"
+SENTENCES = (
+    *(
+        Sentence(
+            "README.md",
+            f"| {words} | {ranks} | {{}} | {{}} | {{}}x | {{}}x to {{}}x |",
+            lambda op=op, ranks=ranks: _against_the_best(f"hopper_layers_{ranks}", op),
+        )
+        for ranks in (2, 4)
+        for op, words in OPS.items()
+    ),
+    Sentence(
+        "README.md",
+        "A plan for 1,024 nodes of 8 GPUs | {} s, {} routes in {} classes |",
+        lambda: [
+            f"{_planned(1024)['plan_s']:.2f}",
+            f"{_planned(1024)['pairs']:,}",
+            str(_planned(1024)["route_classes"]),
+        ],
+    ),
+    Sentence("README.md", "on the software device | {} GB/s, {} of memcpy |", _nic),
+    Sentence(
+        "README.md",
+        "`make run`'s job, once built, on two cores | {} s |",
+        lambda: [f"{result('main_job')['figures']['seconds']['median']:.0f}"],
+    ),
+    Sentence("docs/softverbs.md", "carried at {} GB/s, {} of what memcpy reaches", _nic),
+    Sentence("docs/architecture.md", "costs no SM and moves {} GB/s (256 MiB,", _copy_engine),
+    Sentence("docs/architecture.md", "The product alone takes {} to {} of cuBLAS' time", _product),
+    Sentence(
+        "docs/architecture.md",
+        "`mkernel plan` for 1,024 nodes takes {} s of CPU that way",
+        lambda: [f"{_planned(1024)['command_cpu_s']:.1f}"],
+    ),
+    Sentence(ASCEND, "products run at {} to {} of the speed of torch's", _simulated_product),
+    Sentence(ASCEND, "takes {} to {} times as long as a functional one, and MoE {} times", _strict),
+    Sentence(ASCEND, "8 ranks of 4096^3 takes {} to {} s of CPU time", _model_only),
+    Sentence(
+        ASCEND,
+        "| cores, clock, cube: 16 x 16 x 16 multiply-adds a cycle | {}, {}, {} GHz, {} |",
+        _machine(
+            lambda m: m.aic_cores,
+            lambda m: m.aiv_cores,
+            lambda m: m.clock_ghz,
+            lambda m: m.cube.macs_per_cycle_16bit,
+        ),
+    ),
+    Sentence(
+        ASCEND, "| a rank's egress and ingress | {} GB/s |", _machine(lambda m: m.fabric.egress_gbs)
+    ),
+    Sentence(
+        ASCEND,
+        "{} bytes a cycle, whatever the instruction | {} GB/s a core |",
+        lambda: [
+            f"{load_machine().vector.bytes_per_cycle:g}",
+            f"{load_machine().vector.bytes_per_cycle * load_machine().clock_ghz:.0f}",
+        ],
+    ),
+    Sentence(
+        ASCEND,
+        "| launch {} us, memory {} us, link {} us, signal {} us, issue {} ns, a scalar load or store"
+        " {} ns, NIC |",
+        _machine(
+            lambda m: m.chip.launch_us,
+            lambda m: m.pipes.memory_latency_ns / 1e3,
+            lambda m: m.fabric.link_latency_us,
+            lambda m: m.fabric.signal_latency_us,
+            lambda m: m.pipes.issue_ns,
+            lambda m: m.pipes.scalar_ns,
+        ),
+    ),
+    Sentence(
+        ASCEND,
+        "| MTE1, FIX, MTE3 rates | {}, {}, {} GB/s |",
+        _machine(lambda m: m.pipes.mte1_gbs, lambda m: m.pipes.fix_gbs, lambda m: m.pipes.mte3_gbs),
+    ),
+    Sentence(ASCEND, "one peer | {} GB/s |", _machine(lambda m: m.fabric.link_gbs)),
+    Sentence(ASCEND, "to L1, one core | {} GB/s |", _machine(lambda m: m.pipes.mte2_gbs)),
+    Sentence(ASCEND, "through L2 | {} GB/s |", _machine(lambda m: m.chip.memory_gbs)),
+    Sentence(ASCEND, "the model was {} to {} % too slow, {} % in the mean", _before_the_fit),
+    *(
+        Sentence(
+            ASCEND,
+            f"| {row.ranks} | {row.m} x {row.k} x {row.n} | {'fit' if row.fitted else 'check'} |"
+            " {} | {} | {} % | {} | {} |",
+            lambda number=number: _row(number),
+        )
+        for number, row in enumerate(published().rows)
+    ),
+    Sentence(
+        ASCEND,
+        "Mean absolute error {} %, worst {} %; rows that only check: {} % and {} %. Our schedule is"
+        " {}x faster than the published one",
+        _errors,
+    ),
+    Sentence(ASCEND, "there the model is within {} %", _two_ranks),
+)
+
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/ascend-isa.md",
+    "docs/ascend.md",
+    "docs/nics.md",
+    "docs/softverbs.md",
+    "docs/writing-a-backend.md",
+)
+"""``docs/numbers.md`` is made from the files as a whole, and ``bench/hopper_notes.md`` says of itself
+that its figures come from no file and are not to be quoted."""
+ELSEWHERE: dict[str, tuple[tuple[str, str], ...]] = {
+    "docs/architecture.md": (
+        ("3 % faster (`GAIN`", "the code that is named"),
+        ("to 1 % (`tests/unit/plan/test_simulate.py`)", "the test that is named"),
+    ),
+    ASCEND: (
+        ("350 to 375 TFLOP/s a chip", "public, as the table says"),
+        ("7 HCCS links of 28 GB/s", "public, as the table says"),
+        ("link 14, MTE2 110, egress and ingress 100 GB/s", "what _before_the_fit takes"),
+        ("limits (12 %, 20 %, 1.15x)", "the test that is named"),
+        ("mean error of 5.7 %", "tried once, as the page says"),
+        ("divided apart 7.4 %", "tried once, as the page says"),
+        ("range a block 16.1 %", "tried once, as the page says"),
+    ),
+    "docs/nics.md": (
+        ("tries of 4.096 us", "the InfiniBand specification's unit"),
+        ("(400 Gb/s: 2 to 4)", "advice, of a link's nominal rate"),
+    ),
+    "docs/softverbs.md": (
+        ("within 10 %", "the test that is named"),
+        ("400000 is 400 Gb/s", "an example of a setting"),
+        ("`cut@100+40ms`", "an example of a setting"),
+    ),
+    "docs/writing-a-backend.md": (("in slices of 50 ms", "mkernel/world.py"),),
+}
+"""Of a page: text with a figure, and where that figure is from."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """``page`` has ``stands`` in ``sentence``, and its source has ``source``."""
+
+    sentence: Sentence
+    stands: tuple[str, ...]
+    source: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sentence.page} says {', '.join(self.stands)}; the source has"
+            f" {', '.join(self.source)}: {self.sentence.text}"
+        )
+
+
+def difference(sentence: Sentence, page: str) -> Difference | None:
+    """None where the page has what the source has."""
+    stands, source = sentence.found(page).groups(), tuple(sentence.figures())
+    return None if stands == source else Difference(sentence, stands, source)
+
+
+def written(sentence: Sentence, page: str) -> str:
+    """The page with the source's figures in the sentence."""
+    found = sentence.found(page)
+    for group, figure in reversed(list(enumerate(sentence.figures(), 1))):
+        first, last = found.span(group)
+        page = page[:first] + figure + page[last:]
+    return page
+
+
+def without_a_source(name: str, page: str) -> Iterator[str]:
+    """Figures of a page that are in neither list, and text of ELSEWHERE that is not there, or has no
+    figure."""
+    known = [each.found(page).span() for each in SENTENCES if each.page == name]
+    for phrase, _ in ELSEWHERE.get(name, ()):
+        spans = [match.span() for match in _pattern(phrase).finditer(page)]
+        if not spans or not FIGURE.search(phrase):
+            yield f"{name}: ELSEWHERE names text that is not there or has no figure: {phrase}"
+        known += spans
+    for match in FIGURE.finditer(page):
+        if not any(first <= match.start() and match.end() <= last for first, last in known):
+            line = page.count("\n", 0, match.start()) + 1
+            yield f"{name}, line {line}: {match[0]!r} comes from no file"
+
+
+def main() -> int:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    different = [each for one in SENTENCES if (each := difference(one, text(one.page)))]
+    for each in different:
+        print(each)
+        if given.write:
+            page = written(each.sentence, text(each.sentence.page))
+            (ROOT / each.sentence.page).write_text(page)
+    return 1 if different and not given.write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
