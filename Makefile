@@ -13,7 +13,7 @@ PACKAGE_FILES := $(shell find backends tests/native -type f \
 .PHONY: run test test-rxe lint format bench sanitize fuzz numbers clean
 
 run: $(VENV)/.installed
-	@mkernel run all_gather_gemm
+	@mkernel run all_gather_gemm --accelerator ascend
 
 test: $(VENV)/.installed $(VENV)/.example
 	ctest --test-dir build/native --output-on-failure --timeout 300

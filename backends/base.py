@@ -22,7 +22,7 @@ from mkernel.errors import NicError, Unsupported
 from mkernel.plan.model import DtypeName, Exchange, LaunchPlan
 from mkernel.plan.order import Runs
 from mkernel.settings import NicSettings
-from mkernel.topology.model import Accelerator, Model, Nic
+from mkernel.topology.model import Accelerator, Model, Nic, NicKind
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +92,11 @@ class AcceleratorCapabilities(Model):
     process_group: bool = False
     """Whether calls need a torch.distributed group (``Call.group``). What crosses nodes goes through
     it; no NIC session is opened."""
+
+    @property
+    def between_nodes(self) -> bool:
+        """Whether calls have a way to ranks of other nodes: puts of a NIC, or a process group."""
+        return self.process_group or "nic" in self.transfer_paths
 
     def dtype_pairs(self) -> tuple[tuple[DtypeName, DtypeName], ...]:
         """Every claimed (dtype of the inputs, dtype of the output)."""
@@ -303,6 +308,9 @@ class AcceleratorBackend(ABC):
     """torch's name of the device type whose tensors the ops take."""
     collectives: str = "gloo"
     """torch.distributed backend, where the capabilities ask for a process group."""
+    preference: ClassVar[int] = 0
+    """``auto`` takes the usable backend with the highest; of equal ones the first by name. 0: by name
+    only, as every simulator. Those of ``hopper`` and ``streams`` are 20 and 10."""
 
     @abstractmethod
     def status(self) -> Status:
@@ -496,6 +504,9 @@ class NicBackend(ABC):
     providers: ClassVar[tuple[str, ...]]
     max_rails: ClassVar[int] = 1
     """Devices that one session can use."""
+    kinds: ClassVar[tuple[NicKind, ...]] = ()
+    """Kinds of devices that it drives; ``auto`` takes it where a machine's rails are of them. Empty: by
+    name only."""
 
     @abstractmethod
     def status(self, verbs: str) -> Status:

@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     command = [str(Path(sys.executable).parent / "mkernel"), "run", "all_gather_gemm", "--json"]
+    command += ["--accelerator", "ascend"]
     seconds, reports = [], []
     for _ in range(options.repeat):
         start = time.perf_counter()
@@ -38,7 +39,7 @@ def main() -> int:
     results_file.write(
         "main_job",
         {
-            "command": "mkernel run all_gather_gemm --json",
+            "command": " ".join(["mkernel", *command[1:]]),
             "seconds": {"all": seconds, "median": statistics.median(seconds), "bar": BAR_S},
             "passed": all(report["passed"] for report in reports),
             "error": max(report["verification"]["error"] for report in reports),

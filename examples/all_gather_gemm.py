@@ -33,14 +33,15 @@ def main() -> int:
 
         rows = options.tokens // world.size
         mine = x[world.rank * rows : (world.rank + 1) * rows]
-        y = mkernel.all_gather_gemm(mine, weight.t(), out_dtype=torch.float32)
+        device = world.accelerator.device  # of this rank: "cpu", "cuda"
+        y = mkernel.all_gather_gemm(mine.to(device), weight.to(device).t()).cpu()  # in half
 
         reference = x.double() @ weight.t().double()
         error = float((y.double() - reference).norm() / reference.norm())
         print(f"rank {world.rank} of {world.size} on node {world.identity.node}: error {error:.1e}")
     finally:
         mkernel.finalize()
-    return 0 if error <= 1e-5 else 1
+    return 0 if error <= 1e-3 else 1  # the result is rounded to half once
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from mkernel import current as _current
-from mkernel import machine
+from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.backends.base import AcceleratorCapabilities
-from mkernel.identity import Backends
 from mkernel.plan.model import LaunchPlan
+from mkernel.plan.ops import canonical
 from mkernel.plan.planner import plan as _plan
 from mkernel.settings import load as load_settings
 from mkernel.topology.cost import constants_for
@@ -20,14 +20,16 @@ def capabilities(accelerator: str | None = None) -> AcceleratorCapabilities:
     """What an accelerator backend claims: ops, dtypes, alignments, paths.
 
     Args:
-        accelerator: its name; default: the world's, else the setting's.
+        accelerator: its name; default: the world's, else the setting's. ``auto``: what a world of one
+            node on this machine would have.
 
     Raises:
         UnknownBackend, BackendUnavailable.
     """
     if accelerator is None and _current.is_initialized():
         accelerator = _current.current().backends.accelerator
-    return registry.accelerator(accelerator or load_settings().accelerator).capabilities()
+    backends = selection.backends(load_settings(), nodes=1, accelerator=accelerator)
+    return registry.accelerator(backends.accelerator).capabilities()
 
 
 def plan(
@@ -76,11 +78,8 @@ def plan(
     else:
         nodes, ranks_per_node = nodes or 1, ranks_per_node or 1
         settings = load_settings()
-        apart = nodes > 1
-        backends = Backends(
-            accelerator or settings.accelerator,
-            (nic or settings.nic) if apart else None,
-            (verbs or settings.verbs) if apart else None,
+        backends = selection.backends(
+            settings, nodes, accelerator=accelerator, nic=nic, verbs=verbs, op=canonical(op)
         )
     if topology is None:
         whole = machine.machine_topology(backends)
@@ -88,6 +87,7 @@ def plan(
             whole, backends, nodes, ranks_per_node, settings.ranks_per_device
         )
     claims = registry.accelerator(backends.accelerator).capabilities()
+    selection.require_op(backends.accelerator, claims, canonical(op))
     return _plan(
         op,
         sizes,

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import PrefixStore, Store
 
+from mkernel import selection
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized
-from mkernel.identity import Backends, Identity
+from mkernel.identity import Identity
 from mkernel.settings import Settings
 from mkernel.settings import load as load_settings
 from mkernel.world import World
@@ -43,7 +44,8 @@ def init(
         nodes: number of nodes; more than there are hosts splits each host into emulated nodes,
             whose ranks talk only through the NIC. Default: MKERNEL_NODES, else the hosts as found.
         ranks_per_node: checked against the world size where given.
-        accelerator, nic, verbs: names of backends and provider. Defaults: settings.
+        accelerator, nic, verbs: names of backends and provider, the same on all ranks; ``auto``: what
+            this rank's machine has (:mod:`mkernel.selection`). Defaults: settings, which say ``auto``.
         timeout_s: deadline of every wait, in seconds.
         stores: two clients of one torch store (one for the watchdog); default: env:// rendezvous.
 
@@ -62,11 +64,8 @@ def init(
             raise ArgumentError("timeout_s", timeout_s, "a number of seconds above 0")
         settings = settings.model_copy(update={"timeout_s": timeout_s})
     identity = _identity(nodes if nodes is not None else settings.nodes, ranks_per_node)
-    apart = identity.nodes > 1
-    backends = Backends(
-        accelerator or settings.accelerator,
-        (nic or settings.nic) if apart else None,
-        (verbs or settings.verbs) if apart else None,
+    backends = selection.backends(
+        settings, identity.nodes, accelerator=accelerator, nic=nic, verbs=verbs
     )
     _Current.generation += 1
     prefix = "/".join(

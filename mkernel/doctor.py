@@ -25,7 +25,7 @@ from mkernel.topology.sources.files import read_text
 if TYPE_CHECKING:
     from mkernel.backends.base import AcceleratorBackend, NicBackend
 
-Kind = Literal["accelerator", "nic", "fabric", "library", "build", "cpu", "memory", "npu"]
+Kind = Literal["auto", "accelerator", "nic", "fabric", "library", "build", "cpu", "memory", "npu"]
 Source = Literal["argument", "environment", "default"]
 
 _REINSTALL = "reinstall the package that ships it"
@@ -60,9 +60,46 @@ class SettingRow(Model):
 
 def examine() -> Report:
     """Asks every backend and looks at what building and running need. Never raises."""
-    rows = [*accelerator_rows(), *nic_rows(), *machine_rows()]
+    rows = [*accelerator_rows(), *nic_rows(), *auto_rows(), *machine_rows()]
     usable = {row.kind for row in rows if row.usable}
     return Report(rows=tuple(rows), healthy={"accelerator", "nic"} <= usable)
+
+
+def auto_rows() -> list[Row]:
+    """What stands for ``auto`` here, and why: of the accelerator; of NIC and verbs between nodes."""
+    rows = []
+    for name, ask in (("accelerator", _auto_accelerator), ("nic, verbs", _auto_nic)):
+        try:
+            usable, detail, remedy = ask()
+        except Exception as error:
+            usable, detail, remedy = False, _sentence(error), "name one, or see below"
+        rows.append(Row(kind="auto", name=name, usable=usable, detail=detail, remedy=remedy))
+    return rows
+
+
+def _auto_accelerator() -> tuple[bool, str, str]:
+    from mkernel import selection
+
+    verdicts = selection.accelerator_verdicts()
+    taken = next((verdict for verdict in verdicts if verdict.usable), None)
+    others = "; ".join(f"not {v.name}: {v.detail}" for v in verdicts if v is not taken)
+    if taken is None:
+        return False, others, "name one: accelerator=, --accelerator or MKERNEL_ACCELERATOR"
+    return True, f"{taken.name} ({taken.detail})" + (f"; {others}" if others else ""), ""
+
+
+def _auto_nic() -> tuple[bool, str, str]:
+    from mkernel import selection
+
+    nic = selection.chosen_nic()
+    verbs = selection.chosen_verbs(nic)
+    if verbs != selection.SOFT:
+        return True, f"{nic} on {verbs}", ""
+    return (
+        True,
+        f"{nic} on {verbs}: no RDMA port is usable; it joins processes of one host only",
+        "",
+    )
 
 
 def accelerator_rows() -> list[Row]:

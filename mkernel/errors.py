@@ -102,18 +102,24 @@ class PlanMismatch(MkernelError, RuntimeError):
         values: that field's value on each of the two.
     """
 
-    def __init__(self, ranks: tuple[int, int], field: str, values: tuple[Any, Any]) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, int],
+        field: str,
+        values: tuple[Any, Any],
+        advice: str = "call the same op with the same shapes, dtypes and options on every rank",
+    ) -> None:
         self.ranks = ranks
         self.field = field
         self.values = values
+        self.advice = advice
         super().__init__(
             f"ranks {ranks[0]} and {ranks[1]} hold different plans: {field} is {values[0]!r} on "
-            f"rank {ranks[0]} and {values[1]!r} on rank {ranks[1]}; call the same op with the same "
-            "shapes, dtypes and options on every rank"
+            f"rank {ranks[0]} and {values[1]!r} on rank {ranks[1]}; {advice}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (PlanMismatch, (self.ranks, self.field, self.values))
+        return (PlanMismatch, (self.ranks, self.field, self.values, self.advice))
 
 
 class NoRoute(MkernelError, RuntimeError):

@@ -19,6 +19,8 @@ from mkernel.errors import ArgumentError
 from mkernel.topology.placement import NOT_PINNED, Pinning
 
 MASK = "********"
+AUTO = "auto"
+"""As accelerator, nic or verbs: chosen by what the machine has (:mod:`mkernel.selection`)."""
 
 
 class NicSettings(BaseModel):
@@ -67,7 +69,11 @@ class Settings(BaseSettings):
     nodes: int | None = Field(
         None, ge=1, description="emulated nodes under torchrun; None: real hosts"
     )
-    accelerator: str = Field("ascend", description="accelerator backend")
+    accelerator: str = Field(
+        AUTO,
+        description="accelerator backend; auto: hopper where its devices are, else streams, of those "
+        "that can run such a world; simulators and most others by name only; the same on all ranks",
+    )
     path: Literal["auto", "fused", "library"] = Field(
         "auto",
         description="of GEMM ops: fused kernels (not for sums of a few elements), a library's product "
@@ -79,8 +85,16 @@ class Settings(BaseSettings):
         description="ranks that share an accelerator where a node has more ranks than devices: for "
         "tests, since they take turns there and times say nothing; the same on all ranks",
     )
-    nic: str = Field("cx7", description="NIC backend between nodes")
-    verbs: str = Field("soft", description="verbs provider: soft, system, or a library's path")
+    nic: str = Field(
+        AUTO,
+        description="NIC backend between nodes; auto: the one that drives the machine's rails, cx7 "
+        "where there are none; the same on all ranks",
+    )
+    verbs: str = Field(
+        AUTO,
+        description="verbs provider: soft, system, or a library's path; auto: system where the NIC "
+        "backend finds a device that is up, else soft, which joins processes of one host only",
+    )
     streams_device: str | None = Field(
         None,
         description="of accelerator streams: cpu, cuda or npu; None: npu or cuda where there is one",

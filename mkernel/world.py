@@ -56,6 +56,7 @@ from mkernel.errors import (
 )
 from mkernel.identity import Backends, Identity
 from mkernel.plan.model import LaunchPlan, first_difference
+from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
 from mkernel.topology.placement import place, rails
@@ -68,6 +69,11 @@ time-out too, and the watchdog's word is the better one."""
 _DRAIN_S = 5.0
 _NO_CHUNK = 0xFFFFFFFF
 _Failure = tuple[_runtime.AbortCode, _runtime.Diagnosis]
+_SAME_ON_ALL_RANKS = (
+    "start every rank with the same options and settings. What is left to `auto` each rank chooses "
+    "from its own machine: name it where machines differ (MKERNEL_ACCELERATOR, MKERNEL_NIC, "
+    "MKERNEL_VERBS)"
+)
 _left_mapped: list[contextlib.ExitStack] = []
 """Memory of broken worlds whose calls did not end in time: kept until the process ends."""
 
@@ -174,9 +180,10 @@ class World:
         for other in range(self.size):
             found = first_difference(hello["world"], hellos[other]["world"], "world")
             if found:
-                raise PlanMismatch((rank, other), found[0], (found[1], found[2]))
+                raise PlanMismatch(
+                    (rank, other), found[0], (found[1], found[2]), _SAME_ON_ALL_RANKS
+                )
         self._check_hosts(peers)
-        self._one_host = len({peer.host for peer in peers.values()}) == 1
         self._watchdog = Watchdog(
             self._alarm,
             rank,
@@ -206,6 +213,7 @@ class World:
             self._open_nic(self.backends.nic, self.backends.verbs)
 
     def _check_hosts(self, peers: Mapping[int, Peer]) -> None:
+        self._one_host = len({peer.host for peer in peers.values()}) == 1
         for rank, peer in peers.items():
             first = rank - rank % self.identity.ranks_per_node
             if peer.host != peers[first].host:
@@ -249,6 +257,12 @@ class World:
 
     def _open_nic(self, name: str, verbs: str) -> None:
         me, timeout_s = self.identity, self.settings.timeout_s
+        if verbs == SOFT and not self._one_host:
+            raise BackendUnavailable(
+                f"verbs {SOFT!r} joins processes of one host, and the ranks are on several; bring an "
+                "RDMA device up on each (`mkernel doctor` says what is missing) and use verbs "
+                f"{SYSTEM!r}, which `auto` takes where it finds one"
+            )
         backend = registry.nic(name)
         status = backend.status(verbs)
         if not status.usable:

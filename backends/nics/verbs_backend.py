@@ -35,9 +35,9 @@ class VerbsBackend(NicBackend):
     providers: ClassVar[tuple[str, ...]] = ("soft", "system")
     max_rails: ClassVar[int] = 8
 
-    @abstractmethod
     def serves(self, nic: Nic) -> bool:
         """Whether this kind of device has such queue pairs."""
+        return nic.kind in self.kinds
 
     @abstractmethod
     def open_native(self, verbs: str, library: str, arguments: dict[str, Any]) -> Any:
@@ -54,7 +54,15 @@ class VerbsBackend(NicBackend):
             from mkernel.backends.nics.provider import provider_status
         except ImportError as error:
             return Status(False, str(error), _REINSTALL)
-        return provider_status(verbs)
+        status = provider_status(verbs)
+        if status.usable and not any(nic.active for nic in self.probe(verbs)):
+            return Status(
+                False,
+                f"{status.detail}; none that is up is of a kind that nic {self.name!r} drives "
+                f"({', '.join(self.kinds)})",
+                "leave the NIC open (MKERNEL_NIC=auto), or name the one that drives them",
+            )
+        return status
 
     def details(self, verbs: str) -> tuple[tuple[str, Status], ...]:
         """Every port that it serves, the library, and how device memory can be reached."""

@@ -9,16 +9,16 @@ from typing import Annotated, Literal, cast
 import typer
 from rich.console import Console
 
-from mkernel.backends import registry
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.bench import contenders, modelled, numbers, plot, report, results, run
 from mkernel.bench.shapes import SHIPPED, shapes
 from mkernel.bench.sizes import GEMMS, sized
 from mkernel.bench.spec import BenchSpec
-from mkernel.errors import ArgumentError, MkernelError
+from mkernel.errors import ArgumentError
 from mkernel.ops.validate import DTYPES
 from mkernel.plan import ops
 from mkernel.plan.model import DtypeName, OpName
+from mkernel.selection import chosen_accelerator
 from mkernel.topology.model import Model
 
 _WIDTH = 190
@@ -46,7 +46,7 @@ def command(
     ] = False,
     accelerator: Annotated[
         str | None,
-        typer.Option(help="accelerator backend [hopper where it is usable, else streams]"),
+        typer.Option(help="accelerator backend [hopper where its devices are, else streams]"),
     ] = None,
     dtype: Annotated[str, typer.Option(help="of inputs and outputs")] = "bfloat16",
     layout: Annotated[str, typer.Option(help="of B in memory: row or column")] = "row",
@@ -122,7 +122,7 @@ def command(
         outcome = run.run(
             spec,
             ranks=ranks,
-            accelerator=accelerator or _accelerator(),
+            accelerator=accelerator or chosen_accelerator(op=names[0]),
             name=",".join(names),
             commit=commit,
             on_row=status.update,
@@ -152,7 +152,7 @@ def _model(
     if accelerator != modelled.ACCELERATOR:
         raise ArgumentError(
             "--accelerator",
-            accelerator or _accelerator(),
+            accelerator or chosen_accelerator(),
             f"{modelled.ACCELERATOR}, the one with a machine model, beside --model-only",
         )
     if table not in (None, *modelled.TABLES):
@@ -190,17 +190,6 @@ def _peers(text: str | None) -> Sequence[str] | None:
     if text is None:
         return None
     return [] if text == "none" else [part.strip() for part in text.split(",")]
-
-
-def _accelerator() -> str:
-    """hopper where it can run, else streams."""
-    if "hopper" in registry.names(registry.ACCELERATORS):
-        try:
-            if registry.accelerator("hopper").status().usable:
-                return "hopper"
-        except MkernelError:
-            pass
-    return "streams"
 
 
 def _draw(outcome: results.Report, path: Path, console: Console) -> None:

@@ -16,6 +16,7 @@ from rich.text import Text
 from mkernel.doctor import Kind, Report, SettingRow, examine, setting_rows
 
 _HEADINGS: dict[Kind, str] = {
+    "auto": "What `auto` stands for",
     "accelerator": "Accelerators",
     "nic": "NICs",
     "fabric": "NICs",

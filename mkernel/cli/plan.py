@@ -9,6 +9,7 @@ from typing import Annotated, get_args
 import typer
 from rich.console import Console
 
+from mkernel import selection
 from mkernel.backends import registry
 from mkernel.cli import sizes
 from mkernel.cli.plan_world import backends_of, world_of_file, world_of_machine
@@ -17,7 +18,7 @@ from mkernel.identity import Backends
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.decide import Alternative
-from mkernel.plan.model import Exchange, LaunchPlan
+from mkernel.plan.model import Exchange, LaunchPlan, OpName
 from mkernel.plan.order import Runs
 from mkernel.plan.planner import explain
 from mkernel.plan.shapes import sizes_or_defaults
@@ -128,8 +129,9 @@ def command(
     settings = load_settings()
     given = {"accelerator": accelerator, "nic": nic, "verbs": verbs}
     chosen = settings.model_copy(update={key: value for key, value in given.items() if value})
-    world, backends = _world(chosen, given, topology, nodes, ranks_per_node)
+    world, backends = _world(chosen, given, topology, nodes, ranks_per_node, name)
     capabilities = registry.accelerator(backends.accelerator).capabilities()
+    selection.require_op(backends.accelerator, capabilities, name)
     name_of_constants = capabilities.constants or backends.accelerator
     constants = constants_for(name_of_constants, constants_file or settings.constants)
     if _elsewhere(world, topology):
@@ -203,7 +205,12 @@ def command(
 
 
 def _world(
-    chosen: Settings, given: dict[str, str | None], file: Path | None, nodes: int, ranks: int
+    chosen: Settings,
+    given: dict[str, str | None],
+    file: Path | None,
+    nodes: int,
+    ranks: int,
+    op: OpName,
 ) -> tuple[Topology, Backends]:
     """The world, and its backends: those given, else those of the file's devices or the settings."""
     apart = nodes > 1
@@ -215,9 +222,7 @@ def _world(
             (given["nic"] or natural.nic) if apart else None,
             (given["verbs"] or natural.verbs) if apart else None,
         )
-    backends = Backends(
-        chosen.accelerator, chosen.nic if apart else None, chosen.verbs if apart else None
-    )
+    backends = selection.backends(chosen, nodes, op=op)
     return world_of_machine(backends, nodes, ranks, chosen.ranks_per_device, file), backends
 
 

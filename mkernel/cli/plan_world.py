@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mkernel import machine
+from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.backends.base import Status
 from mkernel.errors import ArgumentError, BackendUnavailable, UnknownBackend
 from mkernel.identity import Backends
+from mkernel.selection import SYSTEM
 from mkernel.settings import Settings
 from mkernel.topology.discover import load, replicate
 from mkernel.topology.model import FABRIC_SWITCH, Node, Topology
-from mkernel.topology.placement import usable_nics
+from mkernel.topology.rails import real_ports
 
 _ACCELERATORS = {"cuda": "hopper", "ascend": "ascend"}
 """The backend of a kind of device; others run on ``streams``."""
-_NICS = {"cx": "cx7", "infiniband": "cx7", "efa": "efa"}
 
 
 def world_of_file(file: Path, nodes: int) -> Topology | None:
@@ -57,14 +57,13 @@ def _only(node: Node, kind: str, emulated: bool) -> Node:
 def backends_of(world: Topology, chosen: Settings, apart: bool) -> Backends:
     """What would run on a file's world: real devices' backends, else those of the settings."""
     accelerator = next(one for node in world.nodes for one in node.accelerators)
-    name = chosen.accelerator
+    name = selection.backends(chosen, 1).accelerator
     if not accelerator.emulated:
         name = _ACCELERATORS.get(accelerator.kind, "streams")
     if not apart:
         return Backends(name, None, None)
-    kinds = {nic.kind for node in world.nodes for nic in usable_nics(node) if not nic.emulated}
-    real = sorted(_NICS[kind] for kind in kinds if kind in _NICS)
-    return Backends(name, *((real[0], "system") if real else (chosen.nic, chosen.verbs)))
+    found = selection.nic_of(tuple(nic for node in world.nodes for nic in real_ports(node)))
+    return Backends(name, *((found, SYSTEM) if found else selection.nic_and_verbs(chosen)))
 
 
 def world_of_machine(

@@ -120,9 +120,10 @@ def _discovery(files: tuple[Path, ...], sysfs_root: Path | None) -> Discovery:
 
 def _measure(file: Path, ranks: int, as_json: bool) -> None:
     from mkernel.measure import measure
+    from mkernel.selection import nic_and_verbs
 
-    settings = load_settings()
-    text = measure(ranks, settings.nic, settings.verbs).model_dump_json(indent=2)
+    nic, verbs = nic_and_verbs(load_settings())
+    text = measure(ranks, nic, verbs).model_dump_json(indent=2)
     try:
         file.write_text(text + "\n")
     except OSError as error:

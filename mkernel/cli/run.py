@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mkernel import api, machine
+from mkernel import api, machine, selection
 from mkernel.backends import registry
 from mkernel.cases import Case, case_of
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import ROUTINGS
 from mkernel.cli import sizes
-from mkernel.errors import ArgumentError, InputFileError, PlanMismatch, Unsupported
+from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
 from mkernel.identity import Backends
 from mkernel.job import files, inputs, rank, report, timeline
 from mkernel.job.rank import VIEWS, RankResult
@@ -28,6 +28,7 @@ from mkernel.ops.validate import DTYPES, dtype_name
 from mkernel.plan import ops, render
 from mkernel.plan.model import DtypeName, LaunchPlan, OpName
 from mkernel.plan.shapes import sizes_or_defaults
+from mkernel.settings import AUTO, Settings
 from mkernel.settings import load as load_settings
 from mkernel.topology.model import Topology
 
@@ -36,11 +37,20 @@ _LAYOUTS = ("row", "column")
 
 def command(  # one option a parameter: this is the command line
     op: Annotated[str, typer.Argument(help="an op, or an alias such as ag_gemm")],
-    nodes: Annotated[int, typer.Option(help="emulated nodes")] = 2,
-    ranks_per_node: Annotated[int, typer.Option(help="ranks of each node")] = 2,
-    accelerator: Annotated[str | None, typer.Option(help="accelerator backend")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="emulated nodes [2; with real devices 1]")
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="ranks of each node [2; with real devices, what they take]")
+    ] = None,
+    accelerator: Annotated[
+        str | None,
+        typer.Option(help="accelerator backend [hopper where its devices are, else streams]"),
+    ] = None,
     nic: Annotated[str | None, typer.Option(help="NIC backend between nodes")] = None,
-    verbs: Annotated[str | None, typer.Option(help="soft, system, or a library's path")] = None,
+    verbs: Annotated[
+        str | None, typer.Option(help="soft, system, a library's path, or auto [MKERNEL_VERBS]")
+    ] = None,
     m: sizes.M = None,
     n: sizes.N = None,
     k: sizes.K = None,
@@ -105,6 +115,10 @@ def command(  # one option a parameter: this is the command line
     """Run an op on ranks of this machine, in three views, and check it against float64."""
     name = ops.canonical(op)
     _check_world(nodes, ranks_per_node)
+    settings = load_settings()
+    backends, nodes, ranks_per_node = _chosen(
+        settings, name, nodes, ranks_per_node, accelerator, nic, verbs
+    )
     given = {
         "m": m, "n": n, "k": k, "tokens": tokens, "hidden": hidden, "features": features,
         "experts": experts, "top_k": top_k, "batch": batch, "heads": heads, "kv_heads": kv_heads,
@@ -119,14 +133,8 @@ def command(  # one option a parameter: this is the command line
         else _random(name, given, wanted, world_size)
     )
     console = Console(quiet=json, highlight=False)
-    settings = load_settings()
-    mixes = registry.accelerator(accelerator or settings.accelerator).capabilities().mixed_dtypes
+    mixes = registry.accelerator(backends.accelerator).capabilities().mixed_dtypes
     spec = _spec(name, sized, wanted, mixes, paths, output, warmup, iterations)
-    backends = Backends(
-        accelerator or settings.accelerator,
-        (nic or settings.nic) if nodes > 1 else None,
-        (verbs or settings.verbs) if nodes > 1 else None,
-    )
     topology = machine.emulated_topology(
         machine.machine_topology(backends),
         backends,
@@ -148,9 +156,9 @@ def command(  # one option a parameter: this is the command line
             spec,
             nodes=nodes,
             ranks_per_node=ranks_per_node,
-            accelerator=accelerator,
-            nic=nic,
-            verbs=verbs,
+            accelerator=backends.accelerator,
+            nic=backends.nic,
+            verbs=backends.verbs,
             timeout_s=timeout,
             on_report=step,
         )
@@ -171,10 +179,33 @@ def command(  # one option a parameter: this is the command line
     raise typer.Exit(0 if outcome.passed else 1)
 
 
-def _check_world(nodes: int, ranks_per_node: int) -> None:
+def _check_world(nodes: int | None, ranks_per_node: int | None) -> None:
     for name, value in (("--nodes", nodes), ("--ranks-per-node", ranks_per_node)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ArgumentError(name, value, "an integer of at least 1")
+
+
+def _chosen(
+    settings: Settings,
+    op: OpName,
+    nodes: int | None,
+    ranks_per_node: int | None,
+    accelerator: str | None,
+    nic: str | None,
+    verbs: str | None,
+) -> tuple[Backends, int, int]:
+    """The backends, once for all ranks, and the world: two nodes of two ranks of devices that are
+    emulated, else one node with all that the machine's devices take."""
+    named = accelerator or settings.accelerator
+    if named == AUTO:
+        named = selection.chosen_accelerator(nodes or 1, op)
+    backend = machine.usable_accelerator(named)
+    selection.require_op(named, backend.capabilities(), op)
+    room = len([one for one in backend.probe() if not one.emulated]) * settings.ranks_per_device
+    nodes = nodes or (1 if room else 2)
+    ranks_per_node = ranks_per_node or (max(1, room // nodes) if room else 2)
+    chosen = selection.backends(settings, nodes, accelerator=named, nic=nic, verbs=verbs)
+    return chosen, nodes, ranks_per_node
 
 
 @dataclass(frozen=True)
@@ -294,28 +325,23 @@ def _one_of(option: str, value: str | None, legal: Sequence[str]) -> None:
 def _plan(
     spec: JobSpec, topology: Topology, backends: Backends, nodes: int, ranks_per_node: int
 ) -> LaunchPlan:
-    """What the ranks will plan too. Unsupported: says which installed accelerators have the op."""
+    """What the ranks will plan too."""
     case = spec.case
-    try:
-        return api.plan(
-            case.op,
-            dtype=case.dtype,
-            out_dtype=case.out_dtype,
-            b_layout=_layout(case),
-            nodes=nodes,
-            ranks_per_node=ranks_per_node,
-            accelerator=backends.accelerator,
-            nic=backends.nic,
-            verbs=backends.verbs,
-            topology=topology,
-            chunk=case.chunk,
-            path=None,
-            **case.sizes,
-        )
-    except Unsupported as error:
-        others = [name for name in registry.names(registry.ACCELERATORS) if _claims(name, case.op)]
-        hint = f"try --accelerator {' or '.join(others)}" if others else "none that runs here does"
-        raise Unsupported(f"{error}; {hint}") from None
+    return api.plan(
+        case.op,
+        dtype=case.dtype,
+        out_dtype=case.out_dtype,
+        b_layout=_layout(case),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        accelerator=backends.accelerator,
+        nic=backends.nic,
+        verbs=backends.verbs,
+        topology=topology,
+        chunk=case.chunk,
+        path=None,
+        **case.sizes,
+    )
 
 
 def _layout(case: Case) -> Literal["row", "column"]:
@@ -324,15 +350,6 @@ def _layout(case: Case) -> Literal["row", "column"]:
     inner, outer = ("k", "n") if isinstance(case, GemmCase) else ("hidden", "features")
     thin = 1 in (sizes.get(inner, 1), sizes.get(outer, 1))
     return "column" if case.layout == "column" and not thin else "row"
-
-
-def _claims(accelerator: str, op: str) -> bool:
-    """Whether a backend has the op and can run here; one that is broken has nothing."""
-    try:
-        backend = registry.accelerator(accelerator)
-        return op in backend.capabilities().ops and backend.status().usable
-    except Exception:
-        return False
 
 
 def _make_folder(output: Path) -> None:

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 from mkernel.backends import registry
 from mkernel.backends.base import AcceleratorBackend, AcceleratorCapabilities
 from mkernel.conformance.check import Check, CheckFailed, CheckSkipped
+from mkernel.errors import BackendUnavailable
 from mkernel.launch import launch
 from mkernel.machine import usable_accelerator
 from mkernel.plan.model import DTYPE_BYTES, DtypeName
 from mkernel.plan.shapes import SHAPES
+from mkernel.selection import nic_and_verbs
 from mkernel.settings import load as load_settings
 
 T = TypeVar("T")
@@ -121,10 +123,13 @@ class AcceleratorSubject:
         """Whether it claims a path between nodes and the default NIC is usable here for it."""
         if self.capabilities.process_group:
             return True
-        settings = load_settings()
         if "nic" not in self.capabilities.transfer_paths:
             return False
-        return registry.nic(settings.nic).status(settings.verbs).usable
+        try:
+            nic, verbs = nic_and_verbs(load_settings())
+        except BackendUnavailable:
+            return False
+        return registry.nic(nic).status(verbs).usable
 
     @cached_property
     def room(self) -> int | None:

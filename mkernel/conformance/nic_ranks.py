@@ -31,7 +31,8 @@ from mkernel.backends.base import NicBackend, NicSession
 from mkernel.backends.runtime import _runtime
 from mkernel.conformance.check import CheckFailed, CheckSkipped, HarnessError
 from mkernel.errors import BackendUnavailable, MkernelError
-from mkernel.settings import NicSettings
+from mkernel.selection import chosen_verbs
+from mkernel.settings import AUTO, NicSettings
 from mkernel.settings import load as load_settings
 
 Bytes = npt.NDArray[np.uint8]
@@ -190,7 +191,9 @@ class NicSubject:
         if verbs is None:
             known = registry.nic(name).providers
             preferred = load_settings().verbs
-            verbs = preferred if preferred in known or not known else known[0]
+            verbs = preferred if preferred in (AUTO, *known) or not known else known[0]
+        if verbs == AUTO:
+            verbs = chosen_verbs(name)
         subject = cls(name, verbs, quick, seed)
         subject.device()
         return subject

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
+from mkernel import selection
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
 from mkernel.plan.planner import plan
 from mkernel.topology.cost import constants_for
@@ -80,6 +81,7 @@ def _plan_for(
     path: PathChoice | None,
 ) -> LaunchPlan:
     capabilities = world.accelerator.capabilities()
+    selection.require_op(world.backends.accelerator, capabilities, op)
     name = capabilities.constants or world.backends.accelerator
     return plan(
         op,

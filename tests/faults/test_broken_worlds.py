@@ -61,6 +61,7 @@ def survivors(action: str, victim: int, nodes: int) -> list[tuple[str, float, st
         mkernel.launch(
             report_outcome, action, victim, nodes=nodes, ranks_per_node=2, timeout_s=DEADLINE_S,
             on_report=lambda rank, payload: seen.update({rank: payload}),
+            accelerator="ascend",
         )  # fmt: skip
     assert sorted(seen) == [rank for rank in range(2 * nodes) if rank != victim]
     return list(seen.values())
@@ -132,7 +133,12 @@ def first_call_differs(argument: str) -> None:
 def test_ranks_that_call_other_shapes_are_refused(argument: str, nodes: int) -> None:
     with pytest.raises(PlanMismatch) as caught:
         mkernel.launch(
-            first_call_differs, argument, nodes=nodes, ranks_per_node=2, timeout_s=DEADLINE_S
+            first_call_differs,
+            argument,
+            nodes=nodes,
+            ranks_per_node=2,
+            timeout_s=DEADLINE_S,
+            accelerator="ascend",
         )
     assert caught.value.field == f"shape.{argument}"
     assert caught.value.ranks[0] == 0
@@ -147,7 +153,13 @@ def later_call_differs() -> None:
 def test_a_rank_in_another_known_call_is_found() -> None:
     start = time.monotonic()
     with pytest.raises(PlanMismatch) as caught:
-        mkernel.launch(later_call_differs, nodes=2, ranks_per_node=2, timeout_s=DEADLINE_S)
+        mkernel.launch(
+            later_call_differs,
+            nodes=2,
+            ranks_per_node=2,
+            timeout_s=DEADLINE_S,
+            accelerator="ascend",
+        )
     assert caught.value.field == "shape.n"
     assert time.monotonic() - start < TOLD_S
 
@@ -160,7 +172,10 @@ def differs_then_goes_on() -> float:
 
 def test_a_refused_call_leaves_the_world_usable() -> None:
     assert all(
-        value > 0 for value in mkernel.launch(differs_then_goes_on, nodes=2, timeout_s=DEADLINE_S)
+        value > 0
+        for value in mkernel.launch(
+            differs_then_goes_on, nodes=2, timeout_s=DEADLINE_S, accelerator="ascend"
+        )
     )
 
 
@@ -180,7 +195,9 @@ def differs_and_agrees_late() -> float:
 
 
 def test_a_rank_that_has_not_agreed_yet_is_waited_for() -> None:
-    sums = mkernel.launch(differs_and_agrees_late, nodes=2, timeout_s=DEADLINE_S)
+    sums = mkernel.launch(
+        differs_and_agrees_late, nodes=2, timeout_s=DEADLINE_S, accelerator="ascend"
+    )
     assert all(value > 0 for value in sums)
 
 
@@ -193,7 +210,9 @@ def leave_early() -> None:
 
 def test_a_rank_that_left_is_named() -> None:
     with pytest.raises((PeerFailure, Timeout), match="rank"):
-        mkernel.launch(leave_early, nodes=1, ranks_per_node=3, timeout_s=DEADLINE_S)
+        mkernel.launch(
+            leave_early, nodes=1, ranks_per_node=3, timeout_s=DEADLINE_S, accelerator="ascend"
+        )
 
 
 def broken_world_stays_broken(victim: int) -> tuple[str, str]:
@@ -225,6 +244,7 @@ def test_later_calls_raise_the_same_error() -> None:
         mkernel.launch(
             report_stays_broken, ranks_per_node=2, timeout_s=DEADLINE_S,
             on_report=lambda rank, payload: seen.append(payload),
+            accelerator="ascend",
         )  # fmt: skip
     assert seen == [("PeerFailure", "PeerFailure")]
 
@@ -240,8 +260,17 @@ def kill_while_calling(victim: int) -> None:
 def test_rank_killed_in_mid_kernel(victim: int) -> None:
     start = time.monotonic()
     with pytest.raises(PeerFailure) as caught:
-        mkernel.launch(kill_while_calling, victim, nodes=2, ranks_per_node=2, timeout_s=DEADLINE_S)
+        mkernel.launch(
+            kill_while_calling,
+            victim,
+            nodes=2,
+            ranks_per_node=2,
+            timeout_s=DEADLINE_S,
+            accelerator="ascend",
+        )
     assert caught.value.peer == victim
     assert time.monotonic() - start < TOLD_S
-    for value in mkernel.launch(differs_then_goes_on, nodes=2, timeout_s=DEADLINE_S):
+    for value in mkernel.launch(
+        differs_then_goes_on, nodes=2, timeout_s=DEADLINE_S, accelerator="ascend"
+    ):
         assert value > 0  # the next world of this process works

@@ -52,6 +52,7 @@ def join(port: int, nic: str, fault: str | None) -> None:
             nic=nic,
             timeout_s=TIMEOUT_S,
             stores=(stores[0], stores[1]),
+            accelerator="ascend",
         )
     finally:
         os.environ.pop(FAULTS, None)
@@ -61,7 +62,9 @@ def run(body: Callable[..., T], *arguments: Any) -> list[T]:
     """``body(port, *arguments)`` on every rank; a store for worlds of their own is on that port."""
     store, port = host_store(NODES, 30)
     try:
-        return mkernel.launch(body, port, *arguments, nodes=NODES, ranks_per_node=1)
+        return mkernel.launch(
+            body, port, *arguments, nodes=NODES, ranks_per_node=1, accelerator="ascend"
+        )
     finally:
         del store
 

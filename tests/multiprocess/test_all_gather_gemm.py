@@ -46,6 +46,7 @@ def test_every_world(nodes: int, ranks: int) -> None:
     for errors in mkernel.launch(
         repeated, 128, 256, 512, torch.float16, torch.float32, False, 5,
         nodes=nodes, ranks_per_node=ranks,
+        accelerator="ascend",
     ):  # fmt: skip
         assert max(errors) <= TOLERANCE["float32"]
 
@@ -57,6 +58,7 @@ def test_dtypes_and_layouts(dtype: str, out_dtype: str, column: bool) -> None:
     for errors in mkernel.launch(
         repeated, 64, 264, 320, getattr(torch, dtype), getattr(torch, out_dtype), column, 2,
         nodes=2, ranks_per_node=1,
+        accelerator="ascend",
     ):  # fmt: skip
         assert max(errors) <= TOLERANCE[out_dtype]  # type: ignore[index]
 
@@ -67,7 +69,17 @@ def test_dtypes_and_layouts(dtype: str, out_dtype: str, column: bool) -> None:
 )
 def test_ragged_shapes(rows: int, n: int, k: int) -> None:
     for errors in mkernel.launch(
-        repeated, rows, n, k, torch.float16, torch.float32, False, 3, nodes=2, ranks_per_node=2
+        repeated,
+        rows,
+        n,
+        k,
+        torch.float16,
+        torch.float32,
+        False,
+        3,
+        nodes=2,
+        ranks_per_node=2,
+        accelerator="ascend",
     ):
         assert max(errors) <= TOLERANCE["float32"]
 
@@ -88,7 +100,7 @@ def several_plans() -> list[bool]:
 
 
 def test_results_are_bit_identical() -> None:
-    for same in mkernel.launch(several_plans, nodes=2, ranks_per_node=2):
+    for same in mkernel.launch(several_plans, nodes=2, ranks_per_node=2, accelerator="ascend"):
         assert all(same)
 
 
@@ -106,7 +118,9 @@ def test_world_split_does_not_change_a_bit() -> None:
     results = [
         c
         for nodes, ranks in ((1, 1), (1, 4), (2, 2), (4, 1))
-        for c in mkernel.launch(result_of, 128, nodes=nodes, ranks_per_node=ranks)
+        for c in mkernel.launch(
+            result_of, 128, nodes=nodes, ranks_per_node=ranks, accelerator="ascend"
+        )
     ]
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -123,7 +137,9 @@ def gathered() -> tuple[bool, float]:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 2), (2, 2)])
 def test_gathered_a_is_exact(nodes: int, ranks: int) -> None:
-    for exact, error in mkernel.launch(gathered, nodes=nodes, ranks_per_node=ranks):
+    for exact, error in mkernel.launch(
+        gathered, nodes=nodes, ranks_per_node=ranks, accelerator="ascend"
+    ):
         assert exact
         assert error <= TOLERANCE["float32"]
 
@@ -141,7 +157,7 @@ def nan_and_infinity() -> bool:
 
 
 def test_nan_and_infinity_pass_through() -> None:
-    assert all(mkernel.launch(nan_and_infinity, nodes=2, ranks_per_node=1))
+    assert all(mkernel.launch(nan_and_infinity, nodes=2, ranks_per_node=1, accelerator="ascend"))
 
 
 def plan_is_the_launched_one() -> bool:
@@ -156,4 +172,6 @@ def plan_is_the_launched_one() -> bool:
 
 
 def test_plan_is_what_the_launch_uses() -> None:
-    assert all(mkernel.launch(plan_is_the_launched_one, nodes=2, ranks_per_node=2))
+    assert all(
+        mkernel.launch(plan_is_the_launched_one, nodes=2, ranks_per_node=2, accelerator="ascend")
+    )

@@ -58,7 +58,7 @@ def try_all() -> dict[str, tuple[str, str, str]]:
 
 
 def test_wrong_calls_are_refused_by_name() -> None:
-    for found in mkernel.launch(try_all, ranks_per_node=2):
+    for found in mkernel.launch(try_all, ranks_per_node=2, accelerator="ascend"):
         for name, (_, _, error, argument, part) in WRONG.items():
             kind, named, message = found[name]
             assert (kind, named) == (error.__name__, argument), (name, message)
@@ -118,4 +118,4 @@ def one_rank_wrong() -> str:
 
 def test_a_wrong_call_on_one_rank_is_the_error_that_launch_raises() -> None:
     with pytest.raises(ShapeError, match="1-D"):
-        mkernel.launch(one_rank_wrong, ranks_per_node=2, timeout_s=60)
+        mkernel.launch(one_rank_wrong, ranks_per_node=2, timeout_s=60, accelerator="ascend")

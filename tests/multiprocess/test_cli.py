@@ -21,7 +21,8 @@ from mkernel.plan.model import LaunchPlan
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "all_gather_gemm.py"
-SMALL = ["--m", "256", "--n", "128", "--k", "256", "--warmup", "0", "--iterations", "1"]
+ASCEND = ["--accelerator", "ascend"]
+SMALL = [*ASCEND, "--m", "256", "--n", "128", "--k", "256", "--warmup", "0", "--iterations", "1"]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_run_shows_what_it_did() -> None:
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 2), (2, 2), (3, 2)])
 def test_json_is_one_object(nodes: int, ranks: int) -> None:
     size = ["--m", str(64 * nodes * ranks), "--n", "128", "--k", "256"]
-    done = mkernel("run", "ag_gemm", "--json", "--nodes", str(nodes), "--ranks-per-node",
+    done = mkernel("run", "ag_gemm", *ASCEND, "--json", "--nodes", str(nodes), "--ranks-per-node",
                    str(ranks), *size, "--iterations", "1")  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -98,7 +99,7 @@ def test_own_tensors(tmp_path: Path, form: str, replicate: bool) -> None:
         np.save(tmp_path / "b.npy", b.numpy())
         files = ["--input", str(tmp_path / "a.npy"), "--input", str(tmp_path / "b.npy")]
     out = tmp_path / "out"
-    done = mkernel("run", "ag_gemm", *files, *(["--replicate-b"] if replicate else []),
+    done = mkernel("run", "ag_gemm", *ASCEND, *files, *(["--replicate-b"] if replicate else []),
                    "--output", str(out), "--iterations", "1")  # fmt: skip
     assert done.returncode == 0, done.stderr
     parts = [load_file(out / f"rank{rank}.safetensors")["c"] for rank in range(4)]
@@ -166,8 +167,8 @@ SIMULATED = {
 @pytest.mark.parametrize("op", SIMULATED)
 def test_an_op_on_ascend_has_two_clocks(tmp_path: Path, op: str) -> None:
     """MoE's are of the dispatch and of the combine after it, as its timeline is."""
-    done = mkernel("run", op, *SIMULATED[op], "--nodes", "1", "--iterations", "1", "--warmup", "0",
-                   "--json", "--output", str(tmp_path))  # fmt: skip
+    done = mkernel("run", op, *ASCEND, *SIMULATED[op], "--nodes", "1", "--iterations", "1",
+                   "--warmup", "0", "--json", "--output", str(tmp_path))  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     modelled = report["modelled"]
@@ -287,9 +288,9 @@ def refused(*arguments: str) -> str:
         (["ring_attention", "--accelerator", "streams", "--causal", "--sequence", "12"],
          ["sequence = 12", "zigzag"]),
         (["ag_gemm", "--accelerator", "tpu"], ["UnknownBackend", "accelerator", "tpu", "ascend"]),
-        (["ag_gemm", "--nic", "e1000"], ["UnknownBackend", "nic", "e1000", "cx7"]),
+        (["ag_gemm", *ASCEND, "--nic", "e1000"], ["UnknownBackend", "nic", "e1000", "cx7"]),
         (["ag_gemm", "--m", "2047"], ["ShapeError", "m = 2047", "2044", "2048"]),
-        (["ag_gemm", "--k", "1001"], ["ShapeError", "k = 1001", "1000", "1008"]),
+        (["ag_gemm", *ASCEND, "--k", "1001"], ["ShapeError", "k = 1001", "1000", "1008"]),
         (["ag_gemm", "--n", "0"], ["n = 0"]),
         (["ag_gemm", "--nodes", "0"], ["--nodes"]),
         (["ag_gemm", "--dtype", "int8"], ["--dtype", "int8", "float16"]),
@@ -317,7 +318,7 @@ def test_sharded_b_must_divide(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_everything() -> None:
     process = subprocess.Popen(
-        [MKERNEL, "run", "ag_gemm", "--iterations", "500"],
+        [MKERNEL, "run", "ag_gemm", *ASCEND, "--iterations", "500"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -61,20 +61,25 @@ def report_twice() -> None:
 
 
 def test_results_come_in_rank_order() -> None:
-    results = mkernel.launch(where, 10, nodes=2, ranks_per_node=2)
+    results = mkernel.launch(where, 10, nodes=2, ranks_per_node=2, accelerator="ascend")
     assert results == [(10, 4, 0, 0), (11, 4, 0, 1), (12, 4, 1, 0), (13, 4, 1, 1)]
 
 
 def test_worlds_follow_one_another() -> None:
     for nodes, ranks in ((1, 1), (1, 3), (2, 1)):
-        assert len(mkernel.launch(where, 0, nodes=nodes, ranks_per_node=ranks)) == nodes * ranks
+        assert (
+            len(mkernel.launch(where, 0, nodes=nodes, ranks_per_node=ranks, accelerator="ascend"))
+            == nodes * ranks
+        )
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_first_failure_is_raised_with_its_traceback(rank: int) -> None:
     start = time.monotonic()
     with pytest.raises(KeyError, match="planted failure") as caught:
-        mkernel.launch(fail_on, rank, "raise", ranks_per_node=3, timeout_s=DEADLINE_S)
+        mkernel.launch(
+            fail_on, rank, "raise", ranks_per_node=3, timeout_s=DEADLINE_S, accelerator="ascend"
+        )
     assert f"rank {rank}" in str(caught.value.__cause__)
     assert "in fail_on" in str(caught.value.__cause__)
     assert time.monotonic() - start < TOLD_S
@@ -84,24 +89,31 @@ def test_first_failure_is_raised_with_its_traceback(rank: int) -> None:
 def test_dead_rank_is_a_peer_failure(what: str, how: str) -> None:
     start = time.monotonic()
     with pytest.raises(PeerFailure, match=how) as caught:
-        mkernel.launch(fail_on, 1, what, nodes=2, ranks_per_node=2, timeout_s=DEADLINE_S)
+        mkernel.launch(
+            fail_on, 1, what, nodes=2, ranks_per_node=2, timeout_s=DEADLINE_S, accelerator="ascend"
+        )
     assert caught.value.peer == 1
     assert time.monotonic() - start < TOLD_S
 
 
 def test_error_that_does_not_unpickle_keeps_its_text() -> None:
     with pytest.raises(mkernel.errors.MkernelError, match="Unpicklable: 1 and 2"):
-        mkernel.launch(raise_unpicklable)
+        mkernel.launch(raise_unpicklable, accelerator="ascend")
 
 
 def test_second_init_is_refused() -> None:
     with pytest.raises(AlreadyInitialized):
-        mkernel.launch(init_again)
+        mkernel.launch(init_again, accelerator="ascend")
 
 
 def test_reports_reach_the_launcher_in_order() -> None:
     seen: list[tuple[int, str]] = []
-    mkernel.launch(report_twice, ranks_per_node=2, on_report=lambda r, p: seen.append((r, p)))
+    mkernel.launch(
+        report_twice,
+        ranks_per_node=2,
+        on_report=lambda r, p: seen.append((r, p)),
+        accelerator="ascend",
+    )
     for rank in range(2):
         assert [payload for r, payload in seen if r == rank] == ["first", "second"]
 

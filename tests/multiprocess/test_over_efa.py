@@ -52,7 +52,9 @@ def test_reordered_and_placed_twice(
     monkeypatch.setenv("MKERNEL_SOFTVERBS_DUPLICATES", "50")
     monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", HELD_NS)
     monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", message)
-    for found in mkernel.launch(calls, 8, nodes=nodes, ranks_per_node=ranks, nic="efa"):
+    for found in mkernel.launch(
+        calls, 8, nodes=nodes, ranks_per_node=ranks, nic="efa", accelerator="ascend"
+    ):
         assert all(exact for exact, _ in found)
         assert max(error for _, error in found) <= TOLERANCE["float32"]
 
@@ -64,7 +66,9 @@ def test_a_miscounted_immediate_would_be_seen(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", HELD_NS)
     fault = "mkernel.conformance.nic_faults.immediates:MiscountedImmediate"
     try:
-        results = mkernel.launch(calls, 10, nodes=2, ranks_per_node=1, nic=fault, timeout_s=10)
+        results = mkernel.launch(
+            calls, 10, nodes=2, ranks_per_node=1, nic=fault, timeout_s=10, accelerator="ascend"
+        )
     except WorldError:
         return
     assert not all(
@@ -84,7 +88,17 @@ def kill_in_mid_call(victim: int) -> None:
 def test_a_killed_rank_leaves_nothing_behind(victim: int) -> None:
     """Neither processes nor memory (the fixture looks), nor anything that the next world sees."""
     with pytest.raises(PeerFailure) as caught:
-        mkernel.launch(kill_in_mid_call, victim, nodes=3, ranks_per_node=1, nic="efa", timeout_s=60)
+        mkernel.launch(
+            kill_in_mid_call,
+            victim,
+            nodes=3,
+            ranks_per_node=1,
+            nic="efa",
+            timeout_s=60,
+            accelerator="ascend",
+        )
     assert caught.value.peer == victim
-    for found in mkernel.launch(calls, 2, nodes=3, ranks_per_node=1, nic="efa"):
+    for found in mkernel.launch(
+        calls, 2, nodes=3, ranks_per_node=1, nic="efa", accelerator="ascend"
+    ):
         assert all(exact for exact, _ in found)

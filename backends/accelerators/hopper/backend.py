@@ -43,6 +43,7 @@ class HopperAccelerator(AcceleratorBackend):
     """
 
     name: ClassVar[str] = "hopper"
+    preference: ClassVar[int] = 20
     device = "cuda"
 
     def __init__(self) -> None:

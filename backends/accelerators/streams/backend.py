@@ -61,6 +61,7 @@ class StreamsAccelerator(AcceleratorBackend):
     """
 
     name: ClassVar[str] = "streams"
+    preference: ClassVar[int] = 10
 
     def __init__(self, device: str | None = None) -> None:
         """``device``: ``cpu``, ``cuda`` or ``npu``; default: the setting ``streams_device``."""

@@ -10,17 +10,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from mkernel.backends.nics.verbs_backend import VerbsBackend
-from mkernel.topology.model import Nic
+from mkernel.topology.model import NicKind
 
 
 class Cx7Nic(VerbsBackend):
     """RC over libibverbs, or over the software RDMA device."""
 
     name: ClassVar[str] = "cx7"
-
-    def serves(self, nic: Nic) -> bool:
-        """All but EFA devices, which have no RC."""
-        return nic.kind != "efa"
+    kinds: ClassVar[tuple[NicKind, ...]] = ("cx", "infiniband", "soft")
 
     def open_native(self, verbs: str, library: str, arguments: dict[str, Any]) -> Any:
         """RC queue pairs."""

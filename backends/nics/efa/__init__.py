@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from mkernel.backends.base import Status
 from mkernel.backends.nics.verbs_backend import VerbsBackend
-from mkernel.topology.model import Nic
+from mkernel.topology.model import Nic, NicKind
 
 SYSTEM_LIBRARY = "libefa.so.1"
 """Where the provider ``system`` has ``efadv_*``; any other provider has them in its own library."""
@@ -20,19 +20,7 @@ class EfaNic(VerbsBackend):
     """SRD over libibverbs and libefa, or over the software RDMA device."""
 
     name: ClassVar[str] = "efa"
-
-    def status(self, verbs: str) -> Status:
-        """Whether it can run here on that verbs provider. Never raises."""
-        status = super().status(verbs)
-        if status.usable and not self.probe(verbs):
-            return Status(
-                False, f"{status.detail}; none is an EFA device", "use nic cx7, or an EFA instance"
-            )
-        return status
-
-    def serves(self, nic: Nic) -> bool:
-        """EFA devices; the software device is one too."""
-        return nic.kind in ("efa", "soft")
+    kinds: ClassVar[tuple[NicKind, ...]] = ("efa", "soft")
 
     def open_native(self, verbs: str, library: str, arguments: dict[str, Any]) -> Any:
         """With the library that has ``efadv_*``. RuntimeError: no RDMA write."""

@@ -35,6 +35,7 @@ class FakeAscend:
 
 class FakeCx7:
     name = "cx7"
+    kinds: ClassVar[tuple[str, ...]] = ("cx", "soft")
     providers: ClassVar[tuple[str, ...]] = ("system", "soft")
 
     def status(self, verbs: str) -> Status:
@@ -56,8 +57,9 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "names", lambda group: names[group])
     monkeypatch.setattr(registry, "accelerator", accelerator)
     monkeypatch.setattr(registry, "nic", lambda name: FakeCx7())
-    for name in ("NODES", "ACCELERATOR", "NIC", "VERBS"):
+    for name in ("NODES", "NIC", "VERBS"):
         monkeypatch.delenv(f"MKERNEL_{name}", raising=False)
+    monkeypatch.setenv("MKERNEL_ACCELERATOR", "ascend")
 
 
 def run(command: Any, *arguments: str, code: int = 0) -> Any:

@@ -1,0 +1,245 @@
+"""Which backends a world runs on, where the user leaves that open (``auto``).
+
+Every rank chooses from what it sees of its own machine; ranks that come to different results are told
+so when they meet (:class:`mkernel.world.World`). A launcher chooses once, for all of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from mkernel.backends import registry
+from mkernel.backends.base import (
+    AcceleratorBackend,
+    AcceleratorCapabilities,
+    NicBackend,
+    Status,
+)
+from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.identity import Backends
+from mkernel.settings import AUTO, Settings
+from mkernel.topology.model import Nic
+from mkernel.topology.rails import most_served
+
+SYSTEM, SOFT = "system", "soft"
+"""Verbs providers: the machine's RDMA devices, and the software device, which joins processes of one
+host only."""
+
+
+class Verdict(NamedTuple):
+    """What ``auto`` thinks of a backend: whether it may take it, and why (not), in words."""
+
+    name: str
+    usable: bool
+    detail: str
+
+
+def backends(
+    settings: Settings,
+    nodes: int,
+    *,
+    accelerator: str | None = None,
+    nic: str | None = None,
+    verbs: str | None = None,
+    op: str | None = None,
+) -> Backends:
+    """The backends of a world of so many nodes on machines like this one.
+
+    Args:
+        accelerator, nic, verbs: instead of the settings'.
+        op: that the accelerator must provide, where it is not named.
+
+    Raises:
+        UnknownBackend: one that is named is not there. BackendUnavailable: one that is left open, and
+        none that can run here; says what each lacks.
+    """
+    name = accelerator or settings.accelerator
+    if name == AUTO:
+        name = chosen_accelerator(nodes, op)
+    if nodes == 1:
+        return Backends(name, None, None)
+    return Backends(name, *nic_and_verbs(settings, nic, verbs))
+
+
+def nic_and_verbs(
+    settings: Settings, nic: str | None = None, verbs: str | None = None
+) -> tuple[str, str]:
+    """NIC backend and verbs provider between nodes. BackendUnavailable, as :func:`backends`."""
+    nic, verbs = nic or settings.nic, verbs or settings.verbs
+    if nic == AUTO:
+        nic = chosen_nic(verbs)
+    return nic, chosen_verbs(nic) if verbs == AUTO else verbs
+
+
+# ---- accelerators --------------------------------------------------------------------------------
+
+
+def chosen_accelerator(nodes: int = 1, op: str | None = None) -> str:
+    """The accelerator that ``auto`` stands for: the most preferred that fits and is usable. The last
+    that fits is taken as it is: whoever opens it asks, and to ask ``streams`` takes an import of torch.
+
+    Raises:
+        BackendUnavailable: none fits; says why.
+    """
+    verdicts, fitting = [], []
+    for name, backend in _by_preference():
+        misfit = _misfit(backend, nodes, op)
+        if misfit is None:
+            fitting.append(name)
+        else:
+            verdicts.append(Verdict(name, False, misfit))
+    for name in fitting[:-1]:
+        if _status(name).usable:
+            return name
+    if fitting:
+        return fitting[-1]
+    raise BackendUnavailable(
+        f"accelerator 'auto' finds none that it may choose{_listed(verdicts)}; name one"
+    )
+
+
+def accelerator_verdicts() -> list[Verdict]:
+    """What ``auto`` thinks of each installed backend, for a world of one node: it takes the first that
+    is usable."""
+    verdicts = []
+    for name, backend in _by_preference():
+        misfit = _misfit(backend, 1, None)
+        status = Status(False, misfit) if misfit is not None else _status(name)
+        verdicts.append(Verdict(name, status.usable, _reason(status)))
+    return verdicts
+
+
+def _misfit(backend: AcceleratorBackend | Exception, nodes: int, op: str | None) -> str | None:
+    """Why ``auto`` never takes a backend for such a world, whatever the machine has; None: it may."""
+    if isinstance(backend, Exception):
+        return _sentence(backend)
+    if backend.preference <= 0:
+        return "chosen by name only"
+    try:
+        claims = backend.capabilities()
+    except Exception as error:  # a backend that breaks must not keep others from being chosen
+        return _sentence(error)
+    if op is not None and op not in claims.ops:
+        return f"does not provide {op!r}"
+    if nodes > 1 and not claims.between_nodes:
+        return f"has no path between {nodes} nodes"
+    return None
+
+
+def _status(name: str) -> Status:
+    try:
+        return registry.accelerator(name).status()
+    except Exception as error:  # it must not raise; one that does cannot be used
+        return Status(False, _sentence(error))
+
+
+def _by_preference() -> list[tuple[str, AcceleratorBackend | Exception]]:
+    found: list[tuple[int, str, AcceleratorBackend | Exception]] = []
+    for name in registry.names(registry.ACCELERATORS):
+        try:
+            backend = registry.accelerator(name)
+            found.append((-backend.preference, name, backend))
+        except Exception as error:  # noqa: PERF203 - one that does not import must not hide others
+            found.append((0, name, error))
+    return [(name, backend) for _, name, backend in sorted(found, key=lambda each: each[:2])]
+
+
+def require_op(accelerator: str, capabilities: AcceleratorCapabilities, op: str) -> None:
+    """Unsupported, where the accelerator lacks the op: names those that have it and can run here."""
+    if op in capabilities.ops:
+        return
+    others = [name for name in registry.names(registry.ACCELERATORS) if _provides(name, op)]
+    message = (
+        f"accelerator {accelerator!r} does not provide {op!r}; it provides: "
+        f"{', '.join(capabilities.ops) or 'nothing'}"
+    )
+    if not others:
+        raise Unsupported(f"{message}; nor does any other that can run here")
+    verb = "does" if len(others) == 1 else "do"
+    raise Unsupported(
+        f"{message}; {' and '.join(others)} {verb}: accelerator={others[0]!r}, "
+        f"--accelerator {others[0]} or MKERNEL_ACCELERATOR={others[0]}"
+    )
+
+
+def _provides(name: str, op: str) -> bool:
+    """Whether a backend has the op and can run here; one that is broken has nothing."""
+    try:
+        backend = registry.accelerator(name)
+        return op in backend.capabilities().ops and backend.status().usable
+    except Exception:
+        return False
+
+
+# ---- NICs ----------------------------------------------------------------------------------------
+
+
+def chosen_nic(verbs: str = AUTO) -> str:
+    """The NIC backend that ``auto`` stands for: the one that drives this machine's RDMA ports, or most
+    of them; where there are none, the first that is preferred. BackendUnavailable."""
+    names = registry.names(registry.NICS)
+    if verbs != SOFT:
+        provider = SYSTEM if verbs == AUTO else verbs
+        ports = {nic.id: nic for name in names for nic in _ports(registry.nic(name), provider)}
+        found = nic_of(tuple(ports.values()))
+        if found is not None:
+            return found
+    for name in names:
+        backend = registry.nic(name)
+        if "soft" in backend.kinds and (verbs != AUTO or _usable(backend, SOFT)):
+            return name
+    raise BackendUnavailable(
+        "nic 'auto' finds no RDMA port that an installed NIC backend drives, and no software device; "
+        "name one, or see `mkernel doctor`"
+    )
+
+
+def nic_of(ports: Sequence[Nic]) -> str | None:
+    """The installed NIC backend that drives the rails among these ports; None: there is none."""
+    names = registry.names(registry.NICS)
+    return most_served(ports, {name: registry.nic(name).kinds for name in names})
+
+
+def _ports(backend: NicBackend, verbs: str) -> tuple[Nic, ...]:
+    if verbs not in backend.providers and "/" not in verbs:
+        return ()
+    return tuple(nic for nic in backend.probe(verbs) if nic.active and not nic.emulated)
+
+
+def _usable(backend: NicBackend, verbs: str) -> bool:
+    return verbs in backend.providers and backend.status(verbs).usable
+
+
+def chosen_verbs(nic: str) -> str:
+    """The verbs provider that ``auto`` stands for: the machine's own devices where the NIC backend can
+    use one, else the software device. BackendUnavailable."""
+    backend = registry.nic(nic)
+    ordered = [name for name in (SYSTEM, SOFT) if name in backend.providers]
+    ordered += [name for name in backend.providers if name not in ordered]
+    verdicts = []
+    for name in ordered:
+        status = backend.status(name)
+        if status.usable:
+            return name
+        verdicts.append(Verdict(name, False, _reason(status)))
+    raise BackendUnavailable(
+        f"verbs 'auto' finds no provider for nic {nic!r}{_listed(verdicts)}; see `mkernel doctor`"
+    )
+
+
+def _listed(verdicts: Iterable[Verdict]) -> str:
+    text = "; ".join(f"{verdict.name}: {verdict.detail}" for verdict in verdicts)
+    return f" ({text})" if text else " (none is installed)"
+
+
+def _reason(status: Status) -> str:
+    return (
+        f"{status.detail}; {status.remedy}"
+        if status.remedy and not status.usable
+        else status.detail
+    )
+
+
+def _sentence(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

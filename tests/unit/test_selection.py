@@ -1,0 +1,221 @@
+"""What ``auto`` stands for: accelerator, NIC and verbs, on machines of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from mkernel import doctor, selection
+from mkernel.backends import registry
+from mkernel.backends.base import Status
+from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.identity import Backends
+from mkernel.settings import Settings
+from mkernel.topology.model import Nic, NicKind
+
+GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+EVERY = (*GEMMS, "moe_dispatch_gemm", "moe_combine", "ring_attention")
+
+
+class Claims:
+    def __init__(self, ops: tuple[str, ...], between_nodes: bool) -> None:
+        self.ops, self.between_nodes, self.process_group = ops, between_nodes, False
+
+
+class Accelerator:
+    """A backend as ``auto`` sees it."""
+
+    def __init__(
+        self,
+        preference: int,
+        usable: bool | Exception = True,
+        ops: tuple[str, ...] = EVERY,
+        between_nodes: bool = True,
+    ) -> None:
+        self.preference, self._usable = preference, usable
+        self._claims = Claims(ops, between_nodes)
+
+    def status(self) -> Status:
+        if isinstance(self._usable, Exception):
+            raise self._usable
+        return Status(self._usable, "here" if self._usable else "no device", "buy one")
+
+    def capabilities(self) -> Claims:
+        return self._claims
+
+
+class Ports:
+    """A NIC backend on a machine with these devices."""
+
+    providers: ClassVar[tuple[str, ...]] = ("soft", "system")
+
+    def __init__(self, kinds: tuple[NicKind, ...], ports: tuple[Nic, ...] = ()) -> None:
+        self.kinds = (*kinds, "soft")
+        self._ports = tuple(nic for nic in ports if nic.kind in kinds)
+
+    def status(self, verbs: str) -> Status:
+        usable = verbs == "soft" or any(nic.active for nic in self._ports)
+        return Status(usable, "here" if usable else "no RDMA device")
+
+    def probe(self, verbs: str) -> tuple[Nic, ...]:
+        if verbs == "soft":
+            return (Nic(id="soft0", kind="soft", name="soft0", emulated=True),)
+        return self._ports
+
+
+def ports(
+    kind: NicKind, count: int, gbps: float | None = 400, active: bool = True
+) -> tuple[Nic, ...]:
+    return tuple(
+        Nic(id=f"{kind}{i}", kind=kind, name=f"{kind}{i}", speed_gbps=gbps, active=active)
+        for i in range(count)
+    )
+
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Replaces the installed backends."""
+
+    def put(accelerators: dict[str, Any] | None = None, devices: tuple[Nic, ...] = ()) -> None:
+        found = {
+            registry.ACCELERATORS: accelerators or {"streams": Accelerator(10)},
+            registry.NICS: {
+                "cx7": Ports(("cx", "infiniband"), devices),
+                "efa": Ports(("efa",), devices),
+            },
+        }
+
+        def load(group: str, name: str) -> Any:
+            if isinstance(found[group][name], Exception):
+                raise found[group][name]
+            return found[group][name]
+
+        monkeypatch.setattr(registry, "names", lambda group: tuple(sorted(found[group])))
+        monkeypatch.setattr(registry, "accelerator", lambda n: load(registry.ACCELERATORS, n))
+        monkeypatch.setattr(registry, "nic", lambda name: load(registry.NICS, name))
+
+    return put
+
+
+def hopper(usable: bool = True) -> Accelerator:
+    return Accelerator(20, usable, GEMMS, between_nodes=False)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "op", "wanted"),
+    [
+        (True, 1, None, "hopper"),
+        (True, 1, "gemm_all_reduce", "hopper"),
+        (True, 1, "ring_attention", "streams"),
+        (True, 2, None, "streams"),
+        (False, 1, None, "streams"),
+        (False, 2, "ring_attention", "streams"),
+    ],
+)
+def test_the_most_preferred_that_can_do_it(
+    gpus: bool, nodes: int, op: str | None, wanted: str, install: Install
+) -> None:
+    install({"ascend": Accelerator(0), "hopper": hopper(gpus), "streams": Accelerator(10)})
+    assert selection.chosen_accelerator(nodes, op) == wanted
+    assert selection.backends(Settings(), nodes, op=op).accelerator == wanted
+
+
+def test_a_simulator_and_a_strangers_backend_by_name_only(install: Install) -> None:
+    install({"ascend": Accelerator(0), "tiny": Accelerator(0)})
+    with pytest.raises(BackendUnavailable, match=r"ascend: chosen by name only; tiny: .*name one"):
+        selection.chosen_accelerator()
+    assert selection.backends(Settings(), 1, accelerator="ascend").accelerator == "ascend"
+    assert selection.backends(Settings(accelerator="tiny"), 1).accelerator == "tiny"
+
+
+def test_a_strangers_backend_may_ask_to_be_chosen(install: Install) -> None:
+    install({"tiny": Accelerator(30), "hopper": hopper(), "streams": Accelerator(10)})
+    assert selection.chosen_accelerator() == "tiny"
+
+
+def test_one_that_breaks_is_passed_over(install: Install) -> None:
+    install(
+        {
+            "gone": BackendUnavailable("gone does not import"),
+            "odd": Accelerator(30, ValueError("odd")),
+            "streams": Accelerator(10),
+        }
+    )
+    assert selection.chosen_accelerator() == "streams"
+    verdicts = {verdict.name: verdict for verdict in selection.accelerator_verdicts()}
+    assert verdicts["gone"].detail == "gone does not import"
+    assert verdicts["odd"] == ("odd", False, "odd")
+
+
+def test_the_shipped_backends_preferences() -> None:
+    found = {
+        name: registry.accelerator(name).preference for name in ("ascend", "hopper", "streams")
+    }
+    assert found["hopper"] > found["streams"] > found["ascend"] == 0
+    assert Settings().accelerator == Settings().nic == Settings().verbs == "auto"
+
+
+def test_a_missing_op_names_who_has_it(install: Install) -> None:
+    claims: Any = Claims(GEMMS, between_nodes=False)
+    install({"hopper": hopper(), "streams": Accelerator(10), "off": Accelerator(10, False)})
+    with pytest.raises(
+        Unsupported, match=r"'hopper' does not provide 'ring_attention'.*; streams does:"
+    ):
+        selection.require_op("hopper", claims, "ring_attention")
+    with pytest.raises(Unsupported, match=r"accelerator='streams'.* MKERNEL_ACCELERATOR=streams"):
+        selection.require_op("hopper", claims, "ring_attention")
+    selection.require_op("hopper", claims, "gemm_all_reduce")
+    install({"hopper": hopper()})
+    with pytest.raises(Unsupported, match="nor does any other"):
+        selection.require_op("hopper", claims, "ring_attention")
+
+
+@pytest.mark.parametrize(
+    ("devices", "wanted"),
+    [
+        ((), ("cx7", "soft")),
+        (ports("cx", 2), ("cx7", "system")),
+        (ports("infiniband", 1), ("cx7", "system")),
+        (ports("efa", 4), ("efa", "system")),
+        (ports("cx", 2, active=False), ("cx7", "soft")),
+        (ports("efa", 8) + ports("infiniband", 2, 25), ("efa", "system")),
+        (ports("efa", 8, None) + ports("infiniband", 2, None), ("efa", "system")),
+        (ports("efa", 2, 100) + ports("cx", 8, 400), ("cx7", "system")),
+    ],
+)
+def test_nic_and_verbs_follow_the_rails(
+    devices: tuple[Nic, ...], wanted: tuple[str, str], install: Install
+) -> None:
+    install(devices=devices)
+    assert selection.nic_and_verbs(Settings()) == wanted
+    assert selection.backends(Settings(), 1) == Backends("streams", None, None)
+
+
+def test_what_is_named_is_taken(install: Install) -> None:
+    install(devices=ports("efa", 4))
+    assert selection.nic_and_verbs(Settings(verbs="soft")) == ("cx7", "soft")
+    assert selection.nic_and_verbs(Settings(nic="efa", verbs="soft")) == ("efa", "soft")
+    assert selection.nic_and_verbs(Settings(), "cx7") == ("cx7", "soft"), "it drives no EFA device"
+
+
+def test_doctor_says_what_would_be_chosen_and_why(install: Install) -> None:
+    install(
+        {"ascend": Accelerator(0), "hopper": hopper(False), "streams": Accelerator(10)},
+        ports("efa", 4),
+    )
+    accelerator, nic = doctor.auto_rows()
+    assert accelerator.usable
+    assert accelerator.detail == (
+        "streams (here); not hopper: no device; buy one; not ascend: chosen by name only"
+    )
+    assert (nic.usable, nic.detail) == (True, "efa on system")
+    install({"ascend": Accelerator(0)})
+    accelerator, nic = doctor.auto_rows()
+    assert not accelerator.usable
+    assert "MKERNEL_ACCELERATOR" in accelerator.remedy
+    assert "one host only" in nic.detail
