@@ -46,7 +46,7 @@ class Contender(ABC):
         return self.problem.empty(self.kind)
 
     def output(self) -> torch.Tensor:
-        """Memory for its output; asked for in every turn, and filled with NaN before the call."""
+        """Memory for its output; asked for in every turn, and poisoned before the call."""
         problem = self.problem
         return torch.empty(
             problem.out_shape(self.kind), dtype=problem.torch_dtype, device=problem.device

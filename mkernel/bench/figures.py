@@ -13,7 +13,7 @@ from mkernel.bench.problem import Kind
 from mkernel.bench.rank import Turns
 from mkernel.bench.results import Entry, Figures, Row
 from mkernel.bench.spec import Shape
-from mkernel.cases.base import badness
+from mkernel.cases.comparison import badness
 
 
 def row(

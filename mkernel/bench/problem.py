@@ -179,10 +179,3 @@ class Problem:
         stored = shape[::-1] if column else shape
         made = torch.empty(stored, dtype=self.torch_dtype, device=self.device)
         return made.t() if column else made
-
-
-def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative Frobenius error on the device; infinite where the result is not finite everywhere."""
-    gap = torch.linalg.vector_norm(result.double() - reference)
-    error = float(gap / torch.linalg.vector_norm(reference))
-    return error if np.isfinite(error) else float("inf")

@@ -1,6 +1,6 @@
 """The turns of one rank: contenders alternate, iteration by iteration, each on data of its own.
 
-A turn draws inputs, fills the output with NaN (and memory that a contender may allocate it from), is
+A turn draws inputs, poisons the output (and memory that a contender may allocate it from), is
 timed by the protocol, and then checked: every timed turn, on rows from all over the output. At the end
 each rank in its turn comes late once; these turns are checked and not timed. A contender that was wrong
 once is wrong.
@@ -20,10 +20,10 @@ from torch.distributed import TCPStore
 from mkernel.bench import provenance
 from mkernel.bench.contenders import OURS, Contender, named
 from mkernel.bench.guard import Guard, Progress
-from mkernel.bench.problem import Problem, Tensors, relative_error
+from mkernel.bench.problem import Problem, Tensors
 from mkernel.bench.protocol import Stopwatch, stopwatch
 from mkernel.bench.spec import BenchSpec, Shape
-from mkernel.cases.base import POISON, poison_freed
+from mkernel.cases import compare, poison
 from mkernel.current import current
 from mkernel.errors import ArgumentError, MkernelError, Unsupported
 from mkernel.launch import report
@@ -213,8 +213,8 @@ class _Row:
     ) -> tuple[torch.Tensor, float]:
         problem = self.problem
         problem.fill(inputs, problem.rank, self.turn)
-        out = contender.output().fill_(POISON)
-        poison_freed([(tuple(out.shape), out.dtype)], problem.device)
+        out = poison.fill(contender.output())
+        poison.freed([(tuple(out.shape), out.dtype)], problem.device)
         return self.watch.time(name, lambda: contender.call(inputs, out), late)
 
     def _guarded(self, name: str, what: str) -> _Named:
@@ -244,4 +244,4 @@ def _error(contender: Contender, problem: Problem, result: torch.Tensor, turn: i
     if not bool(torch.isfinite(result).all()):
         return float("inf")
     rows = problem.sampled_rows(contender.kind, turn)
-    return relative_error(result[rows], problem.reference(contender.kind, turn, rows))
+    return compare(result[rows], problem.reference(contender.kind, turn, rows)).error

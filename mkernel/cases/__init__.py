@@ -4,7 +4,8 @@
 one oracle an op. ``case_of(op)`` gives the class.
 """
 
-from mkernel.cases.base import Case, Outcome, compare
+from mkernel.cases.base import Case, Outcome
+from mkernel.cases.comparison import Comparison, compare
 from mkernel.cases.registry import case_of
 
-__all__ = ["Case", "Outcome", "case_of", "compare"]
+__all__ = ["Case", "Comparison", "Outcome", "case_of", "compare"]

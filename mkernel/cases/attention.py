@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import torch
 
 from mkernel.backends.base import View
-from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Outcome, poison_freed
+from mkernel.cases import poison
+from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Outcome
 from mkernel.ops import ring_attention
 
 LSE_TOLERANCE = 1e-5
@@ -58,7 +59,7 @@ class RingAttentionCase(Case):
         """Nothing: the op allocates; its memory is poisoned."""
         q = tensors["q"]
         shape = tuple(q.shape)
-        poison_freed([(shape, q.dtype), (shape[:3], torch.float32)], q.device)
+        poison.freed([(shape, q.dtype), (shape[:3], torch.float32)], q.device)
         return {}
 
     def call(

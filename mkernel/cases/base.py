@@ -1,24 +1,17 @@
-"""What every case provides, and how a result is compared with the truth.
+"""What every case provides, and how large its errors may be.
 
 Tolerances are relative Frobenius errors (one rounding to bfloat16 gives 1.7e-3; partial sums kept
-in bfloat16 give 2.4e-3, and more with atomics). A NaN or infinity must stand exactly where the
-reference has one; the error is taken over the rest.
+in bfloat16 give 2.4e-3, and more with atomics).
 
-An output that is not written, or not written this time, must not pass by luck. Where an op takes its
-output from the caller, the case passes one full of NaN. Where the op allocates it, :meth:`Case.run`
-has torch fill uninitialised memory with NaN (:func:`uninitialised_is_nan`). Timed calls cannot afford
-that: for them NaN-filled memory of that size is freed first (:func:`poison_freed`), so that allocators
-which reuse blocks hand out NaN, others zeros or an earlier call's values. None of the three equals a
-reference of random inputs that are fresh in every iteration.
+An output that is not written, or not written this time, must not pass by luck: outputs and the memory
+that ops allocate are poisoned before a call (:mod:`mkernel.cases.poison`), and random inputs are fresh
+in every iteration.
 """
 
 from __future__ import annotations
 
-import math
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,11 +19,12 @@ import numpy as np
 import torch
 
 from mkernel.backends.base import View
+from mkernel.cases.comparison import Comparison, compare, compare_exact
+from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.world import CallRecord
 
 TOLERANCE: dict[DtypeName, float] = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
-POISON = float("nan")
 EVERY_RANK = -1
 """As a generator's ``part``: data that all ranks share."""
 
@@ -89,7 +83,8 @@ class Case(ABC):
 
     @abstractmethod
     def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs that the caller allocates, full of NaN; memory for the others is poisoned."""
+        """The outputs that the caller allocates, full of poison; freed memory for the others holds
+        it too."""
 
     @abstractmethod
     def call(
@@ -126,25 +121,22 @@ class Case(ABC):
         equal."""
         return {"out": TOLERANCE[self.out_dtype]}
 
-    def errors(
+    def judge(
         self, outcome: Outcome, rank: int, world_size: int, iteration: int
-    ) -> dict[str, float]:
-        """Relative Frobenius error by output: infinite where shapes or non-finite values differ,
-        and where an output that must be equal is not."""
-        found = {}
+    ) -> dict[str, Comparison]:
+        """Each output compared with :meth:`reference`, by name."""
         tolerances = self.tolerances()
-        for name, wanted in self.reference(rank, world_size, iteration).items():
-            got = outcome.outputs[name].cpu()
-            if name in tolerances:
-                found[name] = compare(got, wanted)
-            else:
-                found[name] = 0.0 if torch.equal(got, wanted.to(got.dtype)) else float("inf")
-        return found
+        return {
+            name: (compare if name in tolerances else compare_exact)(
+                outcome.outputs[name].cpu(), wanted
+            )
+            for name, wanted in self.reference(rank, world_size, iteration).items()
+        }
 
-    def passed(self, errors: Mapping[str, float]) -> bool:
+    def passed(self, found: Mapping[str, Comparison]) -> bool:
         """Whether every error is within its tolerance (a NaN error is not)."""
         tolerances = self.tolerances()
-        return all(error <= tolerances.get(name, 0.0) for name, error in errors.items())
+        return all(each.error <= tolerances.get(name, 0.0) for name, each in found.items())
 
     def with_(self, **changes: Any) -> Case:
         """A copy with some fields changed."""
@@ -164,54 +156,3 @@ class Case(ABC):
         """Standard normal data in the case's dtype."""
         data = torch.randn(shape, generator=self.generator(iteration, which, part))
         return data.to(getattr(torch, self.dtype))
-
-
-@contextmanager
-def uninitialised_is_nan() -> Iterator[None]:
-    """torch.empty and its kin give NaN (integers: the largest value), on every thread."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    _set_deterministic(True, warn_only=True)
-    try:
-        yield
-    finally:
-        _set_deterministic(before, warn_only=warn_only)
-
-
-def _set_deterministic(mode: bool, *, warn_only: bool) -> None:
-    """``torch.use_deterministic_algorithms`` without its import of torch's compiler, which takes
-    every rank process two seconds and which nothing here uses."""
-    setter = getattr(torch._C, "_set_deterministic_algorithms", None)
-    if setter is None or "torch._inductor.config" in sys.modules:
-        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-    else:
-        setter(mode, warn_only=warn_only)
-
-
-def poison_freed(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], device: Any) -> None:
-    """Fill memory of these shapes with NaN and free it: what an op then allocates uninitialised
-    holds NaN wherever the allocator reuses blocks."""
-    blocks = [torch.full(shape, POISON, dtype=dtype, device=device) for shape, dtype in shapes]
-    del blocks
-
-
-def badness(error: float) -> tuple[bool, float]:
-    """Orders errors; nothing is worse than NaN."""
-    return math.isnan(error), error
-
-
-def compare(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative Frobenius error; infinite where shapes or the places of NaN and infinity differ."""
-    if result.shape != reference.shape:
-        return float("inf")
-    wide = result.to(torch.float64)
-    finite = torch.isfinite(reference)
-    odd = ~finite
-    if not torch.equal(torch.isfinite(wide), finite) or not torch.equal(
-        torch.nan_to_num(wide[odd], nan=1.0, posinf=2.0, neginf=3.0),
-        torch.nan_to_num(reference[odd], nan=1.0, posinf=2.0, neginf=3.0),
-    ):
-        return float("inf")
-    gap = float(torch.linalg.vector_norm((wide - reference)[finite]))
-    norm = float(torch.linalg.vector_norm(reference[finite]))
-    return gap / norm if norm else gap

@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 
 from mkernel.backends.base import View
-from mkernel.cases.base import EVERY_RANK, POISON, Case, Outcome
+from mkernel.cases import poison
+from mkernel.cases.base import EVERY_RANK, Case, Outcome
 from mkernel.current import current
 from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from mkernel.ops.gemm import GemmOp
@@ -36,8 +37,7 @@ class GemmCase(Case):
         a, size = tensors["a"], current().size
         rows = len(a) * (size if self.gemm.gathers else 1)
         shape = (rows // size if self.gemm.scatters else rows, tensors["b"].shape[1])
-        dtype = getattr(torch, self.out_dtype)
-        return {"out": torch.full(shape, POISON, dtype=dtype, device=a.device)}
+        return {"out": poison.full(shape, getattr(torch, self.out_dtype), a.device)}
 
     def call(
         self,

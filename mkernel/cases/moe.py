@@ -17,7 +17,8 @@ from collections.abc import Mapping
 import torch
 
 from mkernel.backends.base import View
-from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Outcome, poison_freed
+from mkernel.cases import poison
+from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Outcome
 from mkernel.ops import moe
 
 ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates")
@@ -131,7 +132,7 @@ class MoeDispatchCase(_MoeCase):
         x, dtype = tensors["x"], getattr(torch, self.out_dtype)
         rows = tensors["topk_ids"].numel()
         width = tensors["w"].shape[2]
-        poison_freed([((rows, width), dtype), ((len(x), width), dtype)], x.device)
+        poison.freed([((rows, width), dtype), ((len(x), width), dtype)], x.device)
         return {}
 
     def call(
@@ -223,7 +224,7 @@ class MoeCombineCase(_MoeCase):
     def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Nothing: the op allocates; its memory is poisoned."""
         shape = (self.sizes["tokens"], self._features())
-        poison_freed([(shape, getattr(torch, self.out_dtype))], tensors["x"].device)
+        poison.freed([(shape, getattr(torch, self.out_dtype))], tensors["x"].device)
         return {}
 
     def call(

@@ -494,6 +494,38 @@ class LeavesRowUnwritten(Altered):
             tensor[-1] = kept[name]
 
 
+class LeavesElement(Altered):
+    """One element of each output is what was there before: the one which that changes least, so that
+    only what was put there on purpose tells it from a right one."""
+
+    def before(self, call: Call) -> Any:
+        return {n: call.tensors[n].clone() for n in _OUTPUTS if n in call.tensors}
+
+    def alter(self, call: Call, outputs: Tensors, results: dict[str, Any], kept: Any) -> None:
+        for name, tensor in outputs.items():
+            _leave_nearest(tensor, kept[name])
+        if "outputs" in results:
+            _leave_nearest(results["outputs"], torch.empty_like(results["outputs"]))
+
+
+def _leave_nearest(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    if tensor.numel():
+        gaps = (tensor.double() - before.double()).abs().nan_to_num(nan=float("inf"))
+        at = int(gaps.argmin())
+        tensor.view(-1)[at] = before.reshape(-1)[at]
+
+
+class WritesOverNanOnly(Altered):
+    """Takes any number in the output for a result that is there already."""
+
+    def before(self, call: Call) -> Any:
+        return {n: call.tensors[n].clone() for n in _OUTPUTS if n in call.tensors}
+
+    def alter(self, call: Call, outputs: Tensors, results: dict[str, Any], kept: Any) -> None:
+        for name, tensor in outputs.items():
+            tensor.copy_(torch.where(torch.isnan(kept[name]), tensor, kept[name]))
+
+
 class AddsToOutput(Altered):
     """Adds to what is in the output instead of overwriting it, as if it had been zeroed."""
 
@@ -991,6 +1023,8 @@ _BROKEN: dict[type[Fault], tuple[str, ...]] = {
     CachesWeights: ("stale-data",),
     SharesStaging: ("queued-calls",),
     LeavesRowUnwritten: ("poison",),
+    LeavesElement: ("poison", "shapes"),
+    WritesOverNanOnly: ("poison",),
     AddsToOutput: ("poison",),
     ReusesOutputs: ("kept-results",),
     NoisyLastBit: ("determinism",),

@@ -14,6 +14,7 @@ import torch
 import mkernel
 from mkernel.backends.base import View
 from mkernel.cases import Case, Outcome, compare
+from mkernel.cases.comparison import compare_exact
 
 _ROUNDING: dict[str, float] = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Two roundings of an element, relative."""
@@ -128,17 +129,12 @@ class Judge:
         self, name: str, got: torch.Tensor, wanted: torch.Tensor, limit: float | None
     ) -> str:
         """A known way to be wrong, or nothing."""
-        if got.shape != wanted.shape:
-            return f"has shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
-        if limit is None:
+        if limit is None or compare(got, wanted).why:
             return ""
-        missing = int((torch.isnan(got) & ~torch.isnan(wanted)).sum())
-        if missing:
-            return f"has {missing} of {got.numel()} elements unwritten, or NaN by mistake"
         if not got.any():
             return "is all zeros"
         for call, truths in self._older.items():
-            if truths[name].shape == got.shape and compare(got, truths[name]) <= limit:
+            if compare(got, truths[name]).error <= limit:
                 return f"is the result of call {call}: stale"
         return _wrong_rows(got, wanted, limit)
 
@@ -153,7 +149,7 @@ def _wrong_rows(got: torch.Tensor, wanted: torch.Tensor, limit: float) -> str:
         return ""
     shown = ", ".join(map(str, bad[:4])) + (", …" if len(bad) > 4 else "")
     return (
-        f"is off by {compare(got, wanted):.1e} (limit {limit:.0e}); "
+        f"is off by {compare(got, wanted).error:.1e} (limit {limit:.0e}); "
         f"{len(bad)} of {len(gaps)} rows are wrong: {shown}"
     )
 
@@ -169,11 +165,11 @@ def _differs(
     """Why an output is not accepted, or nothing. ``partials``: where each of those that were added
     may have been rounded, the sum of their sizes."""
     if limit is None:
-        return "" if torch.equal(got, wanted.to(got.dtype)) else "is not equal to the truth"
-    error = compare(got, wanted)
-    if not error <= limit:
-        return f"is off by {error:.1e} (limit {limit:.0e})"
-    finite = torch.isfinite(wanted)
+        return compare_exact(got, wanted).why
+    found = compare(got, wanted)
+    if not found.error <= limit:
+        return found.why or f"is off by {found.error:.1e} (limit {limit:.0e})"
+    finite = torch.isfinite(wanted) & torch.isfinite(got)
     wide, true = got.double()[finite], wanted[finite]
     if not true.numel():
         return ""

@@ -1,23 +1,24 @@
 """One rank's part of a job: calls in three views, each timed and checked; then one traced call.
 
-Every call gets fresh inputs and outputs full of NaN, and starts from a barrier; results of
-communicating views are checked after the last iteration, outside the timing. A result that an earlier
-iteration left behind therefore fails the check. MoE is timed as what a layer does: dispatch and
-combine together.
+Every call gets poisoned outputs (and fresh inputs, unless they come from files), and starts from a
+barrier. The result of every timed call of a communicating view is checked at once, outside the timing,
+so one wrong call fails the job. The traced call at the end is not timed and can afford to have torch
+fill what the op allocates. MoE is timed as what a layer does: dispatch and combine together.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from safetensors.torch import save_file
 
 from mkernel.backends.base import View
-from mkernel.cases import Outcome
-from mkernel.cases.base import badness
+from mkernel.cases import Comparison, Outcome
 from mkernel.cases.gemm import GemmCase
+from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.current import current
 from mkernel.job.spec import JobSpec
 from mkernel.launch import report
@@ -37,7 +38,7 @@ class RankResult:
         seconds: per view, wall time of each timed call (from a common barrier to the result).
         kernels: per view, wall time of the last timed call's ``comm`` and ``compute``.
         comm_seconds: the communication's wall time in each sequential call.
-        errors: worst relative Frobenius error by output, over the calls that were checked.
+        checks: by output, the comparisons of all calls that were checked, added up.
         traces: instruction records of one pipelined call, where the backend keeps them (MoE: two,
             the dispatch's and the combine's).
         nic_bytes: bytes put through the NIC in all.
@@ -47,7 +48,7 @@ class RankResult:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     kernels: dict[str, dict[str, float]] = field(default_factory=dict)
     comm_seconds: list[float] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
+    checks: dict[str, Comparison] = field(default_factory=dict)
     traces: tuple[bytes, ...] = ()
     nic_bytes: int = 0
 
@@ -73,7 +74,8 @@ def run(spec: JobSpec) -> RankResult:
         outputs = case.poisoned(tensors)
         world.barrier()
         start = time.perf_counter()
-        outcome = case.call(tensors, outputs, view=view, trace=trace)
+        with uninitialised_is_nan() if trace else nullcontext():
+            outcome = case.call(tensors, outputs, view=view, trace=trace)
         elapsed = time.perf_counter() - start
         result.digest = outcome.plan.digest()
         if trace:
@@ -87,17 +89,18 @@ def run(spec: JobSpec) -> RankResult:
         return outcome, elapsed
 
     def check(outcome: Outcome) -> None:
-        for name, error in case.errors(outcome, world.rank, world.size, number).items():
-            result.errors[name] = max(result.errors.get(name, 0.0), error, key=badness)
+        for name, found in case.judge(outcome, world.rank, world.size, number).items():
+            before = result.checks.get(name)
+            result.checks[name] = found if before is None else before + found
 
     for _ in range(spec.warmup):
         for view in VIEWS:
             call(view)
-    for iteration in range(spec.iterations):  # views take turns: the machine's mood hits all alike
+    for _ in range(spec.iterations):  # views take turns: the machine's mood hits all alike
         for view in VIEWS:
             outcome, elapsed = call(view)
             result.seconds.setdefault(view, []).append(elapsed)
-            if view != "compute_only" and iteration == spec.iterations - 1:
+            if view != "compute_only":
                 check(outcome)
     outcome, _ = call("pipelined", trace=True)
     check(outcome)

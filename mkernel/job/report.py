@@ -7,6 +7,7 @@ efficiency = (T_comm + T_compute - T_pipelined) / min(T_comm, T_compute).
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -15,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mkernel.backends.base import ModelledRun, View
-from mkernel.cases import Case
-from mkernel.cases.base import badness
+from mkernel.cases import Case, Comparison
+from mkernel.cases.comparison import badness
 from mkernel.job.rank import VIEWS, RankResult
 from mkernel.job.spec import JobSpec
 from mkernel.plan.model import LaunchPlan
@@ -41,11 +42,15 @@ class Clock(Model):
 
 class OutputError(Model):
     """The worst rank's error of one output. Tolerance 0: it must be equal. An infinite error (null
-    in JSON): it differs where it must be equal, in shape, or in where NaN and infinity stand."""
+    in JSON) is explained in ``why``: a shape, elements that were never written, NaN and infinity in
+    other places than in the reference, or nothing that could be compared. ``elements``: how many were
+    compared, over all ranks and checked calls."""
 
     error: float
     tolerance: float
     rank: int
+    elements: int
+    why: str = ""
 
 
 class Verification(Model):
@@ -140,26 +145,38 @@ def spread(samples: Sequence[Sequence[float]]) -> float:
     return float(max(each) - min(each))
 
 
-def verify(case: Case, errors: Sequence[Mapping[str, float]]) -> Verification:
-    """The verdict on all ranks' errors by output."""
+def verify(case: Case, checks: Sequence[Mapping[str, Comparison]]) -> Verification:
+    """The verdict on all ranks' comparisons by output. An output of which no rank compared a single
+    element is wrong: nothing is known of it."""
     limits = case.tolerances()
-    by_output = {}
-    for name in errors[0]:
-        of_ranks = [each[name] for each in errors]
-        rank = max(range(len(errors)), key=lambda r: badness(of_ranks[r]))
+    by_output, error_by_rank = {}, {}
+    for name in checks[0]:
+        of_ranks = [each[name] for each in checks]
+        elements = sum(each.elements for each in of_ranks)
+        if not elements:
+            of_ranks = [each if each.why else _NOTHING for each in of_ranks]
+        rank = max(range(len(checks)), key=lambda r: badness(of_ranks[r].error))
+        error_by_rank[name] = tuple(each.error for each in of_ranks)
         by_output[name] = OutputError(
-            error=of_ranks[rank], tolerance=limits.get(name, 0.0), rank=rank
+            error=of_ranks[rank].error,
+            tolerance=limits.get(name, 0.0),
+            rank=rank,
+            elements=elements,
+            why=of_ranks[rank].why,
         )
     worst = max(by_output, key=lambda name: badness(_ratio(by_output[name])))
     return Verification(
-        passed=all(case.passed(each) for each in errors),
+        passed=all(each.error <= each.tolerance for each in by_output.values()),
         error=by_output[worst].error,
         tolerance=by_output[worst].tolerance,
-        error_by_rank=tuple(each[worst] for each in errors),
+        error_by_rank=error_by_rank[worst],
         output=worst,
         rank=by_output[worst].rank,
         by_output=by_output,
     )
+
+
+_NOTHING = Comparison(math.inf, 0, "has no elements on any rank: nothing could be compared")
 
 
 def _ratio(each: OutputError) -> float:
@@ -177,7 +194,7 @@ def build(
     times = {view: 1e3 * slowest([r.seconds[view] for r in results]) for view in VIEWS}
     comm = 1e3 * slowest([r.comm_seconds[-spec.iterations :] for r in results])
     noise = 1e3 * max(spread([r.seconds[view] for r in results]) for view in VIEWS)
-    verification = verify(spec.case, [r.errors for r in results])
+    verification = verify(spec.case, [r.checks for r in results])
     return JobReport(
         op=spec.case.op,
         passed=verification.passed,
@@ -215,12 +232,21 @@ def render(report: JobReport) -> RenderableType:
     word, style = ("PASSED", "bold green") if report.passed else ("FAILED", "bold red")
     verdict = Text.assemble(
         (word, style),
-        f"  relative error {check.error:.2e} against float64 "
-        f"(tolerance {check.tolerance:.0e}; worst: {check.output} on rank {check.rank}), "
-        f"{len(check.error_by_rank)} ranks, "
+        f"  {_found(check)}, {len(check.error_by_rank)} ranks, "
         f"{report.nic_bytes / 1e6:.1f} MB through the NIC",
     )
     return Group(table, verdict)
+
+
+def _found(check: Verification) -> str:
+    """What decided: the worst error, or why there is none."""
+    why = check.by_output[check.output].why
+    if why:
+        return f"{check.output} on rank {check.rank} {why}"
+    return (
+        f"relative error {check.error:.2e} against float64 "
+        f"(tolerance {check.tolerance:.0e}; worst: {check.output} on rank {check.rank})"
+    )
 
 
 def _efficiency(each: Clock) -> str:

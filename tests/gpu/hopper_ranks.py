@@ -15,7 +15,8 @@ import torch
 from torch.distributed import TCPStore
 
 import mkernel
-from mkernel.bench.problem import Problem, Tensors, relative_error
+from mkernel.bench.problem import Problem, Tensors
+from mkernel.cases import compare, poison
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import WorldError
 from mkernel.launch import report
@@ -64,7 +65,7 @@ class Work:
     def fill(self, turn: int) -> None:
         """Fresh inputs and a poisoned output, in stream order."""
         self.problem.fill(self.inputs, self.problem.rank, turn)
-        self.out.fill_(float("nan"))
+        poison.fill(self.out)
 
     def call(self) -> torch.Tensor:
         """What the public op does, into ``out``."""
@@ -77,7 +78,7 @@ class Work:
         """Of the whole output, relative; infinite where it is not finite."""
         result = self.out if result is None else result
         rows = torch.arange(len(result), device=result.device)
-        return relative_error(result, self.problem.reference("op", turn, rows))
+        return compare(result, self.problem.reference("op", turn, rows)).error
 
     def failure(self, turn: int, result: torch.Tensor | None = None, what: str = "") -> list[str]:
         """Empty where the output is right."""

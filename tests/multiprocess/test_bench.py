@@ -67,7 +67,7 @@ def test_all_contenders_take_turns(tmp_path: Path, dtype: str) -> None:
     assert page.index("misses") < page.index("## x")
 
 
-@pytest.mark.parametrize("fault", ["FinishesLate", "ReturnsPrevious", "SkipsHalf"])
+@pytest.mark.parametrize("fault", ["FinishesLate", "ReturnsPrevious", "SkipsHalf", "LeavesElement"])
 def test_wrong_peers_get_no_figure(tmp_path: Path, fault: str) -> None:
     file = tmp_path / "x.json"
     name = f"mkernel.bench.planted:{fault}"
@@ -90,6 +90,7 @@ def test_wrong_peers_get_no_figure(tmp_path: Path, fault: str) -> None:
         ("ag_gemm,gemm_rs,gemm_ar", "ReportsEarly"),
         ("ag_gemm,gemm_rs,gemm_ar", "GivesUpWaiting"),
         ("ag_gemm,gemm_rs,gemm_ar", "WrongEveryFifth"),
+        ("ag_gemm,gemm_rs,gemm_ar", "LeavesElement"),
         ("ag_gemm", "SkipsWaits"),
     ],
 )

@@ -15,7 +15,7 @@ import mkernel
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.base import View
-from mkernel.cases import Case, case_of
+from mkernel.cases import Case, Comparison, case_of
 from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import PeerFailure, Timeout, WorldError
 from mkernel.launch import report
@@ -50,15 +50,15 @@ def sizes(op: str, world: int) -> dict[str, int]:
 
 def judged(
     cases: Sequence[Case], iterations: int = 3, view: View = "pipelined"
-) -> list[tuple[Case, bool, dict[str, float]]]:
-    """(case, passed, errors) of every case, called several times with fresh inputs."""
+) -> list[tuple[Case, bool, dict[str, Comparison]]]:
+    """(case, passed, comparisons) of every case, called several times with fresh inputs."""
     world = mkernel.world()
     found = []
     for case in cases:
         for iteration in range(iterations):
             outcome = case.run(case.inputs(world.rank, world.size, iteration), view=view)
-            errors = case.errors(outcome, world.rank, world.size, iteration)
-            found.append((case, case.passed(errors), errors))
+            each = case.judge(outcome, world.rank, world.size, iteration)
+            found.append((case, case.passed(each), each))
     return found
 
 
@@ -69,8 +69,8 @@ def check(cases: Sequence[Case], nodes: int, ranks: int, **options: Any) -> None
         timeout_s=DEADLINE_S,
         **options,
     ):  # fmt: skip
-        for case, passed, errors in results:
-            assert passed, (case, errors)
+        for case, passed, each in results:
+            assert passed, (case, each)
 
 
 def make(op: str, world: int, dtype: str = "float32", **changes: Any) -> Case:
@@ -103,7 +103,7 @@ def test_chunks_and_layouts(view: View) -> None:
     check(cases, 1, 3, view=view)
 
 
-def judged_together(cases: Sequence[Case]) -> list[tuple[Case, bool, dict[str, float], int]]:
+def judged_together(cases: Sequence[Case]) -> list[tuple[Case, bool, dict[str, Comparison], int]]:
     """As ``judged``, where messages of all peers go together; and the number of messages."""
     posted = []
     post = Lanes.post
@@ -118,8 +118,8 @@ def judged_together(cases: Sequence[Case]) -> list[tuple[Case, bool, dict[str, f
         found = []
         for case in cases:
             posted.clear()
-            ((_, passed, errors),) = judged([case], iterations=1)
-            found.append((case, passed, errors, len(posted)))
+            ((_, passed, each),) = judged([case], iterations=1)
+            found.append((case, passed, each, len(posted)))
         return found
 
 
@@ -137,8 +137,8 @@ def test_messages_of_all_peers_together() -> None:
     for results in mkernel.launch(
         judged_together, cases, ranks_per_node=3, accelerator="streams", timeout_s=DEADLINE_S
     ):
-        for case, passed, errors, _ in results:
-            assert passed, (case, errors)
+        for case, passed, each, _ in results:
+            assert passed, (case, each)
         assert [messages for *_, messages in results[:2]] == [1, 8]
 
 
@@ -195,10 +195,10 @@ def attention_by_tiles() -> list[float]:
 
     online_softmax._SCORES = 1
     return [
-        error
+        one.error
         for causal in (False, True)
-        for _, passed, errors in judged([make("ring_attention", 2, causal=causal)])
-        for error in errors.values()
+        for _, passed, each in judged([make("ring_attention", 2, causal=causal)])
+        for one in each.values()
         if not passed
     ]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 
 import mkernel
 from mkernel.cases import Case
+from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check, CheckSkipped
 from mkernel.conformance.grid import GEMMS, typical
@@ -69,23 +68,11 @@ def rank_stale(cases: Sequence[Case], calls: int) -> list[str]:
 
 
 def poison(subject: AcceleratorSubject) -> None:
-    """Outputs full of NaN, then of a number, and allocations full of NaN: all is overwritten."""
+    """Outputs full of poison, of a number, of infinity, and allocations full of NaN: all is
+    overwritten."""
     for world in subject.usual_worlds():
         cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
         subject.judge(rank_poison, cases, world=world)
-
-
-@contextmanager
-def poisoned_allocations() -> Iterator[None]:
-    """Let torch fill every new uninitialised tensor with NaN (integers: the largest)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        # torch.use_deterministic_algorithms does this after importing its compiler, for seconds.
-        torch._C._set_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch._C._set_deterministic_algorithms(False)
 
 
 def rank_poison(cases: Sequence[Case]) -> list[str]:
@@ -93,15 +80,17 @@ def rank_poison(cases: Sequence[Case]) -> list[str]:
     found = []
     for case in cases:
         judge = Judge(case)
-        for iteration, value in enumerate((float("nan"), 77.0, float("inf"))):
+        for iteration, value in enumerate((None, 77.0, float("inf"))):
             inputs = judge.inputs(iteration)
             outputs = case.poisoned(inputs)
-            for output in outputs.values():
-                output.fill_(value)
-            with poisoned_allocations():
+            if value is not None:
+                for output in outputs.values():
+                    output.fill_(value)
+            with uninitialised_is_nan():
                 outcome = case.call(inputs, outputs)
             found += judge.problems(outcome, iteration)
-            found += _untouched(case, outputs, value, iteration)
+            if value is not None:
+                found += _untouched(case, outputs, value, iteration)
     return found
 
 
@@ -109,7 +98,7 @@ def _untouched(
     case: Case, outputs: dict[str, torch.Tensor], value: float, iteration: int
 ) -> Iterator[str]:
     for name, output in outputs.items():
-        left = int((output.cpu() == value).sum())  # NaN is the judge's to find
+        left = int((output.cpu() == value).sum())
         if left > output.numel() // 100:
             yield (
                 f"{describe(case)}, {where()}, call {iteration}: {left} elements of {name} still "

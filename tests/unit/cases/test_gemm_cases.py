@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from mkernel.cases import case_of, compare
-from mkernel.cases.base import TOLERANCE, Case, Outcome, uninitialised_is_nan
+from mkernel.cases import Comparison, case_of
+from mkernel.cases.base import TOLERANCE, Case, Outcome
 from mkernel.errors import UnknownOp
 
 WORLD = 4
@@ -35,7 +34,7 @@ def right(each: Case, iteration: int = 2, rank: int = 1) -> torch.Tensor:
 
 def judge(each: Case, result: torch.Tensor, iteration: int = 2) -> bool:
     outcome = Outcome({"out": result}, None, None)  # type: ignore[arg-type]
-    return each.passed(each.errors(outcome, 1, WORLD, iteration))
+    return each.passed(each.judge(outcome, 1, WORLD, iteration))
 
 
 @pytest.mark.parametrize("op", GEMMS)
@@ -112,23 +111,10 @@ def test_bf16_partial_sums_fail_in_bfloat16(op: str) -> None:
     assert not judge(each, bf16_sums(each))
 
 
-def test_non_finite_values_must_match() -> None:
-    nan, infinity = float("nan"), float("inf")
-    reference = torch.tensor([1.0, nan, infinity, -infinity], dtype=torch.float64)
-    assert compare(reference.float(), reference) == 0
-    for wrong in (
-        [nan, nan, infinity, -infinity],
-        [1.0, 2.0, infinity, -infinity],
-        [1.0, nan, -infinity, -infinity],
-        [1.0, infinity, infinity, -infinity],
-    ):
-        assert compare(torch.tensor(wrong), reference) == infinity
-
-
 def test_a_nan_error_does_not_pass() -> None:
     each = case("all_gather_gemm")
-    assert each.passed({"out": TOLERANCE["float32"]})
-    assert not each.passed({"out": float("nan")})
+    assert each.passed({"out": Comparison(TOLERANCE["float32"], 1)})
+    assert not each.passed({"out": Comparison(float("nan"), 1)})
 
 
 @pytest.mark.parametrize("op", GEMMS)
@@ -186,19 +172,3 @@ def test_own_tensors_are_cut_as_the_op_asks(op: str, replicate_b: bool) -> None:
 def test_unknown_op() -> None:
     with pytest.raises(UnknownOp, match="ring_attention"):
         case_of("conv")
-
-
-def test_uninitialised_memory_is_poisoned() -> None:
-    """On other threads too: a backend may allocate on a worker of its own."""
-    seen = []
-
-    def allocate() -> None:
-        seen.append(bool(torch.empty(10, 1000).isnan().all()))
-
-    with uninitialised_is_nan():
-        worker = threading.Thread(target=allocate)
-        worker.start()
-        worker.join()
-        allocate()
-    assert seen == [True, True]
-    assert not torch.are_deterministic_algorithms_enabled()

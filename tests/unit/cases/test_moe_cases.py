@@ -74,10 +74,10 @@ def right(
 def judge(each: Case, outputs: Outputs, iteration: int = 2) -> tuple[bool, set[str]]:
     """The verdict, and which outputs are wrong."""
     outcome = Outcome(outputs, None, None)  # type: ignore[arg-type]
-    errors = each.errors(outcome, RANK, WORLD, iteration)
+    found = each.judge(outcome, RANK, WORLD, iteration)
     limits = each.tolerances()
-    wrong = {name for name, error in errors.items() if not error <= limits.get(name, 0.0)}
-    assert each.passed(errors) == (not wrong)
+    wrong = {name for name, one in found.items() if not one.error <= limits.get(name, 0.0)}
+    assert each.passed(found) == (not wrong)
     return not wrong, wrong
 
 

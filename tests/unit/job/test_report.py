@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mkernel.backends.base import KernelSpan, Lane, ModelledRun, Span
-from mkernel.cases import case_of
+from mkernel.cases import Comparison, case_of
 from mkernel.job import files, report, timeline
 from mkernel.job.rank import RankResult
 
@@ -58,16 +58,20 @@ def test_an_efficiency_below_the_noise_is_not_shown() -> None:
     assert report._efficiency(quiet) == "75%"
 
 
-NAN = float("nan")
+NAN, INFINITY = float("nan"), float("inf")
 MOE = case_of("moe_dispatch_gemm")({}, "float16", "float16")
+
+
+def compared(**errors: float) -> dict[str, Comparison]:
+    return {name: Comparison(error, 10) for name, error in errors.items()}
 
 
 def test_the_verdict_names_the_worst_output_and_rank() -> None:
     found = report.verify(
         MOE,
         [
-            {"outputs": 2e-4, "counts": 0.0, "out": 3e-4},
-            {"outputs": 1e-4, "counts": 0.0, "out": 4e-4},
+            compared(outputs=2e-4, counts=0.0, out=3e-4),
+            compared(outputs=1e-4, counts=0.0, out=4e-4),
         ],
     )
     assert found.passed
@@ -78,13 +82,36 @@ def test_the_verdict_names_the_worst_output_and_rank() -> None:
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("counts", float("inf")), ("outputs", NAN), ("out", 6e-4), ("out", float("inf"))],
+    [("counts", INFINITY), ("outputs", NAN), ("out", 6e-4), ("out", INFINITY)],
 )
 def test_one_wrong_output_of_one_rank_fails(name: str, error: float) -> None:
-    right = {"outputs": 2e-4, "counts": 0.0, "out": 3e-4}
-    found = report.verify(MOE, [right, {**right, name: error}, right])
+    right = compared(outputs=2e-4, counts=0.0, out=3e-4)
+    found = report.verify(MOE, [right, {**right, **compared(**{name: error})}, right])
     assert not found.passed
     assert (found.output, found.rank) == (name, 1)
+
+
+def test_ranks_without_elements_are_right_but_not_alone() -> None:
+    """No token may go to a rank's experts; where no rank has any element, nothing was judged."""
+    right = compared(outputs=2e-4, counts=0.0, out=3e-4)
+    empty = {**right, "outputs": Comparison(0.0, 0)}
+    found = report.verify(MOE, [right, empty])
+    assert found.passed
+    assert found.by_output["outputs"].elements == 10
+    found = report.verify(MOE, [empty, empty])
+    assert not found.passed
+    assert found.output == "outputs"
+    assert "nothing could be compared" in found.by_output["outputs"].why
+    assert "outputs on rank 0 has no elements on any rank" in report._found(found)
+
+
+def test_why_a_result_is_wrong_stays_with_the_rank_and_the_call_that_was() -> None:
+    right = compared(outputs=2e-4, counts=0.0, out=3e-4)
+    bad = {**right, "out": Comparison(INFINITY, 0, "has 3 of 10 elements that were never written")}
+    calls = {name: right[name] + bad[name] + right[name] for name in right}
+    found = report.verify(MOE, [right, calls])
+    assert not found.passed
+    assert report._found(found) == "out on rank 1 has 3 of 10 elements that were never written"
 
 
 def measured(rank: int) -> RankResult:

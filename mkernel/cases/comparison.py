@@ -1,0 +1,102 @@
+"""How a result is compared with its float64 reference: the one judge of jobs, benchmarks and the kit.
+
+In this order:
+
+1. The shapes are equal.
+2. No element is poison (:mod:`mkernel.cases.poison`): every one was written.
+3. Where the reference is NaN the result is NaN; where it is infinite the result is that infinity.
+   Where it is finite the result is, with one exception: beyond the largest finite number of the
+   result's dtype a right rounding overflows, so infinity of the reference's sign is right there too.
+4. The relative Frobenius error over the elements that are finite in both; over none it is infinite,
+   because a comparison of nothing says nothing. A result of no elements at all (experts to which no
+   token goes) is right where its shape is; who sums up all ranks sees whether anything was compared.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from mkernel.cases import poison
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a result is from its reference.
+
+    Attributes:
+        error: relative Frobenius error; infinite where ``why`` says what is wrong beyond it.
+        elements: how many the error is taken over.
+        why: why there is no finite error, in words that follow the output's name; else empty.
+    """
+
+    error: float
+    elements: int
+    why: str = ""
+
+    def __add__(self, other: Comparison) -> Comparison:
+        """Of two calls: the worse one's error and words, and all elements."""
+        worse = max(self, other, key=lambda each: badness(each.error))
+        return Comparison(worse.error, self.elements + other.elements, worse.why)
+
+
+def badness(error: float) -> tuple[bool, float]:
+    """Orders errors; nothing is worse than NaN."""
+    return math.isnan(error), error
+
+
+def compare(result: torch.Tensor, reference: torch.Tensor) -> Comparison:
+    """Compare a floating-point result with its reference in float64 on the same device."""
+    total = result.numel()
+    if result.shape != reference.shape:
+        return _wrong(f"has shape {tuple(result.shape)}, not {tuple(reference.shape)}")
+    if not total:
+        return Comparison(0.0, 0)
+    unwritten = poison.count(result)
+    if unwritten:
+        return _wrong(f"has {unwritten} of {total} elements that were never written")
+    wide, finite = result.to(torch.float64), torch.isfinite(reference)
+    both = finite & torch.isfinite(wide)
+    beyond = reference.abs() > torch.finfo(result.dtype).max
+    overflowed = finite & beyond & torch.isinf(wide) & (wide.sign() == reference.sign())
+    alike = (wide == reference) | (torch.isnan(wide) & torch.isnan(reference))
+    odd = int((~torch.where(finite, both | overflowed, alike)).sum())
+    if odd:
+        return _wrong(_not_alike(odd, wide, reference, finite))
+    elements = int(both.sum())
+    if not elements:
+        return _wrong(
+            f"has nothing that could be compared: none of {total} elements is finite in the "
+            "float64 reference and in the result; look for NaN and infinity in the inputs"
+        )
+    zero = wide.new_zeros(())
+    gap = float(torch.linalg.vector_norm(torch.where(both, wide - reference, zero)))
+    norm = float(torch.linalg.vector_norm(torch.where(both, reference, zero)))
+    return Comparison(gap / norm if norm else gap, elements)
+
+
+def compare_exact(result: torch.Tensor, reference: torch.Tensor) -> Comparison:
+    """Compare a result that must equal its reference, which is cast to the result's dtype."""
+    if result.shape != reference.shape:
+        return _wrong(f"has shape {tuple(result.shape)}, not {tuple(reference.shape)}")
+    differing = int((result != reference.to(result.dtype)).sum())
+    if differing:
+        return _wrong(f"is not equal to the reference in {differing} of {result.numel()} elements")
+    return Comparison(0.0, result.numel())
+
+
+def _wrong(why: str) -> Comparison:
+    return Comparison(math.inf, 0, why)
+
+
+def _not_alike(odd: int, wide: torch.Tensor, reference: torch.Tensor, finite: torch.Tensor) -> str:
+    total = wide.numel()
+    nan = int((torch.isnan(wide) & ~torch.isnan(reference)).sum())
+    if nan:
+        return f"has {nan} of {total} elements that are NaN where the reference is not"
+    infinite = int((torch.isinf(wide) & finite).sum())
+    if infinite:
+        return f"has {infinite} of {total} elements that are infinite where the reference is finite"
+    return f"has {odd} of {total} elements that are not the NaN or infinity of the reference"
