@@ -56,6 +56,9 @@ class MachineConstants(Model):
 
     name: str
     source: str = Field(description="where the numbers come from, in words")
+    fitted_to: tuple[str, ...] = Field(
+        (), description="shape lists of `mkernel bench` that they were fitted to"
+    )
     float16_tflops_per_core: float = Field(gt=0)
     bfloat16_tflops_per_core: float = Field(gt=0)
     float32_tflops_per_core: float = Field(gt=0)

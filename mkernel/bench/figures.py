@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
+from mkernel.bench.clock import skew_us
 from mkernel.bench.contenders import OURS, SEQUENTIAL
 from mkernel.bench.problem import Kind
 from mkernel.bench.rank import Turns
-from mkernel.bench.results import Entry, Figures, Row
-from mkernel.bench.spec import Shape
+from mkernel.bench.results import Entry, Figures, Row, Timing
+from mkernel.bench.spec import Mode, Shape
 from mkernel.cases.comparison import badness
 
 
@@ -22,9 +25,17 @@ def row(
     ranks: Sequence[Mapping[str, Turns]],
     world: int,
     accelerator: str,
+    mode: Mode = "kernel",
+    most_skew_us: float | None = None,
 ) -> Row:
-    """One shape's row from what each rank found; ``kinds`` by contender."""
-    entries = {name: _entry(kind, [rank[name] for rank in ranks]) for name, kind in kinds.items()}
+    """One shape's row from what each rank found; ``kinds`` by contender.
+
+    ``most_skew_us``: turns in which ranks started farther apart are dropped.
+    """
+    entries = {
+        name: _entry(kind, [rank[name] for rank in ranks], most_skew_us)
+        for name, kind in kinds.items()
+    }
     times = {name: _slowest_us(entry) for name, entry in entries.items() if entry.state == "right"}
     medians = {name: statistics.median(each) for name, each in times.items()}
     compute = medians.get("gemm")
@@ -57,6 +68,7 @@ def row(
     ratio = mine / compute if mine is not None and compute is not None else None
     return Row(
         shape=shape,
+        mode=mode,
         entries=entries,
         compute_us=compute,
         comm_us=comm,
@@ -94,7 +106,19 @@ def figures(
     )
 
 
-def _entry(kind: Kind, ranks: Sequence[Turns]) -> Entry:
+def timing(settings: Mapping[str, Any], rows: Sequence[Row]) -> Timing:
+    """How a mode's turns were timed: a stopwatch's settings, and how the ranks started in its rows."""
+    entries = [entry for row in rows for entry in row.entries.values()]
+    skews = [skew for entry in entries for skew in entry.skew_us]
+    return Timing(
+        **settings,
+        median_skew_us=round(statistics.median(skews), 3) if skews else None,
+        turns=sum(len(entry.seconds) + entry.dropped for entry in entries),
+        dropped=sum(entry.dropped for entry in entries),
+    )
+
+
+def _entry(kind: Kind, ranks: Sequence[Turns], most_skew_us: float | None) -> Entry:
     absent = next((turns.absent for turns in ranks if turns.absent is not None), None)
     if absent is not None:
         return Entry(kind=kind, state="absent", why=absent)
@@ -104,16 +128,25 @@ def _entry(kind: Kind, ranks: Sequence[Turns]) -> Entry:
     worst = max((error for turns in ranks for error in turns.errors), key=badness)
     limit = ranks[0].limit
     right = worst <= limit
+    seconds = list(zip(*(turns.seconds for turns in ranks), strict=True))
+    skews = [skew_us(each) for each in zip(*(turns.starts_ns for turns in ranks), strict=True)]
+    kept = [
+        turn
+        for turn, skew in zip_longest(seconds, skews)
+        if skew is None or most_skew_us is None or skew <= most_skew_us
+    ]
+    why = "" if right else wrong(worst)
+    if right and not kept:
+        why = f"its ranks never started within {most_skew_us:g} us of each other"
     return Entry(
         kind=kind,
-        state="right" if right else "wrong",
+        state="wrong" if not right else "right" if kept else "failed",
         error=worst if math.isfinite(worst) else None,
         limit=limit,
-        seconds=tuple(
-            tuple(round(each, 8) for each in turn)
-            for turn in zip(*(turns.seconds for turns in ranks), strict=True)
-        ),
-        why="" if right else wrong(worst),
+        seconds=tuple(tuple(round(each, 8) for each in turn) for turn in kept),
+        skew_us=tuple(skews),
+        dropped=len(seconds) - len(kept),
+        why=why,
     )
 
 

@@ -1,137 +1,213 @@
 """How one turn is timed, the same for every contender.
 
-On a CUDA device, all on one stream, enqueued without a pause:
-  L2 flushed ─ spin ─ barrier of all ranks ─ start ─ the call ─ end ─ copy of the output ─ barrier
-The spin lets every host run ahead of its device, so that what a call costs to launch is hidden alike
-for all: it outlasts what the contender's host needed in its last turn. Without it (``launches``) each
-host starts when its device is past the barrier, and what the host does counts. The barrier comes right
-before the start event; it waits for the rank whose spin is the longest too. The copy is ordered after
-the call on the call's own stream: work that the call left on another stream without joining it is not
-in the copy, and fails the check. The last barrier keeps inputs untouched until every rank has read
-them.
+All ranks start at one instant of CLOCK_MONOTONIC, which they agree on before the turn
+(:mod:`mkernel.bench.clock`). On a CUDA device, all on one stream, enqueued without a pause:
+  cache flushed ─ held until the instant ─ start ─ the call ─ end ─ copies of the results ─ barrier
+While the device is held, every host runs ahead of it, so that what a call costs to launch is hidden
+alike for all: the hold outlasts what the contender's host needed in its last turn. The copies are
+ordered after the call on the call's own stream: work that the call left on another stream without
+joining it is not in them, and fails the check. The last barrier keeps inputs untouched until every rank
+has read them. When a device was really let go is read from its clock, calibrated anew: turns in which
+one rank started late are left out of the figures (:mod:`mkernel.bench.figures`).
+
+Where launches count, the device is idle and it is the hosts that start at the instant. The time is the
+device's between the two events, or the host's until the device is done.
 
 In a *skewed* turn, which is checked and not timed, one rank comes late to the call: a wait that others
 leave out, or give up, then finds data of an earlier turn instead of being lucky.
 
-On a CPU there is nothing to flush or to run ahead of: barrier, call, copy, barrier, on the host's
-clock.
+On a CPU there is nothing to flush or to run ahead of: the instant, call, copies, barrier, on the host's
+clock. A CUDA device whose clock cannot be read (no native module for it) starts behind a spin and a
+barrier of all ranks, and how far apart the ranks then started is not known.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import distributed
 
-_cuda: Any = torch.cuda  # partly untyped
+from mkernel.bench.clock import Meeting, wait_until
+from mkernel.bench.queue import CudaQueue, Queue
 
-SHORTEST_SPIN_S, LONGEST_SPIN_S = 2e-3, 20e-3
+Call = Callable[[], Sequence[torch.Tensor]]
+Clock = Literal["hidden", "counted", "host"]
+"""``hidden``: the device's time, the launch not in it. ``counted``: the device's, its host in it.
+``host``: the host's, from the start until the device is done."""
+
+SHORTEST_LEAD_S, LONGEST_LEAD_S = 2e-3, 20e-3
 SPARE = 2.0
-"""A spin is so many times what the host needed last: it is slower in some turns than in others."""
+"""A device is held so many times what the host needed last, which is slower in some turns."""
+HOST_LEAD_S = 2e-3
+"""How long before the instant hosts agree on it, where they wait for it themselves."""
 LATE_S = 30e-3
 """How late a rank comes in a skewed turn."""
-_CLOCK_HZ = 1.98e9
-"""The highest clock of the device that spins; on a slower one the spin is longer."""
+MOST_SKEW_S = 10e-6
+"""Ranks on devices that started farther apart than this did not start together. Hosts that share their
+cores with others cannot promise it; on a CPU no turn is left out."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One rank's part of a turn.
+
+    Attributes:
+        results: copies of what the call returned, as they were when the call's stream got there.
+        seconds: that the call took on this rank. started_ns: when it really began, by
+            CLOCK_MONOTONIC; None: not known.
+    """
+
+    results: tuple[torch.Tensor, ...]
+    seconds: float
+    started_ns: int | None
 
 
 class Stopwatch(ABC):
     """Times calls on one kind of device. Collective: ranks take every turn together."""
 
     @abstractmethod
-    def time(
-        self, who: str, call: Callable[[], torch.Tensor], late: bool = False
-    ) -> tuple[torch.Tensor, float]:
-        """A copy of what ``call`` returned, as it was when the call's stream got there, and the
-        seconds that the call took on this rank. ``who``: the contender. ``late``: this rank comes late
-        to the call."""
+    def time(self, who: str, call: Call, late: bool = False) -> Timed:
+        """``who``: the contender. ``late``: this rank comes late to the call."""
 
+    @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What a reader of the figures should know about the clock."""
-        return {}
+        """What a reader of the figures should know: fields of :class:`mkernel.bench.results.Timing`."""
 
 
 class CpuStopwatch(Stopwatch):
     """Host time of a call that returns when it is done."""
 
-    def time(
-        self, who: str, call: Callable[[], torch.Tensor], late: bool = False
-    ) -> tuple[torch.Tensor, float]:
-        distributed.barrier()
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+
+    def time(self, who: str, call: Call, late: bool = False) -> Timed:
+        started = wait_until(self._meeting.agree(HOST_LEAD_S))
         if late:
             time.sleep(LATE_S)
         start = time.perf_counter()
-        result = call()
+        results = call()
         seconds = time.perf_counter() - start
-        copy = result.clone()
+        copies = tuple(result.clone() for result in results)
         distributed.barrier()
-        return copy, seconds
+        return Timed(copies, seconds, started)
 
     def settings(self) -> dict[str, Any]:
-        return {"clock": "host"}
+        return {"clock": "host", "launches": "counted", "start": "instant"}
 
 
-class Spins:
-    """How long the device spins before a turn of each contender, in seconds."""
+class Leads:
+    """How long the device is held before a turn of each contender, in seconds."""
 
     def __init__(self) -> None:
         self._next: dict[str, float] = {}
 
     def before(self, who: str) -> float:
         """Of the contender's next turn."""
-        return self._next.get(who, SHORTEST_SPIN_S)
+        return self._next.get(who, SHORTEST_LEAD_S)
 
     def queued(self, who: str, seconds: float) -> None:
-        """The host needed so long to queue the turn's spin, its barrier and the call. Only the last
-        turn counts: the first ones load libraries. A call that waits for the device waits for the spin
-        too, and gets the longest."""
-        self._next[who] = min(max(SPARE * seconds, SHORTEST_SPIN_S), LONGEST_SPIN_S)
+        """The host needed so long to queue the turn's hold and the call. Only the last turn counts: the
+        first ones load libraries. A call that waits for the device waits for the hold too, and gets the
+        longest."""
+        self._next[who] = min(max(SPARE * seconds, SHORTEST_LEAD_S), LONGEST_LEAD_S)
 
 
-class CudaStopwatch(Stopwatch):
-    """Device time between two events around the call."""
+class HiddenLaunch(Stopwatch):
+    """Device time between two events around the call, which is queued while the device is held."""
 
-    def __init__(self, device: torch.device, launches: bool = False) -> None:
-        self._spins = None if launches else Spins()
-        cache = torch.cuda.get_device_properties(device).L2_cache_size
-        self._flush = torch.empty(2 * cache + (16 << 20), dtype=torch.uint8, device=device)
-        self._one = torch.zeros(1, device=device)
-        self._start = _cuda.Event(enable_timing=True)
-        self._end = _cuda.Event(enable_timing=True)
+    def __init__(self, queue: Queue, meeting: Meeting) -> None:
+        self._queue, self._meeting = queue, meeting
+        self._leads = Leads()
+        self._together = False
 
-    def time(
-        self, who: str, call: Callable[[], torch.Tensor], late: bool = False
-    ) -> tuple[torch.Tensor, float]:
-        self._flush.zero_()
+    def time(self, who: str, call: Call, late: bool = False) -> Timed:
+        queue = self._queue
+        queue.flush()
+        self._together = queue.calibrate()
+        lead = self._leads.before(who)
+        instant = self._meeting.agree(lead) if self._together else 0
         began = time.perf_counter()
-        if self._spins is not None:
-            self._spin(self._spins.before(who))
-        distributed.all_reduce(self._one)
-        if self._spins is None:
-            torch.cuda.synchronize()
+        if self._together:
+            queue.hold(instant)
+        else:
+            queue.spin(lead)
+            queue.barrier()
         if late:
-            self._spin(LATE_S)
-        self._start.record()
-        result = call()
-        self._end.record()
-        if self._spins is not None:
-            self._spins.queued(who, time.perf_counter() - began)
-        copy = result.clone()
-        distributed.all_reduce(self._one)
-        torch.cuda.synchronize()
-        return copy, self._start.elapsed_time(self._end) / 1e3
-
-    def _spin(self, seconds: float) -> None:
-        _cuda._sleep(int(seconds * _CLOCK_HZ))
+            queue.spin(LATE_S)
+        queue.start()
+        results = call()
+        queue.end()
+        self._leads.queued(who, time.perf_counter() - began)
+        copies = tuple(queue.copy(result) for result in results)
+        queue.barrier()
+        queue.synchronize()
+        started = queue.held_until() if self._together else None
+        return Timed(copies, queue.seconds(), started)
 
     def settings(self) -> dict[str, Any]:
-        spins = None if self._spins is None else [SHORTEST_SPIN_S, LONGEST_SPIN_S]
-        return {"clock": "events", "flush_bytes": self._flush.numel(), "spin_s": spins}
+        return {
+            "clock": "events",
+            "launches": "hidden",
+            "start": "instant" if self._together else "barrier",
+            "most_skew_us": MOST_SKEW_S * 1e6 if self._together else None,
+            "lead_s": (SHORTEST_LEAD_S, LONGEST_LEAD_S),
+            **self._queue.settings(),
+        }
 
 
-def stopwatch(device: torch.device, launches: bool = False) -> Stopwatch:
-    """The one for a device. ``launches``: the host's part of a call counts, as it does on a CPU."""
-    return CudaStopwatch(device, launches) if device.type == "cuda" else CpuStopwatch()
+class CountedLaunch(Stopwatch):
+    """What the host does for a call counts: hosts start together on idle devices.
+
+    ``until_done``: the host's time until the device is done, not the device's between two events.
+    """
+
+    def __init__(self, queue: Queue, meeting: Meeting, until_done: bool) -> None:
+        self._queue, self._meeting, self._until_done = queue, meeting, until_done
+
+    def time(self, who: str, call: Call, late: bool = False) -> Timed:
+        queue = self._queue
+        queue.flush()
+        queue.synchronize()
+        instant = self._meeting.agree(HOST_LEAD_S)
+        if late:
+            queue.spin(LATE_S)
+        started = wait_until(instant)
+        queue.start()
+        results = call()
+        queue.end()
+        if self._until_done:
+            queue.synchronize()
+        seconds = (time.monotonic_ns() - started) / 1e9
+        copies = tuple(queue.copy(result) for result in results)
+        queue.barrier()
+        queue.synchronize()
+        return Timed(copies, seconds if self._until_done else queue.seconds(), started)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "clock": "host" if self._until_done else "events",
+            "launches": "counted",
+            "start": "instant",
+            "most_skew_us": MOST_SKEW_S * 1e6,
+            **self._queue.settings(),
+        }
+
+
+def stopwatch(
+    device: torch.device, clock: Clock, meeting: Meeting, timeout_s: float = 60.0
+) -> Stopwatch:
+    """The one for a device. On a CPU, whose calls return when they are done, all clocks are one.
+
+    ``timeout_s``: within which the device must come to what it was given before a turn.
+    """
+    if device.type != "cuda":
+        return CpuStopwatch(meeting)
+    queue = CudaQueue(device, timeout_s)
+    if clock == "hidden":
+        return HiddenLaunch(queue, meeting)
+    return CountedLaunch(queue, meeting, until_done=clock == "host")

@@ -15,7 +15,8 @@ import torch
 def provenance(root: Path, commit: str | None = None) -> dict[str, Any]:
     """Commit, hardware and versions of this run.
 
-    A tree with uncommitted changes to tracked files is ``dirty``: do not quote such figures.
+    A tree with uncommitted changes to tracked files is ``dirty``: do not quote such figures. Where the
+    commit is asserted, nobody looked whether the tree is its: ``dirty`` is None.
 
     Args:
         root: a folder of the source tree. commit: said instead of asked, where there is no git.
@@ -23,7 +24,8 @@ def provenance(root: Path, commit: str | None = None) -> dict[str, Any]:
     changes = _git(root, "status", "--porcelain", "-uno", "--", ":/", ":(exclude,top)bench/results")
     return {
         "commit": commit or _git(root, "rev-parse", "HEAD") or "unknown",
-        "dirty": bool(changes) if commit is None else False,
+        "commit_from": "git" if commit is None else "asserted",
+        "dirty": bool(changes) if commit is None else None,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "hardware": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0))},
         "software": {"python": platform.python_version(), "torch": torch.__version__},

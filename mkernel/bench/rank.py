@@ -1,9 +1,8 @@
 """The turns of one rank: contenders alternate, iteration by iteration, each on data of its own.
 
-A turn draws inputs, poisons the output (and memory that a contender may allocate it from), is
-timed by the protocol, and then checked: every timed turn, on rows from all over the output. At the end
-each rank in its turn comes late once; these turns are checked and not timed. A contender that was wrong
-once is wrong.
+A turn draws inputs and poisons outputs (:mod:`mkernel.bench.work`), is timed by the protocol, and then
+checked: every timed turn, on rows from all over the output. At the end each rank in its turn comes late
+once; these turns are checked and not timed. A contender that was wrong once is wrong.
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from mkernel.bench import provenance
-from mkernel.bench.contenders import OURS, Contender, named
+from mkernel.bench.clock import Meeting
+from mkernel.bench.contenders import OURS, named
 from mkernel.bench.guard import Guard, Progress
-from mkernel.bench.problem import Problem, Tensors
+from mkernel.bench.problem import Kind, Problem
 from mkernel.bench.protocol import Stopwatch, stopwatch
-from mkernel.bench.spec import BenchSpec, Shape
-from mkernel.cases import compare, poison
+from mkernel.bench.spec import BenchSpec, Mode, Shape
+from mkernel.bench.work import PARTS, Unseen, Wanted, Work, clock, work
+from mkernel.cases import compare
 from mkernel.current import current
 from mkernel.errors import ArgumentError, MkernelError, Unsupported
 from mkernel.launch import report
@@ -35,8 +36,9 @@ class Turns:
     """What one rank found of one contender in one row.
 
     Attributes:
-        seconds: of each timed turn. errors: of each timed or skewed turn's output; infinite: not
-            finite.
+        seconds: a call, of each timed turn. starts_ns: when these turns really began on this rank, by
+            CLOCK_MONOTONIC; empty where that is not known. errors: of each timed or skewed turn's
+            output; infinite: not finite.
         limit: the largest error that counts as right.
         absent: why it took no part. failed: what a peer raised; it left the row then.
     """
@@ -46,15 +48,16 @@ class Turns:
     limit: float = 0.0
     absent: str | None = None
     failed: str | None = None
+    starts_ns: list[int] = field(default_factory=list)
 
 
 @dataclass
 class RankResult:
-    """What a rank sends back: rows in the spec's order, by contender."""
+    """What a rank sends back: by mode, rows in the spec's order, by contender; how modes are timed."""
 
-    rows: list[dict[str, Turns]]
+    rows: dict[Mode, list[dict[str, Turns]]]
     platform: dict[str, Any]
-    clock: dict[str, Any]
+    timing: dict[Mode, dict[str, Any]]
 
 
 class ContenderFailed(MkernelError, RuntimeError):
@@ -65,25 +68,33 @@ class ContenderFailed(MkernelError, RuntimeError):
 def run(spec: BenchSpec, port: int) -> RankResult:
     """Measure and check one rank's part of every row. Collective.
 
-    ``port``: of a store on this host, for the process group where the world has none.
+    ``port``: of a store on this host, for agreements on when turns start, and for the process group
+    where the world has none.
     """
     world = current()
     device = _device(world)
     guard = Guard()
     made = not distributed.is_initialized()
     with guard.step("the process group", spec.timeout_s):
+        store = _store(port, spec.timeout_s)
         if made:
-            _join(world.rank, world.size, port, device, spec.timeout_s)
-        watch = stopwatch(device, spec.launches)
+            _join(world.rank, world.size, store, device, spec.timeout_s)
+        meeting = Meeting(PrefixStore("starts", store), world.rank, world.size)
     try:
-        rows, turn = [], 0
-        for shape in spec.shapes:
-            row = _Row(spec, shape, device, watch, guard, turn)
-            rows.append(row.measure())
-            turn = row.turn
-            if world.rank == 0:
-                report(Progress(f"{shape.op} {shape.size}"))
-        return RankResult(rows, provenance.devices(device), watch.settings())
+        rows: dict[Mode, list[dict[str, Turns]]] = {}
+        timing: dict[Mode, dict[str, Any]] = {}
+        unseen, turn = Unseen(spec.shapes), 0
+        for mode in spec.modes:
+            watch = stopwatch(device, clock(mode, spec.launches), meeting, spec.timeout_s)
+            rows[mode] = []
+            for shape in spec.shapes:
+                row = _Row(spec, mode, shape, device, watch, guard, unseen, turn)
+                rows[mode].append(row.measure())
+                turn = row.turn
+                if world.rank == 0:
+                    report(Progress(f"{mode} {shape.op} {shape.size}"))
+            timing[mode] = watch.settings()
+        return RankResult(rows, provenance.devices(device), timing)
     finally:
         guard.close()
         if made:
@@ -103,49 +114,56 @@ def _device(world: World) -> torch.device:
     return torch.device(world.accelerator.device, torch.cuda.current_device())
 
 
-def _join(rank: int, size: int, port: int, device: torch.device, timeout_s: float) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _store(port: int, timeout_s: float) -> TCPStore:
     # The guard's word comes first: it knows whose turn it was.
-    wait = timedelta(seconds=3 * timeout_s)
+    return TCPStore(
+        "127.0.0.1", port, timeout=timedelta(seconds=3 * timeout_s), wait_for_workers=False
+    )
+
+
+def _join(rank: int, size: int, store: TCPStore, device: torch.device, timeout_s: float) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=TCPStore("127.0.0.1", port, timeout=wait, wait_for_workers=False),
+        store=store,
         rank=rank,
         world_size=size,
-        timeout=wait,
+        timeout=timedelta(seconds=3 * timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
 
 
 class _Row:
-    """One shape: its contenders and their turns."""
+    """One shape in one mode: its contenders and their turns."""
 
     def __init__(
         self,
         spec: BenchSpec,
+        mode: Mode,
         shape: Shape,
         device: torch.device,
         watch: Stopwatch,
         guard: Guard,
+        unseen: Unseen,
         turn: int,
     ) -> None:
         world = current()
-        self.spec, self.shape, self.watch, self.guard, self.turn = spec, shape, watch, guard, turn
+        self.spec, self.mode, self.shape = spec, mode, shape
+        self.watch, self.guard, self.unseen, self.turn = watch, guard, unseen, turn
         self.problem = Problem(
             op=shape.op,
             m=shape.m,
             n=shape.n,
             k=shape.k,
             dtype=spec.dtype,
-            layout=spec.layout,
+            layout=shape.layout or spec.layout,
             seed=spec.seed,
             rank=world.rank,
             world=world.size,
             device=device,
         )
         self.found = {name: Turns() for name in spec.contenders}
-        self.entered: dict[str, Contender] = {}
-        self.inputs: dict[str, Tensors] = {}
+        self.entered: dict[str, Work] = {}
 
     def measure(self) -> dict[str, Turns]:
         """All turns of all contenders."""
@@ -157,21 +175,22 @@ class _Row:
                 order.reverse()
             for name in order:
                 self._take_turn(name, iteration)
-        for name, contender in self.entered.items():
+        for name, entered in self.entered.items():
             with self._guarded(name, "closing"):
-                contender.close()
+                entered.close()
         return self.found
 
     def _enter(self, name: str) -> None:
         kind = named(name)
+        if kind.kind in PARTS and self.mode != "kernel":
+            self.found[name].absent = "a part alone: timed in mode kernel"
+            return
         self.found[name].absent = kind.unusable(self.problem)
         if self.found[name].absent is not None:
             return
         try:
             with self._guarded(name, "setting up"):
-                made = kind(self.problem)
-                self.inputs[name] = made.inputs()
-                self.found[name].limit = made.limit()
+                made = work(self.mode, kind, self.problem, self.unseen)
         except ContenderFailed as error:
             self._drop(name, error)
         else:
@@ -182,21 +201,20 @@ class _Row:
             raise error
         self.found[name].failed = str(error)
         self.entered.pop(name, None)
-        self.inputs.pop(name, None)
 
     def _take_turn(self, name: str, iteration: int) -> None:
-        contender, problem, found = self.entered[name], self.problem, self.found[name]
+        entered, found = self.entered[name], self.found[name]
         late = iteration - self.spec.iterations  # the rank that is
         what = f"iteration {iteration}" if late < 0 else f"with rank {late} late"
-        self.turn += 1
         try:
             with self._guarded(name, what):
-                result, seconds = self._timed(
-                    name, contender, self.inputs[name], late=late == problem.rank
-                )
+                wanted = entered.prepare(self.turn + 1)
+                self.turn += len(wanted)
+                found.limit = entered.limit()
+                timed = self.watch.time(name, entered.run, late=late == self.problem.rank)
         except (Unsupported, ArgumentError) as error:  # refused before anything was started
             found.absent = f"refused: {error}"
-            del self.entered[name], self.inputs[name]
+            del self.entered[name]
             return
         except ContenderFailed as error:
             self._drop(name, error)
@@ -204,18 +222,15 @@ class _Row:
         if iteration < 0:
             return
         if late < 0:
-            found.seconds.append(seconds)
+            found.seconds.append(timed.seconds / entered.calls)
+            if timed.started_ns is not None:
+                found.starts_ns.append(timed.started_ns)
+        kind = named(name).kind
         with self._guarded(name, f"check of {what}"):
-            found.errors.append(_error(contender, problem, result, self.turn))
-
-    def _timed(
-        self, name: str, contender: Contender, inputs: Tensors, late: bool
-    ) -> tuple[torch.Tensor, float]:
-        problem = self.problem
-        problem.fill(inputs, problem.rank, self.turn)
-        out = poison.fill(contender.output())
-        poison.freed([(tuple(out.shape), out.dtype)], problem.device)
-        return self.watch.time(name, lambda: contender.call(inputs, out), late)
+            found.errors += [
+                _error(kind, each, result)
+                for each, result in zip(wanted[-len(timed.results) :], timed.results, strict=True)
+            ]
 
     def _guarded(self, name: str, what: str) -> _Named:
         text = f"{name} at {self.shape.op} {self.shape.size}, {what}"
@@ -238,10 +253,11 @@ class _Named:
             raise ContenderFailed(f"{self._text}: {type(error).__name__}: {error}") from error
 
 
-def _error(contender: Contender, problem: Problem, result: torch.Tensor, turn: int) -> float:
-    if tuple(result.shape) != problem.out_shape(contender.kind):
+def _error(kind: Kind, wanted: Wanted, result: torch.Tensor) -> float:
+    problem, turn = wanted.problem, wanted.turn
+    if tuple(result.shape) != problem.out_shape(kind):
         return float("inf")
     if not bool(torch.isfinite(result).all()):
         return float("inf")
-    rows = problem.sampled_rows(contender.kind, turn)
-    return compare(result[rows], problem.reference(contender.kind, turn, rows)).error
+    rows = problem.sampled_rows(kind, turn)
+    return compare(result[rows], problem.reference(kind, turn, rows)).error

@@ -11,8 +11,8 @@ from mkernel.plan.ops import ALIASES
 
 SHORT = {full: alias for alias, full in ALIASES.items()}
 LEGEND = (
-    "us: median over iterations of the slowest rank; gemm, comm, copy: the parts alone (T_c, T_m); "
-    "rho = max(T_c, T_m) / T; eta = (T_c + T_m - T) / min(T_c, T_m)"
+    "us: of one call, median over iterations of the slowest rank; gemm, comm, copy: the parts alone "
+    "(T_c, T_m); rho = max(T_c, T_m) / T; eta = (T_c + T_m - T) / min(T_c, T_m)"
 )
 
 
@@ -23,6 +23,9 @@ def table(report: Report) -> Table:
     drawn.add_column("op", no_wrap=True)
     drawn.add_column("M x N x K a rank", no_wrap=True)
     drawn.add_column("name", no_wrap=True)
+    several = shows_modes(report)
+    if several:
+        drawn.add_column("mode", no_wrap=True)
     for name in names:
         drawn.add_column(f"{name} us", justify="right", no_wrap=True)
     mine = "mkernel" in names
@@ -31,6 +34,7 @@ def table(report: Report) -> Table:
         drawn.add_column(name, justify="right", no_wrap=True)
     for row in report.rows:
         cells = [SHORT.get(row.shape.op, row.shape.op), row.shape.size, row.shape.name]
+        cells += [row.mode] if several else []
         drawn.add_row(
             *cells, *(cell(row.entries[name]) for name in names), *(_figures(row) if mine else ())
         )
@@ -43,6 +47,11 @@ def title(report: Report) -> str:
     gpus = hardware.get("gpus")
     where = f"{report.ranks} of {len(gpus)}x {gpus[0]}" if gpus else f"{report.ranks} CPU ranks"
     return f"{report.spec.dtype}, accelerator {report.accelerator}, {where}"
+
+
+def shows_modes(report: Report) -> bool:
+    """Whether a row has to say its mode."""
+    return report.spec.modes != ("kernel",)
 
 
 def contenders(report: Report) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from mkernel.bench.problem import Kind
-from mkernel.bench.spec import BenchSpec, Shape
+from mkernel.bench.spec import BenchSpec, Mode, Shape
 from mkernel.errors import InputFileError
 from mkernel.topology.model import Model, first_error
 from mkernel.user_files import parse_json, read_file
@@ -22,8 +22,8 @@ _MOST_FILE_BYTES = 4 << 20
 
 
 class Figures(Model):
-    """Derived from a contender's times and those of the parts alone. Times in microseconds: the
-    median over iterations of the slowest rank.
+    """Derived from a contender's times and those of the parts alone. Times in microseconds, of one
+    call: the median over iterations of the slowest rank.
 
     Attributes:
         median_us, p10_us, p90_us: over iterations.
@@ -49,7 +49,9 @@ class Entry(Model):
     """One contender in one row.
 
     Attributes:
-        seconds: by iteration, by rank.
+        seconds: a call; by iteration, by rank. Not of dropped turns.
+        skew_us: of each timed turn, dropped ones too, how far apart the ranks started; empty where
+            that is not known. dropped: turns in which it was too far.
         error: the worst rank's and turn's relative error; None: not finite, or there was none.
         figures: none unless it is right.
     """
@@ -60,6 +62,8 @@ class Entry(Model):
     error: float | None = None
     limit: float = 0.0
     seconds: tuple[tuple[float, ...], ...] = ()
+    skew_us: tuple[float, ...] = ()
+    dropped: int = 0
     figures: Figures | None = None
 
 
@@ -75,6 +79,7 @@ class Row(Model):
     """
 
     shape: Shape
+    mode: Mode = "kernel"
     entries: dict[str, Entry]
     compute_us: float | None = None
     comm_us: float | None = None
@@ -90,8 +95,56 @@ class Row(Model):
         return [name for name, entry in self.entries.items() if entry.state in ("wrong", "failed")]
 
 
+class Timing(Model):
+    """How the turns of a mode were timed.
+
+    Attributes:
+        clock: ``events``: the device's time between two events; ``host``: the host's, until the device
+            is done.
+        launches: ``hidden``: what a call costs the host is not in its time; ``counted``: it is.
+        start: of the ranks. ``instant``: all at one instant of CLOCK_MONOTONIC, by their devices'
+            clocks or their hosts'; ``barrier``: when they came out of one.
+        most_skew_us: turns in which ranks started farther apart are dropped; None: none is.
+        median_skew_us: over all timed turns of all contenders. turns, dropped: how many.
+        clock_error_us: how well a device's clock is known (median over turns).
+        lead_s: shortest and longest time for which a device is held before a call.
+        flush_bytes, read_bytes: of the writing pass over the cache, and of the reading one after it.
+    """
+
+    clock: Literal["events", "host"]
+    launches: Literal["hidden", "counted"]
+    start: Literal["instant", "barrier"]
+    most_skew_us: float | None = None
+    median_skew_us: float | None = None
+    turns: int = 0
+    dropped: int = 0
+    clock_error_us: float | None = None
+    lead_s: tuple[float, float] | None = None
+    flush_bytes: int | None = None
+    read_bytes: int | None = None
+
+
+class Conditions(Model):
+    """What else the figures depend on.
+
+    Attributes:
+        environment: variables that the ranks were given, whatever the user's said.
+        planner: where the constants come from by which the planner chooses a path; empty: there is one.
+        fitted_to: shape lists that these constants were fitted to.
+    """
+
+    environment: dict[str, str]
+    planner: str = ""
+    fitted_to: tuple[str, ...] = ()
+
+
 class Report(Model):
-    """A whole run."""
+    """A whole run.
+
+    Attributes:
+        clock: of files from before there was ``timing``. timing: by mode.
+        conditions: None in files from before it was recorded.
+    """
 
     format: Literal["mkernel-bench-1"] = FORMAT
     name: str
@@ -100,6 +153,8 @@ class Report(Model):
     spec: BenchSpec
     provenance: dict[str, Any]
     clock: dict[str, Any] = Field(default_factory=dict)
+    timing: dict[Mode, Timing] = Field(default_factory=dict)
+    conditions: Conditions | None = None
     rows: tuple[Row, ...]
 
     @property

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mkernel.backends import registry
 from mkernel.bench import figures, rank
 from mkernel.bench.contenders import named
 from mkernel.bench.guard import ContenderHung, Hung, Progress
 from mkernel.bench.provenance import provenance
-from mkernel.bench.results import Report
-from mkernel.bench.spec import BenchSpec
+from mkernel.bench.results import Conditions, Report, Row, Timing
+from mkernel.bench.spec import BenchSpec, Mode
 from mkernel.bench.symm_mem import ENVIRONMENT
 from mkernel.errors import ArgumentError
 from mkernel.launch import host_store, launch
 from mkernel.settings import load as load_settings
+from mkernel.topology.cost import constants_for
 
 
 def run(
@@ -35,9 +37,10 @@ def run(
         on_row: called with each row that is done.
 
     Raises:
-        ArgumentError: ranks would share devices.
+        ArgumentError: ranks would share devices, or these have no such mode.
         ContenderHung: a step outlasted its deadline; names the contender. Else what a rank raised.
     """
+    check_modes(spec.modes, accelerator)
     shared = load_settings().ranks_per_device
     if shared > 1:
         raise ArgumentError(
@@ -67,21 +70,71 @@ def run(
             )
     finally:
         del store
-    kinds = {each: named(each).kind for each in spec.contenders}
     found = provenance(Path.cwd(), commit)
     found["hardware"] = {**found["hardware"], **results[0].platform}
+    return report(spec, results, ranks, accelerator, name, found)
+
+
+def report(
+    spec: BenchSpec,
+    results: Sequence[rank.RankResult],
+    ranks: int,
+    accelerator: str,
+    name: str,
+    provenance: dict[str, Any],
+) -> Report:
+    """From what each rank sent back."""
+    kinds = {each: named(each).kind for each in spec.contenders}
+    rows: list[Row] = []
+    timing: dict[Mode, Timing] = {}
+    for mode in spec.modes:
+        settings = results[0].timing[mode]
+        made = [
+            figures.row(
+                shape,
+                kinds,
+                [result.rows[mode][i] for result in results],
+                ranks,
+                accelerator,
+                mode,
+                settings.get("most_skew_us"),
+            )
+            for i, shape in enumerate(spec.shapes)
+        ]
+        timing[mode] = figures.timing(settings, made)
+        rows += made
     return Report(
         name=name,
         ranks=ranks,
         accelerator=accelerator,
         spec=spec,
-        provenance=found,
-        clock=results[0].clock,
-        rows=tuple(
-            figures.row(shape, kinds, [result.rows[i] for result in results], ranks, accelerator)
-            for i, shape in enumerate(spec.shapes)
-        ),
+        provenance=provenance,
+        timing=timing,
+        conditions=conditions(accelerator),
+        rows=tuple(rows),
     )
+
+
+def conditions(accelerator: str) -> Conditions:
+    """Of a run on an accelerator backend of this machine."""
+    if not registry.accelerator(accelerator).capabilities().library_ops:
+        return Conditions(environment=dict(ENVIRONMENT))
+    constants = constants_for(accelerator, load_settings().constants)
+    return Conditions(
+        environment=dict(ENVIRONMENT), planner=constants.source, fitted_to=constants.fitted_to
+    )
+
+
+def check_modes(modes: Sequence[Mode], accelerator: str) -> None:
+    """ArgumentError: a mode that the accelerator's device has not."""
+    device = registry.accelerator(accelerator).device
+    if "graph" in modes and device != "cuda":
+        raise ArgumentError(
+            "--mode",
+            "graph",
+            "kernel, eager or first",
+            why=f"{accelerator} runs on {device!r} here",
+        )
 
 
 @contextmanager

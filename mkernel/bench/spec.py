@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, get_args
 
 from pydantic import Field
 
 from mkernel.plan.model import DtypeName, OpName
 from mkernel.plan.shapes import MAX_DIMENSION
 from mkernel.topology.model import Model, Name
+
+Mode = Literal["kernel", "eager", "graph", "first"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+LOOP_CALLS = 20
+"""Calls of a turn in the modes ``eager`` and ``graph``."""
+
+MODE_TEXT: Mapping[Mode, str] = MappingProxyType(
+    {
+        "kernel": "one call a turn",
+        "eager": f"a turn is {LOOP_CALLS} calls one behind another, without a wait of the host between "
+        "them; times are of one call: the host's, from the first call until the device is done",
+        "graph": f"a turn is the replay of a CUDA graph of {LOOP_CALLS} calls; times are of one call",
+        "first": "a turn is the first call of a shape that its process has not seen, a few rows more "
+        "than the table says; times are the host's, until the device is done",
+    }
+)
 
 
 class Shape(Model):
@@ -19,6 +37,7 @@ class Shape(Model):
         target: largest time as a ratio to the product alone, in a world of ``target_ranks`` on
             ``target_accelerator``; None: any.
         ranks: the world that it is meant for; None: any.
+        layout: of B in memory; None: the run's.
     """
 
     op: OpName
@@ -30,6 +49,7 @@ class Shape(Model):
     target_ranks: int | None = Field(None, ge=1)
     target_accelerator: str | None = None
     ranks: int | None = Field(None, ge=1)
+    layout: Literal["row", "column"] | None = None
 
     @property
     def size(self) -> str:
@@ -48,13 +68,17 @@ class BenchSpec(Model):
 
     Attributes:
         contenders: names, in the order of the first iteration.
+        source: where the shapes come from: a list's name, a file, ``random``; empty: sizes as given.
+        modes: what is timed, each for all shapes (:data:`MODE_TEXT`).
         iterations: timed turns of each contender; warmup: untimed ones before.
-        launches: what a call costs the host to launch counts too.
+        launches: what a call costs the host to launch counts too, in mode ``kernel``.
         timeout_s: of every step of a rank: a contender's construction, a turn, a check.
     """
 
     shapes: tuple[Shape, ...]
     contenders: tuple[str, ...]
+    source: str = ""
+    modes: tuple[Mode, ...] = ("kernel",)
     dtype: DtypeName = "bfloat16"
     layout: Literal["row", "column"] = "row"
     warmup: int = Field(3, ge=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -102,8 +102,14 @@ class SymmMem(Contender):
         return result
 
 
+def pull_order(rank: int, world: int) -> tuple[int, ...]:
+    """From which rank ``rank`` pulls in each step, its own share last. In no step do two ranks pull
+    from one: its link would be shared, and the figure flatter whatever it is compared with."""
+    return tuple((rank + step) % world for step in range(1, world + 1))
+
+
 class Copy(Contender):
-    """The collective's bytes pulled by copy engines out of peers' memory, a stream a peer: T_m
+    """The collective's bytes pulled by copy engines out of peers' memory, one peer after another: T_m
     without a library. AllGather is done with them; the sums would still have to be added up."""
 
     name = "copy"
@@ -114,11 +120,9 @@ class Copy(Contender):
         shape = problem.input_shapes("bytes")["x"]
         self._source = _symmetric(shape, problem)
         handle = _module().rendezvous(self._source, _group_name())
-        self._theirs = [
+        self._theirs: Sequence[torch.Tensor] = [
             handle.get_buffer(rank, shape, problem.torch_dtype) for rank in range(problem.world)
         ]
-        cuda: Any = torch.cuda
-        self._streams = [cuda.Stream(problem.device) for _ in range(problem.world)]
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
@@ -128,16 +132,9 @@ class Copy(Contender):
         return {"x": self._source}
 
     def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
-        current = torch.cuda.current_stream()
-        for stream in self._streams:
-            stream.wait_stream(current)
-        for step in range(1, self.problem.world + 1):  # the own share last
-            peer = (self.problem.rank + step) % self.problem.world
-            with torch.cuda.stream(self._streams[peer]):
-                for target, source in self.problem.pieces(peer):
-                    out[target].copy_(self._theirs[peer][source], non_blocking=True)
-        for stream in self._streams:
-            current.wait_stream(stream)
+        for peer in pull_order(self.problem.rank, self.problem.world):
+            for target, source in self.problem.pieces(peer):
+                out[target].copy_(self._theirs[peer][source], non_blocking=True)
         return out
 
     def limit(self) -> float:

@@ -10,10 +10,20 @@ import typer
 from rich.console import Console
 
 from mkernel.backends.accelerators.ascend.machine import load_machine
-from mkernel.bench import contenders, modelled, numbers, plot, report, results, run
+from mkernel.bench import (
+    conditions,
+    contenders,
+    modelled,
+    numbers,
+    plot,
+    report,
+    results,
+    run,
+)
+from mkernel.bench.draws import MOST_DRAWS, drawn
 from mkernel.bench.shapes import SHIPPED, shapes
 from mkernel.bench.sizes import GEMMS, sized
-from mkernel.bench.spec import BenchSpec
+from mkernel.bench.spec import MODES, BenchSpec, Mode
 from mkernel.errors import ArgumentError
 from mkernel.ops.validate import DTYPES
 from mkernel.plan import ops
@@ -37,6 +47,19 @@ def command(
             "any op's as `name=value name=value, ...` [as mkernel run]",
         ),
     ] = None,
+    random: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST_DRAWS, metavar="N", help="instead of --shapes: N drawn ones, by --seed"
+        ),
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help=f"what is timed, several separated by commas: {', '.join(MODES)} (first call of a "
+            "shape)"
+        ),
+    ] = "kernel",
     peers: Annotated[
         str | None,
         typer.Option(help=f"{', '.join(contenders.PEERS)}; or module:Class; or none [all]"),
@@ -52,9 +75,12 @@ def command(
     layout: Annotated[str, typer.Option(help="of B in memory: row or column")] = "row",
     iterations: Annotated[int, typer.Option(min=1, help="timed turns of each contender")] = 20,
     warmup: Annotated[int, typer.Option(min=1, help="untimed turns of each contender")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="of the random data")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of the random data and shapes")] = 0,
     launches: Annotated[
-        bool, typer.Option("--launches", help="count what a call costs the host to launch")
+        bool,
+        typer.Option(
+            "--launches", help="in mode kernel: count what a call costs the host to launch"
+        ),
     ] = False,
     timeout: Annotated[float, typer.Option(help="deadline of every step, seconds")] = 60.0,
     json: Annotated[
@@ -107,8 +133,13 @@ def command(
     if model_only:
         _model(console, names, shapes_, ranks, dtype, layout, accelerator, table, machine, json)
         return
+    if random is not None and shapes_ is not None:
+        raise ArgumentError("--random", random, "nothing beside --shapes")
+    listed = shapes_ or SHIPPED[0]
     spec = BenchSpec(
-        shapes=shapes(shapes_ or SHIPPED[0], names, ranks),
+        shapes=drawn(random, seed, names, ranks) if random else shapes(listed, names, ranks),
+        source="random" if random else listed,
+        modes=_modes(mode, launches),
         contenders=contenders.chosen(_peers(peers), not only_peers),
         dtype=dtype,
         layout=cast(Literal["row", "column"], layout),
@@ -132,7 +163,8 @@ def command(
     if plot_ is not None:
         _draw(outcome, plot_, console)
     console.print(report.table(outcome))
-    console.print(report.LEGEND, style="dim", soft_wrap=True)
+    for line in (report.LEGEND, *conditions.sentences(outcome)):
+        console.print(line, style="dim", soft_wrap=True, markup=False)
     console.print(report.verdict(outcome), soft_wrap=True)
     raise typer.Exit(0 if outcome.passed else 1)
 
@@ -184,6 +216,16 @@ def _ops(text: str | None, every: bool) -> tuple[OpName, ...]:
         if name not in GEMMS and not every:
             raise ArgumentError("op", name, f"one of: {', '.join(GEMMS)}")
     return names
+
+
+def _modes(text: str, launches: bool) -> tuple[Mode, ...]:
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in found:
+        if name not in MODES:
+            raise ArgumentError("--mode", repr(name), f"one or several of: {', '.join(MODES)}")
+    if launches and "kernel" not in found:
+        raise ArgumentError("--launches", text, "mode kernel: the others say by themselves")
+    return cast(tuple[Mode, ...], found)
 
 
 def _peers(text: str | None) -> Sequence[str] | None:

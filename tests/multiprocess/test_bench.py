@@ -67,6 +67,43 @@ def test_all_contenders_take_turns(tmp_path: Path, dtype: str) -> None:
     assert page.index("misses") < page.index("## x")
 
 
+def test_modes_and_drawn_shapes(tmp_path: Path) -> None:
+    """Loops and first calls are timed, checked, and told apart; the seed draws the shapes."""
+    file = tmp_path / "x.json"
+    done = bench("gemm_rs", *SMALL, "--accelerator", "streams", "--mode", "eager,first",
+                 "--json", str(file))  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    for part in ("`eager`: a turn is 20 calls", "`first`: a turn is the first call", "median skew",
+                 "without multicast"):  # fmt: skip
+        assert part in done.stdout, part
+    report = results.read(file)
+    assert report is not None
+    assert [row.mode for row in report.rows] == ["eager", "first"]
+    for row in report.rows:
+        for name in ("mkernel", "gloo+matmul", "gemm"):
+            assert row.entries[name].state == "right"
+            assert len(row.entries[name].seconds) == len(row.entries[name].skew_us) == 3
+        assert row.entries["comm"].why == "a part alone: timed in mode kernel"
+        assert row.to_best is not None
+    for mode in ("eager", "first"):
+        assert report.timing[mode].launches == "counted"
+        assert report.timing[mode].start == "instant"
+        assert report.timing[mode].turns == 9
+    assert report.conditions is not None
+    assert report.conditions.environment["NCCL_NVLS_ENABLE"] == "0"
+
+
+@pytest.mark.parametrize("mode", ["eager", "first"])
+def test_a_predecessors_result_has_no_figure_in_any_mode(tmp_path: Path, mode: str) -> None:
+    file, name = tmp_path / "x.json", "mkernel.bench.planted:ReturnsPrevious"
+    done = bench("gemm_rs", *SMALL, "--accelerator", "streams", "--only-peers", "--peers", name,
+                 "--mode", mode, "--json", str(file))  # fmt: skip
+    (row,) = json.loads(file.read_text())["rows"]
+    # A first call is its contender's only one: it has no predecessor.
+    assert row["entries"][name]["state"] == ("wrong" if mode == "eager" else "right")
+    assert done.returncode == (1 if mode == "eager" else 0)
+
+
 @pytest.mark.parametrize("fault", ["FinishesLate", "ReturnsPrevious", "SkipsHalf", "LeavesElement"])
 def test_wrong_peers_get_no_figure(tmp_path: Path, fault: str) -> None:
     file = tmp_path / "x.json"
@@ -137,6 +174,10 @@ def test_what_hangs_is_named() -> None:
         (["--dtype", "int8"], "--dtype"),
         (["--layout", "diagonal"], "row or column"),
         (["--timeout", "0"], "--timeout"),
+        (["--mode", "kernel,fast"], "'fast'"),
+        (["--mode", "graph", "--accelerator", "streams"], "kernel, eager or first"),
+        (["--mode", "eager", "--launches"], "--launches"),
+        (["--random", "3", "--shapes", "8x8x8"], "--random"),
         (["--render", "/nonexistent"], "--render"),
     ],
 )

@@ -100,3 +100,51 @@ def test_absent_is_not_wrong() -> None:
     made = row(symm_mem=Turns(absent="only on cuda devices"))
     assert made.entries["symm_mem"].state == "absent"
     assert made.wrong == []
+
+
+def started(*starts_ns: int, error: float = 1e-3) -> Turns:
+    return Turns([100e-6 * (i + 1) for i in range(len(starts_ns))], [error] * 3, 3e-3,
+                 starts_ns=list(starts_ns))  # fmt: skip
+
+
+def together(most_skew_us: float | None, *late_ns: int) -> Row:
+    """Three turns; the second rank started so much later in each."""
+    first = started(*(1000 for _ in late_ns))
+    second = started(*(1000 + late for late in late_ns))
+    kinds: dict[str, Kind] = {"mkernel": "op"}
+    ranks = [{"mkernel": each} for each in (first, second)]
+    return figures.row(SHAPE, kinds, ranks, 2, "hopper", most_skew_us=most_skew_us)
+
+
+def test_turns_that_started_late_are_dropped_and_counted() -> None:
+    made = together(10.0, 2_000, 10_001, 10_000)
+    entry = made.entries["mkernel"]
+    assert entry.skew_us == (2.0, 10.001, 10.0)
+    assert entry.dropped == 1
+    assert [turn[0] for turn in entry.seconds] == [pytest.approx(100e-6), pytest.approx(300e-6)]
+    assert entry.figures is not None
+    assert entry.figures.median_us == pytest.approx(200)
+    timing = figures.timing({"clock": "events", "launches": "hidden", "start": "instant"}, [made])
+    assert (timing.median_skew_us, timing.turns, timing.dropped) == (10.0, 3, 1)
+
+
+def test_no_turn_is_dropped_where_hosts_promise_nothing() -> None:
+    entry = together(None, 2_000, 900_000, 10_000).entries["mkernel"]
+    assert entry.dropped == 0
+    assert len(entry.seconds) == 3
+
+
+def test_a_contender_whose_turns_all_started_late_has_no_figure() -> None:
+    made = together(10.0, 11_000, 12_000, 13_000)
+    entry = made.entries["mkernel"]
+    assert (entry.state, entry.dropped, entry.figures) == ("failed", 3, None)
+    assert "within 10 us" in entry.why
+    assert made.wrong == ["mkernel"]
+
+
+def test_without_a_clock_skew_is_not_made_up() -> None:
+    made = row()
+    assert made.entries["mkernel"].skew_us == ()
+    timing = figures.timing({"clock": "events", "launches": "hidden", "start": "barrier"}, [made])
+    assert timing.median_skew_us is None
+    assert timing.dropped == 0

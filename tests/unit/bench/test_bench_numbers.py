@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mkernel.bench import figures, numbers, plot, report, results
+from mkernel.bench import figures, gpu_tests, numbers, plot, report, results
+from mkernel.bench.gpu_tests import TestRun
 from mkernel.bench.problem import Kind
 from mkernel.bench.rank import Turns
-from mkernel.bench.results import Report
+from mkernel.bench.results import Conditions, Report, Timing
 from mkernel.bench.spec import BenchSpec, Shape
 from mkernel.errors import InputFileError
 
@@ -81,12 +82,133 @@ def test_nothing_missed(tmp_path: Path) -> None:
         (made(90, error=0.25), "mkernel wrong: wrong: 2e-01"),
     ],
 )
-def test_misses_come_first(tmp_path: Path, report: Report, says: str) -> None:
+def test_misses_come_before_the_tables(tmp_path: Path, report: Report, says: str) -> None:
     text = page(tmp_path, made(120), report)
     line = next(line for line in text.splitlines() if says in line)
     assert "run1" in line
     assert "gemm_ar 64 x 32 x 16 (tiny)" in line
     assert text.index(line) < text.index("## run0")
+
+
+def test_gains_open_the_page(tmp_path: Path) -> None:
+    text = page(tmp_path, made(100), made(160))
+    assert text.index("## What a user gains") < text.index("## What misses its target")
+    assert "| run0 | 2 | kernel | gemm_ar | 1 | 2.00 | 2.00 | 2.00 | 1 of 1 |" in text
+    assert "| run1 | 2 | kernel | gemm_ar | 1 | 1.25 | 1.25 | 1.25 | 1 of 1 |" in text
+
+
+def test_results_of_another_commit_than_the_newest_are_marked(tmp_path: Path) -> None:
+    source = {**made(120).provenance, "date": "2026-02-02", "commit": "fedcba9876543210"}
+    newer = made(120).model_copy(update={"provenance": source})
+    text = page(tmp_path, made(120), newer)
+    old, new = text.split("## run0")[1].split("## run1")
+    assert "**Not repeated** since that commit; the newest results are of `fedcba987654`" in old
+    assert "0123456789ab" in old
+    assert "Not repeated" not in new
+    assert "| run0 (not repeated) |" in text
+    assert "| run1 |" in text
+
+
+def test_an_old_file_says_what_was_not_recorded(tmp_path: Path) -> None:
+    text = page(tmp_path, made(120))
+    for part in ("launches hidden", "skew not recorded", "symm_mem: not recorded",
+                 "fitted to: not recorded", "how it is known was not recorded"):  # fmt: skip
+        assert part in text, part
+
+
+def told(**changes: object) -> Report:
+    """A report of today."""
+    timing = Timing(
+        clock="events", launches="hidden", start="instant", most_skew_us=10, median_skew_us=1.25,
+        turns=40, dropped=3,
+    )  # fmt: skip
+    environment = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    conditions = Conditions(environment=environment, planner="x", fitted_to=("layers", "targets"))
+    source = {**made(120).provenance, "commit_from": "git"}
+    spec = made(120).spec.model_copy(update={"source": "layers"})
+    base = {
+        "timing": {"kernel": timing},
+        "conditions": conditions,
+        "provenance": source,
+        "spec": spec,
+    }
+    return made(120).model_copy(update={**base, **changes})
+
+
+HIDDEN = told().timing["kernel"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (told(), "launches hidden: what a call costs the host is not in its time"),
+        (told(), "ranks start at an agreed instant, median skew 1.2 us, 3 of 40 turns dropped"),
+        (told(), "above 10 us"),
+        (told(timing={"kernel": HIDDEN.model_copy(update={"launches": "counted"})}),
+         "launches counted: what a call costs the host is in its time"),
+        (told(timing={"kernel": HIDDEN.model_copy(update={"median_skew_us": None})}),
+         "ranks start behind a barrier, their skew not measured"),
+        (told(), "without multicast, as these machines require (NCCL_NVLS_ENABLE=0, "
+         "TORCH_SYMM_MEM_DISABLE_MULTICAST=1)"),
+        (told(), "fitted to these shapes (layers, targets)"),
+        (told(spec=made(120).spec.model_copy(update={"source": "random"})),
+         "fitted to other shapes (layers, targets)"),
+        (told(), "Commit `0123456789ab`, read from git, no changes."),
+        (told(provenance={**told().provenance, "commit_from": "asserted", "dirty": None}),
+         "Commit `0123456789ab`, asserted, not read from git, changes unknown."),
+        (told(provenance={**told().provenance, "dirty": True}), "with uncommitted changes"),
+    ],
+)  # fmt: skip
+def test_what_figures_depend_on_is_said_above_them(
+    tmp_path: Path, outcome: Report, says: str
+) -> None:
+    text = page(tmp_path, outcome)
+    assert says in text.split("## run0")[1]
+    results.write(outcome, tmp_path / "x.json")
+    assert results.read(tmp_path / "x.json") == outcome
+
+
+def test_rows_of_several_modes_say_theirs(tmp_path: Path) -> None:
+    one = made(120)
+    row = one.rows[0].model_copy(update={"mode": "eager"})
+    both = one.model_copy(
+        update={
+            "rows": (*one.rows, row),
+            "spec": one.spec.model_copy(update={"modes": ("kernel", "eager")}),
+        }
+    )
+    text = page(tmp_path, both)
+    assert "| tiny | kernel |" in text
+    assert "| tiny | eager |" in text
+    assert "| run0 | 2 | eager | gemm_ar |" in text
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(report.table(both))
+    assert "eager" in capture.get()
+
+
+def run_of(passed: int, commit: str = "a" * 40, per_device: int = 1) -> TestRun:
+    return TestRun(
+        selection=("tests/gpu",), ranks_per_device=per_device, seconds=12.6,
+        counts={"passed": passed, "skipped": 3}, skips={"needs 4 GPU(s)": 3},
+        provenance={**made(120).provenance, "commit": commit, "commit_from": "git"},
+    )  # fmt: skip
+
+
+def test_gpu_tests_are_on_the_page(tmp_path: Path) -> None:
+    file = tmp_path / gpu_tests.FILE
+    gpu_tests.add(run_of(100), file)
+    gpu_tests.add(run_of(200, per_device=2), file)
+    gpu_tests.add(run_of(150), file)  # the same kind again
+    text = page(tmp_path, made(120)).split("## Tests on GPUs")[1]
+    for part in ("**150 passed, 3 skipped** in 13 s", "**200 passed, 3 skipped**", "2 rank(s)",
+                 "- skipped 3: needs 4 GPU(s)", "4x a GPU", "read from git"):  # fmt: skip
+        assert part in text, part
+    assert "100 passed" not in text
+    gpu_tests.add(run_of(7, commit="b" * 40), file)
+    found = gpu_tests.read(file)
+    assert found is not None
+    assert [run.counts["passed"] for run in found.runs] == [7]
 
 
 def test_uncommitted_changes_are_said(tmp_path: Path) -> None:

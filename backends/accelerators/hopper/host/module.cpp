@@ -12,6 +12,7 @@ PYBIND11_MODULE(_hopper, module) {
     py::module_::import("mkernel.backends.runtime._runtime");
     py::register_exception<mkernel::hopper::CudaError>(module, "CudaError", PyExc_RuntimeError);
     mkernel::hopper::bind_memory(module);
+    mkernel::hopper::bind_clock(module);
     mkernel::hopper::bind_transfer(module);
     mkernel::hopper::bind_collectives(module);
     mkernel::hopper::bind_gemm(module);

@@ -1,0 +1,48 @@
+#include "backends/accelerators/hopper/kernels/clock.hpp"
+
+#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/accelerators/hopper/ptx/sync.cuh"
+
+namespace mkernel::hopper {
+
+namespace {
+
+__global__ void answer_kernel(ClockWords* words, int samples, std::uint64_t timeout_ns) {
+    const std::uint64_t start = ptx::global_ns();
+    for (int sample = 0; sample < samples; ++sample) {
+        while (ptx::load_relaxed(&words->asked) <= static_cast<std::uint64_t>(sample)) {
+            if (ptx::global_ns() - start > timeout_ns) return;
+        }
+        ptx::store_relaxed(&words->stamps[sample], ptx::global_ns());
+    }
+}
+
+__global__ void hold_kernel(ClockWords* words, std::uint64_t until_ns, std::uint64_t most_ns) {
+    const std::uint64_t start = ptx::global_ns();
+    std::uint64_t now = start;
+    while (now < until_ns && now - start < most_ns) now = ptx::global_ns();
+    ptx::store_relaxed(&words->passed, now);
+}
+
+template <class... Parameters>
+void launch_one_thread(const char* what, void (*kernel)(Parameters...), cudaStream_t stream,
+                       Parameters... arguments) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(1);
+    config.blockDim = dim3(1);
+    config.stream = stream;
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
+}
+
+}  // namespace
+
+void answer_clock(ClockWords* words, int samples, std::uint64_t timeout_ns, cudaStream_t stream) {
+    launch_one_thread("launching answer_clock", answer_kernel, stream, words, samples, timeout_ns);
+}
+
+void hold_until(ClockWords* words, std::uint64_t until_ns, std::uint64_t most_ns,
+                cudaStream_t stream) {
+    launch_one_thread("launching hold_until", hold_kernel, stream, words, until_ns, most_ns);
+}
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,86 @@
+"""One instant for ranks of one host: their devices' clocks beside CLOCK_MONOTONIC, and its agreement.
+
+Processes of a host share CLOCK_MONOTONIC; a device has a clock of its own, which starts elsewhere and
+drifts by tens of microseconds a second. A device that is asked for its clock answers at some time
+between two readings of the host's: the fastest answer says best what lies between the two clocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed import Store
+
+Sample = tuple[int, int, int]
+"""Nanoseconds: the host's clock before, the device's, the host's after."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What lies between a device's clock and CLOCK_MONOTONIC, in nanoseconds.
+
+    Attributes:
+        offset_ns: the device's clock minus the host's. error_ns: it is at most so far from the truth.
+    """
+
+    offset_ns: int
+    error_ns: int
+
+    def on_device(self, monotonic_ns: int) -> int:
+        """An instant of the host's clock on the device's."""
+        return monotonic_ns + self.offset_ns
+
+    def on_host(self, device_ns: int) -> int:
+        """An instant of the device's clock on the host's."""
+        return device_ns - self.offset_ns
+
+
+def calibrated(samples: Sequence[Sample]) -> Calibration:
+    """From at least one sample, by the fastest answer."""
+    before, device, after = min(samples, key=lambda sample: sample[2] - sample[0])
+    return Calibration(device - (before + after) // 2, (after - before + 1) // 2)
+
+
+class Meeting:
+    """Agrees on instants of CLOCK_MONOTONIC. Collective: all ranks agree equally often.
+
+    Args:
+        store: of these ranks alone, or with a prefix of their own.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._count = 0
+
+    def agree(self, lead_s: float) -> int:
+        """The latest of what the ranks propose, which is ``lead_s`` from now; nanoseconds."""
+        mine = time.monotonic_ns() + round(lead_s * 1e9)
+        if self._size == 1:
+            return mine
+        self._count += 1
+        self._store.set(self._key(self._count, self._rank), str(mine))
+        latest = max(
+            int(self._store.get(self._key(self._count, rank))) for rank in range(self._size)
+        )
+        # Whoever proposes has read everything of the time before.
+        self._store.delete_key(self._key(self._count - 1, self._rank))
+        return latest
+
+    @staticmethod
+    def _key(count: int, rank: int) -> str:
+        return f"{count}/{rank}"
+
+
+def wait_until(instant_ns: int) -> int:
+    """Keep the host busy until an instant of CLOCK_MONOTONIC; when it really ended, nanoseconds."""
+    now = time.monotonic_ns()
+    while now < instant_ns:
+        now = time.monotonic_ns()
+    return now
+
+
+def skew_us(starts_ns: Sequence[int]) -> float:
+    """How far apart the first and the last rank started."""
+    return (max(starts_ns) - min(starts_ns)) / 1e3
