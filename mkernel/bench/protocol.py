@@ -11,7 +11,7 @@ has read them. When a device was really let go is read from its clock, calibrate
 one rank started late are left out of the figures (:mod:`mkernel.bench.figures`).
 
 Where launches count, the device is idle and it is the hosts that start at the instant. The time is the
-device's between the two events, or the host's until the device is done.
+device's between the two events, or the host's until the device is at the second one.
 
 In a *skewed* turn, which is checked and not timed, one rank comes late to the call: a wait that others
 leave out, or give up, then finds data of an earlier turn instead of being lucky.
@@ -38,7 +38,7 @@ from mkernel.bench.queue import CudaQueue, Queue
 Call = Callable[[], Sequence[torch.Tensor]]
 Clock = Literal["hidden", "counted", "host"]
 """``hidden``: the device's time, the launch not in it. ``counted``: the device's, its host in it.
-``host``: the host's, from the start until the device is done."""
+``host``: the host's, from the start until the device is at the end."""
 
 SHORTEST_LEAD_S, LONGEST_LEAD_S = 2e-3, 20e-3
 SPARE = 2.0
@@ -163,7 +163,7 @@ class HiddenLaunch(Stopwatch):
 class CountedLaunch(Stopwatch):
     """What the host does for a call counts: hosts start together on idle devices.
 
-    ``until_done``: the host's time until the device is done, not the device's between two events.
+    ``until_done``: the host's time until the device is at the end, not the device's between two events.
     """
 
     def __init__(self, queue: Queue, meeting: Meeting, until_done: bool) -> None:
@@ -181,7 +181,7 @@ class CountedLaunch(Stopwatch):
         results = call()
         queue.end()
         if self._until_done:
-            queue.synchronize()
+            queue.wait_for_end()  # not for what the call left on other streams: the copies miss it
         seconds = (time.monotonic_ns() - started) / 1e9
         copies = tuple(queue.copy(result) for result in results)
         queue.barrier()

@@ -44,8 +44,8 @@ class Cache:
 
 
 class Queue(Protocol):
-    """A device's stream as a stopwatch uses it. Only ``synchronize``, ``calibrate`` and ``held_until``
-    wait for the device."""
+    """A device's stream as a stopwatch uses it. Only ``wait_for_end``, ``synchronize``, ``calibrate``
+    and ``held_until`` wait for the device."""
 
     def flush(self) -> None:
         """Nothing of the turn before is in the cache, and nothing there waits to be written back."""
@@ -67,6 +67,9 @@ class Queue(Protocol):
 
     def end(self) -> None:
         """The time ends."""
+
+    def wait_for_end(self) -> None:
+        """Wait until the stream is at :meth:`end`."""
 
     def copy(self, result: torch.Tensor) -> torch.Tensor:
         """The result as it is when all before is done."""
@@ -128,6 +131,9 @@ class CudaQueue:
 
     def end(self) -> None:
         self._end.record()
+
+    def wait_for_end(self) -> None:
+        self._end.synchronize()
 
     def copy(self, result: torch.Tensor) -> torch.Tensor:
         return result.clone()

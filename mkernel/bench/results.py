@@ -100,7 +100,7 @@ class Timing(Model):
 
     Attributes:
         clock: ``events``: the device's time between two events; ``host``: the host's, until the device
-            is done.
+            has done the call.
         launches: ``hidden``: what a call costs the host is not in its time; ``counted``: it is.
         start: of the ranks. ``instant``: all at one instant of CLOCK_MONOTONIC, by their devices'
             clocks or their hosts'; ``barrier``: when they came out of one.

@@ -106,7 +106,7 @@ def test_without_a_clock_ranks_start_behind_a_barrier() -> None:
 def test_hosts_whose_launches_count_start_on_an_idle_device(until_done: bool) -> None:
     queue = Recorder()
     timed = turn(CountedLaunch, queue, until_done=until_done)
-    waits = ["synchronize"] if until_done else []
+    waits = ["wait_for_end"] if until_done else []
     assert queue.done == [
         "flush", "synchronize", "start", "call", "end", *waits, "copy", "copy", "barrier",
         "synchronize",
