@@ -21,7 +21,7 @@ MODE_TEXT: Mapping[Mode, str] = MappingProxyType(
     {
         "kernel": "one call a turn",
         "eager": f"a turn is {LOOP_CALLS} calls one behind another, without a wait of the host between "
-        "them; times are of one call: the host's, from the first one until the device has done the last",
+        "them; times are of one call: the host's, until the device has done the last",
         "graph": f"a turn is the replay of a CUDA graph of {LOOP_CALLS} calls; times are of one call",
         "first": "a turn is the first call of a shape that its process has not seen, a few rows more "
         "than the table says; times are the host's, until the device has done it",

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# How the committed figures of two GPUs are made: bench/measure.sh PART...
+#   tests    tests/gpu, and with two ranks on each GPU       gpu_tests.json
+#   targets  target sizes, launches hidden and counted       hopper_targets_2.json, ..._launches.json
+#   layers   layers of models                                hopper_layers_2.json
+#   loops    the same, eager and as CUDA graphs              hopper_layers_2_loops.json
+#   first    the same, first calls                           hopper_layers_2_first.json
+#   random   drawn shapes, eager and as CUDA graphs          hopper_random_2.json
+#   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
+#                                                            transfer.json
+# RESULTS: where files are written [bench/results]. MKERNEL_COMMIT: which commit this tree is, where there is
+# no git to ask. Exit code 0 only if every result was right, every test passed and every bar was met.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+results=${RESULTS:-bench/results}
+commit=(${MKERNEL_COMMIT:+--commit "$MKERNEL_COMMIT"})
+outcome=0
+
+run() {
+    echo "== $*" >&2
+    local began=$SECONDS
+    "$@" || outcome=1
+    echo "== $((SECONDS - began)) s" >&2
+}
+
+bench() { # FILE ARGUMENT...
+    run python -m mkernel bench "${@:2}" --json "$results/$1.json" "${commit[@]}"
+}
+
+tests() { # RANKS_PER_DEVICE
+    MKERNEL_RANKS_PER_DEVICE=$1 run python -m pytest -q tests/gpu "${commit[@]}" \
+        --gpu-report "$results/gpu_tests.json"
+}
+
+layers=(--ranks 2 --shapes layers --accelerator hopper)
+peers=(--peers "nccl+cublas,symm_mem")
+gemms=4096x1024x4096,8192x2048x8192,16384x4096x16384,8192x7168x8192
+gemms+=,4096x4096x1024,8192x8192x2048,16384x16384x4096,8192x8192x7168
+
+for part in "$@"; do
+    case $part in
+    tests)
+        tests 1
+        tests 2
+        ;;
+    targets)
+        bench hopper_targets_2 --ranks 2 --accelerator hopper --iterations 10 \
+            --peers nccl+cublas,symm_mem,mkernel-symmetric
+        bench hopper_targets_2_launches --ranks 2 --accelerator hopper --iterations 10 --launches \
+            "${peers[@]}"
+        ;;
+    layers)
+        bench hopper_layers_2 "${layers[@]}" --iterations 5 --warmup 2 \
+            --peers mkernel-fused,mkernel-library,nccl+cublas,symm_mem
+        ;;
+    loops)
+        bench hopper_layers_2_loops "${layers[@]}" "${peers[@]}" --mode eager,graph --iterations 3 --warmup 1
+        ;;
+    first)
+        bench hopper_layers_2_first "${layers[@]}" "${peers[@]}" --mode first --iterations 5 --warmup 1
+        ;;
+    random)
+        bench hopper_random_2 --ranks 2 --accelerator hopper --random 42 --seed 1 "${peers[@]}" \
+            --mode eager,graph --iterations 5 --warmup 1
+        ;;
+    parts)
+        bench hopper_gemm ag_gemm --ranks 1 --accelerator hopper --shapes "$gemms" --iterations 10 \
+            --peers mkernel-fused
+        bench streams_cuda_2 ag_gemm --ranks 2 --accelerator streams --iterations 10 "${peers[@]}"
+        run python bench/transfer.py
+        [ "$results" = bench/results ] || cp bench/results/transfer.json "$results/"
+        ;;
+    *)
+        echo "bench/measure.sh: no part $part; tests, targets, layers, loops, first, random, parts" >&2
+        exit 2
+        ;;
+    esac
+done
+exit $outcome
