@@ -41,12 +41,12 @@ class Clock(Model):
 
 
 class OutputError(Model):
-    """The worst rank's error of one output. Tolerance 0: it must be equal. An infinite error (null
-    in JSON) is explained in ``why``: a shape, elements that were never written, NaN and infinity in
-    other places than in the reference, or nothing that could be compared. ``elements``: how many were
-    compared, over all ranks and checked calls."""
+    """The worst rank's relative Frobenius error of one output against float64. Tolerance 0: it must be
+    equal. None: there is no such error, and ``why`` says why not: a shape, elements that were never
+    written, NaN and infinity in other places than in the reference, or nothing that could be compared.
+    ``elements``: how many were compared, over all ranks and checked calls."""
 
-    error: float
+    error: float | None
     tolerance: float
     rank: int
     elements: int
@@ -54,14 +54,13 @@ class OutputError(Model):
 
 
 class Verification(Model):
-    """Relative Frobenius errors against float64. ``error``, ``tolerance``, ``output`` and ``rank``
-    are of what comes closest to its tolerance or is furthest beyond it; ``error_by_rank`` is of that
-    output."""
+    """The verdict. ``error``, ``tolerance``, ``output`` and ``rank`` are of what comes closest to its
+    tolerance or is furthest beyond it; ``error_by_rank`` is of that output."""
 
     passed: bool
-    error: float
+    error: float | None
     tolerance: float
-    error_by_rank: tuple[float, ...]
+    error_by_rank: tuple[float | None, ...]
     output: str
     rank: int
     by_output: dict[str, OutputError]
@@ -148,30 +147,34 @@ def spread(samples: Sequence[Sequence[float]]) -> float:
 def verify(case: Case, checks: Sequence[Mapping[str, Comparison]]) -> Verification:
     """The verdict on all ranks' comparisons by output. An output of which no rank compared a single
     element is wrong: nothing is known of it."""
-    limits = case.tolerances()
-    by_output, error_by_rank = {}, {}
+    tolerances = case.tolerances()
+    by_output: dict[str, OutputError] = {}
+    of_ranks: dict[str, list[Comparison]] = {}
+    badness_of: dict[str, tuple[bool, float]] = {}
     for name in checks[0]:
-        of_ranks = [each[name] for each in checks]
-        elements = sum(each.elements for each in of_ranks)
+        found = [each[name] for each in checks]
+        elements = sum(each.elements for each in found)
         if not elements:
-            of_ranks = [each if each.why else _NOTHING for each in of_ranks]
-        rank = max(range(len(checks)), key=lambda r: badness(of_ranks[r].error))
-        error_by_rank[name] = tuple(each.error for each in of_ranks)
+            found = [each if each.why else _NOTHING for each in found]
+        rank = max(range(len(found)), key=lambda r: badness(found[r].error))
+        worst, tolerance = found[rank], tolerances.get(name, 0.0)
+        of_ranks[name] = found
+        badness_of[name] = badness(worst.error / tolerance if tolerance else worst.error)
         by_output[name] = OutputError(
-            error=of_ranks[rank].error,
-            tolerance=limits.get(name, 0.0),
+            error=_finite(worst.error),
+            tolerance=tolerance,
             rank=rank,
             elements=elements,
-            why=of_ranks[rank].why,
+            why=worst.why,
         )
-    worst = max(by_output, key=lambda name: badness(_ratio(by_output[name])))
+    name = max(by_output, key=lambda name: badness_of[name])
     return Verification(
-        passed=all(each.error <= each.tolerance for each in by_output.values()),
-        error=by_output[worst].error,
-        tolerance=by_output[worst].tolerance,
-        error_by_rank=error_by_rank[worst],
-        output=worst,
-        rank=by_output[worst].rank,
+        passed=all(each.error <= tolerances.get(n, 0.0) for n in of_ranks for each in of_ranks[n]),
+        error=by_output[name].error,
+        tolerance=by_output[name].tolerance,
+        error_by_rank=tuple(_finite(each.error) for each in of_ranks[name]),
+        output=name,
+        rank=by_output[name].rank,
         by_output=by_output,
     )
 
@@ -179,8 +182,8 @@ def verify(case: Case, checks: Sequence[Mapping[str, Comparison]]) -> Verificati
 _NOTHING = Comparison(math.inf, 0, "has no elements on any rank: nothing could be compared")
 
 
-def _ratio(each: OutputError) -> float:
-    return each.error / each.tolerance if each.tolerance else each.error
+def _finite(error: float) -> float | None:
+    return error if math.isfinite(error) else None
 
 
 def build(
@@ -240,8 +243,8 @@ def render(report: JobReport) -> RenderableType:
 
 def _found(check: Verification) -> str:
     """What decided: the worst error, or why there is none."""
-    why = check.by_output[check.output].why
-    if why:
+    if check.error is None:
+        why = check.by_output[check.output].why or "has an error that is not finite"
         return f"{check.output} on rank {check.rank} {why}"
     return (
         f"relative error {check.error:.2e} against float64 "
