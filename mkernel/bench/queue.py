@@ -176,4 +176,4 @@ def _device_clock(device: torch.device) -> Any:
         return None
     if torch.cuda.get_device_capability(device) != ARCHITECTURE or not hasattr(made, "DeviceClock"):
         return None
-    return made.DeviceClock()
+    return made.DeviceClock(device.index)

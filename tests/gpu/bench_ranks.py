@@ -42,7 +42,7 @@ def clocks() -> list[tuple[int, int]]:
     """Offsets and errors of calibrations, 20 ms apart; nanoseconds."""
     from mkernel.backends.accelerators.hopper import _hopper
 
-    clock = _hopper.DeviceClock()
+    clock = _hopper.DeviceClock(torch.cuda.current_device())
     stream = torch.cuda.current_stream().cuda_stream
     found = []
     for _ in range(6):
@@ -71,7 +71,7 @@ def held_too_long() -> float:
     """Seconds until a hold gives up whose instant is an hour away."""
     from mkernel.backends.accelerators.hopper import _hopper
 
-    clock = _hopper.DeviceClock()
+    clock = _hopper.DeviceClock(torch.cuda.current_device())
     stream = torch.cuda.current_stream().cuda_stream
     now = clock.read(1, 10.0, stream=stream)[0][1]
     began = time.monotonic()

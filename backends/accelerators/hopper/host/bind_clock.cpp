@@ -15,7 +15,7 @@ namespace mkernel::hopper {
 
 void bind_clock(py::module_& module) {
     py::class_<DeviceClock>(module, "DeviceClock")
-        .def(py::init<>())
+        .def(py::init<int>(), "device"_a)
         .def(
             "read",
             [](DeviceClock& clock, int samples, double timeout_s, std::uint64_t stream) {

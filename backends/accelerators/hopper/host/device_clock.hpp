@@ -18,11 +18,11 @@ struct ClockSample {
     std::int64_t after_ns;
 };
 
-// One thread at a time; its kernels run on the current device.
+// One thread at a time. Streams are the device's.
 class DeviceClock {
   public:
     // CudaError.
-    DeviceClock();
+    explicit DeviceClock(int device);
     ~DeviceClock();
     DeviceClock(const DeviceClock&) = delete;
     DeviceClock& operator=(const DeviceClock&) = delete;
@@ -40,6 +40,7 @@ class DeviceClock {
     [[nodiscard]] std::int64_t passed() const;
 
   private:
+    int device_;
     ClockWords* words_ = nullptr;
     bool silent_ = false;  // a kernel may still use the words
 };
