@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -161,10 +162,12 @@ def test_ranks_agree_on_the_latest_of_what_they_propose() -> None:
         meeting = Meeting(store, rank, len(leads))
         return [meeting.agree(leads[rank]) for _ in range(20)]
 
+    began = time.monotonic_ns()
     with ThreadPoolExecutor(len(leads)) as pool:
         found = list(pool.map(agreed, range(len(leads))))
     assert found[0] == found[1] == found[2]
     assert sorted(set(found[0])) == found[0]  # every time a new one
+    assert min(found[0]) - began > max(leads) * 1e9
     assert store.num_keys() <= len(leads) + 1  # what was read is gone
 
 
