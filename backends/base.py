@@ -22,7 +22,8 @@ from mkernel.errors import NicError, Unsupported
 from mkernel.plan.model import DtypeName, Exchange, LaunchPlan
 from mkernel.plan.order import Runs
 from mkernel.settings import NicSettings
-from mkernel.topology.model import Accelerator, Model, Nic, NicKind
+from mkernel.topology.chips import architecture, described
+from mkernel.topology.model import Accelerator, AcceleratorKind, Model, Nic, NicKind
 
 if TYPE_CHECKING:
     import torch
@@ -87,11 +88,31 @@ class AcceleratorCapabilities(Model):
     library_ops: tuple[str, ...] = ()
     """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
     one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""
+    kinds: tuple[AcceleratorKind, ...] = ()
+    """Kinds of devices that it runs on; empty: any."""
+    architectures: tuple[str, ...] = ()
+    """Chips that its kernels run on (``sm_90``); empty: any of these kinds."""
     constants: str | None = None
     """Name of the shipped constants (``topology/data``) of its machine, where not its own."""
     process_group: bool = False
     """Whether calls need a torch.distributed group (``Call.group``). What crosses nodes goes through
     it; no NIC session is opened."""
+    carrier: str = "torch.distributed"
+    """What the process group is, in words, for plans and reports."""
+
+    def misfit(self, device: Accelerator) -> str | None:
+        """Why calls cannot run on a device, as what the backend "is" or "has"; None: they can, as far
+        as one can tell. An emulated device is the backend's own."""
+        if device.emulated:
+            return None
+        if self.simulated:
+            return f"is a simulator, and {device.name} is a real device"
+        if self.kinds and device.kind not in self.kinds:
+            return f"runs on {', '.join(self.kinds)} devices, and {device.name} is {device.kind}"
+        if self.architectures and architecture(device) not in self.architectures:
+            kernels = ", ".join(self.architectures)
+            return f"has kernels for {kernels} only, not for {described(device)}"
+        return None
 
     @property
     def between_nodes(self) -> bool:
@@ -324,6 +345,10 @@ class AcceleratorBackend(ABC):
     @abstractmethod
     def capabilities(self) -> AcceleratorCapabilities:
         """What it claims. The planner and the validation read this, nothing else."""
+
+    def capabilities_on(self, kind: AcceleratorKind) -> AcceleratorCapabilities:
+        """What it would claim on a machine with devices of this kind: to plan for one elsewhere."""
+        return self.capabilities()
 
     def group_options(self, timeout: timedelta) -> Any:
         """Options of torch.distributed for the process group, where the capabilities ask for one; None:

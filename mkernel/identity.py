@@ -36,7 +36,8 @@ class Identity:
 
 @dataclass(frozen=True)
 class Backends:
-    """Names of what a world runs on. ``nic`` and ``verbs`` are None in a world of one node."""
+    """Names of what a world runs on. ``nic`` and ``verbs`` are None in a world of one node, and where a
+    process group carries what crosses nodes."""
 
     accelerator: str
     nic: str | None

@@ -12,15 +12,19 @@ from mkernel.topology.discover import discover
 from mkernel.topology.emulate import emulate, oversubscribe
 from mkernel.topology.model import Accelerator, Topology
 from mkernel.topology.placement import visible
+from mkernel.topology.rails import keep_rails
 
 
 def machine_topology(backends: Backends) -> Topology:
     """This machine as sysfs, NVML and the chosen backends see it (one node), without devices that
-    ``CUDA_VISIBLE_DEVICES`` and its kin hide."""
+    ``CUDA_VISIBLE_DEVICES`` and its kin hide, and of its RDMA ports those that are rails."""
     accelerator = registry.accelerator(backends.accelerator)
-    nics = () if not backends.nic else registry.nic(backends.nic).probe(backends.verbs or "system")
+    nic = registry.nic(backends.nic) if backends.nic else None
+    nics = nic.probe(backends.verbs or "system") if nic else ()
     devices = accelerator.probe()
     found = discover(accelerators=devices, nics=nics).topology
+    if nic:
+        found, _ = keep_rails(found, nic.name, nic.kinds or {port.kind for port in nics})
     if any(one.pci and not one.emulated for one in devices):
         return found  # such a backend is shown what is visible, and `shown` keeps to that
     node = found.nodes[0]

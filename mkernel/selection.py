@@ -19,7 +19,8 @@ from mkernel.backends.base import (
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.identity import Backends
 from mkernel.settings import AUTO, Settings
-from mkernel.topology.model import Nic
+from mkernel.topology.chips import described
+from mkernel.topology.model import Accelerator, Nic
 from mkernel.topology.rails import most_served
 
 SYSTEM, SOFT = "system", "soft"
@@ -58,6 +59,10 @@ def backends(
     if name == AUTO:
         name = chosen_accelerator(nodes, op)
     if nodes == 1:
+        return Backends(name, None, None)
+    if registry.accelerator(name).capabilities().process_group:
+        if nic not in (None, AUTO):
+            registry.nic(nic)  # it is not used, but a misspelt name is told
         return Backends(name, None, None)
     return Backends(name, *nic_and_verbs(settings, nic, verbs))
 
@@ -99,6 +104,21 @@ def chosen_accelerator(nodes: int = 1, op: str | None = None) -> str:
     )
 
 
+def accelerator_for(device: Accelerator, nodes: int, op: str) -> tuple[str, tuple[Verdict, ...]]:
+    """What ``auto`` would stand for on a machine with such a device, and what it would pass over.
+    BackendUnavailable."""
+    verdicts: list[Verdict] = []
+    for name, backend in _by_preference():
+        misfit = _misfit(backend, nodes, op, device)
+        if misfit is None:
+            return name, tuple(verdicts)
+        verdicts.append(Verdict(name, False, misfit))
+    raise BackendUnavailable(
+        f"no backend that `auto` may choose runs {op!r} on {described(device)}{_listed(verdicts)}; "
+        "name one with --accelerator to see what it would do"
+    )
+
+
 def accelerator_verdicts() -> list[Verdict]:
     """What ``auto`` thinks of each installed backend, for a world of one node: it takes the first that
     is usable."""
@@ -110,21 +130,28 @@ def accelerator_verdicts() -> list[Verdict]:
     return verdicts
 
 
-def _misfit(backend: AcceleratorBackend | Exception, nodes: int, op: str | None) -> str | None:
-    """Why ``auto`` never takes a backend for such a world, whatever the machine has; None: it may."""
+def _misfit(
+    backend: AcceleratorBackend | Exception,
+    nodes: int,
+    op: str | None,
+    device: Accelerator | None = None,
+) -> str | None:
+    """Why ``auto`` never takes a backend for such a world; None: it may. ``device``: of a machine
+    elsewhere, else this one's."""
     if isinstance(backend, Exception):
         return _sentence(backend)
     if backend.preference <= 0:
-        return "chosen by name only"
+        return "is chosen by name only"
     try:
-        claims = backend.capabilities()
+        claims = backend.capabilities_on(device.kind) if device else backend.capabilities()
     except Exception as error:  # a backend that breaks must not keep others from being chosen
         return _sentence(error)
-    if op is not None and op not in claims.ops:
-        return f"does not provide {op!r}"
-    if nodes > 1 and not claims.between_nodes:
-        return f"has no path between {nodes} nodes"
-    return None
+    misfit = claims.misfit(device) if device is not None else None
+    if misfit is None and op is not None and op not in claims.ops:
+        misfit = f"does not provide {op!r}"
+    if misfit is None and nodes > 1 and not claims.between_nodes:
+        misfit = f"has no path between {nodes} nodes"
+    return misfit
 
 
 def _status(name: str) -> Status:
@@ -170,6 +197,20 @@ def _provides(name: str, op: str) -> bool:
         return op in backend.capabilities().ops and backend.status().usable
     except Exception:
         return False
+
+
+def usual_world(
+    backend: AcceleratorBackend, settings: Settings, nodes: int | None, ranks_per_node: int | None
+) -> tuple[int, int]:
+    """Nodes and ranks of each, where they are left open: all that this machine's devices take on one
+    node; of devices that are emulated two nodes of two ranks."""
+    real = [one for one in backend.probe() if not one.emulated]
+    room = len(real) * settings.ranks_per_device
+    if nodes is None:
+        nodes = 1 if room else 2
+    if ranks_per_node is None:
+        ranks_per_node = max(1, room // max(1, nodes)) if room else 2
+    return nodes, ranks_per_node
 
 
 # ---- NICs ----------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ from mkernel.errors import (
     WorldError,
 )
 from mkernel.identity import Backends, Identity
+from mkernel.launchable import world_obstacles
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import Settings
@@ -197,6 +198,11 @@ class World:
 
         self.accelerator = machine.usable_accelerator(self.backends.accelerator)
         self.topology = self._gather_topology(peers)
+        obstacles = world_obstacles(
+            self.backends.accelerator, self.accelerator.capabilities(), self.topology
+        )
+        if obstacles:
+            raise Unsupported("; ".join(obstacles))
         here = place(
             self.topology,
             self.identity.ranks_per_node,
@@ -267,12 +273,6 @@ class World:
         status = backend.status(verbs)
         if not status.usable:
             raise BackendUnavailable(f"nic {name!r} on {verbs!r}: {status.detail}; {status.remedy}")
-        paths = self.accelerator.capabilities().transfer_paths
-        if "nic" not in paths:
-            raise Unsupported(
-                f"accelerator {self.backends.accelerator!r} has no path between nodes (it claims "
-                f"{', '.join(paths)}); make a world of one node, or use another accelerator"
-            )
         here = place(self.topology, me.ranks_per_node, pinning=self.settings.pinning)[me.rank]
         if not here.nics:
             raise NoRoute(

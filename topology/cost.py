@@ -59,6 +59,9 @@ class MachineConstants(Model):
     fitted_to: tuple[str, ...] = Field(
         (), description="shape lists of `mkernel bench` that they were fitted to"
     )
+    architectures: tuple[str, ...] = Field(
+        (), description="of the chips that the rates are of; empty: whatever the world has"
+    )
     float16_tflops_per_core: float = Field(gt=0)
     bfloat16_tflops_per_core: float = Field(gt=0)
     float32_tflops_per_core: float = Field(gt=0)

@@ -21,6 +21,7 @@ from mkernel.topology.model import (
     Topology,
     first_error,
 )
+from mkernel.topology.rails import fast, real_ports
 from mkernel.topology.sources import (
     cpu,
     hwloc,
@@ -176,7 +177,10 @@ def _machine(sources: Iterable[Findings], where: str, name: str = "unknown") -> 
         )
     except ValidationError as error:
         raise InputFileError(f"{where}: no such machine: {first_error(error)}") from error
-    return Discovery(topology=Topology(nodes=(node,)), notes=found.notes)
+    slow = Notes("rails")
+    for reason, ids in fast(real_ports(node)).left_out.items():
+        slow.add(f"{', '.join(ids)}: no rails: {reason}")
+    return Discovery(topology=Topology(nodes=(node,)), notes=found.notes + slow.all())
 
 
 def _limited(found: _Sized, where: str) -> _Sized:

@@ -34,6 +34,11 @@ def lanes(route: RouteClass, table: RouteTable, placement: WorldPlacement) -> tu
     """The lanes of a big message, each link with its rate in GB/s."""
     here = placement.sites[route.src_site].seats
     there = placement.sites[route.dst_site].seats
+    if route.kind == "group":
+        out = Link(route.src_site, f"{here[route.src_local].accelerator} out")
+        into = Link(route.dst_site, f"{there[route.dst_local].accelerator} in")
+        rate = route.bandwidth_gbs
+        return (Lane(1.0, ((out, rate), (into, rate)), 1),)
     if not route.rails:
         links = tuple(
             _staging(route, "source", route.src_site, here[route.src_local].accelerator)

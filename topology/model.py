@@ -102,6 +102,10 @@ class Accelerator(Model):
     pcie_gbs: float | None = Field(default=None, gt=0, description="its own PCIe link")
     numa_node: int | None = None
     memory_bytes: int | None = None
+    architecture: str | None = Field(
+        default=None,
+        description="what kernels are compiled for, as `sm_90`, where a source says it",
+    )
     emulated: bool = False
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from mkernel.topology.model import Model
 from mkernel.topology.placement import WorldPlacement
 
-RouteKind = Literal["p2p", "nic", "relay", "host"]
+RouteKind = Literal["p2p", "nic", "relay", "host", "group"]
 
 
 class Rail(Model):
@@ -25,7 +25,8 @@ class Rail(Model):
 class Way(Model):
     """How bytes travel. ``p2p``: over the scale-up fabric. ``host``: inside a node through host
     memory, where devices do not reach each other. ``nic``: by NICs. ``relay``: the same, by NICs of
-    a neighbour that the scale-up fabric reaches, on one side or both.
+    a neighbour that the scale-up fabric reaches, on one side or both. ``group``: between nodes as a
+    process group carries them, which finds its own way.
 
     ``src_relay``, ``dst_relay`` are local ranks. ``staged``: the sides on which bytes rest in host
     memory, because the NIC cannot read or write the device's.

@@ -30,9 +30,16 @@ _FARTHEST_DIRECT = CLASSES.index("PXB")
 
 
 def routes(
-    world: Topology | NodeKinds, placement: WorldPlacement, constants: MachineConstants
+    world: Topology | NodeKinds,
+    placement: WorldPlacement,
+    constants: MachineConstants,
+    *,
+    group: bool = False,
 ) -> RouteTable:
     """Routes of all ordered pairs.
+
+    Args:
+        group: a process group carries what crosses nodes, at the rate of the constants' NIC.
 
     Raises:
         NoRoute: a pair has no path; the message names both ends and what is missing.
@@ -47,7 +54,13 @@ def routes(
         if key not in known:
             src, dst = sides[ends.src_site], sides[ends.dst_site]
             i, j = ends.src_local, ends.dst_local
-            way = src.inside(i, j) if ends.within else _fastest(src, i, dst, j, constants)
+            way: Way | None
+            if ends.within:
+                way = src.inside(i, j)
+            elif group:
+                way = _by_group(constants)
+            else:
+                way = _fastest(src, i, dst, j, constants)
             if way is None:
                 raise NoRoute(_missing(ends, placement, src, dst))
             known[key] = way
@@ -60,6 +73,11 @@ def nic_gbs(nic: Nic, constants: MachineConstants) -> float:
     than was measured."""
     rated = nic.speed_gbps / 8 if nic.speed_gbps else constants.nic_gbs
     return min(rated, constants.nic_most_gbs or rated)
+
+
+def _by_group(constants: MachineConstants) -> Way:
+    rate = min(constants.nic_gbs, constants.nic_most_gbs or constants.nic_gbs)
+    return Way(kind="group", bandwidth_gbs=rate, latency_us=constants.nic_latency_us)
 
 
 class _Access(NamedTuple):

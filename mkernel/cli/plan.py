@@ -10,29 +10,33 @@ import typer
 from rich.console import Console
 
 from mkernel import selection
-from mkernel.backends import registry
+from mkernel.backends.base import AcceleratorCapabilities
 from mkernel.cli import sizes
-from mkernel.cli.plan_world import backends_of, world_of_file, world_of_machine
+from mkernel.cli.plan_world import planned_world
 from mkernel.errors import Unsupported
-from mkernel.identity import Backends
+from mkernel.launchable import plan_obstacles, world_obstacles
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.decide import Alternative
-from mkernel.plan.model import Exchange, LaunchPlan, OpName
+from mkernel.plan.model import Exchange, LaunchPlan
 from mkernel.plan.order import Runs
 from mkernel.plan.planner import explain
 from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.plan.simulate import Simulation, trace
-from mkernel.settings import Settings
 from mkernel.settings import load as load_settings
 from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Model, Topology
 
 
 class PlanReport(Model):
-    """What ``--json`` prints where more than the plan was asked for."""
+    """What ``--json`` prints. ``launchable``: whether ``init`` and the op would accept the plan on such
+    machines; if not, it is a prediction only, and ``obstacles`` says why. ``notes``: what was left
+    out, and why: RDMA ports that are no rails, accelerator backends that do not run there."""
 
     plan: LaunchPlan
+    launchable: bool
+    obstacles: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     simulation: Simulation | None = None
     scaling: tuple[growth.Point, ...] = ()
@@ -55,8 +59,16 @@ def command(
     head_dim: sizes.HeadDim = None,
     causal: sizes.Causal = False,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
-    nodes: Annotated[int, typer.Option(help="Number of (emulated) nodes.")] = 2,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks on each node.")] = 2,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of nodes; default: the file's, else 2; with real devices here 1."
+        ),
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(help="Ranks on each node; default: its accelerators, or 2 of emulated ones."),
+    ] = None,
     accelerator: Annotated[str | None, typer.Option(help="Accelerator backend.")] = None,
     nic: Annotated[str | None, typer.Option(help="NIC backend between nodes.")] = None,
     verbs: Annotated[str | None, typer.Option(help="Verbs provider of the NIC.")] = None,
@@ -127,25 +139,24 @@ def command(
         },
     )
     settings = load_settings()
-    given = {"accelerator": accelerator, "nic": nic, "verbs": verbs}
-    chosen = settings.model_copy(update={key: value for key, value in given.items() if value})
-    world, backends = _world(chosen, given, topology, nodes, ranks_per_node, name)
-    capabilities = registry.accelerator(backends.accelerator).capabilities()
-    selection.require_op(backends.accelerator, capabilities, name)
-    name_of_constants = capabilities.constants or backends.accelerator
-    constants = constants_for(name_of_constants, constants_file or settings.constants)
-    if _elsewhere(world, topology):
-        capabilities = capabilities.model_copy(
-            update={"exchanges": get_args(Exchange), "orders": get_args(Runs)}
-        )
+    where = planned_world(
+        settings, name, topology, nodes, ranks_per_node,
+        accelerator=accelerator, nic=nic, verbs=verbs,
+    )  # fmt: skip
+    world, backends, claims = where.topology, where.backends, where.capabilities
+    selection.require_op(backends.accelerator, claims, name)
+    obstacles = world_obstacles(backends.accelerator, claims, world)
+    constants = constants_for(
+        claims.constants or backends.accelerator, constants_file or settings.constants
+    )
     planned = partial(
         explain,
         name,
         wanted,
         dtype=dtype,
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=where.ranks_per_node,
         accelerator=backends.accelerator,
-        capabilities=capabilities,
+        capabilities=_wanted_claims(claims, exchange, where.elsewhere, bool(obstacles)),
         nic=backends.nic,
         verbs=backends.verbs,
         chunk=chunk,
@@ -154,17 +165,18 @@ def command(
         pinning=settings.pinning,
         exchange=exchange,
     )
-    made, considered = planned(nodes=nodes, topology=world)
+    made, considered = planned(nodes=len(world.nodes), topology=world)
+    obstacles += plan_obstacles(made, claims)
     console = Console()
     if not as_json:
         console.print(render.topology(world))
-        console.print(render.plan(made))
+        console.print(render.plan(made, obstacles, where.notes))
     found = None
     if simulated or trace_file:
         traced = trace(
             made,
             constants,
-            kernel_a_chunk=capabilities.kernel_a_chunk,
+            kernel_a_chunk=claims.kernel_a_chunk,
             keep=trace_file is not None,
         )
         found = traced.result
@@ -179,20 +191,25 @@ def command(
             growth.points(
                 lambda count: planned(nodes=count, topology=_first(world, count)).plan,
                 constants,
-                nodes,
-                capabilities.kernel_a_chunk,
+                made.nodes,
+                claims.kernel_a_chunk,
             )
         )
-        _draw(points, f"{made.op}, {made.accelerator}, {ranks_per_node} ranks a node", scaling_file)
+        _draw(
+            points,
+            f"{made.op}, {made.accelerator}, {made.ranks_per_node} ranks a node",
+            scaling_file,
+        )
     if as_json:
-        report: Model = made
-        if why or found or points:
-            report = PlanReport(
-                plan=made,
-                alternatives=considered if why else (),
-                simulation=found,
-                scaling=tuple(points),
-            )
+        report = PlanReport(
+            plan=made,
+            launchable=not obstacles,
+            obstacles=obstacles,
+            notes=where.notes,
+            alternatives=considered if why else (),
+            simulation=found,
+            scaling=tuple(points),
+        )
         typer.echo(report.model_dump_json(indent=2))
         return
     if why:
@@ -204,32 +221,15 @@ def command(
             console.print(f"wrote {file}", highlight=False, soft_wrap=True)
 
 
-def _world(
-    chosen: Settings,
-    given: dict[str, str | None],
-    file: Path | None,
-    nodes: int,
-    ranks: int,
-    op: OpName,
-) -> tuple[Topology, Backends]:
-    """The world, and its backends: those given, else those of the file's devices or the settings."""
-    apart = nodes > 1
-    world = world_of_file(file, nodes) if file else None
-    if world is not None:
-        natural = backends_of(world, chosen, apart)
-        return world, Backends(
-            given["accelerator"] or natural.accelerator,
-            (given["nic"] or natural.nic) if apart else None,
-            (given["verbs"] or natural.verbs) if apart else None,
-        )
-    backends = selection.backends(chosen, nodes, op=op)
-    return world_of_machine(backends, nodes, ranks, chosen.ranks_per_device, file), backends
-
-
-def _elsewhere(world: Topology, file: Path | None) -> bool:
-    """Whether the world is of real devices in a file: nothing is launched on it from here, so any
-    exchange and order may be planned for it, whatever backends provide today."""
-    return file is not None and not world.nodes[0].accelerators[0].emulated
+def _wanted_claims(
+    claims: AcceleratorCapabilities, exchange: str, elsewhere: bool, prediction_only: bool
+) -> AcceleratorCapabilities:
+    """With every exchange and order where the plan is a prediction only, or where an exchange that the
+    backend lacks is asked for on machines elsewhere: the plan is marked."""
+    lacks = exchange in get_args(Exchange) and exchange not in claims.exchanges
+    if not elsewhere or not (prediction_only or lacks):
+        return claims
+    return claims.model_copy(update={"exchanges": get_args(Exchange), "orders": get_args(Runs)})
 
 
 def _first(world: Topology, count: int) -> Topology:

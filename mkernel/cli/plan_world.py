@@ -3,25 +3,119 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from mkernel import machine, selection
 from mkernel.backends import registry
-from mkernel.backends.base import Status
-from mkernel.errors import ArgumentError, BackendUnavailable, UnknownBackend
+from mkernel.backends.base import AcceleratorBackend, AcceleratorCapabilities, Status
+from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, UnknownBackend
 from mkernel.identity import Backends
-from mkernel.selection import SYSTEM
-from mkernel.settings import Settings
+from mkernel.plan.model import OpName
+from mkernel.selection import SOFT, SYSTEM
+from mkernel.settings import AUTO, Settings
 from mkernel.topology.discover import load, replicate
 from mkernel.topology.model import FABRIC_SWITCH, Node, Topology
-from mkernel.topology.rails import real_ports
-
-_ACCELERATORS = {"cuda": "hopper", "ascend": "ascend"}
-"""The backend of a kind of device; others run on ``streams``."""
+from mkernel.topology.placement import usable_nics
+from mkernel.topology.rails import keep_rails, real_ports
 
 
-def world_of_file(file: Path, nodes: int) -> Topology | None:
-    """The nodes of a file: as they are, or its one machine ``nodes`` times, with accelerators of one
-    kind, and real devices only where there are any. None: the file lists no accelerators.
+class PlannedWorld(NamedTuple):
+    """What to plan for. ``elsewhere``: real devices of a file, on which nothing can be launched from
+    here. ``notes``: a sentence about each group of RDMA ports that are no rails, and each accelerator
+    backend that was passed over."""
+
+    topology: Topology
+    ranks_per_node: int
+    backends: Backends
+    capabilities: AcceleratorCapabilities
+    elsewhere: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def planned_world(
+    settings: Settings,
+    op: OpName,
+    file: Path | None,
+    nodes: int | None,
+    ranks_per_node: int | None,
+    *,
+    accelerator: str | None,
+    nic: str | None,
+    verbs: str | None,
+) -> PlannedWorld:
+    """The world, and what would run on it: what is named, else what ``auto`` stands for there.
+
+    Raises:
+        InputFileError, ArgumentError: as :func:`world_of_file`. UnknownBackend. BackendUnavailable:
+        nothing runs there, or has a device here; says why. NoRoute: no NIC is of the named kind.
+    """
+    world = world_of_file(file, nodes) if file else None
+    if world is not None and not world.nodes[0].accelerators[0].emulated:
+        least = min(len(node.accelerators) for node in world.nodes)
+        return _elsewhere(
+            settings,
+            op,
+            world,
+            least if ranks_per_node is None else ranks_per_node,
+            accelerator,
+            nic,
+            verbs,
+        )
+    name = accelerator or settings.accelerator
+    if name == AUTO:
+        name = selection.chosen_accelerator(len(world.nodes) if world else nodes or 1, op)
+    backend = registry.accelerator(name)
+    if world is not None:
+        if ranks_per_node is None:
+            ranks_per_node = min(len(node.accelerators) for node in world.nodes)
+        nodes = len(world.nodes)
+    else:
+        _check_accelerator(name, backend)
+        nodes, ranks_per_node = selection.usual_world(backend, settings, nodes, ranks_per_node)
+    backends = selection.backends(settings, nodes, accelerator=name, nic=nic, verbs=verbs)
+    if world is None:
+        world = world_of_machine(backends, nodes, ranks_per_node, settings.ranks_per_device, file)
+    return PlannedWorld(world, ranks_per_node, backends, backend.capabilities())
+
+
+def _elsewhere(
+    settings: Settings,
+    op: OpName,
+    world: Topology,
+    ranks_per_node: int,
+    accelerator: str | None,
+    nic: str | None,
+    verbs: str | None,
+) -> PlannedWorld:
+    device = world.nodes[0].accelerators[0]
+    name = accelerator or settings.accelerator
+    passed_over: tuple[str, ...] = ()
+    if name == AUTO:
+        name, others = selection.accelerator_for(device, len(world.nodes), op)
+        passed_over = tuple(f"not on {other.name}: it {other.detail}" for other in others)
+    claims = registry.accelerator(name).capabilities_on(device.kind)
+    if len(world.nodes) == 1 or claims.process_group:
+        return PlannedWorld(
+            world, ranks_per_node, Backends(name, None, None), claims, True, passed_over
+        )
+    nic, verbs = nic or settings.nic, verbs or settings.verbs
+    if nic == AUTO:
+        ports = tuple(port for node in world.nodes for port in real_ports(node))
+        nic = selection.nic_of(ports) or selection.chosen_nic(SOFT)
+    world, left_out = keep_rails(world, nic, registry.nic(nic).kinds)
+    if left_out and not any(usable_nics(node) for node in world.nodes):
+        raise NoRoute(
+            f"nic {nic!r} drives no RDMA port of these nodes ({'; '.join(left_out)}); leave --nic "
+            "away, and the backend that drives them is taken"
+        )
+    backends = Backends(name, nic, SYSTEM if verbs == AUTO else verbs)
+    return PlannedWorld(world, ranks_per_node, backends, claims, True, passed_over + left_out)
+
+
+def world_of_file(file: Path, nodes: int | None) -> Topology | None:
+    """The nodes of a file: as they are, or its one machine ``nodes`` times (default: twice), with
+    accelerators of one kind, and real devices only where there are any. None: the file lists no
+    accelerators.
 
     Raises:
         InputFileError: the file cannot be read.
@@ -34,8 +128,8 @@ def world_of_file(file: Path, nodes: int) -> Topology | None:
     first = next((one for one in every if not one.emulated), every[0])
     found = Topology(nodes=tuple(_only(node, first.kind, first.emulated) for node in found.nodes))
     if len(found.nodes) == 1:
-        return replicate(found, nodes)
-    if len(found.nodes) != nodes:
+        return replicate(found, 2 if nodes is None else nodes)
+    if nodes is not None and len(found.nodes) != nodes:
         raise ArgumentError("--nodes", nodes, f"{len(found.nodes)}, the nodes of {file}")
     return found
 
@@ -54,18 +148,6 @@ def _only(node: Node, kind: str, emulated: bool) -> Node:
     )
 
 
-def backends_of(world: Topology, chosen: Settings, apart: bool) -> Backends:
-    """What would run on a file's world: real devices' backends, else those of the settings."""
-    accelerator = next(one for node in world.nodes for one in node.accelerators)
-    name = selection.backends(chosen, 1).accelerator
-    if not accelerator.emulated:
-        name = _ACCELERATORS.get(accelerator.kind, "streams")
-    if not apart:
-        return Backends(name, None, None)
-    found = selection.nic_of(tuple(nic for node in world.nodes for nic in real_ports(node)))
-    return Backends(name, *((found, SYSTEM) if found else selection.nic_and_verbs(chosen)))
-
-
 def world_of_machine(
     backends: Backends,
     nodes: int,
@@ -79,14 +161,12 @@ def world_of_machine(
     Raises:
         BackendUnavailable: there is no device to plan for; the message says what to do.
     """
-    _check_accelerator(backends.accelerator)
     _check_nic(backends)
     topology = machine.machine_topology(backends) if file is None else load(file)
     return machine.emulated_topology(topology, backends, nodes, ranks_per_node, ranks_per_device)
 
 
-def _check_accelerator(name: str) -> None:
-    backend = registry.accelerator(name)
+def _check_accelerator(name: str, backend: AcceleratorBackend) -> None:
     if not backend.probe():
         raise BackendUnavailable(
             f"accelerator {name!r} has no device here: {_reason(backend.status())}; "

@@ -201,9 +201,7 @@ def _chosen(
         named = selection.chosen_accelerator(nodes or 1, op)
     backend = machine.usable_accelerator(named)
     selection.require_op(named, backend.capabilities(), op)
-    room = len([one for one in backend.probe() if not one.emulated]) * settings.ranks_per_device
-    nodes = nodes or (1 if room else 2)
-    ranks_per_node = ranks_per_node or (max(1, room // nodes) if room else 2)
+    nodes, ranks_per_node = selection.usual_world(backend, settings, nodes, ranks_per_node)
     chosen = selection.backends(settings, nodes, accelerator=named, nic=nic, verbs=verbs)
     return chosen, nodes, ranks_per_node
 

@@ -235,8 +235,8 @@ def render(report: JobReport) -> RenderableType:
     word, style = ("PASSED", "bold green") if report.passed else ("FAILED", "bold red")
     verdict = Text.assemble(
         (word, style),
-        f"  {_found(check)}, {len(check.error_by_rank)} ranks, "
-        f"{report.nic_bytes / 1e6:.1f} MB through the NIC",
+        f"  {_found(check)}, {len(check.error_by_rank)} ranks",
+        _between_nodes(report),
     )
     return Group(table, verdict)
 
@@ -250,6 +250,13 @@ def _found(check: Verification) -> str:
         f"relative error {check.error:.2e} against float64 "
         f"(tolerance {check.tolerance:.0e}; worst: {check.output} on rank {check.rank})"
     )
+
+
+def _between_nodes(report: JobReport) -> str:
+    """What carried the bytes between nodes."""
+    if report.plan.carrier:
+        return f", {report.plan.carrier} between nodes"
+    return f", {report.nic_bytes / 1e6:.1f} MB through the NIC" if report.plan.nic else ""
 
 
 def _efficiency(each: Clock) -> str:

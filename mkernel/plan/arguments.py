@@ -24,10 +24,8 @@ def exchanges(
     every: tuple[Exchange, ...] = get_args(Exchange)
     if wanted not in ("auto", *every):
         raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(every)}")
-    if nodes == 1:
-        return ("direct",)
-    provided = ("direct",) if op in _NOTHING_TO_SHARE else capabilities.exchanges
-    if wanted == "auto":
+    provided = provided_exchanges(op, nodes, capabilities)
+    if nodes == 1 or wanted == "auto":
         return provided
     if wanted not in provided:
         raise Unsupported(
@@ -35,6 +33,15 @@ def exchanges(
             f"it provides: {', '.join(provided)}"
         )
     return (wanted,)
+
+
+def provided_exchanges(
+    op: OpName, nodes: int, capabilities: AcceleratorCapabilities
+) -> tuple[Exchange, ...]:
+    """Those that calls of the op can use in such a world; the default first."""
+    if nodes == 1 or op in _NOTHING_TO_SHARE:
+        return ("direct",)
+    return capabilities.exchanges
 
 
 def has_library_path(

@@ -148,6 +148,9 @@ class LaunchPlan(Model):
     accelerator: str
     nic: str | None
     verbs: str | None
+    carrier: str | None = Field(
+        None, description="what carries bytes between nodes where no NIC backend does"
+    )
     placement: WorldPlacement
     routes: RouteTable
     exchange: Exchange = "direct"
@@ -157,7 +160,9 @@ class LaunchPlan(Model):
     )
     order: ConsumptionOrder
     resources: Resources
-    prediction: Prediction
+    prediction: Prediction | None = Field(
+        description="None: there are no constants of the chips, only of others, which decided"
+    )
 
     @property
     def world_size(self) -> int:

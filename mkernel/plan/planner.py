@@ -31,11 +31,12 @@ from mkernel.plan.model import (
 from mkernel.plan.ops import canonical
 from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
+from mkernel.topology.chips import architecture
 from mkernel.topology.cost import MachineConstants, default_constants
 from mkernel.topology.kinds import NodeKinds, node_kinds
 from mkernel.topology.lanes import SharedLinks
 from mkernel.topology.model import Topology
-from mkernel.topology.placement import NOT_PINNED, Pinning, place
+from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, place
 from mkernel.topology.routing import routes
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
         nodes, ranks_per_node: the world; ``topology`` must have these nodes, each with at least
             this many accelerators that ranks may use.
         accelerator, capabilities: the backend's name and what it claims.
-        nic, verbs: NIC backend and verbs provider between nodes. In a world of one node both are
-            dropped from the plan.
+        nic, verbs: NIC backend and verbs provider between nodes. In a world of one node, or where a
+            process group carries what crosses nodes, both are dropped from the plan.
         chunk: tiles (or rows, see ``capabilities.chunk_unit``) a chunk. None: the default of
             :func:`mkernel.plan.chunking.chunking` or :func:`mkernel.plan.chunking.row_chunk`.
         compute_blocks, comm_blocks: cores of each kernel. None: all compute cores, and as many
@@ -144,7 +145,8 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             default=chunking.comm_blocks(nodes, ranks_per_node, capabilities.comm_cores),
         ),
     )
-    if nodes > 1:
+    group = nodes > 1 and capabilities.process_group
+    if nodes > 1 and not group:
         for argument, given, what in (("nic", nic, "NIC backend"), ("verbs", verbs, "provider")):
             if not given:
                 raise ArgumentError(
@@ -158,7 +160,11 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
         layout,
         _Places(node_kinds(topology), ranks_per_node, pinning),
         accelerator,
-        (nic, verbs) if nodes > 1 else (None, None),
+        _Between(carrier=capabilities.carrier)
+        if group
+        else _Between(nic, verbs)
+        if nodes > 1
+        else _Between(),
         _Choice(
             capabilities.chunk_unit,
             capabilities.row_chunks if capabilities.overlaps else 1,
@@ -203,6 +209,14 @@ class _Places:
     pinning: Pinning
 
 
+class _Between(NamedTuple):
+    """What carries bytes between nodes: a NIC on verbs, or something else, in words."""
+
+    nic: str | None = None
+    verbs: str | None = None
+    carrier: str | None = None
+
+
 @dataclass(frozen=True)
 class _Choice:
     """How the caller and the backend want chunks; the path that the caller wants, whether the backend
@@ -231,7 +245,7 @@ def _planned(
     b_layout: Layout,
     places: _Places,
     accelerator: str,
-    between: tuple[str | None, str | None],
+    between: _Between,
     choice: _Choice,
     resources: Resources,
     constants: MachineConstants,
@@ -242,8 +256,10 @@ def _planned(
     node), these are all that was measured: chunks and order stay as they are by default."""
     kinds, ranks_per_node = places.kinds, places.ranks_per_node
     nodes = len(kinds.of)
-    placement = place(kinds, ranks_per_node, nics=nodes > 1, pinning=places.pinning)
-    table = routes(kinds, placement, constants)
+    group = between.carrier is not None
+    nics = nodes > 1 and not group
+    placement = place(kinds, ranks_per_node, nics=nics, pinning=places.pinning)
+    table = routes(kinds, placement, constants, group=group)
     links = SharedLinks(table, placement)
     tiles, rows = None, None
     if choice.unit == "rows" or not isinstance(shape, GemmShape):
@@ -298,8 +314,9 @@ def _planned(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         accelerator=accelerator,
-        nic=between[0],
-        verbs=between[1],
+        nic=between.nic,
+        verbs=between.verbs,
+        carrier=between.carrier,
         placement=placement,
         routes=table,
         exchange=exchange,
@@ -320,7 +337,23 @@ def _planned(
             made, by_rows, choice.orders, constants, choice.kernel_a_chunk
         )
         alternatives += considered
+    if not _hold(constants, kinds, placement):
+        made = made.model_copy(update={"prediction": None})
+        alternatives = tuple(one.model_copy(update={"predicted_us": None}) for one in alternatives)
     return Planned(made, alternatives)
+
+
+def _hold(constants: MachineConstants, kinds: NodeKinds, placement: WorldPlacement) -> bool:
+    """Whether the constants are of the chips that the ranks use."""
+    if not constants.architectures:
+        return True
+    used = {seat.accelerator for site in placement.sites for seat in site.seats}
+    return all(
+        architecture(one) in constants.architectures
+        for node in kinds.prototypes
+        for one in node.accelerators
+        if one.id in used and not one.emulated
+    )
 
 
 def _more_blocks(resources: Resources, cores: int) -> list[Resources]:

@@ -49,13 +49,21 @@ def _sent_tile(op: str, cut: Chunking) -> str:
     return f"{cut.tile_m} x {cut.tile_k if op == 'all_gather_gemm' else cut.tile_n}"
 
 
-def plan(made: LaunchPlan) -> RenderableType:
-    """What was decided, one decision a line. Times are predictions and say so."""
+def plan(
+    made: LaunchPlan, obstacles: Sequence[str] = (), notes: Sequence[str] = ()
+) -> RenderableType:
+    """What was decided, one decision a line. Times are predictions and say so.
+
+    Args:
+        obstacles: why it cannot be launched. notes: what was left out, and why.
+    """
     cut, times = made.chunking, made.prediction
     kinds: Counter[str] = Counter()
     for route in made.routes.classes:
         kinds[route.kind] += route.pairs
     between = f", {made.nic} over {made.verbs} verbs between nodes" if made.nic else ""
+    if made.carrier:
+        between = f", {made.carrier} between nodes"
     rows = {
         "plan": f"{made.op} · {_sizes(made)} · {made.dtype} → {made.out_dtype}",
         "world": f"{made.nodes} nodes x {made.ranks_per_node} ranks on {made.accelerator}{between}",
@@ -69,11 +77,17 @@ def plan(made: LaunchPlan) -> RenderableType:
         else f"of {made.rows_per_chunk} rows",
         "blocks": f"{made.resources.compute_blocks} compute, "
         f"{made.resources.comm_blocks} communication",
-        "predicted": f"pipelined {times.pipelined_us:.0f} us, sequential "
+        "predicted": "nothing: no constants of these chips are known; --constants gives some"
+        if times is None
+        else f"pipelined {times.pipelined_us:.0f} us, sequential "
         f"{times.sequential_us:.0f} us (compute {times.compute_us:.0f}, communication "
         f"{times.comm_us:.0f}; constants: {times.constants})",
         "digest": made.digest()[:16],
     }
+    if notes:
+        rows["notes"] = "; ".join(notes)
+    if obstacles:
+        rows["launch"] = f"NOT POSSIBLE, a prediction only: {'; '.join(obstacles)}"
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -126,7 +140,7 @@ def simulation(found: Simulation) -> RenderableType:
 def _path(made: LaunchPlan) -> str:
     """``library``, and where there was a choice, both predicted times."""
     times = made.prediction
-    if times.fused_us is None or times.library_us is None:
+    if times is None or times.fused_us is None or times.library_us is None:
         return made.path
     return (
         f"{made.path} (predicted: fused {times.fused_us:.0f} us, library {times.library_us:.0f} us)"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
+from mkernel.errors import Unsupported
 from mkernel.plan import waves
 from mkernel.plan.model import AttentionShape, Exchange, GemmShape, LaunchPlan
 from mkernel.plan.predict import payloads
@@ -191,6 +192,10 @@ class _Device:
     """
 
     def __init__(self, plan: LaunchPlan, chunks: int | None = None) -> None:
+        if plan.prediction is None:
+            raise Unsupported(
+                "nothing to simulate: no constants of these chips are known; --constants gives some"
+            )
         self.total_us = plan.prediction.compute_us
         self.cores = plan.resources.compute_blocks
         shape, cut = plan.shape, plan.chunking

@@ -7,6 +7,7 @@ from typing import ClassVar
 from mkernel.backends.accelerators.ascend import AscendAccelerator
 from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.base import AcceleratorCapabilities
+from mkernel.topology.model import Accelerator
 
 
 class GemmsOnly(StreamsAccelerator):
@@ -20,6 +21,31 @@ class GemmsOnly(StreamsAccelerator):
     def capabilities(self) -> AcceleratorCapabilities:
         claims = super().capabilities()
         return claims.model_copy(update={"ops": claims.ops[:3]})
+
+
+class OtherChip(AscendAccelerator):
+    """``ascend`` whose kernels are compiled for one chip, on a machine with real ones of another."""
+
+    name: ClassVar[str] = "other-chip"
+    chip: ClassVar[str] = "sm_80"
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        claims = super().capabilities()
+        return claims.model_copy(update={"simulated": False, "architectures": ("sm_90",)})
+
+    def probe(self) -> tuple[Accelerator, ...]:
+        (device,) = super().probe()
+        chip = {"emulated": False, "architecture": self.chip}
+        return tuple(
+            device.model_copy(update={**chip, "id": f"chip{i}", "index": i}) for i in range(4)
+        )
+
+
+class ThatChip(OtherChip):
+    """The same, on the chip that they are compiled for."""
+
+    name: ClassVar[str] = "that-chip"
+    chip: ClassVar[str] = "sm_90"
 
 
 class OneNode(AscendAccelerator):

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from mkernel.cli import plan as plan_command
 from mkernel.cli import probe as probe_command
+from mkernel.cli.plan import PlanReport
 from mkernel.errors import ArgumentError, BackendUnavailable, InputFileError
 from mkernel.measure import measure
-from mkernel.plan.model import LaunchPlan
 from mkernel.topology.cost import MachineConstants, default_constants, load_constants
 
 pytestmark = pytest.mark.multiprocess
@@ -47,22 +47,22 @@ def test_measured_constants_reach_the_planner(
     }
     assert same <= {
         "fused", "library", "host_gbs", "host_latency_us", "cross_rail_share",
-        "cross_rail_latency_us", "egress_gbs", "copy_engine_gbs",
+        "cross_rail_latency_us", "architectures", "egress_gbs", "copy_engine_gbs",
     }  # fmt: skip
     assert 0.1 < measured.p2p_gbs < 1000
     assert 0.01 < measured.nic_gbs < 1000
     assert measured.nic_latency_us >= 300
     assert measured.p2p_latency_us < measured.nic_latency_us < 1e5
     monkeypatch.setenv("MKERNEL_CONSTANTS", str(file))
-    made = LaunchPlan.model_validate_json(run(plan_command.command, *FLAGS))
+    made = PlanReport.model_validate_json(run(plan_command.command, *FLAGS)).plan
     assert made.prediction.constants == measured.name
     assert made.routes.classes[0].bandwidth_gbs <= measured.nic_gbs
     monkeypatch.delenv("MKERNEL_CONSTANTS")
     other, slower = tmp_path / "slow.json", {"nic_most_gbs": measured.nic_gbs / 1e4}
     other.write_text(json.dumps({**measured.model_dump(), "name": "slow", **slower}))
-    slow = LaunchPlan.model_validate_json(
+    slow = PlanReport.model_validate_json(
         run(plan_command.command, *FLAGS, "--constants", str(other))
-    )
+    ).plan
     assert slow.prediction.constants == "slow"
     assert slow.prediction.comm_us > 100 * made.prediction.comm_us
 

@@ -127,7 +127,9 @@ def test_the_most_preferred_that_can_do_it(
 
 def test_a_simulator_and_a_strangers_backend_by_name_only(install: Install) -> None:
     install({"ascend": Accelerator(0), "tiny": Accelerator(0)})
-    with pytest.raises(BackendUnavailable, match=r"ascend: chosen by name only; tiny: .*name one"):
+    with pytest.raises(
+        BackendUnavailable, match=r"ascend: is chosen by name only; tiny: .*name one"
+    ):
         selection.chosen_accelerator()
     assert selection.backends(Settings(), 1, accelerator="ascend").accelerator == "ascend"
     assert selection.backends(Settings(accelerator="tiny"), 1).accelerator == "tiny"
@@ -211,7 +213,7 @@ def test_doctor_says_what_would_be_chosen_and_why(install: Install) -> None:
     accelerator, nic = doctor.auto_rows()
     assert accelerator.usable
     assert accelerator.detail == (
-        "streams (here); not hopper: no device; buy one; not ascend: chosen by name only"
+        "streams (here); not hopper: no device; buy one; not ascend: is chosen by name only"
     )
     assert (nic.usable, nic.detail) == (True, "efa on system")
     install({"ascend": Accelerator(0)})

@@ -215,6 +215,7 @@ class _Host:
                 pci_path=one.place.bridges,
                 pcie_gbs=_gbs(one.element),
                 numa_node=one.place.numa,
+                architecture=_architecture(one.gpu),
             )
             for one in self._gpus
         }
@@ -275,6 +276,12 @@ def _accelerator_kind(vendor: int | None, gpu: Element | None) -> AcceleratorKin
 def _count(link: Element) -> int:
     count = link.number("count")
     return 1 if count is None else count
+
+
+def _architecture(gpu: Element | None) -> str | None:
+    """``sm_90``, of the attribute ``sm``."""
+    sm = gpu.number("sm") if gpu is not None else None
+    return f"sm_{sm}" if sm else None
 
 
 def _gbs(element: Element) -> float | None:

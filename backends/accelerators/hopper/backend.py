@@ -88,6 +88,7 @@ class HopperAccelerator(AcceleratorBackend):
                 name=device.name,
                 index=device.index,
                 pci=device.pci.lower(),
+                architecture=f"sm_{device.major}{device.minor}",
             )
             for device in _devices()
         )
@@ -114,6 +115,8 @@ class HopperAccelerator(AcceleratorBackend):
                 row_chunks=1,
                 stream_ordered=True,
                 library_ops=library_ops(),
+                kinds=("cuda",),
+                architectures=(f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
             )
         return self._capabilities
 

@@ -23,7 +23,7 @@ from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.order import Runs
 from mkernel.settings import load
-from mkernel.topology.model import Accelerator
+from mkernel.topology.model import Accelerator, AcceleratorKind
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,11 @@ class StreamsAccelerator(AcceleratorBackend):
     def capabilities(self) -> AcceleratorCapabilities:
         """All ops, any sizes. Chunks pay only where the device has streams."""
         return self._capabilities
+
+    def capabilities_on(self, kind: AcceleratorKind) -> AcceleratorCapabilities:
+        """Those of torch's devices of that kind."""
+        name = {"ascend": "npu", "cpu": "cpu"}.get(kind, "cuda")
+        return self._capabilities if name == self.device else _capabilities(Device(name))
 
     def group_options(self, timeout: timedelta) -> Any:
         """Messages go before products, where the device knows priorities."""
@@ -173,5 +178,6 @@ def _capabilities(device: Device) -> AcceleratorCapabilities:
         stream_ordered=device.queues,
         chunk_invariant=False,  # a library may choose another kernel for fewer rows
         process_group=True,
+        carrier=f"torch.distributed ({device.collectives})",
         constants=device.constants,
     )

@@ -91,9 +91,19 @@ class Device:
                 kind=_KINDS[self.name],
                 name=module.get_device_name(index),
                 index=index,
+                architecture=self._architecture(index),
             )
             for index in range(module.device_count())
         )
+
+    def _architecture(self, index: int) -> str | None:
+        """``sm_90``; None where it is no NVIDIA GPU."""
+        import torch
+
+        if self.name != "cuda" or torch.version.cuda is None:
+            return None
+        major, minor = torch.cuda.get_device_capability(index)
+        return f"sm_{major}{minor}"
 
     def group_options(self, timeout: timedelta) -> Any:
         """torch.distributed's options for the process group of the calls; None: its defaults."""

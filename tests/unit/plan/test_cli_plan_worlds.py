@@ -11,14 +11,17 @@ import typer
 from typer.testing import CliRunner
 
 from mkernel.cli.plan import PlanReport, command
-from mkernel.errors import ArgumentError, ShapeError, Unsupported
-from mkernel.plan.model import LaunchPlan
+from mkernel.errors import ArgumentError, NoRoute, ShapeError, Unsupported
+from mkernel.topology.chips import architecture
+from mkernel.topology.cost import default_constants
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
 
 SHAPE = ("--m", "16384", "--n", "2048", "--k", "8192")
 
 
-def machine(nic: str = "efa", kind: str = "cuda", nodes: int = 1) -> Topology:
+def machine(
+    nic: str = "efa", kind: str = "cuda", nodes: int = 1, name: str = "NVIDIA H100"
+) -> Topology:
     """Eight accelerators with a NIC each, and a simulator and a soft NIC, as a probe finds them."""
     return Topology(
         nodes=tuple(
@@ -31,7 +34,7 @@ def machine(nic: str = "efa", kind: str = "cuda", nodes: int = 1) -> Topology:
                         Accelerator(id="sim0", kind="ascend", name="sim", index=0, emulated=True),
                         *(
                             Accelerator.model_validate(
-                                {"id": f"gpu{i}", "kind": kind, "name": "g", "index": i}
+                                {"id": f"gpu{i}", "kind": kind, "name": name, "index": i}
                             )
                             for i in range(8)
                         ),
@@ -70,50 +73,188 @@ def run(tmp_path: Path, *flags: str, world: Topology | None = None, nodes: int =
     return result.stdout
 
 
-@pytest.mark.parametrize(
-    ("nic", "kind", "accelerator", "backend"),
-    [
-        ("efa", "cuda", "hopper", "efa"),
-        ("cx", "cuda", "hopper", "cx7"),
-        ("cx", "ascend", "ascend", "cx7"),
-    ],
-)
-def test_backends_are_those_of_the_devices(
-    tmp_path: Path, nic: str, kind: str, accelerator: str, backend: str
-) -> None:
-    text = run(tmp_path, "--json", world=machine(nic, kind))
-    made = LaunchPlan.model_validate_json(text)
-    assert (made.accelerator, made.nic, made.verbs) == (accelerator, backend, "system")
+HOPPER = ("--accelerator", "hopper")
+"""Between nodes a prediction only."""
+
+
+def report(
+    tmp_path: Path, *flags: str, world: Topology | None = None, nodes: int = 16
+) -> PlanReport:
+    text = run(tmp_path, "--json", *flags, world=world, nodes=nodes)
+    return PlanReport.model_validate_json(text)
+
+
+@pytest.mark.parametrize(("nic", "backend"), [("efa", "efa"), ("cx", "cx7"), ("infiniband", "cx7")])
+def test_the_nic_backend_is_that_of_the_devices(tmp_path: Path, nic: str, backend: str) -> None:
+    made = report(tmp_path, *HOPPER, world=machine(nic)).plan
+    assert (made.accelerator, made.nic, made.verbs) == ("hopper", backend, "system")
     assert [seat.accelerator for seat in made.placement.sites[0].seats] == [
         f"gpu{i}" for i in range(8)
     ]
     assert made.placement[127].accelerator == "gpu7"
-    other = LaunchPlan.model_validate_json(
-        run(tmp_path, "--json", "--accelerator", "streams", world=machine(nic, kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "wanted"),
+    [
+        ("cuda", 1, "hopper"),
+        ("cuda", 2, "streams"),
+        ("ascend", 1, "streams"),
+        ("rocm", 1, "streams"),
+    ],
+)
+def test_the_accelerator_is_what_init_would_choose_there(
+    tmp_path: Path, kind: str, nodes: int, wanted: str
+) -> None:
+    found = report(tmp_path, world=machine(kind=kind, name="chip H100"), nodes=nodes)
+    assert (found.plan.accelerator, found.launchable) == (wanted, True)
+    assert found.plan.nic is None
+
+
+def test_what_a_backend_would_do_may_be_hierarchical(tmp_path: Path) -> None:
+    made = report(tmp_path, *HOPPER)
+    assert made.plan.exchange == "hierarchical", "a node's rows cross its NICs once"
+    direct = report(tmp_path, *HOPPER, "--exchange", "direct").plan
+    assert direct.prediction is not None
+    assert made.plan.prediction is not None
+    assert direct.prediction.comm_us > 2 * made.plan.prediction.comm_us
+
+
+CHIPS = {"NVIDIA A100-SXM4-80GB": "sm_80", "NVIDIA B200": "sm_100", "NVIDIA L4": "sm_89"}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_chip_that_hopper_does_not_run_on(tmp_path: Path, chip: str) -> None:
+    """No time of another chip's constants, and it is said that nothing fused runs there."""
+    world = machine(name=chip)
+    made = report(tmp_path, "--explain", world=world, nodes=1)
+    assert (made.plan.accelerator, made.launchable, made.plan.prediction) == ("streams", True, None)
+    assert not any(one.predicted_us for one in made.alternatives)
+    assert made.notes == (
+        f"not on hopper: it has kernels for sm_90 only, not for {chip} ({CHIPS[chip]})",
     )
-    assert other.accelerator == "streams"
+    asked = report(tmp_path, *HOPPER, world=world, nodes=1)
+    assert not asked.launchable
+    assert asked.plan.prediction is None
+    assert asked.obstacles == (
+        f"accelerator 'hopper' has kernels for sm_90 only, not for {chip} ({CHIPS[chip]})",
+    )
+    text = run(tmp_path, *HOPPER, world=world, nodes=1)
+    assert "NOT POSSIBLE, a prediction only" in text
+    assert "nothing: no constants of these chips" in text
+    for flag in ("--simulate", "--scaling"):
+        with pytest.raises(Unsupported, match="no constants of these chips"):
+            run(tmp_path, flag, *[str(tmp_path / "s.svg")] * (flag == "--scaling"), world=world)
 
 
-def test_the_plan_alone_is_what_json_prints(tmp_path: Path) -> None:
-    made = LaunchPlan.model_validate_json(run(tmp_path, "--json"))
-    assert made.exchange == "hierarchical", "a node's rows cross its NICs once"
-    direct = LaunchPlan.model_validate_json(run(tmp_path, "--json", "--exchange", "direct"))
-    assert direct.prediction.comm_us > 2 * made.prediction.comm_us
+def test_constants_that_a_user_gives_are_of_the_users_chips(tmp_path: Path) -> None:
+    file = tmp_path / "constants.json"
+    given = default_constants("streams").model_copy(update={"name": "mine"})
+    file.write_text(given.model_dump_json())
+    made = report(tmp_path, "--constants", str(file), world=machine(name="NVIDIA L4")).plan
+    assert made.prediction is not None
+    assert made.prediction.constants == "mine"
+
+
+def test_hopper_between_nodes_is_a_prediction_only(tmp_path: Path) -> None:
+    alone = report(tmp_path, *HOPPER, nodes=1)
+    assert (alone.launchable, alone.obstacles) == (True, ())
+    apart = report(tmp_path, *HOPPER, "--exchange", "direct", nodes=2)
+    assert not apart.launchable
+    assert len(apart.obstacles) == 1
+    assert "no path between nodes" in apart.obstacles[0]
+    text = run(tmp_path, *HOPPER, nodes=2)
+    assert "NOT POSSIBLE, a prediction only" in " ".join(text.split())
+
+
+def test_an_exchange_that_no_backend_has_is_marked(tmp_path: Path) -> None:
+    assert report(tmp_path, nodes=4).plan.exchange == "direct"
+    asked = report(tmp_path, "--exchange", "hierarchical", nodes=4)
+    assert asked.plan.exchange == "hierarchical"
+    assert not asked.launchable
+    assert "does not provide the exchange 'hierarchical'" in asked.obstacles[0]
+
+
+def test_a_simulator_runs_on_no_device(tmp_path: Path) -> None:
+    asked = report(tmp_path, "--accelerator", "ascend", world=machine("cx", "ascend", name="NPU"))
+    assert asked.obstacles[0] == "accelerator 'ascend' is a simulator, and NPU is a real device"
+
+
+def test_a_world_has_all_accelerators_of_its_nodes(tmp_path: Path) -> None:
+    file = tmp_path / "m.json"
+    file.write_text(machine().model_dump_json())
+    app = typer.Typer()
+    app.command()(command)
+    for flags, world in (
+        ((), (2, 8)),
+        (("--nodes", "64"), (64, 8)),
+        (("--ranks-per-node", "2"), (2, 2)),
+    ):
+        done = CliRunner().invoke(
+            app, ["ag_gemm", "--topology", str(file), *flags, "--m", "65536", "--json"]
+        )
+        made = PlanReport.model_validate_json(done.stdout).plan
+        assert (made.nodes, made.ranks_per_node) == world
+
+
+def test_management_ports_are_no_rails(tmp_path: Path) -> None:
+    one = machine()
+    ports = tuple(
+        Nic(id=f"ib{i}", kind="infiniband", name=f"ib{i}", speed_gbps=25) for i in range(2)
+    )
+    node = one.nodes[0].model_copy(update={"nics": ports + one.nodes[0].nics})
+    found = report(tmp_path, *HOPPER, world=Topology(nodes=(node,)), nodes=2)
+    seats = found.plan.placement.sites[0].seats
+    assert [seat.nics for seat in seats] == [(f"n{i}",) for i in range(8)]
+    assert found.plan.nic == "efa"
+    assert found.notes == (
+        "ib0, ib1: no rails: infiniband devices, which nic 'efa' does not drive",
+    )
+    with pytest.raises(NoRoute, match="'cx7' drives no RDMA port"):
+        report(tmp_path, *HOPPER, "--nic", "cx7", nodes=2)
+
+
+def test_a_process_group_carries_what_crosses_nodes(tmp_path: Path) -> None:
+    made = report(tmp_path, nodes=2).plan
+    assert (made.nic, made.verbs, made.carrier) == (None, None, "torch.distributed (nccl)")
+    assert {route.kind for route in made.routes.classes} == {"p2p", "group"}
+    assert not any(seat.nics for site in made.placement.sites for seat in site.seats)
+    simulated = report(tmp_path, "--simulate", nodes=2)
+    assert simulated.simulation is not None
+    assert simulated.simulation.time_us >= simulated.simulation.floor_us
+    text = run(tmp_path, nodes=2)
+    assert "torch.distributed (nccl) between nodes" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("10de:2330", "sm_90"), ("10de:2335", "sm_90"), ("10de:20b2", "sm_80"), ("10de:2901", "sm_100"),
+        ("10de:27b8", "sm_89"), ("NVIDIA H200", "sm_90"), ("NVIDIA GH200 480GB", "sm_90"),
+        ("NVIDIA L40S", "sm_89"), ("Tesla V100-SXM2-16GB", "sm_70"), ("GH100 [H100 SXM5]", "sm_90"),
+        ("NVIDIA A10G", "sm_86"), ("1002:74a1", None), ("chip", None), ("NVIDIA XH100X", None),
+    ],
+)  # fmt: skip
+def test_chips_by_id_and_by_name(name: str, wanted: str | None) -> None:
+    device = Accelerator(id="cuda0", kind="cuda", name=name, index=0)
+    assert architecture(device) == wanted
+    told = device.model_copy(update={"architecture": "sm_75"})
+    assert architecture(told) == "sm_75"
 
 
 def test_json_with_everything_that_was_asked_for(tmp_path: Path) -> None:
     text = run(
-        tmp_path, "--json", "--explain", "--simulate",
+        tmp_path, *HOPPER, "--json", "--explain", "--simulate",
         "--trace", str(tmp_path / "trace.json"), "--scaling", str(tmp_path / "growth.svg"),
     )  # fmt: skip
-    report = PlanReport.model_validate_json(text)
-    assert report.simulation is not None
-    assert report.simulation.time_us >= report.simulation.floor_us
-    by_name = {one.option: one for one in report.alternatives if one.decision == "exchange"}
+    found = PlanReport.model_validate_json(text)
+    assert found.simulation is not None
+    assert found.simulation.time_us >= found.simulation.floor_us
+    by_name = {one.option: one for one in found.alternatives if one.decision == "exchange"}
     assert by_name["hierarchical"].chosen
     times = [by_name[name].predicted_us for name in ("hierarchical", "direct")]
     assert times == sorted(times, key=float)
-    assert [point.nodes for point in report.scaling] == [1, 2, 4, 8, 16]
+    assert [point.nodes for point in found.scaling] == [1, 2, 4, 8, 16]
     trace: dict[str, Any] = json.loads((tmp_path / "trace.json").read_text())
     assert {event["cat"] for event in trace["traceEvents"] if event["ph"] == "X"} == {
         "comm",
@@ -124,14 +265,14 @@ def test_json_with_everything_that_was_asked_for(tmp_path: Path) -> None:
 
 
 def test_for_people(tmp_path: Path) -> None:
-    text = run(tmp_path, "--explain", "--simulate")
+    text = run(tmp_path, *HOPPER, "--explain", "--simulate")
     for wanted in ("exchange", "hierarchical", "chosen", "simulated", "floor", "exposed"):
         assert wanted in text
 
 
 def test_a_world_of_a_thousand_nodes_is_small(tmp_path: Path) -> None:
-    text = run(tmp_path, "--json", nodes=1024)
-    made = LaunchPlan.model_validate_json(text)
+    text = run(tmp_path, *HOPPER, "--json", nodes=1024)
+    made = PlanReport.model_validate_json(text).plan
     assert made.world_size == 8192
     assert sum(one.pairs for one in made.routes.classes) == 8192 * 8191
     assert len(text) < 200_000

@@ -32,6 +32,9 @@ class FakeAscend:
     def capabilities(self) -> Any:
         return CAPABILITIES
 
+    def capabilities_on(self, kind: str) -> Any:
+        return CAPABILITIES
+
 
 class FakeCx7:
     name = "cx7"
@@ -72,11 +75,17 @@ def run(command: Any, *arguments: str, code: int = 0) -> Any:
     return result
 
 
+def plan_of(text: str) -> LaunchPlan:
+    report = plan_command.PlanReport.model_validate_json(text)
+    assert report.launchable, report.obstacles
+    return report.plan
+
+
 def test_plan_json_is_the_plan_and_nothing_else(tmp_path: Path) -> None:
     result = run(plan_command.command, "ag_gemm", "--json")
     file = tmp_path / "plan.json"
     file.write_text(result.stdout)
-    loaded = LaunchPlan.model_validate_json(file.read_text())
+    loaded = plan_of(file.read_text())
     assert (loaded.op, loaded.nodes, loaded.ranks_per_node) == ("all_gather_gemm", 2, 2)
     assert (loaded.nic, loaded.verbs) == ("cx7", "soft")
     assert loaded.digest() == LaunchPlan.model_validate_json(loaded.model_dump_json()).digest()
@@ -86,7 +95,7 @@ def test_plan_options_reach_the_planner() -> None:
     options = {"m": 3072, "n": 512, "k": 1024, "nodes": 3, "ranks-per-node": 2, "chunk": 2}
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     text = run(plan_command.command, "ag_gemm", *flags, "--dtype", "bfloat16", "--json").stdout
-    made = LaunchPlan.model_validate_json(text)
+    made = plan_of(text)
     assert (made.shape.m, made.shape.n, made.shape.k) == (3072, 512, 1024)
     assert (made.nodes, made.ranks_per_node, made.dtype) == (3, 2, "bfloat16")
     assert made.chunking.tiles_per_chunk == 2
@@ -102,7 +111,7 @@ def test_plan_of_a_world_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "world.json"
     file.write_text(world(2, 2).model_dump_json())
     text = run(plan_command.command, "ag_gemm", "--topology", str(file), "--json").stdout
-    assert LaunchPlan.model_validate_json(text) == make()
+    assert plan_of(text) == make()
 
 
 def test_plan_repeats_the_machine_of_a_file(tmp_path: Path) -> None:
@@ -111,7 +120,7 @@ def test_plan_repeats_the_machine_of_a_file(tmp_path: Path) -> None:
     file.write_text(one.model_dump_json())
     flags = ("--topology", str(file), "--nodes", "3", "--ranks-per-node", "4", "--m", "12000")
     text = run(plan_command.command, "ag_gemm", *flags, "--json").stdout
-    made = LaunchPlan.model_validate_json(text)
+    made = plan_of(text)
     assert (made.world_size, made.placement[11].accelerator) == (12, "ascend-sim3")
 
 
@@ -174,7 +183,7 @@ def test_probe_output_can_be_planned_for(tmp_path: Path) -> None:
     file = tmp_path / "probe.json"
     file.write_text(run(probe_command.command, "--json").stdout)
     flags = ("--topology", str(file), "--ranks-per-node", "1", "--json")
-    made = LaunchPlan.model_validate_json(run(plan_command.command, "ag_gemm", *flags).stdout)
+    made = plan_of(run(plan_command.command, "ag_gemm", *flags).stdout)
     assert made.world_size == 2
 
 

@@ -10,22 +10,27 @@ from machine_files import machine_file
 from typer.testing import CliRunner
 
 from mkernel.cli.plan import PlanReport, command
-from mkernel.plan.model import LaunchPlan
+from mkernel.topology.cost import default_constants
 
 P5 = pytest.mark.parametrize("name", ["p5.hwloc", "p5.nccl", "hwloc-aws-p5.xml"])
 P4D = pytest.mark.parametrize("name", ["p4d.nccl", "nccl-aws-p4d.xml"])
 NDV4 = pytest.mark.parametrize("name", ["ndv4.nccl", "nccl-azure-ndv4.xml"])
 
 
-def planned(file: Path, *flags: str, nodes: int = 16) -> str:
+def planned(file: Path, *flags: str, nodes: int = 16) -> PlanReport:
+    """What ``hopper`` would do there, between nodes too: a prediction only."""
     app = typer.Typer()
     app.command()(command)
     size = ("--nodes", str(nodes), "--ranks-per-node", "8", "--m", "131072", "--k", "8192")
-    arguments = ["ag_gemm", "--topology", str(file), *size, "--n", "28672", "--json", *flags]
+    flags = ("--accelerator", "hopper", "--n", "28672", "--json", *flags)
+    arguments = ["ag_gemm", "--topology", str(file), *size, *flags]
     result = CliRunner().invoke(app, arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return result.stdout
+    report = PlanReport.model_validate_json(result.stdout)
+    assert not report.launchable
+    assert any("no path between nodes" in obstacle for obstacle in report.obstacles)
+    return report
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +41,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @P5
 def test_p5_stripes_over_four_rails_below_the_own_switch(name: str, tmp_path: Path) -> None:
-    made = LaunchPlan.model_validate_json(planned(machine_file(name, tmp_path)))
+    made = planned(machine_file(name, tmp_path)).plan
     assert (made.accelerator, made.nic, made.verbs) == ("hopper", "efa", "system")
     seats = made.placement.sites[0].seats
     assert len({nic for seat in seats for nic in seat.nics}) == 32
@@ -50,7 +55,7 @@ def test_p5_stripes_over_four_rails_below_the_own_switch(name: str, tmp_path: Pa
 
 @P4D
 def test_p4d_has_a_nic_for_two_gpus(name: str, tmp_path: Path) -> None:
-    made = LaunchPlan.model_validate_json(planned(machine_file(name, tmp_path)))
+    made = planned(machine_file(name, tmp_path)).plan
     seats = made.placement.sites[0].seats
     assert [seat.nics for seat in seats[::2]] == [seat.nics for seat in seats[1::2]]
     assert len({seat.nics for seat in seats}) == 4
@@ -61,7 +66,7 @@ def test_p4d_has_a_nic_for_two_gpus(name: str, tmp_path: Path) -> None:
 def test_ndv4_has_a_nic_for_every_gpu_with_the_cpus_of_its_numa_node(
     name: str, tmp_path: Path
 ) -> None:
-    made = LaunchPlan.model_validate_json(planned(machine_file(name, tmp_path)))
+    made = planned(machine_file(name, tmp_path)).plan
     seats = made.placement.sites[0].seats
     assert len({seat.nics for seat in seats}) == 8
     assert {len(seat.nics) for seat in seats} == {1}
@@ -77,9 +82,10 @@ def test_ndv4_has_a_nic_for_every_gpu_with_the_cpus_of_its_numa_node(
     ],
 )
 def test_a_thousand_nodes_are_simulated(name: str, tmp_path: Path) -> None:
-    report = PlanReport.model_validate_json(
-        planned(machine_file(name, tmp_path), "--simulate", nodes=1024)
-    )
+    constants = default_constants("hopper").model_copy(update={"architectures": ()})
+    (tmp_path / "constants.json").write_text(constants.model_dump_json())
+    flags = ("--simulate", "--constants", str(tmp_path / "constants.json"))
+    report = planned(machine_file(name, tmp_path), *flags, nodes=1024)
     found = report.simulation
     assert found is not None
     assert found.floor_us <= found.time_us < 1.2 * found.floor_us

@@ -1,0 +1,56 @@
+"""Which chip an accelerator is: what kernels are compiled for, and constants hold for."""
+
+from __future__ import annotations
+
+import re
+
+from mkernel.topology.model import Accelerator
+
+_NVIDIA_DEVICES = {
+    0x1D: "sm_70",
+    0x1E: "sm_75",
+    0x1F: "sm_75",
+    0x20: "sm_80",
+    0x22: "sm_86",
+    0x23: "sm_90",
+    0x24: "sm_86",
+    0x25: "sm_86",
+    0x26: "sm_89",
+    0x27: "sm_89",
+    0x28: "sm_89",
+    0x29: "sm_100",
+    0x2B: "sm_120",
+    0x2C: "sm_120",
+    0x31: "sm_103",
+}
+"""By the upper byte of the PCI device id, of which each generation has its own."""
+_NVIDIA_NAMES = (
+    (r"G?V100", "sm_70"),
+    (r"T4", "sm_75"),
+    (r"G?A100|A800|A30", "sm_80"),
+    (r"A10G?|A16|A40|A2", "sm_86"),
+    (r"L4|L40S?|L20", "sm_89"),
+    (r"G?H100|G?H200|H800|H20", "sm_90"),
+    (r"G?B100|G?B200", "sm_100"),
+    (r"G?B300", "sm_103"),
+)
+"""As words of a product's name."""
+
+
+def architecture(device: Accelerator) -> str | None:
+    """Such as ``sm_90``: what a source said, else what the device's PCI id or name tells. None:
+    unknown, or not of NVIDIA."""
+    if device.architecture is not None or device.kind != "cuda" or device.emulated:
+        return device.architecture
+    id_ = re.fullmatch(r"10de:([0-9a-f]{2})[0-9a-f]{2}", device.name)
+    if id_ is not None:
+        return _NVIDIA_DEVICES.get(int(id_[1], 16))
+    for names, found in _NVIDIA_NAMES:
+        if re.search(rf"(?<![A-Za-z0-9])({names})(?![A-Za-z0-9])", device.name):
+            return found
+    return None
+
+
+def described(device: Accelerator) -> str:
+    """A device's name with its architecture, for messages: ``NVIDIA A100 (sm_80)``."""
+    return f"{device.name} ({architecture(device) or 'architecture unknown'})"
