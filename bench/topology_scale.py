@@ -46,7 +46,7 @@ def machine() -> Topology:
     paths = [(f"pci0000:{i:02x}", f"0000:{i:02x}:01.0", f"0001:{i:02x}:00.0") for i in range(RANKS)]
     gpus = tuple(
         Accelerator(
-            id=f"cuda{i}", kind="cuda", name="GPU", index=i, pci=f"0002:{i:02x}:00.0",
+            id=f"cuda{i}", kind="cuda", name="H100", index=i, pci=f"0002:{i:02x}:00.0",
             pci_path=(*paths[i], f"0003:{i:02x}:00.0"), pcie_gbs=63.0, numa_node=i // 4,
         )
         for i in range(RANKS)
@@ -137,7 +137,8 @@ main()
 def command(file: Path, nodes: int) -> dict[str, Any]:
     """Of the whole command, its start included."""
     sizes = [text for name, size in SIZES.items() for text in (f"--{name}", str(size))]
-    arguments = ["plan", "ag_gemm", "--topology", str(file), "--nodes", str(nodes), *sizes]
+    arguments = ["plan", "ag_gemm", "--accelerator", "hopper", "--topology", str(file), "--nodes"]
+    arguments += [str(nodes), *sizes]
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     run = subprocess.run(
         [sys.executable, "-c", _COMMAND, *arguments, "--ranks-per-node", str(RANKS), "--json"],

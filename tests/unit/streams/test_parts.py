@@ -200,7 +200,7 @@ def test_on_a_gpu_a_chunk_fills_it() -> None:
     node = Node(
         id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0,)),),
         accelerators=tuple(
-            Accelerator(id=f"cuda{i}", kind="cuda", name="GPU", index=i, numa_node=0)
+            Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i, numa_node=0)
             for i in range(4)
         ),
     )  # fmt: skip
