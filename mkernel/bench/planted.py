@@ -51,13 +51,15 @@ class ReturnsPrevious(_Broken):
     """From the second call on, the result is the previous call's: it does not wait for this one's."""
 
     name = "returns_previous"
-    _last: torch.Tensor | None = None
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._results: list[torch.Tensor] = []  # all of them: a captured graph reads what was there
 
     def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
-        result = self._honest.call(inputs, out).clone()
-        if self._last is not None:
-            out.copy_(self._last)
-        self._last = result
+        self._results.append(self._honest.call(inputs, out).clone())
+        if len(self._results) > 1:
+            out.copy_(self._results[-2])
         return out
 
 
