@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -194,7 +194,7 @@ def _figures(
         if _runtime.pad_wait(pad, signal, value, _DEADLINE_S) != _runtime.WaitResult.ok:
             raise BackendUnavailable(f"rank {me.rank}: no answer within {_DEADLINE_S:g} s")
 
-    taken = []
+    round_trips = []
     for number in range(1, _ROUNDS + 1):
         start = time.perf_counter()
         if me.rank == 0:
@@ -203,8 +203,7 @@ def _figures(
         else:
             wait(0, number)
             tell()
-        taken.append(time.perf_counter() - start)
-    latency_us = 1e6 * statistics.median(taken) / 2
+        round_trips.append(time.perf_counter() - start)
     me.exchange()
     start = time.perf_counter()
     if me.rank == 0:
@@ -215,6 +214,17 @@ def _figures(
     else:
         wait(1, copies)
         tell()
-    seconds = time.perf_counter() - start - 1e-6 * latency_us
+    answered = time.perf_counter() - start
     me.exchange()
-    return LinkFigures(copies * nbytes / seconds / 1e9, latency_us)
+    return link_figures(round_trips, copies * nbytes, answered)
+
+
+def link_figures(round_trips_s: Sequence[float], nbytes: int, answered_s: float) -> LinkFigures:
+    """One direction of a link, from what one end sees.
+
+    Args:
+        round_trips_s: seconds of a small message there and one back; a direction takes half.
+        answered_s: until the answer to ``nbytes`` was here: the bytes' time, and one latency back.
+    """
+    latency_s = statistics.median(round_trips_s) / 2
+    return LinkFigures(nbytes / (answered_s - latency_s) / 1e9, 1e6 * latency_s)

@@ -185,3 +185,23 @@ def test_rails_that_are_not_joined_are_named() -> None:
     )
     with pytest.raises(NoRoute, match=r"rank 0 .*rank 1 .*on one rail"):
         every(world(left, right), 1, NOT_JOINED)
+
+
+def test_crossing_rails_takes_the_latency_that_it_adds() -> None:
+    constants = CONSTANTS.model_copy(update={"cross_rail_latency_us": 3.0})
+    apart = rails(2).model_copy(update={"no_p2p": (("cuda0", "cuda1"),)})  # no neighbour relays
+    found = every(world(apart, apart), 2, constants)
+    assert [rail.dst_nic for rail in found[0, 2].rails] == ["mlx5_0"]
+    assert [rail.dst_nic for rail in found[0, 3].rails] == ["mlx5_1"]
+    assert found[0, 2].latency_us == constants.nic_latency_us
+    assert found[0, 3].latency_us == constants.nic_latency_us + 3.0
+
+
+@pytest.mark.parametrize(("crossing_us", "kind"), [(1.0, "nic"), (100.0, "relay")])
+def test_a_neighbour_relays_where_crossing_takes_longer(crossing_us: float, kind: str) -> None:
+    """At one rate either way, the latency decides: the relay's hop and signal, or the crossing."""
+    constants = CONSTANTS.model_copy(update={"cross_rail_latency_us": crossing_us})
+    assert 1.0 < constants.p2p_latency_us + constants.signal_us < 100.0
+    found = every(world(rails(2), rails(2)), 2, constants)
+    assert found[0, 2].kind == "nic"
+    assert found[0, 3].kind == kind

@@ -1,0 +1,80 @@
+"""Work and bytes of each op, counted by hand; and that predictions are made of them."""
+
+from __future__ import annotations
+
+import pytest
+from plan_worlds import CAPABILITIES, world
+
+from mkernel.plan.model import AttentionShape, CombineShape, GemmShape, MoeShape, Shape
+from mkernel.plan.ops import OpName
+from mkernel.plan.planner import plan
+from mkernel.plan.predict import Payloads, payloads, work
+
+W = 4
+
+
+def attention(*, causal: bool) -> AttentionShape:
+    return AttentionShape(batch=3, heads=10, kv_heads=2, sequence=64, head_dim=7, causal=causal)
+
+
+def pairs_that_meet(shape: AttentionShape) -> float:
+    """Queries and keys of the whole sequence; causal: those below the diagonal, and half of it."""
+    if not shape.causal:
+        return float(shape.sequence**2)
+    return sum(query + 0.5 for query in range(shape.sequence))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_work_of_attention_is_of_the_pairs_that_meet(causal: bool) -> None:
+    """Two products of ``head_dim`` multiply-adds for each pair and head; a rank has its share."""
+    shape = attention(causal=causal)
+    heads = shape.batch * shape.heads
+    assert work(shape, W) == 2 * 2 * shape.head_dim * heads * pairs_that_meet(shape) / W
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 2), ("float32", 4)])
+def test_attention_sends_its_own_k_and_v(causal: bool, dtype: str, size: int) -> None:
+    """Causal or not: zigzag gives every rank positions that some query of every other one sees."""
+    shape = attention(causal=causal)
+    elements = shape.batch * shape.kv_heads * (shape.sequence // W) * shape.head_dim  # of k alone
+    found = payloads("ring_attention", shape, dtype, W)  # type: ignore[arg-type]
+    assert found == Payloads(gather=2 * elements * size)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "flops", "sent"),
+    [
+        ("all_gather_gemm", GemmShape(m=64, n=24, k=40), 2 * 64 * 24 * 40, (16 * 40 * 2, 0, 0)),
+        ("gemm_reduce_scatter", GemmShape(m=64, n=24, k=40), 2 * 64 * 24 * 40, (0, 16 * 24 * 2, 0)),
+        ("gemm_all_reduce", GemmShape(m=64, n=24, k=40), 2 * 64 * 24 * 40, (0, 768, 768)),
+        (
+            "moe_dispatch_gemm", MoeShape(tokens=32, hidden=24, features=40, experts=8, top_k=2),
+            2 * 32 * 2 * 24 * 40, (32 * 2 // W * 24 * 2, 0, 0),
+        ),
+        (
+            "moe_combine", CombineShape(tokens=32, features=40, experts=8, top_k=2),
+            2 * 32 * 2 * 40, (32 * 2 // W * 40 * 2, 0, 0),
+        ),
+    ],
+)  # fmt: skip
+def test_work_and_bytes_of_the_other_ops(
+    op: OpName, shape: Shape, flops: float, sent: tuple[float, float, float]
+) -> None:
+    assert work(shape, W) == flops
+    assert payloads(op, shape, "float16", W) == sent
+
+
+def test_a_causal_call_is_predicted_to_compute_half_and_send_all() -> None:
+    claims = CAPABILITIES.model_copy(update={"ops": ("ring_attention",)})
+    sizes = {"batch": 2, "heads": 32, "kv_heads": 8, "sequence": 1 << 16, "head_dim": 128}
+    times = []
+    for causal in (False, True):
+        made = plan(
+            "ring_attention", {**sizes, "causal": causal}, dtype="float16", nodes=2, ranks_per_node=2,
+            accelerator="ascend", capabilities=claims, nic="cx7", verbs="soft", topology=world(2, 2),
+        )  # fmt: skip
+        assert made.prediction is not None
+        times.append(made.prediction)
+    assert times[1].compute_us == pytest.approx(times[0].compute_us / 2)
+    assert times[1].comm_us == pytest.approx(times[0].comm_us)
