@@ -65,7 +65,11 @@ def _bars(axes: Any, report: Report, op: str, names: list[str], colours: dict[st
             floor = row.floor_us / row.compute_us
             axes.plot((j - 0.4, j + 0.4), (floor, floor), "k:", linewidth=1.0)
     axes.axhline(1.0, color="grey", linewidth=0.8)
-    labels = [row.shape.name or row.shape.size.replace(" ", "") for row in rows]
+    labels = [
+        (row.shape.name or row.shape.size.replace(" ", ""))
+        + ("" if row.mode == "kernel" else f" {row.mode}")
+        for row in rows
+    ]
     axes.set_xticks(range(len(rows)), labels, rotation=90 if len(rows) > 6 else 20, fontsize=7)
     axes.set_title(f"{SHORT.get(op, op)}: time / product alone")
     axes.set_ylabel("lower is better (— target, ··· floor)")
