@@ -51,7 +51,8 @@ struct Config {
 
     // RC.
     bool relaxed = false;  // MKERNEL_SOFTVERBS_RELAXED_ORDERING=1: writes land in any order until
-                           // the next immediate, as in regions that are registered so
+                           // the next immediate, as in regions that are registered so; one in four
+                           // waits for up to hold_ns
 
     // SRD.
     bool reorder = true;             // MKERNEL_SOFTVERBS_REORDER=0: execute in order of arrival

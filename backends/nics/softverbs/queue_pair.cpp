@@ -282,6 +282,7 @@ void Qp::enter_error() {
 void Qp::disconnect() {
     if (claimed_) outbound().producer.closed.store(1, std::memory_order_release);
     claimed_ = false;
+    held_.clear();
     remote_.reset();
 }
 

@@ -100,7 +100,8 @@ struct Qp final : ibv_qp, SlotOwner {
     // Null where the sender's memory cannot be read.
     const std::byte* source_of(const Packet& packet, const std::byte* payload) const;
     bool relaxed(const Packet& packet) const;
-    void land();
+    // Writes what was held back and is due; all of it where `everything` must be there now.
+    bool land(std::uint64_t now, std::uint64_t& wake_at, bool everything = false);
     bool have_receive(std::uint64_t now, std::uint64_t& wake_at);
     ReceiveRequest take_receive();
     void complete_receive(const ReceiveRequest& request, ibv_wc_status status, ibv_wc_opcode opcode,
@@ -164,10 +165,10 @@ struct Qp final : ibv_qp, SlotOwner {
     std::uint32_t placed_ = 0;  // bytes of the current message already placed
     struct Held {
         Packet packet;
-        const std::byte* payload;
+        std::vector<std::byte> payload;  // a copy: the sender may have its memory back already
+        std::uint64_t not_before;
     };
-    std::vector<Held>
-        held_;  // writes with relaxed ordering that have not landed; empty between turns
+    std::vector<Held> held_;  // writes with relaxed ordering that have not landed
 };
 
 }  // namespace mkernel::nics::softverbs

@@ -17,13 +17,14 @@ constexpr std::array<std::uint32_t, 32> kRnrTimer = {
 
 constexpr std::uint64_t kTurnBytes = 1024 * 1024;  // executed before the other QPs get their turn
 constexpr int kTurnPackets = 64;
+constexpr std::size_t kMaxHeld = 96;  // writes with relaxed ordering that wait to land
 
 }  // namespace
 
 bool Qp::receive(std::uint64_t now, std::uint64_t& wake_at) {
     Ring& ring = inbound();
     const std::uint64_t head = ring.producer.head.load(std::memory_order_seq_cst);
-    if (tail_ == head || deaf_) return false;
+    if (tail_ == head || deaf_) return land(now, wake_at);
     const std::uint64_t before = tail_;
     std::uint64_t moved = 0;
     for (int n = 0; tail_ != head && n < kTurnPackets && moved < kTurnBytes; ++n) {
@@ -49,8 +50,8 @@ bool Qp::receive(std::uint64_t now, std::uint64_t& wake_at) {
         }
         tail_ += p.bytes;
     }
-    land();
-    if (tail_ == before) return state == IBV_QPS_ERR;
+    const bool landed = land(now, wake_at);
+    if (tail_ == before) return landed || state == IBV_QPS_ERR;
     publish_executed();
     return true;
 }
@@ -148,11 +149,15 @@ bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
     }
     if (write) {
         if (p.length != 0 && relaxed(p)) {
-            held_.push_back({p, payload});
+            if (held_.size() == kMaxHeld) land(now, wake_at, true);
+            const std::uint64_t hold = context_.config.hold_ns;
+            const bool waits = context_.random() % 4 == 0;
+            held_.push_back(
+                {p, {source, source + p.length}, waits ? now + context_.random() % hold : now});
         } else if (p.length != 0) {
             place_bytes(context_.config, p.remote_addr, source, p.length);
         }
-        if (takes) land();
+        if (takes) land(now, wake_at, true);
         if (takes) complete_receive(take_receive(), IBV_WC_SUCCESS, IBV_WC_RECV_RDMA_WITH_IMM, p);
         return true;
     }
@@ -179,14 +184,22 @@ bool Qp::relaxed(const Packet& p) const {
            (mr != nullptr && (mr->access & IBV_ACCESS_RELAXED_ORDERING) != 0);
 }
 
-// What was held back, in any order. Memory that its sender took away meanwhile is left out.
-void Qp::land() {
+// In any order. Memory that was deregistered meanwhile is left alone.
+bool Qp::land(std::uint64_t now, std::uint64_t& wake_at, bool everything) {
+    if (held_.empty()) return false;
     std::shuffle(held_.begin(), held_.end(), context_.random);
-    for (const auto& [p, payload] : held_) {
-        const std::byte* source = source_of(p, payload);
-        if (source != nullptr) place_bytes(context_.config, p.remote_addr, source, p.length);
-    }
-    held_.clear();
+    return std::erase_if(held_, [&](const Held& held) {
+               if (!everything && held.not_before > now) {
+                   wake_at = std::min(wake_at, held.not_before);
+                   return false;
+               }
+               const Packet& p = held.packet;
+               const Mr* mr = context_.regions.find(p.rkey);
+               if (mr != nullptr && mr->contains(p.remote_addr, p.length)) {
+                   place_bytes(context_.config, p.remote_addr, held.payload.data(), p.length);
+               }
+               return true;
+           }) != 0;
 }
 
 // A SEND's bytes into the receive's pieces.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
-import queue
 import threading
-import time
 from typing import ClassVar
 
 from mkernel.backends.base import (
@@ -21,7 +18,7 @@ from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.verbs_backend import VerbsBackend
 from mkernel.backends.runtime import _runtime
 from mkernel.conformance.nic_ranks import Memory
-from mkernel.errors import MkernelError, NicError
+from mkernel.errors import NicError
 from mkernel.settings import NicSettings
 from mkernel.topology.model import Nic
 
@@ -108,35 +105,6 @@ class Changed(Session):
     def change(self, put: Put) -> list[Put]:
         """None, one or several puts in place of one."""
         return [put]
-
-
-class Later(Session):
-    """Puts run on a thread, a little later."""
-
-    delay_s = 0.005
-
-    def __init__(self, inner: NicSession) -> None:
-        super().__init__(inner)
-        self.queue: queue.SimpleQueue[tuple[float, Put] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def put(
-        self, peer: int, region: int, local: int, remote: int, nbytes: int, signal: int, value: int
-    ) -> None:
-        due = time.monotonic() + self.delay_s
-        self.queue.put((due, (peer, region, local, remote, nbytes, signal, value)))
-
-    def _run(self) -> None:
-        while (item := self.queue.get()) is not None:
-            time.sleep(max(0.0, item[0] - time.monotonic()))
-            with contextlib.suppress(MkernelError):
-                self.inner.put(*item[1])
-
-    def close(self) -> None:
-        self.queue.put(None)
-        self.thread.join()
-        self.inner.close()
 
 
 class Relayed(Session):

@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import queue
+import threading
+import time
 
 from mkernel.backends.base import NO_SIGNAL, NicSession
 from mkernel.backends.runtime import _runtime
-from mkernel.conformance.nic_faults.base import Changed, Fault, Later, Put, Relayed, Session
+from mkernel.conformance.nic_faults.base import Changed, Fault, Put, Relayed, Session
 from mkernel.conformance.nic_ranks import Memory
+from mkernel.errors import MkernelError
 
 
-def _signal_first(put: Put) -> list[Put]:
+class DataLater(Session):
+    """What :meth:`split` holds back of a put travels with the next put on that signal, or a flush.
+
+    A sender makes that put when its receiver has seen the signal and said so. Until then the data is not
+    there, however long the receiver takes to look: nothing here is a race.
+    """
+
+    def __init__(self, inner: NicSession) -> None:
+        super().__init__(inner)
+        self.held: dict[tuple[int, int], Put] = {}
+
+    def split(self, put: Put) -> tuple[Put, Put | None]:
+        """What goes at once, and what is held back."""
+        return put, None
+
+    def put(
+        self, peer: int, region: int, local: int, remote: int, nbytes: int, signal: int, value: int
+    ) -> None:
+        before = self.held.pop((peer, signal), None)
+        if before is not None:
+            self.inner.put(*before)
+        put = (peer, region, local, remote, nbytes, signal, value)
+        if nbytes and signal != NO_SIGNAL:
+            put, later = self.split(put)
+            if later is not None:
+                self.held[peer, signal] = later
+        self.inner.put(*put)
+
+    def flush(self, timeout_s: float) -> bool:
+        while self.held:
+            self.inner.put(*self.held.popitem()[1])
+        return self.inner.flush(timeout_s)
+
+
+def _signal_first(put: Put) -> tuple[Put, Put]:
     peer, region, local, remote, nbytes, signal, value = put
-    if nbytes == 0 or signal == NO_SIGNAL:
-        return [put]
-    return [
+    return (
         (peer, region, 0, 0, 0, signal, value),
         (peer, region, local, remote, nbytes, NO_SIGNAL, 0),
-    ]
+    )
 
 
 class SignalFirst(Fault):
     """The signal goes out before the data."""
 
-    class Broken(Changed):
-        def change(self, put: Put) -> list[Put]:
+    class Broken(DataLater):
+        def split(self, put: Put) -> tuple[Put, Put | None]:
             return _signal_first(put)
 
     session = Broken
@@ -33,9 +70,9 @@ class SignalFirst(Fault):
 class SignalFirstAtTimes(Fault):
     """As above, once in 100 puts that carry data."""
 
-    class Broken(Changed):
-        def change(self, put: Put) -> list[Put]:
-            return _signal_first(put) if put[4] and next(self.number) % 100 == 0 else [put]
+    class Broken(DataLater):
+        def split(self, put: Put) -> tuple[Put, Put | None]:
+            return _signal_first(put) if next(self.number) % 100 == 0 else (put, None)
 
     session = Broken
 
@@ -43,16 +80,16 @@ class SignalFirstAtTimes(Fault):
 class SignalBeforeTail(Fault):
     """The last 16 bytes travel after the signal."""
 
-    class Broken(Changed):
-        def change(self, put: Put) -> list[Put]:
+    class Broken(DataLater):
+        def split(self, put: Put) -> tuple[Put, Put | None]:
             peer, region, local, remote, nbytes, signal, value = put
             head = nbytes - 16
-            if head <= 0 or signal == NO_SIGNAL:
-                return [put]
-            return [
+            if head <= 0:
+                return put, None
+            return (
                 (peer, region, local, remote, head, signal, value),
                 (peer, region, local + head, remote + head, 16, NO_SIGNAL, 0),
-            ]
+            )
 
     session = Broken
 
@@ -225,34 +262,94 @@ class CountersOf32Bits(Fault):
 
 
 class Reorders(Fault):
-    """Each second put is held back until the next one is out."""
+    """A put is held back until the next one is out, and then until the sender makes a third, which it
+    does when the receiver has looked."""
 
-    class Broken(Changed):
+    class Broken(Session):
         held: Put | None = None
+        overtaken = False
 
-        def change(self, put: Put) -> list[Put]:
-            signal = put[5]
-            held, self.held = self.held, None
-            if held is None and (signal == NO_SIGNAL or signal % 2 == 1):
+        def put(
+            self,
+            peer: int,
+            region: int,
+            local: int,
+            remote: int,
+            nbytes: int,
+            signal: int,
+            value: int,
+        ) -> None:
+            if self.overtaken:
+                self.release()
+            put = (peer, region, local, remote, nbytes, signal, value)
+            if self.held is None and (signal == NO_SIGNAL or signal % 2 == 1):
                 self.held = put
-                return []
-            return [put] if held is None else [put, held]
+                return
+            self.inner.put(*put)
+            self.overtaken = self.held is not None
+
+        def release(self) -> None:
+            """Let go what is held back."""
+            held, self.held, self.overtaken = self.held, None, False
+            if held is not None:
+                self.inner.put(*held)
 
         def flush(self, timeout_s: float) -> bool:
-            if self.held is not None:
-                self.inner.put(*self.held)
-                self.held = None
+            self.release()
             return self.inner.flush(timeout_s)
 
     session = Broken
 
 
 class FlushAtOnce(Fault):
-    """Flush returns True while puts have yet to read their source."""
+    """Flush returns True while puts have yet to read their source: each waits until that has changed, or
+    for a second."""
 
-    class Broken(Later):
+    class Broken(Session):
+        def __init__(self, inner: NicSession) -> None:
+            super().__init__(inner)
+            self.regions: dict[int, int] = {}
+            self.queue: queue.SimpleQueue[tuple[Put, bytes, float] | None] = queue.SimpleQueue()
+            self.thread = threading.Thread(target=self._run, daemon=True)
+            self.thread.start()
+
+        def register(self, region: int, address: int, nbytes: int) -> str:
+            self.regions[region] = address
+            return self.inner.register(region, address, nbytes)
+
+        def put(
+            self,
+            peer: int,
+            region: int,
+            local: int,
+            remote: int,
+            nbytes: int,
+            signal: int,
+            value: int,
+        ) -> None:
+            put = (peer, region, local, remote, nbytes, signal, value)
+            self.queue.put((put, self._source(put), time.monotonic() + 1))
+
+        def _source(self, put: Put) -> bytes:
+            """The first bytes that a put reads, as they are now."""
+            _, region, local, _, nbytes, _, _ = put
+            return ctypes.string_at(self.regions[region] + local, min(nbytes, 64))
+
+        def _run(self) -> None:
+            while (item := self.queue.get()) is not None:
+                put, before, due = item
+                while self._source(put) == before and time.monotonic() < due:
+                    time.sleep(0.001)
+                with contextlib.suppress(MkernelError):
+                    self.inner.put(*put)
+
         def flush(self, timeout_s: float) -> bool:
             return True
+
+        def close(self) -> None:
+            self.queue.put(None)
+            self.thread.join()
+            self.inner.close()
 
     session = Broken
 

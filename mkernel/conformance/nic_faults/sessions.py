@@ -129,10 +129,11 @@ class SlowClose(Fault):
 
 
 class CloseLater(Fault):
-    """Close returns while the NIC still works."""
+    """Close returns while the NIC still works: it repeats the latest put again and again."""
 
     class Broken(Session):
         closed = False
+        latest: Put | None = None
 
         def put(
             self,
@@ -146,12 +147,21 @@ class CloseLater(Fault):
         ) -> None:
             if self.closed:
                 raise MkernelError("the session is closed")
-            self.inner.put(peer, region, local, remote, nbytes, signal, value)
+            self.latest = (peer, region, local, remote, nbytes, signal, value)
+            self.inner.put(*self.latest)
 
         def close(self) -> None:
             if not self.closed:
                 self.closed = True
-                threading.Timer(1.0, self.inner.close).start()
+                threading.Thread(target=self._go_on, daemon=True).start()
+
+        def _go_on(self) -> None:
+            # Its own failures are nobody's business: the peer ends whenever it is done.
+            with contextlib.suppress(MkernelError):
+                while self.latest is not None and self.inner.failure() is None:
+                    self.inner.put(*self.latest)
+                    time.sleep(0.01)
+            self.inner.close()
 
     session = Broken
 

@@ -379,7 +379,10 @@ bool flag_overtakes(int turns) {
 void relaxed_writes_overtake_each_other() {
     CHECK(!flag_overtakes(100));
     const Setting relaxed("MKERNEL_SOFTVERBS_RELAXED_ORDERING", "1");
-    CHECK(flag_overtakes(100'000));
+    // Of the twelve pieces of a turn some are late in 31 of 32, and most of those by far longer than
+    // this thread is kept from looking.
+    const Setting late("MKERNEL_SOFTVERBS_HOLD_NS", "100000000");
+    CHECK(flag_overtakes(1000));
 }
 
 void an_immediate_waits_for_relaxed_writes() {
