@@ -21,8 +21,7 @@ class CheckSkipped(Exception):
 
 
 class HarnessError(Exception):
-    """The kit itself could not do its work: nothing is said of the backend. No planted fault counts as
-    caught by it."""
+    """The kit itself could not do its work: nothing is said of the backend."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,15 @@ class Check:
 
 
 class Result(Model):
-    """What one check came to."""
+    """What one check came to. ``raised``: the type of error that ended it, where it did not come to a
+    judgement of its own."""
 
     name: str
     promise: str
     outcome: OutcomeKind
     seconds: float
     message: str = ""
+    raised: str = ""
 
 
 class Report(Model):
@@ -73,7 +74,7 @@ def run_check(check: Check, subject: Any) -> Result:
     """Run one check; whatever it raises becomes its result (but not KeyboardInterrupt)."""
     start = time.perf_counter()
     outcome: OutcomeKind = "passed"
-    message = ""
+    message = raised = ""
     try:
         check.run(subject)
     except CheckSkipped as skipped:
@@ -82,13 +83,15 @@ def run_check(check: Check, subject: Any) -> Result:
         outcome, message = "failed", str(failed)
     except Exception as error:
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
-        outcome, message = "failed", f"{type(error).__name__}: {error}{cause}"
+        outcome, raised = "failed", type(error).__name__
+        message = f"{raised}: {error}{cause}"
     return Result(
         name=check.name,
         promise=check.promise,
         outcome=outcome,
         seconds=time.perf_counter() - start,
         message=message,
+        raised=raised,
     )
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch.distributed import TCPStore
 
 import mkernel
 from mkernel.backends.base import View
@@ -28,6 +30,14 @@ def seconds_apart(case: Case, iteration: int, most_s: float) -> None:
     """Sleep a little, another time on every rank and in every iteration."""
     rank = mkernel.world().rank
     time.sleep(random.Random(f"{case.seed} {iteration} {rank}").uniform(0, most_s))
+
+
+@contextmanager
+def meeting_place() -> Iterator[int]:
+    """The port of a store of the kit's process, where ranks meet beside their world."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield int(store.port)
+    del store
 
 
 def give_up_after(timeout_s: float) -> None:
@@ -88,14 +98,16 @@ class Judge:
         return self.problems(self.case.run(self.inputs(iteration), view=view), iteration)
 
     def problems(self, outcome: Outcome, iteration: int) -> list[str]:
-        """What is wrong with the results of a finished call."""
+        """What is wrong with the results of a finished call, as they are now: what comes later came
+        too late."""
         world = mkernel.world()
+        now = {name: tensor.to("cpu", copy=True) for name, tensor in outcome.outputs.items()}
         found, truth, partials = [], self.truth(iteration), {}
         if self._rounds:
             partials = self.case.partials(world.rank, world.size, iteration)
         tolerances = self.case.tolerances()
         for name, wanted in truth.items():
-            got = outcome.outputs[name].cpu()
+            got = now[name]
             limit = tolerances.get(name)
             wrong = _differs(self.case, name, got, wanted, limit, partials.get(name))
             if wrong:

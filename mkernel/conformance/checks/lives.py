@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,17 +18,9 @@ from mkernel.cases import Case
 from mkernel.conformance.accelerator import WORLD_TIMEOUT_S, AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import typical
-from mkernel.conformance.ranks import Judge, where
+from mkernel.conformance.ranks import Judge, meeting_place, where
 from mkernel.errors import PeerFailure, Unsupported, WorldError
 from mkernel.world import World
-
-
-@contextmanager
-def _meeting_place() -> Iterator[int]:
-    """A store of the kit's process; ranks meet there for the worlds after their first."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield int(store.port)
-    del store
 
 
 def _next_world(last: World, port: int) -> World:
@@ -53,7 +45,7 @@ def two_worlds(subject: AcceleratorSubject) -> None:
     """Calls, another world, the same and other calls, and a third."""
     for world in subject.usual_worlds():
         cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
-        with _meeting_place() as port:
+        with meeting_place() as port:
             subject.judge(rank_two_worlds, cases, port, world=world)
 
 
@@ -77,7 +69,7 @@ def after_failure(subject: AcceleratorSubject) -> None:
     for world in subject.worlds((1, 2), *([] if subject.quick else [subject.largest()])):
         for op in subject.claimed()[: 2 if subject.quick else None]:
             case = typical(subject, op, world[0] * world[1])
-            with _meeting_place() as port:
+            with meeting_place() as port:
                 subject.judge(rank_after_failure, case, port, world=world)
 
 
@@ -110,7 +102,7 @@ def leaks(subject: AcceleratorSubject) -> None:
     """Worlds come and go; descriptors, threads and shared memory do not pile up."""
     for world in subject.usual_worlds():
         cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
-        with _meeting_place() as port:
+        with meeting_place() as port:
             subject.judge(rank_leaks, cases, port, world=world)
 
 

@@ -12,7 +12,7 @@ import torch
 import mkernel
 from mkernel.cases import Case, case_of
 from mkernel.conformance.accelerator import OPS, AcceleratorSubject
-from mkernel.conformance.check import Check
+from mkernel.conformance.check import Check, CheckFailed
 from mkernel.conformance.grid import GEMMS, typical
 from mkernel.conformance.ranks import Judge, describe, where
 from mkernel.errors import (
@@ -211,7 +211,7 @@ def mismatched_call(subject: AcceleratorSubject) -> None:
         if 0 not in told:
             wrong.append("rank 0 said nothing")
         if wrong:
-            raise AssertionError(
+            raise CheckFailed(
                 f"{describe(case)} on one rank, {describe(other)} on the other: {wrong[0]}, not "
                 "PlanMismatch"
             )

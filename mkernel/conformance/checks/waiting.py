@@ -8,17 +8,22 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torch.distributed import TCPStore
 
 import mkernel
 from mkernel.backends.base import View
 from mkernel.cases import Case
-from mkernel.conformance.accelerator import AcceleratorSubject, blame
+from mkernel.conformance.accelerator import WORLD_TIMEOUT_S, AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import typical
-from mkernel.conformance.ranks import Judge, describe, seconds_apart
+from mkernel.conformance.ranks import Judge, describe, meeting_place, seconds_apart
 from mkernel.launch import report
 
-_LATE_S = 0.25
+_LATE_S = 1.0
+"""How long a rank that comes late stays away once all others are in the call."""
 
 
 def waits(subject: AcceleratorSubject) -> None:
@@ -28,8 +33,8 @@ def waits(subject: AcceleratorSubject) -> None:
         size = world[0] * world[1]
         late = range(size) if not subject.quick else (size - 1,)
         cases = [typical(subject, op, size) for op in subject.claimed()]
-        told = subject.launch(rank_late, cases, tuple(late), world=world)
-        found += [text for _, problems in told for text in problems]
+        with meeting_place() as port:
+            told = subject.launch(rank_late, cases, tuple(late), port, world=world)
         for number, (case, last) in enumerate((case, last) for case in cases for last in late):
             called, _ = told[last][0][number]
             early = [
@@ -40,17 +45,19 @@ def waits(subject: AcceleratorSubject) -> None:
                     f"{describe(case)} on {world[0]}x{world[1]}: rank {early[0]} returned before "
                     f"rank {last}, whose data it needs, had called: it does not wait"
                 )
+        found += [text for _, problems in told for text in problems]
     blame(found)
 
 
 def rank_late(
-    cases: Sequence[Case], late: Sequence[int]
+    cases: Sequence[Case], late: Sequence[int], port: int
 ) -> tuple[list[tuple[float, float]], list[str]]:
     """When each call was entered and left, on the clock that all processes share; what was wrong.
 
     Plans are known before (ranks meet in a plan's first call whatever the backend does).
     """
     world = mkernel.world()
+    others = TCPStore("127.0.0.1", port, wait_for_workers=False)
     times, found = [], []
     for case in cases:
         judge = Judge(case)
@@ -60,50 +67,72 @@ def rank_late(
             outputs = case.poisoned(inputs)
             world.barrier()
             if world.rank == last:
-                time.sleep(_LATE_S)
+                _stay_away(others, len(times), world.size - 1)
+            else:
+                others.add(f"entered/{len(times)}", 1)
             called = time.monotonic()
             outcome = case.call(inputs, outputs)
             times.append((called, time.monotonic()))
+            if world.rank != last:
+                others.add(f"returned/{len(times) - 1}", 1)
             found += judge.problems(outcome, iteration)
     return times, found
 
 
+def _stay_away(others: TCPStore, number: int, size: int) -> None:
+    """Until all others have returned from a call, which they must not, or have been in it for long."""
+    end = time.monotonic() + WORLD_TIMEOUT_S
+    while others.add(f"entered/{number}", 0) < size and time.monotonic() < end:
+        time.sleep(0.001)
+    end = time.monotonic() + _LATE_S
+    while others.add(f"returned/{number}", 0) < size and time.monotonic() < end:
+        time.sleep(0.001)
+
+
 def paused_ranks(subject: AcceleratorSubject) -> None:
-    """Ranks are stopped in mid-call, again and again, while the others run ahead."""
+    """In every call one rank is stopped for a while, and the others run ahead."""
     world = subject.largest()
     cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
-    with _Pauses(subject.seed) as pauses:
+    with _Wakes(subject.seed) as wakes:
         told = subject.launch(
-            rank_paused, cases, 6 if subject.quick else 30, world=world, on_report=pauses.add
+            rank_paused, cases, 6 if subject.quick else 30, world=world, on_report=wakes.add
         )
     blame([text for problems in told for text in problems])
 
 
 def rank_paused(cases: Sequence[Case], calls: int) -> list[str]:
-    """Call without pauses of its own; the kit's process stops this one now and then."""
+    """Stop this process where it is its turn, about when the call begins; the kit's wakes it."""
+    world = mkernel.world()
     report(os.getpid())
     found = []
     for case in cases:
         judge = Judge(case)
         for iteration in range(calls):
+            drawn = random.Random(f"{case.seed} {case.op} {iteration}")  # the same on every rank
+            victim, after_s = drawn.randrange(world.size), drawn.uniform(0, 0.005)
+            stop = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGSTOP))
+            if world.rank == victim:
+                stop.start()
             found += judge(iteration)
+            if world.rank == victim:
+                stop.join()
     return found
 
 
-class _Pauses:
-    """Stops one rank process at a time for some ten milliseconds."""
+class _Wakes:
+    """Lets rank processes that have stopped themselves go on, some ten milliseconds later."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._ranks: dict[int, int] = {}
+        self._ranks: dict[int, int] = {}  # process → descriptor of it
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def add(self, rank: int, process: int) -> None:
         """A rank has said which process it is."""
-        self._ranks[rank] = os.pidfd_open(process)
+        self._ranks[process] = os.pidfd_open(process)
 
-    def __enter__(self) -> _Pauses:
+    def __enter__(self) -> _Wakes:
         self._thread.start()
         return self
 
@@ -114,17 +143,13 @@ class _Pauses:
             os.close(descriptor)
 
     def _run(self) -> None:
-        while not self._over.wait(self._random.uniform(0.005, 0.05)):
-            known = list(self._ranks.values())
-            if not known:
-                continue
-            victim = self._random.choice(known)
-            try:
-                signal.pidfd_send_signal(victim, signal.SIGSTOP)
-                self._over.wait(self._random.uniform(0.02, 0.08))
-                signal.pidfd_send_signal(victim, signal.SIGCONT)
-            except ProcessLookupError:
-                continue
+        while not self._over.wait(0.002):
+            for process, descriptor in list(self._ranks.items()):
+                with suppress(ProcessLookupError, FileNotFoundError):
+                    stat = Path(f"/proc/{process}/stat").read_text()
+                    if stat.rpartition(")")[2].split()[0] == "T":
+                        self._over.wait(self._random.uniform(0.06, 0.12))
+                        signal.pidfd_send_signal(descriptor, signal.SIGCONT)
 
 
 def views(subject: AcceleratorSubject) -> None:

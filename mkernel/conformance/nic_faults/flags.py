@@ -2,9 +2,9 @@
 
 On one queue pair that keeps order this works: :class:`FlagBehindData` is no fault. It goes wrong where
 nothing keeps the flag behind its data. There the device holds one write in four back for up to
-:data:`HOLD_NS`, long for a receiver that polls. Of the 11,520 puts of a quick `visibility` 3 in 16 have
-their data held and their flag not: a receiver that looks in time at one in a hundred of those misses all
-with a probability below 1e-9.
+:data:`HOLD_NS`, long for a receiver that polls. Of the 11,520 puts of a quick `visibility` 3 in 16
+have their data held and their flag not: a receiver that looks in time at one in a hundred of those
+misses all with a probability below 1e-9.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from mkernel.errors import MkernelError
 class DataLater(Session):
     """What :meth:`split` holds back of a put travels with the next put on that signal, or a flush.
 
-    A sender makes that put when its receiver has seen the signal and said so. Until then the data is not
-    there, however long the receiver takes to look: nothing here is a race.
+    A sender makes that put when its receiver has seen the signal and said so. Until then the data is
+    not there, however long the receiver takes to look: nothing here is a race.
     """
 
     def __init__(self, inner: NicSession) -> None:
@@ -302,7 +302,7 @@ class Reorders(Fault):
 
 
 class FlushAtOnce(Fault):
-    """Flush returns True while puts have yet to read their source: each waits until that has changed, or
+    """Flush returns True while puts have yet to read their source: each waits for that to change, or
     for a second."""
 
     class Broken(Session):
