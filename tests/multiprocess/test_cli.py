@@ -318,7 +318,7 @@ def test_sharded_b_must_divide(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_everything() -> None:
     process = subprocess.Popen(
-        [MKERNEL, "run", "ag_gemm", *ASCEND, "--iterations", "500"],
+        [MKERNEL, "run", "ag_gemm", *ASCEND, "--iterations", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

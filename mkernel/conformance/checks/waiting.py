@@ -58,7 +58,8 @@ def rank_late(
     """
     world = mkernel.world()
     others = TCPStore("127.0.0.1", port, wait_for_workers=False)
-    times, found = [], []
+    times: list[tuple[float, float]] = []
+    found: list[str] = []
     for case in cases:
         judge = Judge(case)
         found += judge(0)
