@@ -55,6 +55,8 @@ def _started(timing: Timing) -> str:
     if timing.median_skew_us is None:
         return "ranks start behind a barrier, their skew not measured"
     found = f"ranks start at an agreed instant, median skew {timing.median_skew_us:.1f} us"
+    if timing.clock_error_us is not None:
+        found += f" by clocks known to {timing.clock_error_us:.1f} us"
     if timing.most_skew_us is None:
         return found
     return (
