@@ -27,7 +27,6 @@ def test_a_planted_fault_trips_its_checks(fault: str) -> None:
 
 BROAD = {
     "OneWrongElement": "shapes",
-    "LeavesElement": "poison",
     "KeepsSomeRows": "stale-data",
     "NoisyLastBit": "determinism",
     "SequentialIsWrong": "views",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import mkernel
 from mkernel.cases import Case, Outcome, case_of, poison
+from mkernel.cases.gemm import GemmCase
 from mkernel.conformance import ranks
 from mkernel.conformance.checks.memory import Guarded
+from mkernel.conformance.checks.repetition import rank_poison
 from mkernel.conformance.ranks import Judge
 from mkernel.identity import Identity
+from mkernel.ops import all_gather_gemm
 
 
 class OneRank:
@@ -138,6 +141,35 @@ def test_one_stale_row_is_found(judge: Judge) -> None:
     out[7] = right(judge.case, 0)[7]
     (found,) = judge.stale_rows(outcome(out), 1)
     assert "1 rows of out are those of call 0" in found
+
+
+class Allocates(GemmCase):
+    """Its call notes what is in memory that torch gives it."""
+
+    op = "all_gather_gemm"
+    gemm = all_gather_gemm.OP
+    seen: ClassVar[list[bool]] = []
+
+    def call(self, tensors: Any, outputs: Any, **options: Any) -> Outcome:
+        self.seen.append(bool(torch.empty(1000).isnan().all()))
+        return outcome(outputs["out"].copy_(tensors["a"].double() @ tensors["b"].double()))
+
+    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        given = self.inputs(rank, world_size, iteration)
+        return {"out": given["a"].double() @ given["b"].double()}
+
+
+def test_what_an_op_allocates_is_filled(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every call of the kit that goes through the case, and in those of the check of poison."""
+    monkeypatch.setattr("mkernel.cases.gemm.current", OneRank)
+    monkeypatch.setattr(OneRank, "device", "cpu", raising=False)
+    monkeypatch.setattr(Allocates, "seen", [])
+    case = Allocates(judge.case.sizes, "float16", "float32")
+    case.run(case.inputs(0, 1, 0))
+    assert Allocates.seen == [True]
+    assert rank_poison([case]) == []
+    assert Allocates.seen == [True] * 4
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("turned", [False, True])
