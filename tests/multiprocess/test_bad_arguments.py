@@ -109,6 +109,47 @@ def test_a_call_like_a_right_one_is_refused_each_time(accelerator: str) -> None:
         assert found == named
 
 
+EXPERTS = 6
+REFUSED = "topk_ids = ... {} ... is not legal; expected expert numbers 0 to 5"
+# (the lowest, the highest expert that a token asks for) → what the call comes to
+ASKED = {
+    (0, EXPERTS - 1): "right",
+    (0, EXPERTS): REFUSED.format(EXPERTS),
+    (-1, EXPERTS - 1): REFUSED.format(-1),
+    (-1, EXPERTS): REFUSED.format(-1),
+}
+
+
+def ask_for_experts(dtype: torch.dtype) -> dict[tuple[int, int], str]:
+    """What calls come to that ask for experts at the bounds and just beyond."""
+    world = mkernel.world()
+    each = EXPERTS // world.size
+    x, w = half(4, 64), half(each, 64, 64)
+    found = {}
+    for low, high in ASKED:
+        ids = torch.full((4, 2), 2, dtype=dtype)
+        ids[1, 1], ids[3, 0] = low, high
+        try:
+            sent = mkernel.moe_dispatch_gemm(x, ids, w, out_dtype=torch.float32)
+        except ArgumentError as error:
+            found[low, high] = str(error)
+        else:
+            rows = world.size * ids.flatten().bincount(minlength=EXPERTS)
+            mine = rows[world.rank * each :][:each]
+            right = torch.equal(sent.counts, mine) and bool((sent.outputs == 64).all())
+            found[low, high] = "right" if right else "wrong"
+    return found
+
+
+@pytest.mark.parametrize("accelerator", ["ascend", "streams"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_experts_from_the_first_to_the_last_and_no_other(
+    dtype: torch.dtype, accelerator: str
+) -> None:
+    for found in mkernel.launch(ask_for_experts, dtype, ranks_per_node=2, accelerator=accelerator):
+        assert found == ASKED
+
+
 def one_rank_wrong() -> str:
     """A rank that refuses its own call leaves; the others learn why."""
     rows = half(64, 64) if mkernel.world().rank else half(64)
