@@ -78,7 +78,8 @@ class UnknownBackend(ArgumentError):
 
 
 class Unsupported(MkernelError, NotImplementedError):
-    """The backend is there, but does not claim this op, dtype or path."""
+    """The backend is there, but does not claim this op, dtype or path; or the op was called where it
+    cannot work yet, such as inside a transform of torch.func. Nothing was started."""
 
 
 class BackendUnavailable(MkernelError, RuntimeError):

@@ -15,6 +15,7 @@ from typing import Literal, overload
 import torch
 
 from mkernel.ops.gemm import GemmOp
+from mkernel.ops.untraced import untraced
 
 OP = GemmOp("all_gather_gemm", gathers=True)
 
@@ -45,6 +46,7 @@ def all_gather_gemm(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@untraced
 def all_gather_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -77,8 +79,10 @@ def all_gather_gemm(
         C [M, N_r], or (C, A).
 
     Raises:
-        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument; nothing was started.
-        NotInitialized: no world. Unsupported: the accelerator does not provide this op.
+        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
+            tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
+        NotInitialized: no world. Unsupported: the accelerator does not provide this op, or the call is
+            inside a transform or mode of torch that has to see what it computes.
         PlanMismatch: another rank called with other shapes, dtypes or options.
         PeerFailure, Timeout, NicError, Cancelled: the world broke; every rank raises the same kind.
             A stream-ordered accelerator raises it at the next call, :func:`mkernel.synchronize` or

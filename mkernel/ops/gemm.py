@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import increment_version
 
 from mkernel.backends.base import View
 from mkernel.current import current
 from mkernel.errors import ShapeError
 from mkernel.ops import validate
 from mkernel.ops.common import Done, checked, look, plan_for
+from mkernel.ops.plain import plain
 from mkernel.plan.model import LaunchPlan, PathChoice
 from mkernel.world import World
+
+_ARGUMENTS = ("a", "b", "out", "gathered")
 
 
 @dataclass(frozen=True)
@@ -106,19 +110,27 @@ class GemmOp:
         stream-ordered accelerator, so that the record has times. ``path``: instead of the setting's.
         """
         world = current()
+        a, b, out, gathered = plain(self.name, _ARGUMENTS, (a, b, out, gathered))
         known = checked(
             world,
             (self.name, look(a), look(b), look(out), look(gathered), out_dtype, repr(chunk), path),
             lambda: self.check(world, a, b, out, out_dtype, gathered, chunk, path),
         )
         plan = known.plan
+        overwritten = []
         if out is None:
             out = torch.empty(known.shape, dtype=known.dtype, device=a.device)
+        else:
+            overwritten.append(out)
         outputs = {"out": out}
         if gathered is not False:
             if gathered is True:
                 whole = (plan.gemm.m, plan.gemm.k)
                 gathered = torch.empty(whole, dtype=a.dtype, device=a.device)
+            else:
+                overwritten.append(gathered)
             outputs["gathered"] = gathered
         record = world.run(plan, {"a": a, "b": b, **outputs}, view=view, trace=trace, wait=wait)
+        if overwritten:  # autograd may have saved them for a backward, and must hear of it
+            increment_version(overwritten)
         return Done(plan, record, outputs)

@@ -12,10 +12,12 @@ from __future__ import annotations
 import torch
 
 from mkernel.ops.gemm import GemmOp
+from mkernel.ops.untraced import untraced
 
 OP = GemmOp("gemm_all_reduce")
 
 
+@untraced
 def gemm_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -42,7 +44,8 @@ def gemm_all_reduce(
         C [M, N].
 
     Raises:
-        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument; nothing was started.
+        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
+            tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
         NotInitialized: no world. Unsupported: the accelerator does not provide this op.
         PlanMismatch: another rank called with other shapes, dtypes or options.
         PeerFailure, Timeout, NicError, Cancelled: the world broke; every rank raises the same kind.

@@ -22,6 +22,8 @@ from mkernel.current import current
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.common import Done, plan_for
+from mkernel.ops.plain import plain
+from mkernel.ops.untraced import untraced
 from mkernel.plan.model import LaunchPlan
 
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -38,6 +40,17 @@ class MoeHandle:
     rows: int
     state: Any
     world: object
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that the backend remembers the routing by, under the names of errors."""
+        if isinstance(self.state, torch.Tensor):
+            return {"handle.state": self.state}
+        kept = getattr(self.state, "__dict__", {})
+        return {
+            f"handle.state.{name}": value
+            for name, value in kept.items()
+            if isinstance(value, torch.Tensor)
+        }
 
 
 class MoeDispatch(NamedTuple):
@@ -63,6 +76,7 @@ def dispatch(
     """:func:`moe_dispatch_gemm` with its plan and record. Outputs: ``outputs``, ``counts``,
     ``handle``."""
     world = current()
+    x, topk_ids, w = plain("moe_dispatch_gemm", ("x", "topk_ids", "w"), (x, topk_ids, w))
     capabilities = world.accelerator.capabilities()
     device = world.accelerator.device
     validate.matrix("x", x)
@@ -117,6 +131,7 @@ def dispatch(
     return Done(plan, record, {"outputs": outputs, "counts": counts, "handle": handle})
 
 
+@untraced
 def moe_dispatch_gemm(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -143,7 +158,8 @@ def moe_dispatch_gemm(
         :class:`MoeDispatch`. Rows of one expert are ordered by source rank, token, slot.
 
     Raises:
-        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument; nothing was started.
+        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
+            tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
     done = dispatch(x, topk_ids, w, out_dtype=out_dtype, chunk=chunk).outputs
@@ -167,6 +183,9 @@ def combine(
         raise ArgumentError("handle", type(handle).__name__, "what moe_dispatch_gemm returned")
     if handle.world is not world:
         raise ArgumentError("handle", "of another world", "one of this world's moe_dispatch_gemm")
+    y, topk_weights = plain("moe_combine", ("y", "topk_weights"), (y, topk_weights))
+    kept = handle.tensors()
+    plain("moe_combine", tuple(kept), tuple(kept.values()))
     shape = handle.plan.shape.model_dump()
     tokens, top_k = shape["tokens"], shape["top_k"]
     if not isinstance(y, torch.Tensor) or y.dim() != 2 or y.shape[1] == 0:
@@ -205,6 +224,7 @@ def combine(
     return Done(plan, record, {"out": out})
 
 
+@untraced
 def moe_combine(
     y: torch.Tensor,
     handle: MoeHandle,
@@ -226,7 +246,8 @@ def moe_combine(
         [T, D] for this rank's tokens.
 
     Raises:
-        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument; nothing was started.
+        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
+            tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
     result: torch.Tensor = combine(y, handle, topk_weights, out_dtype=out_dtype).outputs["out"]

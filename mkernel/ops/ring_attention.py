@@ -20,6 +20,8 @@ from mkernel.current import current
 from mkernel.errors import ArgumentError, LayoutError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.common import Done, plan_for
+from mkernel.ops.plain import plain
+from mkernel.ops.untraced import untraced
 
 
 def zigzag_positions(sequence: int, world_size: int, rank: int) -> torch.Tensor:
@@ -53,6 +55,7 @@ def call(
 ) -> Done:
     """:func:`ring_attention` with its plan and record. Outputs: ``out``, ``lse``."""
     world = current()
+    q, k, v = plain("ring_attention", ("q", "k", "v"), (q, k, v))
     capabilities = world.accelerator.capabilities()
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
@@ -124,6 +127,7 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@untraced
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -153,7 +157,8 @@ def ring_attention(
         out [B, Hq, S/W, D] in q's dtype; with ``return_lse`` (out, lse [B, Hq, S/W] float32).
 
     Raises:
-        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument; nothing was started.
+        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
+            tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
 
     Source of the online softmax: Milakov and Gimelshein, "Online normalizer calculation for

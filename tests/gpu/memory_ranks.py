@@ -56,7 +56,8 @@ class Holder:
 
     def tensor(self, name: str, offset: int, shape: list[int], dtype: str) -> list[float]:
         """The memory as torch sees it, flattened; also that it is no copy, and no other's device."""
-        made = self.memory[name].tensor(offset, shape, getattr(torch, dtype))
+        with torch.device("cpu"):  # the user's default device says nothing of where memory lies
+            made = self.memory[name].tensor(offset, shape, getattr(torch, dtype))
         assert made.data_ptr() == self.memory[name].address + offset
         assert made.device == torch.device("cuda", self.device)
         return [float(value) for value in made.flatten().float()]

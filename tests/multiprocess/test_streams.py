@@ -264,15 +264,6 @@ def test_gathered_a(ranks: int) -> None:
     assert all(mkernel.launch(gathered, ranks_per_node=ranks, accelerator="streams"))
 
 
-def with_gradients() -> bool:
-    a, b = torch.ones(2, 3, requires_grad=True), torch.ones(3, 2, requires_grad=True)
-    return mkernel.all_gather_gemm(a, b).requires_grad
-
-
-def test_arguments_that_want_gradients() -> None:
-    assert not any(mkernel.launch(with_gradients, ranks_per_node=2, accelerator="streams"))
-
-
 # ---- worlds that break ---------------------------------------------------------------------------
 
 

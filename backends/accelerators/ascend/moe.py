@@ -24,8 +24,10 @@ def balanced_ids(plan: LaunchPlan) -> torch.Tensor:
     and each token's slots to experts that are far apart. What a record takes where it is given no
     other."""
     shape = _shape(plan)
-    token = torch.arange(plan.world_size * shape.tokens).view(plan.world_size, shape.tokens, 1)
-    slots = torch.arange(shape.top_k) * (shape.experts // shape.top_k)
+    token = torch.arange(plan.world_size * shape.tokens, device="cpu").view(
+        plan.world_size, shape.tokens, 1
+    )
+    slots = torch.arange(shape.top_k, device="cpu") * (shape.experts // shape.top_k)
     return ((token + slots) % shape.experts).to(torch.int32)
 
 
@@ -58,9 +60,11 @@ class MoeDispatchOp:
         inner = (shape.hidden, shape.features) if by_rows else (shape.features, shape.hidden)
         _check("w", stored, (experts, *inner), dtype)
         rows = geometry.most_rows
-        grouped = torch.empty((rows, shape.hidden), dtype=dtype)
-        outputs = torch.empty((rows, shape.features), dtype=TORCH_DTYPES[plan.out_dtype])
-        tables = torch.empty(geometry.table_words, dtype=torch.int32)
+        grouped = torch.empty((rows, shape.hidden), dtype=dtype, device="cpu")
+        outputs = torch.empty(
+            (rows, shape.features), dtype=TORCH_DTYPES[plan.out_dtype], device="cpu"
+        )
+        tables = torch.empty(geometry.table_words, dtype=torch.int32, device="cpu")
         kernels = native().moe_dispatch(
             geometry=geometry,
             x=x.data_ptr(),
@@ -210,7 +214,7 @@ def _recorded(
     plan: LaunchPlan, rank: int, geometry: _ascend.MoeDispatchGeometry, ids: torch.Tensor
 ) -> Prepared:
     """Kernels whose ids and tables are real, and nothing else."""
-    tables = torch.empty(geometry.table_words, dtype=torch.int32)
+    tables = torch.empty(geometry.table_words, dtype=torch.int32, device="cpu")
     own = ids[rank]
     kernels = native().moe_dispatch(
         geometry=geometry,

@@ -10,7 +10,6 @@ All that a rank decides here follows from the plan, so that all ranks take the s
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,14 +73,12 @@ class LibraryCalls:
         """Queue one; ``stream`` is torch's current one."""
         tensors = call.tensors
         a, b, out = tensors["a"], tensors["b"], tensors["out"]
-        recorded = a.requires_grad or b.requires_grad or out.requires_grad
-        with torch.no_grad() if recorded else nullcontext():  # the former takes a microsecond
-            if self._gathers:
-                self._gather_then_product(call, stream)
-            elif self._world_size == 1:
-                _multiply(a, b, out)
-            else:
-                self._product_then_sum(call, stream)
+        if self._gathers:
+            self._gather_then_product(call, stream)
+        elif self._world_size == 1:
+            _multiply(a, b, out)
+        else:
+            self._product_then_sum(call, stream)
 
     def _together(self, call: Call) -> _hopper.Collective:
         together: _hopper.Collective = self._collective.of_call(

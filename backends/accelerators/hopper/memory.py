@@ -150,8 +150,10 @@ class DeviceMemory(SymmetricMemory):
 
 def bytes_at(address: int, nbytes: int, keeps: object = None) -> torch.Tensor:
     """A tensor over device memory, which ``keeps`` keeps mapped as long as the tensor lives."""
-    # As bytes, since the interface has no name for bfloat16; without a device, lest torch copy.
-    return torch.as_tensor(_Bytes(address, nbytes, keeps))
+    # As bytes, since the interface has no name for bfloat16; without a device, not even torch's
+    # default one, lest torch copy.
+    with torch._C.DisableTorchFunction():
+        return torch.as_tensor(_Bytes(address, nbytes, keeps))
 
 
 class _Bytes:

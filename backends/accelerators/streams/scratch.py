@@ -28,7 +28,7 @@ class Scratch:
         nbytes = prod(shape) * dtype.itemsize
         kept = self._kept.get(name)
         if kept is None or len(kept) < nbytes:
-            kept = self._kept[name] = torch.empty(nbytes, dtype=torch.uint8)
+            kept = self._kept[name] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return kept[:nbytes].view(dtype).view(tuple(shape))
 
     def drop(self) -> None:

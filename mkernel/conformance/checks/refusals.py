@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses import FakeTensorMode
 
 import mkernel
 from mkernel.cases import Case, case_of
@@ -91,12 +92,37 @@ def _wrong(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
         yield from _wrong_attention(case, given)
 
 
+class _Overriding(torch.Tensor):
+    """A subclass with a ``__torch_function__`` of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _not_plain(call: Callable[..., object], given: _Inputs, **options: Any) -> Iterator[_Wrong]:
+    """The right call ``call(**given, **options)`` with one tensor that is more or less than memory."""
+    for name, tensor in given.items():
+        changed = {
+            "of a subclass": tensor.as_subclass(_Overriding),
+            "that is fake": FakeTensorMode().from_tensor(tensor),
+            "without data": tensor.to("meta"),
+        }
+        if tensor.is_floating_point():
+            changed["that requires grad"] = tensor.detach().requires_grad_()
+        for what, value in changed.items():
+            arguments = {**given, name: value, **options}
+            yield f"{name} {what}", ArgumentError, partial(call, **arguments)
+
+
 def _wrong_gemm(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
     a, b = given["a"], given["b"]
     call = getattr(mkernel, case.op)
     wide = torch.cat([a, a], 1)[:, : a.shape[1]]
     shape = case.run(given).outputs["out"].shape
     options = {"out_dtype": getattr(torch, case.out_dtype)}
+    written = torch.empty(shape, dtype=options["out_dtype"], device=a.device)
+    yield from _not_plain(call, {"a": a, "b": b, "out": written})
     yield (
         "K differs",
         ShapeError,
@@ -144,6 +170,7 @@ def _wrong_dispatch(case: Case, given: _Inputs) -> Iterator[_Wrong]:
         return mkernel.moe_dispatch_gemm(x, ids, w, **options)
 
     sent = mkernel.moe_dispatch_gemm(x, ids, w, **options)
+    yield from _not_plain(mkernel.moe_dispatch_gemm, {"x": x, "topk_ids": ids, "w": w}, **options)
     yield "H differs", ShapeError, lambda: call(x, ids, w[:, :-8].contiguous())
     yield "fewer lists than tokens", ShapeError, lambda: call(x, ids[1:], w)
     yield "expert numbers of float", DtypeError, lambda: call(x, ids.float(), w)
@@ -152,6 +179,9 @@ def _wrong_dispatch(case: Case, given: _Inputs) -> Iterator[_Wrong]:
         yield "a negative expert", ArgumentError, lambda: call(x, ids - 10000, w)
     yield "mixed dtypes", DtypeError, lambda: call(x, ids, w.double())
     y = sent.outputs
+    yield from _not_plain(
+        mkernel.moe_combine, {"y": y, "topk_weights": weights}, handle=sent.handle
+    )
     long = torch.cat([y, y[:1]]) if len(y) else y.new_zeros(1, y.shape[1])
     yield (
         "a row too many to combine",
@@ -168,6 +198,7 @@ def _wrong_dispatch(case: Case, given: _Inputs) -> Iterator[_Wrong]:
 def _wrong_attention(case: Case, given: _Inputs) -> Iterator[_Wrong]:
     q, k, v = (given[name] for name in "qkv")
     call = mkernel.ring_attention
+    yield from _not_plain(call, {"q": q, "k": k, "v": v})
     yield "keys of another width", ShapeError, lambda: call(q, k[..., :-8].contiguous(), v)
     yield "fewer values than keys", ShapeError, lambda: call(q, k, v[:, :, 1:].contiguous())
     yield "mixed dtypes", DtypeError, lambda: call(q, k.double(), v)

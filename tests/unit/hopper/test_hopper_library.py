@@ -317,21 +317,6 @@ def test_compute_only_exchanges_nothing(fabric: Any, op: str) -> None:
 
 
 @every_op
-def test_inputs_that_want_gradients(fabric: Any, op: str) -> None:
-    fabric(1)
-    made = planned(op, 8, 8, 8, 1)
-    a, b = (torch.randn(8, 8, dtype=torch.bfloat16, requires_grad=True) for _ in "ab")
-    out = torch.empty(8, 8, dtype=torch.bfloat16)
-    call: Any = SimpleNamespace(
-        plan=made, tensors={"a": a, "b": b, "out": out}, view="pipelined", rank=0,
-        workspace=region_of(0), peers={}, timeout_s=1.0, number=1, symmetric={},
-    )  # fmt: skip
-    order: Any = None
-    library.LibraryCalls(call, Lane(0, order, 64)).start(call, STREAM)
-    assert not out.requires_grad
-
-
-@every_op
 def test_a_plan_has_the_region_of_its_path(
     fabric: Any, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:

@@ -1,0 +1,169 @@
+"""Which tensors an op takes: those whose memory a kernel may read and write by its address alone.
+
+Kernels see addresses. What a tensor carries besides its memory (a graph for gradients, a subclass's
+own behaviour, a transform, a mode that stands in for the data) would be lost without a word, or the
+address would be null, so such calls are refused until the ops are registered with torch.
+"""
+
+from __future__ import annotations
+
+from inspect import getattr_static
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from mkernel.errors import ArgumentError, Unsupported
+
+_transforms = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_tracing = torch._C._is_tracing
+_USUAL_FUNCTIONS = (
+    getattr_static(Tensor, "__torch_function__"),
+    torch._C._disabled_torch_function_impl,
+)
+
+
+def plain(op: str, names: tuple[str, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call, each as a plain tensor. What is no tensor passes as it is.
+
+    A result of a functional collective that is still under way (``AsyncCollectiveTensor``) is awaited.
+
+    Raises:
+        ArgumentError: a tensor that requires grad (in grad mode) or has a forward-mode tangent; one of
+            a subclass with a ``__torch_function__`` or ``__torch_dispatch__`` of its own, fake tensors
+            and DTensor among them; one without dense memory of its own.
+        Unsupported: the call is inside a mode or transform that has to see or trace what it does.
+    """
+    quiet = not (_dispatch_modes() or _function_modes() or _tracing()) and _transforms() is None
+    if quiet and _usual(values):  # in nearly every call; it costs a microsecond
+        return values
+    _refuse_surroundings(op)
+    with torch._C.DisableTorchFunction():  # a default device is a mode, which each look would enter
+        if _usual(values):
+            return values
+        return tuple(
+            _examined(name, value) if isinstance(value, Tensor) else value
+            for name, value in zip(names, values, strict=True)
+        )
+
+
+def _usual(values: tuple[Any, ...]) -> bool:
+    """Whether none of the arguments needs a closer look."""
+    try:
+        for value in values:
+            if value is None or value is False or value is True:
+                continue
+            kind = type(value)
+            if (
+                (kind is not Tensor and kind is not Parameter)
+                or (value.requires_grad and torch.is_grad_enabled())
+                or not value.data_ptr()
+                or value.is_nested
+                or value.is_neg()
+            ):
+                return False
+    except RuntimeError:  # without a storage there is no address
+        return False
+    return forward_ad._current_level < 0
+
+
+def _examined(name: str, value: Tensor) -> Tensor:
+    """``value``, if it is one that an op takes; else what is wrong with it, and what to do."""
+    kind = type(value)
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            name,
+            f"a {kind.__name__} that requires grad",
+            f"a tensor without gradient: call under torch.no_grad(), or pass {name}.detach()",
+            why="mkernel has no backward yet: the gradient would be lost",
+        )
+    if _has_own_behaviour(kind):
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        if isinstance(value, AsyncCollectiveTensor):
+            return _examined(name, value.trigger_wait())  # type: ignore[no-untyped-call]
+        raise ArgumentError(
+            name,
+            f"a {kind.__module__}.{kind.__qualname__}",
+            f"a plain torch.Tensor: {_remedy(value)}",
+            why="kernels would bypass its __torch_function__ or __torch_dispatch__",
+        )
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise ArgumentError(
+            name,
+            "a tensor of a torch.func transform",
+            "a plain tensor: call outside of torch.func.grad, vmap and the like",
+            why="it has no memory of its own",
+        )
+    if value.layout is not torch.strided or value.is_nested:
+        found = "nested" if value.is_nested else str(value.layout)
+        raise ArgumentError(
+            name, f"a {found} tensor", f"a dense one: pass {name}.to_dense(), or a padded copy"
+        )
+    if value.is_neg():
+        raise ArgumentError(
+            name,
+            "a negated view",
+            f"pass {name}.resolve_neg()",
+            why="its memory holds other signs than it shows",
+        )
+    if forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
+        raise ArgumentError(
+            name,
+            "a tensor with a forward-mode tangent",
+            f"a tensor without one: pass {name}.detach()",
+            why="mkernel has no forward-mode derivatives yet: the tangent would be lost",
+        )
+    if not _has_memory(value):
+        raise ArgumentError(name, "a tensor without memory", "one with data of its own")
+    return value
+
+
+def _has_own_behaviour(kind: type[Tensor]) -> bool:
+    """Whether a subclass changes what torch does with its tensors. ``nn.Parameter`` does not."""
+    return (
+        getattr_static(kind, "__torch_function__") not in _USUAL_FUNCTIONS
+        or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    )
+
+
+def _has_memory(value: Tensor) -> bool:
+    if value.is_meta or not value.numel():
+        return True  # refused later, as what they are: by device or shape
+    try:
+        return value.data_ptr() != 0
+    except RuntimeError:  # no storage
+        return False
+
+
+def _remedy(value: Tensor) -> str:
+    if hasattr(value, "to_local"):
+        return "pass its local shard, .to_local()"
+    if hasattr(value, "fake_mode"):
+        return "fake tensors have no data; call with real ones, outside of FakeTensorMode"
+    return "pass the tensor inside of it"
+
+
+def _refuse_surroundings(op: str) -> None:
+    """Unsupported where torch is not just computing."""
+    where = None
+    if _dispatch_modes():
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        where = type(modes[-1]).__name__
+    elif _transforms() is not None:
+        where = "a transform of torch.func (grad, vmap, jvp, functionalize, ...)"
+    elif _tracing():
+        where = "torch.jit.trace"
+    else:  # torch.set_default_device and `with torch.device(...)` are such modes, and harmless
+        for mode in torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            if not isinstance(mode, torch.utils._device.DeviceContext):
+                where = type(mode).__name__
+    if where is not None:
+        raise Unsupported(
+            f"{op} inside {where} is not supported, because kernels compute without its knowledge; "
+            "call the op outside of it"
+        )

@@ -1,0 +1,26 @@
+"""Ops run as they are under ``torch.compile``, which does not know them yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def untraced(op: F) -> F:
+    """``op``, at which a compiled function breaks its graph, instead of tracing the planner in it.
+
+    What ``torch.compiler.disable`` does, without the wrapper's time in every call and without the
+    import of ``torch._dynamo``, which takes longer than that of torch. A torch without these hooks
+    traces until it meets what it cannot, and breaks the graph there.
+    """
+    op.__dict__["_torchdynamo_disable"] = True
+    op.__dict__["_torchdynamo_disable_msg"] = "mkernel's ops are not registered with torch yet"
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(op.__code__, frames._FrameExecStrategy(skip, skip))
+    return op
