@@ -24,6 +24,8 @@ from mkernel.bench.draws import MOST_DRAWS, drawn
 from mkernel.bench.shapes import SHIPPED, shapes
 from mkernel.bench.sizes import GEMMS, sized
 from mkernel.bench.spec import MODES, BenchSpec, Mode
+from mkernel.cli import terminal
+from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError
 from mkernel.ops.validate import DTYPES
 from mkernel.plan import ops
@@ -115,11 +117,11 @@ def command(
 ) -> None:
     """Time an op and its peers. Exit code 0 only if every contender's every result was right."""
     if render is not None:
-        typer.echo(numbers.page(render), nl=False)
+        terminal.write(numbers.page(render))
         return
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+        console = Terminal(highlight=False, width=_WIDTH)
     names = _ops(op, every=model_only)
     for option, given in (("--table", table), ("--machine", machine)):
         if given is not None and not model_only:

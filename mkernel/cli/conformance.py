@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mkernel.cli.terminal import Terminal
 from mkernel.conformance import render
 from mkernel.conformance.check import Check, Report, Result
 from mkernel.conformance.kit import Kit, kit_for, listed
@@ -49,7 +50,7 @@ def command(
 ) -> None:
     """Judge a backend. Exit code 0 only if no check failed and at least one passed."""
     if list_:
-        Console().print(_checks(listed(accelerator, nic)))
+        Terminal().print(_checks(listed(accelerator, nic)))
         return
     if faults:
         _judge_faults(nic, check or ())
@@ -60,7 +61,7 @@ def command(
     if check:
         kit = kit.only(check)
     piped = "-" in (str(json), str(junit))
-    console = Console(quiet=piped, highlight=False)
+    console = Terminal(quiet=piped, highlight=False)
     report = _run(kit, console)
     console.print(render.table(report))
     if json is not None:
@@ -73,7 +74,7 @@ def command(
 def _run(kit: Kit, console: Console) -> Report:
     """Run the kit, and say how far it is: on the terminal, else on stderr."""
     width = max(len(check.name) for check in kit.checks)
-    shown = console if console.is_terminal else Console(stderr=True, highlight=False)
+    shown = console if console.is_terminal else Terminal(stderr=True, highlight=False)
 
     def tell(result: Result) -> None:
         sign = _SIGNS[result.outcome]
@@ -102,5 +103,5 @@ def _judge_faults(nic: str | None, only: Sequence[str]) -> None:
     from mkernel.conformance import planted
 
     rows = planted.judge(nic, only)
-    Console(highlight=False).print(planted.table(rows))
+    Terminal(highlight=False).print(planted.table(rows))
     raise typer.Exit(0 if all(row.caught for row in rows) else 1)

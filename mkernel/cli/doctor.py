@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mkernel.cli.terminal import Terminal
 from mkernel.doctor import Kind, Report, SettingRow, examine, setting_rows
 
 _HEADINGS: dict[Kind, str] = {
@@ -42,13 +43,13 @@ def command(
         if as_json:
             typer.echo(json.dumps({"settings": [row.model_dump(mode="json") for row in rows]}))
         else:
-            Console().print(settings_table(rows))
+            Terminal().print(settings_table(rows))
         return
     report = examine()
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:
-        Console(highlight=False).print(*report_lines(report), sep="\n")
+        Terminal(highlight=False).print(*report_lines(report), sep="\n")
     if not report.healthy:
         raise typer.Exit(1)
 

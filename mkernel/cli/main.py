@@ -7,15 +7,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from mkernel import __version__
+from mkernel.cli.terminal import Terminal
 from mkernel.errors import MkernelError, WorldError
+from mkernel.printable import printable
 
 COMMANDS = ("run", "bench", "plan", "probe", "doctor", "conformance")
 """Each is ``command`` of the module of its name."""
@@ -34,6 +37,28 @@ class _Commands(TyperGroup):
             alone.command(cmd_name)(import_module(f"mkernel.cli.{cmd_name}").command)
             self.commands[cmd_name] = typer.main.get_command(alone)
         return self.commands.get(cmd_name)
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _printable_usage():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _printable_usage():
+            return super().invoke(ctx)
+
+
+_UsageError: Any = typer.BadParameter.__base__
+
+
+@contextmanager
+def _printable_usage() -> Iterator[None]:
+    """What typer says of an argument quotes it."""
+    try:
+        yield
+    except _UsageError as error:
+        if type(error).__name__ != "NoArgsIsHelpError":  # its message is the help page
+            error.message = printable(error.message, 400)
+        raise
 
 
 app = typer.Typer(
@@ -65,12 +90,12 @@ def _mkernel(
 
 def main() -> None:
     """Run the command line; turn errors into one line on stderr and an exit code."""
-    stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+    stderr = Terminal(stderr=True, highlight=False, soft_wrap=True)
     try:
         app()
     except KeyboardInterrupt:
         stderr.print("interrupted")
         sys.exit(130)
     except MkernelError as error:
-        stderr.print(f"{type(error).__name__}: {error}", style="red", markup=False)
+        stderr.print(f"{type(error).__name__}: {error}", style="red")
         sys.exit(1 if isinstance(error, WorldError) else 2)

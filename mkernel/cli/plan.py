@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
-from rich.console import Console
 
 from mkernel import selection
 from mkernel.backends.base import AcceleratorCapabilities
 from mkernel.cli import sizes
 from mkernel.cli.plan_world import planned_world
+from mkernel.cli.terminal import Terminal
 from mkernel.errors import Unsupported
 from mkernel.launchable import plan_obstacles, world_obstacles
 from mkernel.plan import ops, render
@@ -167,7 +167,7 @@ def command(
     )
     made, considered = planned(nodes=len(world.nodes), topology=world)
     obstacles += plan_obstacles(made, claims)
-    console = Console()
+    console = Terminal()
     if not as_json:
         console.print(render.topology(world))
         console.print(render.plan(made, obstacles, where.notes))

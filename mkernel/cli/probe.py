@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from mkernel.cli import terminal
+from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.probe import picture
 from mkernel.probe.matrix import matrix
@@ -98,9 +99,9 @@ def command(
         typer.echo(report(found).model_dump_json(indent=2, by_alias=True))
         return
     if as_matrix:
-        typer.echo(matrix(first))
+        terminal.write(matrix(first))
         return
-    console = Console()
+    console = Terminal()
     console.print(tree(found.topology))
     for note in found.notes:
         console.print(Text(f"note: {note.source}: {note.message}", style="dim"))
@@ -133,7 +134,7 @@ def _measure(file: Path, ranks: int, as_json: bool) -> None:
     if as_json:
         typer.echo(text)
     else:
-        Console(soft_wrap=True, highlight=False).print(f"wrote {file}")
+        Terminal(soft_wrap=True, highlight=False).print(f"wrote {file}")
 
 
 def _draw(node: Node, file: Path) -> None:

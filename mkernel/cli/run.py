@@ -18,6 +18,7 @@ from mkernel.cases import Case, case_of
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import ROUTINGS
 from mkernel.cli import sizes
+from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
 from mkernel.identity import Backends
 from mkernel.job import files, inputs, rank, report, timeline
@@ -132,7 +133,7 @@ def command(  # one option a parameter: this is the command line
         if paths
         else _random(name, given, wanted, world_size)
     )
-    console = Console(quiet=json, highlight=False)
+    console = Terminal(quiet=json, highlight=False)
     mixes = registry.accelerator(backends.accelerator).capabilities().mixed_dtypes
     spec = _spec(name, sized, wanted, mixes, paths, output, warmup, iterations)
     topology = machine.emulated_topology(

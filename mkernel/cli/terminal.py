@@ -1,0 +1,40 @@
+"""Where text becomes output: names from files, drivers and arguments are shown, never obeyed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from mkernel.printable import printable
+
+
+class Terminal(Console):
+    """A console without markup, on which control characters in text become escapes.
+
+    Colours, cursor movements and line breaks that rich makes itself pass.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, **options})
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(_lines(segment.text), segment.style)
+
+
+def write(text: str) -> None:
+    """Plain text on stdout, as it is but for control characters, with one line break at its end."""
+    sys.stdout.write(_lines(text.rstrip("\n")) + "\n")
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
