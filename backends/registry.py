@@ -9,9 +9,13 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from inspect import isabstract
+from typing import TypeVar
 
 from mkernel.backends.base import AcceleratorBackend, NicBackend
 from mkernel.errors import BackendUnavailable, UnknownBackend
+
+_Backend = TypeVar("_Backend")
 
 ACCELERATORS = "mkernel.accelerators"
 NICS = "mkernel.nics"
@@ -36,10 +40,11 @@ def _point(group: str, argument: str, name: str) -> EntryPoint:
     raise UnknownBackend(argument, repr(name), f"one of: {known}; or module:attribute")
 
 
-def _load(group: str, argument: str, name: str) -> object:
+def _load(group: str, argument: str, name: str, base: type[_Backend]) -> _Backend:
+    """An object of the class of that name. What is no backend is refused before it is called."""
     point = _point(group, argument, name)
     try:
-        made = point.load()
+        found = point.load()
     except ImportError as error:
         raise BackendUnavailable(
             f"{argument} {name!r} does not import: {error}; "
@@ -47,24 +52,25 @@ def _load(group: str, argument: str, name: str) -> object:
         ) from error
     except AttributeError as error:
         raise UnknownBackend(argument, repr(name), "what its module has", why=str(error)) from error
-    if not callable(made):
-        raise BackendUnavailable(f"{argument} {name!r} is {type(made).__name__}, not a class")
-    return made()
+    except (Exception, SystemExit) as error:  # a module that the user names may do anything
+        raise BackendUnavailable(
+            f"{argument} {name!r} does not import: {type(error).__name__}: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, base)) or isabstract(found):
+        what = found.__name__ if isinstance(found, type) else type(found).__name__
+        raise BackendUnavailable(
+            f"{argument} {name!r} is {what}, not a whole class that derives from {base.__name__}"
+        )
+    return found()
 
 
 @cache
 def accelerator(name: str) -> AcceleratorBackend:
     """The accelerator backend of that name. UnknownBackend, BackendUnavailable."""
-    backend = _load(ACCELERATORS, "accelerator", name)
-    if not isinstance(backend, AcceleratorBackend):
-        raise BackendUnavailable(f"accelerator {name!r} does not derive from AcceleratorBackend")
-    return backend
+    return _load(ACCELERATORS, "accelerator", name, AcceleratorBackend)  # type: ignore[type-abstract]
 
 
 @cache
 def nic(name: str) -> NicBackend:
     """The NIC backend of that name. UnknownBackend, BackendUnavailable."""
-    backend = _load(NICS, "nic", name)
-    if not isinstance(backend, NicBackend):
-        raise BackendUnavailable(f"nic {name!r} does not derive from NicBackend")
-    return backend
+    return _load(NICS, "nic", name, NicBackend)  # type: ignore[type-abstract]

@@ -8,6 +8,7 @@ from mkernel import current as _current
 from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.backends.base import AcceleratorCapabilities
+from mkernel.plan.arguments import check_world
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.ops import canonical
 from mkernel.plan.planner import plan as _plan
@@ -81,6 +82,7 @@ def plan(
         backends = selection.backends(
             settings, nodes, accelerator=accelerator, nic=nic, verbs=verbs, op=canonical(op)
         )
+    check_world(nodes, ranks_per_node)
     if topology is None:
         whole = machine.machine_topology(backends)
         topology = machine.emulated_topology(

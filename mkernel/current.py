@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore, Store
 from mkernel import selection
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized
 from mkernel.identity import Identity
-from mkernel.settings import Settings
+from mkernel.settings import Settings, check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.world import World
 
@@ -60,8 +60,7 @@ def init(
         )
     settings = settings or load_settings()
     if timeout_s is not None:
-        if timeout_s <= 0:
-            raise ArgumentError("timeout_s", timeout_s, "a number of seconds above 0")
+        check_timeout("timeout_s", timeout_s)
         settings = settings.model_copy(update={"timeout_s": timeout_s})
     identity = _identity(nodes if nodes is not None else settings.nodes, ranks_per_node)
     backends = selection.backends(

@@ -30,11 +30,14 @@ from torch.distributed import TCPStore
 
 from mkernel import current, fork_server
 from mkernel.errors import ArgumentError, MkernelError, PeerFailure
-from mkernel.settings import Settings
+from mkernel.plan.arguments import check_world
+from mkernel.settings import MAX_LAUNCHED, Settings, check_timeout
 from mkernel.settings import load as load_settings
 
 T = TypeVar("T")
 
+_ALWAYS_STARTED = 16
+"""Ranks, however few the CPUs are."""
 _GRACE_S = 5.0
 """After the first failure the other ranks get this long beyond a heartbeat to report theirs."""
 
@@ -59,6 +62,36 @@ class _Job:
     settings: Settings
     work: bytes  # pickled (fn, args, kwargs)
     environment: dict[str, str]  # the launcher's of now; the fork server's is older
+
+
+def check_ranks(
+    nodes: int,
+    ranks_per_node: int,
+    ranks_per_cpu: int,
+    names: tuple[str, str] = ("nodes", "ranks_per_node"),
+) -> None:
+    """ArgumentError where this machine does not start so many ranks: each is a process, and while
+    many of them wait for a CPU, the others' waits reach their deadlines.
+
+    Args:
+        names: of the first two arguments in messages.
+    """
+    check_world(nodes, ranks_per_node, names)
+    cpus = len(os.sched_getaffinity(0))
+    most = min(max(_ALWAYS_STARTED, ranks_per_cpu * cpus), MAX_LAUNCHED)
+    if nodes * ranks_per_node > most:
+        argument, value, times = (
+            (names[0], nodes, f" / {ranks_per_node} a node")
+            if nodes > 1
+            else (names[1], ranks_per_node, "")
+        )
+        raise ArgumentError(
+            argument,
+            value,
+            f"at most {most} ranks{times} on this machine of {cpus} CPUs; MKERNEL_RANKS_PER_CPU "
+            f"(now {ranks_per_cpu}) allows up to {MAX_LAUNCHED}",
+            why=f"{nodes * ranks_per_node} ranks",
+        )
 
 
 class _Channel:
@@ -106,13 +139,10 @@ def launch(
         The first failure among the ranks, with that rank's traceback as its cause. PeerFailure
         where a rank died without a word. No process, socket or shared memory is left behind.
     """
-    for name, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
-        if not isinstance(value, int) or value < 1:
-            raise ArgumentError(name, repr(value), "an integer of at least 1")
     settings = settings or load_settings()
+    check_ranks(nodes, ranks_per_node, settings.ranks_per_cpu)
     if timeout_s is not None:
-        if timeout_s <= 0:
-            raise ArgumentError("timeout_s", timeout_s, "a number of seconds above 0")
+        check_timeout("timeout_s", timeout_s)
         settings = settings.model_copy(update={"timeout_s": timeout_s})
     settings = settings.model_copy(update={"job_secret": SecretStr(secrets.token_hex(32))})
     try:

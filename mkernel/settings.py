@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from mkernel.errors import ArgumentError
+from mkernel.topology.model import MAX_NODES
 from mkernel.topology.placement import NOT_PINNED, Pinning
 
 MASK = "********"
+
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.01, 604800.0
+_TIMEOUTS = "from 0.01 to 604800 (a week)"
+MAX_LAUNCHED = 1024
+"""Ranks that one machine starts."""
 AUTO = "auto"
 """As accelerator, nic or verbs: chosen by what the machine has (:mod:`mkernel.selection`)."""
 
@@ -29,7 +36,7 @@ class NicSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     fifo_slots: int = Field(
-        1024, ge=2, description="command FIFO length; rounded up to a power of 2"
+        1024, ge=2, le=1 << 20, description="command FIFO length; rounded up to a power of 2"
     )
     rails: int | None = Field(
         None,
@@ -39,7 +46,10 @@ class NicSettings(BaseModel):
     )
     qps: int = Field(1, ge=1, le=8, description="queue pairs (QPs) per peer and rail")
     stripe_bytes: int = Field(
-        1 << 18, ge=1, description="a put of so many bytes is spread over all rails and QPs"
+        1 << 18,
+        ge=1,
+        le=1 << 40,
+        description="a put of so many bytes is spread over all rails and QPs",
     )
     queue_depth: int = Field(128, ge=4, le=8192, description="send work requests in flight per QP")
     receive_depth: int = Field(
@@ -52,7 +62,9 @@ class NicSettings(BaseModel):
     )
     traffic_class: int = Field(0, ge=0, le=255, description="of RC packets that are routed (RoCE)")
     service_level: int = Field(0, ge=0, le=15, description="of RC packets")
-    gid_index: int | None = Field(None, ge=0, description="GID table index; None picks by type")
+    gid_index: int | None = Field(
+        None, ge=0, le=255, description="GID table index; None picks by type"
+    )
     soft_library: str | None = Field(None, description="path of the software provider's library")
     system_library: str = Field("libibverbs.so.1", description="name or path of the system's verbs")
 
@@ -64,10 +76,17 @@ class Settings(BaseSettings):
         env_prefix="MKERNEL_", env_nested_delimiter="__", frozen=True, extra="forbid"
     )
 
-    timeout_s: float = Field(30.0, gt=0, description="deadline of every wait, in seconds")
-    heartbeat_s: float = Field(0.2, gt=0, description="how often a rank reports that it lives")
+    timeout_s: float = Field(
+        30.0,
+        ge=MIN_TIMEOUT_S,
+        le=MAX_TIMEOUT_S,
+        description=f"deadline of every wait, in seconds: {_TIMEOUTS}",
+    )
+    heartbeat_s: float = Field(
+        0.2, ge=0.001, le=3600, description="how often a rank reports that it lives, in seconds"
+    )
     nodes: int | None = Field(
-        None, ge=1, description="emulated nodes under torchrun; None: real hosts"
+        None, ge=1, le=MAX_NODES, description="emulated nodes under torchrun; None: real hosts"
     )
     accelerator: str = Field(
         AUTO,
@@ -79,9 +98,17 @@ class Settings(BaseSettings):
         description="of GEMM ops: fused kernels (not for sums of a few elements), a library's product "
         "and a collective, or what is predicted to be faster; the same on all ranks",
     )
+    ranks_per_cpu: int = Field(
+        8,
+        ge=1,
+        le=MAX_LAUNCHED,
+        description="the most ranks that `launch` and the commands start for each CPU that they may "
+        f"use; 16 ranks may always be started, more than {MAX_LAUNCHED} never",
+    )
     ranks_per_device: int = Field(
         1,
         ge=1,
+        le=MAX_LAUNCHED,
         description="ranks that share an accelerator where a node has more ranks than devices: for "
         "tests, since they take turns there and times say nothing; the same on all ranks",
     )
@@ -151,6 +178,10 @@ def load() -> Settings:
     _look_for_misspelt()
     try:
         return Settings()
+    except (SettingsError, RecursionError) as error:
+        named = re.search(r'field "(\w+)"', str(error))
+        setting = variable((named[1] if named else "...",))
+        raise ArgumentError(setting, "(set)", "JSON", why="it does not parse") from None
     except ValidationError as error:
         first = error.errors(include_input=True)[0]
         path = tuple(str(part) for part in first["loc"])
@@ -158,6 +189,12 @@ def load() -> Settings:
         raise ArgumentError(
             variable(path), shown, "what `mkernel doctor --settings` documents", why=first["msg"]
         ) from None
+
+
+def check_timeout(argument: str, seconds: float) -> None:
+    """ArgumentError where a deadline is not one that a world can have."""
+    if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:  # neither is NaN
+        raise ArgumentError(argument, seconds, f"a number of seconds {_TIMEOUTS}")
 
 
 def variable(path: tuple[str, ...]) -> str:

@@ -13,6 +13,7 @@ from mkernel.errors import ArgumentError, InputFileError
 from mkernel.topology.emulate import emulate, replicate
 from mkernel.topology.merge import merge
 from mkernel.topology.model import (
+    MAX_ACCELERATORS,
     Accelerator,
     Model,
     Nic,
@@ -46,7 +47,7 @@ _REAL_ROOT = Path("/")
 _MOST_BYTES = 4 << 20
 """Of a file: some 100 machines as JSON, where one in XML has 1 MB at most. Read, it takes some 70
 times as much memory."""
-_MOST_ACCELERATORS, _MOST_NICS = 256, 1024
+_MOST_NICS = 1024
 """Of one machine, so that what is made of every pair of devices stays small."""
 
 
@@ -186,7 +187,7 @@ def _machine(sources: Iterable[Findings], where: str, name: str = "unknown") -> 
 def _limited(found: _Sized, where: str) -> _Sized:
     """The same. InputFileError where it has more devices than any machine."""
     for what, devices, most in (
-        ("accelerators", found.accelerators, _MOST_ACCELERATORS),
+        ("accelerators", found.accelerators, MAX_ACCELERATORS),
         ("NICs", found.nics, _MOST_NICS),
     ):
         if len(devices) > most:

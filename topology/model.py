@@ -27,6 +27,9 @@ from mkernel.user_files import parse_json, read_file
 
 SCHEMA_VERSION = 1
 
+MAX_NODES, MAX_ACCELERATORS = 16384, 256
+"""Of a world, and of a node."""
+
 _MOST_FILE_BYTES = 1 << 20
 _MOST_NAME = 1024
 _MOST_PARTS = 1 << 16

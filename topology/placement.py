@@ -11,15 +11,15 @@ from pydantic import Field, model_validator
 
 from mkernel.errors import ArgumentError
 from mkernel.topology.kinds import NodeKinds, Spans, node_kinds
-from mkernel.topology.model import Accelerator, Model, Nic, Node, Topology
+from mkernel.topology.model import Accelerator, Many, Model, Name, Nic, Node, Topology
 from mkernel.topology.paths import CLASSES, distance
 
 
 class Pinning(Model):
     """What a user decided; the rest is decided here. Ids as ``mkernel probe`` prints them."""
 
-    accelerators: tuple[str, ...] = Field((), description="accelerator of each local rank")
-    nics: dict[str, tuple[str, ...]] = Field({}, description="accelerator id → its NICs")
+    accelerators: Many[Name] = Field((), description="accelerator of each local rank")
+    nics: dict[Name, Many[Name]] = Field({}, description="accelerator id → its NICs")
 
     def __hash__(self) -> int:
         return hash((self.accelerators, tuple(sorted(self.nics.items()))))

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from mkernel.plan.model import DtypeName, OpName
 from mkernel.plan.shapes import MAX_DIMENSION
+from mkernel.settings import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 from mkernel.topology.model import Model, Name
 
 Mode = Literal["kernel", "eager", "graph", "first"]
@@ -85,4 +86,4 @@ class BenchSpec(Model):
     iterations: int = Field(20, ge=1)
     seed: int = Field(0, ge=0)
     launches: bool = False
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: float = Field(60.0, ge=MIN_TIMEOUT_S, le=MAX_TIMEOUT_S)

@@ -27,10 +27,13 @@ from mkernel.bench.spec import MODES, BenchSpec, Mode
 from mkernel.cli import terminal
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError
+from mkernel.launch import check_ranks
 from mkernel.ops.validate import DTYPES
 from mkernel.plan import ops
 from mkernel.plan.model import DtypeName, OpName
 from mkernel.selection import chosen_accelerator
+from mkernel.settings import check_timeout
+from mkernel.settings import load as load_settings
 from mkernel.topology.model import Model
 
 _WIDTH = 190
@@ -130,11 +133,11 @@ def command(
         raise ArgumentError("--layout", repr(layout), "row or column")
     if dtype not in DTYPES:
         raise ArgumentError("--dtype", repr(dtype), f"one of: {', '.join(DTYPES)}")
-    if timeout <= 0:
-        raise ArgumentError("--timeout", timeout, "a number of seconds above 0")
+    check_timeout("--timeout", timeout)
     if model_only:
         _model(console, names, shapes_, ranks, dtype, layout, accelerator, table, machine, json)
         return
+    check_ranks(1, ranks, load_settings().ranks_per_cpu, ("--nodes", "--ranks"))
     if random is not None and shapes_ is not None:
         raise ArgumentError("--random", random, "nothing beside --shapes")
     listed = shapes_ or SHIPPED[0]

@@ -17,6 +17,7 @@ from mkernel.errors import Unsupported
 from mkernel.launchable import plan_obstacles, world_obstacles
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
+from mkernel.plan.arguments import check_world
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import Exchange, LaunchPlan
 from mkernel.plan.order import Runs
@@ -139,6 +140,11 @@ def command(
         },
     )
     settings = load_settings()
+    check_world(
+        1 if nodes is None else nodes,
+        1 if ranks_per_node is None else ranks_per_node,
+        ("--nodes", "--ranks-per-node"),
+    )
     where = planned_world(
         settings, name, topology, nodes, ranks_per_node,
         accelerator=accelerator, nic=nic, verbs=verbs,

@@ -120,10 +120,13 @@ def _discovery(files: tuple[Path, ...], sysfs_root: Path | None) -> Discovery:
 
 
 def _measure(file: Path, ranks: int, as_json: bool) -> None:
+    from mkernel.launch import check_ranks
     from mkernel.measure import measure
     from mkernel.selection import nic_and_verbs
 
-    nic, verbs = nic_and_verbs(load_settings())
+    settings = load_settings()
+    check_ranks(1, ranks, settings.ranks_per_cpu, ("--nodes", "--ranks"))
+    nic, verbs = nic_and_verbs(settings)
     text = measure(ranks, nic, verbs).model_dump_json(indent=2)
     try:
         file.write_text(text + "\n")

@@ -24,12 +24,12 @@ from mkernel.identity import Backends
 from mkernel.job import files, inputs, rank, report, timeline
 from mkernel.job.rank import VIEWS, RankResult
 from mkernel.job.spec import JobSpec
-from mkernel.launch import launch
+from mkernel.launch import check_ranks, launch
 from mkernel.ops.validate import DTYPES, dtype_name
 from mkernel.plan import ops, render
 from mkernel.plan.model import DtypeName, LaunchPlan, OpName
 from mkernel.plan.shapes import sizes_or_defaults
-from mkernel.settings import AUTO, Settings
+from mkernel.settings import AUTO, Settings, check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.topology.model import Topology
 
@@ -115,11 +115,16 @@ def command(  # one option a parameter: this is the command line
 ) -> None:
     """Run an op on ranks of this machine, in three views, and check it against float64."""
     name = ops.canonical(op)
-    _check_world(nodes, ranks_per_node)
     settings = load_settings()
+    if timeout is not None:
+        check_timeout("--timeout", timeout)
+    _check_ranks(
+        1 if nodes is None else nodes, 1 if ranks_per_node is None else ranks_per_node, settings
+    )
     backends, nodes, ranks_per_node = _chosen(
         settings, name, nodes, ranks_per_node, accelerator, nic, verbs
     )
+    _check_ranks(nodes, ranks_per_node, settings)
     given = {
         "m": m, "n": n, "k": k, "tokens": tokens, "hidden": hidden, "features": features,
         "experts": experts, "top_k": top_k, "batch": batch, "heads": heads, "kv_heads": kv_heads,
@@ -180,10 +185,14 @@ def command(  # one option a parameter: this is the command line
     raise typer.Exit(0 if outcome.passed else 1)
 
 
-def _check_world(nodes: int | None, ranks_per_node: int | None) -> None:
-    for name, value in (("--nodes", nodes), ("--ranks-per-node", ranks_per_node)):
-        if value is not None and value < 1:
-            raise ArgumentError(name, value, "an integer of at least 1")
+def _check_ranks(nodes: int | None, ranks_per_node: int | None, settings: Settings) -> None:
+    """What is not given counts as 1."""
+    check_ranks(
+        1 if nodes is None else nodes,
+        1 if ranks_per_node is None else ranks_per_node,
+        settings.ranks_per_cpu,
+        ("--nodes", "--ranks-per-node"),
+    )
 
 
 def _chosen(

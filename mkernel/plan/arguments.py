@@ -7,14 +7,32 @@ from typing import TYPE_CHECKING, Literal, get_args
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
 from mkernel.plan.model import DtypeName, Exchange, OpName, PathChoice
 from mkernel.plan.shapes import check_integer
+from mkernel.topology.model import MAX_ACCELERATORS, MAX_NODES
 
 if TYPE_CHECKING:
     from mkernel.backends.base import AcceleratorCapabilities
 
 Layout = Literal["row", "column"]
 
+MAX_RANKS = 131072
+"""Of a world."""
+
 _NOTHING_TO_SHARE: tuple[OpName, ...] = ("moe_dispatch_gemm", "moe_combine")
 """Ops of which every pair of ranks exchanges rows of its own: no message of theirs serves a node."""
+
+
+def check_world(
+    nodes: int, ranks_per_node: int, names: tuple[str, str] = ("nodes", "ranks_per_node")
+) -> None:
+    """ArgumentError where no world has so many: up to 16,384 nodes of 256 ranks, 131,072 in all.
+
+    Args:
+        names: of the two arguments in messages.
+    """
+    check_integer(ArgumentError, names[0], nodes, MAX_NODES)
+    check_integer(
+        ArgumentError, names[1], ranks_per_node, min(MAX_ACCELERATORS, MAX_RANKS // nodes)
+    )
 
 
 def exchanges(

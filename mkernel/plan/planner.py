@@ -110,8 +110,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             f"accelerator {accelerator!r} does not provide {name!r}; "
             f"it provides: {', '.join(capabilities.ops) or 'nothing'}"
         )
-    for argument, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
-        check_integer(ArgumentError, argument, value, MAX_DIMENSION)
+    arguments.check_world(nodes, ranks_per_node)
     if len(topology.nodes) != nodes:
         raise ArgumentError(
             "nodes", nodes, f"{len(topology.nodes)}, the topology's number of nodes"
