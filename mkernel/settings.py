@@ -179,8 +179,12 @@ def load() -> Settings:
     try:
         return Settings()
     except (SettingsError, RecursionError) as error:
-        named = re.search(r'field "(\w+)"', str(error))
-        setting = variable((named[1] if named else "...",))
+        named = re.search(
+            r'field "(\w+)"', str(error)
+        )  # too deep JSON names none: it is the longest
+        given = [name for name in os.environ if name.upper().startswith(_PREFIX)]
+        longest = max(given, key=lambda name: len(os.environ[name]), default=_PREFIX)
+        setting = variable((named[1],)) if named else longest
         raise ArgumentError(setting, "(set)", "JSON", why="it does not parse") from None
     except ValidationError as error:
         first = error.errors(include_input=True)[0]

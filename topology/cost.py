@@ -15,13 +15,13 @@ from typing import NamedTuple
 from pydantic import Field
 
 from mkernel.errors import ArgumentError
-from mkernel.topology.model import Model
+from mkernel.topology.model import Finite
 
 _DATA = Path(__file__).parent / "data"
 _FALLBACK = "ascend"
 
 
-class Tile(Model):
+class Tile(Finite):
     """A size of output tiles that a GEMM kernel computes, and how fast one core does."""
 
     rows: int = Field(ge=1)
@@ -29,7 +29,7 @@ class Tile(Model):
     tflops_per_core: float = Field(gt=0, description="half precision, on random data, at length")
 
 
-class PathConstants(Model):
+class PathConstants(Finite):
     """One way to run a GEMM op: a fused kernel, or a library's product and a collective."""
 
     start_us: float = Field(ge=0, description="launches, and meeting the peers at the call's end")
@@ -46,7 +46,7 @@ class PathConstants(Model):
     unhidden_reduce: float = Field(0.0, ge=0, le=1, description="the same of all-reduces")
 
 
-class MachineConstants(Model):
+class MachineConstants(Finite):
     """Rates and latencies of one kind of machine.
 
     The defaults of a kind lie in ``topology/data/<accelerator>.json``. Those of the Ascend-style

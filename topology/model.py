@@ -54,10 +54,9 @@ NicKind = Literal["cx", "infiniband", "efa", "soft", "ethernet"]
 
 
 class Model(BaseModel):
-    """Frozen, strict about unknown fields: a typo in a file is an error, not a default. Numbers are
-    finite."""
+    """Frozen, strict about unknown fields: a typo in a file is an error, not a default."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def from_file(cls, file: Path, what: str) -> Self:
@@ -70,6 +69,12 @@ class Model(BaseModel):
             if isinstance(error, InputFileError):
                 raise
             raise InputFileError(f"{what} {file}: is not JSON: {error}") from error
+
+
+class Finite(Model):
+    """One of which no number is infinite or NaN: a description of a machine, or part of it."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 def first_error(error: ValidationError, most: int = 200) -> str:
@@ -87,7 +92,7 @@ class NumaNode(Model):
     memory_bytes: int | None = None
 
 
-class Accelerator(Model):
+class Accelerator(Finite):
     """One device that computes.
 
     ``id`` is unique in its node (``cuda0``, ``ascend-sim1``). ``emulated`` marks devices that a
@@ -112,7 +117,7 @@ class Accelerator(Model):
     emulated: bool = False
 
 
-class Nic(Model):
+class Nic(Finite):
     """One port of a network device, or one that a software provider emulates.
 
     ``gpudirect``: whether it reads and writes accelerators' memory; None where nobody said.
@@ -135,7 +140,7 @@ class Nic(Model):
     emulated: bool = False
 
 
-class Bridge(Model):
+class Bridge(Finite):
     """A PCIe bridge that some ``pci_path`` names: a root port, or a port of a switch.
 
     ``pcie_gbs`` is the link of that port: below a root or downstream port, above an upstream port.
@@ -151,7 +156,7 @@ FABRIC_HOST = "host"
 and the CPU with its memory."""
 
 
-class FabricLink(Model):
+class FabricLink(Finite):
     """The scale-up links between two accelerators of a node, or from one to switches or its CPU.
 
     ``gbs``: all ``count`` links together, one direction. Either may be unknown.

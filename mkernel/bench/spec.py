@@ -11,7 +11,7 @@ from pydantic import Field
 from mkernel.plan.model import DtypeName, OpName
 from mkernel.plan.shapes import MAX_DIMENSION
 from mkernel.settings import MAX_TIMEOUT_S, MIN_TIMEOUT_S
-from mkernel.topology.model import Model, Name
+from mkernel.topology.model import Finite, Model, Name
 
 Mode = Literal["kernel", "eager", "graph", "first"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -30,7 +30,7 @@ MODE_TEXT: Mapping[Mode, str] = MappingProxyType(
 )
 
 
-class Shape(Model):
+class Shape(Finite):
     """One row: an op at one size, as its plan counts it.
 
     Attributes:

@@ -25,6 +25,7 @@ from mkernel.job import files, inputs, rank, report, timeline
 from mkernel.job.rank import VIEWS, RankResult
 from mkernel.job.spec import JobSpec
 from mkernel.launch import check_ranks, launch
+from mkernel.memory import check_fits
 from mkernel.ops.validate import DTYPES, dtype_name
 from mkernel.plan import ops, render
 from mkernel.plan.model import DtypeName, LaunchPlan, OpName
@@ -141,6 +142,8 @@ def command(  # one option a parameter: this is the command line
     console = Terminal(quiet=json, highlight=False)
     mixes = registry.accelerator(backends.accelerator).capabilities().mixed_dtypes
     spec = _spec(name, sized, wanted, mixes, paths, output, warmup, iterations)
+    case = spec.case
+    check_fits(name, case.sizes, world_size, case.dtype, case.out_dtype)
     topology = machine.emulated_topology(
         machine.machine_topology(backends),
         backends,

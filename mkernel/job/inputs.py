@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
+from numpy.lib import format as numpy_format
 from safetensors import SafetensorError, safe_open
 
 from mkernel.errors import ArgumentError, DtypeError, InputFileError, ShapeError
 from mkernel.ops.validate import DTYPES, describe, dtype_name
+from mkernel.printable import printable
+from mkernel.user_files import open_file
+
+_MOST_HEADER = 1 << 20
+_MOST_SHOWN = 400
 
 _GEMM = {"a": "[M, K]", "b": "[K, N]"}
 KEYS: dict[str, dict[str, str]] = {
@@ -40,10 +49,11 @@ def load(op: str, files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
         raise InputFileError(f"--input: {op} takes no files; it runs on random data only")
     keys = KEYS[op]
     for file in files:
-        if not file.is_file():
+        if not file.exists():
             raise InputFileError(
                 f"--input {file}: no such file; give an existing .safetensors or .npy"
             )
+        open_file(file, "--input").close()
     suffixes = [file.suffix for file in files]
     if suffixes == [".safetensors"]:
         tensors = _from_safetensors(files[0], keys)
@@ -177,19 +187,59 @@ def _listed(keys: Mapping[str, str]) -> str:
 
 
 def _from_safetensors(file: Path, wanted: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    _check_header(file)
     try:
         with safe_open(file, framework="pt") as content:
             keys = sorted(content.keys())
             if not set(wanted) <= set(keys):
-                raise InputFileError(f"--input {file}: has keys {keys}; expected {_listed(wanted)}")
+                shown = printable(str(keys), _MOST_SHOWN)
+                raise InputFileError(
+                    f"--input {file}: has keys {shown}; expected {_listed(wanted)}"
+                )
             return {name: content.get_tensor(name) for name in wanted}
     except (SafetensorError, OSError) as error:
         raise InputFileError(f"--input {file}: not readable as safetensors: {error}") from error
 
 
+def _check_header(file: Path) -> None:
+    """Before the library maps the file and parses its header, which may be as large as the file."""
+    with open_file(file, "--input") as content:
+        length = int.from_bytes(content.read(8), "little")
+        size = os.fstat(content.fileno()).st_size
+    if length > min(_MOST_HEADER, size - 8):
+        raise InputFileError(
+            f"--input {file}: not readable as safetensors: its header of {length} bytes is longer "
+            f"than {'the file' if length > size - 8 else '1 MiB'}"
+        )
+
+
 def _from_npy(file: Path) -> torch.Tensor:
     try:
-        array = np.load(file, allow_pickle=False)
+        with open_file(file, "--input") as content:
+            _check_size(content)
+            content.seek(0)
+            array = numpy_format.read_array(content, allow_pickle=False)
         return torch.from_numpy(np.ascontiguousarray(array))
-    except (ValueError, OSError, TypeError) as error:
+    except (ValueError, OSError, TypeError, MemoryError, SyntaxError) as error:
+        if isinstance(error, InputFileError):
+            raise
         raise InputFileError(f"--input {file}: not readable as .npy: {error}") from error
+
+
+def _check_size(content: BinaryIO) -> None:
+    """ValueError where a header declares another array than the file holds, which numpy would allocate
+    before it reads."""
+    version = numpy_format.read_magic(content)
+    readers = {
+        (1, 0): numpy_format.read_array_header_1_0,
+        (2, 0): numpy_format.read_array_header_2_0,
+    }
+    if version not in readers:
+        raise ValueError(f"format version {version[0]}.{version[1]}; expected 1.0 or 2.0")
+    shape, _, dtype = readers[version](content)
+    if dtype.hasobject or any(size < 0 for size in shape):
+        raise ValueError(f"an array of shape {shape} and dtype {dtype}")
+    declared = prod(shape) * dtype.itemsize
+    held = os.fstat(content.fileno()).st_size - content.tell()
+    if declared != held:
+        raise ValueError(f"shape {shape} of {dtype} takes {declared} bytes, the file holds {held}")

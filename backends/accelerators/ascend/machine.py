@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from mkernel.topology.cost import MachineConstants
-from mkernel.topology.model import Model
+from mkernel.topology.model import Finite
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.ascend import _ascend
 
 
-class Cube(Model):
+class Cube(Finite):
     """The matrix unit of an AIC core."""
 
     macs_per_cycle_16bit: float = Field(gt=0, description="multiply-adds a cycle, 16-bit inputs")
@@ -26,14 +26,14 @@ class Cube(Model):
     startup_cycles: float = Field(ge=0, description="cycles added to each matrix instruction")
 
 
-class Vector(Model):
+class Vector(Finite):
     """The vector unit of an AIV core. All its instructions have one rate: an exponential or the sums
     of rows take as long as adding two tiles of that size."""
 
     bytes_per_cycle: float = Field(gt=0, description="of the float32 tile worked on")
 
 
-class Pipes(Model):
+class Pipes(Finite):
     """Rates and latencies of one core's pipes."""
 
     issue_ns: float = Field(ge=0, description="time the scalar pipe takes to issue an instruction")
@@ -48,14 +48,14 @@ class Pipes(Model):
     memory_latency_ns: float = Field(ge=0, description="of a load or store; overlaps with others")
 
 
-class Chip(Model):
+class Chip(Finite):
     """What the cores of a rank share."""
 
     memory_gbs: float = Field(gt=0, description="all loads and stores together: HBM through L2")
     launch_us: float = Field(ge=0, description="from the host's call to the first instruction")
 
 
-class Fabric(Model):
+class Fabric(Finite):
     """Links between the ranks of a node."""
 
     link_gbs: float = Field(gt=0, description="one ordered pair of ranks")
@@ -65,7 +65,7 @@ class Fabric(Model):
     signal_latency_us: float = Field(ge=0, description="from raising to being seen at a peer")
 
 
-class NicModel(Model):
+class NicModel(Finite):
     """The NIC of a node, shared by its ranks, each direction by itself."""
 
     gbs: float = Field(gt=0)
@@ -73,7 +73,7 @@ class NicModel(Model):
     proxy_us: float = Field(ge=0, description="command pushed to transfer started")
 
 
-class Machine(Model):
+class Machine(Finite):
     """One kind of machine, as the timed model sees it."""
 
     name: str
