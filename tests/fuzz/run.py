@@ -22,8 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(__file__).parent / "corpus"
 FOUND = ROOT / "build" / "fuzz"
-INSTRUMENTED = ["mkernel.bootstrap", "mkernel.watch", "mkernel.topology", "mkernel.backends.nics"]
-TARGETS = ("bootstrap", "topology")
+INSTRUMENTED = [
+    *("mkernel.bootstrap", "mkernel.watch", "mkernel.topology", "mkernel.backends.nics"),
+    *("mkernel.cli", "mkernel.settings", "mkernel.user_files", "mkernel.job.inputs"),
+    *("mkernel.plan", "mkernel.bench.shapes"),
+]
+TARGETS = ("bootstrap", "topology", "arguments")
 START_S = 240
 """Until the targets run, and to end, on a busy machine."""
 

@@ -4,16 +4,27 @@ all else is refused by name; whatever else they raise is a defect."""
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
+import re
+import resource
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
+import typer
 from torch.distributed import HashStore
 
 from mkernel.backends.nics.session import Address, Key, _parse
+from mkernel.bench import run as bench_run
 from mkernel.bootstrap import Bootstrap, Untrusted
-from mkernel.errors import ArgumentError, InputFileError, WorldError
+from mkernel.cli import bench, plan, probe  # noqa: F401 - imported here, so that they are measured
+from mkernel.cli import main as cli_main
+from mkernel.cli import run as cli_run
+from mkernel.errors import ArgumentError, InputFileError, MkernelError, WorldError
 from mkernel.topology import discover
 from mkernel.topology.model import Topology
 from mkernel.watch import Notice, Peer, Watchdog
@@ -61,4 +72,82 @@ def topology(data: bytes) -> None:
     assert Topology.model_validate_json(found.model_dump_json()) == found
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {"bootstrap": bootstrap, "topology": topology}
+_UsageError: Any = typer.BadParameter.__base__
+_COMMANDS = ("run", "bench", "plan", "probe")
+_LEFT_OUT = {
+    *("--json", "--plot", "--trace", "--scaling", "--output", "--measure"),  # write files
+    *("--render", "--sysfs-root", "--model-only", "--simulate", "--random"),  # are long at work
+}
+_SETTING = re.compile(r"MKERNEL_[A-Z_]+=", re.ASCII)
+_MOST_CPU_S, _MOST_BYTES = 5.0, 300 << 20
+
+
+class _Launched(Exception):
+    """The arguments are sound: ranks would be started now."""
+
+
+def _no_launch(*_arguments: object, **_options: object) -> NoReturn:
+    raise _Launched
+
+
+cli_run.launch = bench_run.launch = _no_launch
+
+
+def arguments(data: bytes) -> None:
+    """A line an argument of the command line, or ``NAME=value`` of a setting. What starts with ``@`` is
+    a file that holds the rest. Ranks are not started."""
+    lines = data.decode("utf-8", errors="surrogateescape").replace("\0", "").split("\n")
+    settings = dict(line.split("=", 1) for line in lines if _SETTING.match(line))
+    command = [line for line in lines if not _SETTING.match(line)]
+    if not command or command[0] not in _COMMANDS:
+        return
+    if any(line.partition("=")[0] in _LEFT_OUT for line in command):
+        return
+    said = io.StringIO()
+    with (
+        _environment(settings),
+        _little(),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+        contextlib.suppress(_Launched, MkernelError, _UsageError),
+    ):
+        cli_main.app([_file(line) for line in command], standalone_mode=False)
+    assert all(line.isprintable() for line in said.getvalue().split("\n")), ascii(said.getvalue())
+
+
+def _file(argument: str) -> str:
+    if not argument.startswith("@"):
+        return argument
+    _FILE.write_bytes(argument[1:].encode("utf-8", errors="surrogateescape"))
+    return str(_FILE)
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _little() -> Iterator[None]:
+    """Whatever is done inside takes little CPU time and memory."""
+    began, peak = time.process_time(), _peak()
+    yield
+    assert time.process_time() - began < _MOST_CPU_S
+    assert _peak() - peak < _MOST_BYTES
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "bootstrap": bootstrap,
+    "topology": topology,
+    "arguments": arguments,
+}
