@@ -11,7 +11,7 @@ from typing import Literal
 
 from mkernel.backends.base import Status
 from mkernel.backends.nics import _nics
-from mkernel.errors import MkernelError
+from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.settings import NicSettings
 from mkernel.settings import load as load_settings
 from mkernel.topology.model import Nic, NicKind
@@ -29,13 +29,21 @@ def library_of(verbs: str, settings: NicSettings | None = None) -> str:
     """Name or path of the library behind a provider's name."""
     chosen = settings or load_settings().nic_settings
     if verbs == SYSTEM:
-        return chosen.system_library
+        return _loadable(chosen.system_library)
     if verbs != SOFT:
-        return verbs
+        return _loadable(verbs)
     if chosen.soft_library is not None:
-        return chosen.soft_library
+        return _loadable(chosen.soft_library)
     # Beside the native module, which an editable install keeps apart from the Python files.
     return str(Path(_nics.__file__).parent / "softverbs" / "libmkernel_softverbs.so")
+
+
+def _loadable(library: str) -> str:
+    """The same. BackendUnavailable: to load what is no regular file may wait for ever."""
+    path = Path(library)
+    if "/" in library and path.exists() and not path.is_file():
+        raise BackendUnavailable(f"verbs library {library} is no regular file; name a library")
+    return library
 
 
 def provider_status(verbs: str, settings: NicSettings | None = None) -> Status:

@@ -246,3 +246,5 @@ def _draw(outcome: results.Report, path: Path, console: Console) -> None:
         console.print(
             f"{path} not drawn: matplotlib is missing; pip install 'mkernel-fused[bench]'"
         )
+    except (OSError, ValueError) as error:
+        raise ArgumentError("--plot", path, "a file that can be written", why=str(error)) from error

@@ -13,7 +13,7 @@ from mkernel.backends.base import AcceleratorCapabilities
 from mkernel.cli import sizes
 from mkernel.cli.plan_world import planned_world
 from mkernel.cli.terminal import Terminal
-from mkernel.errors import Unsupported
+from mkernel.errors import ArgumentError, Unsupported
 from mkernel.launchable import plan_obstacles, world_obstacles
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
@@ -190,7 +190,10 @@ def command(
             from mkernel.job.files import write_trace
             from mkernel.job.timeline import simulated as timeline
 
-            write_trace(timeline(traced), trace_file)
+            try:
+                write_trace(timeline(traced), trace_file)
+            except OSError as error:
+                raise _unwritable("--trace", trace_file, error) from error
     points: list[growth.Point] = []
     if scaling_file:
         points = list(
@@ -249,3 +252,9 @@ def _draw(points: list[growth.Point], title: str, file: Path) -> None:
         raise Unsupported(
             f"--scaling needs matplotlib: pip install 'mkernel-fused[bench]' ({error})"
         ) from error
+    except (OSError, ValueError) as error:
+        raise _unwritable("--scaling", file, error) from error
+
+
+def _unwritable(option: str, file: Path, error: Exception) -> ArgumentError:
+    return ArgumentError(option, file, "a file that can be written", why=str(error))

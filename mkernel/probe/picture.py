@@ -26,6 +26,7 @@ def write(node: Node, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a dollar in a name is a dollar
     from matplotlib import pyplot
 
     picture = _Picture(node)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.backends.nics.provider import list_nics, provider_status
 from mkernel.bench import results
 from mkernel.bench.shapes import shapes
+from mkernel.cli.main import app
 from mkernel.errors import ArgumentError, InputFileError, MkernelError
 from mkernel.printable import printable
 from mkernel.topology.cost import load_constants
@@ -120,3 +122,21 @@ def test_a_value_in_an_error_is_cut() -> None:
 
 def test_names_of_a_machine_are_printable() -> None:
     assert Node(id=0, hostname=HOSTILE, numa=()).hostname == SHOWN
+
+
+def test_a_verbs_library_that_is_a_pipe_is_not_loaded(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "libverbs.so")
+    library = str(tmp_path / "libverbs.so")
+    assert list_nics(library) == ()
+    assert "no regular file" in provider_status(library).detail
+
+
+@pytest.mark.parametrize("option", ["--trace", "--scaling"])
+def test_a_plan_that_cannot_be_written_is_refused_by_name(tmp_path: Path, option: str) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ArgumentError, match=f"{option} = .*No such file or directory"):
+        app(
+            ["plan", "ag_gemm", "--accelerator", "streams", "--nodes", "1",
+             option, str(tmp_path / "gone/x.svg")],
+            standalone_mode=False,
+        )  # fmt: skip
