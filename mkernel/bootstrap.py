@@ -1,14 +1,12 @@
 """Small messages between ranks before and beside the data path, over torch.distributed's store.
 
-Messages are JSON, signed with the job's secret (HMAC-SHA256) where one is set, so that a stranger
-who reaches the store cannot inject an address or an abort. Every wait has a deadline and looks at a
+Messages are JSON, sealed with a secret of the ranks (``mkernel.sealing``): a stranger who reaches the
+store cannot read them or put others in their place. Every wait has a deadline and looks at a
 ``check`` callback in between, through which a broken world interrupts it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import threading
 import time
@@ -17,11 +15,9 @@ from typing import Any
 
 from torch.distributed import Store
 
-from mkernel.errors import MkernelError, PeerFailure, Timeout, WorldError
+from mkernel.errors import PeerFailure, Timeout, Untrusted, WorldError
+from mkernel.sealing import Seal
 
-_SIGNATURE_CHARS = 2 * hashlib.sha256().digest_size
-_MAX_CHARS = 1 << 24
-"""Of one message; topologies of big nodes are the longest ones."""
 _POLL_FIRST_S = 0.0005
 _POLL_MOST_S = 0.01
 
@@ -30,40 +26,38 @@ class StoreLost(WorldError):
     """The bootstrap store does not answer."""
 
 
-class Untrusted(MkernelError, PermissionError):
-    """A bootstrap message is not signed with this job's secret, or not what a rank writes."""
-
-
 class Bootstrap:
     """Keys of one world in a store. Thread-safe: one lock serialises this client's requests.
 
     Args:
         store: a client of its own (a blocking request of another user would hold up this one).
-        secret: key of the signature; empty: messages are not signed, the store alone is trusted.
+        secret: what messages are sealed with; empty: whoever reaches the store is trusted.
+        tell: called with an Untrusted before it is raised, on the thread that reads.
     """
 
-    def __init__(self, store: Store, secret: bytes = b"") -> None:
+    def __init__(
+        self,
+        store: Store,
+        secret: bytes = b"",
+        tell: Callable[[Untrusted], None] = lambda error: None,
+    ) -> None:
         self._store = store
-        self._secret = secret
+        self._sealing = Seal(secret)
+        self._tell = tell
         self._lock = threading.Lock()
 
-    def _seal(self, key: str, value: Any) -> str:
-        body = json.dumps(value)
-        return self._signature(key, body) + body
+    def _seal(self, key: str, value: Any) -> bytes:
+        return self._sealing.close(key, json.dumps(value).encode())
 
     def _open(self, key: str, sealed: bytes) -> Any:
-        if len(sealed) > _MAX_CHARS:
-            raise Untrusted(
-                f"bootstrap message {key!r} has {len(sealed)} bytes; a rank writes at most "
-                f"{_MAX_CHARS}"
-            )
-        text = sealed.decode("ascii", errors="replace")
-        signature, body = text[:_SIGNATURE_CHARS], text[_SIGNATURE_CHARS:]
-        if not hmac.compare_digest(self._signature(key, body).encode(), signature.encode()):
-            raise Untrusted(
-                f"bootstrap message {key!r} is not signed with this job's secret; give every rank "
-                "the same MKERNEL_JOB_SECRET, and keep strangers from the store's port"
-            )
+        try:
+            return self._read(key, sealed)
+        except Untrusted as error:
+            self._tell(error)
+            raise
+
+    def _read(self, key: str, sealed: bytes) -> Any:
+        body = self._sealing.open(key, sealed)
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -71,9 +65,6 @@ class Bootstrap:
                 f"bootstrap message {key!r} is not JSON ({error}); another program writes to this "
                 "job's store"
             ) from error
-
-    def _signature(self, key: str, body: str) -> str:
-        return hmac.new(self._secret, f"{key}\0{body}".encode(), hashlib.sha256).hexdigest()
 
     def _request(self, action: Callable[[], Any]) -> Any:
         try:
@@ -87,12 +78,12 @@ class Bootstrap:
 
     def publish(self, key: str, value: Any) -> None:
         """Set ``key`` to a JSON-safe value. StoreLost."""
-        sealed = self._seal(key, value)
+        sealed: Any = self._seal(key, value)  # torch takes bytes too, but its annotations say str
         self._request(lambda: self._store.set(key, sealed))
 
     def publish_first(self, key: str, value: Any) -> Any:
         """Set ``key`` unless it is set; return what it holds now. StoreLost, Untrusted."""
-        sealed = self._seal(key, value)
+        sealed: Any = self._seal(key, value)
         return self._open(key, self._request(lambda: self._store.compare_set(key, "", sealed)))
 
     def peek(self, key: str) -> Any | None:

@@ -10,6 +10,7 @@ from torch.distributed import PrefixStore, Store
 
 from mkernel import selection
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized
+from mkernel.handshake import world_key
 from mkernel.identity import Identity
 from mkernel.settings import Settings, check_timeout
 from mkernel.settings import load as load_settings
@@ -51,8 +52,10 @@ def init(
 
     Raises:
         AlreadyInitialized: this process is in a world. ArgumentError: the world size does not
-        match nodes x ranks. UnknownBackend, BackendUnavailable. PlanMismatch: ranks were started
-        with different options. Timeout: a rank did not come. PeerFailure: a rank failed.
+        match nodes x ranks, or a job on several hosts has no MKERNEL_JOB_SECRET. UnknownBackend,
+        BackendUnavailable. PlanMismatch: ranks were started with different options. Timeout: a rank
+        did not come. PeerFailure: a rank failed. Untrusted: a stranger wrote to the store, or ranks
+        have different secrets.
     """
     if _Current.world is not None:
         raise AlreadyInitialized(
@@ -71,9 +74,15 @@ def init(
         ["mkernel", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), str(_Current.generation)]
     )
     one, two = stores or _rendezvous(identity)
-    _Current.world = World(
-        identity, backends, settings, (PrefixStore(prefix, one), PrefixStore(prefix, two))
+    one, two = PrefixStore(prefix, one), PrefixStore(prefix, two)
+    key = world_key(
+        one,
+        identity.rank,
+        identity.size,
+        one_host=_environment_int("LOCAL_WORLD_SIZE", identity.size) >= identity.size,
+        settings=settings,
     )
+    _Current.world = World(identity, backends, settings, (one, two), key)
     return _Current.world
 
 
@@ -95,8 +104,8 @@ def synchronize() -> None:
     the same stream sees the outputs anyway. Not collective.
 
     Raises:
-        PeerFailure, Timeout, NicError, Cancelled: what broke one of the calls; every rank raises the
-        same kind. NotInitialized.
+        PeerFailure, Timeout, NicError, Untrusted, Cancelled: what broke one of the calls; every rank
+        raises the same kind. NotInitialized.
     """
     current().synchronize()
 

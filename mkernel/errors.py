@@ -131,6 +131,10 @@ class WorldError(MkernelError, RuntimeError):
     """The world is broken: finalize it and make a new one. Every rank raises the same type."""
 
 
+class Untrusted(WorldError, PermissionError):
+    """A message in the bootstrap store is not what a rank of this world wrote there."""
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """Who waited for what when a world broke (one record per rank, the first failure's).

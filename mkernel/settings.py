@@ -145,7 +145,15 @@ class Settings(BaseSettings):
     )
     signals: int = Field(65536, ge=64, le=1 << 23, description="counters in a rank's signal pad")
     job_secret: SecretStr = Field(
-        SecretStr(""), description="key that signs bootstrap messages; `launch` makes one per world"
+        SecretStr(""),
+        description="what the job's messages are signed and encrypted with, 16 characters at least "
+        "(`openssl rand -hex 32`), the same on all ranks; needed on several hosts, since on one host "
+        "the ranks make one themselves",
+    )
+    allow_unsigned: bool = Field(
+        False,
+        description="run on several hosts without a job secret: whoever reaches the store's port can "
+        "then steer the job; the same on all ranks",
     )
     constants: Path | None = Field(
         None,

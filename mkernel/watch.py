@@ -17,10 +17,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from mkernel.bootstrap import Bootstrap, StoreLost, Untrusted
-from mkernel.errors import Cancelled, Diagnosis, NicError, PeerFailure, Timeout, WorldError
+from mkernel.bootstrap import Bootstrap, StoreLost
+from mkernel.errors import (
+    Cancelled,
+    Diagnosis,
+    NicError,
+    PeerFailure,
+    Timeout,
+    Untrusted,
+    WorldError,
+)
 
-NoticeKind = Literal["PeerFailure", "Timeout", "NicError", "Cancelled"]
+NoticeKind = Literal["PeerFailure", "Timeout", "NicError", "Cancelled", "Untrusted"]
 
 _SILENCE_HEARTBEATS = 50
 """A rank on another host that has not reported for this many heartbeats counts as lost."""
@@ -77,6 +85,8 @@ class Notice:
             return cls("PeerFailure", error.peer, str(error), {})
         if isinstance(error, Cancelled | KeyboardInterrupt):
             return cls("Cancelled", rank, f"rank {rank} was stopped by its user", {})
+        if isinstance(error, Untrusted):
+            return cls("Untrusted", rank, str(error), {})
         text = f"rank {rank} failed: {type(error).__name__}: {error}"
         return cls("PeerFailure", rank, text, {})
 
@@ -89,6 +99,8 @@ class Notice:
             return NicError(self.message, **self.details)
         if self.kind == "Cancelled":
             return Cancelled(self.message)
+        if self.kind == "Untrusted":
+            return Untrusted(self.message)
         return PeerFailure(self.message, self.rank)
 
 
@@ -207,8 +219,10 @@ class Watchdog:
                     if fd in self._pidfds:
                         poller.unregister(fd)
                 notice = self._look([self._pidfds[fd] for fd in ready if fd in self._pidfds])
-            except (StoreLost, Untrusted) as error:
+            except StoreLost as error:
                 notice = Notice("PeerFailure", 0, str(error), {})
+            except Untrusted as error:
+                notice = self.raise_alarm(Notice.from_error(self._rank, error))
             if notice is not None:
                 self._on_notice(notice)
                 return
@@ -241,14 +255,27 @@ class Watchdog:
         return None
 
     def _has_left(self, rank: int) -> bool:
+        latest = self._last[rank][0]
         told = self._bootstrap.peek(f"heartbeat/{rank}")
         if told is None:
+            if latest > 0:
+                raise Untrusted(
+                    f"heartbeat {latest} of rank {rank} was deleted; keep strangers from the store's "
+                    "port"
+                )
             return False
         try:
             beat, state = told["beat"], told["state"]
+            if not isinstance(beat, int):
+                raise TypeError(f"beat {beat!r}")
         except (LookupError, TypeError) as error:
             raise Untrusted(f"a heartbeat of rank {rank} that no rank writes: {error}") from error
-        if self._last[rank][0] != beat:
+        if beat < latest:
+            raise Untrusted(
+                f"heartbeat {beat} of rank {rank} was put in the place of its heartbeat {latest}; "
+                "keep strangers from the store's port"
+            )
+        if beat > latest:
             self._last[rank] = (beat, time.monotonic())
         if state == "left":
             self._left.add(rank)

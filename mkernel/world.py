@@ -12,6 +12,7 @@ next call, in ``synchronize`` or in ``close``.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import math
 import os
 import threading
@@ -24,7 +25,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from mkernel import machine, symmetric
 from mkernel.backends import registry
@@ -47,6 +48,7 @@ from mkernel.errors import (
     BackendUnavailable,
     Diagnosis,
     MkernelError,
+    NicError,
     NoRoute,
     PeerFailure,
     PlanMismatch,
@@ -54,9 +56,11 @@ from mkernel.errors import (
     Unsupported,
     WorldError,
 )
+from mkernel.group_store import GroupStore
 from mkernel.identity import Backends, Identity
 from mkernel.launchable import world_obstacles
 from mkernel.plan.model import LaunchPlan, first_difference
+from mkernel.sealing import Seal
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
@@ -125,7 +129,9 @@ class World:
         backends: Backends,
         settings: Settings,
         stores: tuple[Store, Store],
+        key: bytes,
     ) -> None:
+        """``key``: seals all messages of this world and of no other (``mkernel.handshake``)."""
         self.identity = identity
         self.backends = backends
         self.settings = settings
@@ -144,17 +150,17 @@ class World:
         self.checked: dict[Hashable, Any] = {}  # by how the arguments look; `ops.common`
         self._session: NicSession | None = None
         self._group: torch.distributed.ProcessGroup | None = None
-        self._store = stores[0]
         self._memory = contextlib.ExitStack()
         self._undo = contextlib.ExitStack()
-        secret = settings.job_secret.get_secret_value().encode()
-        self._bootstrap = Bootstrap(stores[0], secret)
-        self._alarm = Bootstrap(stores[1], secret)
+        self._key = key
+        self._alarm = Bootstrap(stores[1], key)
+        self._bootstrap = Bootstrap(stores[0], key, self._tell)
         try:
             self._open()
         except BaseException as error:
             self._tell(error)
             self._release()
+            self._raise_what_came_first(error)
             raise
 
     # ---- building ----------------------------------------------------------------------------
@@ -327,7 +333,7 @@ class World:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.distributed.init_process_group(
             self.accelerator.collectives,
-            store=PrefixStore("group", self._store),
+            store=self.group_store,
             rank=self.rank,
             world_size=self.size,
             timeout=wait,
@@ -338,6 +344,23 @@ class World:
         assert group is not None
         return group
 
+    def seal(self, purpose: str) -> Seal:
+        """For messages of this world's ranks that take a way of their own."""
+        return Seal(hmac.digest(self._key, purpose.encode(), "sha256"))
+
+    @cached_property
+    def group_store(self) -> GroupStore:
+        """The store through which a process group of this world's ranks may exchange addresses."""
+        # Else a thread of NCCL's group polls the store, which is Python code, until the process ends,
+        # and may find the interpreter gone.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+
+        def check() -> None:
+            if self._state.notice is not None:
+                raise self._state.notice.error()
+
+        return GroupStore(self._bootstrap, self.settings.timeout_s, check)
+
     def _allocate(
         self,
         nbytes: int,
@@ -346,18 +369,22 @@ class World:
     ) -> symmetric.SymmetricBuffer:
         """A buffer until the end of the world, from the accelerator or another source. Collective."""
         region, self._regions = self._regions, self._regions + 1
-        buffer = symmetric.allocate(
-            region,
-            nbytes,
-            rank=self.rank,
-            node_of=self.identity.node_of,
-            source=source or self.accelerator,
-            session=self._session,
-            bootstrap=self._bootstrap,
-            timeout_s=self.settings.timeout_s,
-            check=self._check_peers,
-            prepare=prepare,
-        )
+        try:
+            buffer = symmetric.allocate(
+                region,
+                nbytes,
+                rank=self.rank,
+                node_of=self.identity.node_of,
+                source=source or self.accelerator,
+                session=self._session,
+                bootstrap=self._bootstrap,
+                timeout_s=self.settings.timeout_s,
+                check=self._check_peers,
+                prepare=prepare,
+            )
+        except (OSError, NicError):
+            self._look_for_abort()  # a peer that has failed takes its memory along
+            raise
         self._memory.callback(buffer.close)
         return buffer
 
@@ -398,8 +425,8 @@ class World:
 
         Raises:
             PlanMismatch: another rank calls something else; nothing was launched.
-            WorldError: PeerFailure, Timeout, NicError or Cancelled, the same kind on every rank;
-                of this call, or of an earlier one that was only queued.
+            WorldError: PeerFailure, Timeout, NicError, Untrusted or Cancelled, the same kind on every
+                rank; of this call, or of an earlier one that was only queued.
         """
         self._raise_if_broken()
         self._raise_own_failure()
@@ -662,6 +689,16 @@ class World:
                 self._alarm.publish_first("abort", notice.to_json())
         self._on_notice(notice)
 
+    def _raise_what_came_first(self, error: BaseException) -> None:
+        """Raise the world's first failure where ``error`` is what it led to here: a peer's memory or
+        connection that is gone, say."""
+        echo = isinstance(error, WorldError) or not isinstance(error, MkernelError)
+        first = self._state.notice
+        if not isinstance(error, Exception) or not echo or first is None:
+            return
+        if first != Notice.from_error(self.rank, error):
+            raise first.error() from error
+
     def _recorded(self) -> _Failure | None:
         """What this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
         pad = getattr(self, "_pad", None)
@@ -749,6 +786,7 @@ class World:
         self._raise_if_broken()
         gone = sorted(missing & self._watchdog.left())
         if gone:
+            self._look_for_abort()  # a rank that fails says so before it leaves
             raise PeerFailure(f"rank {gone[0]} has left the world; it cannot take part", gone[0])
 
     def close(self, error: BaseException | None = None) -> None:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed import Store
+
+from mkernel.sealing import Seal
 
 Sample = tuple[int, int, int]
 """Nanoseconds: the host's clock before, the device's, the host's after."""
@@ -48,10 +51,12 @@ class Meeting:
 
     Args:
         store: of these ranks alone, or with a prefix of their own.
+        seal: for what they propose; default: whoever reaches the store is trusted.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, seal: Seal | None = None) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._seal = seal or Seal(b"")
         self._count = 0
 
     def agree(self, lead_s: float) -> int:
@@ -60,10 +65,11 @@ class Meeting:
         if self._size == 1:
             return mine
         self._count += 1
-        self._store.set(self._key(self._count, self._rank), str(mine))
-        latest = max(
-            int(self._store.get(self._key(self._count, rank))) for rank in range(self._size)
-        )
+        own = self._key(self._count, self._rank)
+        sealed: Any = self._seal.close(own, str(mine).encode())  # torch takes bytes, too
+        self._store.set(own, sealed)
+        keys = [self._key(self._count, rank) for rank in range(self._size)]
+        latest = max(int(self._seal.open(key, self._store.get(key))) for key in keys)
         # Whoever proposes has read everything of the time before.
         self._store.delete_key(self._key(self._count - 1, self._rank))
         return latest

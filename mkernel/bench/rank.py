@@ -68,8 +68,7 @@ class ContenderFailed(MkernelError, RuntimeError):
 def run(spec: BenchSpec, port: int) -> RankResult:
     """Measure and check one rank's part of every row. Collective.
 
-    ``port``: of a store on this host, for agreements on when turns start, and for the process group
-    where the world has none.
+    ``port``: of a store on this host, for agreements on when turns start.
     """
     world = current()
     device = _device(world)
@@ -78,8 +77,9 @@ def run(spec: BenchSpec, port: int) -> RankResult:
     with guard.step("the process group", spec.timeout_s):
         store = _store(port, spec.timeout_s)
         if made:
-            _join(world.rank, world.size, store, device, spec.timeout_s)
-        meeting = Meeting(PrefixStore("starts", store), world.rank, world.size)
+            _join(world, device, spec.timeout_s)
+        starts = PrefixStore("starts", store)
+        meeting = Meeting(starts, world.rank, world.size, world.seal("starts"))
     try:
         rows: dict[Mode, list[dict[str, Turns]]] = {}
         timing: dict[Mode, dict[str, Any]] = {}
@@ -121,13 +121,13 @@ def _store(port: int, timeout_s: float) -> TCPStore:
     )
 
 
-def _join(rank: int, size: int, store: TCPStore, device: torch.device, timeout_s: float) -> None:
+def _join(world: World, device: torch.device, timeout_s: float) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
+        store=world.group_store,
+        rank=world.rank,
+        world_size=world.size,
         timeout=timedelta(seconds=3 * timeout_s),
         device_id=device if device.type == "cuda" else None,
     )

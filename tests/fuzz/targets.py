@@ -20,11 +20,12 @@ from torch.distributed import HashStore
 
 from mkernel.backends.nics.session import Address, Key, _parse
 from mkernel.bench import run as bench_run
-from mkernel.bootstrap import Bootstrap, Untrusted
+from mkernel.bootstrap import Bootstrap
 from mkernel.cli import bench, plan, probe  # noqa: F401 - imported here, so that they are measured
 from mkernel.cli import main as cli_main
 from mkernel.cli import run as cli_run
-from mkernel.errors import ArgumentError, InputFileError, MkernelError, WorldError
+from mkernel.errors import ArgumentError, InputFileError, MkernelError, Untrusted, WorldError
+from mkernel.sealing import Seal
 from mkernel.topology import discover
 from mkernel.topology.model import Topology
 from mkernel.watch import Notice, Peer, Watchdog
@@ -35,15 +36,13 @@ _HERE = {0: Peer(0, "here", 1), 1: Peer(1, "elsewhere", 1)}
 _WATCHDOG = Watchdog(
     _BOOTSTRAP, 0, _HERE, 60.0, dict, lambda: None, lambda notice: None
 )  # is asked here, and never started
-_WATCHDOG._last = {1: (0, 0.0)}
 _FOLDER = tempfile.TemporaryDirectory()
 _FILE = Path(_FOLDER.name) / "topology"
 
 
 def bootstrap(data: bytes) -> None:
     """A signed message, read as each of those that ranks write."""
-    text = data.decode("ascii", errors="replace")
-    _STORE.set("heartbeat/1", _BOOTSTRAP._signature("heartbeat/1", text).encode() + data)
+    _STORE.set("heartbeat/1", Seal(b"").close("heartbeat/1", data))
     try:
         value = _BOOTSTRAP.peek("heartbeat/1")
     except Untrusted:
@@ -55,6 +54,7 @@ def bootstrap(data: bytes) -> None:
         assert (peer.host, peer.pid) == (value["host"], value["pid"])
     with contextlib.suppress(Untrusted):
         _WATCHDOG._left.clear()
+        _WATCHDOG._last = {1: (0, 0.0)}
         assert _WATCHDOG._has_left(1) == (value is not None and value["state"] == "left")
     for model in (Address, Key):
         with contextlib.suppress(ArgumentError):

@@ -116,7 +116,7 @@ def elsewhere(port: int, verbs: str | None) -> None:
             nodes=2,
             accelerator="ascend",
             verbs=verbs,
-            settings=Settings(job_secret=SecretStr("of this job")),
+            settings=Settings(job_secret=SecretStr("a secret of this job")),
             stores=(stores[0], stores[1]),
         )
 

@@ -14,6 +14,8 @@ import pytest
 
 import mkernel
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, PeerFailure
+from mkernel.launch import report
+from mkernel.watch import Watchdog
 
 DEADLINE_S = 60.0
 TOLD_S = DEADLINE_S / 2
@@ -38,6 +40,18 @@ def fail_on(rank: int, what: str) -> None:
         if what == "exit":
             os._exit(3)
     world.barrier()
+
+
+def fail_unseen() -> None:
+    """Rank 0 fails; the others' watchdogs see that it has left, and not yet why."""
+    if mkernel.world().rank == 0:
+        raise KeyError("planted failure")
+
+    def look(self: Watchdog, dead: list[int]) -> None:
+        self._has_left(0)
+
+    Watchdog._look = look  # type: ignore[method-assign, assignment]
+    mkernel.world().barrier()
 
 
 def init_again() -> None:
@@ -83,6 +97,23 @@ def test_first_failure_is_raised_with_its_traceback(rank: int) -> None:
     assert f"rank {rank}" in str(caught.value.__cause__)
     assert "in fail_on" in str(caught.value.__cause__)
     assert time.monotonic() - start < TOLD_S
+
+
+def test_a_rank_that_failed_has_not_merely_left() -> None:
+    failures: list[str] = []
+    with pytest.raises(KeyError, match="planted failure"):
+        mkernel.launch(
+            tell_failure, ranks_per_node=2, on_report=lambda rank, text: failures.append(text)
+        )
+    assert failures == ["rank 0 failed: KeyError: 'planted failure'"]
+
+
+def tell_failure() -> None:
+    try:
+        fail_unseen()
+    except PeerFailure as error:
+        report(str(error))
+        raise
 
 
 @pytest.mark.parametrize(("what", "how"), [("kill", "SIGKILL"), ("exit", "exit code 3")])

@@ -1,0 +1,113 @@
+"""How the ranks of a world come to share a key that nobody else has and that no world had before."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed import Store
+
+from mkernel.backends.runtime import fd_exchange
+from mkernel.bootstrap import Bootstrap
+from mkernel.errors import ArgumentError, Untrusted
+from mkernel.settings import Settings
+
+_SECRET_BYTES = 32
+_MIN_SECRET_CHARS = 16
+_LABEL = b"mkernel job secret\0"
+"""What a descriptor with a secret begins with, so that no other memory of this user is taken for it."""
+
+
+def world_key(store: Store, rank: int, size: int, *, one_host: bool, settings: Settings) -> bytes:
+    """The key that seals all messages of a world. Collective.
+
+    It is derived from the job's secret and a nonce of every rank, so that no message of another world
+    can be replayed in this one, even where several jobs share a secret.
+
+    Args:
+        store: of this world only. one_host: whether all ranks run on this host, as their launcher says.
+
+    Raises:
+        ArgumentError: several hosts and no secret; a secret that is too short. Timeout: a rank did
+        not come. Untrusted: a stranger wrote to the store, or ranks have different secrets.
+    """
+    with _job_secret(store, rank, size, one_host, settings) as secret:
+        greetings = Bootstrap(store, secret)
+        own = secrets.token_hex(_SECRET_BYTES)
+        greetings.publish(f"nonce/{rank}", own)
+        found = greetings.collect("nonce", range(size), settings.timeout_s)
+    # The own nonce is not taken from the store: if a stranger put an old one there, keys differ.
+    nonces = [own if each == rank else found[each] for each in range(size)]
+    return hmac.digest(secret, json.dumps(nonces).encode(), "sha256")
+
+
+@contextlib.contextmanager
+def _job_secret(
+    store: Store, rank: int, size: int, one_host: bool, settings: Settings
+) -> Iterator[bytes]:
+    """The job's secret. Rank 0's offer of it stands until the context ends."""
+    given = settings.job_secret.get_secret_value()
+    if given:
+        if len(given) < _MIN_SECRET_CHARS:
+            raise ArgumentError(
+                "MKERNEL_JOB_SECRET",
+                f"{len(given)} characters",
+                f"at least {_MIN_SECRET_CHARS}, such as `openssl rand -hex 32` prints: shorter ones "
+                "can be guessed",
+            )
+        yield given.encode()
+    elif one_host:
+        with contextlib.ExitStack() as offer:
+            yield (
+                _make(store, size, offer) if rank == 0 else _fetch(store, rank, settings.timeout_s)
+            )
+    elif settings.allow_unsigned:
+        yield b""
+    else:
+        raise ArgumentError(
+            "MKERNEL_JOB_SECRET",
+            "''",
+            "the same secret on every rank, such as `openssl rand -hex 32` prints; or "
+            "MKERNEL_ALLOW_UNSIGNED=1, where nobody else reaches the store's port",
+            why="the job runs on several hosts, and who reaches its store could steer it",
+        )
+
+
+def _make(store: Store, size: int, undo: contextlib.ExitStack) -> bytes:
+    """A new secret, on offer to this user's processes on this host until ``undo`` closes."""
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    if size > 1:
+        memory = os.memfd_create("mkernel-secret", os.MFD_CLOEXEC)
+        undo.callback(os.close, memory)
+        os.pwrite(memory, _LABEL + secret, 0)
+        offer = fd_exchange.offer(memory)
+        undo.callback(offer.close)
+        Bootstrap(store).publish("secret/0", offer.address)
+    return secret
+
+
+def _fetch(store: Store, rank: int, timeout_s: float) -> bytes:
+    """Rank 0's secret. A stranger can put another address into the store, but neither answer there as
+    this user nor fetch the secret himself."""
+    address: Any = Bootstrap(store).collect("secret", [0], timeout_s)[0]
+    try:
+        memory = fd_exchange.fetch(address, timeout_s)
+        try:
+            found = os.pread(memory, len(_LABEL) + _SECRET_BYTES, 0)
+        finally:
+            os.close(memory)
+        if len(found) != len(_LABEL) + _SECRET_BYTES or not found.startswith(_LABEL):
+            raise OSError("it holds something else")
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        Bootstrap(store).publish(f"nonce/{rank}", None)  # rank 0 cannot open it, and gives up, too
+        raise Untrusted(
+            f"bootstrap message 'secret/0' does not lead to rank 0's offer of the job's secret "
+            f"({error}); keep strangers from the store's port. Ranks on several hosts, or of several "
+            "users, need the same MKERNEL_JOB_SECRET"
+        ) from error
+    return found[len(_LABEL) :]

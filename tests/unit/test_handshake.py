@@ -1,0 +1,78 @@
+"""A world's key: the same on all ranks, another one for every world, and no job without a secret."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from torch.distributed import HashStore
+
+from mkernel.bootstrap import Bootstrap
+from mkernel.errors import ArgumentError, Timeout, Untrusted
+from mkernel.handshake import world_key
+from mkernel.settings import Settings
+
+SECRET = "0123456789abcdef"
+
+
+def keys(
+    secrets: list[str], store: HashStore | None = None, one_host: bool = False, **changes: Any
+) -> list[bytes | type[BaseException]]:
+    """The key that each rank comes to, or the type of what it raises."""
+    store = store or HashStore()
+
+    def key(rank: int) -> bytes | type[BaseException]:
+        chosen = {"timeout_s": 60.0, "job_secret": SecretStr(secrets[rank]), **changes}
+        settings = Settings().model_copy(update=chosen)
+        try:
+            return world_key(store, rank, len(secrets), one_host=one_host, settings=settings)
+        except Exception as error:
+            return type(error)
+
+    with ThreadPoolExecutor(len(secrets)) as pool:
+        return list(pool.map(key, range(len(secrets))))
+
+
+@pytest.mark.parametrize(("secret", "one_host"), [(SECRET, True), (SECRET, False), ("", True)])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_ranks_share_a_key_that_is_new(secret: str, one_host: bool, ranks: int) -> None:
+    worlds = [keys([secret] * ranks, one_host=one_host) for _ in range(2)]
+    for found in worlds:
+        assert len(set(found)) == 1
+        assert isinstance(found[0], bytes)
+        assert len(found[0]) == 32
+    assert worlds[0][0] != worlds[1][0]
+
+
+def test_ranks_of_different_secrets_are_told() -> None:
+    assert keys([SECRET, SECRET + "!"]) == [Untrusted, Untrusted]
+
+
+def test_several_hosts_need_a_secret_that_is_not_short() -> None:
+    assert keys(["", ""]) == [ArgumentError] * 2
+    assert keys([SECRET[1:]] * 2) == [ArgumentError] * 2
+    (key,) = set(keys(["", ""], allow_unsigned=True))
+    assert isinstance(key, bytes)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    settings = Settings().model_copy(update={"timeout_s": 0.2, "job_secret": SecretStr(SECRET)})
+    with pytest.raises(Timeout, match=r"\[1\]"):
+        world_key(HashStore(), 0, 2, one_host=True, settings=settings)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [None, [], {}, {"socket": 1}, {"socket": "mkernel-nobody", "cookie": "00" * 16},
+     {"socket": "x" * 500, "cookie": "00"}, {"socket": "mkernel", "cookie": "not hex"}],
+)  # fmt: skip
+def test_an_address_that_leads_nowhere(address: Any) -> None:
+    store = HashStore()
+    Bootstrap(store).publish("secret/0", address)
+    with pytest.raises(Untrusted if address is not None else Timeout, match="secret"):
+        world_key(
+            store, 1, 2, one_host=True,
+            settings=Settings().model_copy(update={"timeout_s": 1.0}),
+        )  # fmt: skip
