@@ -57,24 +57,24 @@ def compare(result: torch.Tensor, reference: torch.Tensor) -> Comparison:
     unwritten = poison.count(result)
     if unwritten:
         return _wrong(f"has {unwritten} of {total} elements that were never written")
-    wide, finite = result.to(torch.float64), torch.isfinite(reference)
+    wide = result.to(torch.float64)
+    finite = torch.isfinite(reference)
     both = finite & torch.isfinite(wide)
+    if bool(both.all()):
+        return Comparison(_relative(wide - reference, reference), total)
     beyond = reference.abs() > torch.finfo(result.dtype).max
     overflowed = finite & beyond & torch.isinf(wide) & (wide.sign() == reference.sign())
     alike = (wide == reference) | (torch.isnan(wide) & torch.isnan(reference))
-    odd = int((~torch.where(finite, both | overflowed, alike)).sum())
-    if odd:
-        return _wrong(_not_alike(odd, wide, reference, finite))
-    elements = int(both.sum())
-    if not elements:
-        return _wrong(
-            f"has nothing that could be compared: none of {total} elements is finite in the "
-            "float64 reference and in the result; look for NaN and infinity in the inputs"
-        )
-    zero = wide.new_zeros(())
-    gap = float(torch.linalg.vector_norm(torch.where(both, wide - reference, zero)))
-    norm = float(torch.linalg.vector_norm(torch.where(both, reference, zero)))
-    return Comparison(gap / norm if norm else gap, elements)
+    why = _mismatch(torch.where(finite, both | overflowed, alike), wide, reference)
+    if why:
+        return _wrong(why)
+    return Comparison(_relative((wide - reference)[both], reference[both]), int(both.sum()))
+
+
+def _relative(gap: torch.Tensor, reference: torch.Tensor) -> float:
+    off = float(torch.linalg.vector_norm(gap))
+    norm = float(torch.linalg.vector_norm(reference))
+    return off / norm if norm else off
 
 
 def compare_exact(result: torch.Tensor, reference: torch.Tensor) -> Comparison:
@@ -91,12 +91,21 @@ def _wrong(why: str) -> Comparison:
     return Comparison(math.inf, 0, why)
 
 
-def _not_alike(odd: int, wide: torch.Tensor, reference: torch.Tensor, finite: torch.Tensor) -> str:
-    total = wide.numel()
+def _mismatch(right: torch.Tensor, wide: torch.Tensor, reference: torch.Tensor) -> str:
+    """Which elements are not ``right``, or that none is left to be compared; else nothing."""
+    total, finite = wide.numel(), torch.isfinite(reference)
+    odd = int((~right).sum())
+    if not odd:
+        if bool((finite & torch.isfinite(wide)).any()):
+            return ""
+        return (
+            f"has nothing that could be compared: none of {total} elements is finite in the "
+            "float64 reference and in the result; look for NaN and infinity in the inputs"
+        )
     nan = int((torch.isnan(wide) & ~torch.isnan(reference)).sum())
     if nan:
         return f"has {nan} of {total} elements that are NaN where the reference is not"
-    infinite = int((torch.isinf(wide) & finite).sum())
+    infinite = int((torch.isinf(wide) & finite & ~right).sum())
     if infinite:
         return f"has {infinite} of {total} elements that are infinite where the reference is finite"
     return f"has {odd} of {total} elements that are not the NaN or infinity of the reference"
