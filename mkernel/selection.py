@@ -176,7 +176,7 @@ def require_op(accelerator: str, capabilities: AcceleratorCapabilities, op: str)
     """Unsupported, where the accelerator lacks the op: names those that have it and can run here."""
     if op in capabilities.ops:
         return
-    others = [name for name in registry.names(registry.ACCELERATORS) if _provides(name, op)]
+    others = [name for name, _ in _by_preference() if _provides(name, op)]
     message = (
         f"accelerator {accelerator!r} does not provide {op!r}; it provides: "
         f"{', '.join(capabilities.ops) or 'nothing'}"
