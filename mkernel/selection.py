@@ -199,13 +199,17 @@ def _provides(name: str, op: str) -> bool:
         return False
 
 
+def real_devices(backend: AcceleratorBackend) -> tuple[Accelerator, ...]:
+    """The devices that a backend finds here, without those that it emulates, on a CPU say."""
+    return tuple(device for device in backend.probe() if not device.emulated)
+
+
 def usual_world(
     backend: AcceleratorBackend, settings: Settings, nodes: int | None, ranks_per_node: int | None
 ) -> tuple[int, int]:
     """Nodes and ranks of each, where they are left open: all that this machine's devices take on one
     node; of devices that are emulated two nodes of two ranks."""
-    real = [one for one in backend.probe() if not one.emulated]
-    room = len(real) * settings.ranks_per_device
+    room = len(real_devices(backend)) * settings.ranks_per_device
     if nodes is None:
         nodes = 1 if room else 2
     if ranks_per_node is None:

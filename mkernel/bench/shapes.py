@@ -17,9 +17,10 @@ from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 from mkernel.topology.model import Many, first_error
 from mkernel.user_files import parse_json, read_file
 
-SHIPPED = ("targets", "layers")
+TARGETS, LAYERS, SMALL = "targets", "layers", "small"
+SHIPPED = (TARGETS, LAYERS, SMALL)
 """``targets``: sizes with the ratio to the product alone that is aimed at. ``layers``: tensor-parallel
-layers of known models over sequence lengths."""
+layers of known models over sequence lengths. ``small``: sizes that a CPU computes in milliseconds."""
 
 _SIZE = re.compile(r"\s*(\d{1,10})\s*x\s*(\d{1,10})\s*x\s*(\d{1,10})\s*")
 _SHAPES: TypeAdapter[tuple[Shape, ...]] = TypeAdapter(Many[Shape])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mkernel.bench.shapes import SHIPPED, shapes
+from mkernel.bench.shapes import TARGETS, shapes
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import OpName
 from mkernel.plan.shapes import size_names, sizes_or_defaults
@@ -49,7 +49,7 @@ def sized(text: str | None, ops: Sequence[OpName], ranks: int) -> tuple[Sized, .
     if text is not None and others:
         names = "; ".join(f"{op}: {', '.join(size_names(op))}" for op in others)
         raise ArgumentError("--shapes", repr(text), f"'name=value name=value' ({names})")
-    found = shapes(text or SHIPPED[0], gemms, ranks) if gemms else ()
+    found = shapes(text or TARGETS, gemms, ranks) if gemms else ()
     return (
         *(Sized(op=each.op, sizes={"m": each.m, "n": each.n, "k": each.k}) for each in found),
         *(Sized(op=op, sizes=sizes_or_defaults(op, {})) for op in others),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import typer
 from rich.console import Console
 
+from mkernel.backends import registry
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.bench import (
     conditions,
@@ -21,7 +23,7 @@ from mkernel.bench import (
     run,
 )
 from mkernel.bench.draws import MOST_DRAWS, drawn
-from mkernel.bench.shapes import SHIPPED, shapes
+from mkernel.bench.shapes import SHIPPED, SMALL, TARGETS, shapes
 from mkernel.bench.sizes import GEMMS, sized
 from mkernel.bench.spec import MODES, BenchSpec, Mode
 from mkernel.cli import terminal
@@ -31,24 +33,30 @@ from mkernel.launch import check_ranks
 from mkernel.ops.validate import DTYPES
 from mkernel.plan import ops
 from mkernel.plan.model import DtypeName, OpName
-from mkernel.selection import chosen_accelerator
+from mkernel.selection import chosen_accelerator, real_devices
 from mkernel.settings import check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.topology.model import Model
 
 _WIDTH = 190
+_CPU_RANKS = 2
+_MODELLED_RANKS = 4
 
 
 def command(
     op: Annotated[
         str | None, typer.Argument(help="an op, or several separated by commas [the GEMM ops]")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="processes, one GPU each")] = 4,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="processes, one GPU each [all GPUs; without any, 2]"),
+    ] = None,
     shapes_: Annotated[
         str | None,
         typer.Option(
             "--shapes",
-            help=f"{', '.join(SHIPPED)}, a JSON file, or M x N x K, ... [targets]; with --model-only "
+            help=f"{', '.join(SHIPPED)}, a JSON file, or M x N x K, ... [targets; without GPUs small]; "
+            "with --model-only "
             "any op's as `name=value name=value, ...` [as mkernel run]",
         ),
     ] = None,
@@ -76,7 +84,10 @@ def command(
         str | None,
         typer.Option(help="accelerator backend [hopper where its devices are, else streams]"),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="of inputs and outputs")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="of inputs and outputs [bfloat16; float32 without accelerators]"),
+    ] = None,
     layout: Annotated[str, typer.Option(help="of B in memory: row or column")] = "row",
     iterations: Annotated[int, typer.Option(min=1, help="timed turns of each contender")] = 20,
     warmup: Annotated[int, typer.Option(min=1, help="untimed turns of each contender")] = 3,
@@ -131,22 +142,37 @@ def command(
             raise ArgumentError(option, given, "nothing, or --model-only beside it")
     if layout not in ("row", "column"):
         raise ArgumentError("--layout", repr(layout), "row or column")
-    if dtype not in DTYPES:
+    if dtype not in (None, *DTYPES):
         raise ArgumentError("--dtype", repr(dtype), f"one of: {', '.join(DTYPES)}")
     check_timeout("--timeout", timeout)
     if model_only:
-        _model(console, names, shapes_, ranks, dtype, layout, accelerator, table, machine, json)
+        _model(
+            console,
+            names,
+            shapes_,
+            ranks or _MODELLED_RANKS,
+            dtype or "bfloat16",
+            layout,
+            accelerator,
+            table,
+            machine,
+            json,
+        )
         return
-    check_ranks(1, ranks, load_settings().ranks_per_cpu, ("--nodes", "--ranks"))
     if random is not None and shapes_ is not None:
         raise ArgumentError("--random", random, "nothing beside --shapes")
-    listed = shapes_ or SHIPPED[0]
+    chosen = accelerator or chosen_accelerator(op=names[0])
+    devices = len(real_devices(registry.accelerator(chosen)))
+    ranks = ranks or devices or _CPU_RANKS
+    check_ranks(1, ranks, load_settings().ranks_per_cpu, ("--nodes", "--ranks"))
+    listed = shapes_ or (TARGETS if devices else SMALL)
+    _say_where(console, chosen, devices, ranks, f"{random} drawn" if random else listed)
     spec = BenchSpec(
         shapes=drawn(random, seed, names, ranks) if random else shapes(listed, names, ranks),
         source="random" if random else listed,
         modes=_modes(mode, launches),
         contenders=contenders.chosen(_peers(peers), not only_peers),
-        dtype=dtype,
+        dtype=dtype or ("bfloat16" if devices else "float32"),
         layout=cast(Literal["row", "column"], layout),
         warmup=warmup,
         iterations=iterations,
@@ -154,14 +180,14 @@ def command(
         launches=launches,
         timeout_s=timeout,
     )
-    with console.status("starting ranks") as status:
+    with _progress(console) as on_row:
         outcome = run.run(
             spec,
             ranks=ranks,
-            accelerator=accelerator or chosen_accelerator(op=names[0]),
+            accelerator=chosen,
             name=",".join(names),
             commit=commit,
-            on_row=status.update,
+            on_row=on_row,
         )
     if json is not None:
         results.write(outcome, json)
@@ -172,6 +198,26 @@ def command(
         console.print(line, style="dim", soft_wrap=True, markup=False)
     console.print(report.verdict(outcome), soft_wrap=True)
     raise typer.Exit(0 if outcome.passed else 1)
+
+
+def _say_where(console: Console, accelerator: str, devices: int, ranks: int, listed: str) -> None:
+    """What is about to run where it is not what the figures are usually of."""
+    if not devices:
+        console.print(
+            f"No accelerator is used: {ranks} ranks of {accelerator} on this machine's CPU, shapes "
+            f"{listed}. The figures compare contenders on this CPU and say nothing of GPUs.",
+            soft_wrap=True,
+        )
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Where to tell of rows that are done: a line that changes, or lines of stderr in a pipe."""
+    if console.is_terminal:
+        with console.status("starting ranks") as status:
+            yield status.update
+    else:
+        yield lambda done: typer.echo(done, err=True)
 
 
 def _model(

@@ -197,3 +197,14 @@ def test_what_mkernel_refuses_fails_the_run(tmp_path: Path) -> None:
     (row,) = json.loads(file.read_text())["rows"]
     assert row["entries"]["mkernel"]["why"].startswith("refused: k = 63")
     assert row["entries"]["gemm"]["state"] == "right"
+
+
+def test_without_devices_it_says_what_it_does_and_shows_progress() -> None:
+    done = mkernel("bench", "ag_gemm", "--iterations", "1", "--warmup", "1", "--peers", "none")
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("No accelerator is used: 2 ranks of streams on this machine's CPU")
+    assert [line for line in done.stderr.splitlines() if "all_gather_gemm" in line] == [
+        "kernel all_gather_gemm 256 x 256 x 512",
+        "kernel all_gather_gemm 1024 x 512 x 1024",
+    ]
