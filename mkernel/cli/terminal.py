@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from mkernel.printable import printable
 
@@ -20,6 +21,9 @@ class Terminal(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(_lines(text), **options)  # before columns are as wide as it
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
