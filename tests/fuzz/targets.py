@@ -42,7 +42,7 @@ _FILE = Path(_FOLDER.name) / "topology"
 
 def bootstrap(data: bytes) -> None:
     """A signed message, read as each of those that ranks write."""
-    _STORE.set("heartbeat/1", Seal(b"").close("heartbeat/1", data))
+    _STORE.set("heartbeat/1", Seal(b"").close("heartbeat/1", data or b" "))
     try:
         value = _BOOTSTRAP.peek("heartbeat/1")
     except Untrusted:
