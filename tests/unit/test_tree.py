@@ -30,3 +30,9 @@ def test_python_works_in_the_root(arguments: tuple[str, ...]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """pytest imports them by their names alone; of two with one name it refuses the second."""
+    names = [file.name for file in (ROOT / "tests").rglob("*.py") if file.name != "conftest.py"]
+    assert sorted(set(names)) == sorted(names)
