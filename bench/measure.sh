@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # How the committed figures of two GPUs are made: bench/measure.sh PART...
-#   tests    tests/gpu, and with two ranks on each GPU       gpu_tests.json
+#   tests    tests/gpu                                       gpu_tests.json
+#   shared   tests/gpu with two ranks on each GPU            gpu_tests.json
 #   targets  target sizes, launches hidden and counted       hopper_targets_2.json, ..._launches.json
 #   layers   layers of models                                hopper_layers_2.json
 #   loops    the same, eager and as CUDA graphs              hopper_layers_2_loops.json
@@ -27,9 +28,29 @@ bench() { # FILE ARGUMENT...
     run python -m mkernel bench "${@:2}" --json "$results/$1.json" "${commit[@]}"
 }
 
+group() { # NAME ARGUMENT...: tests whose output goes to a log, since groups run side by side
+    local log="$logs/$1.log" began=$SECONDS status=0
+    TMPDIR=$(mktemp -d "$logs/$1.XXXX") python -m pytest -q -p no:cacheprovider "${@:2}" "${commit[@]}" \
+        --gpu-report "$results/gpu_tests.json" > "$log" 2>&1 || status=$?
+    echo "== $1, $((SECONDS - began)) s: $(tail -n 1 "$log")" >&2
+    [ $status = 0 ] || { cat "$log" >&2 && touch "$logs/failed"; }
+}
+
 tests() { # RANKS_PER_DEVICE
-    MKERNEL_RANKS_PER_DEVICE=$1 run python -m pytest -q tests/gpu "${commit[@]}" \
-        --gpu-report "$results/gpu_tests.json"
+    export MKERNEL_RANKS_PER_DEVICE=$1
+    logs=$(mktemp -d)
+    local here=tests/gpu memory="offered_and_leaves_nothing or killed_process_stays or leave_no_memory"
+    group ops $here/test_hopper_ops.py &
+    group kit $here/test_gpu_conformance.py &
+    group sanitizers $here/test_hopper_failures.py -k sanitizer &
+    group others $here --ignore $here/test_hopper_ops.py --ignore $here/test_gpu_conformance.py \
+        --ignore $here/test_bench_on_gpus.py -k "not sanitizer and not ($memory)" &
+    wait
+    group memory $here -k "$memory" # reads how much memory is free
+    [ "$1" != 1 ] || group bench $here/test_bench_on_gpus.py # times what runs alone
+    [ ! -e "$logs/failed" ] || outcome=1
+    rm -r "$logs"
+    unset MKERNEL_RANKS_PER_DEVICE
 }
 
 layers=(--ranks 2 --shapes layers --accelerator hopper)
@@ -39,10 +60,8 @@ gemms+=,4096x4096x1024,8192x8192x2048,16384x16384x4096,8192x8192x7168
 
 for part in "$@"; do
     case $part in
-    tests)
-        tests 1
-        tests 2
-        ;;
+    tests) tests 1 ;;
+    shared) tests 2 ;;
     targets)
         bench hopper_targets_2 --ranks 2 --accelerator hopper --iterations 10 \
             --peers nccl+cublas,symm_mem,mkernel-symmetric
@@ -71,7 +90,7 @@ for part in "$@"; do
         [ "$results" = bench/results ] || cp bench/results/transfer.json "$results/"
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, targets, layers, loops, first, random, parts" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, parts" >&2
         exit 2
         ;;
     esac

@@ -3,7 +3,11 @@ part of the page."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,14 +55,26 @@ class TestRuns(Model):
 
 def add(run: TestRun, path: Path) -> None:
     """Put a run into the file, in the place of an earlier one of the same kind; runs of another commit
-    leave it. InputFileError."""
-    before = read(path)
-    kept = [
-        each
-        for each in (() if before is None else before.runs)
-        if each.provenance["commit"] == run.provenance["commit"] and _kind(each) != _kind(run)
-    ]
-    write(TestRuns(runs=(*kept, run)), path)
+    leave it. Processes that add at once take turns. InputFileError."""
+    with _alone_in(path.parent):
+        before = read(path)
+        kept = [
+            each
+            for each in (() if before is None else before.runs)
+            if each.provenance["commit"] == run.provenance["commit"] and _kind(each) != _kind(run)
+        ]
+        write(TestRuns(runs=(*kept, run)), path)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def read(path: Path) -> TestRuns | None:

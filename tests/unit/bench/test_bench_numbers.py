@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -194,6 +196,25 @@ def run_of(passed: int, commit: str = "a" * 40, per_device: int = 1) -> TestRun:
         counts={"passed": passed, "skipped": 3}, skips={"needs 4 GPU(s)": 3},
         provenance={**made(120).provenance, "commit": commit, "commit_from": "git"},
     )  # fmt: skip
+
+
+def test_groups_of_gpu_tests_that_end_together_are_all_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = gpu_tests.read
+
+    def slow(path: Path) -> gpu_tests.TestRuns | None:
+        found = honest(path)
+        time.sleep(0.02)  # whoever does not take turns has read the same by now
+        return found
+
+    monkeypatch.setattr(gpu_tests, "read", slow)
+    file = tmp_path / gpu_tests.FILE
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda ranks: gpu_tests.add(run_of(1, per_device=ranks), file), range(1, 9)))
+    found = honest(file)
+    assert found is not None
+    assert {run.ranks_per_device for run in found.runs} == set(range(1, 9))
 
 
 def test_gpu_tests_are_on_the_page(tmp_path: Path) -> None:
