@@ -4,6 +4,7 @@ all else is refused by name; whatever else they raise is a defect."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -95,12 +96,16 @@ cli_run.launch = bench_run.launch = _no_launch
 
 def arguments(data: bytes) -> None:
     """A line an argument of the command line, or ``NAME=value`` of a setting. What starts with ``@`` is
-    a file that holds the rest. Ranks are not started."""
+    a file that holds the rest. Ranks are not started.
+
+    A first line that is no command and an option that the command does not have stand for one that is
+    and one that it has: else hardly a mutation would get past the parser of options.
+    """
     lines = data.decode("utf-8", errors="surrogateescape").replace("\0", "").split("\n")
     settings = dict(line.split("=", 1) for line in lines if _SETTING.match(line))
-    command = [line for line in lines if not _SETTING.match(line)]
-    if not command or command[0] not in _COMMANDS:
-        return
+    first, *rest = [line for line in lines if not _SETTING.match(line)] or [""]
+    name = first if first in _COMMANDS else _COMMANDS[_number(first) % len(_COMMANDS)]
+    command = [name, *(_known(line, _options(name)) for line in rest)]
     if any(line.partition("=")[0] in _LEFT_OUT for line in command):
         return
     said = io.StringIO()
@@ -113,6 +118,25 @@ def arguments(data: bytes) -> None:
     ):
         cli_main.app([_file(line) for line in command], standalone_mode=False)
     assert all(line.isprintable() for line in said.getvalue().split("\n")), ascii(said.getvalue())
+
+
+@functools.cache
+def _options(command: str) -> tuple[str, ...]:
+    """The long options of a command, but those that are left out."""
+    group: Any = typer.main.get_command(cli_main.app)
+    found = {name for one in group.get_command(None, command).params for name in one.opts}
+    return tuple(sorted(name for name in found - _LEFT_OUT if name.startswith("--")))
+
+
+def _known(line: str, options: tuple[str, ...]) -> str:
+    name, equals, value = line.partition("=")
+    if name.startswith("--") and name not in options and name not in _LEFT_OUT:
+        name = options[_number(name) % len(options)]
+    return name + equals + value
+
+
+def _number(text: str) -> int:
+    return sum(text.encode("utf-8", errors="surrogateescape"))
 
 
 def _file(argument: str) -> str:

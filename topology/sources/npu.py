@@ -25,8 +25,8 @@ What goes through a switch (SW), or between two dies of a chip (SIO), is not kno
 _RELATIONS = {"X", "SYS", "PHB", "PIX", "PXB", "PIB", "NA", *_FABRIC}
 
 _NAME = re.compile(r"(?:NPU|Phy-ID)(\d{1,4})")
-_CARD = re.compile(r"(\d{1,4})\s+(\S*\d{3}\S*)")
-"""``0  910B3``: the upper line of a device in the table of ``npu-smi info``."""
+_CARD = re.compile(r"(\d{1,4})\s+(\S{0,32}\d{3}\S{0,32})")
+"""``0  910B3``: the upper line of a device in the table of ``npu-smi info``; names are short."""
 _CHIP = re.compile(r"\d{1,4}(?:\s+(\d{1,4}))?")
 """``0``, or ``0  5`` with a physical id: the lower line, whose second cell is the bus id."""
 

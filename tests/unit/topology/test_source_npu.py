@@ -142,3 +142,10 @@ def test_a_tool_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(npu, "_TIMEOUT_S", 0.2)
     assert "timed out" in npu.read().notes[0].message
+
+
+def test_a_model_without_end_is_none() -> None:
+    """A fuzzer's: names are limited, and parsing never raises."""
+    row = "| 0     {} | OK |\n| 0 | 0000:C1:00.0 |\n"
+    assert [one.name for one in npu.parse(row.format("910B3")).accelerators] == ["910B3"]
+    assert npu.parse(row.format("910B" + "\0" * 2000)).accelerators == ()
