@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -11,9 +12,15 @@ from pathlib import Path
 
 import pytest
 
+# Processes of this session have it in their environment, so that tests may run side by side.
+_SESSION = "PYTEST_SESSION_OF_MKERNEL"
+_PATIENCE_S = 30  # for what ends by itself, on a machine that is busy
+
 
 def pytest_configure() -> None:
-    """A shell that starts us in the background has us, and all that we start, ignore Ctrl-C."""
+    """Mark what we start. A shell that starts us in the background has us, and all that we start,
+    ignore Ctrl-C."""
+    os.environ[_SESSION] = str(os.getpid())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -36,7 +43,23 @@ def _rank_processes() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
+    """Names of shared memory, but for what processes of other sessions have mapped."""
+    names = {entry.name for entry in Path("/dev/shm").iterdir()}
+    return names - _mapped_by_others() if names else names
+
+
+def _mapped_by_others() -> set[str]:
+    found: set[str] = set()
+    mark = f"{_SESSION}={os.getpid()}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if mark not in (entry / "environ").read_bytes().split(b"\0"):
+                found.update(re.findall(r" /dev/shm/(\S+)", (entry / "maps").read_text()))
+        except OSError:  # ended, or another user's
+            continue
+    return found
 
 
 def _own_memfds() -> list[str]:
@@ -64,7 +87,7 @@ def leaves_nothing() -> Iterator[None]:
     """Fail where the test left a rank process, shared memory or a symmetric segment behind."""
     before = _rank_processes(), _shared_memory(), len(_own_memfds())
     yield
-    deadline = time.monotonic() + 30  # on a machine that is busy
+    deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         if not (_rank_processes() - before[0] or _shared_memory() - before[1]):
             break

@@ -24,7 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--gpu-report", None)
-    if file is not None:
+    if file is not None and not hasattr(
+        config, "workerinput"
+    ):  # a worker of xdist tells its master
         config.pluginmanager.register(Reporter(config, file))
 
 

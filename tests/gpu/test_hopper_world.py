@@ -11,6 +11,7 @@ from device_buffers import needs_gpus, takes_ranks
 
 import mkernel
 from mkernel.errors import MkernelError
+from mkernel.launch import host_store
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
 several = pytest.mark.parametrize("world", [2, pytest.param(4, marks=takes_ranks(4))])
@@ -30,13 +31,17 @@ def test_tensors_of_every_rank_are_mapped_and_outlive_the_world(world: int) -> N
 @needs_gpus(2)
 def test_ranks_that_share_a_device_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MKERNEL_RANKS_PER_DEVICE", raising=False)
+    _store, port = host_store(2, 30)
     with pytest.raises(MkernelError, match="a GPU of its own for each rank"):
-        mkernel.launch(world_ranks.crowded, ranks_per_node=2, accelerator="hopper", timeout_s=20)
+        mkernel.launch(
+            world_ranks.crowded, port, ranks_per_node=2, accelerator="hopper", timeout_s=20
+        )
 
 
 def test_worlds_in_turn_leave_no_memory() -> None:
+    _store, port = host_store(2, 30)
     for free in mkernel.launch(
-        world_ranks.rounds, ranks_per_node=2, accelerator="hopper", timeout_s=30
+        world_ranks.rounds, port, ranks_per_node=2, accelerator="hopper", timeout_s=30
     ):
         assert min(free[1:]) >= free[0] - (64 << 20)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
+from torch.distributed import TCPStore
 
 import mkernel
 
@@ -34,24 +35,23 @@ def symmetric() -> tuple[int, list[float], float]:
     return device, found, float(mine.sum(dtype=torch.float32))
 
 
-def crowded() -> None:
+def crowded(port: int) -> None:
     """Every rank on device 0."""
     torch.cuda.set_device(0)
-    world = mkernel.world()
-    stores = (world._store, world._store)
+    size = mkernel.world().size
     mkernel.finalize()
-    mkernel.init(ranks_per_node=world.size, accelerator="hopper", stores=stores)
+    mkernel.init(ranks_per_node=size, accelerator="hopper", stores=(_store(port), _store(port)))
     mkernel.empty((8,), torch.float16)
 
 
-def rounds() -> list[int]:
+def rounds(port: int) -> list[int]:
     """Free bytes of the device after each of several worlds in one process. A rank's memory is free
     once every rank has let go of it."""
-    world = mkernel.world()
-    store, rank, size, free = world._store, world.rank, world.size, []
+    rank, size, free = mkernel.world().rank, mkernel.world().size, []
     mkernel.finalize()
+    store, alarm = _store(port), _store(port)
     for turn in range(4):
-        made = mkernel.init(ranks_per_node=size, accelerator="hopper", stores=(store, store))
+        made = mkernel.init(ranks_per_node=size, accelerator="hopper", stores=(store, alarm))
         mkernel.empty((128 << 20,), torch.float16)
         made.barrier()
         mkernel.finalize()
@@ -60,3 +60,7 @@ def rounds() -> list[int]:
         store.wait([f"left/{turn}/{other}" for other in range(size)], timedelta(seconds=20))
         free.append(torch.cuda.mem_get_info()[0])
     return free
+
+
+def _store(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, wait_for_workers=False)
