@@ -246,7 +246,7 @@ class LaunchTimes:
 
 
 class Span(NamedTuple):
-    """One piece of work on a lane of a modelled timeline. Microseconds from the launch. ``peer``: the
+    """One piece of work on a track of a modelled timeline. Microseconds from the launch. ``peer``: the
     rank written to, notified or waited for."""
 
     name: str
@@ -256,7 +256,7 @@ class Span(NamedTuple):
     peer: int | None = None
 
 
-class Lane(NamedTuple):
+class Track(NamedTuple):
     """What one core, or one pipe of it, did. ``kernel`` is ``comm`` or ``compute``."""
 
     rank: int
@@ -279,7 +279,7 @@ class KernelSpan:
 class ModelledRun:
     """A call on the modelled machine: *predicted* times, never measured ones.
 
-    ``total_us``: launch to the end of the last kernel of any rank. ``lanes``: one a core; ``pipes``:
+    ``total_us``: launch to the end of the last kernel of any rank. ``tracks``: one a core; ``pipes``:
     the same in detail, one a pipe of a core that did something.
     """
 
@@ -287,8 +287,8 @@ class ModelledRun:
     view: View
     total_us: float
     kernels: tuple[KernelSpan, ...]
-    lanes: tuple[Lane, ...]
-    pipes: tuple[Lane, ...] = ()
+    tracks: tuple[Track, ...]
+    pipes: tuple[Track, ...] = ()
 
     def kernel_us(self, kernel: str) -> float:
         """Longest duration of that kernel over the ranks; 0 where it did not run."""

@@ -34,7 +34,7 @@ class Rows:
     def ratios(self, machine: Machine) -> list[float]:
         """Modelled over published."""
         return [
-            model(traces, machine, lanes=False).total_us / 1e3 / row.ms
+            model(traces, machine, tracks=False).total_us / 1e3 / row.ms
             for row, traces in self._rows
         ]
 

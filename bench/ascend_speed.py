@@ -161,7 +161,7 @@ def seconds(action: Callable[..., object], *arguments: Any, **named: Any) -> flo
 
 def traced_and_replayed(world: World, tensors: list[Tensors], machine: Machine) -> None:
     """A call, and its modelled time."""
-    model(world.call(tensors, trace=True), machine, lanes=False)
+    model(world.call(tensors, trace=True), machine, tracks=False)
 
 
 def gemm(layout: Layout, slots: int, repeat: int) -> dict[str, float]:

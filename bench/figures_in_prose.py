@@ -175,7 +175,7 @@ def _before_the_fit() -> list[str]:
     errors = []
     for row in published().rows:
         traces = [trace(row.shape, rank) for rank in range(row.ranks)]
-        errors.append(model(traces, guessed, lanes=False).total_us / 1e3 / row.ms - 1)
+        errors.append(model(traces, guessed, tracks=False).total_us / 1e3 / row.ms - 1)
     mean = sum(map(abs, errors)) / len(errors)
     return [f"{100 * x:.0f}" for x in (min(errors), max(errors), mean)]
 

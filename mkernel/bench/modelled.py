@@ -90,7 +90,7 @@ def shapes(
     rows = []
     for each in wanted:
         traces = _ours(each, ranks, dtype, layout)
-        runs = {view: model(traces, machine, view, lanes=False) for view in VIEWS}
+        runs = {view: model(traces, machine, view, tracks=False) for view in VIEWS}
         rows.append(ModelledRow(shape=each, ranks=ranks, modelled=modelled_clock([runs])))
         on_row(each.text)
     return ModelledReport(machine=machine, rows=tuple(rows))
@@ -102,10 +102,10 @@ def compare(machine: Machine, on_row: OnRow = lambda row: None) -> ComparisonRep
     rows = []
     for each in table.rows:
         theirs = [reference.trace(each.shape, rank) for rank in range(each.ranks)]
-        reference_ms = model(theirs, machine, lanes=False).total_us / 1e3
+        reference_ms = model(theirs, machine, tracks=False).total_us / 1e3
         sizes = {"m": each.m, "n": each.n, "k": each.k}
         ours = _ours(Sized(op="all_gather_gemm", sizes=sizes), each.ranks)
-        ours_ms = model(ours, machine, lanes=False).total_us / 1e3
+        ours_ms = model(ours, machine, tracks=False).total_us / 1e3
         rows.append(
             PublishedComparison(
                 ranks=each.ranks,

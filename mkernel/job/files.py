@@ -12,7 +12,7 @@ from mkernel.job.timeline import Timeline
 
 
 def write_trace(run: Timeline, path: Path) -> None:
-    """One process a rank, one thread a lane or pipe; microseconds of the timeline's clock."""
+    """One process a rank, one thread a track or pipe; microseconds of the timeline's clock."""
     content = {
         "displayTimeUnit": "ns",
         "otherData": {"clock": run.clock},
@@ -22,17 +22,17 @@ def write_trace(run: Timeline, path: Path) -> None:
 
 
 def _events(run: Timeline) -> Iterator[dict[str, Any]]:
-    for rank in sorted({lane.rank for lane in run.lanes}):
+    for rank in sorted({track.rank for track in run.tracks}):
         name = f"rank {rank} ({run.label})"
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
-    for thread, lane in enumerate((*run.lanes, *run.pipes)):
-        where = {"pid": lane.rank, "tid": thread}
-        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": lane.name}}
-        for span in lane.spans:
+    for thread, track in enumerate((*run.tracks, *run.pipes)):
+        where = {"pid": track.rank, "tid": thread}
+        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": track.name}}
+        for span in track.spans:
             yield {
                 "ph": "X",
                 "name": span.name,
-                "cat": lane.kernel,
+                "cat": track.kernel,
                 **where,
                 "ts": span.start_us,
                 "dur": span.duration_us,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkernel.backends.base import Lane, ModelledRun, Span
+from mkernel.backends.base import ModelledRun, Span, Track
 from mkernel.job.rank import VIEWS, RankResult
 from mkernel.plan.simulate import Traced
 
@@ -22,54 +22,54 @@ _GAP = 1.05  # between views, in lengths of the one before
 
 @dataclass(frozen=True)
 class Timeline:
-    """Lanes on one clock.
+    """Tracks on one clock.
 
     Attributes:
         clock, label: which clock it is, in a sentence and in a few words.
         title: of the picture. total_us: its length in microseconds.
-        pipes: what is known beyond the lanes of the picture.
+        pipes: what is known beyond the tracks of the picture.
     """
 
     clock: str
     label: str
     title: str
     total_us: float
-    lanes: tuple[Lane, ...]
-    pipes: tuple[Lane, ...] = ()
+    tracks: tuple[Track, ...]
+    pipes: tuple[Track, ...] = ()
 
 
 def modelled(calls: Sequence[ModelledRun]) -> Timeline:
-    """Lanes of pipelined calls that follow each other: one for every core; and its pipes."""
+    """Tracks of pipelined calls that follow each other: one for every core; and its pipes."""
     machine = calls[0].machine
     return Timeline(
         clock=f"modelled, {machine}; not measured",
         label=f"modelled time, {machine}",
-        title="pipelined: all cores of a lane overlaid; grey waits for a signal",
+        title="pipelined: all cores of a track overlaid; grey waits for a signal",
         total_us=sum(call.total_us for call in calls),
-        lanes=_one_after_another([(call.total_us, call.lanes) for call in calls]),
+        tracks=_one_after_another([(call.total_us, call.tracks) for call in calls]),
         pipes=_one_after_another([(call.total_us, call.pipes) for call in calls]),
     )
 
 
-def _one_after_another(calls: Sequence[tuple[float, Sequence[Lane]]]) -> tuple[Lane, ...]:
-    """(length, lanes) of each call; a lane goes on where the call before has one like it."""
-    lanes: dict[tuple[int, str, str], Lane] = {}
+def _one_after_another(calls: Sequence[tuple[float, Sequence[Track]]]) -> tuple[Track, ...]:
+    """(length, tracks) of each call; a track goes on where the call before has one like it."""
+    tracks: dict[tuple[int, str, str], Track] = {}
     start = 0.0
     for length, found in calls:
-        for lane in found:
-            spans = [span._replace(start_us=start + span.start_us) for span in lane.spans]
-            key = (lane.rank, lane.name, lane.kernel)
-            lanes.setdefault(key, lane._replace(spans=[])).spans.extend(spans)
+        for track in found:
+            spans = [span._replace(start_us=start + span.start_us) for span in track.spans]
+            key = (track.rank, track.name, track.kernel)
+            tracks.setdefault(key, track._replace(spans=[])).spans.extend(spans)
         start += length
-    return tuple(lanes.values())
+    return tuple(tracks.values())
 
 
 def simulated(found: Traced) -> Timeline:
     """A simulated call: what each link of a node that stands for its kind did, and each such rank."""
     plan = found.schedule.plan
     first = [site.nodes[0][0] * plan.ranks_per_node for site in plan.placement.sites]
-    lanes = [
-        Lane(
+    tracks = [
+        Track(
             first[at.site] + at.local,
             "compute",
             "compute",
@@ -77,8 +77,8 @@ def simulated(found: Traced) -> Timeline:
         )
         for at, steps in found.computed.items()
     ]
-    lanes += [
-        Lane(
+    tracks += [
+        Track(
             first[link.site],
             link.name,
             "comm",
@@ -91,14 +91,14 @@ def simulated(found: Traced) -> Timeline:
         label=f"simulated, {found.result.constants}",
         title="simulated call: links of one node of each kind, and its ranks' tiles",
         total_us=found.result.time_us,
-        lanes=tuple(lanes),
+        tracks=tuple(tracks),
     )
 
 
 def wall(results: Sequence[RankResult]) -> Timeline:
     """The views' last timed calls one after another: the call, and its comm and compute."""
-    lanes = {
-        (rank, kind): Lane(rank, f"{kind} (wall)", kind, [])
+    tracks = {
+        (rank, kind): Track(rank, f"{kind} (wall)", kind, [])
         for rank in range(len(results))
         for kind in ("call", "compute", "comm")
     }
@@ -107,9 +107,9 @@ def wall(results: Sequence[RankResult]) -> Timeline:
         for rank, result in enumerate(results):
             took = {"call": result.seconds[view][-1], **result.kernels.get(view, {})}
             for kind, seconds in took.items():
-                if seconds > 0 and (rank, kind) in lanes:
+                if seconds > 0 and (rank, kind) in tracks:
                     name = f"{view.replace('_', ' ')}: {kind}"
-                    lanes[rank, kind].spans.append(Span(name, 1e6 * start, 1e6 * seconds))
+                    tracks[rank, kind].spans.append(Span(name, 1e6 * start, 1e6 * seconds))
         longest = max(result.seconds[view][-1] for result in results)
         end = start + longest
         start += _GAP * longest
@@ -119,12 +119,12 @@ def wall(results: Sequence[RankResult]) -> Timeline:
         title=f"{', then '.join(VIEWS).replace('_', ' ')}; comm and compute in all, "
         "drawn from the call's start; grey: the call",
         total_us=1e6 * end,
-        lanes=tuple(lanes.values()),
+        tracks=tuple(tracks.values()),
     )
 
 
 def write_timeline(run: Timeline, path: Path) -> None:
-    """Draw one row a rank and kernel, shaded by how many of its lanes are busy.
+    """Draw one row a rank and kernel, shaded by how many of its tracks are busy.
 
     Raises:
         ImportError: matplotlib is missing (extra ``bench``).
@@ -135,24 +135,24 @@ def write_timeline(run: Timeline, path: Path) -> None:
     from matplotlib import pyplot
 
     rows = sorted(
-        {(lane.rank, lane.kernel) for lane in run.lanes},
+        {(track.rank, track.kernel) for track in run.tracks},
         key=lambda row: (row[0], tuple(_COLOURS).index(row[1])),
     )
     figure, axes = pyplot.subplots(figsize=(11, 1.2 + 0.45 * len(rows)), constrained_layout=True)
     for row, (rank, kind) in enumerate(rows):
-        lanes = [lane for lane in run.lanes if (lane.rank, lane.kernel) == (rank, kind)]
-        for lane in lanes:
+        tracks = [track for track in run.tracks if (track.rank, track.kernel) == (rank, kind)]
+        for track in tracks:
             for waiting in (True, False):
                 spans = [
                     (span.start_us, span.duration_us)
-                    for span in lane.spans
+                    for span in track.spans
                     if span.duration_us > 0 and (span.name == "TWAIT") == waiting
                 ]
                 axes.broken_barh(
                     spans,
                     (row - 0.4, 0.8),
                     facecolors=_WAITING if waiting else _COLOURS[kind],
-                    alpha=0.9 / max(1.0, len(lanes) ** 0.5),
+                    alpha=0.9 / max(1.0, len(tracks) ** 0.5),
                     linewidth=0,
                 )
     axes.set_yticks(range(len(rows)), [f"rank {rank} {kind}" for rank, kind in rows])

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mkernel.backends.accelerators.ascend.machine import Machine
 from mkernel.backends.accelerators.ascend.trace import NO_CHUNK, Kind, Pipe, Role
-from mkernel.backends.base import KernelSpan, Lane, ModelledRun, Span, View
+from mkernel.backends.base import KernelSpan, ModelledRun, Span, Track, View
 
 _SPAN = np.dtype(
     [
@@ -45,7 +45,7 @@ _Spans = npt.NDArray[np.void]
 
 
 def model(
-    traces: Sequence[bytes], machine: Machine, view: View = "pipelined", *, lanes: bool = True
+    traces: Sequence[bytes], machine: Machine, view: View = "pipelined", *, tracks: bool = True
 ) -> ModelledRun:
     """Replay the traces of all ranks of one call (any view's; ``pipelined`` is the usual one).
 
@@ -55,7 +55,7 @@ def model(
     """
     from mkernel.backends.accelerators.ascend import _ascend
 
-    total, kernels, raw = _ascend.replay(list(traces), machine.native(), view, lanes)
+    total, kernels, raw = _ascend.replay(list(traces), machine.native(), view, tracks)
     spans = np.frombuffer(raw, dtype=_SPAN)
     return ModelledRun(
         machine=machine.name,
@@ -64,9 +64,9 @@ def model(
         kernels=tuple(
             KernelSpan(rank, name, start / 1e3, end / 1e3) for rank, name, start, end in kernels
         ),
-        lanes=tuple(_lane(name, role, each) for name, role, each in _cores(spans)),
+        tracks=tuple(_track(name, role, each) for name, role, each in _cores(spans)),
         pipes=tuple(
-            lane for name, role, each in _cores(spans) for lane in _pipes(name, role, each)
+            track for name, role, each in _cores(spans) for track in _pipes(name, role, each)
         ),
     )
 
@@ -86,11 +86,11 @@ def _cores(spans: _Spans) -> Iterator[tuple[str, Role, _Spans]]:
             yield f"{role.unit} {int(group['core'][0])}", role, group
 
 
-def _lane(name: str, role: Role, spans: _Spans) -> Lane:
+def _track(name: str, role: Role, spans: _Spans) -> Track:
     """A core as a whole: what it is there for, one thing at a time, and the waits in which nothing
     else happened."""
     worked = _one_at_a_time(_runs(_work(role, spans)))
-    return Lane(
+    return Track(
         int(spans["rank"][0]),
         name,
         role.kernel,
@@ -125,13 +125,13 @@ def _one_at_a_time(slices: list[Span]) -> list[Span]:
     return kept
 
 
-def _pipes(name: str, role: Role, spans: _Spans) -> Iterator[Lane]:
+def _pipes(name: str, role: Role, spans: _Spans) -> Iterator[Track]:
     """Every pipe of a core by itself."""
     for pipe in Pipe:
         own = spans[spans["pipe"] == pipe]
         if len(own):
             rank = int(spans["rank"][0])
-            yield Lane(rank, f"{name} {pipe.name}", role.kernel, _runs(own))
+            yield Track(rank, f"{name} {pipe.name}", role.kernel, _runs(own))
 
 
 def _of(spans: _Spans, *kinds: int) -> _Spans:

@@ -155,5 +155,5 @@ def test_modelled_views(op: str) -> None:
     starts = {span.kernel: span.start_us for span in sequential.kernels}
     assert starts["comm"] >= max(s.end_us for s in sequential.kernels if s.kernel == "compute")
     assert alone.total_us < pipelined.total_us < sequential.total_us
-    names = {span.name for lane in pipelined.pipes for span in lane.spans}
+    names = {span.name for track in pipelined.pipes for span in track.spans}
     assert {"TADD", "TPUT", "TMATMUL"} <= names

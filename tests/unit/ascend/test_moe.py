@@ -449,5 +449,5 @@ def test_modelled_views(op: OpName) -> None:
     )  # fmt: skip
     alone, sequential, pipelined = modelled_views(plan)
     assert alone.total_us < pipelined.total_us < sequential.total_us
-    names = {span.name for lane in pipelined.pipes for span in lane.spans}
+    names = {span.name for track in pipelined.pipes for span in track.spans}
     assert {"SCALAR", "TPUT", "TMATMUL" if "dispatch" in op else "TROWEXPANDMUL"} <= names

@@ -167,7 +167,7 @@ def test_other_constants_do_not_reproduce_it() -> None:
     guessed = Machine.model_validate(data)
     rows = [row for row in published().rows if row.ranks == 2]
     errors = [
-        model([trace(row.shape, r) for r in range(row.ranks)], guessed, lanes=False).total_us
+        model([trace(row.shape, r) for r in range(row.ranks)], guessed, tracks=False).total_us
         / 1e3
         / row.ms
         - 1

@@ -280,6 +280,6 @@ def test_modelled_views(causal: bool) -> None:
     assert alone.total_us < pipelined.total_us < sequential.total_us
     communication = sequential.total_us - alone.total_us
     assert pipelined.total_us < alone.total_us + 0.75 * communication
-    names = {span.name for lane in pipelined.pipes for span in lane.spans}
+    names = {span.name for track in pipelined.pipes for span in track.spans}
     assert {"TEXP", "TROWSUM", "TMATMUL", "TPUT"} <= names
     assert ("TTRIL" in names) == causal

@@ -166,25 +166,25 @@ def test_time_follows_the_machine() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_lanes(nodes: int) -> None:
+def test_tracks(nodes: int) -> None:
     plan = make_plan(4 * 256, 512, 1024, nodes=nodes, ranks_per_node=4 // nodes, comm_blocks=8)
     result = model(traces(plan), A3)
-    names = {(lane.rank, lane.name) for lane in result.lanes}
+    names = {(track.rank, track.name) for track in result.tracks}
     assert {(r, f"AIC {k}") for r in range(4) for k in range(4)} <= names
     assert any(name.startswith("AIV") for _, name in names)
-    kinds = {piece.name for lane in result.lanes for piece in lane.spans}
+    kinds = {piece.name for track in result.tracks for piece in track.spans}
     assert {"TMATMUL", "TSTORE", "TPUT", "TWAIT"} <= kinds
     assert ("NIC_PUT" in kinds) == (nodes == 2)
-    for lane in result.lanes:
+    for track in result.tracks:
         end = 0.0
-        for piece in lane.spans:
+        for piece in track.spans:
             assert piece.duration_us >= 0
-            assert piece.start_us >= end - 1e-6, (lane.rank, lane.name, piece)
+            assert piece.start_us >= end - 1e-6, (track.rank, track.name, piece)
             assert piece.chunk is None or 0 <= piece.chunk < plan.chunking.chunks_per_rank
             end = piece.start_us + piece.duration_us
         assert end <= result.total_us + 1e-6
-    without = model(traces(plan), A3, lanes=False)
-    assert (without.lanes, without.pipes) == ((), ())
+    without = model(traces(plan), A3, tracks=False)
+    assert (without.tracks, without.pipes) == ((), ())
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -194,15 +194,15 @@ def test_pipes(nodes: int) -> None:
     result = model(traces(plan), A3)
     done: dict[str, set[str]] = {}
     raised = 0
-    for lane in result.pipes:
-        core, number, pipe = lane.name.split()
+    for track in result.pipes:
+        core, number, pipe = track.name.split()
         assert core in ("AIC", "AIV")
         assert number.isdigit()
-        done.setdefault(f"{core} {pipe}", set()).update(piece.name for piece in lane.spans)
-        raised += sum(piece.name == "TNOTIFY" and core == "AIV" for piece in lane.spans)
+        done.setdefault(f"{core} {pipe}", set()).update(piece.name for piece in track.spans)
+        raised += sum(piece.name == "TNOTIFY" and core == "AIV" for piece in track.spans)
         end = 0.0
-        for piece in lane.spans:
-            assert piece.start_us >= end - 1e-6, (lane.rank, lane.name, piece)
+        for piece in track.spans:
+            assert piece.start_us >= end - 1e-6, (track.rank, track.name, piece)
             end = piece.start_us + piece.duration_us
     assert done == {
         "AIC S": {"TWAIT", "TNOTIFY"} | ({"NIC_PUT"} if nodes == 2 else set()),

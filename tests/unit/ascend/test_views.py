@@ -14,7 +14,7 @@ from mkernel.backends.accelerators.ascend import AscendAccelerator
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.base import Lane, ModelledRun, View
+from mkernel.backends.base import ModelledRun, Track, View
 from mkernel.job import files, timeline
 from mkernel.job.rank import VIEWS
 from mkernel.job.report import Clock, modelled_clock
@@ -82,9 +82,9 @@ def test_a_wrong_time_would_be_found(name: str, factor: float) -> None:
     assert not sound(wrong)
 
 
-def slices_follow_each_other(lane: Lane, total_us: float) -> bool:
+def slices_follow_each_other(track: Track, total_us: float) -> bool:
     end = 0.0
-    for each in lane.spans:
+    for each in track.spans:
         if each.duration_us < 0 or each.start_us < end - 1e-6:
             return False
         end = each.start_us + each.duration_us
@@ -96,8 +96,8 @@ def slices_follow_each_other(lane: Lane, total_us: float) -> bool:
 def test_the_timeline_of_every_op(op: str, nodes: int, tmp_path: Path) -> None:
     """Cores and their pipes, what each works on for which chunk and peer, every signal on S."""
     found = run(op, nodes, 4 // nodes)
-    for lane in (*found.lanes, *found.pipes):
-        assert slices_follow_each_other(lane, found.total_us), (lane.rank, lane.name)
+    for track in (*found.tracks, *found.pipes):
+        assert slices_follow_each_other(track, found.total_us), (track.rank, track.name)
     files.write_trace(timeline.modelled([found]), tmp_path / "trace.json")
     content = json.loads((tmp_path / "trace.json").read_text())
     assert content["otherData"]["clock"].startswith("modelled")
@@ -123,16 +123,16 @@ def test_the_timeline_of_every_op(op: str, nodes: int, tmp_path: Path) -> None:
 
 
 def test_calls_that_follow_each_other_share_a_timeline() -> None:
-    """A dispatch and its combine, say: lanes go on, times add up."""
+    """A dispatch and its combine, say: tracks go on, times add up."""
     first, then = run("all_gather_gemm", 1, 4), run("gemm_reduce_scatter", 1, 4)
     both = timeline.modelled([first, then])
     assert both.total_us == first.total_us + then.total_us
-    names = [(lane.rank, lane.name, lane.kernel) for lane in both.lanes]
+    names = [(track.rank, track.name, track.kernel) for track in both.tracks]
     assert len(names) == len(set(names))
-    for lane in (*both.lanes, *both.pipes):
-        assert slices_follow_each_other(lane, both.total_us)
-    drawn = sum(len(lane.spans) for lane in both.lanes)
-    assert drawn == sum(len(lane.spans) for call in (first, then) for lane in call.lanes)
+    for track in (*both.tracks, *both.pipes):
+        assert slices_follow_each_other(track, both.total_us)
+    drawn = sum(len(track.spans) for track in both.tracks)
+    assert drawn == sum(len(track.spans) for call in (first, then) for track in call.tracks)
     views = [
         {view: run(op, 1, 4, view) for view in VIEWS}
         for op in ("all_gather_gemm", "gemm_reduce_scatter")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mkernel.backends.base import KernelSpan, Lane, ModelledRun, Span
+from mkernel.backends.base import KernelSpan, ModelledRun, Span, Track
 from mkernel.cases import Comparison, case_of
 from mkernel.job import files, report, timeline
 from mkernel.job.rank import RankResult
@@ -144,9 +144,9 @@ def test_a_wall_timeline_is_called_wall(tmp_path: Path) -> None:
 
 
 def test_a_modelled_timeline_is_called_modelled(tmp_path: Path) -> None:
-    lane = Lane(0, "AIV 0", "comm", [Span("x", 0, 4)])
-    pipe = Lane(0, "AIV 0 MTE3", "comm", [Span("y", 0, 4, chunk=7)])
-    run = ModelledRun("a machine", "pipelined", 4.0, (), (lane,), (pipe,))
+    track = Track(0, "AIV 0", "comm", [Span("x", 0, 4)])
+    pipe = Track(0, "AIV 0 MTE3", "comm", [Span("y", 0, 4, chunk=7)])
+    run = ModelledRun("a machine", "pipelined", 4.0, (), (track,), (pipe,))
     files.write_trace(timeline.modelled([run]), tmp_path / "trace.json")
     text = (tmp_path / "trace.json").read_text()
     assert "modelled, a machine; not measured" in text
