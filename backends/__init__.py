@@ -1,1 +1,1 @@
-"""Accelerator and NIC backends behind common contracts (see :mod:`mkernel.backends.base`)."""
+"""Accelerator and NIC backends behind common contracts (see :mod:`mkernel.backends.contracts`)."""

@@ -12,7 +12,8 @@ from importlib.metadata import EntryPoint, entry_points
 from inspect import isabstract
 from typing import TypeVar
 
-from mkernel.backends.base import AcceleratorBackend, NicBackend
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.backends.contracts.nic import NicBackend
 from mkernel.errors import BackendUnavailable, UnknownBackend
 
 _Backend = TypeVar("_Backend")

@@ -28,7 +28,8 @@ from mkernel import api
 from mkernel.backends.accelerators.ascend import AscendAccelerator, _ascend
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.base import Call, PeerMemory, SymmetricMemory
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.runtime import _runtime
 from mkernel.bench.modelled import shapes
 from mkernel.bench.sizes import GEMMS, Sized

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import results_file
 
-from mkernel.backends.base import PUT_VALUE_MAX
+from mkernel.backends.contracts.nic import PUT_VALUE_MAX
 from mkernel.conformance.check import CheckFailed
 from mkernel.conformance.nic_life_checks import (
     close_in_time,

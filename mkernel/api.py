@@ -7,7 +7,7 @@ from typing import Literal
 from mkernel import current as _current
 from mkernel import machine, selection
 from mkernel.backends import registry
-from mkernel.backends.base import AcceleratorCapabilities
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.plan.arguments import check_world
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.ops import canonical

@@ -23,7 +23,8 @@ from mkernel.topology.model import Model
 from mkernel.topology.sources.files import read_text
 
 if TYPE_CHECKING:
-    from mkernel.backends.base import AcceleratorBackend, NicBackend
+    from mkernel.backends.contracts.accelerator import AcceleratorBackend
+    from mkernel.backends.contracts.nic import NicBackend
 
 Kind = Literal["auto", "accelerator", "nic", "fabric", "library", "build", "cpu", "memory", "npu"]
 Source = Literal["argument", "environment", "default"]

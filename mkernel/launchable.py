@@ -6,7 +6,7 @@ and :class:`mkernel.world.World` refuses such worlds by the same ones, so the tw
 
 from __future__ import annotations
 
-from mkernel.backends.base import AcceleratorCapabilities
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.plan import arguments
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.kinds import node_kinds

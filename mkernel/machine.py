@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mkernel.backends import registry
-from mkernel.backends.base import AcceleratorBackend
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import BackendUnavailable
 from mkernel.identity import Backends
 from mkernel.topology.discover import discover

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mkernel.backends import registry
-from mkernel.backends.base import (
-    AcceleratorBackend,
-    AcceleratorCapabilities,
-    NicBackend,
-    Status,
-)
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.backends.contracts.nic import NicBackend
+from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.identity import Backends
 from mkernel.settings import AUTO, Settings

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mkernel.backends.base import NicSession, SymmetricMemory
+from mkernel.backends.contracts.memory import SymmetricMemory
+from mkernel.backends.contracts.nic import NicSession
 from mkernel.bootstrap import Bootstrap
 
 Check = Callable[[set[int]], None]

@@ -29,17 +29,10 @@ from torch.distributed import Store
 
 from mkernel import machine, symmetric
 from mkernel.backends import registry
-from mkernel.backends.base import (
-    AcceleratorBackend,
-    Call,
-    Launch,
-    LaunchTimes,
-    NicSession,
-    PeerMemory,
-    SymmetricMemory,
-    View,
-    Workspace,
-)
+from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
+from mkernel.backends.contracts.instrumented import LaunchTimes, View
+from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Workspace
+from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import HostPages
 from mkernel.bootstrap import Bootstrap

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from mkernel.backends.base import Status
+from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics import _nics
 from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.settings import NicSettings

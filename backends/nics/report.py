@@ -7,7 +7,7 @@ import re
 import resource
 from collections.abc import Callable
 
-from mkernel.backends.base import Status
+from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics import _nics
 from mkernel.backends.nics.provider import SYSTEM, library_of, list_nics, peermem_module
 from mkernel.errors import MkernelError

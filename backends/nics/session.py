@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mkernel.backends.base import NO_SIGNAL, NicCapabilities, NicSession, NicStatistics
+from mkernel.backends.contracts.nic import NO_SIGNAL, NicCapabilities, NicSession, NicStatistics
 from mkernel.backends.nics import _nics
 from mkernel.errors import ArgumentError, MkernelError, NicError, Timeout
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, ClassVar
 
-from mkernel.backends.base import NicBackend, NicSession, Status
+from mkernel.backends.contracts.nic import NicBackend, NicSession
+from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable
 from mkernel.settings import NicSettings
 from mkernel.topology.model import Nic

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mkernel.backends.base import SymmetricMemory
+from mkernel.backends.contracts.memory import SymmetricMemory
 
 if TYPE_CHECKING:
     import torch

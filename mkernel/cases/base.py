@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.cases.comparison import Comparison, compare, compare_exact
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.plan.model import DtypeName, LaunchPlan

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import poison
 from mkernel.cases.base import EVERY_RANK, Case, Outcome
 from mkernel.current import current

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import poison
 from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Outcome
 from mkernel.ops import moe

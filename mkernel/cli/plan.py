@@ -9,7 +9,7 @@ from typing import Annotated, get_args
 import typer
 
 from mkernel import selection
-from mkernel.backends.base import AcceleratorCapabilities
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.cli import sizes
 from mkernel.cli.plan_world import planned_world
 from mkernel.cli.terminal import Terminal
@@ -182,7 +182,7 @@ def command(
         traced = trace(
             made,
             constants,
-            kernel_a_chunk=claims.kernel_a_chunk,
+            one_kernel_per_chunk=claims.one_kernel_per_chunk,
             keep=trace_file is not None,
         )
         found = traced.result
@@ -201,7 +201,7 @@ def command(
                 lambda count: planned(nodes=count, topology=_first(world, count)).plan,
                 constants,
                 made.nodes,
-                claims.kernel_a_chunk,
+                claims.one_kernel_per_chunk,
             )
         )
         _draw(

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from mkernel import machine, selection
 from mkernel.backends import registry
-from mkernel.backends.base import AcceleratorBackend, AcceleratorCapabilities, Status
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, UnknownBackend
 from mkernel.identity import Backends
 from mkernel.plan.model import OpName

@@ -11,7 +11,8 @@ from math import gcd
 from typing import Any, TypeVar
 
 from mkernel.backends import registry
-from mkernel.backends.base import AcceleratorBackend, AcceleratorCapabilities
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.conformance.check import Check, CheckFailed, CheckSkipped
 from mkernel.errors import BackendUnavailable
 from mkernel.launch import launch

@@ -21,18 +21,11 @@ from typing import Any, ClassVar
 import torch
 
 from mkernel.backends import registry
-from mkernel.backends.base import (
-    AcceleratorBackend,
-    AcceleratorCapabilities,
-    Call,
-    Launch,
-    LaunchTimes,
-    ModelledRun,
-    Status,
-    SymmetricMemory,
-    View,
-    Workspace,
-)
+from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.backends.contracts.instrumented import LaunchTimes, ModelledRun, View
+from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
+from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime import _runtime
 from mkernel.errors import Unsupported
 from mkernel.plan.model import AttentionShape, LaunchPlan

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mkernel.backends.base import NO_SIGNAL, PUT_VALUE_MAX
+from mkernel.backends.contracts.nic import NO_SIGNAL, PUT_VALUE_MAX
 from mkernel.backends.runtime import _runtime
 from mkernel.conformance.check import Check, CheckFailed, CheckSkipped
 from mkernel.conformance.nic_ranks import (

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mkernel.backends.base import (
+from mkernel.backends.contracts.nic import (
     NO_SIGNAL,
     NicBackend,
     NicCapabilities,
     NicSession,
     NicStatistics,
-    Status,
 )
+from mkernel.backends.contracts.status import Status
 from mkernel.conformance.check import Check, CheckFailed, CheckSkipped
 from mkernel.conformance.nic_checks import Landing
 from mkernel.conformance.nic_ranks import (

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from mkernel import fork_server
 from mkernel.backends import registry
-from mkernel.backends.base import NicBackend, NicSession
+from mkernel.backends.contracts.nic import NicBackend, NicSession
 from mkernel.backends.runtime import _runtime
 from mkernel.conformance.check import CheckFailed, CheckSkipped, HarnessError
 from mkernel.errors import BackendUnavailable, MkernelError

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import TCPStore
 
 import mkernel
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Outcome, compare
 from mkernel.cases.comparison import compare_exact
 

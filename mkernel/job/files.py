@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mkernel.backends.base import Span
+from mkernel.backends.contracts.instrumented import Span
 from mkernel.job.timeline import Timeline
 
 

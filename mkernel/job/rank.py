@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from safetensors.torch import save_file
 
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Comparison, Outcome
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.poison import uninitialised_is_nan

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mkernel.backends.base import ModelledRun, View
+from mkernel.backends.contracts.instrumented import ModelledRun, View
 from mkernel.cases import Case, Comparison
 from mkernel.cases.comparison import badness
 from mkernel.job.rank import VIEWS, RankResult

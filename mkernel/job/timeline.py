@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkernel.backends.base import ModelledRun, Span, Track
+from mkernel.backends.contracts.instrumented import ModelledRun, Span, Track
 from mkernel.job.rank import VIEWS, RankResult
 from mkernel.plan.simulate import Traced
 

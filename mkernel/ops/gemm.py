@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import increment_version
 
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.current import current
 from mkernel.errors import ShapeError
 from mkernel.ops import validate

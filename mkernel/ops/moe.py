@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.current import current
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.ops import validate

@@ -15,7 +15,7 @@ from typing import Literal, overload
 
 import torch
 
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.current import current
 from mkernel.errors import ArgumentError, LayoutError, ShapeError
 from mkernel.ops import validate

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from mkernel.backends.base import AcceleratorCapabilities
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import DtypeName
 

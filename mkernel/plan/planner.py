@@ -40,7 +40,7 @@ from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, plac
 from mkernel.topology.routing import routes
 
 if TYPE_CHECKING:
-    from mkernel.backends.base import AcceleratorCapabilities
+    from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 
 
 class Planned(NamedTuple):
@@ -174,7 +174,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             arguments.exchanges(exchange, name, nodes, accelerator, capabilities),
             comm_blocks,
             capabilities.comm_cores,
-            capabilities.kernel_a_chunk,
+            capabilities.one_kernel_per_chunk,
             capabilities.orders,
         ),
         resources,
@@ -231,7 +231,7 @@ class _Choice:
     exchanges: tuple[Exchange, ...]
     comm_blocks: int | None
     comm_cores: int
-    kernel_a_chunk: bool
+    one_kernel_per_chunk: bool
     orders: tuple[Runs, ...]
 
 
@@ -330,10 +330,12 @@ def _planned(
         if rows is not None and choice.chunk is None and choice.row_chunks > 1:
             found = chunking.other_row_chunks(shape, len(placement), rows, choice.row_chunks)
             by_rows = [rows, *found]
-            if choice.kernel_a_chunk:  # what costs a kernel must gain something: the fewest first
+            if (
+                choice.one_kernel_per_chunk
+            ):  # what costs a kernel must gain something: the fewest first
                 by_rows.sort(reverse=True)
         made, considered = simulated.decided(
-            made, by_rows, choice.orders, constants, choice.kernel_a_chunk
+            made, by_rows, choice.orders, constants, choice.one_kernel_per_chunk
         )
         alternatives += considered
     if not _hold(constants, kinds, placement):

@@ -29,14 +29,14 @@ def points(
     made: Callable[[int], LaunchPlan],
     constants: MachineConstants,
     most: int,
-    kernel_a_chunk: bool = False,
+    one_kernel_per_chunk: bool = False,
 ) -> Iterator[Point]:
-    """Of 1, 2, 4, … nodes, and ``most``. ``made``: the plan of so many. ``kernel_a_chunk``: as the
-    backend's capabilities say."""
+    """Of 1, 2, 4, … nodes, and ``most``. ``made``: the plan of so many. ``one_kernel_per_chunk``: as
+    the backend's capabilities say."""
     nodes = 1
     while nodes <= most:
         plan = made(nodes)
-        found = simulate(plan, constants, kernel_a_chunk=kernel_a_chunk)
+        found = simulate(plan, constants, one_kernel_per_chunk=one_kernel_per_chunk)
         yield Point(
             nodes=nodes,
             ranks=plan.world_size,

@@ -75,12 +75,17 @@ def simulate(
     *,
     exchange: Exchange | None = None,
     detail: int = MESSAGES,
-    kernel_a_chunk: bool = False,
+    one_kernel_per_chunk: bool = False,
 ) -> Simulation:
     """The simulated call of a plan; ``exchange`` other than the plan's on request, and about
-    ``detail`` messages. ``kernel_a_chunk``: as the backend's capabilities say."""
+    ``detail`` messages. ``one_kernel_per_chunk``: as the backend's capabilities say."""
     return trace(
-        plan, constants, exchange=exchange, detail=detail, kernel_a_chunk=kernel_a_chunk, keep=False
+        plan,
+        constants,
+        exchange=exchange,
+        detail=detail,
+        one_kernel_per_chunk=one_kernel_per_chunk,
+        keep=False,
     ).result
 
 
@@ -90,14 +95,14 @@ def trace(
     *,
     exchange: Exchange | None = None,
     detail: int = MESSAGES,
-    kernel_a_chunk: bool = False,
+    one_kernel_per_chunk: bool = False,
     keep: bool = True,
 ) -> Traced:
     """As :func:`simulate`, with the timeline where ``keep``."""
     exchange = exchange or plan.exchange
     made = Schedule(plan, constants, _chunks(plan), detail)
     sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size)
-    device = _Device(plan, made.chunks if kernel_a_chunk else None)
+    device = _Device(plan, made.chunks if one_kernel_per_chunk else None)
     after: dict[At, Sequence[Message]] = {}
     arrivals: Arrivals = {}
     done_us: dict[Came, float] = {}

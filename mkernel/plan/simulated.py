@@ -22,7 +22,7 @@ def decided(
     rows: Sequence[int],
     orders: Sequence[Runs],
     constants: MachineConstants,
-    kernel_a_chunk: bool,
+    one_kernel_per_chunk: bool,
 ) -> tuple[LaunchPlan, tuple[Alternative, ...]]:
     """The plan with its order and rows a chunk decided, and all options with their simulated times.
 
@@ -31,11 +31,13 @@ def decided(
         rows: a chunk may have, the default first, which stands where nothing gains; empty where chunks
             are not made of rows.
         orders: of sources, the default first. Where nodes or their ranks are one they are all the same.
-        kernel_a_chunk: as the backend's capabilities say.
+        one_kernel_per_chunk: as the backend's capabilities say.
     """
 
     def time_us(option: LaunchPlan) -> float:
-        return simulate(option, constants, detail=_DETAIL, kernel_a_chunk=kernel_a_chunk).time_us
+        return simulate(
+            option, constants, detail=_DETAIL, one_kernel_per_chunk=one_kernel_per_chunk
+        ).time_us
 
     cuts = [made.model_copy(update={"rows_per_chunk": each}) for each in rows] or [made]
     made, considered = choose(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.conformance.faults import Altered, Tensors, _Remembers
 
 

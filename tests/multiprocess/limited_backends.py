@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator
 from mkernel.backends.accelerators.streams import StreamsAccelerator
-from mkernel.backends.base import AcceleratorCapabilities
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.topology.model import Accelerator
 
 

@@ -21,7 +21,8 @@ import torch
 from torch import distributed
 
 from mkernel.backends.accelerators.streams import StreamsAccelerator
-from mkernel.backends.base import AcceleratorCapabilities, Call
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.topology.model import Accelerator
 
 CUBES, VECTORS = 24, 48

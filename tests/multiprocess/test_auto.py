@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 BACKEND = '''
 import os
 from mkernel.backends.accelerators.streams import StreamsAccelerator
-from mkernel.backends.base import Status
+from mkernel.backends.contracts.status import Status
 
 class OnSome(StreamsAccelerator):
     """A backend whose devices only rank 1 sees."""

@@ -14,7 +14,7 @@ import torch
 import mkernel
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.lanes import Lanes
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Comparison, case_of
 from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import PeerFailure, Timeout, WorldError

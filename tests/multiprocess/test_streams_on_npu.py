@@ -15,7 +15,7 @@ from npu_backend import ALL, CUBES, VECTORS
 
 import mkernel
 from mkernel.backends.accelerators.streams.device import Device
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import case_of
 from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import ArgumentError, Timeout

@@ -9,7 +9,7 @@ import pytest
 
 from mkernel import doctor, selection
 from mkernel.backends import registry
-from mkernel.backends.base import Status
+from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.identity import Backends
 from mkernel.settings import Settings

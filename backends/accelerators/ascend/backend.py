@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.accelerators.ascend.memory import HostMemory
 from mkernel.backends.accelerators.ascend.native import native
-from mkernel.backends.base import (
-    AcceleratorBackend,
-    AcceleratorCapabilities,
-    Call,
-    Launch,
-    LaunchTimes,
-    ModelledRun,
-    Status,
-    SymmetricMemory,
-    View,
-    Workspace,
-)
+from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.backends.contracts.instrumented import LaunchTimes, ModelledRun, View
+from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
+from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.settings import load

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.ascend import _ascend

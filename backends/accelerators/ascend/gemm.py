@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mkernel.backends.accelerators.ascend.gathered import unpack_gathered
 from mkernel.backends.accelerators.ascend.op import Blocks, Matrix, Prepared, matrix, native
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 

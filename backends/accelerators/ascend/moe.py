@@ -10,7 +10,7 @@ import torch
 
 from mkernel.backends.accelerators.ascend.backend import COMM_CORES
 from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES, Blocks, Prepared, native
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
 from mkernel.plan.chunking import chunking
 from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape

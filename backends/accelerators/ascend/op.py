@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from mkernel.backends.accelerators.ascend.native import native
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import LaunchPlan
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mkernel.backends.accelerators.ascend.backend import COMM_CORES
 from mkernel.backends.accelerators.ascend.op import Blocks, Prepared, native, planned
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import LayoutError, ShapeError, Unsupported
 from mkernel.plan.model import AttentionShape, LaunchPlan
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mkernel.backends.accelerators.ascend.machine import Machine
 from mkernel.backends.accelerators.ascend.trace import NO_CHUNK, Kind, Pipe, Role
-from mkernel.backends.base import KernelSpan, ModelledRun, Span, Track, View
+from mkernel.backends.contracts.instrumented import KernelSpan, ModelledRun, Span, Track, View
 
 _SPAN = np.dtype(
     [

@@ -17,7 +17,7 @@ import torch
 from mkernel.backends.accelerators.hopper import schedule
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.transfer import measured_engines
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 

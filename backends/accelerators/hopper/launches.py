@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from mkernel.backends.accelerators.hopper import gemm, library
 from mkernel.backends.accelerators.hopper.claims import FUNCTIONS, ops
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 

@@ -16,7 +16,7 @@ import torch
 
 from mkernel.backends.accelerators.hopper.gemm import noted, one_node, regions
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
 

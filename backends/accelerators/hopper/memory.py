@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mkernel.backends.accelerators.hopper.native import pci_address
-from mkernel.backends.base import SymmetricMemory
+from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.runtime import fd_exchange
 from mkernel.backends.runtime.host_memory import check_fit
 from mkernel.errors import ArgumentError

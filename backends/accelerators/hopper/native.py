@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from mkernel.backends.base import Status
+from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable
 
 if TYPE_CHECKING:

@@ -14,7 +14,9 @@ from mkernel.backends.accelerators.hopper import launches
 from mkernel.backends.accelerators.hopper.launches import Calls, Lane
 from mkernel.backends.accelerators.hopper.memory import DeviceMemory
 from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, native
-from mkernel.backends.base import Call, Launch, LaunchTimes, SymmetricMemory
+from mkernel.backends.contracts.accelerator import Call, Launch
+from mkernel.backends.contracts.instrumented import LaunchTimes
+from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.topology.model import Accelerator
 

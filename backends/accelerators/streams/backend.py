@@ -10,14 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from mkernel.backends.accelerators.streams.device import Device
-from mkernel.backends.base import (
-    AcceleratorBackend,
-    AcceleratorCapabilities,
-    Call,
-    Status,
-    SymmetricMemory,
-    Workspace,
-)
+from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
+from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
@@ -171,7 +167,7 @@ def _capabilities(device: Device) -> AcceleratorCapabilities:
         compute_cores=device.cores,
         comm_cores=1,
         chunk_unit="rows",
-        kernel_a_chunk=True,
+        one_kernel_per_chunk=True,
         orders=get_args(Runs),
         overlaps=device.has_streams,
         row_chunks=device.row_chunks,

@@ -10,7 +10,7 @@ import torch
 
 from mkernel.backends.accelerators.streams.lanes import Lanes, Message, Parcel, Sent
 from mkernel.backends.accelerators.streams.rows import chunks, rotation
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 
 Part = tuple[int, int, torch.Tensor]
 """(peer, number of the first row, rows)."""

@@ -12,7 +12,7 @@ from mkernel.backends.accelerators.streams.exchange import exchange, take
 from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.accelerators.streams.partials import reduced
 from mkernel.backends.accelerators.streams.rows import share
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 
 
 def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:

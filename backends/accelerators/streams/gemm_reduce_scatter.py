@@ -8,7 +8,7 @@ from typing import Any
 from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.accelerators.streams.partials import reduced
 from mkernel.backends.accelerators.streams.rows import share
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 
 
 def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:

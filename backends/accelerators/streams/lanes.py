@@ -22,7 +22,7 @@ from torch import distributed
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Window, Words, landings
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.runtime import _runtime
 
 Parcel = tuple[int, torch.Tensor]

@@ -18,7 +18,7 @@ from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
 from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.routing import Routing, route
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 
 
 def dispatch(call: Call, lanes: Lanes) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from mkernel.backends.accelerators.streams.lanes import Lanes, Sent
 from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.rows import chunks, rotation
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 
 
 def reduced(call: Call, lanes: Lanes, shares: Sequence[tuple[int, int]], out: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from mkernel.backends.accelerators.streams.lanes import Lanes, Sent
 from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
 from mkernel.backends.accelerators.streams.rows import chunks
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan.model import AttentionShape
 
 

@@ -29,7 +29,7 @@ import torch
 
 from mkernel.backends.accelerators.hopper.memory import bytes_at
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import page_up
 from mkernel.plan.model import LaunchPlan

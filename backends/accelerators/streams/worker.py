@@ -21,7 +21,8 @@ from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.lanes import Broken, Lanes, Stopped
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Words
-from mkernel.backends.base import Call, Launch, LaunchTimes
+from mkernel.backends.contracts.accelerator import Call, Launch
+from mkernel.backends.contracts.instrumented import LaunchTimes
 from mkernel.backends.runtime import _runtime
 
 Op = Callable[[Call, Lanes], Mapping[str, Any]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from mkernel.backends.base import Status
+from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics.verbs_backend import VerbsBackend
 from mkernel.topology.model import Nic, NicKind
 

@@ -6,23 +6,27 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
-from mkernel.backends import base
+from mkernel.backends.contracts.accelerator import AcceleratorBackend, Launch
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.backends.contracts.instrumented import LaunchTimes
+from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.topology.model import Accelerator
 
 
-class TinyAccelerator(base.AcceleratorBackend):
+class TinyAccelerator(AcceleratorBackend):
     name = "tiny"
 
     def status(self):
-        return base.Status(True, "torch on the CPU")
+        return Status(True, "torch on the CPU")
 
     def probe(self):
         return (Accelerator(id="tiny0", kind="cpu", name="tiny", index=0, emulated=True),)
 
     def capabilities(self):
-        return base.AcceleratorCapabilities(
+        return AcceleratorCapabilities(
             ops=("all_gather_gemm",),
             dtypes=("float16", "bfloat16", "float32"),
             out_dtypes=("float32", "float16", "bfloat16"),
@@ -48,13 +52,13 @@ class TinyAccelerator(base.AcceleratorBackend):
         rows = plan.gemm.m // world
         itemsize = getattr(torch, plan.dtype).itemsize
         chunks = -(-rows // plan.rows_per_chunk)
-        return base.Workspace(nbytes=2 * rows * k * itemsize, signals=world * chunks + world)
+        return Workspace(nbytes=2 * rows * k * itemsize, signals=world * chunks + world)
 
     def launch(self, call):
         return TinyLaunch(call)
 
 
-class TinyLaunch(base.Launch):
+class TinyLaunch(Launch):
     _pool = ThreadPoolExecutor(8)
 
     def __init__(self, call):
@@ -78,7 +82,7 @@ class TinyLaunch(base.Launch):
         return True
 
     def times(self):
-        return base.LaunchTimes(self._seconds)
+        return LaunchTimes(self._seconds)
 
     def trace(self):
         return None

@@ -8,7 +8,14 @@ import struct
 import threading
 from contextlib import suppress
 
-from mkernel.backends import base
+from mkernel.backends.contracts.nic import (
+    NO_SIGNAL,
+    NicBackend,
+    NicCapabilities,
+    NicSession,
+    NicStatistics,
+)
+from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime import _runtime
 from mkernel.errors import ArgumentError, BackendUnavailable, MkernelError, NicError
 from mkernel.topology.model import Nic
@@ -17,13 +24,13 @@ HEADER = struct.Struct("<5Q")  # region, offset, bytes, signal, value
 TIMEOUT_S = 30
 
 
-class TinyNic(base.NicBackend):
+class TinyNic(NicBackend):
     name = "tinynic"
     providers = ("sockets",)
 
     def status(self, verbs):
         known = verbs in self.providers
-        return base.Status(known, "Unix sockets" if known else f"no {verbs}", "use sockets")
+        return Status(known, "Unix sockets" if known else f"no {verbs}", "use sockets")
 
     def probe(self, verbs):
         nic = Nic(id="tiny0", kind="soft", name="tiny0", emulated=True)
@@ -35,7 +42,7 @@ class TinyNic(base.NicBackend):
         return TinySession(rank)
 
 
-class TinySession(base.NicSession):
+class TinySession(NicSession):
     def __init__(self, rank):
         self._rank, self._secret = rank, secrets.token_hex(16)
         self._listener = socket.socket(socket.AF_UNIX)
@@ -48,7 +55,7 @@ class TinySession(base.NicSession):
         self._pad, self._failure, self._closed = 0, None, False
 
     def capabilities(self):
-        return base.NicCapabilities(
+        return NicCapabilities(
             ordered=True,
             max_message_bytes=1 << 40,
             max_inline_bytes=0,
@@ -108,7 +115,7 @@ class TinySession(base.NicSession):
                 raise self._fail(peer, error) from error
             self._count["puts"] += 1
             self._count["put_bytes"] += nbytes
-            self._count["signals_sent"] += signal != base.NO_SIGNAL
+            self._count["signals_sent"] += signal != NO_SIGNAL
 
     def _receive(self, connection):
         """One peer's puts, in order: the bytes, and only then the signal."""
@@ -121,7 +128,7 @@ class TinySession(base.NicSession):
                 return
             if not read(connection, (ctypes.c_char * nbytes).from_address(address + offset)):
                 return
-            if signal != base.NO_SIGNAL:
+            if signal != NO_SIGNAL:
                 with self._counting:
                     self._count["signals_raised"] += 1
                 _runtime.pad_add(self._pad, signal, value)
@@ -136,7 +143,7 @@ class TinySession(base.NicSession):
         return self._failure is None  # the kernel has a copy of all that was sent
 
     def statistics(self):
-        return base.NicStatistics(**self._count, queue_depth=0, stalls=0)
+        return NicStatistics(**self._count, queue_depth=0, stalls=0)
 
     def failure(self):
         return self._failure

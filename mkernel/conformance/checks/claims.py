@@ -7,7 +7,8 @@ from typing import get_args
 
 import torch
 
-from mkernel.backends.base import AcceleratorCapabilities, Status
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.backends.contracts.status import Status
 from mkernel.conformance.accelerator import OPS, AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.plan.model import DtypeName

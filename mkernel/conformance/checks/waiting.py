@@ -14,7 +14,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 import mkernel
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import WORLD_TIMEOUT_S, AcceleratorSubject, blame
 from mkernel.conformance.check import Check

@@ -7,13 +7,8 @@ import itertools
 import threading
 from typing import ClassVar
 
-from mkernel.backends.base import (
-    NicBackend,
-    NicCapabilities,
-    NicSession,
-    NicStatistics,
-    Status,
-)
+from mkernel.backends.contracts.nic import NicBackend, NicCapabilities, NicSession, NicStatistics
+from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.verbs_backend import VerbsBackend
 from mkernel.backends.runtime import _runtime

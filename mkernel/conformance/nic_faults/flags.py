@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mkernel.backends.base import NO_SIGNAL, NicSession
+from mkernel.backends.contracts.nic import NO_SIGNAL, NicSession
 from mkernel.backends.nics.efa import EfaNic
 from mkernel.backends.nics.session import MAX_REGIONS
 from mkernel.backends.nics.verbs_backend import VerbsBackend

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
-from mkernel.backends.base import NicSession
+from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.nics.efa import EfaNic
 from mkernel.backends.nics.provider import SOFT, library_of
 from mkernel.backends.nics.verbs_backend import VerbsBackend

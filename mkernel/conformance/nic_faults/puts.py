@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 
-from mkernel.backends.base import NO_SIGNAL, NicSession
+from mkernel.backends.contracts.nic import NO_SIGNAL, NicSession
 from mkernel.backends.runtime import _runtime
 from mkernel.conformance.nic_faults.base import Changed, Fault, Put, Relayed, Session
 from mkernel.conformance.nic_ranks import Memory

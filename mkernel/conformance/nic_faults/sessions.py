@@ -9,7 +9,8 @@ import time
 from dataclasses import replace
 from typing import ClassVar
 
-from mkernel.backends.base import NicCapabilities, NicSession, NicStatistics, Status
+from mkernel.backends.contracts.nic import NicCapabilities, NicSession, NicStatistics
+from mkernel.backends.contracts.status import Status
 from mkernel.conformance.nic_faults.base import Changed, Fault, Put, Relayed, Session
 from mkernel.conformance.nic_ranks import Memory
 from mkernel.errors import MkernelError, NicError

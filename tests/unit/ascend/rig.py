@@ -17,7 +17,9 @@ from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.base import Call, ModelledRun, PeerMemory, SymmetricMemory, View
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.instrumented import ModelledRun, View
+from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
 from mkernel.plan.model import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 
 from .rig import LIMIT, PATIENCE_S, REGION, SIGNAL_BASE, World, error, geometry, make_plan
 

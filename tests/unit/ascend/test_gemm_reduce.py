@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import _ascend
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 
 from .rig import (
     LIMIT,

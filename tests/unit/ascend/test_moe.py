@@ -14,7 +14,7 @@ from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.backends.accelerators.ascend.moe import MoeDispatchOp, balanced_ids
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.runtime._runtime import AbortCode
 from mkernel.errors import DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape, OpName

@@ -10,7 +10,7 @@ import torch
 
 from mkernel.backends.accelerators.ascend import AscendLaunch, _ascend
 from mkernel.backends.accelerators.ascend.ring_attention import RingAttentionOp
-from mkernel.backends.base import View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ShapeError
 from mkernel.ops.ring_attention import zigzag_positions
 from mkernel.plan.model import AttentionShape, LaunchPlan

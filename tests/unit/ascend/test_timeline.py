@@ -11,7 +11,7 @@ import pytest
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.base import ModelledRun
+from mkernel.backends.contracts.instrumented import ModelledRun
 from mkernel.errors import InputFileError
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.cost import default_constants

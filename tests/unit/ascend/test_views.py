@@ -14,7 +14,7 @@ from mkernel.backends.accelerators.ascend import AscendAccelerator
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.base import ModelledRun, Track, View
+from mkernel.backends.contracts.instrumented import ModelledRun, Track, View
 from mkernel.job import files, timeline
 from mkernel.job.rank import VIEWS
 from mkernel.job.report import Clock, modelled_clock

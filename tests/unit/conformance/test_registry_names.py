@@ -36,13 +36,13 @@ def test_a_module_that_is_not_there_is_named() -> None:
 
 def test_an_attribute_that_is_not_there_is_named() -> None:
     with pytest.raises(UnknownBackend, match="NoSuchClass"):
-        registry.accelerator("mkernel.backends.base:NoSuchClass")
+        registry.accelerator("mkernel.backends.contracts.nic:NoSuchClass")
 
 
-@pytest.mark.parametrize("attribute", ["NicStatistics.__name__", "View"])
+@pytest.mark.parametrize("attribute", ["nic:NicStatistics.__name__", "instrumented:View"])
 def test_what_is_no_class_of_a_backend_is_refused(attribute: str) -> None:
     with pytest.raises(BackendUnavailable, match="not a whole class"):
-        registry.accelerator(f"mkernel.backends.base:{attribute}")
+        registry.accelerator(f"mkernel.backends.contracts.{attribute}")
 
 
 _called: list[str] = []
@@ -71,7 +71,9 @@ def test_what_is_no_backend_is_refused_before_it_is_called(
     assert not _called
 
 
-@pytest.mark.parametrize("what", ["os:system", "mkernel.backends.base:AcceleratorBackend"])
+@pytest.mark.parametrize(
+    "what", ["os:system", "mkernel.backends.contracts.accelerator:AcceleratorBackend"]
+)
 def test_no_function_and_no_contract_is_a_backend(what: str) -> None:
     with pytest.raises(BackendUnavailable, match="derives from AcceleratorBackend"):
         registry.accelerator(what)

@@ -11,7 +11,9 @@ import torch
 
 from mkernel.backends.accelerators.hopper import gemm, launches, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.base import Call, PeerMemory, View
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.instrumented import View
+from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import BackendUnavailable
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan

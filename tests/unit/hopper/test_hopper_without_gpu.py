@@ -21,7 +21,7 @@ from mkernel.backends.accelerators.hopper import claims, launches, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.memory import DeviceMemory
 from mkernel.backends.accelerators.hopper.opened import HopperLaunch
-from mkernel.backends.base import Call
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.runtime import _runtime
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mkernel.backends.base import KernelSpan, ModelledRun, Span, Track
+from mkernel.backends.contracts.instrumented import KernelSpan, ModelledRun, Span, Track
 from mkernel.cases import Comparison, case_of
 from mkernel.job import files, report, timeline
 from mkernel.job.rank import RankResult

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from mkernel.backends.base import NicBackend, NicSession
+from mkernel.backends.contracts.nic import NicBackend, NicSession
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.session import NativeSession
 from mkernel.backends.runtime import _runtime as runtime

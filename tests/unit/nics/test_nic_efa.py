@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from nic_ranks import DEADLINE_S, Rank, join, local_ranks, settings
 
-from mkernel.backends.base import NO_SIGNAL, PUT_VALUE_MAX
+from mkernel.backends.contracts.nic import NO_SIGNAL, PUT_VALUE_MAX
 from mkernel.backends.nics.efa import EfaNic
 from mkernel.backends.runtime import _runtime as runtime
 from mkernel.errors import ArgumentError, BackendUnavailable

@@ -7,7 +7,7 @@ import json
 import pytest
 from nic_ranks import DEADLINE_S, Rank, join, local_ranks
 
-from mkernel.backends.base import NicBackend
+from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.efa import EfaNic
 from mkernel.errors import BackendUnavailable, NicError

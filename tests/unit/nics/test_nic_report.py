@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from mkernel.backends.base import Status
+from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics import report
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.efa import EfaNic

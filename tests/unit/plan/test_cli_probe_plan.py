@@ -10,7 +10,7 @@ from plan_worlds import CAPABILITIES, SIM, SOFT, make, world
 from typer.testing import CliRunner
 
 from mkernel.backends import registry
-from mkernel.backends.base import Status
+from mkernel.backends.contracts.status import Status
 from mkernel.cli import plan as plan_command
 from mkernel.cli import probe as probe_command
 from mkernel.errors import ArgumentError, BackendUnavailable, ShapeError, UnknownBackend, UnknownOp

@@ -137,7 +137,7 @@ def test_an_exchange_that_is_not_there(exchange: str, error: type, message: str)
 EVERY_OP = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 BY_ROWS = CAPABILITIES.model_copy(
     update={
-        "ops": EVERY_OP, "chunk_unit": "rows", "kernel_a_chunk": True, "compute_cores": 132,
+        "ops": EVERY_OP, "chunk_unit": "rows", "one_kernel_per_chunk": True, "compute_cores": 132,
         "comm_cores": 1,
     }
 )  # fmt: skip
@@ -214,7 +214,7 @@ def test_a_chunk_that_is_a_kernel_fills_the_device() -> None:
     waves = [(found.plan, 4), (found.plan.model_copy(update={"rows_per_chunk": 512}), 13)]
     quick = GPU.model_copy(update={"egress_gbs": None, "p2p_gbs": 1e9, "copy_engine_gbs": 1e9})
     for plan, count in waves:
-        took = simulate(plan, quick, kernel_a_chunk=True)
+        took = simulate(plan, quick, one_kernel_per_chunk=True)
         whole = found.plan.prediction.compute_us / 4  # by rate alone; a wave leaves 4 cores idle
         assert tile == pytest.approx(whole * 132 / 128)
         assert took.time_us - GPU.launch_us == pytest.approx(count * whole, rel=0.05)

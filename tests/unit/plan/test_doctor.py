@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from mkernel import doctor
 from mkernel.backends import registry
-from mkernel.backends.base import Status
+from mkernel.backends.contracts.status import Status
 from mkernel.cli import doctor as command
 from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.settings import NicSettings, Settings

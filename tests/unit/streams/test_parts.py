@@ -16,7 +16,7 @@ from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
 from mkernel.backends.accelerators.streams.routing import route
 from mkernel.backends.accelerators.streams.rows import chunks, rotation, share
 from mkernel.backends.accelerators.streams.scratch import Scratch
-from mkernel.backends.base import Status
+from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError
 from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.planner import plan as plan_of

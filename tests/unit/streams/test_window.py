@@ -20,7 +20,8 @@ from mkernel.backends.accelerators.streams.lanes import Lanes, Sent
 from mkernel.backends.accelerators.streams.rows import share
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Words, landings, window_bytes, words_of
-from mkernel.backends.base import Call, PeerMemory
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.plan.model import LaunchPlan

@@ -1,0 +1,183 @@
+"""The contract of an accelerator backend: it runs the ops on one kind of device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.backends.contracts.instrumented import LaunchTimes, ModelledRun, View
+from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Workspace
+from mkernel.backends.contracts.status import Status
+from mkernel.plan.model import LaunchPlan
+from mkernel.topology.model import Accelerator, AcceleratorKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
+
+
+@dataclass(slots=True)
+class Call:
+    """One launch of a plan on one rank. Nobody changes it; to freeze it would double the time that
+    making one takes, which every call pays.
+
+    Attributes:
+        plan: the decisions; ``rank``: whose part to run.
+        tensors: by the op's argument names, outputs included (``a``, ``b``, ``out``).
+        epoch: 1 for the plan's first call in this world, then one more each call.
+        number: the call's number in the world, for diagnosis.
+        pad, workspace: addresses of this rank's own; ``signal_base``: first counter of the plan.
+        peers: same-node ranks. A rank that is absent here is reached through ``fifo`` only.
+        region: the workspace's region number for NIC puts.
+        fifo: address of the ``FifoDevice`` handle; 0 where the world has one node.
+        timeout_s: every wait of the call ends after this long. trace: record instructions.
+        timed: the launch will be asked for its times.
+        options: the op's scalars (``scale``) and, for ``moe_combine``, the dispatch's ``state``.
+        group: for backends whose capabilities ask for one.
+        symmetric: by tensor name, for those tensors that lie in symmetric memory
+            (:func:`mkernel.empty`) on every rank: where each rank's lies, in this process's address
+            space; 0 for ranks of other nodes.
+    """
+
+    plan: LaunchPlan
+    rank: int
+    tensors: Mapping[str, torch.Tensor]
+    epoch: int
+    number: int
+    pad: int
+    workspace: int
+    signal_base: int
+    peers: Mapping[int, PeerMemory]
+    region: int
+    fifo: int
+    timeout_s: float
+    view: View = "pipelined"
+    trace: bool = False
+    timed: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    group: torch.distributed.ProcessGroup | None = None
+    symmetric: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Launch(ABC):
+    """A running call. The world waits on it in slices, so that Ctrl-C and aborts are seen.
+
+    A stream-ordered backend's launches end in the order of their calls. What is only being captured
+    into a graph counts as ended.
+    """
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """True once every kernel of the call has returned (also after an abort or a time-out: the
+        world reads the abort record of the signal pad for the outcome)."""
+
+    @abstractmethod
+    def times(self) -> LaunchTimes:
+        """Wall times; only after ``wait`` returned True."""
+
+    def results(self) -> Mapping[str, Any]:
+        """Outputs whose sizes only the call finds out (MoE); after ``wait`` returned True, on a
+        stream-ordered backend right after the launch."""
+        return {}
+
+    @abstractmethod
+    def trace(self) -> bytes | None:
+        """This rank's instruction record for the timed model, or None where none was asked for."""
+
+
+class AcceleratorBackend(ABC):
+    """Runs the ops on one kind of device."""
+
+    name: ClassVar[str]
+    device: str = "cpu"
+    """torch's name of the device type whose tensors the ops take."""
+    collectives: str = "gloo"
+    """torch.distributed backend, where the capabilities ask for a process group."""
+    preference: ClassVar[int] = 0
+    """``auto`` takes the usable backend with the highest; of equal ones the first by name. 0: by name
+    only, as every simulator. Those of ``hopper`` and ``streams`` are 20 and 10."""
+
+    @abstractmethod
+    def status(self) -> Status:
+        """Whether it can run here. Never raises."""
+
+    @abstractmethod
+    def probe(self) -> tuple[Accelerator, ...]:
+        """The devices of this machine that it would use; empty where it is not usable. A simulator
+        returns one prototype; the world makes as many as it has local ranks."""
+
+    @abstractmethod
+    def capabilities(self) -> AcceleratorCapabilities:
+        """What it claims. The planner and the validation read this, nothing else."""
+
+    def capabilities_on(self, kind: AcceleratorKind) -> AcceleratorCapabilities:
+        """What it would claim on a machine with devices of this kind: to plan for one elsewhere."""
+        return self.capabilities()
+
+    def group_options(self, timeout: timedelta) -> Any:
+        """Options of torch.distributed for the process group, where the capabilities ask for one; None:
+        the defaults of :attr:`collectives`. ``timeout``: that the group will have."""
+        return None
+
+    def open(self, device: Accelerator) -> None:
+        """A world begins in this process, and placed this rank on ``device``. What an earlier world
+        aborted or failed at is forgotten."""
+        return
+
+    def close(self, timeout_s: float) -> bool:
+        """The world ends: True once nothing of its calls (replayed graphs too) runs on the device,
+        so that its memory can go; False at the deadline: then the world leaves it mapped."""
+        return True
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
+        """Entered around the allocations and the launch of a call with these tensors, to make their
+        device the current one."""
+        return nullcontext()
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        """Zeroed memory that peers of the node can map and a NIC can register."""
+
+    def format(self, memory: SymmetricMemory) -> None:
+        """Prepare fresh memory for workspaces, before any peer can reach it."""
+        return
+
+    @abstractmethod
+    def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
+        """Map what a same-node peer exported. Raises PeerFailure-free OSError where it is gone."""
+
+    @abstractmethod
+    def workspace(self, plan: LaunchPlan) -> Workspace:
+        """Symmetric memory and signals that ``launch`` of this plan uses, the same on all ranks."""
+
+    @abstractmethod
+    def launch(self, call: Call) -> Launch:
+        """Start the kernels of one call and return at once."""
+
+    def abort(self, code: AbortCode) -> None:
+        """The world is broken: end every wait of this rank's running kernels, and of later ones.
+        Any thread, more than once. Backends whose kernels look at the pad's abort word need none."""
+        return
+
+    def failure(self) -> tuple[AbortCode, Diagnosis] | None:
+        """The first failure that this rank's kernels recorded elsewhere than in the pad, in this
+        world. Any thread, often: it must cost no more than a read."""
+        return None
+
+    def at_deadline(self) -> str:
+        """Who waited for what on this rank when a wait of its kernels passed its deadline, in words,
+        for the Timeout's message. Empty: no more is known than the record says. Any thread."""
+        return ""
+
+    def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
+        """Replay the traces of all ranks of one call on a model of the machine.
+
+        None where the backend keeps no modelled time (it runs on a real device).
+        """
+        return None

@@ -1,0 +1,93 @@
+"""What an accelerator backend claims."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mkernel.plan.model import DtypeName, Exchange
+from mkernel.plan.order import Runs
+from mkernel.topology.chips import architecture, described
+from mkernel.topology.model import Accelerator, AcceleratorKind, Model
+
+
+class AcceleratorCapabilities(Model):
+    """What an accelerator backend claims; the conformance kit holds it to exactly this."""
+
+    ops: tuple[str, ...]
+    dtypes: tuple[DtypeName, ...]
+    out_dtypes: tuple[DtypeName, ...]
+    mixed_dtypes: bool = True
+    """Whether the output's dtype may differ from the inputs'."""
+    rounded_partials: bool = False
+    """Whether a sum over ranks may add results of single ranks that were rounded to the output's
+    dtype, each once; else everything is float32 until the end."""
+    b_layouts: tuple[Literal["row", "column"], ...]
+    alignment_bytes: int
+    transfer_paths: tuple[str, ...]
+    peer_access: bool
+    multicast: bool = False
+    simulated: bool = False
+    compute_cores: int
+    comm_cores: int
+    chunk_unit: Literal["tiles", "rows"] = "tiles"
+    """What the chunks of GEMM ops are made of; those of other ops are rows."""
+    overlaps: bool = True
+    """Whether communication and compute run at the same time; else one chunk is best."""
+    row_chunks: int = 4
+    """Chunks of a rank's rows by default, where chunks are made of rows and the backend overlaps; the
+    planner looks for a better number unless it is 1."""
+    one_kernel_per_chunk: bool = False
+    """Whether each chunk is computed by a kernel of its own, in whole waves; else one takes tiles as
+    their data comes."""
+    chunk_invariant: bool = True
+    """Whether results are bit-identical for every chunk size."""
+    stream_ordered: bool = False
+    """Whether a call is only queued on the device when the op returns, as torch's own ops are. What
+    breaks then surfaces at the next call, at ``mkernel.synchronize()`` or at ``finalize()``."""
+    orders: tuple[Runs, ...] = ("node",)
+    """Orders in which its calls can consume other ranks' rows, source by source; the default first.
+    One, where kernels have an order of their own."""
+    exchanges: tuple[Exchange, ...] = ("direct",)
+    """How its calls can exchange between nodes; the default first."""
+    library_ops: tuple[str, ...] = ()
+    """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
+    one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""
+    kinds: tuple[AcceleratorKind, ...] = ()
+    """Kinds of devices that it runs on; empty: any."""
+    architectures: tuple[str, ...] = ()
+    """Chips that its kernels run on (``sm_90``); empty: any of these kinds."""
+    constants: str | None = None
+    """Name of the shipped constants (``topology/data``) of its machine, where not its own."""
+    process_group: bool = False
+    """Whether calls need a torch.distributed group (``Call.group``). What crosses nodes goes through
+    it; no NIC session is opened."""
+    carrier: str = "torch.distributed"
+    """What the process group is, in words, for plans and reports."""
+
+    def misfit(self, device: Accelerator) -> str | None:
+        """Why calls cannot run on a device, as what the backend "is" or "has"; None: they can, as far
+        as one can tell. An emulated device is the backend's own."""
+        if device.emulated:
+            return None
+        if self.simulated:
+            return f"is a simulator, and {device.name} is a real device"
+        if self.kinds and device.kind not in self.kinds:
+            return f"runs on {', '.join(self.kinds)} devices, and {device.name} is {device.kind}"
+        if self.architectures and architecture(device) not in self.architectures:
+            kernels = ", ".join(self.architectures)
+            return f"has kernels for {kernels} only, not for {described(device)}"
+        return None
+
+    @property
+    def between_nodes(self) -> bool:
+        """Whether calls have a way to ranks of other nodes: puts of a NIC, or a process group."""
+        return self.process_group or "nic" in self.transfer_paths
+
+    def dtype_pairs(self) -> tuple[tuple[DtypeName, DtypeName], ...]:
+        """Every claimed (dtype of the inputs, dtype of the output)."""
+        return tuple(
+            (dtype, out)
+            for dtype in self.dtypes
+            for out in self.out_dtypes
+            if self.mixed_dtypes or out == dtype
+        )

@@ -1,0 +1,61 @@
+"""Symmetric memory: what a backend allocates, what a plan needs of it, what kernels see of a peer's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mkernel.errors import Unsupported
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SymmetricMemory(ABC):
+    """One rank's piece of a symmetric allocation, or a mapping of a peer's."""
+
+    address: int
+    nbytes: int
+
+    @abstractmethod
+    def export(self) -> dict[str, Any]:
+        """JSON-safe descriptor that a rank of the *same node* passes to ``attach``."""
+
+    def dmabuf(self) -> int | None:
+        """A new dmabuf descriptor of device memory, from its address on, for a NIC; the caller's to
+        close. None: it is host memory. OSError: the device exports none."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the mapping and the memory, the latter once no tensor of it is left. Twice is
+        harmless. Nothing else may use it any more."""
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A row-major tensor over the bytes from ``offset`` on, which keeps them mapped. For
+        :func:`mkernel.empty`; ValueError where it does not fit, Unsupported where there is none."""
+        raise Unsupported(f"{type(self).__name__} cannot be seen as a tensor")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What one plan needs on every rank: ``nbytes`` of symmetric memory, zeroed and then formatted
+    by the backend, and a run of ``signals`` consecutive counters in the signal pad.
+
+    ``shared``: the plans of a world that say so may use the same memory, in any order (calls of a
+    world run one after another). A later plan may get larger memory than an earlier one.
+    """
+
+    nbytes: int
+    signals: int
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """A same-node peer as kernels see it: its signal pad and workspace, mapped here."""
+
+    pad: int
+    workspace: int
