@@ -28,8 +28,6 @@ from mkernel.settings import Settings
 
 if TYPE_CHECKING:
     from mkernel.api import capabilities, plan
-    from mkernel.current import current as world
-    from mkernel.current import empty, finalize, init, is_initialized, synchronize
     from mkernel.launch import launch
     from mkernel.ops.all_gather_gemm import all_gather_gemm
     from mkernel.ops.gemm_all_reduce import gemm_all_reduce
@@ -37,7 +35,9 @@ if TYPE_CHECKING:
     from mkernel.ops.moe import MoeDispatch, MoeHandle, moe_combine, moe_dispatch_gemm
     from mkernel.ops.ring_attention import ring_attention, zigzag_positions
     from mkernel.plan.model import LaunchPlan
-    from mkernel.world import World
+    from mkernel.world.lifecycle import current as world
+    from mkernel.world.lifecycle import empty, finalize, init, is_initialized, synchronize
+    from mkernel.world.world import World
 
 __version__ = "0.1.0"
 
@@ -71,22 +71,22 @@ HOMES = {
     "LaunchPlan": "mkernel.plan.model",
     "MoeDispatch": "mkernel.ops.moe",
     "MoeHandle": "mkernel.ops.moe",
-    "World": "mkernel.world",
+    "World": "mkernel.world.world",
     "all_gather_gemm": "mkernel.ops.all_gather_gemm",
     "capabilities": "mkernel.api",
-    "empty": "mkernel.current",
-    "finalize": "mkernel.current",
+    "empty": "mkernel.world.lifecycle",
+    "finalize": "mkernel.world.lifecycle",
     "gemm_all_reduce": "mkernel.ops.gemm_all_reduce",
     "gemm_reduce_scatter": "mkernel.ops.gemm_reduce_scatter",
-    "init": "mkernel.current",
-    "is_initialized": "mkernel.current",
+    "init": "mkernel.world.lifecycle",
+    "is_initialized": "mkernel.world.lifecycle",
     "launch": "mkernel.launch",
     "moe_combine": "mkernel.ops.moe",
     "moe_dispatch_gemm": "mkernel.ops.moe",
     "plan": "mkernel.api",
     "ring_attention": "mkernel.ops.ring_attention",
-    "synchronize": "mkernel.current",
-    "world": "mkernel.current",
+    "synchronize": "mkernel.world.lifecycle",
+    "world": "mkernel.world.lifecycle",
     "zigzag_positions": "mkernel.ops.ring_attention",
 }
 """Where each of the other names is defined; ranks are forked from a process that imported it all."""

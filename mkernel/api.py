@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mkernel import current as _current
 from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
@@ -15,6 +14,7 @@ from mkernel.plan.planner import plan as _plan
 from mkernel.settings import load as load_settings
 from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Topology
+from mkernel.world import lifecycle as _lifecycle
 
 
 def capabilities(accelerator: str | None = None) -> AcceleratorCapabilities:
@@ -27,8 +27,8 @@ def capabilities(accelerator: str | None = None) -> AcceleratorCapabilities:
     Raises:
         UnknownBackend, BackendUnavailable.
     """
-    if accelerator is None and _current.is_initialized():
-        accelerator = _current.current().backends.accelerator
+    if accelerator is None and _lifecycle.is_initialized():
+        accelerator = _lifecycle.current().backends.accelerator
     backends = selection.backends(load_settings(), nodes=1, accelerator=accelerator)
     return registry.accelerator(backends.accelerator).capabilities()
 
@@ -68,8 +68,8 @@ def plan(
     Raises:
         UnknownOp, Unsupported, ShapeError, DtypeError, ArgumentError, NoRoute.
     """
-    if _current.is_initialized():
-        live = _current.current()
+    if _lifecycle.is_initialized():
+        live = _lifecycle.current()
         nodes = nodes or live.identity.nodes
         ranks_per_node = ranks_per_node or live.identity.ranks_per_node
         backends, found = live.backends, live.topology

@@ -28,11 +28,12 @@ import torch
 from pydantic import SecretStr
 from torch.distributed import TCPStore
 
-from mkernel import current, fork_server
+from mkernel import fork_server
 from mkernel.errors import ArgumentError, MkernelError, PeerFailure
 from mkernel.plan.arguments import check_world
 from mkernel.settings import MAX_LAUNCHED, Settings, check_timeout
 from mkernel.settings import load as load_settings
+from mkernel.world import lifecycle
 
 T = TypeVar("T")
 
@@ -330,7 +331,7 @@ def _rank_main(job: _Job, connection: Connection) -> None:
         ]
         fn, args, kwargs = pickle.loads(job.work)
         accelerator, nic, verbs = job.backends
-        current.init(
+        lifecycle.init(
             nodes=job.nodes,
             ranks_per_node=job.ranks_per_node,
             accelerator=accelerator,
@@ -343,9 +344,9 @@ def _rank_main(job: _Job, connection: Connection) -> None:
             result = fn(*args, **kwargs)
         except BaseException as error:
             with suppress(MkernelError):
-                current.finalize(error)
+                lifecycle.finalize(error)
             raise
-        current.finalize()
+        lifecycle.finalize()
         message: tuple[str, Any] = ("result", pickle.dumps(result))
     except BaseException as error:
         text = traceback.format_exc()

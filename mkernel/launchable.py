@@ -1,7 +1,7 @@
 """Whether a plan could be launched: the conditions that ``init`` checks, and plans are marked by.
 
 ``mkernel plan`` also predicts what no backend runs today. What it prints says so by these functions,
-and :class:`mkernel.world.World` refuses such worlds by the same ones, so the two cannot drift apart.
+and :class:`mkernel.World` refuses such worlds by the same ones, so the two cannot drift apart.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ import os
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import BackendUnavailable
-from mkernel.identity import Backends
 from mkernel.topology.discover import discover
 from mkernel.topology.emulate import emulate, oversubscribe
 from mkernel.topology.model import Accelerator, Topology
 from mkernel.topology.placement import visible
 from mkernel.topology.rails import keep_rails
+from mkernel.world.identity import Backends
 
 
 def machine_topology(backends: Backends) -> Topology:

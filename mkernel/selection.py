@@ -1,7 +1,7 @@
 """Which backends a world runs on, where the user leaves that open (``auto``).
 
 Every rank chooses from what it sees of its own machine; ranks that come to different results are told
-so when they meet (:class:`mkernel.world.World`). A launcher chooses once, for all of its ranks.
+so when they meet (:class:`mkernel.World`). A launcher chooses once, for all of its ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, Unsupported
-from mkernel.identity import Backends
 from mkernel.settings import AUTO, Settings
 from mkernel.topology.chips import described
 from mkernel.topology.model import Accelerator, Nic
 from mkernel.topology.rails import most_served
+from mkernel.world.identity import Backends
 
 SYSTEM, SOFT = "system", "soft"
 """Verbs providers: the machine's RDMA devices, and the software device, which joins processes of one

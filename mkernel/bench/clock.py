@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from mkernel.sealing import Seal
+from mkernel.world.sealing import Seal
 
 Sample = tuple[int, int, int]
 """Nanoseconds: the host's clock before, the device's, the host's after."""

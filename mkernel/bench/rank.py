@@ -25,10 +25,10 @@ from mkernel.bench.protocol import Stopwatch, stopwatch
 from mkernel.bench.spec import BenchSpec, Mode, Shape
 from mkernel.bench.work import PARTS, Unseen, Wanted, Work, clock, work
 from mkernel.cases import compare
-from mkernel.current import current
 from mkernel.errors import ArgumentError, MkernelError, Unsupported
 from mkernel.launch import report
-from mkernel.world import World
+from mkernel.world.lifecycle import current
+from mkernel.world.world import World
 
 
 @dataclass

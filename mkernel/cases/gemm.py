@@ -13,9 +13,9 @@ import torch
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import poison
 from mkernel.cases.base import EVERY_RANK, Case, Outcome
-from mkernel.current import current
 from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from mkernel.ops.gemm import GemmOp
+from mkernel.world.lifecycle import current
 
 _A, _B = 0, 1
 

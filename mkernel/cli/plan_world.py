@@ -11,7 +11,6 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, UnknownBackend
-from mkernel.identity import Backends
 from mkernel.plan.model import OpName
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import AUTO, Settings
@@ -19,6 +18,7 @@ from mkernel.topology.discover import load, replicate
 from mkernel.topology.model import FABRIC_SWITCH, Node, Topology
 from mkernel.topology.placement import usable_nics
 from mkernel.topology.rails import keep_rails, real_ports
+from mkernel.world.identity import Backends
 
 
 class PlannedWorld(NamedTuple):

@@ -20,12 +20,11 @@ from mkernel.cases.moe import ROUTINGS
 from mkernel.cli import sizes
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
-from mkernel.identity import Backends
 from mkernel.job import files, inputs, rank, report, timeline
+from mkernel.job.footprint import check_fits
 from mkernel.job.rank import VIEWS, RankResult
 from mkernel.job.spec import JobSpec
 from mkernel.launch import check_ranks, launch
-from mkernel.memory import check_fits
 from mkernel.ops.validate import DTYPES, dtype_name
 from mkernel.plan import ops, render
 from mkernel.plan.model import DtypeName, LaunchPlan, OpName
@@ -33,6 +32,7 @@ from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.settings import AUTO, Settings, check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.topology.model import Topology
+from mkernel.world.identity import Backends
 
 _LAYOUTS = ("row", "column")
 

@@ -19,9 +19,9 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Comparison, Outcome
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.poison import uninitialised_is_nan
-from mkernel.current import current
 from mkernel.job.spec import JobSpec
 from mkernel.launch import report
+from mkernel.world.lifecycle import current
 
 VIEWS: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
 

@@ -11,7 +11,7 @@ from mkernel import selection
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
 from mkernel.plan.planner import plan
 from mkernel.topology.cost import constants_for
-from mkernel.world import CallRecord, World
+from mkernel.world.world import CallRecord, World
 
 T = TypeVar("T")
 
@@ -24,23 +24,23 @@ class Done(NamedTuple):
     outputs: Mapping[str, Any]
 
 
-def look(argument: object) -> object:
-    """All that an op's checks see of an argument that should be a tensor: equal looks pass or fail
-    them alike. Hashable."""
+def tensor_signature(argument: object) -> object:
+    """All that an op's checks see of an argument that should be a tensor: equal signatures pass or
+    fail them alike. Hashable."""
     if not isinstance(argument, torch.Tensor):
         return type(argument)
     strides = argument.stride() if argument.layout is torch.strided else argument.layout
     return argument.shape, strides, argument.dtype, argument.device
 
 
-def checked(world: World, looks: Hashable, check: Callable[[], T]) -> T:
-    """What ``check`` found of a call with these looks and options, in this world.
+def checked(world: World, signature: Hashable, check: Callable[[], T]) -> T:
+    """What ``check`` found of a call with this signature and options, in this world.
 
     Only what passed is remembered: a wrong call is checked, and refused in the same words, each time.
     """
-    found: T | None = world.checked.get(looks)
+    found: T | None = world.checked.get(signature)
     if found is None:
-        found = world.checked[looks] = check()
+        found = world.checked[signature] = check()
     return found
 
 

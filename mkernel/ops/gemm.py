@@ -8,13 +8,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from mkernel.backends.contracts.instrumented import View
-from mkernel.current import current
 from mkernel.errors import ShapeError
 from mkernel.ops import validate
-from mkernel.ops.common import Done, checked, look, plan_for
+from mkernel.ops.common import Done, checked, plan_for, tensor_signature
 from mkernel.ops.plain import plain
 from mkernel.plan.model import LaunchPlan, PathChoice
-from mkernel.world import World
+from mkernel.world.lifecycle import current
+from mkernel.world.world import World
 
 _ARGUMENTS = ("a", "b", "out", "gathered")
 
@@ -113,7 +113,16 @@ class GemmOp:
         a, b, out, gathered = plain(self.name, _ARGUMENTS, (a, b, out, gathered))
         known = checked(
             world,
-            (self.name, look(a), look(b), look(out), look(gathered), out_dtype, repr(chunk), path),
+            (
+                self.name,
+                tensor_signature(a),
+                tensor_signature(b),
+                tensor_signature(out),
+                tensor_signature(gathered),
+                out_dtype,
+                repr(chunk),
+                path,
+            ),
             lambda: self.check(world, a, b, out, out_dtype, gathered, chunk, path),
         )
         plan = known.plan

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from mkernel.backends.contracts.instrumented import View
-from mkernel.current import current
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.common import Done, plan_for
 from mkernel.ops.plain import plain
 from mkernel.ops.untraced import untraced
 from mkernel.plan.model import LaunchPlan
+from mkernel.world.lifecycle import current
 
 _ID_DTYPES = (torch.int32, torch.int64)
 

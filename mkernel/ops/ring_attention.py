@@ -16,12 +16,12 @@ from typing import Literal, overload
 import torch
 
 from mkernel.backends.contracts.instrumented import View
-from mkernel.current import current
 from mkernel.errors import ArgumentError, LayoutError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.common import Done, plan_for
 from mkernel.ops.plain import plain
 from mkernel.ops.untraced import untraced
+from mkernel.world.lifecycle import current
 
 
 def zigzag_positions(sequence: int, world_size: int, rank: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 import mkernel
 from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import PeerFailure, PlanMismatch, Timeout, WorldError
-from mkernel.world import World
+from mkernel.world.world import World
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 

@@ -23,7 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(__file__).parent / "corpus"
 FOUND = ROOT / "build" / "fuzz"
 INSTRUMENTED = [
-    *("mkernel.bootstrap", "mkernel.watch", "mkernel.topology", "mkernel.backends.nics"),
+    *(
+        "mkernel.world.bootstrap",
+        "mkernel.world.watchdog",
+        "mkernel.topology",
+        "mkernel.backends.nics",
+    ),
     *("mkernel.cli", "mkernel.settings", "mkernel.user_files", "mkernel.job.inputs"),
     *("mkernel.plan", "mkernel.bench.shapes"),
 ]

@@ -21,15 +21,15 @@ from torch.distributed import HashStore
 
 from mkernel.backends.nics.session import Address, Key, _parse
 from mkernel.bench import run as bench_run
-from mkernel.bootstrap import Bootstrap
 from mkernel.cli import bench, plan, probe  # noqa: F401 - imported here, so that they are measured
 from mkernel.cli import main as cli_main
 from mkernel.cli import run as cli_run
 from mkernel.errors import ArgumentError, InputFileError, MkernelError, Untrusted, WorldError
-from mkernel.sealing import Seal
 from mkernel.topology import discover
 from mkernel.topology.model import Topology
-from mkernel.watch import Notice, Peer, Watchdog
+from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.sealing import Seal
+from mkernel.world.watchdog import Notice, Peer, Watchdog
 
 _STORE = HashStore()
 _BOOTSTRAP = Bootstrap(_STORE)  # without a secret, so that a stranger can sign too

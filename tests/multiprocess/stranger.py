@@ -24,11 +24,12 @@ from torch.distributed import PrefixStore, TCPStore
 import mkernel
 from mkernel import fork_server
 from mkernel.backends.runtime import fd_exchange
-from mkernel.bootstrap import Bootstrap
 from mkernel.errors import MkernelError
-from mkernel.handshake import _LABEL
 from mkernel.launch import report
-from mkernel.sealing import Seal
+from mkernel.world import lifecycle
+from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.handshake import _LABEL
+from mkernel.world.sealing import Seal
 
 NOBODY = 65534
 PATIENCE_S = 120.0
@@ -238,7 +239,7 @@ def where() -> tuple[int, str]:
     assert isinstance(store, PrefixStore)
     inner = store.underlying_store
     assert isinstance(inner, TCPStore)
-    return inner.port, f"mkernel/0/{mkernel.current._Current.generation}"
+    return inner.port, f"mkernel/0/{lifecycle._Current.generation}"
 
 
 def works() -> float:
@@ -288,7 +289,7 @@ def met(port: int, victim: int, name: str, deed: Deed, *arguments: Any) -> Itera
     def published(self: Bootstrap, key: str, value: Any) -> None:
         publish(self, key, value)
         if key == name and rank == victim:
-            raw = f"mkernel/0/{mkernel.current._Current.generation}/{key}"
+            raw = f"mkernel/0/{lifecycle._Current.generation}/{key}"
             meet(port, deed, raw, *arguments)
 
     def peeked(self: Bootstrap, key: str) -> Any:

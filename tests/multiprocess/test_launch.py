@@ -15,7 +15,7 @@ import pytest
 import mkernel
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, PeerFailure
 from mkernel.launch import report
-from mkernel.watch import Watchdog
+from mkernel.world.watchdog import Watchdog
 
 DEADLINE_S = 60.0
 TOLD_S = DEADLINE_S / 2

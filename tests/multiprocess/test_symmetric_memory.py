@@ -180,7 +180,7 @@ def test_shapes_without_elements_are_refused(shape: tuple[int, ...]) -> None:
 
 def test_memory_stays_mapped_while_the_device_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[Any] = []
-    monkeypatch.setattr(import_module("mkernel.world"), "_left_mapped", left)
+    monkeypatch.setattr(import_module("mkernel.world.world"), "_left_mapped", left)
     made, before = backend(), mapped()
     made.events.clear()
     mkernel.init(accelerator=BACKEND)

@@ -44,6 +44,7 @@ from torch.distributed import TCPStore
 import mkernel
 from mkernel.backends.runtime import fd_exchange
 from mkernel.cases.base import TOLERANCE
+from mkernel.world import lifecycle
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -315,7 +316,7 @@ def test_replaying_a_message_under_another_name() -> None:
 
 
 def moved() -> Outcome:
-    generation = mkernel.current._Current.generation + 1
+    generation = lifecycle._Current.generation + 1
     source = f"mkernel/0/{generation}/nonce/1"
     return met_while_joining(1, "hello/1", put_back, (source,), {})
 

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from mkernel import errors
-from mkernel.watch import Notice
+from mkernel.world.watchdog import Notice
 
 DIAGNOSIS = errors.Diagnosis(2, "compute_kernel", 5, 17, 3, 4, 9, 8, 1)
 ERRORS = [

@@ -124,7 +124,7 @@ def test_checkers_see_what_there_is() -> None:
         assert getattr(mkernel, name) is getattr(importlib.import_module(str(module)), defined)
 
 
-@pytest.mark.parametrize("first", ["mkernel.launch", "mkernel.plan.model", "mkernel.world"])
+@pytest.mark.parametrize("first", ["mkernel.launch", "mkernel.plan.model", "mkernel.world.world"])
 def test_a_function_stays_where_a_submodule_has_its_name(first: str) -> None:
     python(
         "import mkernel",

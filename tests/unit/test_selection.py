@@ -11,9 +11,9 @@ from mkernel import doctor, selection
 from mkernel.backends import registry
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, Unsupported
-from mkernel.identity import Backends
 from mkernel.settings import Settings
 from mkernel.topology.model import Nic, NicKind
+from mkernel.world.identity import Backends
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 EVERY = (*GEMMS, "moe_dispatch_gemm", "moe_combine", "ring_attention")

@@ -20,7 +20,7 @@ from mkernel.conformance.check import Check
 from mkernel.conformance.grid import typical
 from mkernel.conformance.ranks import Judge, meeting_place, where
 from mkernel.errors import PeerFailure, Unsupported, WorldError
-from mkernel.world import World
+from mkernel.world.world import World
 
 
 def _next_world(last: World, port: int) -> World:

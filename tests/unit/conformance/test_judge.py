@@ -14,8 +14,8 @@ from mkernel.conformance import ranks
 from mkernel.conformance.checks.memory import Guarded
 from mkernel.conformance.checks.repetition import rank_poison
 from mkernel.conformance.ranks import Judge
-from mkernel.identity import Identity
 from mkernel.ops import all_gather_gemm
+from mkernel.world.identity import Identity
 
 
 class OneRank:

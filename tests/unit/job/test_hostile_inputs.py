@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from mkernel.errors import ArgumentError, InputFileError
+from mkernel.job.footprint import available_bytes, check_fits, least_bytes
 from mkernel.job.inputs import load
-from mkernel.memory import available_bytes, check_fits, least_bytes
 
 
 def _npy(header: str) -> bytes:

@@ -1,8 +1,8 @@
 """Small messages between ranks before and beside the data path, over torch.distributed's store.
 
-Messages are JSON, sealed with a secret of the ranks (``mkernel.sealing``): a stranger who reaches the
-store cannot read them or put others in their place. Every wait has a deadline and looks at a
-``check`` callback in between, through which a broken world interrupts it.
+Messages are JSON, sealed with a secret of the ranks (``mkernel.world.sealing``): a stranger who
+reaches the store cannot read them or put others in their place. Every wait has a deadline and polls a
+``check`` callback, through which a broken world interrupts it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import Store
 
 from mkernel.errors import PeerFailure, Timeout, Untrusted, WorldError
-from mkernel.sealing import Seal
+from mkernel.world.sealing import Seal
 
 _POLL_FIRST_S = 0.0005
 _POLL_MOST_S = 0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkernel.errors import Untrusted
-from mkernel.sealing import OVERHEAD_BYTES, Seal
+from mkernel.world.sealing import OVERHEAD_BYTES, Seal
 
 BODY = b"an address of a queue pair" * 40
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from mkernel import watch
-from mkernel.bootstrap import Bootstrap
-from mkernel.watch import Notice, Peer, Watchdog
+from mkernel.world import watchdog
+from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.watchdog import Notice, Peer, Watchdog
 
 HEARTBEAT_S = 0.2
 LIMIT_S = 50 * HEARTBEAT_S
@@ -23,7 +23,7 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.bootstrap = Bootstrap(HashStore())
         here, there = os.getpid(), 2**22 + 1  # no process can have this number
         peers = {rank: Peer(rank, "here", here) for rank in (0, 1)}

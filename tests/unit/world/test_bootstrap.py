@@ -8,9 +8,9 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from mkernel.bootstrap import Bootstrap
 from mkernel.errors import PeerFailure, Timeout, Untrusted
-from mkernel.watch import Peer, Watchdog
+from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.watchdog import Peer, Watchdog
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 from pydantic import SecretStr
 from torch.distributed import HashStore
 
-from mkernel.bootstrap import Bootstrap
 from mkernel.errors import ArgumentError, Timeout, Untrusted
-from mkernel.handshake import world_key
 from mkernel.settings import Settings
+from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.handshake import world_key
 
 SECRET = "0123456789abcdef"
 

@@ -3,7 +3,7 @@
 Building one goes bootstrap → topology → symmetric signal pad → NIC session. The world owns
 symmetric memory, signal numbers, epochs and failure handling; backends only run kernels and move
 bytes.
-Several worlds may follow one another in one process (``mkernel.current``).
+Several worlds may follow one another in one process (``mkernel.world.lifecycle``).
 
 A call of a stream-ordered backend is under way when ``run`` returns; what breaks it surfaces at the
 next call, in ``synchronize`` or in ``close``.
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import Store
 
-from mkernel import machine, symmetric
+from mkernel import machine
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
 from mkernel.backends.contracts.instrumented import LaunchTimes, View
@@ -35,7 +35,6 @@ from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Works
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import HostPages
-from mkernel.bootstrap import Bootstrap
 from mkernel.errors import (
     ArgumentError,
     BackendUnavailable,
@@ -49,16 +48,18 @@ from mkernel.errors import (
     Unsupported,
     WorldError,
 )
-from mkernel.group_store import GroupStore
-from mkernel.identity import Backends, Identity
 from mkernel.launchable import world_obstacles
 from mkernel.plan.model import LaunchPlan, first_difference
-from mkernel.sealing import Seal
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
 from mkernel.topology.placement import place, rails
-from mkernel.watch import Notice, Peer, Watchdog, host_identity
+from mkernel.world import symmetric
+from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.group_store import GroupStore
+from mkernel.world.identity import Backends, Identity
+from mkernel.world.sealing import Seal
+from mkernel.world.watchdog import Notice, Peer, Watchdog, host_identity
 
 _WAIT_SLICE_S = 0.05
 _ATTRIBUTION_S = 1.0
@@ -124,7 +125,7 @@ class World:
         stores: tuple[Store, Store],
         key: bytes,
     ) -> None:
-        """``key``: seals all messages of this world and of no other (``mkernel.handshake``)."""
+        """``key``: seals all messages of this world and of no other (``mkernel.world.handshake``)."""
         self.identity = identity
         self.backends = backends
         self.settings = settings

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from torch.distributed import Store
 
-from mkernel.bootstrap import Bootstrap
 from mkernel.errors import Timeout, Unsupported, Untrusted
+from mkernel.world.bootstrap import Bootstrap
 
 _POLL_FIRST_S = 0.0005
 _POLL_MOST_S = 0.01

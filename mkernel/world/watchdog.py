@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from mkernel.bootstrap import Bootstrap, StoreLost
 from mkernel.errors import (
     Cancelled,
     Diagnosis,
@@ -27,6 +26,7 @@ from mkernel.errors import (
     Untrusted,
     WorldError,
 )
+from mkernel.world.bootstrap import Bootstrap, StoreLost
 
 NoticeKind = Literal["PeerFailure", "Timeout", "NicError", "Cancelled", "Untrusted"]
 

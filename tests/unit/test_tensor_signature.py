@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mkernel.errors import ShapeError
-from mkernel.ops.common import checked, look
+from mkernel.ops.common import checked, tensor_signature
 
 PLAIN = torch.zeros(64, 64)
 
@@ -28,12 +28,14 @@ OTHERS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_checks_see_tells_arguments_apart(other: str) -> None:
-    assert look(OTHERS[other]()) != look(PLAIN)
+    assert tensor_signature(OTHERS[other]()) != tensor_signature(PLAIN)
 
 
 def test_what_checks_do_not_see_is_alike() -> None:
-    assert look(torch.ones(100, 64)[3:67]) == look(PLAIN)  # values, and where it lies
-    assert hash(look(torch.ones(64, 64))) == hash(look(PLAIN))
+    assert tensor_signature(torch.ones(100, 64)[3:67]) == tensor_signature(
+        PLAIN
+    )  # values, and where it lies
+    assert hash(tensor_signature(torch.ones(64, 64))) == hash(tensor_signature(PLAIN))
 
 
 def test_only_what_passed_is_remembered() -> None:
@@ -46,7 +48,7 @@ def test_only_what_passed_is_remembered() -> None:
 
     for _ in range(2):
         with pytest.raises(ShapeError, match="a = it is not legal; expected another"):
-            checked(world, "looks", refuse)
+            checked(world, "signature", refuse)
     for _ in range(2):
-        assert checked(world, "looks", lambda: seen.append("passed") or "plan") == "plan"
+        assert checked(world, "signature", lambda: seen.append("passed") or "plan") == "plan"
     assert seen == ["refused", "refused", "passed"]

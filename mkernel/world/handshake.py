@@ -13,9 +13,9 @@ from typing import Any
 from torch.distributed import Store
 
 from mkernel.backends.runtime import fd_exchange
-from mkernel.bootstrap import Bootstrap
 from mkernel.errors import ArgumentError, Untrusted
 from mkernel.settings import Settings
+from mkernel.world.bootstrap import Bootstrap
 
 _SECRET_BYTES = 32
 _MIN_SECRET_CHARS = 16

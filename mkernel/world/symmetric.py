@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.contracts.nic import NicSession
-from mkernel.bootstrap import Bootstrap
+from mkernel.world.bootstrap import Bootstrap
 
 Check = Callable[[set[int]], None]
 

@@ -10,11 +10,11 @@ from torch.distributed import PrefixStore, Store
 
 from mkernel import selection
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized
-from mkernel.handshake import world_key
-from mkernel.identity import Identity
 from mkernel.settings import Settings, check_timeout
 from mkernel.settings import load as load_settings
-from mkernel.world import World
+from mkernel.world.handshake import world_key
+from mkernel.world.identity import Identity
+from mkernel.world.world import World
 
 
 class _Current:

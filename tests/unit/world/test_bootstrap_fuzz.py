@@ -15,12 +15,12 @@ import pytest
 from torch.distributed import HashStore
 
 from mkernel.backends.nics.session import Address, Key, _parse
-from mkernel.bootstrap import Bootstrap
 from mkernel.errors import ArgumentError, Untrusted, WorldError
-from mkernel.sealing import Seal
-from mkernel.watch import Notice, Peer, Watchdog
+from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.sealing import Seal
+from mkernel.world.watchdog import Notice, Peer, Watchdog
 
-CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus" / "bootstrap"
+CORPUS = Path(__file__).parents[2] / "fuzz" / "corpus" / "bootstrap"
 MESSAGES = [file.read_text().strip() for file in sorted(CORPUS.glob("*.json"))]
 EDGES: list[Any] = [
     *(None, True, "", "left", [], {}, [[]], 0, -1, 1.5, 1e308, 1 << 24, 1 << 32, 1 << 64, 1 << 200),

@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from mkernel.bootstrap import Bootstrap
 from mkernel.errors import PeerFailure, Timeout, Unsupported, Untrusted
-from mkernel.group_store import GroupStore
+from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.group_store import GroupStore
 
 
 def stores(raw: HashStore, secret: bytes = b"secret") -> tuple[GroupStore, PrefixStore]:
