@@ -31,8 +31,8 @@ from mkernel.plan.scaling import points, write
 from mkernel.plan.simulate import simulate
 from mkernel.topology.cost import default_constants
 from mkernel.topology.discover import load
-from mkernel.topology.emulate import replicate
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+from mkernel.topology.reshape import replicate
 
 RANKS = 8
 SIZES = {"m": 131072, "n": 28672, "k": 8192}

@@ -8,10 +8,10 @@ from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import BackendUnavailable
 from mkernel.topology.discover import discover
-from mkernel.topology.emulate import emulate, oversubscribe
 from mkernel.topology.model import Accelerator, Topology
 from mkernel.topology.placement import visible
 from mkernel.topology.rails import keep_rails
+from mkernel.topology.reshape import oversubscribe, split_into_nodes
 from mkernel.world.identity import Backends
 
 
@@ -53,7 +53,7 @@ def emulated_topology(
     if backends.nic:
         found = registry.nic(backends.nic).probe(backends.verbs or "system")
         nic = found[0] if found else None
-    return emulate(machine, nodes, ranks_per_node, devices[0], nic)
+    return split_into_nodes(machine, nodes, ranks_per_node, devices[0], nic)
 
 
 def shown(machine: Topology, devices: tuple[Accelerator, ...]) -> Topology:

@@ -10,7 +10,6 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from mkernel.errors import ArgumentError, InputFileError
-from mkernel.topology.emulate import emulate, replicate
 from mkernel.topology.merge import merge
 from mkernel.topology.model import (
     MAX_ACCELERATORS,
@@ -38,8 +37,6 @@ from mkernel.topology.sources import (
 from mkernel.topology.sources.files import read_text
 from mkernel.topology.sources.findings import Findings, Notes
 from mkernel.user_files import parse_json, read_file
-
-__all__ = ["Discovery", "discover", "emulate", "load", "read", "replicate"]
 
 _Sized = TypeVar("_Sized", Findings, Node)
 

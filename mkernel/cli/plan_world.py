@@ -14,10 +14,11 @@ from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, UnknownBa
 from mkernel.plan.model import OpName
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import AUTO, Settings
-from mkernel.topology.discover import load, replicate
+from mkernel.topology.discover import load
 from mkernel.topology.model import FABRIC_SWITCH, Node, Topology
 from mkernel.topology.placement import usable_nics
 from mkernel.topology.rails import keep_rails, real_ports
+from mkernel.topology.reshape import replicate
 from mkernel.world.identity import Backends
 
 

@@ -66,7 +66,7 @@ def _one_after_another(calls: Sequence[tuple[float, Sequence[Track]]]) -> tuple[
 
 def simulated(found: Traced) -> Timeline:
     """A simulated call: what each link of a node that stands for its kind did, and each such rank."""
-    plan = found.schedule.plan
+    plan = found.call.plan
     first = [site.nodes[0][0] * plan.ranks_per_node for site in plan.placement.sites]
     tracks = [
         Track(
@@ -84,7 +84,7 @@ def simulated(found: Traced) -> Timeline:
             "comm",
             [Span(one.message.name, one.start_us, one.duration_us) for one in found.busy[number]],
         )
-        for link, number in found.schedule.links.items()
+        for link, number in found.call.links.items()
     ]
     return Timeline(
         clock=f"simulated with the constants of {found.result.constants}; not measured",

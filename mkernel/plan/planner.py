@@ -12,7 +12,7 @@ from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Literal, NamedTuple, ParamSpec, cast
 
 from mkernel.errors import ArgumentError, DtypeError, Unsupported
-from mkernel.plan import arguments, chunking, paths, predict, simulated
+from mkernel.plan import arguments, chunking, paths, predict
 from mkernel.plan.arguments import Layout
 from mkernel.plan.decide import Alternative, choose
 from mkernel.plan.model import (
@@ -31,13 +31,14 @@ from mkernel.plan.model import (
 from mkernel.plan.ops import canonical
 from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
+from mkernel.plan.tune import tune
 from mkernel.topology.chips import architecture
 from mkernel.topology.cost import MachineConstants, default_constants
 from mkernel.topology.kinds import NodeKinds, node_kinds
-from mkernel.topology.lanes import SharedLinks
 from mkernel.topology.model import Topology
 from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, place
 from mkernel.topology.routing import routes
+from mkernel.topology.shared_links import SharedLinks
 
 if TYPE_CHECKING:
     from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
@@ -334,7 +335,7 @@ def _planned(
                 choice.one_kernel_per_chunk
             ):  # what costs a kernel must gain something: the fewest first
                 by_rows.sort(reverse=True)
-        made, considered = simulated.decided(
+        made, considered = tune(
             made, by_rows, choice.orders, constants, choice.one_kernel_per_chunk
         )
         alternatives += considered

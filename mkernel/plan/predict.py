@@ -23,8 +23,8 @@ from mkernel.topology.cost import (
     gemm_us,
     transfer_us,
 )
-from mkernel.topology.lanes import SharedLinks
 from mkernel.topology.routes import RouteClass
+from mkernel.topology.shared_links import SharedLinks
 
 
 def predict(
@@ -128,9 +128,9 @@ def all_gather_gemm(
 ) -> Prediction:
     """AllGather+GEMM: T_c = 2·M·K·N_r/C in waves, T_m = (W-1)/W·M·K·s/B over the slowest link.
 
-    Links: those that :mod:`mkernel.topology.lanes` names; a NIC's routes share it, each direction by
-    itself. The communication blocks that serve one destination share its bytes and chunks, and each
-    chunk adds a signal to their time.
+    Links: those that :mod:`mkernel.topology.shared_links` names; a NIC's routes share it, each
+    direction by itself. The communication blocks that serve one destination share its bytes and
+    chunks, and each chunk adds a signal to their time.
 
     sequential = T_c + T_m. pipelined = max(T_c + wait for the first remote chunk that local rows do
     not cover, T_m + the last tile): never below max(T_c, T_m), never above sequential. Both also

@@ -1,8 +1,8 @@
 """What a plan's call is predicted to take, by simulating its messages and tiles. Never measured.
 
-Links queue (:mod:`mkernel.topology.simulate`), tiles come in whole waves (:mod:`.waves`), chunks cost
-signals; so contention, order and the size of chunks show, which closed forms leave out. The rates are
-those of the closed forms: where nothing contends, both agree.
+Messages queue for links (:mod:`mkernel.topology.link_queues`), tiles come in whole waves
+(:mod:`.waves`) and chunks cost signals; so contention, order and the size of chunks show, which the
+closed forms leave out. The rates are those of the closed forms: where nothing contends, both agree.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pydantic import Field
 
 from mkernel.errors import Unsupported
 from mkernel.plan import waves
+from mkernel.plan.messages import MESSAGES, Arrivals, At, CallMessages, Came, gather, scatter
 from mkernel.plan.model import AttentionShape, Exchange, GemmShape, LaunchPlan
 from mkernel.plan.predict import payloads
-from mkernel.plan.schedule import MESSAGES, Arrivals, At, Came, Schedule, gather, scatter
 from mkernel.topology.cost import MachineConstants
+from mkernel.topology.link_queues import Busy, Message, run
 from mkernel.topology.model import Model
-from mkernel.topology.simulate import Busy, Message, run
 
 _PARTS = 8
 """Parts of an owner's sums that AllReduce sends on as soon as they are complete."""
@@ -64,7 +64,7 @@ class Traced(NamedTuple):
     (name, start, end)."""
 
     result: Simulation
-    schedule: Schedule
+    call: CallMessages
     busy: list[list[Busy]]
     computed: Mapping[At, list[tuple[str, float, float]]]
 
@@ -100,7 +100,7 @@ def trace(
 ) -> Traced:
     """As :func:`simulate`, with the timeline where ``keep``."""
     exchange = exchange or plan.exchange
-    made = Schedule(plan, constants, _chunks(plan), detail)
+    made = CallMessages(plan, constants, _chunks(plan), detail)
     sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size)
     device = _Device(plan, made.chunks if one_kernel_per_chunk else None)
     after: dict[At, Sequence[Message]] = {}
@@ -142,13 +142,13 @@ def _floors(messages: Sequence[Message], busy: Sequence[float]) -> list[float]:
     """Each link's time, and the least latency behind it."""
     latency = [float("inf")] * len(busy)
     for message in messages:
-        for lane in message.lanes:
-            for link, _ in lane:
+        for subflow in message.subflows:
+            for link, _ in subflow:
                 latency[link] = min(latency[link], message.latency_us)
     return [time + least for time, least in zip(busy, latency, strict=True) if time] or [0.0]
 
 
-def _uses(made: Schedule, busy: Sequence[float], end_us: float) -> tuple[LinkUse, ...]:
+def _uses(made: CallMessages, busy: Sequence[float], end_us: float) -> tuple[LinkUse, ...]:
     sites = made.plan.placement.sites
     uses = [
         LinkUse(
@@ -164,7 +164,7 @@ def _uses(made: Schedule, busy: Sequence[float], end_us: float) -> tuple[LinkUse
     return tuple(sorted(uses, key=lambda use: (-use.utilization, use.site, use.name)))
 
 
-def _sums(made: Schedule, at: At, arrivals: Arrivals, computed_us: float) -> list[Message]:
+def _sums(made: CallMessages, at: At, arrivals: Arrivals, computed_us: float) -> list[Message]:
     """The moments at which parts of a rank's sums are complete; its own terms are computed last."""
     parts: list[list[Message]] = [[] for _ in range(_PARTS)]
     for (dst, came), messages in arrivals.items():
@@ -234,7 +234,7 @@ class _Device:
         tiles = math.ceil(share * self._grid[0] - 1e-9) * self._grid[1]
         return -(-tiles // self.cores) * self.tile_us
 
-    def _places(self, made: Schedule) -> list[tuple[Came, float]]:
+    def _places(self, made: CallMessages) -> list[tuple[Came, float]]:
         """Pieces of other ranks in order, each with its share of a rank's work."""
         return [
             (Came(number, turn, piece, pieces), step.size / self._world / pieces)
@@ -243,7 +243,7 @@ class _Device:
             for piece in range(pieces)
         ]
 
-    def without_waiting(self, made: Schedule) -> dict[Came, float]:
+    def without_waiting(self, made: CallMessages) -> dict[Came, float]:
         """When the pieces for other ranks are computed; the own one comes last."""
         places = self._places(made)
         steps = [*((share, 0.0) for _, share in places), (1 / self._world, 0.0)]
@@ -253,7 +253,7 @@ class _Device:
 
     def steps(
         self,
-        made: Schedule,
+        made: CallMessages,
         at: At,
         arrivals: Arrivals,
         done_us: Mapping[Came, float],

@@ -1,4 +1,4 @@
-// Ring attention: the schedule sees every key that it must, once; whole calls of several ranks in this
+// Ring attention: its steps see every key that it must, once; whole calls of several ranks in this
 // process against float64, meant to run under ThreadSanitizer too; every flag and fence of the kernels
 // taken away in turn.
 #include <cmath>
@@ -25,7 +25,7 @@ using sim::Role;
 
 namespace {
 
-// --- the schedule -------------------------------------------------------------------------------
+// --- the steps ----------------------------------------------------------------------------------
 
 // Position in the sequence of a rank's `row`th.
 std::uint32_t position(const Geometry& g, std::uint32_t rank, std::uint32_t row) {
@@ -53,12 +53,12 @@ void every_pair_is_seen_once(bool causal, std::uint32_t rows, std::uint32_t cube
         args.order = order.data();
         std::vector<std::uint32_t> seen(g.heads * rows * world * rows);
         for (std::uint32_t cube = 0; cube < cubes; ++cube) {
-            ring_attention::Schedule schedule(args, cube);
-            const std::uint32_t size = schedule.size();
+            ring_attention::Steps cursor(args, cube);
+            const std::uint32_t size = cursor.size();
             std::uint32_t steps = 0, items = 0;
             bool open = false;
-            for (; !schedule.done(); schedule.advance(), ++steps) {
-                const ring_attention::Step& step = schedule.step();
+            for (; !cursor.done(); cursor.advance(), ++steps) {
+                const ring_attention::Step& step = cursor.step();
                 CHECK(step.first == !open && step.item == items);
                 // Each query sees a key of its first tile, so that it has a maximum from then on.
                 CHECK(!step.first || !step.masked || step.diagonal >= 0);

@@ -7,8 +7,8 @@ from typing import Any
 from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan
-from mkernel.topology.emulate import emulate
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+from mkernel.topology.reshape import split_into_nodes
 
 SIM = Accelerator(id="ascend-sim0", kind="ascend", name="simulator", index=0, emulated=True)
 SOFT = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
@@ -28,7 +28,7 @@ CAPABILITIES = AcceleratorCapabilities(
 
 
 def world(nodes: int, ranks_per_node: int) -> Topology:
-    return emulate(MACHINE, nodes, ranks_per_node, SIM, SOFT)
+    return split_into_nodes(MACHINE, nodes, ranks_per_node, SIM, SOFT)
 
 
 def make(nodes: int = 2, ranks_per_node: int = 2, **options: Any) -> LaunchPlan:

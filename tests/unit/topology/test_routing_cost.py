@@ -16,9 +16,9 @@ from mkernel.topology.cost import (
     load_constants,
     transfer_us,
 )
-from mkernel.topology.emulate import emulate
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
 from mkernel.topology.placement import place
+from mkernel.topology.reshape import split_into_nodes
 from mkernel.topology.routing import routes
 
 CONSTANTS = default_constants("ascend")
@@ -32,7 +32,7 @@ def soft(**fields: object) -> Nic:
 
 
 def pair(left: tuple[Nic, ...], right: tuple[Nic, ...]) -> Topology:
-    nodes = emulate(MACHINE, 2, 2, SIM, None).nodes
+    nodes = split_into_nodes(MACHINE, 2, 2, SIM, None).nodes
     changed = [
         n.model_copy(update={"nics": nics}) for n, nics in zip(nodes, (left, right), strict=True)
     ]
@@ -41,7 +41,7 @@ def pair(left: tuple[Nic, ...], right: tuple[Nic, ...]) -> Topology:
 
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_every_ordered_pair_has_its_route(nodes: int, ranks: int) -> None:
-    world = emulate(MACHINE, nodes, ranks, SIM, soft())
+    world = split_into_nodes(MACHINE, nodes, ranks, SIM, soft())
     placed = place(world, ranks)
     table = routes(world, placed, CONSTANTS)
     total = nodes * ranks

@@ -6,7 +6,7 @@
 #include "backends/accelerators/ascend/kernels/arrival.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/comm.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/cube.hpp"
-#include "backends/accelerators/ascend/kernels/ring_attention/schedule.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/steps.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/vector.hpp"
 
 namespace mkernel::ascend::host {
@@ -83,7 +83,7 @@ std::vector<sim::TraceBaseline> RingAttention::baselines() const {
         {base + g.released(0), g.world, calls},
         {base + g.finished(), 1, calls * g.cubes}};
     for (std::uint32_t cube = 0; cube < g.cubes; ++cube) {
-        const std::uint64_t tiles = ring_attention::Schedule(args_, cube).size();
+        const std::uint64_t tiles = ring_attention::Steps(args_, cube).size();
         if (tiles == 0) continue;
         before.push_back({base + g.scored(cube), 1, calls * (tiles + ring_attention::kAhead)});
         before.push_back({base + g.weighed(cube * ring_attention::kVectorsPerCube),

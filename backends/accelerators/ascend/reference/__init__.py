@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from mkernel.backends.accelerators.ascend.reference.schedule import Shape, trace
+from mkernel.backends.accelerators.ascend.reference.published_kernels import Shape, trace
 from mkernel.topology.model import Model
 
 __all__ = ["PublishedRow", "PublishedTable", "Shape", "published", "trace"]

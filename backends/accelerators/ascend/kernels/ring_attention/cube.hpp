@@ -13,7 +13,7 @@
 #include "backends/accelerators/ascend/isa/launch.hpp"
 #include "backends/accelerators/ascend/kernels/gemm/product.hpp"
 #include "backends/accelerators/ascend/kernels/release.hpp"
-#include "backends/accelerators/ascend/kernels/ring_attention/schedule.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/steps.hpp"
 
 namespace mkernel::ascend::ring_attention {
 
@@ -29,7 +29,7 @@ class Cube {
 
     // False if a wait was aborted or timed out.
     bool run() {
-        Schedule ahead(args_, cube_), behind = ahead;
+        Steps ahead(args_, cube_), behind = ahead;
         const std::uint32_t tiles = ahead.size();
         const std::uint64_t before = (args_.epoch - 1) * tiles;
         product_.open();

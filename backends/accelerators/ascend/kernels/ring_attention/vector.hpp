@@ -17,7 +17,7 @@
 
 #include "backends/accelerators/ascend/isa/launch.hpp"
 #include "backends/accelerators/ascend/isa/pipe.hpp"
-#include "backends/accelerators/ascend/kernels/ring_attention/schedule.hpp"
+#include "backends/accelerators/ascend/kernels/ring_attention/steps.hpp"
 
 namespace mkernel::ascend::ring_attention {
 
@@ -33,7 +33,7 @@ class Vector {
 
     // False if a wait was aborted or timed out.
     bool run() {
-        Schedule ahead(args_, cube_), behind = ahead;
+        Steps ahead(args_, cube_), behind = ahead;
         const std::uint32_t tiles = ahead.size(), steps = tiles > 0 ? tiles + kAhead : 0;
         const std::uint64_t before = (args_.epoch - 1) * steps;
         for (std::uint32_t n = 0; n < steps; ++n) {

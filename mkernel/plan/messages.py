@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from mkernel.plan.model import Exchange, LaunchPlan
 from mkernel.topology.cost import MachineConstants
-from mkernel.topology.lanes import Lane, Link, capacities, lanes
+from mkernel.topology.link_queues import Message
 from mkernel.topology.routes import Ends
-from mkernel.topology.simulate import Message
+from mkernel.topology.shared_links import Link, Subflow, capacities, subflows
 
 MESSAGES = 4_000
 """About how many messages a simulation may have: what it costs, against how fine it is."""
@@ -50,7 +50,7 @@ class Came(NamedTuple):
 
 
 @dataclass
-class Schedule:
+class CallMessages:
     """Messages of a call, between ranks that stand for all. ``chunks``: of each rank's bytes."""
 
     plan: LaunchPlan
@@ -86,7 +86,7 @@ class Schedule:
     def rates(self) -> dict[Link, float]:
         """GB/s of every link. A rank's communication blocks are dealt out evenly to destinations, all
         other nodes being one; those of one destination count as a link."""
-        found = capacities(list(self._lanes.values()))
+        found = capacities(list(self._subflows.values()))
         rate = self._blocks_each * self.constants.comm_block_gbs
         rate = max(rate, self.constants.copy_engine_gbs or 0.0)
         turns = (*range(1, self.plan.ranks_per_node), None)
@@ -100,9 +100,9 @@ class Schedule:
         return self.plan.resources.comm_blocks / max(1, destinations)
 
     @cached_property
-    def _lanes(self) -> dict[Ends, tuple[Lane, ...]]:
+    def _subflows(self) -> dict[Ends, tuple[Subflow, ...]]:
         table, placement = self.plan.routes, self.plan.placement
-        return {one.ends: lanes(one, table, placement) for one in table.classes}
+        return {one.ends: subflows(one, table, placement) for one in table.classes}
 
     def _blocks(self, at: At, turn: int | None) -> Link:
         """To the local rank ``turn`` before; None: to other nodes."""
@@ -184,10 +184,10 @@ class Schedule:
         start_us = payload * weight[0] / (self.rates[blocks] * 1e3)
         start_us += signals * self.constants.signal_us
         times: list[list[tuple[int, float]]] = []
-        for lane in self._lanes[ends]:
-            times.append([(self.links[blocks], start_us * lane.share)])
-            for hop, (link, _) in enumerate(lane.links):
-                size = payload * lane.share * weight[hop >= lane.src_links]
+        for subflow in self._subflows[ends]:
+            times.append([(self.links[blocks], start_us * subflow.share)])
+            for hop, (link, _) in enumerate(subflow.links):
+                size = payload * subflow.share * weight[hop >= subflow.src_links]
                 times[-1].append((self.links[link], size / (self.rates[link] * 1e3)))
         latency_us = self.plan.routes.by_ends[ends].latency_us
         message = Message(self.name(came), times, latency_us, ready_us)
@@ -208,7 +208,7 @@ Arrivals = dict[tuple[At, Came], list[Message]]
 
 
 def gather(
-    made: Schedule, payload: float, exchange: Exchange, after: Mapping[At, Sequence[Message]]
+    made: CallMessages, payload: float, exchange: Exchange, after: Mapping[At, Sequence[Message]]
 ) -> Arrivals:
     """Every rank sends the same ``payload`` bytes to all others, in the order in which they consume.
 
@@ -236,7 +236,7 @@ def gather(
 
 
 def scatter(
-    made: Schedule, payload: float, exchange: Exchange, done_us: Mapping[Came, float]
+    made: CallMessages, payload: float, exchange: Exchange, done_us: Mapping[Came, float]
 ) -> Arrivals:
     """Every rank sends each other ``payload`` bytes of partial results, when they are computed.
 

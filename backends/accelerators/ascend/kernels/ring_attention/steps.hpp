@@ -25,9 +25,9 @@ struct Step {
     bool first = false, last = false;  // of its tile of queries
 };
 
-class Schedule {
+class Steps {
   public:
-    Schedule(const Args& args, std::uint32_t cube)
+    Steps(const Args& args, std::uint32_t cube)
         : g_(args.geometry),
           rank_(args.rank),
           tiles_(args, g_.world, g_.pieces() * g_.key_tiles_per_piece(), 1),
@@ -49,7 +49,7 @@ class Schedule {
 
     // How many steps are left, this one included.
     [[nodiscard]] std::uint32_t size() const {
-        Schedule rest = *this;
+        Steps rest = *this;
         std::uint32_t count = 0;
         for (; !rest.done(); rest.advance()) ++count;
         return count;

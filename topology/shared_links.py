@@ -1,7 +1,7 @@
 """What a message occupies on its way: the links that it crosses, which others share.
 
 The closed-form predictions add up the bytes on each link; the simulation lets messages queue for
-them. Both read the same lanes, so that they can only differ by contention.
+them. Both read the same subflows, so that they can only differ by contention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Link(NamedTuple):
     name: str
 
 
-class Lane(NamedTuple):
+class Subflow(NamedTuple):
     """A part of a message that travels by itself: ``share`` of its bytes, over ``links`` in order;
     ``src_links`` of them are on the sending node."""
 
@@ -30,22 +30,24 @@ class Lane(NamedTuple):
     src_links: int
 
 
-def lanes(route: RouteClass, table: RouteTable, placement: WorldPlacement) -> tuple[Lane, ...]:
-    """The lanes of a big message, each link with its rate in GB/s."""
+def subflows(
+    route: RouteClass, table: RouteTable, placement: WorldPlacement
+) -> tuple[Subflow, ...]:
+    """The subflows of a big message, each link with its rate in GB/s."""
     here = placement.sites[route.src_site].seats
     there = placement.sites[route.dst_site].seats
     if route.kind == "group":
         out = Link(route.src_site, f"{here[route.src_local].accelerator} out")
         into = Link(route.dst_site, f"{there[route.dst_local].accelerator} in")
         rate = route.bandwidth_gbs
-        return (Lane(1.0, ((out, rate), (into, rate)), 1),)
+        return (Subflow(1.0, ((out, rate), (into, rate)), 1),)
     if not route.rails:
         links = tuple(
             _staging(route, "source", route.src_site, here[route.src_local].accelerator)
             if route.kind == "host"
             else _fabric(table, route, route.src_site, here, route.src_local, route.dst_local)
         )
-        return (Lane(1.0, links, len(links)),)
+        return (Subflow(1.0, links, len(links)),)
     total = sum(rail.bandwidth_gbs for rail in route.rails)
     before = _device(route, total, route.src_site, here, route.src_local, "out")
     if route.src_relay is not None:
@@ -56,7 +58,7 @@ def lanes(route: RouteClass, table: RouteTable, placement: WorldPlacement) -> tu
         after += _fabric(table, route, route.dst_site, there, route.dst_relay, route.dst_local)
     after += _device(route, total, route.dst_site, there, route.dst_local, "in")
     return tuple(
-        Lane(
+        Subflow(
             rail.bandwidth_gbs / total,
             (
                 *before,
@@ -70,12 +72,12 @@ def lanes(route: RouteClass, table: RouteTable, placement: WorldPlacement) -> tu
     )
 
 
-def capacities(all_lanes: Sequence[tuple[Lane, ...]]) -> dict[Link, float]:
+def capacities(all_subflows: Sequence[tuple[Subflow, ...]]) -> dict[Link, float]:
     """The rate of each link in GB/s: that of the fastest route over it. A slow peer's own link is
     the one that it holds up."""
     found: dict[Link, float] = {}
-    for lane in (lane for own in all_lanes for lane in own):
-        for link, gbs in lane.links:
+    for subflow in (subflow for own in all_subflows for subflow in own):
+        for link, gbs in subflow.links:
             found[link] = max(gbs, found.get(link, 0.0))
     return found
 
@@ -86,13 +88,13 @@ class SharedLinks:
     def __init__(self, table: RouteTable, placement: WorldPlacement) -> None:
         self.table = table
         self.placement = placement
-        every = [lanes(route, table, placement) for route in table.classes]
+        every = [subflows(route, table, placement) for route in table.classes]
         self._rates = capacities(every)
         self._shares: list[list[tuple[Link, float]]] = [  # of a class' bytes, on each node
             [
-                (link, lane.share * route.pairs / placement.sites[link.site].count)
-                for lane in own
-                for link, _ in lane.links
+                (link, subflow.share * route.pairs / placement.sites[link.site].count)
+                for subflow in own
+                for link, _ in subflow.links
             ]
             for route, own in zip(table.classes, every, strict=True)
         ]

@@ -23,7 +23,7 @@ _Device = TypeVar("_Device", Accelerator, Nic)
 _NO_DEVICES = {FABRIC_SWITCH, FABRIC_HOST}
 
 
-def emulate(
+def split_into_nodes(
     topology: Topology,
     nodes: int,
     ranks_per_node: int,

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mkernel.errors import ArgumentError
-from mkernel.topology.discover import emulate, replicate
-from mkernel.topology.emulate import oversubscribe
 from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Node, NumaNode, Topology
+from mkernel.topology.reshape import oversubscribe, replicate, split_into_nodes
 
 SIM = Accelerator(id="ascend-sim", kind="ascend", name="simulator", index=0, emulated=True)
 SOFT = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
@@ -39,7 +38,7 @@ def machine(cpus: tuple[int, ...] = (4, 4), gpus: int = 0, nics: int = 0) -> Top
 )
 def test_every_node_is_complete(cpus: list[int], nodes: int, ranks: int) -> None:
     whole = machine(tuple(cpus))
-    world = emulate(whole, nodes, ranks, SIM, SOFT)
+    world = split_into_nodes(whole, nodes, ranks, SIM, SOFT)
     assert len(world.nodes) == nodes
     for node in world.nodes:
         assert [a.id for a in node.accelerators] == [f"ascend-sim{i}" for i in range(ranks)]
@@ -58,7 +57,7 @@ def test_every_node_is_complete(cpus: list[int], nodes: int, ranks: int) -> None
 
 
 def test_shares_follow_numa_nodes_and_carry_memory() -> None:
-    one, two = emulate(machine((4, 4)), 2, 2, SIM, SOFT).nodes
+    one, two = split_into_nodes(machine((4, 4)), 2, 2, SIM, SOFT).nodes
     assert [(n.id, n.cpus, n.memory_bytes) for n in one.numa] == [(0, (0, 1, 2, 3), 4000)]
     assert [(n.id, n.cpus) for n in two.numa] == [(1, (4, 5, 6, 7))]
     assert two.nics[0].numa_node == two.accelerators[1].numa_node == 1
@@ -66,7 +65,7 @@ def test_shares_follow_numa_nodes_and_carry_memory() -> None:
 
 def test_a_numbered_prototype_is_renumbered() -> None:
     prototype = SIM.model_copy(update={"id": "ascend-sim0"})
-    (node,) = emulate(machine(), 1, 2, prototype, None).nodes
+    (node,) = split_into_nodes(machine(), 1, 2, prototype, None).nodes
     assert [a.id for a in node.accelerators] == ["ascend-sim0", "ascend-sim1"]
     assert node.nics == ()
 
@@ -74,7 +73,7 @@ def test_a_numbered_prototype_is_renumbered() -> None:
 def test_real_devices_are_dealt_out() -> None:
     whole = machine(gpus=4, nics=4)
     gpu, nic = whole.nodes[0].accelerators[0], whole.nodes[0].nics[0]
-    one, two = emulate(whole, 2, 2, gpu, nic).nodes
+    one, two = split_into_nodes(whole, 2, 2, gpu, nic).nodes
     assert [a.id for a in one.accelerators + two.accelerators] == [f"cuda{i}" for i in range(4)]
     assert [n.id for n in one.nics] == ["mlx5_0", "mlx5_1"]
     assert [n.id for n in two.nics] == ["mlx5_2", "mlx5_3"]
@@ -82,25 +81,25 @@ def test_real_devices_are_dealt_out() -> None:
 
 def test_real_nics_are_shared_where_there_are_fewer_than_nodes() -> None:
     whole = machine(gpus=3, nics=1)
-    world = emulate(whole, 3, 1, None, whole.nodes[0].nics[0])
+    world = split_into_nodes(whole, 3, 1, None, whole.nodes[0].nics[0])
     assert [[n.id for n in node.nics] for node in world.nodes] == [["mlx5_0"]] * 3
 
 
 def test_too_few_real_devices() -> None:
     with pytest.raises(ArgumentError, match="at most 3, the number of cuda accelerators of h"):
-        emulate(machine(gpus=3), 2, 2, machine(gpus=1).nodes[0].accelerators[0], None)
+        split_into_nodes(machine(gpus=3), 2, 2, machine(gpus=1).nodes[0].accelerators[0], None)
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "name"), [(0, 1, "nodes"), (1, -1, "ranks_per_node")])
 def test_numbers_below_one(nodes: int, ranks: int, name: str) -> None:
     with pytest.raises(ArgumentError, match=name):
-        emulate(machine(), nodes, ranks, SIM, SOFT)
+        split_into_nodes(machine(), nodes, ranks, SIM, SOFT)
 
 
 def test_only_one_machine_can_be_split_or_repeated() -> None:
-    world = emulate(machine(), 2, 1, SIM, SOFT)
+    world = split_into_nodes(machine(), 2, 1, SIM, SOFT)
     with pytest.raises(ArgumentError, match="one machine"):
-        emulate(world, 2, 1, SIM, SOFT)
+        split_into_nodes(world, 2, 1, SIM, SOFT)
     with pytest.raises(ArgumentError, match="one machine"):
         replicate(world, 2)
 
@@ -124,14 +123,14 @@ def test_links_and_refusals_go_where_both_of_their_ends_go() -> None:
         "bridges": (Bridge(id="0000:00:01.0"),),
     }
     whole = Topology(nodes=(node.model_copy(update=more),))
-    one, two = emulate(whole, 2, 2, None, SOFT).nodes
+    one, two = split_into_nodes(whole, 2, 2, None, SOFT).nodes
     assert [link.ends for link in one.fabric] == ends[:1]
     assert [link.ends for link in two.fabric] == ends[2:]
     assert (one.no_p2p, two.no_p2p) == ((), (("cuda2", "cuda3"),))
     assert one.bridges == two.bridges == more["bridges"]
-    (alone,) = emulate(whole, 1, 4, None, SOFT).nodes
+    (alone,) = split_into_nodes(whole, 1, 4, None, SOFT).nodes
     assert (alone.fabric, alone.no_p2p) == (fabric, more["no_p2p"])
-    assert emulate(whole, 1, 2, SIM, SOFT).nodes[0].fabric == ()
+    assert split_into_nodes(whole, 1, 2, SIM, SOFT).nodes[0].fabric == ()
 
 
 def test_ranks_of_a_device_have_its_links_and_refusals() -> None:
@@ -154,7 +153,7 @@ def test_ranks_of_a_device_have_its_links_and_refusals() -> None:
     ports = {(one, "switch") for one in ("cuda1", "cuda1.1")}
     assert {link.ends for link in shared.fabric} == across | ports
     assert set(shared.no_p2p) == across
-    one, two = emulate(oversubscribe(whole, 2), 2, 2, None, None).nodes
+    one, two = split_into_nodes(oversubscribe(whole, 2), 2, 2, None, None).nodes
     assert [a.id for a in one.accelerators] == ["cuda0", "cuda1"]
     assert [a.id for a in two.accelerators] == ["cuda0.1", "cuda1.1"]
     with pytest.raises(ArgumentError, match="one machine to share"):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mkernel.topology.simulate import Busy, Message, run
+from mkernel.topology.link_queues import Busy, Message, run
 
 
 def test_alpha_beta_of_one_message() -> None:
@@ -30,7 +30,7 @@ def test_bytes_stream_through_links(first: float, second: float, end: float) -> 
     assert trace[1][0].duration_us == second
 
 
-def test_parts_on_several_lanes_arrive_together() -> None:
+def test_parts_on_several_subflows_arrive_together() -> None:
     one = Message("one", [[(0, 3.0)], [(1, 5.0)]], 0.0)
     assert run([one], 2) == [3.0, 5.0]
     assert one.arrived_us == 5.0

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-LaneTimes = Sequence[tuple[int, float]]
-"""The links of a lane, in order, each with the microseconds that it is busy with the message."""
+HopTimes = Sequence[tuple[int, float]]
+"""The links of a subflow, in order, each with the microseconds that it is busy with the message."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,14 +23,14 @@ class Message:
 
     Attributes:
         name: for timelines.
-        lanes: ways that its parts take at once. None: it arrives when it is ready.
+        subflows: ways that its parts take at once. None: it arrives when it is ready.
         latency_us: from the end of the last link to the moment at which the receiver sees it.
         ready_us: not sent before then; moved up by the messages that it waits for.
         arrived_us: set by :func:`run`.
     """
 
     name: str
-    lanes: Sequence[LaneTimes]
+    subflows: Sequence[HopTimes]
     latency_us: float
     ready_us: float = 0.0
     arrived_us: float = 0.0
@@ -58,7 +58,7 @@ class _Event(NamedTuple):
     at: float
     order: int
     message: Message
-    rest: LaneTimes
+    rest: HopTimes
 
 
 def run(
@@ -78,9 +78,9 @@ def run(
     ready = [message for message in messages if not message._waits]
     while ready or events:
         for message in ready:
-            message._parts = max(1, len(message.lanes))
-            for lane in message.lanes or ((),):
-                heapq.heappush(events, _Event(message.ready_us, order, message, lane))
+            message._parts = max(1, len(message.subflows))
+            for subflow in message.subflows or ((),):
+                heapq.heappush(events, _Event(message.ready_us, order, message, subflow))
                 order += 1
         ready = []
         at, number, message, rest = heapq.heappop(events)

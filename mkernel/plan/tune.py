@@ -17,7 +17,7 @@ _DETAIL = 1000
 """About how many messages a simulation has: enough to compare, and as long for any world."""
 
 
-def decided(
+def tune(
     made: LaunchPlan,
     rows: Sequence[int],
     orders: Sequence[Runs],
