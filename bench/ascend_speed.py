@@ -31,9 +31,9 @@ from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.runtime import _runtime
-from mkernel.bench.modelled import shapes
-from mkernel.bench.sizes import GEMMS, Sized
 from mkernel.cases import case_of
+from mkernel.harness.modelled import shapes
+from mkernel.harness.sizes import GEMMS, Sized
 from mkernel.plan.model import LaunchPlan, OpName
 
 BARS = {"gemm_ratio": 0.6, "strict_times": 5.0, "model_only_cpu_s": 10.0}

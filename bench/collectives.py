@@ -22,7 +22,7 @@ import results_file
 import torch
 
 from mkernel.backends.accelerators.hopper import _hopper
-from mkernel.bench.provenance import devices
+from mkernel.harness.provenance import devices
 
 MIB = 1 << 20
 SIZES = [1 << (2 * i) for i in range(6, 15)]  # 4 KiB to 256 MiB: bytes of the whole

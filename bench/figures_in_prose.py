@@ -25,7 +25,7 @@ from typing import Any
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.reference import published, trace
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.bench import modelled
+from mkernel.harness import modelled
 
 ROOT = Path(__file__).parents[1]
 FIGURE = re.compile(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from mkernel.bench import results
+from mkernel.harness import results
 from mkernel.plan import paths
 from mkernel.plan.model import DtypeName, GemmShape, OpName
 from mkernel.topology.cost import MachineConstants, load_constants

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mkernel.bench.provenance import provenance
+from mkernel.harness.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 

@@ -28,7 +28,7 @@ import results_file
 import torch
 
 from mkernel.backends.accelerators.hopper import _hopper
-from mkernel.bench.provenance import devices
+from mkernel.harness.provenance import devices
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB << (2 * i) for i in range(10)]  # 4 KiB to 1 GiB

@@ -12,7 +12,10 @@ from rich.console import Console
 
 from mkernel.backends import registry
 from mkernel.backends.accelerators.ascend.machine import load_machine
-from mkernel.bench import (
+from mkernel.cli import terminal
+from mkernel.cli.terminal import Terminal
+from mkernel.errors import ArgumentError
+from mkernel.harness import (
     conditions,
     contenders,
     modelled,
@@ -22,13 +25,10 @@ from mkernel.bench import (
     results,
     run,
 )
-from mkernel.bench.draws import MOST_DRAWS, drawn
-from mkernel.bench.shapes import SHIPPED, SMALL, TARGETS, shapes
-from mkernel.bench.sizes import GEMMS, sized
-from mkernel.bench.spec import MODES, BenchSpec, Mode
-from mkernel.cli import terminal
-from mkernel.cli.terminal import Terminal
-from mkernel.errors import ArgumentError
+from mkernel.harness.draws import MOST_DRAWS, drawn
+from mkernel.harness.shapes import SHIPPED, SMALL, TARGETS, shapes
+from mkernel.harness.sizes import GEMMS, sized
+from mkernel.harness.spec import MODES, BenchSpec, Mode
 from mkernel.launch import check_ranks
 from mkernel.ops.validate import DTYPES
 from mkernel.plan import ops

@@ -187,8 +187,8 @@ def command(
         )
         found = traced.result
         if trace_file:
-            from mkernel.job.files import write_trace
-            from mkernel.job.timeline import simulated as timeline
+            from mkernel.harness.timeline import simulated as timeline
+            from mkernel.harness.trace_file import write_trace
 
             try:
                 write_trace(timeline(traced), trace_file)

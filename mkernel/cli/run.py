@@ -20,10 +20,13 @@ from mkernel.cases.moe import ROUTINGS
 from mkernel.cli import sizes
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
-from mkernel.job import files, inputs, rank, report, timeline
-from mkernel.job.footprint import check_fits
-from mkernel.job.rank import VIEWS, RankResult
-from mkernel.job.spec import JobSpec
+from mkernel.harness import inputs, timeline
+from mkernel.harness import job_report as report
+from mkernel.harness import trace_file as files
+from mkernel.harness import views as rank
+from mkernel.harness.footprint import check_fits
+from mkernel.harness.job_spec import JobSpec
+from mkernel.harness.views import VIEWS, RankResult
 from mkernel.launch import check_ranks, launch
 from mkernel.ops.validate import DTYPES, dtype_name
 from mkernel.plan import ops, render

@@ -29,8 +29,8 @@ INSTRUMENTED = [
         "mkernel.topology",
         "mkernel.backends.nics",
     ),
-    *("mkernel.cli", "mkernel.settings", "mkernel.user_files", "mkernel.job.inputs"),
-    *("mkernel.plan", "mkernel.bench.shapes"),
+    *("mkernel.cli", "mkernel.settings", "mkernel.user_files", "mkernel.harness.inputs"),
+    *("mkernel.plan", "mkernel.harness.shapes"),
 ]
 TARGETS = ("bootstrap", "topology", "arguments")
 START_S = 240

@@ -20,11 +20,11 @@ import typer
 from torch.distributed import HashStore
 
 from mkernel.backends.nics.session import Address, Key, _parse
-from mkernel.bench import run as bench_run
 from mkernel.cli import bench, plan, probe  # noqa: F401 - imported here, so that they are measured
 from mkernel.cli import main as cli_main
 from mkernel.cli import run as cli_run
 from mkernel.errors import ArgumentError, InputFileError, MkernelError, Untrusted, WorldError
+from mkernel.harness import run as bench_run
 from mkernel.topology import discover
 from mkernel.topology.model import Topology
 from mkernel.world.bootstrap import Bootstrap

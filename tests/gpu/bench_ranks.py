@@ -12,9 +12,9 @@ import torch
 from torch import distributed
 from torch.distributed import HashStore
 
-from mkernel.bench.clock import Meeting, calibrated
-from mkernel.bench.protocol import Clock, stopwatch
-from mkernel.bench.queue import CudaQueue
+from mkernel.harness.clock import Meeting, calibrated
+from mkernel.harness.protocol import Clock, stopwatch
+from mkernel.harness.queue import CudaQueue
 
 MIB = 1 << 20
 HOST_S = 3e-3

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mkernel.bench import gpu_tests
-from mkernel.bench.provenance import devices, provenance
+from mkernel.harness import gpu_tests
+from mkernel.harness.provenance import devices, provenance
 from mkernel.settings import load
 
 

@@ -15,10 +15,10 @@ import torch
 from torch.distributed import TCPStore
 
 import mkernel
-from mkernel.bench.problem import Problem, Tensors
 from mkernel.cases import compare, poison
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import WorldError
+from mkernel.harness.problem import Problem, Tensors
 from mkernel.launch import report
 from mkernel.ops.gemm import GemmOp
 from mkernel.plan.model import DtypeName, PathName

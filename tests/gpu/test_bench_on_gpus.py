@@ -9,9 +9,9 @@ import pytest
 from device_buffers import needs_gpus
 
 import mkernel
-from mkernel.bench import run
-from mkernel.bench.results import Report
-from mkernel.bench.spec import BenchSpec, Mode, Shape
+from mkernel.harness import run
+from mkernel.harness.results import Report
+from mkernel.harness.spec import BenchSpec, Mode, Shape
 from mkernel.plan.model import OpName
 from mkernel.settings import load
 
@@ -145,7 +145,7 @@ def test_counted_launches_start_together() -> None:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_gpus(2))])
 @pytest.mark.parametrize("mode", ["kernel", "eager", "graph"])
 def test_a_predecessors_result_has_no_figure(mode: Mode, ranks: int) -> None:
-    name = "mkernel.bench.planted:ReturnsPrevious"
+    name = "mkernel.harness.planted:ReturnsPrevious"
     shape = Shape(op="gemm_all_reduce", m=256, n=512, k=512)
     made = bench(ranks, shapes=(shape,), modes=(mode,), contenders=("mkernel", name, "gemm"))
     (row,) = made.rows
@@ -157,7 +157,7 @@ def test_a_predecessors_result_has_no_figure(mode: Mode, ranks: int) -> None:
 @times_ranks
 @pytest.mark.parametrize("mode", ["kernel", "eager", "first"])
 def test_what_ends_late_has_no_figure(mode: Mode) -> None:
-    name = "mkernel.bench.planted:FinishesLate"
+    name = "mkernel.harness.planted:FinishesLate"
     shape = Shape(op="gemm_reduce_scatter", m=256, n=512, k=512)
     made = bench(1, shapes=(shape,), modes=(mode,), contenders=(name, "gemm"))
     assert made.rows[0].entries[name].state == "wrong"

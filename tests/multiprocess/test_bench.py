@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import Done, mkernel, mkernel_alone
 
-from mkernel.bench import results
+from mkernel.harness import results
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -95,7 +95,7 @@ def test_modes_and_drawn_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["eager", "first"])
 def test_a_predecessors_result_has_no_figure_in_any_mode(tmp_path: Path, mode: str) -> None:
-    file, name = tmp_path / "x.json", "mkernel.bench.planted:ReturnsPrevious"
+    file, name = tmp_path / "x.json", "mkernel.harness.planted:ReturnsPrevious"
     done = bench("gemm_rs", *SMALL, "--accelerator", "streams", "--only-peers", "--peers", name,
                  "--mode", mode, "--json", str(file))  # fmt: skip
     (row,) = json.loads(file.read_text())["rows"]
@@ -107,7 +107,7 @@ def test_a_predecessors_result_has_no_figure_in_any_mode(tmp_path: Path, mode: s
 @pytest.mark.parametrize("fault", ["FinishesLate", "ReturnsPrevious", "SkipsHalf", "LeavesElement"])
 def test_wrong_peers_get_no_figure(tmp_path: Path, fault: str) -> None:
     file = tmp_path / "x.json"
-    name = f"mkernel.bench.planted:{fault}"
+    name = f"mkernel.harness.planted:{fault}"
     done = bench(*SMALL, "--accelerator", "streams", "--only-peers", "--peers", name,
                  "--json", str(file))  # fmt: skip
     assert done.returncode == 1
@@ -141,7 +141,7 @@ def test_a_backend_that_does_not_wait_fails(tmp_path: Path, op: str, fault: str)
 
 
 def test_a_peer_that_raises_leaves_and_fails_the_run(tmp_path: Path) -> None:
-    file, name = tmp_path / "x.json", "mkernel.bench.planted:Raises"
+    file, name = tmp_path / "x.json", "mkernel.harness.planted:Raises"
     done = bench("ag_gemm", *SMALL, "--accelerator", "streams", "--peers", f"gloo+matmul,{name}",
                  "--json", str(file))  # fmt: skip
     assert done.returncode == 1
@@ -155,10 +155,10 @@ def test_a_peer_that_raises_leaves_and_fails_the_run(tmp_path: Path) -> None:
 
 def test_what_hangs_is_named() -> None:
     done = bench("ag_gemm", *SMALL, "--accelerator", "streams", "--only-peers", "--timeout", "6",
-                 "--peers", "mkernel.bench.planted:Hangs")  # fmt: skip
+                 "--peers", "mkernel.harness.planted:Hangs")  # fmt: skip
     assert done.returncode == 1
     assert (
-        "ContenderHung: mkernel.bench.planted:Hangs at all_gather_gemm 256 x 128 x 192"
+        "ContenderHung: mkernel.harness.planted:Hangs at all_gather_gemm 256 x 128 x 192"
         in done.stderr
     )
 

@@ -9,9 +9,9 @@ import torch
 
 import mkernel
 from mkernel.backends import registry
-from mkernel.bench.contenders import MkernelFused, MkernelLibrary
-from mkernel.bench.problem import Problem
 from mkernel.errors import PlanMismatch, Unsupported
+from mkernel.harness.contenders import MkernelFused, MkernelLibrary
+from mkernel.harness.problem import Problem
 from mkernel.ops.gemm_all_reduce import OP
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]

@@ -11,10 +11,10 @@ import pytest
 
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.backends.nics.provider import list_nics, provider_status
-from mkernel.bench import results
-from mkernel.bench.shapes import shapes
 from mkernel.cli.main import app
 from mkernel.errors import ArgumentError, InputFileError, MkernelError
+from mkernel.harness import results
+from mkernel.harness.shapes import shapes
 from mkernel.printable import printable
 from mkernel.topology.cost import load_constants
 from mkernel.topology.discover import read

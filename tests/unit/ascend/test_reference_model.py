@@ -16,7 +16,7 @@ from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.reference import Shape, published, trace
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.accelerators.ascend.trace import RECORD, Kind, Pipe, Records, Role
-from mkernel.bench import modelled
+from mkernel.harness import modelled
 
 from .rig import make_plan
 

@@ -15,9 +15,10 @@ from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.instrumented import ModelledRun, Track, View
-from mkernel.job import files, timeline
-from mkernel.job.rank import VIEWS
-from mkernel.job.report import Clock, modelled_clock
+from mkernel.harness import timeline
+from mkernel.harness import trace_file as files
+from mkernel.harness.job_report import Clock, modelled_clock
+from mkernel.harness.views import VIEWS
 from mkernel.plan.shapes import sizes_or_defaults
 
 A3 = load_machine()

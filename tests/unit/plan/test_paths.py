@@ -67,7 +67,7 @@ def test_few_rows_take_the_library_path_and_many_the_fused_one() -> None:
 
 
 def test_the_measured_shapes_are_fused() -> None:
-    text = files("mkernel.bench").joinpath("data", "targets.json").read_text()
+    text = files("mkernel.harness").joinpath("data", "targets.json").read_text()
     for shape in json.loads(text)["shapes"]:
         made = planned(shape["op"], shape["m"], shape["n"], shape["k"])
         assert made.path == "fused", shape
@@ -148,7 +148,7 @@ MEASURED_US = {  # bench/hopper_notes.md; outputs that are not symmetric
 
 @pytest.mark.parametrize("op", OPS)
 def test_shipped_constants_predict_what_was_measured(op: str) -> None:
-    text = files("mkernel.bench").joinpath("data", "targets.json").read_text()
+    text = files("mkernel.harness").joinpath("data", "targets.json").read_text()
     shapes = [shape for shape in json.loads(text)["shapes"] if shape["op"] == op]
     assert len(shapes) == 4
     for shape, measured in zip(shapes, MEASURED_US[op], strict=True):

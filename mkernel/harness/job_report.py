@@ -1,0 +1,266 @@
+"""A job's outcome as data: what ``--json`` prints and what the terminal shows.
+
+Two clocks, never mixed: *wall* is this machine's time, *modelled* is what the accelerator's machine
+model predicts. Formulae (docs/architecture.md): speed-up = sequential / pipelined; overlap
+efficiency = (T_comm + T_compute - T_pipelined) / min(T_comm, T_compute).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mkernel.backends.contracts.instrumented import ModelledRun, View
+from mkernel.cases import Case, Comparison
+from mkernel.cases.comparison import badness
+from mkernel.harness.job_spec import JobSpec
+from mkernel.harness.views import VIEWS, RankResult
+from mkernel.plan.model import LaunchPlan
+from mkernel.topology.model import Model, Topology
+
+
+class Clock(Model):
+    """The three views on one clock, in milliseconds; the slowest rank's, median of iterations.
+
+    ``comm_only_ms`` ends when the bytes have arrived. ``noise_ms``: the largest spread of a view
+    over the iterations; an overlap efficiency whose denominator is smaller says nothing.
+    """
+
+    compute_only_ms: float
+    comm_only_ms: float
+    sequential_ms: float
+    pipelined_ms: float
+    speedup: float
+    overlap_efficiency: float
+    noise_ms: float = 0.0
+
+
+class OutputError(Model):
+    """The worst rank's relative Frobenius error of one output against float64. Tolerance 0: it must be
+    equal. None: there is no such error, and ``why`` says why not: a shape, elements that were never
+    written, NaN and infinity in other places than in the reference, or nothing that could be compared.
+    ``elements``: how many were compared, over all ranks and checked calls."""
+
+    error: float | None
+    tolerance: float
+    rank: int
+    elements: int
+    why: str = ""
+
+
+class Verification(Model):
+    """The verdict. ``error``, ``tolerance``, ``output`` and ``rank`` are of what comes closest to its
+    tolerance or is furthest beyond it; ``error_by_rank`` is of that output."""
+
+    passed: bool
+    error: float | None
+    tolerance: float
+    error_by_rank: tuple[float | None, ...]
+    output: str
+    rank: int
+    by_output: dict[str, OutputError]
+
+
+class JobReport(Model):
+    """Everything that a job found."""
+
+    op: str
+    passed: bool
+    verification: Verification
+    wall: Clock
+    modelled: Clock | None
+    modelled_machine: str | None
+    nic_bytes: int
+    iterations: int
+    plan: LaunchPlan
+    topology: Topology
+
+
+def clock(
+    compute: float, comm: float, sequential: float, pipelined: float, noise: float = 0.0
+) -> Clock:
+    """A :class:`Clock` from times in milliseconds."""
+    hidden = compute + comm - pipelined
+    least = min(compute, comm)
+    return Clock(
+        compute_only_ms=compute,
+        comm_only_ms=comm,
+        sequential_ms=sequential,
+        pipelined_ms=pipelined,
+        speedup=sequential / pipelined if pipelined else 0.0,
+        overlap_efficiency=hidden / least if least else 0.0,
+        noise_ms=noise,
+    )
+
+
+Views = Mapping[View, ModelledRun]
+"""A call in each view, on the modelled machine."""
+
+
+def modelled_clock(calls: Sequence[Views]) -> Clock:
+    """The three views in modelled time, of calls that follow each other."""
+
+    def total_ms(view: View) -> float:
+        return sum(call[view].total_us for call in calls) / 1e3
+
+    return clock(
+        total_ms("compute_only"),
+        sum(_comm_us(call["sequential"]) for call in calls) / 1e3,
+        total_ms("sequential"),
+        total_ms("pipelined"),
+    )
+
+
+def _comm_us(sequential: ModelledRun) -> float:
+    """Communication on every rank, alone, with the time to launch it: until the bytes have arrived
+    and compute is launched, or, where compute comes first, from its end on. With compute alone it
+    makes up the sequential time."""
+    starts = {
+        kernel: max((k.start_us for k in sequential.kernels if k.kernel == kernel), default=None)
+        for kernel in ("comm", "compute")
+    }
+    comm, compute = starts["comm"], starts["compute"]
+    if comm is None:
+        return 0.0
+    if compute is None:
+        return sequential.total_us
+    launch = min(comm, compute)
+    return sequential.total_us - comm + launch if compute < comm else compute - launch
+
+
+def slowest(samples: Sequence[Sequence[float]]) -> float:
+    """Median over iterations of the slowest rank; ``samples[rank][iteration]``."""
+    return float(statistics.median(max(each) for each in zip(*samples, strict=True)))
+
+
+def spread(samples: Sequence[Sequence[float]]) -> float:
+    """Largest minus smallest, over iterations, of the slowest rank's time."""
+    each = [max(one) for one in zip(*samples, strict=True)]
+    return float(max(each) - min(each))
+
+
+def verify(case: Case, checks: Sequence[Mapping[str, Comparison]]) -> Verification:
+    """The verdict on all ranks' comparisons by output. An output of which no rank compared a single
+    element is wrong: nothing is known of it."""
+    tolerances = case.tolerances()
+    by_output: dict[str, OutputError] = {}
+    of_ranks: dict[str, list[Comparison]] = {}
+    badness_of: dict[str, tuple[bool, float]] = {}
+    for name in checks[0]:
+        found = [each[name] for each in checks]
+        elements = sum(each.elements for each in found)
+        if not elements:
+            found = [each if each.why else _NOTHING for each in found]
+        rank = max(range(len(found)), key=lambda r: badness(found[r].error))
+        worst, tolerance = found[rank], tolerances.get(name, 0.0)
+        of_ranks[name] = found
+        badness_of[name] = badness(worst.error / tolerance if tolerance else worst.error)
+        by_output[name] = OutputError(
+            error=_finite(worst.error),
+            tolerance=tolerance,
+            rank=rank,
+            elements=elements,
+            why=worst.why,
+        )
+    name = max(by_output, key=lambda name: badness_of[name])
+    return Verification(
+        passed=all(each.error <= tolerances.get(n, 0.0) for n in of_ranks for each in of_ranks[n]),
+        error=by_output[name].error,
+        tolerance=by_output[name].tolerance,
+        error_by_rank=tuple(_finite(each.error) for each in of_ranks[name]),
+        output=name,
+        rank=by_output[name].rank,
+        by_output=by_output,
+    )
+
+
+_NOTHING = Comparison(math.inf, 0, "has no elements on any rank: nothing could be compared")
+
+
+def _finite(error: float) -> float | None:
+    return error if math.isfinite(error) else None
+
+
+def build(
+    spec: JobSpec,
+    plan: LaunchPlan,
+    topology: Topology,
+    results: Sequence[RankResult],
+    modelled: Sequence[Views],
+) -> JobReport:
+    """The report of a finished job from its ranks' results."""
+    times = {view: 1e3 * slowest([r.seconds[view] for r in results]) for view in VIEWS}
+    comm = 1e3 * slowest([r.comm_seconds[-spec.iterations :] for r in results])
+    noise = 1e3 * max(spread([r.seconds[view] for r in results]) for view in VIEWS)
+    verification = verify(spec.case, [r.checks for r in results])
+    return JobReport(
+        op=spec.case.op,
+        passed=verification.passed,
+        verification=verification,
+        wall=clock(times["compute_only"], comm, times["sequential"], times["pipelined"], noise),
+        modelled=modelled_clock(modelled) if modelled else None,
+        modelled_machine=modelled[0]["pipelined"].machine if modelled else None,
+        nic_bytes=sum(r.nic_bytes for r in results),
+        iterations=spec.iterations,
+        plan=plan,
+        topology=topology,
+    )
+
+
+def render(report: JobReport) -> RenderableType:
+    """The report for a terminal."""
+    table = Table(title="three views (slowest rank, median)", title_justify="left")
+    table.add_column("view")
+    clocks = [("wall time on this host", report.wall)]
+    if report.modelled is not None:
+        clocks.append((f"modelled time on {report.modelled_machine}", report.modelled))
+    for name, _ in clocks:
+        table.add_column(name, justify="right")
+    rows = (
+        ("compute only", "compute_only_ms", "{:.3f} ms"),
+        ("communication only", "comm_only_ms", "{:.3f} ms"),
+        ("sequential", "sequential_ms", "{:.3f} ms"),
+        ("pipelined", "pipelined_ms", "{:.3f} ms"),
+        ("speed-up over sequential", "speedup", "{:.2f}x"),
+    )
+    for label, attribute, form in rows:
+        table.add_row(label, *(form.format(getattr(each, attribute)) for _, each in clocks))
+    table.add_row("overlap efficiency", *(_efficiency(each) for _, each in clocks))
+    check = report.verification
+    word, style = ("PASSED", "bold green") if report.passed else ("FAILED", "bold red")
+    verdict = Text.assemble(
+        (word, style),
+        f"  {_found(check)}, {len(check.error_by_rank)} ranks",
+        _between_nodes(report),
+    )
+    return Group(table, verdict)
+
+
+def _found(check: Verification) -> str:
+    """What decided: the worst error, or why there is none."""
+    if check.error is None:
+        why = check.by_output[check.output].why or "has an error that is not finite"
+        return f"{check.output} on rank {check.rank} {why}"
+    return (
+        f"relative error {check.error:.2e} against float64 "
+        f"(tolerance {check.tolerance:.0e}; worst: {check.output} on rank {check.rank})"
+    )
+
+
+def _between_nodes(report: JobReport) -> str:
+    """What carried the bytes between nodes."""
+    if report.plan.carrier:
+        return f", {report.plan.carrier} between nodes"
+    return f", {report.nic_bytes / 1e6:.1f} MB through the NIC" if report.plan.nic else ""
+
+
+def _efficiency(each: Clock) -> str:
+    least = min(each.compute_only_ms, each.comm_only_ms)
+    if least <= each.noise_ms:
+        return f"below the noise of {each.noise_ms:.1f} ms"
+    return f"{each.overlap_efficiency:.0%}"

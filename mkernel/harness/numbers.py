@@ -1,0 +1,190 @@
+"""The page of measured numbers, made from the committed results alone: gains, then what misses."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from mkernel.errors import InputFileError
+from mkernel.harness import conditions, gpu_tests
+from mkernel.harness.report import SHORT, contenders, short, shows_modes
+from mkernel.harness.results import Report, Row, read
+
+HEAD = """# Measured numbers
+
+Made from the files of `{folder}` by `mkernel bench --render {folder}`; do not edit. Times are
+microseconds of one call: the median over iterations of the slowest rank. Before every turn inputs are
+drawn, outputs poisoned and the L2 cache is flushed; each table says how its turns start and what their
+times hold. All contenders of a table took turns in one process group, and the results of every timed
+turn were checked against float64. `gemm`, `comm` and `copy` are the parts alone: the product (T_c), the
+library's collective and the copy engines (T_m is the faster of the two). Of mkernel's time T,
+rho = max(T_c, T_m) / T and eta = (T_c + T_m - T) / min(T_c, T_m).
+"""
+
+
+def page(folder: Path) -> str:
+    """Markdown of every benchmark result in a folder. InputFileError: none there."""
+    reports = [
+        (path, report)
+        for path in sorted(folder.glob("*.json"))
+        if (report := read(path)) is not None
+    ]
+    if not reports:
+        raise InputFileError(f"--render {folder}: no result of `mkernel bench` there")
+    newest = _newest([report for _, report in reports])
+    parts = [HEAD.format(folder=folder), *_gains(reports, newest), "", *_misses(reports)]
+    tests = gpu_tests.read(folder / gpu_tests.FILE)
+    if tests is not None:
+        parts += ["", *gpu_tests.section(tests)]
+    for path, report in reports:
+        parts += ["", *_section(path, report, newest)]
+    return "\n".join(parts) + "\n"
+
+
+def _newest(reports: Sequence[Report]) -> str:
+    """The commit of the latest results; of several of one day the one with most files."""
+    commits = [report.provenance["commit"] for report in reports]
+    _, _, newest = max(
+        (str(report.provenance["date"]), commits.count(commit), str(commit))
+        for report, commit in zip(reports, commits, strict=True)
+    )
+    return newest
+
+
+def _not_repeated(report: Report, newest: str) -> bool:
+    return bool(report.provenance["commit"] != newest)
+
+
+def _gains(reports: Sequence[tuple[Path, Report]], newest: str) -> list[str]:
+    lines = [
+        "## What a user gains",
+        "",
+        "Time of the best peer of the same run (NCCL + cuBLAS, torch symm_mem) over mkernel's: above 1",
+        "mkernel is faster. *geometric mean*, *least* and *most* over the shapes of a table below.",
+        "",
+        "| results | ranks | mode | op | shapes | geometric mean | least | most | mkernel ahead in |",
+        "|---|--:|---|---|--:|--:|--:|--:|--:|",
+    ]
+    found = False
+    for path, report in reports:
+        stale = " (not repeated)" if _not_repeated(report, newest) else ""
+        for mode in report.spec.modes:
+            timed = (
+                f"{mode}, launches counted" if mode == "kernel" and report.spec.launches else mode
+            )
+            for op in dict.fromkeys(row.shape.op for row in report.rows):
+                gains = [
+                    1 / row.to_best
+                    for row in report.rows
+                    if row.shape.op == op and row.mode == mode and row.to_best is not None
+                ]
+                if not gains:
+                    continue
+                found = True
+                mean = statistics.geometric_mean(gains)
+                ahead = sum(gain >= 1 for gain in gains)
+                lines.append(
+                    f"| {path.stem}{stale} | {report.ranks} | {timed} | {SHORT.get(op, op)} "
+                    f"| {len(gains)} | {mean:.2f} | {min(gains):.2f} | {max(gains):.2f} "
+                    f"| {ahead} of {len(gains)} |"
+                )
+    return lines if found else [*lines[:2], "No result has a peer."]
+
+
+def _misses(reports: Sequence[tuple[Path, Report]]) -> list[str]:
+    found = []
+    for path, report in reports:
+        for row in report.rows:
+            found += [f"- {path.stem}: {_where(row)}: {text}" for text in _failures(row)]
+    return ["## What misses its target", "", *(found or ["Nothing."])]
+
+
+def _failures(row: Row) -> list[str]:
+    found = [f"{name} {row.entries[name].state}: {row.entries[name].why}" for name in row.wrong]
+    mine = row.entries.get("mkernel")
+    if mine is None:
+        return found
+    if mine.figures is None:
+        return [*found, f"mkernel has no figure: {mine.why}"]
+    if row.meets_target is False:
+        found.append(f"{mine.figures.to_gemm:.3f} of the product alone, target {row.target:g}")
+    if row.to_best is not None and row.to_best > 1:
+        found.append(f"{row.to_best:.3f} of the best peer ({row.best_peer})")
+    return found
+
+
+def _section(path: Path, report: Report, newest: str) -> list[str]:
+    source = report.provenance
+    hardware, software = source["hardware"], source["software"]
+    gpus = hardware.get("gpus") or ()
+    on = f"{report.ranks} of {len(gpus)}x {gpus[0]}" if gpus else f"{report.ranks} processes"
+    versions = [f"{name} {version}" for name, version in software.items()]
+    versions += [
+        f"{name} {hardware[name]}" for name in ("driver", "cuda", "nccl") if hardware.get(name)
+    ]
+    names = contenders(report)
+    mine = "mkernel" in names
+    extra = (
+        ["TF/s", "rho", "eta", "/ sequential", "/ gemm", "target", "/ best peer"] if mine else []
+    )
+    several = shows_modes(report)
+    head = ["op", "M x N x K a rank", "name", *(["mode"] if several else []), *names, *extra]
+    seed = f" with seed {report.spec.seed}" if report.spec.source == "random" else ""
+    drawn = f", shapes `{report.spec.source}`{seed}" if report.spec.source else ""
+    fixed = all(row.shape.layout is None for row in report.rows)
+    layout = f"B {report.spec.layout}-major, " if fixed else ""
+    lines = [
+        f"## {path.stem}",
+        "",
+        f"{report.spec.dtype}, {layout}accelerator `{report.accelerator}`, "
+        f"{report.spec.iterations} iterations, on {on} ({hardware['cpu']}, {hardware['cores']} cores), "
+        f"{', '.join(versions)}{drawn}. {source['date']}.",
+        *(f"- {sentence}" for sentence in conditions.sentences(report)),
+        *(
+            [f"- **Not repeated** since that commit; the newest results are of `{newest[:12]}`."]
+            if _not_repeated(report, newest)
+            else []
+        ),
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * (3 + several) + "--:|" * (len(head) - 3 - several),
+    ]
+    for row in report.rows:
+        cells = [SHORT.get(row.shape.op, row.shape.op), row.shape.size, row.shape.name]
+        cells += [row.mode] if several else []
+        cells += [_cell(row, name) for name in names]
+        cells += _figures(row) if mine else []
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _cell(row: Row, name: str) -> str:
+    entry = row.entries[name]
+    if entry.figures is None:
+        return short(entry)
+    return f"{entry.figures.median_us:.1f}"
+
+
+def _figures(row: Row) -> list[str]:
+    mine = row.entries["mkernel"].figures
+    if mine is None:
+        return ["-"] * 7
+    target = "" if row.target is None else f"{row.target:g}"
+    if row.meets_target is not None:
+        target += " met" if row.meets_target else " **missed**"
+    values = (
+        (mine.tflops, ".1f"), (mine.rho, ".2f"), (mine.eta, ".2f"), (mine.speedup, ".2f"),
+        (mine.to_gemm, ".3f"),
+    )  # fmt: skip
+    return [
+        *("-" if value is None else format(value, form) for value, form in values),
+        target,
+        "-" if row.to_best is None else f"{row.to_best:.2f}",
+    ]
+
+
+def _where(row: Row) -> str:
+    named = f" ({row.shape.name})" if row.shape.name else ""
+    mode = "" if row.mode == "kernel" else f", {row.mode}"
+    return f"{SHORT.get(row.shape.op, row.shape.op)} {row.shape.size}{named}{mode}"

@@ -1,0 +1,116 @@
+"""Contenders that are wrong on purpose: the benchmark must catch each of them, not time it.
+
+Named ``mkernel.harness.planted:Class`` where a peer's name is asked for. Faults of a backend, which
+then are mkernel's own, are in ``mkernel.conformance.faults``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from mkernel.harness.contenders import Contender, GlooMatmul, NcclCublas
+from mkernel.harness.problem import Problem, Tensors
+
+LATE_S = 0.05
+
+
+class _Broken(Contender):
+    """The plain library path with one promise broken."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        path = NcclCublas if problem.device.type == "cuda" else GlooMatmul
+        self._honest = path(problem)
+
+
+class FinishesLate(_Broken):
+    """Goes on after the call has returned: on another stream, or on a CPU when the next call comes."""
+
+    name = "finishes_late"
+    _late: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        result = self._honest.call(inputs, torch.empty_like(out))
+        if out.is_cuda:
+            cuda: Any = torch.cuda
+            side = cuda.Stream(out.device)
+            side.wait_stream(cuda.current_stream())
+            with cuda.stream(side):
+                cuda._sleep(int(LATE_S * 2e9))
+                out.copy_(result)
+                result.record_stream(side)
+        else:
+            if self._late is not None:
+                self._late[0].copy_(self._late[1])
+            self._late = out, result
+        return out
+
+
+class ReturnsPrevious(_Broken):
+    """From the second call on, the result is the previous call's: it does not wait for this one's."""
+
+    name = "returns_previous"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._results: list[torch.Tensor] = []  # all of them: a captured graph reads what was there
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        self._results.append(self._honest.call(inputs, out).clone())
+        if len(self._results) > 1:
+            out.copy_(self._results[-2])
+        return out
+
+
+class SkipsHalf(_Broken):
+    """Writes half of its rows."""
+
+    name = "skips_half"
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        rows = len(out) // 2
+        out[:rows] = self._honest.call(inputs, torch.empty_like(out))[:rows]
+        return out
+
+
+class LeavesElement(_Broken):
+    """Leaves one element as it was: the one which that changes least, so that only what was put there
+    on purpose tells it from a right one."""
+
+    name = "leaves_element"
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        before = out.clone()
+        result = self._honest.call(inputs, out)
+        at = int((result - before).abs().nan_to_num(nan=float("inf")).argmin())
+        result.view(-1)[at] = before.view(-1)[at]
+        return result
+
+
+class Raises(_Broken):
+    """Raises in the second call, on every rank."""
+
+    name = "raises"
+    _calls = 0
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        if self._calls == 2:
+            raise RuntimeError("planted")
+        return self._honest.call(inputs, out)
+
+
+class Hangs(_Broken):
+    """Rank 0 never returns from the fourth call."""
+
+    name = "hangs"
+    _calls = 0
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        while self._calls == 4 and self.problem.rank == 0:
+            time.sleep(1)
+        return self._honest.call(inputs, out)

@@ -1,0 +1,193 @@
+"""A benchmark's outcome as data: the JSON file, from which tables, plots and pages are made.
+
+``Figures`` hold what was derived; ``seconds`` are the measurements behind them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from mkernel.errors import InputFileError
+from mkernel.harness.problem import Kind
+from mkernel.harness.spec import BenchSpec, Mode, Shape
+from mkernel.topology.model import Model, first_error
+from mkernel.user_files import parse_json, read_file
+
+FORMAT: Literal["mkernel-bench-1"] = "mkernel-bench-1"
+
+_MOST_FILE_BYTES = 4 << 20
+
+
+class Figures(Model):
+    """Derived from a contender's times and those of the parts alone. Times in microseconds, of one
+    call: the median over iterations of the slowest rank.
+
+    Attributes:
+        median_us, p10_us, p90_us: over iterations.
+        tflops: per rank and second.
+        rho: floor / T, the roofline fraction; above 1 where the bytes move faster than in the
+            collective alone that the floor was taken from.
+        eta: (T_c + T_m - T) / min(T_c, T_m), the overlap efficiency.
+        speedup: of this over the sequential library path.
+        to_gemm: T / T_c.
+    """
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    tflops: float | None = None
+    rho: float | None = None
+    eta: float | None = None
+    speedup: float | None = None
+    to_gemm: float | None = None
+
+
+class Entry(Model):
+    """One contender in one row.
+
+    Attributes:
+        seconds: a call; by iteration, by rank. Not of dropped turns.
+        skew_us: of each timed turn, dropped ones too, how far apart the ranks started; empty where
+            that is not known. dropped: turns in which it was too far.
+        error: the worst rank's and turn's relative error; None: not finite, or there was none.
+        figures: none unless it is right.
+    """
+
+    kind: Kind
+    state: Literal["right", "wrong", "absent", "failed"]
+    why: str = ""
+    error: float | None = None
+    limit: float = 0.0
+    seconds: tuple[tuple[float, ...], ...] = ()
+    skew_us: tuple[float, ...] = ()
+    dropped: int = 0
+    figures: Figures | None = None
+
+
+class Row(Model):
+    """One shape and all its contenders.
+
+    Attributes:
+        compute_us, comm_us: T_c, T_m (the faster of collective and copy engines). floor_us: the
+            larger of the two.
+        best_peer: fastest right contender beside mkernel that does the whole op.
+        to_best: mkernel's time over that peer's.
+        target: the shape's, where it is meant for this world. meets_target: None without one.
+    """
+
+    shape: Shape
+    mode: Mode = "kernel"
+    entries: dict[str, Entry]
+    compute_us: float | None = None
+    comm_us: float | None = None
+    floor_us: float | None = None
+    best_peer: str | None = None
+    to_best: float | None = None
+    target: float | None = None
+    meets_target: bool | None = None
+
+    @property
+    def wrong(self) -> list[str]:
+        """Contenders whose results were not right, or that raised."""
+        return [name for name, entry in self.entries.items() if entry.state in ("wrong", "failed")]
+
+
+class Timing(Model):
+    """How the turns of a mode were timed.
+
+    Attributes:
+        clock: ``events``: the device's time between two events; ``host``: the host's, until the device
+            has done the call.
+        launches: ``hidden``: what a call costs the host is not in its time; ``counted``: it is.
+        start: of the ranks. ``instant``: all at one instant of CLOCK_MONOTONIC, by their devices'
+            clocks or their hosts'; ``barrier``: when they came out of one.
+        most_skew_us: turns in which ranks started farther apart are dropped; None: none is.
+        median_skew_us: over all timed turns of all contenders. turns, dropped: how many.
+        clock_error_us: how well a device's clock is known (median over turns).
+        lead_s: shortest and longest time for which a device is held before a call.
+        flush_bytes, read_bytes: of the writing pass over the cache, and of the reading one after it.
+    """
+
+    clock: Literal["events", "host"]
+    launches: Literal["hidden", "counted"]
+    start: Literal["instant", "barrier"]
+    most_skew_us: float | None = None
+    median_skew_us: float | None = None
+    turns: int = 0
+    dropped: int = 0
+    clock_error_us: float | None = None
+    lead_s: tuple[float, float] | None = None
+    flush_bytes: int | None = None
+    read_bytes: int | None = None
+
+
+class Conditions(Model):
+    """What else the figures depend on.
+
+    Attributes:
+        environment: variables that the ranks were given, whatever the user's said.
+        planner: where the constants come from by which the planner chooses a path; empty: there is one.
+        fitted_to: shape lists that these constants were fitted to.
+    """
+
+    environment: dict[str, str]
+    planner: str = ""
+    fitted_to: tuple[str, ...] = ()
+
+
+class Report(Model):
+    """A whole run.
+
+    Attributes:
+        clock: of files from before there was ``timing``. timing: by mode.
+        conditions: None in files from before it was recorded.
+    """
+
+    format: Literal["mkernel-bench-1"] = FORMAT
+    name: str
+    ranks: int
+    accelerator: str
+    spec: BenchSpec
+    provenance: dict[str, Any]
+    clock: dict[str, Any] = Field(default_factory=dict)
+    timing: dict[Mode, Timing] = Field(default_factory=dict)
+    conditions: Conditions | None = None
+    rows: tuple[Row, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no contender was wrong, and mkernel, where it was asked for, was always there."""
+        absent = any(
+            row.entries["mkernel"].state == "absent"
+            for row in self.rows
+            if "mkernel" in row.entries
+        )
+        return not absent and not any(row.wrong for row in self.rows)
+
+
+def write(report: Model, path: Path) -> None:
+    """As JSON. InputFileError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(report.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise InputFileError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read(path: Path) -> Report | None:
+    """A report, or None where the file is some other JSON. InputFileError."""
+    try:
+        content = parse_json(read_file(path, "result", _MOST_FILE_BYTES))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputFileError):
+            raise
+        raise InputFileError(f"result {path}: is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        return None
+    try:
+        return Report.model_validate(content)
+    except ValidationError as error:
+        raise InputFileError(f"result {path}: {first_error(error)}") from error

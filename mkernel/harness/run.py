@@ -1,0 +1,152 @@
+"""The launcher's side: starts ranks, names what hangs, and makes the report of what they found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mkernel.backends import registry
+from mkernel.errors import ArgumentError
+from mkernel.harness import figures, rank
+from mkernel.harness.contenders import named
+from mkernel.harness.guard import ContenderHung, Hung, Progress
+from mkernel.harness.provenance import provenance
+from mkernel.harness.results import Conditions, Report, Row, Timing
+from mkernel.harness.spec import BenchSpec, Mode
+from mkernel.harness.symm_mem import ENVIRONMENT
+from mkernel.launch import host_store, launch
+from mkernel.settings import load as load_settings
+from mkernel.topology.cost import constants_for
+
+
+def run(
+    spec: BenchSpec,
+    *,
+    ranks: int,
+    accelerator: str,
+    name: str = "bench",
+    commit: str | None = None,
+    on_row: Callable[[str], None] = lambda row: None,
+) -> Report:
+    """Run a benchmark on ``ranks`` processes of this machine.
+
+    Args:
+        on_row: called with each row that is done.
+
+    Raises:
+        ArgumentError: ranks would share devices, or these have no such mode.
+        ContenderHung: a step outlasted its deadline; names the contender. Else what a rank raised.
+    """
+    check_modes(spec.modes, accelerator)
+    shared = load_settings().ranks_per_device
+    if shared > 1:
+        raise ArgumentError(
+            "MKERNEL_RANKS_PER_DEVICE", shared, "1 for figures: ranks take turns on a shared device"
+        )
+
+    def hear(_rank: int, payload: Any) -> None:
+        if isinstance(payload, Hung):
+            raise ContenderHung(
+                f"{payload.step}: did not end within {payload.seconds:g} s on rank {_rank}; "
+                "every rank was ended. Leave it out, or give it longer with --timeout"
+            )
+        if isinstance(payload, Progress):
+            on_row(payload.done)
+
+    store, port = host_store(ranks, spec.timeout_s)
+    try:
+        with _environment():
+            results = launch(
+                rank.run,
+                spec,
+                port,
+                ranks_per_node=ranks,
+                accelerator=accelerator,
+                timeout_s=spec.timeout_s,
+                on_report=hear,
+            )
+    finally:
+        del store
+    found = provenance(Path.cwd(), commit)
+    found["hardware"] = {**found["hardware"], **results[0].platform}
+    return report(spec, results, ranks, accelerator, name, found)
+
+
+def report(
+    spec: BenchSpec,
+    results: Sequence[rank.RankResult],
+    ranks: int,
+    accelerator: str,
+    name: str,
+    provenance: dict[str, Any],
+) -> Report:
+    """From what each rank sent back."""
+    kinds = {each: named(each).kind for each in spec.contenders}
+    rows: list[Row] = []
+    timing: dict[Mode, Timing] = {}
+    for mode in spec.modes:
+        settings = results[0].timing[mode]
+        made = [
+            figures.row(
+                shape,
+                kinds,
+                [result.rows[mode][i] for result in results],
+                ranks,
+                accelerator,
+                mode,
+                settings.get("most_skew_us"),
+            )
+            for i, shape in enumerate(spec.shapes)
+        ]
+        timing[mode] = figures.timing(settings, made)
+        rows += made
+    return Report(
+        name=name,
+        ranks=ranks,
+        accelerator=accelerator,
+        spec=spec,
+        provenance=provenance,
+        timing=timing,
+        conditions=conditions(accelerator),
+        rows=tuple(rows),
+    )
+
+
+def conditions(accelerator: str) -> Conditions:
+    """Of a run on an accelerator backend of this machine."""
+    if not registry.accelerator(accelerator).capabilities().library_ops:
+        return Conditions(environment=dict(ENVIRONMENT))
+    constants = constants_for(accelerator, load_settings().constants)
+    return Conditions(
+        environment=dict(ENVIRONMENT), planner=constants.source, fitted_to=constants.fitted_to
+    )
+
+
+def check_modes(modes: Sequence[Mode], accelerator: str) -> None:
+    """ArgumentError: a mode that the accelerator's device has not."""
+    device = registry.accelerator(accelerator).device
+    if "graph" in modes and device != "cuda":
+        raise ArgumentError(
+            "--mode",
+            "graph",
+            "kernel, eager or first",
+            why=f"{accelerator} runs on {device!r} here",
+        )
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Ranks inherit what keeps multicast memory off."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,149 @@
+"""torch's symmetric memory as a peer, and the copy engines alone. Never through multicast memory.
+
+Both need CUDA devices with peer access, and the environment of :data:`ENVIRONMENT`, which the harness
+sets before it starts ranks: torch would otherwise pick multicast by itself where the hardware has it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import distributed
+
+from mkernel.harness.contenders import Contender
+from mkernel.harness.problem import Problem, Tensors
+
+ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+)
+ONE_SHOT_BYTES = 128 * 1024
+"""All-reduces up to this size take one exchange, as torch's own compiler chooses."""
+
+
+def _module() -> Any:
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory
+
+
+def _group_name() -> str:
+    group = distributed.group.WORLD
+    assert group is not None
+    name: str = group.group_name
+    enable = getattr(_module(), "enable_symm_mem_for_group", None)
+    if enable is not None:  # needed up to torch 2.10, deprecated after
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            enable(name)
+    return name
+
+
+def _sees_multicast(device: torch.device) -> bool:
+    """Whether torch would use multicast memory in spite of the environment."""
+    from torch._C._autograd import DeviceType
+
+    found: bool = _module()._SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
+    return found
+
+
+def _unusable(problem: Problem) -> str | None:
+    if problem.device.type != "cuda":
+        return "only on cuda devices"
+    if problem.world < 2:
+        return "needs at least 2 ranks"
+    for name, value in ENVIRONMENT.items():
+        if os.environ.get(name) != value:
+            return f"needs {name}={value}"
+    return None
+
+
+class SymmMem(Contender):
+    """torch.ops.symm_mem's fused ops; for AllReduce the product into symmetric memory, then its
+    two-shot all-reduce (one-shot where the result is small)."""
+
+    name = "symm_mem"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._group = _group_name()
+        self._multicast = _sees_multicast(problem.device)
+        self._sum: torch.Tensor | None = None
+        if problem.op == "gemm_all_reduce":
+            shape = problem.out_shape("op")
+            self._sum = _symmetric(shape, problem)
+            self._handle = _module().rendezvous(self._sum, self._group)
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return _unusable(problem)
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
+        result: torch.Tensor
+        if self.problem.gathers:
+            # Without the gathered A it would choose multicast for small shapes.
+            _, (result,) = ops.fused_all_gather_matmul(
+                a, [b], 0, self._group, return_A=self._multicast
+            )
+            return result
+        if self._sum is None:
+            result = ops.fused_matmul_reduce_scatter(a, b, "sum", 0, self._group)
+            return result
+        torch.matmul(a, b, out=self._sum)
+        if self._sum.nbytes <= ONE_SHOT_BYTES:
+            result = ops.one_shot_all_reduce(self._sum, "sum", self._group)
+            return result
+        result = ops.two_shot_all_reduce_(self._sum, "sum", self._group)
+        return result
+
+
+def pull_order(rank: int, world: int) -> tuple[int, ...]:
+    """From which rank ``rank`` pulls in each step, its own share last. In no step do two ranks pull
+    from one: its link would be shared, and the figure flatter whatever it is compared with."""
+    return tuple((rank + step) % world for step in range(1, world + 1))
+
+
+class Copy(Contender):
+    """The collective's bytes pulled by copy engines out of peers' memory, one peer after another: T_m
+    without a library. AllGather is done with them; the sums would still have to be added up."""
+
+    name = "copy"
+    kind = "bytes"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        shape = problem.input_shapes("bytes")["x"]
+        self._source = _symmetric(shape, problem)
+        handle = _module().rendezvous(self._source, _group_name())
+        self._theirs: Sequence[torch.Tensor] = [
+            handle.get_buffer(rank, shape, problem.torch_dtype) for rank in range(problem.world)
+        ]
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return _unusable(problem)
+
+    def inputs(self) -> Tensors:
+        return {"x": self._source}
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        for peer in pull_order(self.problem.rank, self.problem.world):
+            for target, source in self.problem.pieces(peer):
+                out[target].copy_(self._theirs[peer][source], non_blocking=True)
+        return out
+
+    def limit(self) -> float:
+        return 0.0
+
+
+def _symmetric(shape: tuple[int, int], problem: Problem) -> torch.Tensor:
+    """Memory of its own: a handle's buffers start at the allocation, and a pool would share one."""
+    made: torch.Tensor = _module()._SymmetricMemory.empty_strided_p2p(
+        shape, (shape[1], 1), problem.torch_dtype, problem.device
+    )
+    return made

@@ -1,0 +1,165 @@
+"""When each rank communicated and computed, on one of two clocks that are never mixed.
+
+*Modelled*, where the backend models time: every core of one pipelined call. Else *wall*: only how long
+a call's communication and compute took in all is known, not when, so each view's last timed call
+is drawn as two bars from its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkernel.backends.contracts.instrumented import ModelledRun, Span, Track
+from mkernel.harness.views import VIEWS, RankResult
+from mkernel.plan.simulate import Traced
+
+_COLOURS = {"call": "#d0d0d0", "compute": "#2a6fbb", "comm": "#d9822b"}
+_WAITING = "#d0d0d0"
+_GAP = 1.05  # between views, in lengths of the one before
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Tracks on one clock.
+
+    Attributes:
+        clock, label: which clock it is, in a sentence and in a few words.
+        title: of the picture. total_us: its length in microseconds.
+        pipes: what is known beyond the tracks of the picture.
+    """
+
+    clock: str
+    label: str
+    title: str
+    total_us: float
+    tracks: tuple[Track, ...]
+    pipes: tuple[Track, ...] = ()
+
+
+def modelled(calls: Sequence[ModelledRun]) -> Timeline:
+    """Tracks of pipelined calls that follow each other: one for every core; and its pipes."""
+    machine = calls[0].machine
+    return Timeline(
+        clock=f"modelled, {machine}; not measured",
+        label=f"modelled time, {machine}",
+        title="pipelined: all cores of a track overlaid; grey waits for a signal",
+        total_us=sum(call.total_us for call in calls),
+        tracks=_one_after_another([(call.total_us, call.tracks) for call in calls]),
+        pipes=_one_after_another([(call.total_us, call.pipes) for call in calls]),
+    )
+
+
+def _one_after_another(calls: Sequence[tuple[float, Sequence[Track]]]) -> tuple[Track, ...]:
+    """(length, tracks) of each call; a track goes on where the call before has one like it."""
+    tracks: dict[tuple[int, str, str], Track] = {}
+    start = 0.0
+    for length, found in calls:
+        for track in found:
+            spans = [span._replace(start_us=start + span.start_us) for span in track.spans]
+            key = (track.rank, track.name, track.kernel)
+            tracks.setdefault(key, track._replace(spans=[])).spans.extend(spans)
+        start += length
+    return tuple(tracks.values())
+
+
+def simulated(found: Traced) -> Timeline:
+    """A simulated call: what each link of a node that stands for its kind did, and each such rank."""
+    plan = found.call.plan
+    first = [site.nodes[0][0] * plan.ranks_per_node for site in plan.placement.sites]
+    tracks = [
+        Track(
+            first[at.site] + at.local,
+            "compute",
+            "compute",
+            [Span(name, start, end - start) for name, start, end in steps if end > start],
+        )
+        for at, steps in found.computed.items()
+    ]
+    tracks += [
+        Track(
+            first[link.site],
+            link.name,
+            "comm",
+            [Span(one.message.name, one.start_us, one.duration_us) for one in found.busy[number]],
+        )
+        for link, number in found.call.links.items()
+    ]
+    return Timeline(
+        clock=f"simulated with the constants of {found.result.constants}; not measured",
+        label=f"simulated, {found.result.constants}",
+        title="simulated call: links of one node of each kind, and its ranks' tiles",
+        total_us=found.result.time_us,
+        tracks=tuple(tracks),
+    )
+
+
+def wall(results: Sequence[RankResult]) -> Timeline:
+    """The views' last timed calls one after another: the call, and its comm and compute."""
+    tracks = {
+        (rank, kind): Track(rank, f"{kind} (wall)", kind, [])
+        for rank in range(len(results))
+        for kind in ("call", "compute", "comm")
+    }
+    start = end = 0.0
+    for view in VIEWS:
+        for rank, result in enumerate(results):
+            took = {"call": result.seconds[view][-1], **result.kernels.get(view, {})}
+            for kind, seconds in took.items():
+                if seconds > 0 and (rank, kind) in tracks:
+                    name = f"{view.replace('_', ' ')}: {kind}"
+                    tracks[rank, kind].spans.append(Span(name, 1e6 * start, 1e6 * seconds))
+        longest = max(result.seconds[view][-1] for result in results)
+        end = start + longest
+        start += _GAP * longest
+    return Timeline(
+        clock="wall, measured on this host; comm and compute are a call's sums, drawn from its start",
+        label="wall time on this host",
+        title=f"{', then '.join(VIEWS).replace('_', ' ')}; comm and compute in all, "
+        "drawn from the call's start; grey: the call",
+        total_us=1e6 * end,
+        tracks=tuple(tracks.values()),
+    )
+
+
+def write_timeline(run: Timeline, path: Path) -> None:
+    """Draw one row a rank and kernel, shaded by how many of its tracks are busy.
+
+    Raises:
+        ImportError: matplotlib is missing (extra ``bench``).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = sorted(
+        {(track.rank, track.kernel) for track in run.tracks},
+        key=lambda row: (row[0], tuple(_COLOURS).index(row[1])),
+    )
+    figure, axes = pyplot.subplots(figsize=(11, 1.2 + 0.45 * len(rows)), constrained_layout=True)
+    for row, (rank, kind) in enumerate(rows):
+        tracks = [track for track in run.tracks if (track.rank, track.kernel) == (rank, kind)]
+        for track in tracks:
+            for waiting in (True, False):
+                spans = [
+                    (span.start_us, span.duration_us)
+                    for span in track.spans
+                    if span.duration_us > 0 and (span.name == "TWAIT") == waiting
+                ]
+                axes.broken_barh(
+                    spans,
+                    (row - 0.4, 0.8),
+                    facecolors=_WAITING if waiting else _COLOURS[kind],
+                    alpha=0.9 / max(1.0, len(tracks) ** 0.5),
+                    linewidth=0,
+                )
+    axes.set_yticks(range(len(rows)), [f"rank {rank} {kind}" for rank, kind in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, run.total_us)
+    axes.set_xlabel(f"µs; {run.clock}")
+    axes.set_title(run.title)
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,74 @@
+"""How large a contender's error may be: the numbers themselves, and what legal arithmetic does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from mkernel.cases import compare
+from mkernel.harness import contenders
+from mkernel.harness.contenders import Contender
+from mkernel.harness.problem import Problem
+from mkernel.harness.symm_mem import Copy, SymmMem
+
+OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+TIMES = {  # variances, of one rounding's, by world: 1 + (W (W + 1) / 2 - 1) / W
+    1: 1.0,
+    2: 2.0,
+    4: 3.25,
+    8: 5.375,
+}
+
+
+def limit(kind: type[Contender], op: str, dtype: Any, world: int = 2) -> float:
+    """A contender's, without the memory that it would allocate."""
+    made: Any = object.__new__(kind)
+    made.problem = Problem(op, 64, 32, 48, dtype, "row", 0, 0, world, torch.device("cpu"))
+    found: float = made.limit()
+    return found
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("dtype", "one"), [("bfloat16", 3e-3), ("float16", 5e-4), ("float32", 1e-5)]
+)
+def test_limits(op: str, dtype: str, one: float) -> None:
+    for name in contenders.OURS:
+        assert limit(contenders.named(name), op, dtype) == one, name
+    assert limit(Copy, op, dtype) == 0.0
+    assert limit(contenders.Gemm, op, dtype) == pytest.approx(one * math.sqrt(2))
+    for world, times in TIMES.items():
+        library = one * math.sqrt(2 if op == "all_gather_gemm" else max(2.0, times))
+        for kind in (contenders.NcclCublas, contenders.GlooMatmul, SymmMem):
+            assert limit(kind, op, dtype, world) == pytest.approx(library)
+        moves = 0.0 if op == "all_gather_gemm" else library
+        assert limit(contenders.Collective, op, dtype, world) == pytest.approx(moves)
+
+
+def rounded_sum(parts: torch.Tensor, dtype: torch.dtype) -> float:
+    """Error of a ring's sum over the first dimension: every part and every sum is rounded."""
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total = (total.float() + part.to(dtype).float()).to(dtype)
+    return compare(total, parts.double().sum(0)).error
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_legal_arithmetic_is_within_its_limit_and_not_far_below(dtype: str) -> None:
+    """A limit three times as large would fail here, whatever it is computed from."""
+    kind = getattr(torch, dtype)
+    random = torch.Generator().manual_seed(1)
+    found = {}
+    for world in (1, 2, 4, 8):
+        parts = torch.randn(world, 400, 500, generator=random)
+        found[world] = rounded_sum(parts, kind)
+    ours = limit(contenders.Mkernel, "gemm_reduce_scatter", dtype)
+    assert ours / 3 < found[1] < ours  # one rounding
+    split = limit(contenders.Gemm, "gemm_all_reduce", dtype)
+    assert split / 3 < found[2] < split  # a product in two parts along K
+    for world in (2, 4, 8):
+        library = limit(contenders.NcclCublas, "gemm_reduce_scatter", dtype, world)
+        assert library / 3 < found[world] < library, world

@@ -1,0 +1,61 @@
+"""The file that `pytest tests/gpu --gpu-report FILE` writes; here of tests that need no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from mkernel.harness import gpu_tests
+
+ROOT = Path(__file__).parents[3]
+TESTS = """
+import pytest
+
+def test_passes(): pass
+def test_passes_too(): pass
+def test_fails(): assert False
+@pytest.mark.skip(reason="needs 9 GPU(s)")
+def test_is_skipped(): pass
+@pytest.mark.skip(reason="needs 9 GPU(s)")
+def test_is_skipped_too(): pass
+@pytest.mark.xfail
+def test_is_expected_to_fail(): assert False
+@pytest.fixture
+def broken(): raise RuntimeError
+def test_has_no_setup(broken): pass
+"""
+
+
+def pytest_with_report(folder: Path, *arguments: str, **environment: str) -> gpu_tests.TestRuns:
+    (folder / "conftest.py").write_text((ROOT / "tests/gpu/conftest.py").read_text())
+    (folder / "test_some.py").write_text(TESTS)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--gpu-report", "found.json", *arguments],
+        cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = gpu_tests.read(folder / "found.json")
+    assert found is not None, done.stdout + done.stderr
+    return found
+
+
+def test_counts_skips_and_failures_are_written(tmp_path: Path) -> None:
+    (run,) = pytest_with_report(tmp_path, "test_some.py", "--commit", "c" * 40).runs
+    assert run.counts == {"passed": 2, "failed": 1, "skipped": 2, "xfailed": 1, "error": 1}
+    assert run.skips == {"needs 9 GPU(s)": 2}
+    assert run.failures == ("test_some.py::test_fails", "test_some.py::test_has_no_setup")
+    assert run.selection == ("test_some.py",)
+    assert run.ranks_per_device == 1
+    assert run.provenance["commit"] == "c" * 40
+    assert run.provenance["commit_from"] == "asserted"
+    assert run.provenance["dirty"] is None
+    assert run.provenance["hardware"]["device"] in ("cpu", "cuda")
+    found = pytest_with_report(
+        tmp_path, "test_some.py", "-k", "passes", "--commit", "c" * 40,
+        MKERNEL_RANKS_PER_DEVICE="2",
+    )  # fmt: skip
+    assert [each.counts["passed"] for each in found.runs] == [2, 2]
+    assert found.runs[1].selection == ("test_some.py", "-k", "passes")
+    assert found.runs[1].ranks_per_device == 2

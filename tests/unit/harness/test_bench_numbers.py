@@ -1,0 +1,271 @@
+"""The page, the table and the picture of a result: misses first, wrong contenders without figures."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mkernel.errors import InputFileError
+from mkernel.harness import figures, gpu_tests, numbers, plot, report, results
+from mkernel.harness.gpu_tests import TestRun
+from mkernel.harness.problem import Kind
+from mkernel.harness.rank import Turns
+from mkernel.harness.results import Conditions, Report, Timing
+from mkernel.harness.spec import BenchSpec, Shape
+
+ROOT = Path(__file__).parents[3]
+
+KINDS: dict[str, Kind] = {
+    "mkernel": "op",
+    "nccl+cublas": "op",
+    "gemm": "compute",
+    "comm": "communication",
+}
+
+
+def turns(microseconds: float, error: float = 1e-3) -> Turns:
+    return Turns([microseconds * 1e-6] * 3, [error] * 3, 3e-3)
+
+
+def made(mine: float, error: float = 1e-3, dirty: bool = False) -> Report:
+    shape = Shape(op="gemm_all_reduce", m=64, n=32, k=16, name="tiny", target=1.5, target_ranks=2)
+    found = {
+        "mkernel": turns(mine, error),
+        "nccl+cublas": turns(200),
+        "gemm": turns(100),
+        "comm": turns(80),
+    }
+    return Report(
+        name="x",
+        ranks=2,
+        accelerator="hopper",
+        spec=BenchSpec(shapes=(shape,), contenders=tuple(KINDS)),
+        provenance={
+            "commit": "0123456789abcdef",
+            "dirty": dirty,
+            "date": "2026-01-01",
+            "hardware": {"cpu": "a CPU", "cores": 8, "gpus": ["a GPU"] * 4, "driver": "580.1"},
+            "software": {"torch": "2.11"},
+        },
+        rows=(figures.row(shape, KINDS, [found, found], 2, "hopper"),),
+    )
+
+
+def page(tmp_path: Path, *reports: Report) -> str:
+    for number, each in enumerate(reports):
+        results.write(each, tmp_path / f"run{number}.json")
+    (tmp_path / "other.json").write_text('{"benchmark": "something else"}')
+    return numbers.page(tmp_path)
+
+
+def test_a_result_survives_its_file(tmp_path: Path) -> None:
+    results.write(made(120), tmp_path / "x.json")
+    assert results.read(tmp_path / "x.json") == made(120)
+
+
+def test_nothing_missed(tmp_path: Path) -> None:
+    text = page(tmp_path, made(120))
+    assert "Nothing." in text
+    assert "**missed**" not in text
+    for part in ("1.5 met", "120.0", "0123456789ab", "2 of 4x a GPU", "driver 580.1", "tiny",
+                 "64 x 32 x 16", "torch 2.11"):  # fmt: skip
+        assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("report", "says"),
+    [
+        (made(160), "1.600 of the product alone, target 1.5"),
+        (made(210), "1.050 of the best peer (nccl+cublas)"),
+        (made(90, error=0.25), "mkernel wrong: wrong: 2e-01"),
+    ],
+)
+def test_misses_come_before_the_tables(tmp_path: Path, report: Report, says: str) -> None:
+    text = page(tmp_path, made(120), report)
+    line = next(line for line in text.splitlines() if says in line)
+    assert "run1" in line
+    assert "gemm_ar 64 x 32 x 16 (tiny)" in line
+    assert text.index(line) < text.index("## run0")
+
+
+def test_gains_open_the_page(tmp_path: Path) -> None:
+    text = page(tmp_path, made(100), made(160))
+    assert text.index("## What a user gains") < text.index("## What misses its target")
+    assert "| run0 | 2 | kernel | gemm_ar | 1 | 2.00 | 2.00 | 2.00 | 1 of 1 |" in text
+    assert "| run1 | 2 | kernel | gemm_ar | 1 | 1.25 | 1.25 | 1.25 | 1 of 1 |" in text
+
+
+def test_results_of_another_commit_than_the_newest_are_marked(tmp_path: Path) -> None:
+    source = {**made(120).provenance, "date": "2026-02-02", "commit": "fedcba9876543210"}
+    newer = made(120).model_copy(update={"provenance": source})
+    text = page(tmp_path, made(120), newer)
+    old, new = text.split("## run0")[1].split("## run1")
+    assert "**Not repeated** since that commit; the newest results are of `fedcba987654`" in old
+    assert "0123456789ab" in old
+    assert "Not repeated" not in new
+    assert "| run0 (not repeated) |" in text
+    assert "| run1 |" in text
+
+
+def test_an_old_file_says_what_was_not_recorded(tmp_path: Path) -> None:
+    text = page(tmp_path, made(120))
+    for part in ("launches hidden", "skew not recorded", "symm_mem: not recorded",
+                 "fitted to: not recorded", "how it is known was not recorded"):  # fmt: skip
+        assert part in text, part
+
+
+def told(**changes: object) -> Report:
+    """A report of today."""
+    timing = Timing(
+        clock="events", launches="hidden", start="instant", most_skew_us=10, median_skew_us=1.25,
+        turns=40, dropped=3, clock_error_us=0.97,
+    )  # fmt: skip
+    environment = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    conditions = Conditions(environment=environment, planner="x", fitted_to=("layers", "targets"))
+    source = {**made(120).provenance, "commit_from": "git"}
+    spec = made(120).spec.model_copy(update={"source": "layers"})
+    base = {
+        "timing": {"kernel": timing},
+        "conditions": conditions,
+        "provenance": source,
+        "spec": spec,
+    }
+    return made(120).model_copy(update={**base, **changes})
+
+
+HIDDEN = told().timing["kernel"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (told(), "launches hidden: what a call costs the host is not in its time"),
+        (told(), "ranks start at an agreed instant, median skew 1.2 us by clocks known to 1.0 us, "
+         "3 of 40 turns dropped"),
+        (told(), "above 10 us"),
+        (told(timing={"kernel": HIDDEN.model_copy(update={"launches": "counted"})}),
+         "launches counted: what a call costs the host is in its time"),
+        (told(timing={"kernel": HIDDEN.model_copy(update={"median_skew_us": None})}),
+         "ranks start behind a barrier, their skew not measured"),
+        (told(), "without multicast, as these machines require (NCCL_NVLS_ENABLE=0, "
+         "TORCH_SYMM_MEM_DISABLE_MULTICAST=1)"),
+        (told(), "fitted to these shapes (layers, targets)"),
+        (told(spec=made(120).spec.model_copy(update={"source": "random"})),
+         "fitted to other shapes (layers, targets)"),
+        (told(), "Commit `0123456789ab`, read from git, no changes."),
+        (told(provenance={**told().provenance, "commit_from": "asserted", "dirty": None}),
+         "Commit `0123456789ab`, asserted, not read from git, changes unknown."),
+        (told(provenance={**told().provenance, "dirty": True}), "with uncommitted changes"),
+    ],
+)  # fmt: skip
+def test_what_figures_depend_on_is_said_above_them(
+    tmp_path: Path, outcome: Report, says: str
+) -> None:
+    text = page(tmp_path, outcome)
+    assert says in text.split("## run0")[1]
+    results.write(outcome, tmp_path / "x.json")
+    assert results.read(tmp_path / "x.json") == outcome
+
+
+def test_rows_of_several_modes_say_theirs(tmp_path: Path) -> None:
+    one = made(120)
+    row = one.rows[0].model_copy(update={"mode": "eager"})
+    both = one.model_copy(
+        update={
+            "rows": (*one.rows, row),
+            "spec": one.spec.model_copy(update={"modes": ("kernel", "eager")}),
+        }
+    )
+    text = page(tmp_path, both)
+    assert "| tiny | kernel |" in text
+    assert "| tiny | eager |" in text
+    assert "| run0 | 2 | eager | gemm_ar |" in text
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(report.table(both))
+    assert "eager" in capture.get()
+
+
+def run_of(passed: int, commit: str = "a" * 40, per_device: int = 1) -> TestRun:
+    return TestRun(
+        selection=("tests/gpu",), ranks_per_device=per_device, seconds=12.6,
+        counts={"passed": passed, "skipped": 3}, skips={"needs 4 GPU(s)": 3},
+        provenance={**made(120).provenance, "commit": commit, "commit_from": "git"},
+    )  # fmt: skip
+
+
+def test_groups_of_gpu_tests_that_end_together_are_all_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = gpu_tests.read
+
+    def slow(path: Path) -> gpu_tests.TestRuns | None:
+        found = honest(path)
+        time.sleep(0.02)  # whoever does not take turns has read the same by now
+        return found
+
+    monkeypatch.setattr(gpu_tests, "read", slow)
+    file = tmp_path / gpu_tests.FILE
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda ranks: gpu_tests.add(run_of(1, per_device=ranks), file), range(1, 9)))
+    found = honest(file)
+    assert found is not None
+    assert {run.ranks_per_device for run in found.runs} == set(range(1, 9))
+
+
+def test_gpu_tests_are_on_the_page(tmp_path: Path) -> None:
+    file = tmp_path / gpu_tests.FILE
+    gpu_tests.add(run_of(100), file)
+    gpu_tests.add(run_of(200, per_device=2), file)
+    gpu_tests.add(run_of(150), file)  # the same kind again
+    text = page(tmp_path, made(120)).split("## Tests on GPUs")[1]
+    for part in ("**150 passed, 3 skipped** in 13 s", "**200 passed, 3 skipped**", "2 rank(s)",
+                 "- skipped 3: needs 4 GPU(s)", "4x a GPU", "read from git"):  # fmt: skip
+        assert part in text, part
+    assert "100 passed" not in text
+    gpu_tests.add(run_of(7, commit="b" * 40), file)
+    found = gpu_tests.read(file)
+    assert found is not None
+    assert [run.counts["passed"] for run in found.runs] == [7]
+
+
+def test_uncommitted_changes_are_said(tmp_path: Path) -> None:
+    assert "do not quote" in page(tmp_path, made(120, dirty=True))
+
+
+def test_no_results_are_said(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match="no result"):
+        page(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "passed", "parts"),
+    [
+        (made(120), True, ("120.0", "1 of 1 targets met", "ahead of the best peer in 1 of 1")),
+        (made(160), True, ("1.600", "missed", "0 of 1 targets met")),
+        (made(90, error=float("inf")), False, ("wrong: not finite", "FAILED")),
+    ],
+)
+def test_table(outcome: Report, passed: bool, parts: tuple[str, ...]) -> None:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(report.table(outcome))
+        console.print(report.verdict(outcome), soft_wrap=True)
+    assert outcome.passed is passed
+    for part in parts:
+        assert part in capture.get(), part
+
+
+def test_picture(tmp_path: Path) -> None:
+    plot.write(made(120), tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5000
+
+
+def test_the_page_is_made_from_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else: ``make numbers``."""
+    monkeypatch.chdir(ROOT)
+    assert Path("docs/numbers.md").read_text() == numbers.page(Path("bench/results"))

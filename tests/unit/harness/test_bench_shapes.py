@@ -1,0 +1,79 @@
+"""Shapes from the command line, from files and from the lists that ship."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mkernel.errors import ArgumentError, InputFileError
+from mkernel.harness.shapes import SHIPPED, shapes
+from mkernel.plan.model import OpName
+
+OPS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+
+
+def test_sizes_on_the_command_line() -> None:
+    found = shapes("4096 x 1024 x 512,64x32x16", OPS[:2], 4)
+    assert [(each.op, each.m, each.n, each.k) for each in found] == [
+        ("all_gather_gemm", 4096, 1024, 512),
+        ("all_gather_gemm", 64, 32, 16),
+        ("gemm_reduce_scatter", 4096, 1024, 512),
+        ("gemm_reduce_scatter", 64, 32, 16),
+    ]
+
+
+def test_targets() -> None:
+    found = shapes("targets", OPS, 4)
+    assert len(found) == 12
+    assert all(each.target_for(4, "hopper") for each in found)
+    assert not any(each.target_for(2, "hopper") for each in found)
+    assert not any(each.target_for(4, "streams") for each in found)
+    assert {each.size for each in found if each.op == "gemm_all_reduce"} == {
+        "4096 x 4096 x 1024",
+        "8192 x 8192 x 2048",
+        "16384 x 16384 x 4096",
+        "8192 x 8192 x 7168",
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layers(ranks: int) -> None:
+    found = shapes("layers", OPS, ranks)
+    assert len(found) >= 30
+    assert {each.m for each in found} == {64 << i for i in range(10)}
+    assert {each.name.split()[0] for each in found} == {
+        "llama-3-8b", "llama-3-70b", "qwen3-32b", "deepseek-v3",
+    }  # fmt: skip
+    for each in found:
+        assert each.m % ranks == each.n % 8 == each.k % 8 == 0
+    assert len(set(found)) == len(found)
+
+
+def test_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    rows = [
+        {"op": OPS[0], "m": 8, "n": 8, "k": 8},
+        {"op": OPS[0], "m": 4, "n": 8, "k": 8, "ranks": 2},
+    ]
+    path.write_text(json.dumps({"shapes": rows}))
+    assert [each.m for each in shapes(str(path), OPS, 2)] == [8, 4]
+    assert [each.m for each in shapes(str(path), OPS, 4)] == [8]
+    with pytest.raises(ArgumentError, match="rows of gemm_all_reduce for 2 ranks"):
+        shapes(str(path), OPS[2:], 2)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"shapes": [{"op": "all_gather_gemm", "m": 0, "n": 1, "k": 1}]}']
+)
+def test_bad_files_are_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(InputFileError, match=r"bad\.json"):
+        shapes(str(path), OPS, 2)
+
+
+def test_unknown_lists_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=", ".join(SHIPPED)):
+        shapes("nowhere", OPS, 2)

@@ -1,0 +1,200 @@
+"""What contenders do in a turn by mode, drawn shapes, and the order of copies; on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mkernel.cases import compare, poison
+from mkernel.harness.contenders import Contender
+from mkernel.harness.draws import MOST_ELEMENTS, MOST_PRODUCTS, drawn
+from mkernel.harness.problem import Problem, Tensors
+from mkernel.harness.sizes import GEMMS
+from mkernel.harness.spec import LOOP_CALLS, MODES, Shape
+from mkernel.harness.symm_mem import Copy, pull_order
+from mkernel.harness.work import Loop, Unseen, Work, clock, work
+from mkernel.plan.model import OpName
+
+OPS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+FIRST_OF_SEED_0 = [(8100, 1464, 2112, "row"), (4690, 1856, 11176, "column")]
+SHAPE = Shape(op="gemm_all_reduce", m=32, n=16, k=24)
+
+
+def problem(m: int = 32) -> Problem:
+    return Problem(
+        "gemm_all_reduce", m, 16, 24, "float32", "row", 3, 0, 1, torch.device("cpu")
+    )  # fmt: skip
+
+
+class Honest(Contender):
+    """A world of one: the op is the product."""
+
+    name = "honest"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.seen: list[float] = []
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        self.seen.append(float(inputs["a"][0, 0]))
+        return torch.matmul(inputs["a"], inputs["b"], out=out)
+
+
+class Predecessor(Honest):
+    """Hands out the result of the call before."""
+
+    _last: torch.Tensor | None = None
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        result = super().call(inputs, out).clone()
+        if self._last is not None:
+            out.copy_(self._last)
+        self._last = result
+        return out
+
+
+class OneMemory(Honest):
+    """Returns memory of its own, the same in every call."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._own = torch.empty(problem.out_shape("op"))
+
+    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        return super().call(inputs, self._own)
+
+
+def errors(made: Work, turn: int) -> list[float]:
+    wanted = made.prepare(turn)
+    results = made.run()
+    return [
+        compare(
+            result,
+            each.problem.reference("op", each.turn, each.problem.sampled_rows("op", each.turn)),
+        ).error
+        for each, result in zip(wanted[-len(results) :], results, strict=True)
+    ]
+
+
+def test_a_loop_alternates_inputs_and_checks_its_last_two_results() -> None:
+    contender = Honest(problem())
+    made = Loop(contender)
+    assert len(errors(made, 7)) == 2
+    assert max(errors(made, 7)) < 1e-6
+    assert len(contender.seen) == 2 * LOOP_CALLS
+    assert contender.seen[0] == contender.seen[2] != contender.seen[1]
+
+
+def test_a_loop_finds_a_call_that_hands_out_its_predecessors_result() -> None:
+    assert min(errors(Loop(Predecessor(problem())), 1)) > 0.1
+
+
+def test_a_result_that_the_next_call_overwrites_is_not_checked() -> None:
+    (error,) = errors(Loop(OneMemory(problem())), 1)
+    assert error < 1e-6
+
+
+def test_outputs_are_poisoned_before_every_turn() -> None:
+    made = Loop(Honest(problem()))
+    made.prepare(1)
+    before = made.run()
+    made.prepare(3)
+    assert all(poison.count(result) == result.numel() for result in before)
+
+
+def test_first_calls_are_of_shapes_that_nobody_saw() -> None:
+    neighbour = SHAPE.model_copy(update={"m": 33})
+    unseen = Unseen([SHAPE, neighbour])
+    made = [work("first", kind, problem(), unseen) for kind in (Honest, OneMemory)]
+    rows = []
+    for turn in range(3):
+        for each in made:
+            (wanted,) = each.prepare(turn)
+            assert len(each.run()) == 1
+            rows.append(wanted.problem.m)
+    assert rows == [34, 35, 36, 37, 38, 39]
+    assert max(errors(made[0], 9)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("mode", "launches", "found"),
+    [
+        ("kernel", False, "hidden"),
+        ("kernel", True, "counted"),
+        ("eager", False, "host"),
+        ("graph", True, "hidden"),
+        ("first", False, "host"),
+    ],
+)
+def test_clocks_of_modes(mode: Any, launches: bool, found: str) -> None:
+    assert mode in MODES
+    assert clock(mode, launches) == found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 13])
+def test_no_two_ranks_pull_from_one_at_a_time(world: int) -> None:
+    orders = [pull_order(rank, world) for rank in range(world)]
+    for step in zip(*orders, strict=True):
+        assert sorted(step) == list(range(world))
+    for rank, order in enumerate(orders):
+        assert sorted(order) == list(range(world))
+        assert order[-1] == rank
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_copies_are_pulled_in_that_order(op: str) -> None:
+    world, rank = 4, 1
+    mine = Problem(op, 16, 8, 8, "float32", "row", 3, rank, world, torch.device("cpu"))
+    shape = mine.input_shapes("bytes")["x"]
+    asked: list[int] = []
+
+    class Theirs(list[torch.Tensor]):
+        def __getitem__(self, peer: Any) -> Any:
+            asked.append(peer)
+            return super().__getitem__(peer)
+
+    made = Copy.__new__(Copy)
+    made.problem = mine
+    sources = []
+    for peer in range(world):
+        tensors = {"x": torch.empty(shape)}
+        mine.fill(tensors, peer, 5)
+        sources.append(tensors["x"])
+    made._theirs = Theirs(sources)
+    out = made.call({}, torch.full(mine.out_shape("bytes"), float("nan")))
+    rows = mine.sampled_rows("bytes", 5)
+    assert compare(out[rows], mine.reference("bytes", 5, rows)).error == 0
+    assert list(dict.fromkeys(asked)) == list(pull_order(rank, world)) == [2, 3, 0, 1]
+
+
+def test_draws_of_a_seed_are_always_the_same() -> None:
+    found = drawn(42, 7, OPS, 2)
+    assert found == drawn(42, 7, OPS, 2)
+    assert found[:10] == drawn(10, 7, OPS, 2)
+    assert found != drawn(42, 8, OPS, 2)
+    # Not even on another version of Python: these were drawn by 3.11.
+    assert [
+        (each.m, each.n, each.k, each.layout) for each in drawn(2, 0, OPS, 2)
+    ] == FIRST_OF_SEED_0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+def test_draws_are_legal_wide_and_bounded(ranks: int) -> None:
+    found = drawn(600, 1, OPS, ranks)
+    assert len(found) == 600
+    assert [each.op for each in found[:6]] == [*GEMMS, *GEMMS]
+    for each in found:
+        assert each.m % ranks == each.n % 8 == each.k % 8 == 0
+        assert each.m * each.n * each.k <= MOST_PRODUCTS
+        assert max(each.m * each.n, each.n * each.k, each.m * each.k) <= MOST_ELEMENTS
+    assert min(each.m for each in found) < 8 + ranks
+    assert max(each.m for each in found) > 16_384
+    assert max(each.m for each in found) <= 32_944
+    assert {each.layout for each in found} == {"row", "column"}
+    for size in ("n", "k"):
+        sizes = [getattr(each, size) for each in found]
+        assert min(sizes) >= 256
+        assert sum(value // 8 % 2 for value in sizes) > 200  # odd multiples of 8
+        assert sum(value % 64 == 0 for value in sizes) > 200

@@ -1,0 +1,159 @@
+"""The three views' figures, from known times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mkernel.backends.contracts.instrumented import KernelSpan, ModelledRun, Span, Track
+from mkernel.cases import Comparison, case_of
+from mkernel.harness import job_report as report
+from mkernel.harness import timeline
+from mkernel.harness import trace_file as files
+from mkernel.harness.views import RankResult
+
+
+def test_formulae() -> None:
+    each = report.clock(compute=6.0, comm=4.0, sequential=10.0, pipelined=7.0)
+    assert each.speedup == pytest.approx(10 / 7)
+    assert each.overlap_efficiency == pytest.approx((6 + 4 - 7) / 4)
+
+
+def test_one_rank_has_nothing_to_overlap() -> None:
+    each = report.clock(compute=6.0, comm=0.0, sequential=6.0, pipelined=6.0)
+    assert (each.speedup, each.overlap_efficiency) == (1.0, 0.0)
+
+
+def test_the_slowest_rank_of_the_median_iteration_counts() -> None:
+    samples = [[1.0, 9.0, 3.0], [2.0, 1.0, 4.0]]  # slowest: 2, 9, 4
+    assert report.slowest(samples) == 4.0
+    assert report.spread(samples) == 7.0
+
+
+def test_communication_ends_when_the_bytes_have_arrived() -> None:
+    """Not when the kernel that sent them has returned."""
+    kernels = tuple(
+        KernelSpan(rank, kernel, start, end)
+        for rank in (0, 1)
+        for kernel, start, end in (("comm", 1.0, 5.0), ("compute", 350.0 + rank, 400.0))
+    )
+    run = ModelledRun("a machine", "sequential", 400.0, kernels, ())
+    assert report._comm_us(run) == 350.0
+
+
+def test_communication_lasts_to_the_end_where_compute_comes_first() -> None:
+    kernels = tuple(
+        KernelSpan(rank, kernel, start, end)
+        for rank in (0, 1)
+        for kernel, start, end in (("compute", 1.0, 350.0), ("comm", 349.0 + rank, 400.0))
+    )
+    run = ModelledRun("a machine", "sequential", 400.0, kernels, ())
+    assert report._comm_us(run) == 51.0
+
+
+def test_an_efficiency_below_the_noise_is_not_shown() -> None:
+    loud = report.clock(200.0, 4.0, 210.0, 190.0, noise=20.0)
+    quiet = report.clock(200.0, 40.0, 240.0, 210.0, noise=20.0)
+    assert "noise" in report._efficiency(loud)
+    assert report._efficiency(quiet) == "75%"
+
+
+NAN, INFINITY = float("nan"), float("inf")
+MOE = case_of("moe_dispatch_gemm")({}, "float16", "float16")
+
+
+def compared(**errors: float) -> dict[str, Comparison]:
+    return {name: Comparison(error, 10) for name, error in errors.items()}
+
+
+def test_the_verdict_names_the_worst_output_and_rank() -> None:
+    found = report.verify(
+        MOE,
+        [
+            compared(outputs=2e-4, counts=0.0, out=3e-4),
+            compared(outputs=1e-4, counts=0.0, out=4e-4),
+        ],
+    )
+    assert found.passed
+    assert (found.output, found.rank, found.error, found.tolerance) == ("out", 1, 4e-4, 5e-4)
+    assert found.error_by_rank == (3e-4, 4e-4)
+    assert (found.by_output["outputs"].rank, found.by_output["outputs"].error) == (0, 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("counts", INFINITY), ("outputs", NAN), ("out", 6e-4), ("out", INFINITY)],
+)
+def test_one_wrong_output_of_one_rank_fails(name: str, error: float) -> None:
+    right = compared(outputs=2e-4, counts=0.0, out=3e-4)
+    found = report.verify(MOE, [right, {**right, **compared(**{name: error})}, right])
+    assert not found.passed
+    assert (found.output, found.rank) == (name, 1)
+
+
+def test_ranks_without_elements_are_right_but_not_alone() -> None:
+    """No token may go to a rank's experts; where no rank has any element, nothing was judged."""
+    right = compared(outputs=2e-4, counts=0.0, out=3e-4)
+    empty = {**right, "outputs": Comparison(0.0, 0)}
+    found = report.verify(MOE, [right, empty])
+    assert found.passed
+    assert found.by_output["outputs"].elements == 10
+    found = report.verify(MOE, [empty, empty])
+    assert not found.passed
+    assert found.output == "outputs"
+    assert "nothing could be compared" in found.by_output["outputs"].why
+    assert "outputs on rank 0 has no elements on any rank" in report._found(found)
+
+
+def test_why_a_result_is_wrong_stays_with_the_rank_and_the_call_that_was() -> None:
+    right = compared(outputs=2e-4, counts=0.0, out=3e-4)
+    bad = {**right, "out": Comparison(INFINITY, 0, "has 3 of 10 elements that were never written")}
+    calls = {name: right[name] + bad[name] + right[name] for name in right}
+    found = report.verify(MOE, [right, calls])
+    assert not found.passed
+    assert report._found(found) == "out on rank 1 has 3 of 10 elements that were never written"
+
+
+def measured(rank: int) -> RankResult:
+    seconds = {"compute_only": [9.0, 2e-6], "sequential": [9.0, 8e-6], "pipelined": [9.0, 5e-6]}
+    kernels = {
+        "compute_only": {"compute": 1e-6},
+        "sequential": {"compute": 1e-6 * (rank + 1), "comm": 3e-6},
+        "pipelined": {"compute": 1e-6, "comm": 4e-6},
+    }
+    return RankResult(seconds=seconds, kernels=kernels)
+
+
+def test_a_wall_timeline_is_called_wall(tmp_path: Path) -> None:
+    drawn = timeline.wall([measured(0), measured(1)])
+    files.write_trace(drawn, tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    assert "modelled" not in text
+    trace = json.loads(text)
+    assert trace["otherData"]["clock"].startswith("wall, measured")
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["cat"] for event in spans} == {"call", "comm", "compute"}
+    sequential = {
+        event["cat"]: event["dur"]
+        for event in spans
+        if event["pid"] == 1 and event["name"].startswith("sequential")
+    }
+    assert sequential == pytest.approx({"call": 8, "compute": 2, "comm": 3})
+    ends = [event["ts"] + event["dur"] for event in spans]
+    assert max(ends) == pytest.approx(drawn.total_us)
+
+
+def test_a_modelled_timeline_is_called_modelled(tmp_path: Path) -> None:
+    track = Track(0, "AIV 0", "comm", [Span("x", 0, 4)])
+    pipe = Track(0, "AIV 0 MTE3", "comm", [Span("y", 0, 4, chunk=7)])
+    run = ModelledRun("a machine", "pipelined", 4.0, (), (track,), (pipe,))
+    files.write_trace(timeline.modelled([run]), tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    assert "modelled, a machine; not measured" in text
+    events = json.loads(text)["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    drawn = {threads[e["tid"]]: (e["name"], e["args"]) for e in events if e["ph"] == "X"}
+    assert drawn == {"AIV 0": ("x", {}), "AIV 0 MTE3": ("y", {"chunk": 7})}
+    assert "wall" not in text
