@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
-from mkernel.backends.contracts.instrumented import LaunchTimes, ModelledRun, View
+from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.plan.model import LaunchPlan
@@ -36,8 +36,9 @@ class Call:
         peers: same-node ranks. A rank that is absent here is reached through ``fifo`` only.
         region: the workspace's region number for NIC puts.
         fifo: address of the ``FifoDevice`` handle; 0 where the world has one node.
-        timeout_s: every wait of the call ends after this long. trace: record instructions.
-        timed: the launch will be asked for its times.
+        timeout_s: every wait of the call ends after this long.
+        view, trace, timed: for instrumented backends (:mod:`.instrumented`); others ignore them.
+            ``trace``: record instructions. ``timed``: the launch will be asked for its times.
         options: the op's scalars (``scale``) and, for ``moe_combine``, the dispatch's ``state``.
         group: for backends whose capabilities ask for one.
         symmetric: by tensor name, for those tensors that lie in symmetric memory
@@ -77,18 +78,10 @@ class Launch(ABC):
         """True once every kernel of the call has returned (also after an abort or a time-out: the
         world reads the abort record of the signal pad for the outcome)."""
 
-    @abstractmethod
-    def times(self) -> LaunchTimes:
-        """Wall times; only after ``wait`` returned True."""
-
     def results(self) -> Mapping[str, Any]:
         """Outputs whose sizes only the call finds out (MoE); after ``wait`` returned True, on a
         stream-ordered backend right after the launch."""
         return {}
-
-    @abstractmethod
-    def trace(self) -> bytes | None:
-        """This rank's instruction record for the timed model, or None where none was asked for."""
 
 
 class AcceleratorBackend(ABC):
@@ -174,10 +167,3 @@ class AcceleratorBackend(ABC):
         """Who waited for what on this rank when a wait of its kernels passed its deadline, in words,
         for the Timeout's message. Empty: no more is known than the record says. Any thread."""
         return ""
-
-    def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
-        """Replay the traces of all ranks of one call on a model of the machine.
-
-        None where the backend keeps no modelled time (it runs on a real device).
-        """
-        return None

@@ -1,7 +1,14 @@
-"""What benches and simulators ask of a backend beyond running calls: views, times and modelled runs."""
+"""What benches and simulators ask of an accelerator backend beyond running calls. It is optional.
+
+A backend that also derives from :class:`Instrumented` runs a call in every :data:`View`, and its
+launches are :class:`InstrumentedLaunch`. Others run calls as the product does, ``pipelined``. The
+functions at the end ask any backend and any launch; they answer for those that are not instrumented.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -67,3 +74,42 @@ class ModelledRun:
     def kernel_us(self, kernel: str) -> float:
         """Longest duration of that kernel over the ranks; 0 where it did not run."""
         return max((k.end_us - k.start_us for k in self.kernels if k.kernel == kernel), default=0.0)
+
+
+class InstrumentedLaunch(ABC):
+    """What a launch of an instrumented backend tells once it has ended."""
+
+    @abstractmethod
+    def times(self) -> LaunchTimes:
+        """Wall times; only after ``wait`` returned True."""
+
+    def trace(self) -> bytes | None:
+        """This rank's instruction record for the timed model, or None where none was asked for, or the
+        backend keeps none."""
+        return None
+
+
+class Instrumented(ABC):  # noqa: B024 - what it promises is about calls; nothing more must be written
+    """An accelerator backend whose calls run in every view and whose launches tell their times."""
+
+    def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
+        """Replay the traces of all ranks of one call on a model of the machine.
+
+        None where the backend keeps no modelled time (it runs on a real device).
+        """
+        return None
+
+
+def times(launch: object) -> LaunchTimes:
+    """A finished launch's times; none where it tells none."""
+    return launch.times() if isinstance(launch, InstrumentedLaunch) else LaunchTimes()
+
+
+def trace(launch: object) -> bytes | None:
+    """A finished launch's instruction record, where one was asked for and is kept."""
+    return launch.trace() if isinstance(launch, InstrumentedLaunch) else None
+
+
+def model(backend: object, traces: Sequence[bytes], view: View) -> ModelledRun | None:
+    """A call on the modelled machine, where the backend has one."""
+    return backend.model(traces, view) if isinstance(backend, Instrumented) else None

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mkernel import api, machine, selection
 from mkernel.backends import registry
+from mkernel.backends.contracts import instrumented
 from mkernel.cases import Case, case_of
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import ROUTINGS
@@ -403,7 +404,7 @@ def _model(accelerator: str, results: Sequence[RankResult]) -> list[report.Views
     backend = registry.accelerator(accelerator)
     calls = []
     for traces in zip(*(result.traces for result in results), strict=True):
-        runs = {view: backend.model(traces, view) for view in VIEWS}
+        runs = {view: instrumented.model(backend, traces, view) for view in VIEWS}
         calls.append({view: run for view, run in runs.items() if run is not None})
     return [views for views in calls if len(views) == len(VIEWS)]
 

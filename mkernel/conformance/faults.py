@@ -21,9 +21,16 @@ from typing import Any, ClassVar
 import torch
 
 from mkernel.backends import registry
+from mkernel.backends.contracts import instrumented
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
 from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
-from mkernel.backends.contracts.instrumented import LaunchTimes, ModelledRun, View
+from mkernel.backends.contracts.instrumented import (
+    Instrumented,
+    InstrumentedLaunch,
+    LaunchTimes,
+    ModelledRun,
+    View,
+)
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime import _runtime
@@ -35,7 +42,7 @@ from mkernel.topology.model import Accelerator
 Tensors = dict[str, torch.Tensor]
 
 
-class Fault(AcceleratorBackend):
+class Fault(AcceleratorBackend, Instrumented):
     """An honest wrapper around a backend; faults override what they break."""
 
     name: ClassVar[str] = "fault"
@@ -92,14 +99,14 @@ class Fault(AcceleratorBackend):
         return self.inner.at_deadline()
 
     def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
-        return self.inner.model(traces, view)
+        return instrumented.model(self.inner, traces, view)
 
     def claiming(self, **changes: Any) -> AcceleratorCapabilities:
         """The wrapped backend's claims with some changed."""
         return self.inner.capabilities().model_copy(update=changes)
 
 
-class Wrapped(Launch):
+class Wrapped(Launch, InstrumentedLaunch):
     """A launch that is followed by ``after(results)``, once, when it has ended."""
 
     def __init__(self, inner: Launch, after: Callable[[dict[str, Any]], None]) -> None:
@@ -117,13 +124,13 @@ class Wrapped(Launch):
         return True
 
     def times(self) -> LaunchTimes:
-        return self.inner.times()
+        return instrumented.times(self.inner)
 
     def results(self) -> Mapping[str, Any]:
         return self._results
 
     def trace(self) -> bytes | None:
-        return self.inner.trace()
+        return instrumented.trace(self.inner)
 
 
 class Altered(Fault):
@@ -453,7 +460,7 @@ class SharesStaging(Fault):
         return _Queued(lambda: self.inner.launch(replace(call, tensors=tensors)))
 
 
-class _Queued(Launch):
+class _Queued(Launch, InstrumentedLaunch):
     """A launch that starts when it is waited for."""
 
     def __init__(self, start: Callable[[], Launch]) -> None:
@@ -466,13 +473,13 @@ class _Queued(Launch):
         return self._inner is not None and self._inner.wait(timeout_s)
 
     def times(self) -> LaunchTimes:
-        return LaunchTimes() if self._inner is None else self._inner.times()
+        return instrumented.times(self._inner)
 
     def results(self) -> Mapping[str, Any]:
         return {} if self._inner is None else self._inner.results()
 
     def trace(self) -> bytes | None:
-        return None if self._inner is None else self._inner.trace()
+        return instrumented.trace(self._inner)
 
 
 class CachesWeights(Altered):
@@ -849,7 +856,7 @@ class ReportsEarly(Fault):
         return _GivesUp(self.inner.launch(elsewhere), call, elsewhere, self.limit_s)
 
 
-class _GivesUp(Launch):
+class _GivesUp(Launch, InstrumentedLaunch):
     """Ends when ``inner`` has, with its results, or after some seconds without them."""
 
     def __init__(self, inner: Launch, call: Call, elsewhere: Call, after_s: float) -> None:
@@ -871,9 +878,6 @@ class _GivesUp(Launch):
 
     def results(self) -> Mapping[str, Any]:
         return {}
-
-    def trace(self) -> bytes | None:
-        return None
 
 
 class AttentionReportsEarly(ReportsEarly):

@@ -29,8 +29,9 @@ from torch.distributed import Store
 
 from mkernel import machine
 from mkernel.backends import registry
+from mkernel.backends.contracts import instrumented
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
-from mkernel.backends.contracts.instrumented import LaunchTimes, View
+from mkernel.backends.contracts.instrumented import Instrumented, LaunchTimes, View
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Workspace
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.runtime import _runtime
@@ -418,10 +419,16 @@ class World:
         trace only of a call that has ended.
 
         Raises:
+            Unsupported: the accelerator is not instrumented, and has the product's view only.
             PlanMismatch: another rank calls something else; nothing was launched.
             WorldError: PeerFailure, Timeout, NicError, Untrusted or Cancelled, the same kind on every
                 rank; of this call, or of an earlier one that was only queued.
         """
+        if view != "pipelined" and not isinstance(self.accelerator, Instrumented):
+            raise Unsupported(
+                f"accelerator {self.accelerator.name!r} runs calls in the view 'pipelined' only, not "
+                f"{view!r}: it is not mkernel.backends.contracts.instrumented.Instrumented"
+            )
         self._raise_if_broken()
         self._raise_own_failure()
         running = self._running
@@ -435,7 +442,8 @@ class World:
         self._await()
         if not self._may_reuse():
             raise self._flush_failure()
-        return CallRecord(launch.times(), launch.trace(), launch.results())
+        times, trace_ = instrumented.times(launch), instrumented.trace(launch)
+        return CallRecord(times, trace_, launch.results())
 
     @cached_property
     def _queues(self) -> bool:

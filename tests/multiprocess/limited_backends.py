@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator
 from mkernel.backends.accelerators.streams import StreamsAccelerator
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.topology.model import Accelerator
 
@@ -55,3 +56,15 @@ class OneNode(AscendAccelerator):
 
     def capabilities(self) -> AcceleratorCapabilities:
         return super().capabilities().model_copy(update={"transfer_paths": ("p2p",)})
+
+
+NotInstrumented = type(
+    "NotInstrumented",
+    (AcceleratorBackend,),
+    {
+        name: each
+        for name, each in vars(StreamsAccelerator).items()
+        if name not in ("__dict__", "__weakref__")
+    },
+)
+"""``streams`` without what the contract leaves to a backend's choice."""

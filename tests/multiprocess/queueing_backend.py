@@ -10,7 +10,6 @@ from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.accelerators.streams.worker import StreamsLaunch
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
-from mkernel.backends.contracts.instrumented import LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.runtime import _runtime
 from mkernel.plan.model import LaunchPlan
@@ -87,11 +86,5 @@ class Raising(Launch):
             raise RuntimeError("the device fell over")
         return False
 
-    def times(self) -> LaunchTimes:
-        return self._inner.times()
-
     def results(self) -> Mapping[str, Any]:
         return {}
-
-    def trace(self) -> None:
-        return None

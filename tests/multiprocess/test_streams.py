@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Comparison, case_of
 from mkernel.conformance.ranks import give_up_after
-from mkernel.errors import PeerFailure, Timeout, WorldError
+from mkernel.errors import PeerFailure, Timeout, Unsupported, WorldError
 from mkernel.launch import report
 from mkernel.plan.shapes import SHAPES
 
@@ -224,6 +225,22 @@ def test_views_take_turns() -> None:
             alone = index % 4 in (0, 3)
             assert (seconds["comm"] == 0) == alone
             assert seconds["compute"] > 0
+
+
+def in_other_views() -> None:
+    world = mkernel.world()
+    case = make("all_gather_gemm", world.size)
+    inputs = case.inputs(world.rank, world.size, 0)
+    outcome = case.run(inputs)
+    assert case.passed(case.judge(outcome, world.rank, world.size, 0))
+    for view in {*typing.get_args(View)} - {"pipelined"}:
+        with pytest.raises(Unsupported, match="in the view 'pipelined' only"):
+            case.run(inputs, view=view)
+
+
+def test_a_backend_that_is_not_instrumented_has_one_view() -> None:
+    backend = "limited_backends:NotInstrumented"
+    mkernel.launch(in_other_views, ranks_per_node=2, accelerator=backend)
 
 
 def bits() -> bool:

@@ -14,7 +14,13 @@ from mkernel.backends.accelerators.ascend.memory import HostMemory
 from mkernel.backends.accelerators.ascend.native import native
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
 from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
-from mkernel.backends.contracts.instrumented import LaunchTimes, ModelledRun, View
+from mkernel.backends.contracts.instrumented import (
+    Instrumented,
+    InstrumentedLaunch,
+    LaunchTimes,
+    ModelledRun,
+    View,
+)
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, Unsupported
@@ -61,7 +67,7 @@ _in_flight: set[AscendLaunch] = set()
 caller drops them."""
 
 
-class AscendLaunch(Launch):
+class AscendLaunch(Launch, InstrumentedLaunch):
     """A call that runs on simulated cores."""
 
     def __init__(
@@ -119,7 +125,7 @@ class AscendLaunch(Launch):
         return self._native.trace() if self._traced else None
 
 
-class AscendAccelerator(AcceleratorBackend):
+class AscendAccelerator(AcceleratorBackend, Instrumented):
     """Simulated A2/A3-class NPUs: one process a rank, host threads as cores.
 
     ``slots`` bounds how many simulated cores of this process run at the same time; the others wait

@@ -13,6 +13,7 @@ from mkernel.backends.accelerators.hopper.claims import library_ops, ops
 from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, missing, native
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable
@@ -30,7 +31,7 @@ _PLAIN_PROCESSORS = 132
 """Of an H100 or H200, where no device is here to ask."""
 
 
-class HopperAccelerator(AcceleratorBackend):
+class HopperAccelerator(AcceleratorBackend, Instrumented):
     """GPUs of compute capability 9.0 that reach each other's memory.
 
     A rank uses one device: torch's current one when the world is made, or, where the process has not

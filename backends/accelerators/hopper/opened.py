@@ -15,7 +15,7 @@ from mkernel.backends.accelerators.hopper.launches import Calls, Lane
 from mkernel.backends.accelerators.hopper.memory import DeviceMemory
 from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, native
 from mkernel.backends.contracts.accelerator import Call, Launch
-from mkernel.backends.contracts.instrumented import LaunchTimes
+from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.topology.model import Accelerator
@@ -29,7 +29,7 @@ _LONGEST_PAUSE_S = 0.001
 _ALREADY = nullcontext()
 
 
-class HopperLaunch(Launch):
+class HopperLaunch(Launch, InstrumentedLaunch):
     """A call that is queued on a stream."""
 
     def __init__(
@@ -63,9 +63,6 @@ class HopperLaunch(Launch):
             return LaunchTimes()
         start, end = self._events
         return LaunchTimes({"comm": 0.0, "compute": start.elapsed_time(end) * 1e-3})
-
-    def trace(self) -> None:
-        """None: no instructions are recorded."""
 
 
 class OpenDevice:

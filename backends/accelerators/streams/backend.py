@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
@@ -45,7 +46,7 @@ def _op(name: str) -> Op:
     return cast("Op", getattr(import_module(f"{__package__}.{module}"), function))
 
 
-class StreamsAccelerator(AcceleratorBackend):
+class StreamsAccelerator(AcceleratorBackend, Instrumented):
     """torch ops and torch.distributed on a CPU, on CUDA devices or on NPUs (torch_npu).
 
     On CUDA devices a call returns when it is queued, and is queued when the one before it has ended.

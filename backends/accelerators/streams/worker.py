@@ -22,7 +22,7 @@ from mkernel.backends.accelerators.streams.lanes import Broken, Lanes, Stopped
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Words
 from mkernel.backends.contracts.accelerator import Call, Launch
-from mkernel.backends.contracts.instrumented import LaunchTimes
+from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.runtime import _runtime
 
 Op = Callable[[Call, Lanes], Mapping[str, Any]]
@@ -33,7 +33,7 @@ _WORD_S = 3.0
 _LOOK_S = 0.02
 
 
-class StreamsLaunch(Launch):
+class StreamsLaunch(Launch, InstrumentedLaunch):
     """A call on the worker's thread."""
 
     def __init__(self, call: Call, op: Op, device: Device, words: Words | None) -> None:
@@ -142,9 +142,6 @@ class StreamsLaunch(Launch):
     def results(self) -> Mapping[str, Any]:
         """What the op returned."""
         return self._results
-
-    def trace(self) -> None:
-        """None: no instructions are recorded."""
 
 
 class Worker:

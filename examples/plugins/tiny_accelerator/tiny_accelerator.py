@@ -8,7 +8,7 @@ import torch
 
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Launch
 from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
-from mkernel.backends.contracts.instrumented import LaunchTimes
+from mkernel.backends.contracts.instrumented import Instrumented, InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime import _runtime
@@ -16,7 +16,7 @@ from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.topology.model import Accelerator
 
 
-class TinyAccelerator(AcceleratorBackend):
+class TinyAccelerator(AcceleratorBackend, Instrumented):
     name = "tiny"
 
     def status(self):
@@ -58,7 +58,7 @@ class TinyAccelerator(AcceleratorBackend):
         return TinyLaunch(call)
 
 
-class TinyLaunch(Launch):
+class TinyLaunch(Launch, InstrumentedLaunch):
     _pool = ThreadPoolExecutor(8)
 
     def __init__(self, call):
@@ -83,9 +83,6 @@ class TinyLaunch(Launch):
 
     def times(self):
         return LaunchTimes(self._seconds)
-
-    def trace(self):
-        return None
 
 
 def send(call):
