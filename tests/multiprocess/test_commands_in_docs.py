@@ -75,7 +75,7 @@ def test_the_first_world_of_a_cluster() -> None:
 def test_the_readme_s_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    promise = re.search(r"^It prints `(.+?)`, and the same of rank 1\.", readme, re.MULTILINE)
+    promise = re.search(r"^It prints `(.+?)`, and the same for rank 1\.", readme, re.MULTILINE)
     assert promise is not None
     (tmp_path / "example.py").write_text(example)
     done = subprocess.run(
