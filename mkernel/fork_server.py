@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from multiprocessing import forkserver
+from importlib.machinery import PathFinder
 from multiprocessing.context import ForkServerContext
 
-from mkernel import HOMES
+import mkernel
 
 
 def context() -> ForkServerContext:
     """For processes that start as its forks do: with all of mkernel, no threads, and the environment
     of when it was started."""
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(sorted(set(HOMES.values())))
-    # Its own import path would begin with the working directory, whatever ours is. There may be a
-    # folder named mkernel there, as in this project's tree, which is not the package.
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
+    # The server looks for modules in the working directory first (Python 3.11 and older even then when
+    # this process does not). Where that has another mkernel, ranks import ours themselves.
+    there = PathFinder.find_spec("mkernel", [""])
+    ours = not (there and there.origin) or os.path.samefile(there.origin, str(mkernel.__file__))
+    made.set_forkserver_preload(sorted(set(mkernel.HOMES.values())) if ours else [])
     return made

@@ -233,6 +233,40 @@ def alive(pids: set[int]) -> set[int]:
     return living
 
 
+LOOK = """
+import sys
+import mkernel
+
+def look():
+    return mkernel.__file__, mkernel.world().size
+
+if __name__ == "__main__":
+    print(*mkernel.launch(look, nodes=1, ranks_per_node=2))
+"""
+
+
+@pytest.mark.parametrize("other", [None, "raise SystemExit('imported')", "raise ImportError"])
+def test_ranks_import_the_launchers_mkernel_wherever_it_is(
+    tmp_path: Path, other: str | None
+) -> None:
+    """The fork server would look in the working directory first, which may have another one."""
+    if other:
+        (tmp_path / "mkernel").mkdir()
+        (tmp_path / "mkernel" / "__init__.py").write_text(other)
+    (tmp_path / "elsewhere").mkdir()
+    script = tmp_path / "elsewhere" / "look.py"
+    script.write_text(LOOK)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path if other else Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.stdout == f"{(mkernel.__file__, 2)} {(mkernel.__file__, 2)}\n", done.stderr
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_launcher_takes_its_ranks_along(tmp_path: Path, how: signal.Signals) -> None:
     script = tmp_path / "stopped.py"
