@@ -79,3 +79,4 @@ $(VENV)/.example: $(VENV)/.dependencies
 
 clean:
 	rm -rf $(VENV) build dist
+	find backends -name '*.so' -delete

@@ -20,14 +20,21 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mkernel import errors
+
+if find_spec("mkernel.backends.runtime._runtime") is None:
+    raise errors.NotBuilt(Path(__file__).parents[1], sys.executable)
+
 from mkernel.settings import Settings
 
 if TYPE_CHECKING:
     from mkernel.api import capabilities, plan
+    from mkernel.headers import include_dir
     from mkernel.launch import launch
     from mkernel.ops.all_gather_gemm import all_gather_gemm
     from mkernel.ops.gemm_all_reduce import gemm_all_reduce
@@ -55,6 +62,7 @@ __all__ = [
     "finalize",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "include_dir",
     "init",
     "is_initialized",
     "launch",
@@ -78,6 +86,7 @@ HOMES = {
     "finalize": "mkernel.world.lifecycle",
     "gemm_all_reduce": "mkernel.ops.gemm_all_reduce",
     "gemm_reduce_scatter": "mkernel.ops.gemm_reduce_scatter",
+    "include_dir": "mkernel.headers",
     "init": "mkernel.world.lifecycle",
     "is_initialized": "mkernel.world.lifecycle",
     "launch": "mkernel.launch",

@@ -7,6 +7,7 @@ that end a world (:class:`WorldError`) are raised by *every* rank of it, with th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mkernel.printable import printable
@@ -20,6 +21,17 @@ class MkernelError(Exception):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class NotBuilt(MkernelError, ImportError):
+    """The package has no native modules for this Python."""
+
+    def __init__(self, root: Path, python: str) -> None:
+        if (root / "Makefile").is_file():
+            remedy = f"run `make` in {root}, then use {root}/.venv/bin/python"
+        else:
+            remedy = "install mkernel again with this Python"
+        super().__init__(f"mkernel in {root} is not built for {python}: {remedy}")
 
 
 class ArgumentError(MkernelError, ValueError):

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from mkernel import __version__
+from mkernel import __version__, headers
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import MkernelError, WorldError
 from mkernel.printable import printable
@@ -76,12 +76,27 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _print_include_dir(wanted: bool) -> None:
+    if wanted:
+        typer.echo(headers.include_dir())
+        raise typer.Exit
+
+
 @app.callback()
 def _mkernel(
     version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+    include_dir: Annotated[
+        bool,
+        typer.Option(
+            "--include-dir",
+            callback=_print_include_dir,
+            is_eager=True,
+            help="Print the folder of the headers for native code of backends and exit.",
         ),
     ] = False,
 ) -> None:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PLUGIN = ROOT / "examples" / "plugins" / "native" / "fifo_kernel.cpp"
+HEADERS = {
+    "mkernel/include/backends/nics/fifo_device.hpp",
+    "mkernel/include/backends/nics/put_command.hpp",
+    "mkernel/include/backends/runtime/diagnosis.hpp",
+    "mkernel/include/backends/runtime/signal_pad.hpp",
+}
+
+
+def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -21,15 +36,67 @@ ROOT = Path(__file__).parents[2]
     ids=["import", "mkernel", "pytest"],
 )
 def test_python_works_in_the_root(arguments: tuple[str, ...]) -> None:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run(sys.executable, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_modules_are_found_where_they_stand(tmp_path: Path) -> None:
+    """No list of modules of when mkernel was installed comes between: one may be added or moved."""
+    code = "import mkernel.added, sys; print(mkernel.added.__file__)"
+    site = tmp_path / "a folder on the path"
+    shutil.copytree(
+        ROOT / "mkernel", site / "mkernel", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (site / "mkernel" / "added.py").touch()
+    done = run(sys.executable, "-c", code, cwd=site)
+    assert done.stdout.strip() == str(site / "mkernel" / "added.py"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-c", "import mkernel"),
+        ("-m", "mkernel", "--version"),
+        ("-S", "-c", "import mkernel.world"),
+    ],
+    ids=["import", "mkernel", "without-dependencies"],
+)
+def test_a_tree_that_is_not_built_says_run_make(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "mkernel", tmp_path / "mkernel", ignore=ignored)
+    (tmp_path / "Makefile").touch()
+    done = run(sys.executable, *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"is not built for {sys.executable}: run `make` in {tmp_path}" in done.stderr
+
+
+@pytest.mark.skipif(
+    not (ROOT / "build" / "native" / "build.ninja").is_file(),
+    reason="build/native has nothing to reuse: run make",
+)
+def test_native_code_of_plug_ins_compiles_with_the_headers_of_a_wheel(tmp_path: Path) -> None:
+    """What a wheel has of native code: modules and libraries, and the headers for plug-ins."""
+    build = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    done = run(sys.executable, "-m", "pip", "wheel", *build, ".")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(file) as wheel:
+        names = wheel.namelist()
+        wheel.extractall(tmp_path / "site")
+    kinds = {Path(name).suffix for name in names if not name.startswith("mkernel/include/")}
+    assert kinds <= {".py", ".pyi", ".so", ".json", ".typed", ".txt", ""}, sorted(kinds)
+    assert not [name for name in names if name.endswith("CMakeLists.txt")]
+    assert {name for name in names if name.startswith("mkernel/include/")} == HEADERS
+
+    # Both an installed mkernel and the repository say where the headers are.
+    for folder, expected in ((tmp_path / "site", tmp_path / "site/mkernel/include"), (ROOT, ROOT)):
+        told = run(sys.executable, "-m", "mkernel", "--include-dir", cwd=folder)
+        assert told.stdout.strip() == str(expected), told.stderr
+        made = run(
+            "g++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-fsyntax-only",
+            f"-I{expected}", str(PLUGIN), cwd=tmp_path,
+        )  # fmt: skip
+        assert made.returncode == 0, made.stderr
 
 
 def test_names_of_test_files_are_unique() -> None:

@@ -1,0 +1,15 @@
+"""Where the C++ headers are that native code of other packages includes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def include_dir() -> str:
+    """The folder to pass to a compiler as ``-I``; ``docs/writing-a-backend.md`` names its headers.
+
+    In a repository it is the root, whose headers are the same under the same names.
+    """
+    package = Path(__file__).parent
+    installed = package / "include"
+    return str(installed if installed.is_dir() else package.parent)
