@@ -27,15 +27,15 @@ import numpy as np
 import results_file
 
 from mkernel.backends.contracts.nic import PUT_VALUE_MAX
-from mkernel.conformance.check import CheckFailed
 from mkernel.conformance.nic_life_checks import (
     close_in_time,
     left_behind,
     require,
     require_nothing_more,
 )
-from mkernel.conformance.nic_ranks import NicSubject, Pattern, Port, Rank, deadline, require_equal
 from mkernel.errors import NicError
+from mkernel.harness.nic_ranks import NicSubject, Pattern, Port, Rank, deadline, require_equal
+from mkernel.harness.outcome import CheckFailed
 
 RANKS = 3
 AREA = 128 << 10  # of a rank's memory: its pattern first, then where each rank puts to

@@ -6,8 +6,8 @@ from typing import Literal
 
 from mkernel import machine, selection
 from mkernel.backends import registry
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.plan.arguments import check_world
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.ops import canonical
 from mkernel.plan.planner import plan as _plan

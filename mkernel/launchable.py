@@ -6,8 +6,8 @@ and :class:`mkernel.World` refuses such worlds by the same ones, so the two cann
 
 from __future__ import annotations
 
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.plan import arguments
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.kinds import node_kinds
 from mkernel.topology.model import Topology

@@ -19,9 +19,9 @@ import torch
 
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import HostMemory
-from mkernel.conformance.check import CheckFailed
-from mkernel.conformance.nic_ranks import NicSubject, Rank
 from mkernel.errors import BackendUnavailable
+from mkernel.harness.nic_ranks import NicSubject, Rank
+from mkernel.harness.outcome import CheckFailed
 from mkernel.topology.cost import MachineConstants, default_constants
 
 _ROUNDS = 2000

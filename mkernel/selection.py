@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.settings import AUTO, Settings
 from mkernel.topology.chips import described
 from mkernel.topology.model import Accelerator, Nic

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.model import Accelerator, AcceleratorKind
 

@@ -9,7 +9,6 @@ from typing import Annotated, get_args
 import typer
 
 from mkernel import selection
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.cli import sizes
 from mkernel.cli.plan_world import planned_world
 from mkernel.cli.terminal import Terminal
@@ -18,6 +17,7 @@ from mkernel.launchable import plan_obstacles, world_obstacles
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.arguments import check_world
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import Exchange, LaunchPlan
 from mkernel.plan.order import Runs

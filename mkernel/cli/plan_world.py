@@ -8,9 +8,9 @@ from typing import NamedTuple
 from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, UnknownBackend
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import OpName
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import AUTO, Settings

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
-from mkernel.conformance.check import Check, CheckFailed, CheckSkipped
+from mkernel.conformance.check import Check
 from mkernel.errors import BackendUnavailable
+from mkernel.harness.outcome import CheckFailed, CheckSkipped
 from mkernel.launch import launch
 from mkernel.machine import usable_accelerator
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import DTYPE_BYTES, DtypeName
 from mkernel.plan.shapes import SHAPES
 from mkernel.selection import nic_and_verbs

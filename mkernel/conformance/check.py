@@ -7,21 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mkernel.harness.outcome import CheckFailed, CheckSkipped
 from mkernel.topology.model import Model
 
 OutcomeKind = Literal["passed", "failed", "skipped"]
-
-
-class CheckFailed(AssertionError):
-    """The promise is broken; the message says how, with the case and the numbers."""
-
-
-class CheckSkipped(Exception):
-    """The backend does not claim what the check tests; the message says what."""
-
-
-class HarnessError(Exception):
-    """The kit itself could not do its work: nothing is said of the backend."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ import torch
 from mkernel.backends import registry
 from mkernel.backends.contracts import instrumented
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.instrumented import (
     Instrumented,
     InstrumentedLaunch,
@@ -35,6 +34,7 @@ from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime import _runtime
 from mkernel.errors import Unsupported
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import AttentionShape, LaunchPlan
 from mkernel.plan.shapes import SHAPES
 from mkernel.topology.model import Accelerator

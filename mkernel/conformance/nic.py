@@ -6,7 +6,7 @@ from mkernel.conformance.check import Check
 from mkernel.conformance.nic_checks import DATA_CHECKS
 from mkernel.conformance.nic_device_faults import DEVICE_FAULT_CHECKS
 from mkernel.conformance.nic_life_checks import LIFE_CHECKS
-from mkernel.conformance.nic_ranks import NicSubject
+from mkernel.harness.nic_ranks import NicSubject
 
 __all__ = ["NicSubject", "nic_checks"]
 

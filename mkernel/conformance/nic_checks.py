@@ -18,8 +18,9 @@ import numpy as np
 
 from mkernel.backends.contracts.nic import NO_SIGNAL, PUT_VALUE_MAX
 from mkernel.backends.runtime import _runtime
-from mkernel.conformance.check import Check, CheckFailed, CheckSkipped
-from mkernel.conformance.nic_ranks import (
+from mkernel.conformance.check import Check
+from mkernel.errors import ArgumentError
+from mkernel.harness.nic_ranks import (
     Bytes,
     NicSubject,
     Pattern,
@@ -30,7 +31,7 @@ from mkernel.conformance.nic_ranks import (
     require_equal,
     within,
 )
-from mkernel.errors import ArgumentError
+from mkernel.harness.outcome import CheckFailed, CheckSkipped
 
 _GUARD = 4096
 _STEPWISE: dict[str, Any] = {"queue_depth": 4, "fifo_slots": 4}

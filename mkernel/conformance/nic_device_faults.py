@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mkernel.conformance.check import Check, CheckFailed, CheckSkipped
+from mkernel.conformance.check import Check
 from mkernel.conformance.nic_life_checks import (
     close_in_time,
     left_behind,
@@ -22,8 +22,9 @@ from mkernel.conformance.nic_life_checks import (
     require_nothing_more,
     use_once,
 )
-from mkernel.conformance.nic_ranks import NicSubject, Port, Rank, deadline
 from mkernel.errors import MkernelError, NicError
+from mkernel.harness.nic_ranks import NicSubject, Port, Rank, deadline
+from mkernel.harness.outcome import CheckFailed, CheckSkipped
 
 _KIB = 1 << 10
 _NBYTES = 8 * _KIB

@@ -18,9 +18,10 @@ from mkernel.backends.contracts.nic import (
     NicStatistics,
 )
 from mkernel.backends.contracts.status import Status
-from mkernel.conformance.check import Check, CheckFailed, CheckSkipped
+from mkernel.conformance.check import Check
 from mkernel.conformance.nic_checks import Landing
-from mkernel.conformance.nic_ranks import (
+from mkernel.errors import ArgumentError, BackendUnavailable, NicError, Timeout, Unsupported
+from mkernel.harness.nic_ranks import (
     CLOSE_S,
     NicSubject,
     Pattern,
@@ -29,7 +30,7 @@ from mkernel.conformance.nic_ranks import (
     deadline,
     within,
 )
-from mkernel.errors import ArgumentError, BackendUnavailable, NicError, Timeout, Unsupported
+from mkernel.harness.outcome import CheckFailed, CheckSkipped
 from mkernel.settings import NicSettings
 from mkernel.topology.model import Nic
 

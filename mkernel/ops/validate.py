@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import DtypeName
 
 _NAMES: dict[torch.dtype, DtypeName] = {

@@ -10,7 +10,7 @@ from mkernel.plan.shapes import check_integer
 from mkernel.topology.model import MAX_ACCELERATORS, MAX_NODES
 
 if TYPE_CHECKING:
-    from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+    from mkernel.plan.capabilities import AcceleratorCapabilities
 
 Layout = Literal["row", "column"]
 

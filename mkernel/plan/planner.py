@@ -41,7 +41,7 @@ from mkernel.topology.routing import routes
 from mkernel.topology.shared_links import SharedLinks
 
 if TYPE_CHECKING:
-    from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+    from mkernel.plan.capabilities import AcceleratorCapabilities
 
 
 class Planned(NamedTuple):

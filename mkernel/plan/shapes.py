@@ -20,7 +20,7 @@ from mkernel.plan.model import (
 )
 
 if TYPE_CHECKING:
-    from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+    from mkernel.plan.capabilities import AcceleratorCapabilities
 
 MAX_DIMENSION = 2**31 - 1
 """Kernels index rows and columns with 32-bit signed integers."""

@@ -6,10 +6,11 @@ import os
 
 import pytest
 
-from mkernel.conformance.check import HarnessError, run_check
+from mkernel.conformance.check import run_check
 from mkernel.conformance.nic import NicSubject, nic_checks
 from mkernel.conformance.nic_faults import FAULTS
-from mkernel.conformance.nic_ranks import Rank
+from mkernel.harness.nic_ranks import Rank
+from mkernel.harness.outcome import HarnessError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from mkernel.backends.accelerators.ascend import AscendAccelerator
 from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.topology.model import Accelerator
 
 

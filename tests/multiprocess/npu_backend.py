@@ -22,7 +22,7 @@ from torch import distributed
 
 from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.topology.model import Accelerator
 
 CUBES, VECTORS = 24, 48

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.accelerators.streams.worker import StreamsLaunch
 from mkernel.backends.contracts.accelerator import Call, Launch
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.runtime import _runtime
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.model import Accelerator
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.accelerators.streams.worker import StreamsLaunch
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.plan.capabilities import AcceleratorCapabilities
 
 
 class TwoPaths(StreamsAccelerator):

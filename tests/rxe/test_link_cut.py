@@ -18,8 +18,8 @@ import pytest
 from rxe_guest import DEVICE, only_in_guest
 
 from mkernel.backends.nics.provider import list_nics
-from mkernel.conformance.nic_ranks import NicSubject, Pattern, Port, Rank, poison, require_equal
 from mkernel.errors import NicError
+from mkernel.harness.nic_ranks import NicSubject, Pattern, Port, Rank, poison, require_equal
 
 pytestmark = only_in_guest
 GUEST = int(os.environ.get("GUEST", "0"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.settings import NicSettings
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mkernel.backends.accelerators.ascend.memory import HostMemory
 from mkernel.backends.accelerators.ascend.native import native
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.instrumented import (
     Instrumented,
     InstrumentedLaunch,
@@ -24,6 +23,7 @@ from mkernel.backends.contracts.instrumented import (
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.settings import load
 from mkernel.topology.model import Accelerator

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mkernel.backends.accelerators.hopper.claims import library_ops, ops
 from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, missing, native
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.model import Accelerator
 

@@ -7,12 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Launch
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.instrumented import Instrumented, InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import HostMemory
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.topology.model import Accelerator
 
 

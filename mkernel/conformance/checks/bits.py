@@ -9,9 +9,10 @@ import torch
 
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import AcceleratorSubject, blame
-from mkernel.conformance.check import Check, CheckSkipped
+from mkernel.conformance.check import Check
 from mkernel.conformance.grid import typical
 from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
+from mkernel.harness.outcome import CheckSkipped
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -7,10 +7,10 @@ from typing import get_args
 
 import torch
 
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.status import Status
 from mkernel.conformance.accelerator import OPS, AcceleratorSubject, blame
 from mkernel.conformance.check import Check
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import DtypeName
 from mkernel.topology.model import Accelerator
 

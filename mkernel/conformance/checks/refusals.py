@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 import mkernel
 from mkernel.cases import Case, case_of
 from mkernel.conformance.accelerator import OPS, AcceleratorSubject
-from mkernel.conformance.check import Check, CheckFailed
+from mkernel.conformance.check import Check
 from mkernel.conformance.grid import GEMMS, typical
 from mkernel.conformance.ranks import Judge, describe, where
 from mkernel.errors import (
@@ -25,6 +25,7 @@ from mkernel.errors import (
     ShapeError,
     Unsupported,
 )
+from mkernel.harness.outcome import CheckFailed
 from mkernel.plan.model import DTYPE_BYTES
 
 _Inputs = dict[str, torch.Tensor]

@@ -12,9 +12,10 @@ import mkernel
 from mkernel.cases import Case
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.conformance.accelerator import AcceleratorSubject
-from mkernel.conformance.check import Check, CheckSkipped
+from mkernel.conformance.check import Check
 from mkernel.conformance.grid import GEMMS, typical
 from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
+from mkernel.harness.outcome import CheckSkipped
 
 
 def repeated_calls(subject: AcceleratorSubject) -> None:

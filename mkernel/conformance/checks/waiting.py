@@ -17,9 +17,10 @@ import mkernel
 from mkernel.backends.contracts.instrumented import Instrumented, View
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import WORLD_TIMEOUT_S, AcceleratorSubject, blame
-from mkernel.conformance.check import Check, CheckSkipped
+from mkernel.conformance.check import Check
 from mkernel.conformance.grid import typical
 from mkernel.conformance.ranks import Judge, describe, meeting_place, seconds_apart
+from mkernel.harness.outcome import CheckSkipped
 from mkernel.launch import report
 
 _LATE_S = 1.0

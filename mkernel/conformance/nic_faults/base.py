@@ -12,8 +12,8 @@ from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.verbs_backend import VerbsBackend
 from mkernel.backends.runtime import _runtime
-from mkernel.conformance.nic_ranks import Memory
 from mkernel.errors import NicError
+from mkernel.harness.nic_ranks import Memory
 from mkernel.settings import NicSettings
 from mkernel.topology.model import Nic
 

@@ -22,7 +22,7 @@ from mkernel.backends.nics.session import MAX_REGIONS
 from mkernel.backends.nics.verbs_backend import VerbsBackend
 from mkernel.backends.runtime import _runtime
 from mkernel.conformance.nic_faults.base import Fault, Session
-from mkernel.conformance.nic_ranks import SIGNALS, Memory
+from mkernel.harness.nic_ranks import SIGNALS, Memory
 from mkernel.settings import NicSettings
 
 _REGION = MAX_REGIONS - 1

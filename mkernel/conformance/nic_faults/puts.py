@@ -11,8 +11,8 @@ import time
 from mkernel.backends.contracts.nic import NO_SIGNAL, NicSession
 from mkernel.backends.runtime import _runtime
 from mkernel.conformance.nic_faults.base import Changed, Fault, Put, Relayed, Session
-from mkernel.conformance.nic_ranks import Memory
 from mkernel.errors import MkernelError
+from mkernel.harness.nic_ranks import Memory
 
 
 class DataLater(Session):

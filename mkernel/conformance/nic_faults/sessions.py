@@ -12,8 +12,8 @@ from typing import ClassVar
 from mkernel.backends.contracts.nic import NicCapabilities, NicSession, NicStatistics
 from mkernel.backends.contracts.status import Status
 from mkernel.conformance.nic_faults.base import Changed, Fault, Put, Relayed, Session
-from mkernel.conformance.nic_ranks import Memory
 from mkernel.errors import MkernelError, NicError
+from mkernel.harness.nic_ranks import Memory
 from mkernel.settings import NicSettings
 
 # ---- regions --------------------------------------------------------------------------------------

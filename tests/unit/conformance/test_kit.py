@@ -12,9 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks
-from mkernel.conformance.check import CheckSkipped
 from mkernel.conformance.kit import kit_for, listed
 from mkernel.errors import ArgumentError, BackendUnavailable, UnknownBackend
+from mkernel.harness.outcome import CheckSkipped
 from mkernel.topology.model import Accelerator
 
 FAULTS = "mkernel.conformance.faults"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mkernel.conformance import planted
-from mkernel.conformance.check import Check, CheckFailed, CheckSkipped, HarnessError
+from mkernel.conformance.check import Check
 from mkernel.conformance.kit import Kit
 from mkernel.errors import ShapeError, Unsupported
+from mkernel.harness.outcome import CheckFailed, CheckSkipped, HarnessError
 
 
 @pytest.mark.parametrize(

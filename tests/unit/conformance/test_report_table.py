@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from mkernel.conformance import render
-from mkernel.conformance.check import Check, CheckFailed, CheckSkipped, Report, run_checks
+from mkernel.conformance.check import Check, Report, run_checks
 from mkernel.errors import InputFileError
+from mkernel.harness.outcome import CheckFailed, CheckSkipped
 
 
 def fails(subject: str) -> None:

@@ -19,11 +19,11 @@ from mkernel.backends.accelerators.hopper import claims, launches, library
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.launches import Lane
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import Unsupported
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan
 from mkernel.topology.model import Accelerator, Node, NumaNode, Topology

@@ -12,8 +12,8 @@ import pytest
 from nic_ranks import DEADLINE_S, Processes, Rank, join, local_ranks
 
 from mkernel.backends.runtime import _runtime as runtime
-from mkernel.conformance.nic_ranks import CLOSE_S, within
 from mkernel.errors import NicError
+from mkernel.harness.nic_ranks import CLOSE_S, within
 
 
 def failed(rank: Rank) -> NicError:

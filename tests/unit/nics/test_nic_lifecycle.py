@@ -12,8 +12,8 @@ from nic_ranks import DEADLINE_S, Rank, join, local_ranks, settings
 
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.runtime import _runtime as runtime
-from mkernel.conformance.nic_ranks import CLOSE_S, within
 from mkernel.errors import ArgumentError, BackendUnavailable, MkernelError, NicError
+from mkernel.harness.nic_ranks import CLOSE_S, within
 
 
 def descriptors() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mkernel.backends.contracts.capabilities import AcceleratorCapabilities
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology

@@ -1,4 +1,4 @@
-"""The ranks of a NIC check: real processes, each with memory, a signal pad and a NIC session.
+"""The ranks of a NIC check or measurement: processes, each with memory, a signal pad and a NIC session.
 
 A check hands a *body* to :meth:`NicSubject.run`; every rank process runs it and meets the others in
 :meth:`Rank.exchange`, which goes through the parent and never through the NIC under test.
@@ -29,8 +29,8 @@ from mkernel import fork_server
 from mkernel.backends import registry
 from mkernel.backends.contracts.nic import NicBackend, NicSession
 from mkernel.backends.runtime import _runtime
-from mkernel.conformance.check import CheckFailed, CheckSkipped, HarnessError
 from mkernel.errors import BackendUnavailable, MkernelError
+from mkernel.harness.outcome import CheckFailed, CheckSkipped, HarnessError
 from mkernel.selection import chosen_verbs
 from mkernel.settings import AUTO, NicSettings
 from mkernel.settings import load as load_settings
