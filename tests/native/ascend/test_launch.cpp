@@ -5,8 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "backends/accelerators/ascend/host/ag_gemm.hpp"
-#include "backends/accelerators/ascend/host/gemm_reduce.hpp"
+#include "backends/accelerators/ascend/host/ops.hpp"
 #include "tests/native/ascend/check.hpp"
 #include "tests/native/ascend/whole_call.hpp"
 
@@ -20,7 +19,7 @@ struct AllGather {
     ag_gemm::Geometry g;
     [[nodiscard]] std::uint32_t rows_of_a() const { return g.m_local; }
     [[nodiscard]] std::uint32_t rows_of_out() const { return g.world * g.m_local; }
-    std::unique_ptr<host::Kernels> kernels(const isa::GlobalView& a, const isa::GlobalView& b,
+    std::shared_ptr<host::Kernels> kernels(const isa::GlobalView& a, const isa::GlobalView& b,
                                            const isa::GlobalView& out,
                                            std::vector<std::uint32_t> order) const {
         ag_gemm::Args args;
@@ -28,7 +27,7 @@ struct AllGather {
         args.a = a;
         args.b = b;
         args.out = out;
-        return std::make_unique<host::AgGemm>(args, std::move(order));
+        return host::kernels_of(args, std::move(order));
     }
     // Whose a gives a row of the output (sums: everybody's), and its row there.
     [[nodiscard]] std::uint32_t source(std::uint32_t row) const { return row / g.m_local; }
@@ -42,7 +41,7 @@ struct Reduce {
     gemm_reduce::Geometry g;
     [[nodiscard]] std::uint32_t rows_of_a() const { return g.m; }
     [[nodiscard]] std::uint32_t rows_of_out() const { return g.grid_rows(); }
-    std::unique_ptr<host::Kernels> kernels(const isa::GlobalView& a, const isa::GlobalView& b,
+    std::shared_ptr<host::Kernels> kernels(const isa::GlobalView& a, const isa::GlobalView& b,
                                            const isa::GlobalView& out,
                                            std::vector<std::uint32_t> order) const {
         gemm_reduce::Args args;
@@ -50,7 +49,7 @@ struct Reduce {
         args.a = a;
         args.b = b;
         args.out = out;
-        return std::make_unique<host::GemmReduce>(args, std::move(order));
+        return host::kernels_of(args, std::move(order));
     }
     [[nodiscard]] std::uint32_t source(std::uint32_t) const { return 0; }
     [[nodiscard]] std::uint32_t row_of_a(std::uint32_t rank, std::uint32_t row) const {

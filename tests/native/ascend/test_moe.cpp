@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "backends/accelerators/ascend/host/moe.hpp"
+#include "backends/accelerators/ascend/host/ops.hpp"
 #include "backends/accelerators/ascend/kernels/moe/comm.hpp"
 #include "backends/accelerators/ascend/kernels/moe/cube.hpp"
 #include "backends/accelerators/ascend/kernels/moe/vector.hpp"
@@ -327,7 +327,7 @@ class World {
             args.grouped = floats(own.grouped, r.most_rows(), kHidden);
             args.out = floats(own.out, r.most_rows(), kFeatures);
             args.tables = words(own.tables, 1);
-            return std::make_shared<host::MoeDispatch>(args, order);
+            return host::kernels_of(args, order);
         }
         moe_combine::Args args;
         args.geometry = combine_geometry(g_.world, false);
@@ -337,7 +337,7 @@ class World {
         args.weights = floats(own.weights, kTokens, kTopK);
         args.tables = words(own.tables, 1);
         args.out = floats(own.result, kTokens, kFeatures);
-        return std::make_shared<host::MoeCombine>(args, order);
+        return host::kernels_of(args, order);
     }
 
     // `which`: the dispatch, or the combine.

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "backends/accelerators/ascend/host/ring_attention.hpp"
+#include "backends/accelerators/ascend/host/ops.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/comm.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/cube.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/vector.hpp"
@@ -158,8 +158,7 @@ class World {
         args.out = view_of(own.out, kDim);
         args.lse = view_of(own.lse, 1);
         args.scale = kScale;
-        call.kernels =
-            std::make_shared<host::RingAttention>(args, test::order_from(rank, g_.world));
+        call.kernels = host::kernels_of(args, test::order_from(rank, g_.world));
         call.blocks = {
             .comm = 3, .cube = kCubes, .vector = kCubes * ring_attention::kVectorsPerCube};
         return call;

@@ -1,11 +1,8 @@
-#include "backends/accelerators/ascend/host/ag_gemm.hpp"
-
-#include <utility>
-
+// AllGather+GEMM (kernels/ag_gemm/).
+#include "backends/accelerators/ascend/host/op_kernels.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/comm.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/compute.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/send_order.hpp"
-#include "backends/accelerators/ascend/kernels/arrival.hpp"
 
 namespace mkernel::ascend::host {
 
@@ -16,56 +13,48 @@ void check(const ag_gemm::Geometry& g) {
     check_world(g.world);
 }
 
-AgGemm::AgGemm(const ag_gemm::Args& args, std::vector<std::uint32_t> order)
-    : KernelsOf(args, std::move(order)) {
-    check(args_.geometry);
-}
+namespace {
 
-void AgGemm::bind(const CallArgs& call, const Blocks& blocks) {
-    KernelsOf::bind(call, blocks);
-    std::uint32_t near = 0;
-    for (std::uint32_t other = 0; other < world(); ++other) near += args_.same_node(other) ? 1 : 0;
-    send_order_ = ag_gemm::send_order(args_.geometry, blocks.cube, near - 1);
-    args_.send_order = send_order_.data();
-}
+class AgGemm final : public OpKernels<ag_gemm::Args> {
+  public:
+    using OpKernels::OpKernels;
 
-bool AgGemm::comm(sim::Core& core) const {
-    return ag_gemm::comm(core, args_);
-}
+    void bind(const CallArgs& call, const Blocks& blocks) override {
+        OpKernels::bind(call, blocks);
+        std::uint32_t near = 0;
+        for (std::uint32_t rank = 0; rank < world(); ++rank) near += args_.same_node(rank) ? 1 : 0;
+        send_order_ = ag_gemm::send_order(args_.geometry, blocks.cube, near - 1);
+        args_.send_order = send_order_.data();
+    }
+    bool comm(sim::Core& core) const override { return ag_gemm::comm(core, args_); }
+    bool cube(sim::Core& core) const override { return ag_gemm::compute(core, args_); }
+    std::vector<Tensor> tensors() override {
+        return {{&args_.a, false}, {&args_.b, false}, {&args_.out, true}};
+    }
 
-bool AgGemm::cube(sim::Core& core) const {
-    return ag_gemm::compute(core, args_);
-}
-
-bool AgGemm::arrived(sim::Core& core) const {
-    return await_arrival(core, args_);
-}
-
-std::vector<Kernels::Tensor> AgGemm::tensors() {
-    return {{&args_.a, false}, {&args_.b, false}, {&args_.out, true}};
-}
-
-void AgGemm::count_as_communicated(const runtime::SignalPad& pad) const {
-    const ag_gemm::Geometry& g = args_.geometry;
-    for (std::uint32_t source = 0; source < g.world; ++source) {
-        if (source == args_.rank) continue;
-        for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
-            pad.add(args_.signal_base + g.arrived(args_.parity(), source, chunk), 1);
-        }
-        if (args_.same_node(source)) {
-            pad.add(args_.signal_base + g.summary(args_.parity(), source), g.chunks());
+    void count_as_communicated(const runtime::SignalPad& pad) const override {
+        OpKernels::count_as_communicated(pad);
+        const ag_gemm::Geometry& g = args_.geometry;
+        for (std::uint32_t source = 0; source < g.world; ++source) {
+            if (source == args_.rank || !args_.same_node(source)) continue;
+            raise(pad, g.summary(args_.parity(), source), g.chunks());
         }
     }
-}
+    [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override {
+        const ag_gemm::Geometry& g = args_.geometry;
+        auto all = OpKernels::baselines(blocks_.cube);
+        all.push_back(before(g.summary(args_.parity(), 0), g.world, uses() * g.chunks()));
+        return all;
+    }
 
-std::vector<sim::TraceBaseline> AgGemm::baselines() const {
-    const ag_gemm::Geometry& g = args_.geometry;
-    const std::uint32_t base = args_.signal_base, parity = args_.parity();
-    const std::uint64_t uses = args_.uses() - 1, calls = args_.epoch - 1;
-    return {{base + g.arrived(parity, 0, 0), g.world * g.chunks(), uses},
-            {base + g.summary(parity, 0), g.world, uses * g.chunks()},
-            {base + g.released(0), g.world, calls},
-            {base + g.finished(), 1, calls * blocks_.cube}};
+  private:
+    std::vector<std::uint32_t> send_order_;
+};
+
+}  // namespace
+
+std::shared_ptr<Kernels> kernels_of(const ag_gemm::Args& args, Order order) {
+    return std::make_shared<AgGemm>(args, std::move(order));
 }
 
 }  // namespace mkernel::ascend::host

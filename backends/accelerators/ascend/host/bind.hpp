@@ -40,12 +40,6 @@ inline isa::GlobalView view(const Matrix& matrix, isa::DType dtype, std::uint32_
             std::get<2>(matrix)};
 }
 
-// One entry a rank, whatever the order means to the op.
-inline std::vector<std::uint32_t> checked(std::vector<std::uint32_t> order, std::uint32_t world) {
-    if (order.size() != world) throw pybind11::value_error("order must have one entry a rank");
-    return order;
-}
-
 // A geometry's class, with what every op's shows.
 template <class Geometry>
 pybind11::class_<Geometry> bind_geometry(pybind11::module_& module, const char* name) {

@@ -2,9 +2,8 @@
 #include <memory>
 #include <vector>
 
-#include "backends/accelerators/ascend/host/ag_gemm.hpp"
 #include "backends/accelerators/ascend/host/bind.hpp"
-#include "backends/accelerators/ascend/host/gemm_reduce.hpp"
+#include "backends/accelerators/ascend/host/ops.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -54,25 +53,24 @@ gemm_reduce::Geometry reduce_geometry(std::uint32_t world, std::uint32_t m, std:
 
 std::shared_ptr<host::Kernels> ag_kernels(const ag_gemm::Geometry& g, const Matrix& a,
                                           const Matrix& b, const Matrix& out,
-                                          const std::string& out_dtype,
-                                          std::vector<std::uint32_t> order) {
+                                          const std::string& out_dtype, host::Order order) {
     ag_gemm::Args args;
     args.geometry = g;
     args.a = view(a, g.dtype, g.m_local, g.k);
     args.b = view(b, g.dtype, g.k, g.n);
     args.out = view(out, dtype_named(out_dtype), g.m_local * g.world, g.n);
-    return std::make_shared<host::AgGemm>(args, checked(std::move(order), g.world));
+    return host::kernels_of(args, std::move(order));
 }
 
 std::shared_ptr<host::Kernels> reduce_kernels(const gemm_reduce::Geometry& g, const Matrix& a,
                                               const Matrix& b, const Matrix& out,
-                                              std::vector<std::uint32_t> order) {
+                                              host::Order order) {
     gemm_reduce::Args args;
     args.geometry = g;
     args.a = view(a, g.dtype, g.m, g.k);
     args.b = view(b, g.dtype, g.k, g.n);
     args.out = view(out, g.out_dtype, g.grid_rows(), g.n);
-    return std::make_shared<host::GemmReduce>(args, checked(std::move(order), g.world));
+    return host::kernels_of(args, std::move(order));
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "backends/accelerators/ascend/host/bind.hpp"
-#include "backends/accelerators/ascend/host/moe.hpp"
+#include "backends/accelerators/ascend/host/ops.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -59,7 +59,7 @@ isa::GlobalView table(std::uint64_t address, std::uint32_t rows, std::uint64_t c
 std::shared_ptr<host::Kernels> dispatch_kernels(
     const moe::Geometry& g, std::uint64_t x, const std::pair<std::uint64_t, std::int64_t>& topk_ids,
     const Matrix& w, std::uint64_t grouped, std::uint64_t out, const std::string& out_dtype,
-    std::uint64_t tables, std::uint64_t routing, std::vector<std::uint32_t> order) {
+    std::uint64_t tables, std::uint64_t routing, host::Order order) {
     moe::Args args;
     const std::uint32_t rows = g.routing.most_rows(), experts = g.routing.experts;
     const bool by_rows = std::get<2>(w) == 1;
@@ -73,13 +73,13 @@ std::shared_ptr<host::Kernels> dispatch_kernels(
     args.out = view({out, g.features, 1}, dtype_named(out_dtype), rows, g.features);
     args.tables = table(tables, 1, g.table_words());
     args.routing = table(routing, g.world, g.routing.places());
-    return std::make_shared<host::MoeDispatch>(args, checked(std::move(order), g.world));
+    return host::kernels_of(args, std::move(order));
 }
 
 std::shared_ptr<host::Kernels> combine_kernels(const moe_combine::Geometry& g, std::uint64_t y,
                                                std::uint32_t rows, std::uint64_t weights,
                                                std::uint64_t tables, std::uint64_t out,
-                                               std::vector<std::uint32_t> order) {
+                                               host::Order order) {
     moe_combine::Args args;
     args.geometry = g;
     args.y = view({y, g.features, 1}, g.dtype, rows, g.features);
@@ -87,7 +87,7 @@ std::shared_ptr<host::Kernels> combine_kernels(const moe_combine::Geometry& g, s
         view({weights, g.routing.top_k, 1}, isa::DType::float32, g.routing.tokens, g.routing.top_k);
     args.tables = table(tables, 1, g.routing.words());
     args.out = view({out, g.features, 1}, g.out_dtype, g.routing.tokens, g.features);
-    return std::make_shared<host::MoeCombine>(args, checked(std::move(order), g.world));
+    return host::kernels_of(args, std::move(order));
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "backends/accelerators/ascend/host/bind.hpp"
-#include "backends/accelerators/ascend/host/ring_attention.hpp"
+#include "backends/accelerators/ascend/host/ops.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -34,7 +34,7 @@ Geometry geometry(std::uint32_t world, std::uint32_t batch, std::uint32_t heads,
 // Tensors by address, contiguous.
 std::shared_ptr<host::Kernels> kernels(const Geometry& g, std::uint64_t q, std::uint64_t k,
                                        std::uint64_t v, std::uint64_t out, std::uint64_t lse,
-                                       float scale, std::vector<std::uint32_t> order) {
+                                       float scale, host::Order order) {
     const auto heads_of = [&g](std::uint64_t address, std::uint32_t heads) {
         return view({address, g.head_dim, 1}, g.dtype, g.batch * heads * g.rows, g.head_dim);
     };
@@ -46,7 +46,7 @@ std::shared_ptr<host::Kernels> kernels(const Geometry& g, std::uint64_t q, std::
     args.out = heads_of(out, g.heads);
     args.lse = view({lse, 1, 1}, isa::DType::float32, g.batch * g.heads * g.rows, 1);
     args.scale = scale;
-    return std::make_shared<host::RingAttention>(args, checked(std::move(order), g.world));
+    return host::kernels_of(args, std::move(order));
 }
 
 }  // namespace

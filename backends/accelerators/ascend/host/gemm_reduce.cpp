@@ -1,10 +1,7 @@
-#include "backends/accelerators/ascend/host/gemm_reduce.hpp"
-
-#include <utility>
-
-#include "backends/accelerators/ascend/kernels/gemm_ar/comm.hpp"
+// GEMM+ReduceScatter and GEMM+AllReduce (kernels/gemm_reduce/).
+#include "backends/accelerators/ascend/host/op_kernels.hpp"
+#include "backends/accelerators/ascend/kernels/gemm_reduce/comm.hpp"
 #include "backends/accelerators/ascend/kernels/gemm_reduce/compute.hpp"
-#include "backends/accelerators/ascend/kernels/gemm_rs/comm.hpp"
 
 namespace mkernel::ascend::host {
 
@@ -13,53 +10,46 @@ void check(const gemm_reduce::Geometry& g) {
     check_world(g.world);
 }
 
-GemmReduce::GemmReduce(const gemm_reduce::Args& args, std::vector<std::uint32_t> order)
-    : KernelsOf(args, std::move(order)) {
-    check(args_.geometry);
-}
+namespace {
 
-bool GemmReduce::comm(sim::Core& core) const {
-    return args_.geometry.replicated ? gemm_ar::comm(core, args_) : gemm_rs::comm(core, args_);
-}
+class GemmReduce final : public OpKernels<gemm_reduce::Args> {
+  public:
+    using OpKernels::OpKernels;
 
-bool GemmReduce::cube(sim::Core& core) const {
-    return gemm_reduce::compute(core, args_);
-}
-
-std::vector<Kernels::Tensor> GemmReduce::tensors() {
-    return {{&args_.a, false}, {&args_.b, false}, {&args_.out, true}};
-}
-
-void GemmReduce::count_as_communicated(const runtime::SignalPad& pad) const {
-    const gemm_reduce::Geometry& g = args_.geometry;
-    for (std::uint32_t other = 0; other < g.world; ++other) {
-        if (other == args_.rank) continue;
-        for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
-            pad.add(args_.signal_base + g.arrived(args_.parity(), other, chunk), 1);
-        }
-        for (std::uint32_t tile = g.first(other); g.replicated && tile < g.end(other); ++tile) {
-            pad.add(args_.signal_base + g.summed(tile), 1);
-        }
+    bool comm(sim::Core& core) const override { return gemm_reduce::comm(core, args_); }
+    bool cube(sim::Core& core) const override { return gemm_reduce::compute(core, args_); }
+    [[nodiscard]] bool compute_first() const override { return true; }
+    std::vector<Tensor> tensors() override {
+        return {{&args_.a, false}, {&args_.b, false}, {&args_.out, true}};
     }
-    pad.add(args_.signal_base + g.finished(), blocks_.comm);
-}
 
-std::vector<sim::TraceBaseline> GemmReduce::baselines() const {
-    const gemm_reduce::Geometry& g = args_.geometry;
-    const std::uint32_t base = args_.signal_base;
-    const std::uint64_t uses = args_.uses() - 1, calls = args_.epoch - 1;
-    std::vector<sim::TraceBaseline> before{
-        {base + g.arrived(args_.parity(), 0, 0), g.world * g.chunks(), uses},
-        {base + g.released(0), g.world, calls},
-        {base + g.finished(), 1, calls * blocks_.comm}};
-    if (g.replicated) before.push_back({base + g.summed(0), g.grid_tiles(), calls});
-    for (std::uint32_t owner = 0; owner < g.world; ++owner) {
-        for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
-            const std::uint64_t tiles = g.chunk_end(owner, chunk) - g.chunk_begin(owner, chunk);
-            before.push_back({base + g.computed(owner, chunk), 1, calls * tiles});
+    void count_as_communicated(const runtime::SignalPad& pad) const override {
+        OpKernels::count_as_communicated(pad);
+        const gemm_reduce::Geometry& g = args_.geometry;
+        for (std::uint32_t tile = 0; g.replicated && tile < g.grid_tiles(); ++tile) {
+            const bool own = tile >= g.first(args_.rank) && tile < g.end(args_.rank);
+            if (!own) raise(pad, g.summed(tile), 1);
         }
+        raise(pad, g.finished(), blocks_.comm);
     }
-    return before;
+    [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override {
+        const gemm_reduce::Geometry& g = args_.geometry;
+        auto all = OpKernels::baselines(blocks_.comm);
+        if (g.replicated) all.push_back(before(g.summed(0), g.grid_tiles(), calls()));
+        for (std::uint32_t owner = 0; owner < g.world; ++owner) {
+            for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
+                const std::uint64_t tiles = g.chunk_end(owner, chunk) - g.chunk_begin(owner, chunk);
+                all.push_back(before(g.computed(owner, chunk), 1, calls() * tiles));
+            }
+        }
+        return all;
+    }
+};
+
+}  // namespace
+
+std::shared_ptr<Kernels> kernels_of(const gemm_reduce::Args& args, Order order) {
+    return std::make_shared<GemmReduce>(args, std::move(order));
 }
 
 }  // namespace mkernel::ascend::host

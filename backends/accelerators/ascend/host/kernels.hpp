@@ -40,8 +40,8 @@ class Kernels {
     // In the sequential view: whether compute comes before communication, which works on its
     // results; else what the comm kernel ends with, on one core: waiting until all that the compute
     // kernel needs of other ranks is here.
-    [[nodiscard]] virtual bool compute_first() const = 0;
-    virtual bool arrived(sim::Core&) const { return true; }
+    [[nodiscard]] virtual bool compute_first() const { return false; }
+    virtual bool arrived(sim::Core& core) const = 0;
 
     [[nodiscard]] virtual std::uint32_t world() const = 0;
     [[nodiscard]] virtual std::uint32_t signals() const = 0;
@@ -56,32 +56,6 @@ class Kernels {
     virtual void count_as_communicated(const runtime::SignalPad& pad) const = 0;
     // Where the own signals of this call stood before it.
     [[nodiscard]] virtual std::vector<sim::TraceBaseline> baselines() const = 0;
-};
-
-// What every op answers alike. `Args`: CallArgs with a `geometry`. `order`: what CallArgs points to.
-template <class Args>
-class KernelsOf : public Kernels {
-  public:
-    KernelsOf(const Args& args, std::vector<std::uint32_t> order)
-        : args_(args), order_(std::move(order)) {}
-
-    void bind(const CallArgs& call, const Blocks& blocks) override {
-        static_cast<CallArgs&>(args_) = call;
-        args_.order = order_.data();
-        blocks_ = blocks;
-    }
-    [[nodiscard]] std::uint32_t world() const override { return args_.geometry.world; }
-    [[nodiscard]] std::uint32_t signals() const override { return args_.geometry.signals(); }
-    [[nodiscard]] std::uint64_t workspace_bytes() const override {
-        return args_.geometry.workspace_bytes();
-    }
-
-  protected:
-    Args args_;
-    Blocks blocks_;
-
-  private:
-    std::vector<std::uint32_t> order_;
 };
 
 // Refuses (std::invalid_argument) tile sizes that a cube core's buffers cannot hold.

@@ -1,11 +1,8 @@
-#include "backends/accelerators/ascend/host/moe.hpp"
-
+// MoE dispatch+GEMM and its combine (kernels/moe/, kernels/moe_combine/).
 #include <limits>
-#include <stdexcept>
 #include <string>
-#include <utility>
 
-#include "backends/accelerators/ascend/kernels/arrival.hpp"
+#include "backends/accelerators/ascend/host/op_kernels.hpp"
 #include "backends/accelerators/ascend/kernels/moe/comm.hpp"
 #include "backends/accelerators/ascend/kernels/moe/cube.hpp"
 #include "backends/accelerators/ascend/kernels/moe/vector.hpp"
@@ -46,101 +43,67 @@ void check(const moe_combine::Geometry& g) {
     check(g.routing, "features", g.features, g.dtype);
 }
 
-MoeDispatch::MoeDispatch(const moe::Args& args, std::vector<std::uint32_t> order)
-    : KernelsOf(args, std::move(order)) {
-    check(args_.geometry);
-}
+namespace {
 
-bool MoeDispatch::comm(sim::Core& core) const {
-    return moe::comm(core, args_);
-}
+class MoeDispatch final : public OpKernels<moe::Args> {
+  public:
+    using OpKernels::OpKernels;
 
-bool MoeDispatch::cube(sim::Core& core) const {
-    return moe::cube(core, args_);
-}
+    bool comm(sim::Core& core) const override { return moe::comm(core, args_); }
+    bool cube(sim::Core& core) const override { return moe::cube(core, args_); }
+    bool vector(sim::Core& core) const override { return moe::vector(core, args_); }
+    std::vector<Tensor> tensors() override {
+        std::vector<Tensor> all{{&args_.x, false},  {&args_.own_ids, false},
+                                {&args_.w, false},  {&args_.grouped, true},
+                                {&args_.out, true}, {&args_.tables, true}};
+        if (args_.routing.base != nullptr) all.push_back({&args_.routing, false});
+        return all;
+    }
+    void foresee(sim::Core& core) const override { core.finish(moe::vector(core, args_)); }
 
-bool MoeDispatch::vector(sim::Core& core) const {
-    return moe::vector(core, args_);
-}
-
-bool MoeDispatch::arrived(sim::Core& core) const {
-    return moe::await_arrival(core, args_);
-}
-
-void MoeDispatch::foresee(sim::Core& core) const {
-    core.finish(moe::vector(core, args_));
-}
-
-std::vector<Kernels::Tensor> MoeDispatch::tensors() {
-    std::vector<Tensor> all{{&args_.x, false},      {&args_.own_ids, false}, {&args_.w, false},
-                            {&args_.grouped, true}, {&args_.out, true},      {&args_.tables, true}};
-    if (args_.routing.base != nullptr) all.push_back({&args_.routing, false});
-    return all;
-}
-
-void MoeDispatch::count_as_communicated(const runtime::SignalPad& pad) const {
-    const moe::Geometry& g = args_.geometry;
-    for (std::uint32_t other = 0; other < g.world; ++other) {
-        if (other == args_.rank) continue;
-        pad.add(args_.signal_base + g.ids(args_.parity(), other), 1);
-        for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
-            pad.add(args_.signal_base + g.arrived(args_.parity(), other, chunk), 1);
+    void count_as_communicated(const runtime::SignalPad& pad) const override {
+        OpKernels::count_as_communicated(pad);
+        for (std::uint32_t other = 0; other < world(); ++other) {
+            if (other != args_.rank) raise(pad, args_.geometry.ids(args_.parity(), other), 1);
         }
     }
-}
-
-std::vector<sim::TraceBaseline> MoeDispatch::baselines() const {
-    const moe::Geometry& g = args_.geometry;
-    const std::uint32_t base = args_.signal_base, parity = args_.parity();
-    const std::uint64_t uses = args_.uses() - 1, calls = args_.epoch - 1;
-    return {{base + g.ids(parity, 0), g.world, uses},
-            {base + g.arrived(parity, 0, 0), g.world * g.chunks(), uses},
-            {base + g.spread(0, 0), g.world * g.chunks(), calls},
-            {base + g.counted(), 1, calls * g.world * g.chunks()},
-            {base + g.placed(), 1, calls * g.world},
-            {base + g.released(0), g.world, calls},
-            {base + g.finished(), 1, calls * blocks_.vector}};
-}
-
-MoeCombine::MoeCombine(const moe_combine::Args& args, std::vector<std::uint32_t> order)
-    : KernelsOf(args, std::move(order)) {
-    check(args_.geometry);
-}
-
-bool MoeCombine::comm(sim::Core& core) const {
-    return moe_combine::comm(core, args_);
-}
-
-bool MoeCombine::vector(sim::Core& core) const {
-    return moe_combine::vector(core, args_);
-}
-
-bool MoeCombine::arrived(sim::Core& core) const {
-    return await_arrival(core, args_);
-}
-
-std::vector<Kernels::Tensor> MoeCombine::tensors() {
-    std::vector<Tensor> all{{&args_.weights, false}, {&args_.tables, false}, {&args_.out, true}};
-    if (args_.y.rows > 0) all.push_back({&args_.y, false});
-    return all;
-}
-
-void MoeCombine::count_as_communicated(const runtime::SignalPad& pad) const {
-    const moe_combine::Geometry& g = args_.geometry;
-    for (std::uint32_t other = 0; other < g.world; ++other) {
-        for (std::uint32_t chunk = 0; other != args_.rank && chunk < g.chunks(); ++chunk) {
-            pad.add(args_.signal_base + g.arrived(args_.parity(), other, chunk), 1);
-        }
+    [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override {
+        const moe::Geometry& g = args_.geometry;
+        const std::uint32_t chunks = g.world * g.chunks();
+        auto all = OpKernels::baselines(blocks_.vector);
+        all.push_back(before(g.ids(args_.parity(), 0), g.world, uses()));
+        all.push_back(before(g.spread(0, 0), chunks, calls()));
+        all.push_back(before(g.counted(), 1, calls() * chunks));
+        all.push_back(before(g.placed(), 1, calls() * g.world));
+        return all;
     }
+};
+
+class MoeCombine final : public OpKernels<moe_combine::Args> {
+  public:
+    using OpKernels::OpKernels;
+
+    bool comm(sim::Core& core) const override { return moe_combine::comm(core, args_); }
+    bool vector(sim::Core& core) const override { return moe_combine::vector(core, args_); }
+    std::vector<Tensor> tensors() override {
+        std::vector<Tensor> all{
+            {&args_.weights, false}, {&args_.tables, false}, {&args_.out, true}};
+        if (args_.y.rows > 0) all.push_back({&args_.y, false});
+        return all;
+    }
+    [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override {
+        return OpKernels::baselines(blocks_.vector);
+    }
+};
+
+}  // namespace
+
+std::shared_ptr<Kernels> kernels_of(const moe::Args& args, Order order) {
+    return std::make_shared<MoeDispatch>(args, std::move(order));
 }
 
-std::vector<sim::TraceBaseline> MoeCombine::baselines() const {
-    const moe_combine::Geometry& g = args_.geometry;
-    const std::uint32_t base = args_.signal_base;
-    const std::uint64_t calls = args_.epoch - 1;
-    return {{base + g.arrived(args_.parity(), 0, 0), g.world * g.chunks(), args_.uses() - 1},
-            {base + g.released(0), g.world, calls},
-            {base + g.finished(), 1, calls * blocks_.vector}};
+std::shared_ptr<Kernels> kernels_of(const moe_combine::Args& args, Order order) {
+    return std::make_shared<MoeCombine>(args, std::move(order));
 }
 
 }  // namespace mkernel::ascend::host

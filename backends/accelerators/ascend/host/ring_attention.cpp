@@ -1,9 +1,5 @@
-#include "backends/accelerators/ascend/host/ring_attention.hpp"
-
-#include <stdexcept>
-#include <utility>
-
-#include "backends/accelerators/ascend/kernels/arrival.hpp"
+// Ring attention (kernels/ring_attention/).
+#include "backends/accelerators/ascend/host/op_kernels.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/comm.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/cube.hpp"
 #include "backends/accelerators/ascend/kernels/ring_attention/steps.hpp"
@@ -26,70 +22,50 @@ void check(const ring_attention::Geometry& g) {
     }
 }
 
-RingAttention::RingAttention(const ring_attention::Args& args, std::vector<std::uint32_t> order)
-    : KernelsOf(args, std::move(order)) {
-    check(args_.geometry);
-}
+namespace {
 
-void RingAttention::bind(const CallArgs& call, const Blocks& blocks) {
-    const std::uint32_t cubes = args_.geometry.cubes;
-    if (blocks.cube != cubes || blocks.vector != cubes * ring_attention::kVectorsPerCube) {
-        throw std::invalid_argument("ring attention was laid out for " + std::to_string(cubes) +
-                                    " cube cores with two vector cores each");
-    }
-    KernelsOf::bind(call, blocks);
-}
+class RingAttention final : public OpKernels<ring_attention::Args> {
+  public:
+    using OpKernels::OpKernels;
 
-bool RingAttention::comm(sim::Core& core) const {
-    return ring_attention::comm(core, args_);
-}
-
-bool RingAttention::cube(sim::Core& core) const {
-    return ring_attention::cube(core, args_);
-}
-
-bool RingAttention::vector(sim::Core& core) const {
-    return ring_attention::vector(core, args_);
-}
-
-bool RingAttention::arrived(sim::Core& core) const {
-    return await_arrival(core, args_);
-}
-
-std::vector<Kernels::Tensor> RingAttention::tensors() {
-    return {{&args_.q, false},
-            {&args_.k, false},
-            {&args_.v, false},
-            {&args_.out, true},
-            {&args_.lse, true}};
-}
-
-void RingAttention::count_as_communicated(const runtime::SignalPad& pad) const {
-    const ring_attention::Geometry& g = args_.geometry;
-    for (std::uint32_t source = 0; source < g.world; ++source) {
-        for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
-            if (source == args_.rank || !g.needs(args_.rank, source, chunk)) continue;
-            pad.add(args_.signal_base + g.arrived(args_.parity(), source, chunk), 1);
+    void bind(const CallArgs& call, const Blocks& blocks) override {
+        const std::uint32_t cubes = args_.geometry.cubes;
+        if (blocks.cube != cubes || blocks.vector != cubes * ring_attention::kVectorsPerCube) {
+            throw std::invalid_argument("ring attention was laid out for " + std::to_string(cubes) +
+                                        " cube cores with two vector cores each");
         }
+        OpKernels::bind(call, blocks);
     }
-}
+    bool comm(sim::Core& core) const override { return ring_attention::comm(core, args_); }
+    bool cube(sim::Core& core) const override { return ring_attention::cube(core, args_); }
+    bool vector(sim::Core& core) const override { return ring_attention::vector(core, args_); }
+    std::vector<Tensor> tensors() override {
+        return {{&args_.q, false},
+                {&args_.k, false},
+                {&args_.v, false},
+                {&args_.out, true},
+                {&args_.lse, true}};
+    }
+    [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override {
+        using ring_attention::kVectorsPerCube;
+        const ring_attention::Geometry& g = args_.geometry;
+        auto all = OpKernels::baselines(g.cubes);
+        for (std::uint32_t cube = 0; cube < g.cubes; ++cube) {
+            const std::uint64_t tiles = ring_attention::Steps(args_, cube).size();
+            if (tiles == 0) continue;
+            const std::uint64_t scored = tiles + ring_attention::kAhead;
+            all.push_back(before(g.scored(cube), 1, calls() * scored));
+            all.push_back(
+                before(g.weighed(cube * kVectorsPerCube), kVectorsPerCube, calls() * tiles));
+        }
+        return all;
+    }
+};
 
-std::vector<sim::TraceBaseline> RingAttention::baselines() const {
-    const ring_attention::Geometry& g = args_.geometry;
-    const std::uint32_t base = args_.signal_base;
-    const std::uint64_t calls = args_.epoch - 1;
-    std::vector<sim::TraceBaseline> before{
-        {base + g.arrived(args_.parity(), 0, 0), g.world * g.chunks(), args_.uses() - 1},
-        {base + g.released(0), g.world, calls},
-        {base + g.finished(), 1, calls * g.cubes}};
-    for (std::uint32_t cube = 0; cube < g.cubes; ++cube) {
-        const std::uint64_t tiles = ring_attention::Steps(args_, cube).size();
-        if (tiles == 0) continue;
-        before.push_back({base + g.scored(cube), 1, calls * (tiles + ring_attention::kAhead)});
-        before.push_back({base + g.weighed(cube * ring_attention::kVectorsPerCube),
-                          ring_attention::kVectorsPerCube, calls * tiles});
-    }
-    return before;
+}  // namespace
+
+std::shared_ptr<Kernels> kernels_of(const ring_attention::Args& args, Order order) {
+    return std::make_shared<RingAttention>(args, std::move(order));
 }
 
 }  // namespace mkernel::ascend::host

@@ -7,15 +7,22 @@
 
 namespace mkernel::ascend {
 
+// Whether another rank's chunk comes to this one.
+template <class Args>
+constexpr bool is_sent_here(const Args& args, std::uint32_t source, std::uint32_t chunk) {
+    if constexpr (requires { args.geometry.needs(args.rank, source, chunk); }) {
+        return args.geometry.needs(args.rank, source, chunk);
+    }
+    return true;
+}
+
 // Until each other rank's chunk of this number is here. False if a wait was aborted or timed out.
 template <class Core, class Args>
 bool wait_arrived(Core& core, const Args& args, std::uint32_t chunk) {
     const auto& g = args.geometry;
     for (std::uint32_t step = 1; step < g.world; ++step) {
         const std::uint32_t source = args.order[step];
-        if constexpr (requires { g.needs(args.rank, source, chunk); }) {
-            if (!g.needs(args.rank, source, chunk)) continue;
-        }
+        if (!is_sent_here(args, source, chunk)) continue;
         const std::uint32_t signal = args.signal_base + g.arrived(args.parity(), source, chunk);
         if (!core.twait(signal, args.uses(), source)) return false;
     }

@@ -1,30 +1,32 @@
-// GEMM+AllReduce, communication kernel (vector cores). Tile by tile, without a global barrier.
+// GEMM+ReduceScatter and GEMM+AllReduce, communication kernel (vector cores). Tile by tile, without a
+// global barrier.
 //
-// Data flow of a rank (its compute kernel: gemm_reduce/compute.hpp):
+// Data flow of a rank (its compute kernel: compute.hpp):
 //   own a @ own b → tiles in the outbox, round by round: one chunk of every owner
 //   outbox → inbox of the tile's owner, as soon as a chunk is computed (TPUT or NIC)
 //   inbox, and the own part in the outbox → sum in rank order, in float32 → rounded once → out
+// AllReduce (`replicated`) goes on:
 //   out → results of every same-node rank (TPUT); own results → those of other nodes (NIC)
 //   results, as each tile comes → out
-// Items of work, round by round (the chunk's number): send the chunk of each other owner; sum and
-// push on each tile of the own chunk; take in the tiles of the others' previous chunk. Blocks take
+// Items of work, round by round (the chunk's number): send the chunk of each other owner; sum (and push
+// on) each tile of the own chunk; AllReduce: take in the tiles of the others' previous chunk. Blocks take
 // them in turns, each its own in order.
-// No deadlock: sends wait for the own compute kernel (and earlier calls) alone, sums for sends of the same round,
-// taking in for sums of the round before; the first unfinished item can always go on.
+// No deadlock: sends wait for the own compute kernel (and earlier calls) alone, sums for sends of the same
+// round, taking in for sums of the round before; the first unfinished item can always go on.
 #pragma once
 
 #include "backends/accelerators/ascend/isa/launch.hpp"
 #include "backends/accelerators/ascend/kernels/gemm_reduce/partials.hpp"
 
-namespace mkernel::ascend::gemm_ar {
+namespace mkernel::ascend::gemm_reduce {
 
 template <class Core>
 class Comm {
   public:
-    Comm(Core& core, const gemm_reduce::Args& args)
+    Comm(Core& core, const Args& args)
         : core_(core), args_(args), g_(args.geometry), partials_(core, args) {
         for (std::uint32_t other = 0; other < g_.world; ++other) {
-            any_far_ = any_far_ || !args_.same_node(other);
+            stages_ = stages_ || (g_.replicated && !args_.same_node(other));
         }
     }
 
@@ -32,7 +34,7 @@ class Comm {
     bool run() {
         for (std::uint32_t round = 0; round <= g_.chunks(); ++round) {
             if (round < g_.chunks() && !(send(round) && sum(round))) return false;
-            if (round > 0 && !take_in(round - 1)) return false;
+            if (g_.replicated && round > 0 && !take_in(round - 1)) return false;
         }
         return release(core_, args_, g_.world, g_.released(0), g_.finished());
     }
@@ -52,10 +54,10 @@ class Comm {
              tile < g_.chunk_end(args_.rank, chunk); ++tile) {
             if (!mine()) continue;
             const isa::GlobalView staged =
-                any_far_ ? args_.result(args_.workspace, tile) : isa::GlobalView{};
+                stages_ ? args_.result(args_.workspace, tile) : isa::GlobalView{};
             if (!partials_.sum(chunk, tile, args_.output(tile), staged)) return false;
             core_.fence();
-            if (!push(tile)) return false;
+            if (g_.replicated && !push(tile)) return false;
         }
         return true;
     }
@@ -99,13 +101,13 @@ class Comm {
     bool mine() { return item_++ % core_.count() == core_.index(); }
 
     Core& core_;
-    const gemm_reduce::Args& args_;
-    const gemm_reduce::Geometry& g_;
-    gemm_reduce::Partials<Core> partials_;
-    bool any_far_ = false;
+    const Args& args_;
+    const Geometry& g_;
+    Partials<Core> partials_;
+    bool stages_ = false;  // results for other nodes lie in the workspace too
     std::uint32_t item_ = 0;
 };
 
-MKERNEL_ASCEND_KERNEL(aiv, gemm_ar, comm, Comm, gemm_reduce::Args)
+MKERNEL_ASCEND_KERNEL(aiv, gemm_reduce, comm, Comm, Args)
 
-}  // namespace mkernel::ascend::gemm_ar
+}  // namespace mkernel::ascend::gemm_reduce
