@@ -23,7 +23,7 @@ _NVIDIA_DEVICES = {
     0x2C: "sm_120",
     0x31: "sm_103",
 }
-"""By the upper byte of the PCI device id, of which each generation has its own."""
+"""Architectures by the upper byte of the PCI device id; each generation has bytes of its own."""
 _NVIDIA_NAMES = (
     (r"G?V100", "sm_70"),
     (r"T4", "sm_75"),
@@ -34,7 +34,7 @@ _NVIDIA_NAMES = (
     (r"G?B100|G?B200", "sm_100"),
     (r"G?B300", "sm_103"),
 )
-"""As words of a product's name."""
+"""Architectures by a word of the product's name."""
 
 
 def architecture(device: Accelerator) -> str | None:

@@ -42,10 +42,10 @@ _Sized = TypeVar("_Sized", Findings, Node)
 
 _REAL_ROOT = Path("/")
 _MOST_BYTES = 4 << 20
-"""Of a file: some 100 machines as JSON, where one in XML has 1 MB at most. Read, it takes some 70
-times as much memory."""
+"""A file may be this large, which is some 100 machines as JSON; one machine in XML has 1 MB at most.
+Reading takes some 70 times as much memory."""
 _MOST_NICS = 1024
-"""Of one machine, so that what is made of every pair of devices stays small."""
+"""One machine may have this many, so that tables of pairs of devices stay small."""
 
 
 class Discovery(Model):
@@ -144,7 +144,7 @@ def load(path: Path) -> Topology:
 
 
 def _driven(tree: Findings, known: Iterable[Accelerator]) -> Findings:
-    """Without accelerators that no driver of this machine reports: they cannot be used. (In a
+    """Drops the accelerators that no driver of this machine reports, since nothing can use them. (In a
     container, sysfs still shows the devices of the others.)"""
     addresses = {one.pci for one in known}
     notes = Notes(tree.source)

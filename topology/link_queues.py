@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 HopTimes = Sequence[tuple[int, float]]
-"""The links of a subflow, in order, each with the microseconds that it is busy with the message."""
+"""The links of a subflow in order, with the microseconds for which each is busy with the message."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +23,7 @@ class Message:
 
     Attributes:
         name: for timelines.
-        subflows: ways that its parts take at once. None: it arrives when it is ready.
+        subflows: the ways that its parts take at once; without any, it arrives when it is ready.
         latency_us: from the end of the last link to the moment at which the receiver sees it.
         ready_us: not sent before then; moved up by the messages that it waits for.
         arrived_us: set by :func:`run`.

@@ -28,7 +28,7 @@ from mkernel.user_files import parse_json, read_file
 SCHEMA_VERSION = 1
 
 MAX_NODES, MAX_ACCELERATORS = 16384, 256
-"""Of a world, and of a node."""
+"""The most nodes of a world and accelerators of a node that are read."""
 
 _MOST_FILE_BYTES = 1 << 20
 _MOST_NAME = 1024
@@ -78,7 +78,7 @@ class Finite(Model):
 
 
 def first_error(error: ValidationError, most: int = 200) -> str:
-    """Where a file is wrong, and why."""
+    """Says where a file is wrong, and why."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "the file"
     return f"{printable(where, most)}: {printable(first['msg'], most)}"

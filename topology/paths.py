@@ -96,7 +96,7 @@ class NodePaths:
         ]
 
     def _links(self, device: Accelerator | Nic, shared: int) -> list[Hop]:
-        """From the device up to what it shares with the other, which is left out."""
+        """The links from the device up to, and without, what it shares with the other."""
         if device.pci is None:
             return []
         first = max(shared, 1)  # host bridges have no link of their own
@@ -148,7 +148,7 @@ def _shared(one: Accelerator | Nic, other: Accelerator | Nic) -> int:
 
 
 def _turn(one: Accelerator | Nic, other: Accelerator | Nic, shared: int) -> Hop:
-    """Where the way stops going up and starts going down."""
+    """The hop at which the way stops going up and starts going down."""
     if shared > 1:
         return Hop(one.pci_path[shared - 1], None, 0.0)
     if shared == 1:

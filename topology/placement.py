@@ -252,8 +252,8 @@ def usable_nics(node: Node) -> tuple[Nic, ...]:
 
 
 def rails(nics: Sequence[Nic]) -> tuple[Nic, ...]:
-    """Of a rank's NICs, best first, those that can share its puts evenly: the first, and all that have
-    its kind, link layer and speed."""
+    """The NICs that can share a rank's puts evenly. ``nics`` come best first: the first one counts, and
+    all that have its kind, link layer and speed."""
     return tuple(
         nic
         for nic in nics

@@ -14,8 +14,8 @@ from mkernel.topology.model import Nic, NicKind, Node, Topology
 from mkernel.topology.placement import usable_nics
 
 LEAST_SHARE = 0.25
-"""Of the fastest port's rate, below which a port is no rail. Ports of one generation are within a half
-of each other; management ports are at a sixteenth or less."""
+"""A port below this share of the fastest port's rate is no rail. Ports of one generation are within a
+half of each other; management ports are at a sixteenth or less."""
 
 
 class Rails(NamedTuple):
@@ -32,7 +32,7 @@ def rate_gbs(nic: Nic) -> float | None:
 
 
 def fast(nics: Sequence[Nic]) -> Rails:
-    """Without ports far below the fastest one; a port whose rate nobody knows stays."""
+    """Leaves out ports far below the fastest one; a port whose rate nobody knows stays."""
     fastest = max((rate_gbs(nic) or 0.0 for nic in nics), default=0.0)
     slow = [nic for nic in nics if (rate_gbs(nic) or fastest) < LEAST_SHARE * fastest]
     left_out: dict[str, tuple[str, ...]] = {}

@@ -148,7 +148,7 @@ class _Side:
         return min((gbs for gbs in (*ports, self._constants.egress_gbs) if gbs), default=None)
 
     def access(self, i: int, nic: Nic) -> _Access:
-        """Of a local rank's device memory by a NIC."""
+        """How a NIC reaches the memory of a local rank's device."""
         key = (i, nic.id)
         if key not in self._accesses:
             gbs, staged = nic_gbs(nic, self._constants), _staged(self.devices[i], nic)
@@ -234,7 +234,7 @@ def _way(
     arriving: Sequence[Nic],
     constants: MachineConstants,
 ) -> Way | None:
-    """From ``i`` by NICs next to ``via`` and NICs next to ``to`` to ``j``; None: they do not meet."""
+    """The way from ``i`` to ``j`` by NICs next to ``via`` and ``to``; None: these do not meet."""
     rails, crossed = [], False
     accesses = []
     for out, into in _matched(src, leaving, dst, arriving):
@@ -293,7 +293,7 @@ def _matched(
 
 
 def _stripe_bytes(rails: Sequence[Rail], together: float, constants: MachineConstants) -> int:
-    """Where n/B1 = (R-1)·signal + n/BR: every further rail costs one more put and its signal."""
+    """The n with n/B1 = (R-1)·signal + n/BR: every further rail costs one more put and its signal."""
     one = rails[0].bandwidth_gbs
     if together <= one:
         return 1 << 62  # the device's own link is the limit: no message gains

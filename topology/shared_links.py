@@ -119,7 +119,7 @@ _Links = tuple[tuple[Link, float], ...]
 def _fabric(
     table: RouteTable, route: Way, site: int, seats: Sequence[Seat], i: int, j: int
 ) -> _Links:
-    """From one local rank to another: the switches' ports of both, or a link of the pair's own."""
+    """The links from one local rank to another: both ports of the switch, or the pair's own link."""
     gbs = route.fabric_gbs or route.bandwidth_gbs
     one, other = seats[i].accelerator, seats[j].accelerator
     egress = table.egress_gbs[site] if table.egress_gbs else None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Layout = Literal["row", "column"]
 
 MAX_RANKS = 131072
-"""Of a world."""
+"""The largest world that is planned."""
 
 _NOTHING_TO_SHARE: tuple[OpName, ...] = ("moe_dispatch_gemm", "moe_combine")
 """Ops of which every pair of ranks exchanges rows of its own: no message of theirs serves a node."""

@@ -105,7 +105,7 @@ class CallMessages:
         return {one.ends: subflows(one, table, placement) for one in table.classes}
 
     def _blocks(self, at: At, turn: int | None) -> Link:
-        """To the local rank ``turn`` before; None: to other nodes."""
+        """The blocks that send to the local rank ``turn`` before; None: to other nodes."""
         seat = self.plan.placement.sites[at.site].seats[at.local]
         where = "other nodes" if turn is None else f"local rank -{turn}"
         return Link(at.site, f"{seat.accelerator} blocks to {where}")
@@ -117,7 +117,7 @@ class CallMessages:
                 yield At(site, local)
 
     def name(self, came: Came) -> str:
-        """For timelines."""
+        """What timelines call the message."""
         step = self.steps[came.step]
         last = f" to +{step.first + step.size - 1}" if step.size > 1 else ""
         return f"node +{step.first}{last}, local rank +{came.turn}, part {came.piece}"
@@ -204,7 +204,7 @@ class CallMessages:
 
 
 Arrivals = dict[tuple[At, Came], list[Message]]
-"""By receiver and place in its order: all that must have arrived."""
+"""The messages that must have arrived before a receiver (key) takes that place of its order."""
 
 
 def gather(

@@ -13,9 +13,9 @@ Runs = Literal["node", "far", "rail"]
 
 
 class ConsumptionOrder(Model):
-    """By rank: the ranks whose rows it consumes, itself first.
+    """The ranks whose rows each rank consumes, itself first.
 
-    A rotation, so that at every step each source is wanted by exactly one rank: rank (n, l) takes
+    It is a rotation, so that at every step each source is wanted by exactly one rank: rank (n, l) takes
     (n + i mod ``nodes``, l + j mod ``ranks_per_node``) for i and j from 0 upwards. Sequence of tuples;
     each is made when it is asked for.
 
@@ -36,7 +36,7 @@ class ConsumptionOrder(Model):
         return self._rotated(rank, 1)
 
     def consumers(self, rank: int) -> tuple[int, ...]:
-        """By step: the rank that consumes ``rank``'s rows then."""
+        """The rank that consumes ``rank``'s rows at each step."""
         return self._rotated(rank, -1)
 
     def _rotated(self, rank: int, way: int) -> tuple[int, ...]:

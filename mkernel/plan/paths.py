@@ -23,7 +23,7 @@ def fusable(op: OpName, shape: GemmShape, dtype: DtypeName, world: int) -> bool:
 
 
 def partial_dtype(shape: GemmShape, dtype: DtypeName) -> DtypeName:
-    """Of the partial results that the library path sends and adds up."""
+    """The dtype in which the library path sends partial results and adds them up."""
     return "float32" if shape.m * shape.n <= FLOAT32_PARTIALS else dtype
 
 

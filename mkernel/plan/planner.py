@@ -197,7 +197,7 @@ def _plan_of(considered: Callable[_Given, Planned]) -> Callable[_Given, LaunchPl
 
 
 plan = _plan_of(explain)
-"""The plan alone, of the same arguments."""
+"""Returns the plan alone; takes the same arguments."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ def _hold(constants: MachineConstants, kinds: NodeKinds, placement: WorldPlaceme
 
 
 def _more_blocks(resources: Resources, cores: int) -> list[Resources]:
-    """With twice and four times the blocks for communication, as far as there are cores."""
+    """The same with twice and four times the blocks for communication, as far as there are cores."""
     more = [factor * resources.comm_blocks for factor in (2, 4)]
     return [resources.model_copy(update={"comm_blocks": n}) for n in more if n <= cores]
 

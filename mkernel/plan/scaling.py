@@ -31,8 +31,8 @@ def points(
     most: int,
     one_kernel_per_chunk: bool = False,
 ) -> Iterator[Point]:
-    """Of 1, 2, 4, … nodes, and ``most``. ``made``: the plan of so many. ``one_kernel_per_chunk``: as
-    the backend's capabilities say."""
+    """Simulates worlds of 1, 2, 4, … and ``most`` nodes. ``made`` gives the plan for a number of nodes;
+    ``one_kernel_per_chunk`` is what the backend's capabilities say."""
     nodes = 1
     while nodes <= most:
         plan = made(nodes)

@@ -26,7 +26,7 @@ _PARTS = 8
 """Parts of an owner's sums that AllReduce sends on as soon as they are complete."""
 _PLAIN_TILE = (128, 256)
 _TILES_A_CORE = 16
-"""Of ops that are no GEMM: their work is cut finely and evenly."""
+"""What ops other than GEMMs are taken to have: their work is cut finely and evenly."""
 
 
 class LinkUse(Model):
@@ -98,7 +98,7 @@ def trace(
     one_kernel_per_chunk: bool = False,
     keep: bool = True,
 ) -> Traced:
-    """As :func:`simulate`, with the timeline where ``keep``."""
+    """Does what :func:`simulate` does, and keeps the timeline where ``keep``."""
     exchange = exchange or plan.exchange
     made = CallMessages(plan, constants, _chunks(plan), detail)
     sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size)
@@ -174,7 +174,7 @@ def _sums(made: CallMessages, at: At, arrivals: Arrivals, computed_us: float) ->
 
 
 def _chunks(plan: LaunchPlan) -> int:
-    """Of one rank's bytes to another."""
+    """Into how many chunks one rank's bytes for another are cut."""
     if plan.chunking is not None:
         return plan.chunking.chunks_per_rank
     if plan.rows_per_chunk is None:
@@ -230,7 +230,7 @@ class _Device:
         return ends
 
     def _kernel_us(self, share: float) -> float:
-        """Of a kernel that computes so much of all."""
+        """How long a kernel takes that computes this share of all tiles."""
         tiles = math.ceil(share * self._grid[0] - 1e-9) * self._grid[1]
         return -(-tiles // self.cores) * self.tile_us
 

@@ -13,7 +13,7 @@ _MOST_NOTE = 500
 
 @dataclass(frozen=True)
 class Findings:
-    """As the fields of a node. What the source does not know of is left out.
+    """What one source knows, named like the fields of a node. What it does not know is left out.
 
     Ends of ``fabric`` and ``no_p2p`` are ids of this source's own ``accelerators``.
     """

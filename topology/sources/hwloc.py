@@ -41,7 +41,7 @@ _NUMBERED = re.compile(r"(?:nvml|rsmi)(\d{1,4})")
 
 
 class _Place(NamedTuple):
-    """Where in the tree an object is."""
+    """Says where in the tree an object is."""
 
     numa: int | None
     bridges: tuple[str, ...]
@@ -249,8 +249,8 @@ class _Reader:
         )
 
     def _numbered(self) -> tuple[Accelerator, ...]:
-        """With the driver's own numbers where the file names them, or else by bus id, as drivers
-        number."""
+        """GPUs with the driver's own numbers where the file names them, or else numbered by bus id, as
+        drivers do."""
         order = sorted(self._gpus, key=pci.sort_key)
         named = {address: _driver_number(gpu.element) for address, gpu in self._gpus.items()}
         complete = None not in named.values() and len(set(named.values())) == len(named)

@@ -38,7 +38,7 @@ _NVSWITCH, _NPU_BRIDGE = "0x068000", "0x068001"
 
 
 class _Place(NamedTuple):
-    """Where in the tree an element is."""
+    """Says where in the tree an element is."""
 
     numa: int | None
     bridges: tuple[str, ...]
@@ -193,7 +193,7 @@ class _Host:
         )
 
     def _numbered(self) -> dict[str, Accelerator]:
-        """By bus id, with the numbers that NCCL found, or else in the driver's order: by bus id."""
+        """GPUs by bus id. Their numbers are those that NCCL found, or else go by bus id, as the driver's."""
         devs = [one.gpu.number("dev") if one.gpu is not None else None for one in self._gpus]
         order = sorted((one.address for one in self._gpus), key=pci.sort_key)
         numbers = {address: number for number, address in enumerate(order)}

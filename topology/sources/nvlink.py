@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 _GENERATIONS = ((60, 20.0), (70, 25.0), (100, 50.0))
-"""From this compute capability on (60 is 6.0), GB/s of one link in one direction, nominal."""
+"""(capability, rate): GPUs from this compute capability on (60 is 6.0) have links of this nominal rate,
+in GB/s and one direction."""
 
 
 def link_gbs(capability: int | None) -> float | None:

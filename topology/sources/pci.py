@@ -72,12 +72,12 @@ def link_gbs(speed: float | None, lanes: int | None) -> float | None:
 
 
 def port_gbs(port: Path) -> float | None:
-    """Of the link that a bridge's folder describes."""
+    """The rate of the link that a bridge's folder describes."""
     return link_gbs(_speed(port, idles=True), _lanes(port))
 
 
 def device_gbs(function: Path, *, idles: bool) -> float | None:
-    """Of the link above a function: the lesser of its two sides, in speed and in width.
+    """The rate of the link above a function: the lesser of its two sides, in speed and in width.
 
     Args:
         idles: whether the link slows down with an idle device, as those of GPUs do: then the

@@ -25,7 +25,7 @@ _LANE_GBPS = {
     128: 100.0,
     256: 200.0,
 }
-"""By libibverbs' codes of a port's width and speed."""
+"""Numbers of lanes by libibverbs' code of a port's width, Gb/s of a lane by its code of a speed."""
 _LAYERS: dict[int, Literal["InfiniBand", "Ethernet"]] = {1: "InfiniBand", 2: "Ethernet"}
 
 

@@ -58,7 +58,7 @@ class GemmOp:
         return geometry
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
-        """As planned: cube cores compute, vector cores communicate."""
+        """The plan's: cube cores compute, vector cores communicate."""
         return Blocks(comm=plan.resources.comm_blocks, cube=plan.resources.compute_blocks)
 
     def prepare(self, call: Call) -> Prepared:
@@ -80,7 +80,7 @@ class GemmOp:
         return Prepared(kernels, partial(_gather, call, geometry))
 
     def record(self, plan: LaunchPlan, rank: int) -> Prepared:
-        """On dense tensors."""
+        """Takes every tensor to be dense."""
         (_, k), (_, n) = _shapes(plan).a, _shapes(plan).b
         return Prepared(
             _kernels(

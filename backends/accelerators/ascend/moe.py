@@ -124,7 +124,7 @@ class MoeCombineOp:
         return Prepared(kernels, finish)
 
     def record(self, plan: LaunchPlan, rank: int, ids: torch.Tensor | None = None) -> Prepared:
-        """As a dispatch with this routing leaves the tables (:meth:`MoeDispatchOp.record`)."""
+        """Takes the tables that a dispatch with this routing leaves (:meth:`MoeDispatchOp.record`)."""
         given = (balanced_ids(plan) if ids is None else ids).contiguous()
         sent = _recorded(plan, rank, _dispatch_geometry(plan, _LEAST_HIDDEN), given)
         native().record(
@@ -163,7 +163,7 @@ class MoeCombineOp:
 
 
 _LEAST_HIDDEN = 16
-"""Of a dispatch that is recorded for its tables alone."""
+"""The width of tokens in a dispatch that is recorded for its tables alone."""
 
 
 def _shape(plan: LaunchPlan) -> MoeShape | CombineShape:

@@ -30,10 +30,10 @@ _SPAN = np.dtype(
     ]
 )
 _SAME_RUN_US = 2.0
-"""Like instructions of one chunk that are closer than this are one slice of the timeline."""
+"""Equal instructions of one chunk whose gap is at most this long make one slice of the timeline."""
 
 _VECTOR_WORK = 0xFF
-"""As a kind: what the core's vector unit does, and the stores of its results."""
+"""The kind that stands for all work of the vector unit and the stores of its results."""
 _NAMES = {int(kind): kind.name for kind in Kind} | {
     int(Kind.TMATMUL_ACC): Kind.TMATMUL.name,
     _VECTOR_WORK: "VECTOR",

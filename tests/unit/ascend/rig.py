@@ -39,7 +39,7 @@ LIMIT = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
 """Relative Frobenius error allowed, by output dtype."""
 
 PATIENCE_S = 60.0
-"""With what must end, however busy the machine is."""
+"""How long to wait for what must end, however busy the machine is."""
 SIGNALS = 4096
 SIGNAL_BASE = 17
 REGION = 5

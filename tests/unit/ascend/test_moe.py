@@ -283,8 +283,8 @@ def complaint(launch: AscendLaunch) -> str:
 
 @pytest.mark.parametrize(("role", "wait"), [("vector", 0), ("vector", 1), ("cube", 1)])
 def test_a_missing_wait_for_another_core_is_reported(role: Any, wait: int) -> None:
-    """For the counts of all sources (the first wait of block 0 on rank 0, the second one on rank 1);
-    for tokens in their rows. By whichever of the two cores comes second."""
+    """The wait for the counts of all sources (block 0's first one on rank 0, its second one on rank 1),
+    or the wait for tokens in their rows. Whichever of the two cores comes second reports it."""
     plan = moe_plan(ranks_per_node=2, chunk=40, compute_blocks=4)
     with World(plan, strict=_ascend.Strict(skip_role=role, skip_waits=[wait])) as world:
         world.epoch = 1
@@ -413,7 +413,7 @@ def test_balanced_routing_is_balanced() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_recording_without_running_gives_the_trace_of_a_run(nodes: int) -> None:
-    """Where the call has the record's routing."""
+    """The call has the record's routing here."""
     plan = moe_plan(nodes=nodes, ranks_per_node=4 // nodes)
     home = combine_plan(plan)
     given = inputs(plan, ids=[*balanced_ids(plan)])

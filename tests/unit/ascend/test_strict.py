@@ -16,7 +16,7 @@ from .rig import PATIENCE_S, World, make_plan
 
 
 def outputs(strict: _ascend.Strict | None, nodes: int, ranks: int) -> list[torch.Tensor]:
-    """Of every rank, in each of three epochs."""
+    """The output of every rank in each of three epochs."""
     plan = make_plan(
         130 * nodes * ranks,
         264,

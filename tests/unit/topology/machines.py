@@ -161,7 +161,7 @@ def expected(machine: Machine, one: str, other: str) -> tuple[str, float | None]
 
 
 def nccl_xml(machine: Machine) -> str:
-    """As ``NCCL_TOPO_DUMP_FILE``: no root and downstream ports, a switch is one element."""
+    """What ``NCCL_TOPO_DUMP_FILE`` gets: no root and downstream ports, a switch is one element."""
     lines = ['<system version="1">']
     everything = trees(machine)
     for number, socket in enumerate(machine.sockets):
@@ -213,7 +213,7 @@ def _nccl(placed: Placed, machine: Machine) -> list[str]:
 
 
 def hwloc_xml(machine: Machine) -> str:
-    """As ``lstopo --of xml``: every port, links in GB/s, no rates of ports, no NVLink."""
+    """What ``lstopo --of xml`` prints: every port, links in GB/s, no rates of ports, no NVLink."""
     everything = trees(machine)
     nodes = f"0x{(1 << len(machine.sockets)) - 1:08x}"
     lines = ['<topology version="2.0">', _open("object", type="Machine", nodeset=nodes)]

@@ -17,7 +17,7 @@ KINDS: dict[str, tuple[NicKind, ...]] = {
     "efa": ("efa", "soft"),
 }
 FULL, SLIVER = Link(32.0, 16), Link(32.0, 1)
-"""Of a rail, and of a management port: a sixteenth."""
+"""The rates of a rail and of a management port, a sixteenth of it."""
 
 
 def nic(id_: str, kind: NicKind = "cx", gbps: float | None = 400, pcie: float | None = None) -> Nic:

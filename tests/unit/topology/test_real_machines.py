@@ -132,7 +132,7 @@ def test_reports_round_trip(name: str, tmp_path: Path) -> None:
 
 
 def stands(node: Node) -> dict[str, tuple[object, ...]]:
-    """Where each device is, by bus id."""
+    """The place of each device, by bus id."""
     return {
         str(each.pci): (each.id, each.numa_node, each.pcie_gbs)
         for each in (*node.accelerators, *node.nics)

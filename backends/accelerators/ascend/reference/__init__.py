@@ -25,7 +25,7 @@ class PublishedRow(Model):
 
     @property
     def shape(self) -> Shape:
-        """For :func:`trace`."""
+        """The row's sizes as :func:`trace` takes them."""
         return Shape(self.ranks, self.m, self.k, self.n)
 
 

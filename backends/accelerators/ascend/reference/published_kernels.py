@@ -64,7 +64,7 @@ class Shape:
 
     @property
     def row_groups(self) -> int:
-        """Of one rank."""
+        """Groups of 128 rows that one rank owns."""
         return self.m // self.ranks // BASE_M
 
     @property
@@ -83,7 +83,7 @@ class Shape:
 
     @property
     def chunks(self) -> int:
-        """Of one rank."""
+        """Chunks that one rank sends to each other rank."""
         return -(-self.row_groups * self.k_tiles // self.chunk_tiles)
 
     def flag(self, source: int, chunk: int) -> int:
@@ -169,7 +169,7 @@ _NO_WAITS: _Waits = {}
 
 
 def _waits(shape: Shape, source: int, group: int) -> _Waits:
-    """By K tile of a row group: the wait before it, where its chunk is one that comes anew."""
+    """The wait before each K tile of a row group that is the first of its chunk."""
     found = {}
     seen = None
     for k_tile in range(shape.k_tiles):
