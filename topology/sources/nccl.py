@@ -193,7 +193,7 @@ class _Host:
         )
 
     def _numbered(self) -> dict[str, Accelerator]:
-        """GPUs by bus id. Their numbers are those that NCCL found, or else go by bus id, as the driver's."""
+        """GPUs by bus id, with the numbers that NCCL found or else, like drivers, in that order."""
         devs = [one.gpu.number("dev") if one.gpu is not None else None for one in self._gpus]
         order = sorted((one.address for one in self._gpus), key=pci.sort_key)
         numbers = {address: number for number, address in enumerate(order)}
