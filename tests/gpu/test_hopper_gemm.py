@@ -29,7 +29,7 @@ SIZES = [
 def test_product(dtype: str, n_major: bool, tiling: str, kernel: str) -> None:
     made = native()
     memory, control = made.DeviceMemory.create(0, 1), made.ControlBlock()
-    world = made.World([memory.address], 0, control.address, 5.0, 1)
+    world = made.DeviceWorld([memory.address], 0, control.address, 5.0, 1)
     stream = torch.cuda.current_stream().cuda_stream
     for m, n, k in SIZES:
         for bias in (False, True):
@@ -51,10 +51,12 @@ def test_product(dtype: str, n_major: bool, tiling: str, kernel: str) -> None:
                 band=3,
             )
             if kernel == "all_gather_gemm":
-                made.all_gather_gemm(0, world, product, made.Chunks(m, m), False, stream)
+                made.all_gather_gemm(0, world, product, made.AllGatherSchedule(m, m), False, stream)
             else:
-                owners = made.Owners(m=m, rows=m, panel_rows=2, panel_columns=2, everywhere=False)
-                made.gemm_reduce(0, world, product, owners, stream)
+                schedule = made.ReduceSchedule(
+                    m=m, rows=m, panel_rows=2, panel_columns=2, everywhere=False
+                )
+                made.gemm_reduce(0, world, product, schedule, stream)
             torch.cuda.synchronize()
             truth = a.double() @ b.double() + (row.double() if bias else 0)
             error = float((out.double() - truth).norm() / truth.norm())

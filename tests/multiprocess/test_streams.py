@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import mkernel
+from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.device import Device
-from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Comparison, case_of
 from mkernel.conformance.ranks import give_up_after
@@ -107,15 +107,15 @@ def test_chunks_and_layouts(view: View) -> None:
 def judged_together(cases: Sequence[Case]) -> list[tuple[Case, bool, dict[str, Comparison], int]]:
     """As ``judged``, where messages of all peers go together; and the number of messages."""
     posted = []
-    post = Lanes.post
+    post = CallStreams.post
 
-    def counted(lanes: Lanes, *parcels: Any) -> Any:
+    def counted(streams: CallStreams, *parcels: Any) -> Any:
         posted.append(parcels)
-        return post(lanes, *parcels)
+        return post(streams, *parcels)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "peers_together", True)
-        patch.setattr(Lanes, "post", counted)
+        patch.setattr(CallStreams, "post", counted)
         found = []
         for case in cases:
             posted.clear()

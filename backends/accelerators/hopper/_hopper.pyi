@@ -129,11 +129,11 @@ class Tiling:
     deep: Tiling
     narrow: Tiling
 
-class World:
+class DeviceWorld:
     def __init__(
         self, regions: list[int], rank: int, control: int, timeout_s: float, call: int
     ) -> None: ...
-    def of_call(self, number: int, timeout_s: float) -> World: ...
+    def of_call(self, number: int, timeout_s: float) -> DeviceWorld: ...
 
 class Product:
     def __init__(
@@ -153,7 +153,7 @@ class Product:
     ) -> None: ...
     def of(self, a: int, b: int, out: int) -> Product: ...
 
-class Chunks:
+class AllGatherSchedule:
     push_blocks: int
     count: int
     def __init__(
@@ -165,7 +165,7 @@ class Chunks:
         slices: int = 1,
     ) -> None: ...
 
-class Owners:
+class ReduceSchedule:
     def __init__(
         self,
         *,
@@ -182,14 +182,21 @@ class Owners:
 
 class PipelinedGather:
     def __init__(
-        self, device: int, order: CallOrder, world: World, product: Product, chunks: Chunks
+        self,
+        device: int,
+        order: CallOrder,
+        world: DeviceWorld,
+        product: Product,
+        schedule: AllGatherSchedule,
     ) -> None: ...
     def start(
         self, number: int, timeout_s: float, a: int, b: int, out: int, stream: int
     ) -> None: ...
 
 class PipelinedReduce:
-    def __init__(self, device: int, world: World, product: Product, owners: Owners) -> None: ...
+    def __init__(
+        self, device: int, world: DeviceWorld, product: Product, schedule: ReduceSchedule
+    ) -> None: ...
     def start(
         self,
         number: int,
@@ -205,15 +212,25 @@ MAX_FLAGS: int
 MAX_COPIED_CHUNKS: int
 DATA_OFFSET: int
 
-def all_gather_gemm_bytes(world: int, chunks: Chunks, k: int) -> int: ...
+def all_gather_gemm_bytes(world: int, schedule: AllGatherSchedule, k: int) -> int: ...
 def gemm_reduce_bytes(world: int, rows: int, n: int, by_outbox: bool, gathers: bool) -> int: ...
 def push_rows(
-    device: int, world: World, rows: int, row_bytes: int, chunks: Chunks, stream: int
+    device: int,
+    world: DeviceWorld,
+    rows: int,
+    row_bytes: int,
+    schedule: AllGatherSchedule,
+    stream: int,
 ) -> None: ...
 def all_gather_gemm(
-    device: int, world: World, product: Product, chunks: Chunks, wait: bool, stream: int
+    device: int,
+    world: DeviceWorld,
+    product: Product,
+    schedule: AllGatherSchedule,
+    wait: bool,
+    stream: int,
 ) -> None: ...
 def gemm_reduce(
-    device: int, world: World, product: Product, owners: Owners, stream: int
+    device: int, world: DeviceWorld, product: Product, schedule: ReduceSchedule, stream: int
 ) -> None: ...
-def rendezvous(device: int, world: World, stream: int) -> None: ...
+def rendezvous(device: int, world: DeviceWorld, stream: int) -> None: ...

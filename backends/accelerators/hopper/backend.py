@@ -1,6 +1,6 @@
 """The hopper backend: persistent kernels on GPUs of compute capability 9.0, over NVLink.
 
-What it claims needs no torch; what a world does with it (``opened.py``) does.
+What it claims needs no torch; what a world does with it (``device_session.py``) does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mkernel.backends.accelerators.hopper.claims import library_ops, ops
+from mkernel.backends.accelerators.hopper.capabilities import library_ops, ops
 from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, missing, native
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from mkernel.backends.accelerators.hopper import _hopper
-    from mkernel.backends.accelerators.hopper.opened import HopperLaunch, OpenDevice
+    from mkernel.backends.accelerators.hopper.device_session import DeviceSession, HopperLaunch
     from mkernel.backends.runtime import _runtime
 
 _PLAIN_PROCESSORS = 132
@@ -45,8 +45,8 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
 
     def __init__(self) -> None:
         """Starts nothing."""
-        self._open: OpenDevice | None = None
-        self._left: list[OpenDevice] = []  # of worlds whose kernels did not end
+        self._session: DeviceSession | None = None
+        self._left: list[DeviceSession] = []  # of worlds whose kernels did not end
         self._capabilities: AcceleratorCapabilities | None = None
 
     def status(self) -> Status:
@@ -121,63 +121,63 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
 
     def open(self, device: Accelerator) -> None:
         """Choose the rank's device and make what its calls need there."""
-        from mkernel.backends.accelerators.hopper.opened import OpenDevice
+        from mkernel.backends.accelerators.hopper.device_session import DeviceSession
 
-        self._open = OpenDevice(device)
+        self._session = DeviceSession(device)
 
     def close(self, timeout_s: float) -> bool:
         """Wait for the device, and let go of it."""
-        opened, self._open = self._open, None
-        if opened is None or opened.close(timeout_s):
+        session, self._session = self._session, None
+        if session is None or session.close(timeout_s):
             return True
-        self._left.append(opened)
+        self._left.append(session)
         return False
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
         """The rank's device. ArgumentError for tensors on another one."""
-        return self._opened().on(tensors)
+        return self._open_session().on(tensors)
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed memory of the rank's device."""
-        return self._opened().allocate(nbytes)
+        return self._open_session().allocate(nbytes)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
         """Map a same-node peer's memory for the rank's device. OSError where it is gone."""
-        return self._opened().attach(descriptor)
+        return self._open_session().attach(descriptor)
 
     def format(self, memory: SymmetricMemory) -> None:
         """Write the number of the first call, where kernels look for it."""
-        self._opened().format(memory)
+        self._open_session().format(memory)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
         """A region, shared by all plans of a world; its flags are its own, so no signals."""
-        from mkernel.backends.accelerators.hopper.launches import region_bytes
+        from mkernel.backends.accelerators.hopper.dispatch import region_bytes
 
         return Workspace(nbytes=region_bytes(plan), signals=0, shared=True)
 
     def launch(self, call: Call) -> HopperLaunch:
         """Queue the call on torch's current stream, after the world's previous one."""
-        return self._opened().launch(call)
+        return self._open_session().launch(call)
 
     def abort(self, code: _runtime.AbortCode) -> None:
         """Set the word that waiting kernels look at."""
-        opened = self._open
-        if opened is not None:
-            opened.control.abort(code)
+        session = self._session
+        if session is not None:
+            session.control.abort(code)
 
     def failure(self) -> tuple[_runtime.AbortCode, _runtime.Diagnosis] | None:
         """The first time-out that a kernel of this world recorded."""
-        opened = self._open
-        if opened is None or not opened.control.failed:
+        session = self._session
+        if session is None or not session.control.failed:
             return None
-        return opened.control.outcome()
+        return session.control.outcome()
 
-    def _opened(self) -> OpenDevice:
-        if self._open is None:
+    def _open_session(self) -> DeviceSession:
+        if self._session is None:
             raise BackendUnavailable(
                 "accelerator 'hopper' is in no world; call mkernel.init() first"
             )
-        return self._open
+        return self._session
 
 
 def _devices() -> list[_hopper.DeviceInfo]:

@@ -1,4 +1,4 @@
-"""The GEMM ops on one rank: what a plan needs of the region, and how a call is put on its lane.
+"""The GEMM ops on one rank: what a plan needs of the region, and how a call is put on its context.
 
 Data flow of the views:
   AllGather+GEMM   pipelined: copy engines (a second stream) or blocks of the kernel push the rows
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mkernel.backends.accelerators.hopper import schedule
+from mkernel.backends.accelerators.hopper import tuning
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.transfer import measured_engines
 from mkernel.backends.contracts.accelerator import Call
@@ -23,11 +23,11 @@ from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
-    from mkernel.backends.accelerators.hopper.launches import Lane
+    from mkernel.backends.accelerators.hopper.dispatch import DispatchContext
 
 ALIGNMENT = 16
 _NO_DATA = 1 << 20  # a region whose data area is empty
-_ELEMENT_BYTES = schedule.ELEMENT_BYTES
+_ELEMENT_BYTES = tuning.ELEMENT_BYTES
 
 
 # ---- what a plan needs ---------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def gather_bytes(plan: LaunchPlan) -> int:
     world = one_node(plan)
     if world == 1:
         return _NO_DATA
-    needed: int = native().all_gather_gemm_bytes(world, _chunks(plan)[1], plan.gemm.k)
+    needed: int = native().all_gather_gemm_bytes(world, _schedule(plan)[1], plan.gemm.k)
     return needed
 
 
@@ -68,10 +68,10 @@ def one_node(plan: LaunchPlan) -> int:
     return plan.world_size
 
 
-def _chunks(plan: LaunchPlan) -> tuple[schedule.GatherSchedule, _hopper.Chunks]:
+def _schedule(plan: LaunchPlan) -> tuple[tuning.GatherTuning, _hopper.AllGatherSchedule]:
     made, shape, world = native(), plan.gemm, plan.world_size
     rows = shape.m // world
-    how = schedule.gather(
+    how = tuning.gather(
         rows,
         shape.n,
         shape.k,
@@ -81,12 +81,14 @@ def _chunks(plan: LaunchPlan) -> tuple[schedule.GatherSchedule, _hopper.Chunks]:
         made.MAX_FLAGS,
         made.MAX_COPIED_CHUNKS,
     )
-    return how, made.Chunks(rows, how.chunk_rows, how.push_blocks, how.columns_ahead, how.slices)
+    return how, made.AllGatherSchedule(
+        rows, how.chunk_rows, how.push_blocks, how.columns_ahead, how.slices
+    )
 
 
-def _reduction(plan: LaunchPlan) -> schedule.ReduceSchedule:
+def _reduction(plan: LaunchPlan) -> tuning.ReduceTuning:
     shape = plan.gemm
-    return schedule.reduce(
+    return tuning.reduce(
         plan.op, shape.m, shape.n, shape.k, plan.world_size, plan.resources.compute_blocks
     )
 
@@ -111,21 +113,21 @@ def _element(plan: LaunchPlan) -> _hopper.Element:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-class GatherCalls:
+class AllGatherExecutor:
     """AllGather+GEMM, into ``out`` and, if there is one, ``gathered``: one plan's calls in a world."""
 
-    def __init__(self, call: Call, lane: Lane) -> None:
+    def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
-        how, chunks = _chunks(plan)
-        self._lane = lane
+        how, schedule = _schedule(plan)
+        self._context = context
         self._several = plan.world_size > 1
-        self._world = world_of(call, lane)
+        self._world = world_of(call, context)
         self._product = _product(plan, how.tiling)
         rows = plan.gemm.m // plan.world_size
-        self._whole, self._chunks = made.Chunks(rows, rows), chunks
+        self._whole, self._schedule = made.AllGatherSchedule(rows, rows), schedule
         self._pipelined = made.PipelinedGather(
-            lane.device, lane.order, self._world, self._product, chunks
+            context.device, context.order, self._world, self._product, schedule
         )
 
     def start(self, call: Call, stream: int) -> None:
@@ -133,7 +135,7 @@ class GatherCalls:
         tensors = call.tensors
         a, b, out = _aligned(tensors["a"]), _aligned(tensors["b"]), tensors["out"]
         written = _writable(out)
-        number, addresses = noted(call), (a.data_ptr(), b.data_ptr(), written.data_ptr())
+        number, addresses = call_id(call), (a.data_ptr(), b.data_ptr(), written.data_ptr())
         if call.view == "pipelined":
             self._pipelined.start(number, call.timeout_s, *addresses, stream)
         else:
@@ -147,15 +149,15 @@ class GatherCalls:
         self, call: Call, addresses: tuple[int, int, int], stream: int
     ) -> None:
         """Copy engines and then the kernel, or the kernel alone."""
-        made, device = native(), self._lane.device
-        world = self._world.of_call(noted(call), call.timeout_s)
+        made, device = native(), self._context.device
+        world = self._world.of_call(call_id(call), call.timeout_s)
         product, waits = self._product.of(*addresses), False
-        chunks = self._chunks
+        schedule = self._schedule
         if call.view == "sequential" and self._several:
-            chunks, waits = self._whole, True
+            schedule, waits = self._whole, True
             row_bytes = call.plan.gemm.k * _ELEMENT_BYTES
-            made.push_rows(device, world, addresses[0], row_bytes, chunks, stream)
-        made.all_gather_gemm(device, world, product, chunks, waits, stream)
+            made.push_rows(device, world, addresses[0], row_bytes, schedule, stream)
+        made.all_gather_gemm(device, world, product, schedule, waits, stream)
 
     def _copy_gathered(
         self, call: Call, a: torch.Tensor, gathered: torch.Tensor, stream: int
@@ -169,24 +171,24 @@ class GatherCalls:
         _copy(to, rows, before, stream)
         _copy(to + after, rows + after, ranks * shard - after, stream)
         if ranks > 1:
-            world = self._world.of_call(noted(call), call.timeout_s)
-            native().rendezvous(self._lane.device, world, stream)
+            world = self._world.of_call(call_id(call), call.timeout_s)
+            native().rendezvous(self._context.device, world, stream)
 
 
-class ReduceCalls:
+class ReduceExecutor:
     """GEMM+ReduceScatter or GEMM+AllReduce, into ``out``: one plan's calls in a world."""
 
-    def __init__(self, call: Call, lane: Lane) -> None:
+    def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
         how = _reduction(plan)
-        self._lane = lane
-        self._world = world_of(call, lane)
+        self._context = context
+        self._world = world_of(call, context)
         self._product = _product(plan, how.tiling)
         self._everywhere = plan.op == "gemm_all_reduce"
 
-        def owners(alone: bool) -> _hopper.Owners:
-            found: _hopper.Owners = made.Owners(
+        def schedule(alone: bool) -> _hopper.ReduceSchedule:
+            found: _hopper.ReduceSchedule = made.ReduceSchedule(
                 m=plan.gemm.m,
                 rows=how.rows,
                 panel_rows=how.panel_rows,
@@ -198,9 +200,9 @@ class ReduceCalls:
             )
             return found
 
-        self._alone = owners(True)
+        self._alone = schedule(True)
         self._pipelined = made.PipelinedReduce(
-            lane.device, self._world, self._product, owners(False)
+            context.device, self._world, self._product, schedule(False)
         )
 
     def start(self, call: Call, stream: int) -> None:
@@ -208,14 +210,14 @@ class ReduceCalls:
         tensors = call.tensors
         a, b, out = _aligned(tensors["a"]), _aligned(tensors["b"]), tensors["out"]
         written = _writable(out)
-        number, addresses = noted(call), (a.data_ptr(), b.data_ptr(), written.data_ptr())
+        number, addresses = call_id(call), (a.data_ptr(), b.data_ptr(), written.data_ptr())
         outs: list[int] = []
         if call.symmetric and self._everywhere and written is out:
             outs = list(call.symmetric.get("out", ()))
         if call.view == "compute_only":
             world = self._world.of_call(number, call.timeout_s)
             product = self._product.of(*addresses)
-            native().gemm_reduce(self._lane.device, world, product, self._alone, stream)
+            native().gemm_reduce(self._context.device, world, product, self._alone, stream)
         elif call.view == "sequential" and call.plan.world_size > 1:
             self._product_then_collective(call, a, b, outs or [addresses[2]], stream)
         else:
@@ -226,20 +228,22 @@ class ReduceCalls:
     def _product_then_collective(
         self, call: Call, a: torch.Tensor, b: torch.Tensor, outs: list[int], stream: int
     ) -> None:
-        made, plan, world, lane = native(), call.plan, call.plan.world_size, self._lane
+        made, plan, world, context = native(), call.plan, call.plan.world_size, self._context
         shape = plan.gemm
         partial = torch.empty((shape.m, shape.n), dtype=a.dtype, device=a.device)
-        alone = made.World([call.workspace], 0, lane.control, call.timeout_s, noted(call))
-        tiling = schedule.tiling(shape.m, 1, shape.n, shape.k, plan.resources.compute_blocks)
+        alone = made.DeviceWorld(
+            [call.workspace], 0, context.control, call.timeout_s, call_id(call)
+        )
+        tiling = tuning.tiling(shape.m, 1, shape.n, shape.k, plan.resources.compute_blocks)
         product = _product(plan, tiling).of(a.data_ptr(), b.data_ptr(), partial.data_ptr())
-        chunks = made.Chunks(shape.m, shape.m)
-        made.all_gather_gemm(lane.device, alone, product, chunks, False, stream)
+        schedule = made.AllGatherSchedule(shape.m, shape.m)
+        made.all_gather_gemm(context.device, alone, product, schedule, False, stream)
         together = made.Collective(
             regions(call),
             call.rank,
-            lane.control,
+            context.control,
             int(call.timeout_s * 1e9),
-            noted(call),
+            call_id(call),
             0,
             _staging(plan),
         )
@@ -268,7 +272,7 @@ def _copy(dst: int, src: int, nbytes: int, stream: int) -> None:
         made.copy(dst, src, nbytes, engine, max(best.blocks, 1), stream=stream)
 
 
-def _product(plan: LaunchPlan, tiling: schedule.TilingName) -> _hopper.Product:
+def _product(plan: LaunchPlan, tiling: tuning.TilingName) -> _hopper.Product:
     """Of no tensors yet."""
     made = native()
     product: _hopper.Product = made.Product(
@@ -277,21 +281,21 @@ def _product(plan: LaunchPlan, tiling: schedule.TilingName) -> _hopper.Product:
         half=plan.dtype == "float16",
         n_major=plan.b_layout == "row",
         tiling=getattr(made.Tiling, tiling),
-        band=schedule.BAND,
+        band=tuning.BAND,
         blocks=plan.resources.compute_blocks,
     )
     return product
 
 
-def world_of(call: Call, lane: Lane) -> _hopper.World:
+def world_of(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
     """As kernels of this call see it."""
-    world: _hopper.World = native().World(
-        regions(call), call.rank, lane.control, call.timeout_s, noted(call)
+    world: _hopper.DeviceWorld = native().DeviceWorld(
+        regions(call), call.rank, context.control, call.timeout_s, call_id(call)
     )
     return world
 
 
-def noted(call: Call) -> int:
+def call_id(call: Call) -> int:
     """Its number as kernels note it: 32 bits."""
     return call.number & 0xFFFFFFFF
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mkernel.backends.accelerators.hopper.gemm import noted, one_node, regions
+from mkernel.backends.accelerators.hopper.gemm import call_id, one_node, regions
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan import paths
@@ -22,7 +22,7 @@ from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
-    from mkernel.backends.accelerators.hopper.launches import Lane
+    from mkernel.backends.accelerators.hopper.dispatch import DispatchContext
 
 SCATTERED_ELEMENTS = 1 << 12
 """Elements of a product up to which it is rounded by us, not by the library, which may round the
@@ -41,10 +41,10 @@ def region_bytes(plan: LaunchPlan) -> int:
     return offset + _staging(plan)
 
 
-class LibraryCalls:
+class LibraryExecutor:
     """One plan's calls in a world, on torch's current stream."""
 
-    def __init__(self, call: Call, lane: Lane) -> None:
+    def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
         shape = plan.gemm
@@ -54,7 +54,7 @@ class LibraryCalls:
         self._collective = made.Collective(
             regions(call),
             call.rank,
-            lane.control,
+            context.control,
             int(call.timeout_s * 1e9),
             0,
             0,
@@ -82,7 +82,7 @@ class LibraryCalls:
 
     def _together(self, call: Call) -> _hopper.Collective:
         together: _hopper.Collective = self._collective.of_call(
-            noted(call), int(call.timeout_s * 1e9)
+            call_id(call), int(call.timeout_s * 1e9)
         )
         return together
 

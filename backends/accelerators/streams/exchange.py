@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import torch
 
-from mkernel.backends.accelerators.streams.lanes import Lanes, Message, Parcel, Sent
+from mkernel.backends.accelerators.streams.call_streams import CallStreams, Message, Parcel, Sent
 from mkernel.backends.accelerators.streams.rows import chunks, rotation
 from mkernel.backends.contracts.accelerator import Call
 
@@ -20,29 +20,29 @@ Arrivals = list[tuple[int, int, int, Message]]
 
 def exchange(
     call: Call,
-    lanes: Lanes,
+    streams: CallStreams,
     outgoing: Callable[[int], torch.Tensor],
     incoming: Callable[[int], torch.Tensor],
 ) -> Arrivals:
     """Post all messages of one exchange; in a sequential view they have arrived on return.
 
     Args:
-        outgoing: rows for a rank; incoming: where to put the rows of a rank, where the lanes are
+        outgoing: rows for a rank; incoming: where to put the rows of a rank, where the streams are
             one-sided a place of a landing, for this rank too. Contiguous. A chunk has the plan's
             number of rows; both ends must know how many rows there are.
     """
     arrivals: Arrivals = []
-    if not lanes.communicates:
+    if not streams.communicates:
         return arrivals
     pairs = rotation(call.plan, call.rank)
     step = call.plan.rows_per_chunk
     nothing: list[Part] = []
-    landing = incoming(call.rank) if lanes.one_sided else None
-    for together in (pairs,) if lanes.peers_together else [(pair,) for pair in pairs]:
+    landing = incoming(call.rank) if streams.one_sided else None
+    for together in (pairs,) if streams.peers_together else [(pair,) for pair in pairs]:
         sends = _rounds([(target, outgoing(target)) for _, target in together], step)
         places = _rounds([(source, incoming(source)) for source, _ in together], step)
         for number, (there, here) in enumerate(zip_longest(sends, places, fillvalue=nothing)):
-            message = lanes.post(
+            message = streams.post(
                 [
                     Sent(target, rows, None if landing is None else landing[at : at + len(rows)])
                     for target, at, rows in there
@@ -51,21 +51,21 @@ def exchange(
                 number,
             )
             arrivals += [(source, at, at + len(rows), message) for source, at, rows in here]
-    if lanes.sequential:
-        lanes.finish()
+    if streams.sequential:
+        streams.finish()
     return arrivals
 
 
 def take(
-    lanes: Lanes,
+    streams: CallStreams,
     arrivals: Arrivals,
     landed: Sequence[torch.Tensor] | torch.Tensor,
     places: Sequence[torch.Tensor] | torch.Tensor,
 ) -> None:
     """Copy each source's rows, as they arrive, from where they landed to where they belong."""
     for source, start, end, message in arrivals:
-        lanes.wait(message)
-        with lanes.compute():
+        streams.wait(message)
+        with streams.compute():
             places[source][start:end] = landed[source][start:end]
 
 

@@ -8,26 +8,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import exchange, take
-from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.accelerators.streams.partials import reduced
 from mkernel.backends.accelerators.streams.rows import share
 from mkernel.backends.contracts.accelerator import Call
 
 
-def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
+def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``out``."""
     out, world = call.tensors["out"], call.plan.world_size
     shares = [share(call.plan.gemm.m, world, rank) for rank in range(world)]
     places = [out[slice(*rows)] for rows in shares]
     own = places[call.rank]
-    reduced(call, lanes, shares, own)
+    reduced(call, streams, shares, own)
     landed = places
-    if lanes.one_sided:  # others can write to nothing but a landing
+    if streams.one_sided:  # others can write to nothing but a landing
         landed = [
-            rows[: len(place)] for rows, place in zip(lanes.landing("results"), places, strict=True)
+            rows[: len(place)]
+            for rows, place in zip(streams.landing("results"), places, strict=True)
         ]
-    arrivals = exchange(call, lanes, lambda target: own, landed.__getitem__)
+    arrivals = exchange(call, streams, lambda target: own, landed.__getitem__)
     if landed is not places:
-        take(lanes, arrivals, landed, places)
+        take(streams, arrivals, landed, places)
     return {}

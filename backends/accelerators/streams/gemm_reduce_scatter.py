@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mkernel.backends.accelerators.streams.lanes import Lanes
+from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.partials import reduced
 from mkernel.backends.accelerators.streams.rows import share
 from mkernel.backends.contracts.accelerator import Call
 
 
-def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
+def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``out``, this rank's M/W rows."""
     world = call.plan.world_size
     shares = [share(call.plan.gemm.m, world, rank) for rank in range(world)]
-    reduced(call, lanes, shares, call.tensors["out"])
+    reduced(call, streams, shares, call.tensors["out"])
     return {}

@@ -14,31 +14,31 @@ from typing import Any
 
 import torch
 
+from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
-from mkernel.backends.accelerators.streams.lanes import Lanes
 from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.routing import Routing, route
 from mkernel.backends.contracts.accelerator import Call
 
 
-def dispatch(call: Call, lanes: Lanes) -> Mapping[str, Any]:
+def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Returns ``outputs``, ``counts`` and, for the combine, ``state``."""
     x, w, rank = call.tensors["x"], call.tensors["w"], call.rank
-    ids = _everyones(call, lanes, call.tensors["topk_ids"].to(torch.int32))
-    with lanes.compute():
-        routing = route(ids, rank, len(w), real=lanes.communicates)
+    ids = _everyones(call, streams, call.tensors["topk_ids"].to(torch.int32))
+    with streams.compute():
+        routing = route(ids, rank, len(w), real=streams.communicates)
         packed = torch.split(x[routing.outgoing], routing.tokens_to)
-        tokens = lanes.scratch("tokens", (sum(routing.tokens_from), x.shape[1]), x.dtype)
+        tokens = streams.scratch("tokens", (sum(routing.tokens_from), x.shape[1]), x.dtype)
         parts = torch.split(tokens, routing.tokens_from)
-        if lanes.communicates:
+        if streams.communicates:
             parts[rank].copy_(packed[rank])
-    arrivals = exchange(call, lanes, packed.__getitem__, parts.__getitem__)
+    arrivals = exchange(call, streams, packed.__getitem__, parts.__getitem__)
 
     dtype = getattr(torch, call.plan.out_dtype)
     outputs = x.new_empty((len(routing.row_token), w.shape[2]), dtype=dtype)
     factors: dict[int, Factor] = {}
-    for source in _as_they_come(call, lanes, arrivals):
-        with lanes.compute():
+    for source in _as_they_come(call, streams, arrivals):
+        with streams.compute():
             for expert, start, end in _segments(routing, source):
                 if expert not in factors:
                     factors[expert] = Factor(w[expert], dtype)
@@ -47,20 +47,20 @@ def dispatch(call: Call, lanes: Lanes) -> Mapping[str, Any]:
     return {"outputs": outputs, "counts": routing.counts, "state": routing}
 
 
-def combine(call: Call, lanes: Lanes) -> Mapping[str, Any]:
+def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``out``."""
     y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
     routing: Routing = call.options["state"]
-    with lanes.compute():
+    with streams.compute():
         packed = torch.split(y[routing.returning], routing.rows_to)
-        rows = lanes.scratch("rows", (sum(routing.rows_from), y.shape[1]), y.dtype)
+        rows = streams.scratch("rows", (sum(routing.rows_from), y.shape[1]), y.dtype)
         parts = torch.split(rows, routing.rows_from)
         if routing.real:
             parts[call.rank].copy_(packed[call.rank])
     if routing.real:
-        exchange(call, lanes, packed.__getitem__, parts.__getitem__)
-        lanes.finish()
-    with lanes.compute():
+        exchange(call, streams, packed.__getitem__, parts.__getitem__)
+        streams.finish()
+    with streams.compute():
         places = routing.homecoming.view(weights.shape)
         total = rows[places[:, 0]].float() * weights[:, :1]
         for slot in range(1, weights.shape[1]):
@@ -69,27 +69,27 @@ def combine(call: Call, lanes: Lanes) -> Mapping[str, Any]:
     return {}
 
 
-def _everyones(call: Call, lanes: Lanes, own: torch.Tensor) -> torch.Tensor:
+def _everyones(call: Call, streams: CallStreams, own: torch.Tensor) -> torch.Tensor:
     """``own`` of every rank [W, ...]; own ones in the place of others' in a compute-only view."""
     gathered = own.expand(call.plan.world_size, *own.shape).contiguous()
-    exchange(call, lanes, lambda target: own, gathered.__getitem__)
-    lanes.finish()
-    lanes.host_waits()  # sizes will be read: see `route`
+    exchange(call, streams, lambda target: own, gathered.__getitem__)
+    streams.finish()
+    streams.host_waits()  # sizes will be read: see `route`
     return gathered
 
 
-def _as_they_come(call: Call, lanes: Lanes, arrivals: Arrivals) -> Iterator[int | None]:
+def _as_they_come(call: Call, streams: CallStreams, arrivals: Arrivals) -> Iterator[int | None]:
     """Sources whose tokens are there now. None: all of them, at once, which gives fewer and larger
     products; where messages and products do not run at the same time, that is better."""
-    if lanes.overlaps:
+    if streams.overlaps:
         yield call.rank
     parts = Counter(source for source, *_ in arrivals)
     for source, _, _, message in arrivals:
-        lanes.wait(message)
+        streams.wait(message)
         parts[source] -= 1
-        if lanes.overlaps and not parts[source]:
+        if streams.overlaps and not parts[source]:
             yield source
-    if not lanes.overlaps:
+    if not streams.overlaps:
         yield None
 
 

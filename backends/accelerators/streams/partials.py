@@ -10,13 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from mkernel.backends.accelerators.streams.lanes import Lanes, Sent
+from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
 from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.rows import chunks, rotation
 from mkernel.backends.contracts.accelerator import Call
 
 
-def reduced(call: Call, lanes: Lanes, shares: Sequence[tuple[int, int]], out: torch.Tensor) -> None:
+def reduced(
+    call: Call, streams: CallStreams, shares: Sequence[tuple[int, int]], out: torch.Tensor
+) -> None:
     """out = this rank's rows of the sum over ranks of a @ b.
 
     Args:
@@ -27,35 +29,35 @@ def reduced(call: Call, lanes: Lanes, shares: Sequence[tuple[int, int]], out: to
     factor = Factor(call.tensors["b"], torch.float32)
     first, last = shares[rank]
     width, rows = out.shape[1], last - first
-    landing = lanes.landing("slots")  # of as many rows as any rank has
+    landing = streams.landing("slots")  # of as many rows as any rank has
     slots = landing[:, :rows]
 
     waiting = []
     for target, source in rotation(call.plan, rank):
         start, end = shares[target]
-        partial = lanes.scratch(f"partial{target}", (end - start, width), torch.float32)
+        partial = streams.scratch(f"partial{target}", (end - start, width), torch.float32)
         # Chunks of both directions are paired by number; either side may have one row more.
         mine, theirs = chunks(end - start, step), chunks(rows, step)
         for number in range(max(len(mine), len(theirs))):
             sends, receives = [], []
             if number < len(mine):
                 low, high = mine[number]
-                with lanes.compute():
+                with streams.compute():
                     factor.product(a[start + low : start + high], partial[low:high])
                 sends = [Sent(target, partial[low:high], landing[rank, low:high])]
             if number < len(theirs):
                 low, high = theirs[number]
                 receives = [(source, slots[source, low:high])]
             waiting.append((sends, receives, number))
-            if lanes.communicates and not lanes.sequential:
-                lanes.post(*waiting.pop())
-    with lanes.compute():
+            if streams.communicates and not streams.sequential:
+                streams.post(*waiting.pop())
+    with streams.compute():
         factor.product(a[first:last], slots[rank])
-    if lanes.communicates:
+    if streams.communicates:
         for parcels in waiting:  # a sequential view: all compute is done
-            lanes.post(*parcels)
-        lanes.finish()
-    with lanes.compute():
+            streams.post(*parcels)
+        streams.finish()
+    with streams.compute():
         total, *others = slots
         for other in others[:-1]:
             total.add_(other)

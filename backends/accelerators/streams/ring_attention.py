@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mkernel.backends.accelerators.streams.lanes import Lanes, Sent
+from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
 from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
 from mkernel.backends.accelerators.streams.rows import chunks
 from mkernel.backends.contracts.accelerator import Call
@@ -30,7 +30,7 @@ class _Cell:
     kv: torch.Tensor
 
 
-def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
+def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``out`` and ``lse``."""
     q, k, v, out, lse = (call.tensors[name] for name in ("q", "k", "v", "out", "lse"))
     shape, world = call.plan.shape, call.plan.world_size
@@ -39,7 +39,7 @@ def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
     held = 2 if shape.causal else 1
     rows = q.shape[2] // held  # of a piece
 
-    with lanes.compute():
+    with streams.compute():
         grouped = q.view(q.shape[0], k.shape[1], -1, held, rows, q.shape[3])
         queries = [OnlineSoftmax(grouped[:, :, :, i], call.options["scale"]) for i in range(held)]
         own = [
@@ -48,11 +48,11 @@ def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
             for slot in range(held)
             for start, end in chunks(rows, call.plan.rows_per_chunk)
         ]  # fmt: skip
-    blocks = _blocks(call, lanes, own)
-    if lanes.sequential:
+    blocks = _blocks(call, streams, own)
+    if streams.sequential:
         blocks = iter(list(blocks))
     for source, cells in blocks:
-        with lanes.compute():
+        with streams.compute():
             for cell in cells:
                 for i, query in enumerate(queries):
                     gap = 0
@@ -61,7 +61,7 @@ def run(call: Call, lanes: Lanes) -> Mapping[str, Any]:
                     if gap >= 0:
                         masked = shape.causal and gap == 0
                         query.see(cell.kv[0], cell.kv[1], cell.start if masked else None)
-    with lanes.compute():
+    with streams.compute():
         results = out.view(grouped.shape)
         sums = lse.view(grouped.shape[:5])
         for i, query in enumerate(queries):
@@ -73,16 +73,18 @@ def _piece(rank: int, slot: int, world: int) -> int:
     return 2 * world - 1 - rank if slot else rank
 
 
-def _blocks(call: Call, lanes: Lanes, cells: list[_Cell]) -> Iterator[tuple[int, list[_Cell]]]:
+def _blocks(
+    call: Call, streams: CallStreams, cells: list[_Cell]
+) -> Iterator[tuple[int, list[_Cell]]]:
     """(whose, cells) of each step, passed on before they are handed out."""
     rank, world = call.rank, call.plan.world_size
     for step in range(world):
         passed = cells
         messages = []
-        if lanes.communicates and step < world - 1:
+        if streams.communicates and step < world - 1:
             passed = [_Cell(c.slot, c.start, torch.empty_like(c.kv)) for c in cells]
             messages = [
-                lanes.post(
+                streams.post(
                     [Sent((rank + 1) % world, cell.kv, None)],
                     [((rank - 1) % world, place.kv)],
                     number,
@@ -91,5 +93,5 @@ def _blocks(call: Call, lanes: Lanes, cells: list[_Cell]) -> Iterator[tuple[int,
             ]
         yield (rank - step) % world, cells
         for message in messages:
-            lanes.wait(message)
+            streams.wait(message)
         cells = passed

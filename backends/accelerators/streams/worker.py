@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
+from mkernel.backends.accelerators.streams.call_streams import Broken, CallStreams, Stopped
 from mkernel.backends.accelerators.streams.device import Device
-from mkernel.backends.accelerators.streams.lanes import Broken, Lanes, Stopped
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Words
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.runtime import _runtime
 
-Op = Callable[[Call, Lanes], Mapping[str, Any]]
-"""Runs one op on its lanes; returns outputs whose sizes only the call found out."""
+Op = Callable[[Call, CallStreams], Mapping[str, Any]]
+"""Runs one op on its streams; returns outputs whose sizes only the call found out."""
 
 _WORD_S = 3.0
 """A lost connection is mostly the echo of a failure elsewhere: how long to wait for word of it."""
@@ -63,18 +63,20 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
             if self._stream is not None:
                 context = self._device.on(self._stream)
             with torch.inference_mode(self.inference), torch.no_grad(), context:
-                lanes = Lanes(self._call, self._device, self._where, scratch, words=self._words)
+                streams = CallStreams(
+                    self._call, self._device, self._where, scratch, words=self._words
+                )
                 try:
-                    with lanes.shared_cores():
-                        self._results = self._op(self._call, lanes)
-                        lanes.finish()
+                    with streams.shared_cores():
+                        self._results = self._op(self._call, streams)
+                        streams.finish()
                         self._queued.set()
-                        lanes.host_waits()
+                        streams.host_waits()
                 except BaseException:
                     self._queued.set()
-                    self._lasts = not lanes.abandon()
+                    self._lasts = not streams.abandon()
                     raise
-                self._seconds = lanes.seconds()
+                self._seconds = streams.seconds()
         except Stopped:
             scratch.drop()
             self._device.release(self._call.group)

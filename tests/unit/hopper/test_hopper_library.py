@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.backends.accelerators.hopper import claims, launches, library
+from mkernel.backends.accelerators.hopper import capabilities, dispatch, library
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.launches import Lane
+from mkernel.backends.accelerators.hopper.dispatch import DispatchContext
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
@@ -30,7 +30,7 @@ from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
 
 DATA_OFFSET = 1 << 20
 STREAM = 5
-OPS = claims.LIBRARY_OPS
+OPS = capabilities.LIBRARY_OPS
 every_op = pytest.mark.parametrize("op", OPS)
 worlds = pytest.mark.parametrize("world", [1, 2, 4])
 
@@ -69,7 +69,7 @@ class Fabric:
         self.world = world
         self.called: list[tuple[Any, ...]] = []
         self.numbers: list[int] = []
-        self.patience: list[int] = []
+        self.timeouts_ns: list[int] = []
         self._barrier = threading.Barrier(world)
         self._sent: dict[int, bytes] = {}
 
@@ -133,7 +133,7 @@ class Fabric:
         if call.rank == 0:
             self.called.append(tuple(rest))
             self.numbers.append(call.number)
-            self.patience.append(call.timeout_ns)
+            self.timeouts_ns.append(call.timeout_ns)
 
     def _sum(self, rank: int, element: Any, src: int, elements: int) -> torch.Tensor:
         sent, result = (getattr(torch, name) for name in element)
@@ -241,7 +241,7 @@ def run(
                 peers={p: PeerMemory(0, region_of(p)) for p in range(world) if p != rank},
                 region=0, fifo=0, timeout_s=float(number & 7), view=view, symmetric=shared,
             )  # fmt: skip
-            calls = calls or library.LibraryCalls(call, Lane(0, order, 64))
+            calls = calls or library.LibraryExecutor(call, DispatchContext(0, order, 64))
             calls.start(call, STREAM)
 
     with ThreadPoolExecutor(world) as pool:
@@ -309,7 +309,7 @@ def test_each_call_tells_its_own_number_and_deadline(fabric: Any, op: str) -> No
     everyone, wanted = run(planned(op, 64, 64, 64, 2), numbers=(3, 4, (1 << 32) + 5))
     assert_right(everyone, wanted, "bfloat16")
     assert made.numbers == [3, 4, 5]  # kernels note 32 bits of it
-    assert made.patience == [3_000_000_000, 4_000_000_000, 5_000_000_000]
+    assert made.timeouts_ns == [3_000_000_000, 4_000_000_000, 5_000_000_000]
 
 
 @every_op
@@ -324,13 +324,13 @@ def test_a_plan_has_the_region_of_its_path(
     fabric: Any, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
     made = fabric(4)
-    monkeypatch.setattr(launches, "native", lambda: made)
+    monkeypatch.setattr(dispatch, "native", lambda: made)
     fused: Any = object()
-    there = launches.Op(lambda plan: 7, lambda call, lane: fused)
-    monkeypatch.setattr(launches, "OPS", {op: there})
-    monkeypatch.setitem(claims.FUNCTIONS, op, "all_gather")
-    assert launches.region_bytes(planned(op, 256, 64, 64, 4, path="fused")) == 7
-    needed = launches.region_bytes(planned(op, 256, 64, 64, 4))
+    there = dispatch.Op(lambda plan: 7, lambda call, context: fused)
+    monkeypatch.setattr(dispatch, "OPS", {op: there})
+    monkeypatch.setitem(capabilities.FUNCTIONS, op, "all_gather")
+    assert dispatch.region_bytes(planned(op, 256, 64, 64, 4, path="fused")) == 7
+    needed = dispatch.region_bytes(planned(op, 256, 64, 64, 4))
     assert needed == library.region_bytes(planned(op, 256, 64, 64, 4)) > DATA_OFFSET
     assert library.region_bytes(planned(op, 64, 64, 64, 1)) == DATA_OFFSET
     several = planned(op, 256, 64, 64, 4).model_copy(update={"nodes": 2, "ranks_per_node": 2})
@@ -339,17 +339,17 @@ def test_a_plan_has_the_region_of_its_path(
 
 
 def test_a_call_goes_the_way_of_its_plan(fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "native", lambda: fabric(1))
+    monkeypatch.setattr(dispatch, "native", lambda: fabric(1))
     fused: Any = object()
     plain: Any = object()
-    there = launches.Op(lambda plan: 7, lambda call, lane: fused)
-    monkeypatch.setattr(launches, "OPS", {"all_gather_gemm": there})
-    monkeypatch.setitem(claims.FUNCTIONS, "all_gather_gemm", "all_gather")
-    monkeypatch.setattr(library, "LibraryCalls", lambda call, lane: plain)
-    lane: Any = None
+    there = dispatch.Op(lambda plan: 7, lambda call, context: fused)
+    monkeypatch.setattr(dispatch, "OPS", {"all_gather_gemm": there})
+    monkeypatch.setitem(capabilities.FUNCTIONS, "all_gather_gemm", "all_gather")
+    monkeypatch.setattr(library, "LibraryExecutor", lambda call, context: plain)
+    context: Any = None
     for path, calls in (("fused", fused), ("library", plain)):
         call: Any = SimpleNamespace(plan=planned("all_gather_gemm", 8, 8, 8, 1, path=path))
-        assert launches.calls_like(call, lane) is calls
+        assert dispatch.executor_for(call, context) is calls
 
 
 @pytest.mark.parametrize(
@@ -362,13 +362,13 @@ def test_a_call_goes_the_way_of_its_plan(fabric: Any, monkeypatch: pytest.Monkey
 def test_the_path_needs_products_in_float32(
     monkeypatch: pytest.MonkeyPatch, version: str, fit: bool
 ) -> None:
-    monkeypatch.setattr(claims, "ops", lambda: ("all_gather_gemm", "ring_attention"))
+    monkeypatch.setattr(capabilities, "ops", lambda: ("all_gather_gemm", "ring_attention"))
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    assert claims.torch_is_fit() == fit
-    assert claims.library_ops() == (("all_gather_gemm",) if fit else ())
-    monkeypatch.setattr(claims, "ops", lambda: ())
+    assert capabilities.torch_is_fit() == fit
+    assert capabilities.library_ops() == (("all_gather_gemm",) if fit else ())
+    monkeypatch.setattr(capabilities, "ops", lambda: ())
     assert HopperAccelerator().capabilities().library_ops == ()
 
 
 def test_the_version_says_what_torch_itself_says() -> None:
-    assert claims.torch_is_fit() == hasattr(torch.ops.aten.mm, "dtype_out")
+    assert capabilities.torch_is_fit() == hasattr(torch.ops.aten.mm, "dtype_out")

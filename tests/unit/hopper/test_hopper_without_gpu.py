@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators import hopper
-from mkernel.backends.accelerators.hopper import claims, launches, native
+from mkernel.backends.accelerators.hopper import capabilities, dispatch, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.device_session import HopperLaunch
 from mkernel.backends.accelerators.hopper.memory import DeviceMemory
-from mkernel.backends.accelerators.hopper.opened import HopperLaunch
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.runtime import _runtime
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
@@ -198,22 +198,22 @@ def test_a_build_without_nvcc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BackendUnavailable("the CUDA kernels do not import: No module named '_hopper'")
 
     monkeypatch.setattr(native, "native", absent)
-    monkeypatch.setattr(claims, "native", absent)
+    monkeypatch.setattr(capabilities, "native", absent)
     status = HopperAccelerator().status()
     assert not status.usable
     assert "not built" in status.detail
     assert "nvcc" in status.remedy
-    assert claims.ops() == ()
+    assert capabilities.ops() == ()
     assert HopperAccelerator().capabilities().ops == ()
 
 
 def test_ops_are_those_that_the_build_has(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     made: Any = object()
-    there = launches.Op(lambda plan: 10, lambda call, lane: started.append(call) or made)
-    absent = launches.Op(lambda plan: 10, lambda call, lane: made)
-    monkeypatch.setattr(launches, "OPS", {"all_gather_gemm": there, "gemm_all_reduce": absent})
-    monkeypatch.setitem(claims.FUNCTIONS, "all_gather_gemm", "there")
+    there = dispatch.Op(lambda plan: 10, lambda call, context: started.append(call) or made)
+    absent = dispatch.Op(lambda plan: 10, lambda call, context: made)
+    monkeypatch.setattr(dispatch, "OPS", {"all_gather_gemm": there, "gemm_all_reduce": absent})
+    monkeypatch.setitem(capabilities.FUNCTIONS, "all_gather_gemm", "there")
     fake.there = None
     claimed = HopperAccelerator().capabilities()
     assert claimed.ops == ("all_gather_gemm",)
@@ -225,11 +225,11 @@ def test_ops_are_those_that_the_build_has(fake: Any, monkeypatch: pytest.MonkeyP
     workspace = HopperAccelerator().workspace(plan)
     assert (workspace.nbytes, workspace.signals, workspace.shared) == (10, 0, True)
     call: Any = SimpleNamespace(plan=plan)
-    lane: Any = None
-    assert launches.calls_like(call, lane) is made
+    context: Any = None
+    assert dispatch.executor_for(call, context) is made
     assert started == [call]
     with pytest.raises(Unsupported, match="no kernel of gemm_all_reduce; it has: all_gather_gemm"):
-        launches.region_bytes(SimpleNamespace(op="gemm_all_reduce"))  # type: ignore[arg-type]
+        dispatch.region_bytes(SimpleNamespace(op="gemm_all_reduce"))  # type: ignore[arg-type]
 
 
 def test_outside_of_a_world_nothing_is_there() -> None:
@@ -253,7 +253,7 @@ def test_a_failure_is_what_the_kernels_recorded() -> None:
 
     who, control = _runtime.Diagnosis(), Control()
     backend: Any = HopperAccelerator()
-    backend._open = SimpleNamespace(control=control)
+    backend._session = SimpleNamespace(control=control)
     assert backend.failure() is None
     control.failed = True
     assert backend.failure() == (_runtime.AbortCode.timeout, who)

@@ -15,8 +15,8 @@ import torch
 from window_plans import plan
 
 from mkernel.backends.accelerators.streams import window
+from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
 from mkernel.backends.accelerators.streams.exchange import exchange
-from mkernel.backends.accelerators.streams.lanes import Lanes, Sent
 from mkernel.backends.accelerators.streams.rows import share
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Words, landings, window_bytes, words_of
@@ -182,7 +182,7 @@ class Rank:
         _runtime.pad_format(self.pad.address, SIGNALS)
         self.words: Words | None = None
 
-    def lanes(self, plan: LaunchPlan, number: int, ranks: list[Rank]) -> tuple[Call, Lanes]:
+    def streams(self, plan: LaunchPlan, number: int, ranks: list[Rank]) -> tuple[Call, CallStreams]:
         call = Call(
             plan=plan, rank=self.rank, tensors={}, epoch=1, number=number,
             pad=self.pad.address, workspace=self.memory.data_ptr(), signal_base=SIGNAL_BASE,
@@ -192,7 +192,7 @@ class Rank:
         )  # fmt: skip
         device: Any = self.device
         self.words = self.words or Words(call)
-        return call, Lanes(call, device, torch.device("cpu"), Scratch(), words=self.words)
+        return call, CallStreams(call, device, torch.device("cpu"), Scratch(), words=self.words)
 
 
 def world_of(machine: Machine, plan: LaunchPlan, queues: int) -> list[Rank]:
@@ -224,19 +224,19 @@ def test_everyones_rows_arrive_call_after_call(
     for number in (1, 2, 5):
         gathered = []
         for one in ranks:
-            call, lanes = one.lanes(made, number, ranks)
+            call, streams = one.streams(made, number, ranks)
             own = rows_of(one.rank, number, (7, 5))
-            whole = lanes.landing("gathered")
+            whole = streams.landing("gathered")
             whole.fill_(POISON)  # before any rank has said that its window is free
-            gathered.append((whole, own, call, lanes))
+            gathered.append((whole, own, call, streams))
         seen = [torch.full((world, 7, 5), POISON) for _ in ranks]
-        for whole, own, call, lanes in gathered:
-            arrivals = exchange(call, lanes, lambda target, own=own: own, whole.__getitem__)
+        for whole, own, call, streams in gathered:
+            arrivals = exchange(call, streams, lambda target, own=own: own, whole.__getitem__)
             for source, start, end, message in arrivals:
-                lanes.wait(message)
+                streams.wait(message)
                 to, rows = (rows[source, start:end] for rows in (seen[call.rank], whole))
                 ranks[call.rank].device.first.queue.add(lambda to=to, rows=rows: to.copy_(rows))
-            lanes.finish()
+            streams.finish()
         assert machine.drain()
         for rank, found in enumerate(seen):
             for source in range(world):
@@ -251,13 +251,13 @@ def test_uneven_shares_land_where_they_belong(machine: Machine) -> None:
     shares = [share(7, 3, rank) for rank in range(3)]
     kept = []
     for one in ranks:
-        call, lanes = one.lanes(made, 1, ranks)
+        call, streams = one.streams(made, 1, ranks)
         first, last = shares[one.rank]
-        kept.append((call, lanes, lanes.landing("results"), last - first))
-    for call, lanes, landing, rows in kept:
+        kept.append((call, streams, streams.landing("results"), last - first))
+    for call, streams, landing, rows in kept:
         results = [landing[rank, : end - start] for rank, (start, end) in enumerate(shares)]
         own = rows_of(call.rank, 1, (rows, 4)).to(landing.dtype)
-        exchange(call, lanes, lambda target, own=own: own, results.__getitem__)
+        exchange(call, streams, lambda target, own=own: own, results.__getitem__)
     assert machine.drain()
     for rank, (_, _, landing, _) in enumerate(kept):
         for source, (start, end) in enumerate(shares):
@@ -268,14 +268,14 @@ def test_uneven_shares_land_where_they_belong(machine: Machine) -> None:
 def test_nothing_is_put_before_the_window_is_free(machine: Machine) -> None:
     made = plan("all_gather_gemm", 2, m=8, n=8, k=8)
     first, second = ranks = world_of(machine, made, 2)
-    _, lanes = first.lanes(made, 3, ranks)
+    _, streams = first.streams(made, 3, ranks)
     own = rows_of(0, 3, (4, 8))
-    lanes.post([Sent(1, own, lanes.landing("gathered")[0])], [], 0)
+    streams.post([Sent(1, own, streams.landing("gathered")[0])], [], 0)
     before = second.memory[window.landings(made)["gathered"].offset :].clone()
     machine.drain()
     after = second.memory[window.landings(made)["gathered"].offset :]
     assert torch.equal(before, after)
-    _, others = second.lanes(made, 3, ranks)
+    _, others = second.streams(made, 3, ranks)
     machine.drain()
     assert torch.equal(others.landing("gathered")[0], own)
 
@@ -284,10 +284,10 @@ def test_a_call_that_failed_ends_its_waits(machine: Machine, monkeypatch: Any) -
     """A peer never comes; one that lives writes a smaller number afterwards."""
     made = plan("all_gather_gemm", 2, m=8, n=8, k=8)
     first, _ = ranks = world_of(machine, made, 2)
-    call, lanes = first.lanes(made, 3, ranks)
-    whole = lanes.landing("gathered")
-    exchange(call, lanes, lambda target: whole[0], whole.__getitem__)
-    lanes.finish()
+    call, streams = first.streams(made, 3, ranks)
+    whole = streams.landing("gathered")
+    exchange(call, streams, lambda target: whole[0], whole.__getitem__)
+    streams.finish()
     assert not machine.drain()
     rounds = []
 
@@ -300,7 +300,7 @@ def test_a_call_that_failed_ends_its_waits(machine: Machine, monkeypatch: Any) -
             machine.drain()
 
     monkeypatch.setattr(window.time, "sleep", asleep)
-    assert lanes.abandon()
+    assert streams.abandon()
     assert all(not queue.steps for queue in machine.queues)
     assert 1 < len(rounds) < 5
 
@@ -308,10 +308,10 @@ def test_a_call_that_failed_ends_its_waits(machine: Machine, monkeypatch: Any) -
 def test_a_window_stays_where_a_stream_does_not_end(machine: Machine, monkeypatch: Any) -> None:
     made = plan("all_gather_gemm", 2, m=8, n=8, k=8)
     first, _ = ranks = world_of(machine, made, 2)
-    _, lanes = first.lanes(made, 3, ranks)
+    _, streams = first.streams(made, 3, ranks)
     first.device.first.queue.steps.append(lambda: False)
     monkeypatch.setattr(window, "_DRAIN_S", 0.01)
-    assert not lanes.abandon()
+    assert not streams.abandon()
 
 
 @pytest.mark.parametrize(

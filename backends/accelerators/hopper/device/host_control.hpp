@@ -15,7 +15,7 @@ struct HostControl {
 };
 
 // What a kernel is given to wait with.
-struct Patience {
+struct WaitLimits {
     HostControl* host;  // device address
     std::uint64_t timeout_ns;
     std::uint32_t call;  // number of the call in its world, for the diagnosis

@@ -27,12 +27,12 @@ inline constexpr std::uint32_t kNoChunk = 0xFFFFFFFFu;
 
 class Waiter {
   public:
-    __device__ Waiter(const Region& region, const Patience& patience, runtime::Waiter kernel)
-        : control_(&region.control()), patience_(patience), kernel_(kernel) {}
+    __device__ Waiter(const Region& region, const WaitLimits& limits, runtime::Waiter kernel)
+        : control_(&region.control()), limits_(limits), kernel_(kernel) {}
 
     __device__ bool until(const std::uint64_t* word, std::uint64_t wanted, Awaited what) const {
         if (ptx::load_acquire(word) >= wanted) return true;
-        return poll(control_, patience_, kernel_, word, wanted, what);
+        return poll(control_, limits_, kernel_, word, wanted, what);
     }
 
   private:
@@ -44,7 +44,7 @@ class Waiter {
 
     // Not inlined, since it is long and rare; with its arguments by value, so that they stay in
     // registers.
-    __device__ static __noinline__ bool poll(Control* control, Patience patience,
+    __device__ static __noinline__ bool poll(Control* control, WaitLimits limits,
                                              runtime::Waiter kernel, const std::uint64_t* word,
                                              std::uint64_t wanted, Awaited what) {
         const std::uint64_t start = ptx::global_ns();
@@ -58,36 +58,36 @@ class Waiter {
             const std::uint64_t now = ptx::global_ns();
             if (now < look) continue;
             look = now + kHostLookNs;
-            if (ptx::load_relaxed(&patience.host->abort) != 0) {
+            if (ptx::load_relaxed(&limits.host->abort) != 0) {
                 atomicExch(&control->failed, 1u);
                 return false;
             }
-            if (now - start > patience.timeout_ns) {
+            if (now - start > limits.timeout_ns) {
                 if (atomicExch(&control->failed, 1u) == 0) {
-                    record(patience, kernel, word, wanted, what);
+                    record(limits, kernel, word, wanted, what);
                 }
                 return false;
             }
         }
     }
 
-    __device__ static void record(const Patience& patience, runtime::Waiter kernel,
+    __device__ static void record(const WaitLimits& limits, runtime::Waiter kernel,
                                   const std::uint64_t* word, std::uint64_t wanted, Awaited what) {
-        runtime::AbortRecord& record = patience.host->record;
+        runtime::AbortRecord& record = limits.host->record;
         runtime::Diagnosis& who = record.diagnosis;
         who.waiter = kernel;
         who.core = blockIdx.x;
         who.signal = what.signal;
         who.peer = what.peer;
         who.chunk = what.chunk;
-        who.op = patience.call;
+        who.op = limits.call;
         who.seen = ptx::load_relaxed(word);
         who.wanted = wanted;
         ptx::store_release(&record.code, static_cast<std::uint32_t>(runtime::AbortCode::timeout));
     }
 
     Control* control_;
-    Patience patience_;
+    WaitLimits limits_;
     runtime::Waiter kernel_;
 };
 

@@ -32,7 +32,7 @@ Collective collective(const std::vector<std::uint64_t>& bases, int rank, std::ui
     }
     made.region.rank = rank;
     made.region.world = static_cast<std::int32_t>(bases.size());
-    made.patience = {reinterpret_cast<HostControl*>(control), timeout_ns, number};
+    made.limits = {reinterpret_cast<HostControl*>(control), timeout_ns, number};
     made.staging = staging;
     made.staging_bytes = staging_bytes;
     made.blocks = blocks;
@@ -84,8 +84,8 @@ void bind_collectives(py::module_& module) {
         .def(
             "of_call",
             [](Collective call, std::uint32_t number, std::uint64_t timeout_ns) {
-                call.patience.call = number;
-                call.patience.timeout_ns = timeout_ns;
+                call.limits.call = number;
+                call.limits.timeout_ns = timeout_ns;
                 return call;
             },
             "number"_a, "timeout_ns"_a);

@@ -36,8 +36,8 @@ void require_aligned(const std::string& name, std::uint64_t address) {
             "an address that is a multiple of " + std::to_string(kAlignment));
 }
 
-World world_of(const std::vector<std::uint64_t>& regions, int rank, std::uint64_t control,
-               double timeout_s, std::uint32_t call) {
+DeviceWorld world_of(const std::vector<std::uint64_t>& regions, int rank, std::uint64_t control,
+                     double timeout_s, std::uint32_t call) {
     const auto ranks = static_cast<int>(regions.size());
     require(ranks >= 1 && ranks <= kMaxRanks, "ranks", ranks, "1 to " + std::to_string(kMaxRanks));
     require(rank >= 0 && rank < ranks, "rank", rank, "0 to " + std::to_string(ranks - 1));
@@ -68,7 +68,8 @@ Product product_of(std::uint64_t a, std::uint64_t b, std::uint64_t out, std::uin
     return (a | b | out) == 0 ? planned : with_tensors(planned, a, b, out);
 }
 
-Chunks chunks_of(int rows, int chunk_rows, int push_blocks, int columns_ahead, int slices) {
+AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks, int columns_ahead,
+                                      int slices) {
     require_positive("rows", rows);
     require_positive("chunk_rows", chunk_rows);
     require(push_blocks >= 0 && push_blocks % 2 == 0, "push_blocks", push_blocks,
@@ -80,8 +81,9 @@ Chunks chunks_of(int rows, int chunk_rows, int push_blocks, int columns_ahead, i
     return {rows, chunk_rows, push_blocks, columns_ahead, slices};
 }
 
-Owners owners_of(int m, int rows, int panel_rows, int panel_columns, int pace, bool by_outbox,
-                 bool everywhere, const std::vector<std::uint64_t>& outs, bool alone) {
+ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_columns, int pace,
+                               bool by_outbox, bool everywhere,
+                               const std::vector<std::uint64_t>& outs, bool alone) {
     require_positive("m", m);
     require_positive("rows", rows);
     require_positive("panel_rows", panel_rows);
@@ -104,11 +106,11 @@ void bind_data(py::module_& module) {
         .value("wide", Tiling::wide)
         .value("deep", Tiling::deep)
         .value("narrow", Tiling::narrow);
-    py::class_<World>(module, "World")
+    py::class_<DeviceWorld>(module, "DeviceWorld")
         .def(py::init(&world_of), "regions"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a)
         .def(
             "of_call",
-            [](World world, std::uint32_t number, double timeout_s) {
+            [](DeviceWorld world, std::uint32_t number, double timeout_s) {
                 world.call = number;
                 world.timeout_s = timeout_s;
                 return world;
@@ -118,13 +120,13 @@ void bind_data(py::module_& module) {
         .def(py::init(&product_of), py::kw_only(), "a"_a = 0, "b"_a = 0, "out"_a = 0, "bias"_a = 0,
              "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a, "band"_a, "blocks"_a = 0)
         .def("of", &with_tensors, "a"_a, "b"_a, "out"_a);
-    py::class_<Chunks>(module, "Chunks")
-        .def(py::init(&chunks_of), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
+    py::class_<AllGatherSchedule>(module, "AllGatherSchedule")
+        .def(py::init(&all_gather_schedule), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
              "columns_ahead"_a = 0, "slices"_a = 1)
-        .def_readonly("push_blocks", &Chunks::push_blocks)
-        .def_property_readonly("count", &Chunks::count);
-    py::class_<Owners>(module, "Owners")
-        .def(py::init(&owners_of), py::kw_only(), "m"_a, "rows"_a, "panel_rows"_a,
+        .def_readonly("push_blocks", &AllGatherSchedule::push_blocks)
+        .def_property_readonly("count", &AllGatherSchedule::count);
+    py::class_<ReduceSchedule>(module, "ReduceSchedule")
+        .def(py::init(&reduce_schedule), py::kw_only(), "m"_a, "rows"_a, "panel_rows"_a,
              "panel_columns"_a, "pace"_a = 0, "by_outbox"_a = false, "everywhere"_a,
              "outs"_a = std::vector<std::uint64_t>{}, "alone"_a = false);
     module.attr("MAX_FLAGS") = kFlags;
@@ -143,8 +145,8 @@ CallOnce call_once(std::uint32_t number, double timeout_s, std::uint64_t a, std:
 void bind_pipelined(py::module_& module) {
     const auto released = py::call_guard<py::gil_scoped_release>();
     py::class_<PipelinedGather>(module, "PipelinedGather")
-        .def(py::init<int, CallOrder&, World, Product, Chunks>(), "device"_a, "order"_a, "world"_a,
-             "product"_a, "chunks"_a, py::keep_alive<1, 3>())
+        .def(py::init<int, CallOrder&, DeviceWorld, Product, AllGatherSchedule>(), "device"_a,
+             "order"_a, "world"_a, "product"_a, "schedule"_a, py::keep_alive<1, 3>())
         .def(
             "start",
             [](PipelinedGather& calls, std::uint32_t number, double timeout_s, std::uint64_t a,
@@ -153,8 +155,8 @@ void bind_pipelined(py::module_& module) {
             },
             "number"_a, "timeout_s"_a, "a"_a, "b"_a, "out"_a, "stream"_a, released);
     py::class_<PipelinedReduce>(module, "PipelinedReduce")
-        .def(py::init<int, World, Product, Owners>(), "device"_a, "world"_a, "product"_a,
-             "owners"_a)
+        .def(py::init<int, DeviceWorld, Product, ReduceSchedule>(), "device"_a, "world"_a,
+             "product"_a, "schedule"_a)
         .def(
             "start",
             [](PipelinedReduce& calls, std::uint32_t number, double timeout_s, std::uint64_t a,
@@ -171,38 +173,38 @@ void bind_pipelined(py::module_& module) {
 void bind_gemm(py::module_& module) {
     bind_data(module);
     bind_pipelined(module);
-    module.def("all_gather_gemm_bytes", &all_gather_gemm_bytes, "world"_a, "chunks"_a, "k"_a);
+    module.def("all_gather_gemm_bytes", &all_gather_gemm_bytes, "world"_a, "schedule"_a, "k"_a);
     module.def("gemm_reduce_bytes", &gemm_reduce_bytes, "world"_a, "rows"_a, "n"_a, "by_outbox"_a,
                "gathers"_a);
 
     const auto released = py::call_guard<py::gil_scoped_release>();
     module.def(
         "push_rows",
-        [](int device, const World& world, std::uint64_t rows, std::uint64_t row_bytes,
-           const Chunks& chunks, std::uint64_t stream) {
+        [](int device, const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
+           const AllGatherSchedule& schedule, std::uint64_t stream) {
             const DeviceScope scope(device);
-            push_rows(world, rows, row_bytes, chunks, stream);
+            push_rows(world, rows, row_bytes, schedule, stream);
         },
-        "device"_a, "world"_a, "rows"_a, "row_bytes"_a, "chunks"_a, "stream"_a, released);
+        "device"_a, "world"_a, "rows"_a, "row_bytes"_a, "schedule"_a, "stream"_a, released);
     module.def(
         "all_gather_gemm",
-        [](int device, const World& world, const Product& product, const Chunks& chunks, bool wait,
-           std::uint64_t stream) {
+        [](int device, const DeviceWorld& world, const Product& product,
+           const AllGatherSchedule& schedule, bool wait, std::uint64_t stream) {
             const DeviceScope scope(device);
-            all_gather_gemm(world, product, chunks, wait, stream);
+            all_gather_gemm(world, product, schedule, wait, stream);
         },
-        "device"_a, "world"_a, "product"_a, "chunks"_a, "wait"_a, "stream"_a, released);
+        "device"_a, "world"_a, "product"_a, "schedule"_a, "wait"_a, "stream"_a, released);
     module.def(
         "gemm_reduce",
-        [](int device, const World& world, const Product& product, const Owners& owners,
-           std::uint64_t stream) {
+        [](int device, const DeviceWorld& world, const Product& product,
+           const ReduceSchedule& schedule, std::uint64_t stream) {
             const DeviceScope scope(device);
-            gemm_reduce(world, product, owners, stream);
+            gemm_reduce(world, product, schedule, stream);
         },
-        "device"_a, "world"_a, "product"_a, "owners"_a, "stream"_a, released);
+        "device"_a, "world"_a, "product"_a, "schedule"_a, "stream"_a, released);
     module.def(
         "rendezvous",
-        [](int device, const World& world, std::uint64_t stream) {
+        [](int device, const DeviceWorld& world, std::uint64_t stream) {
             const DeviceScope scope(device);
             rendezvous(world, stream);
         },

@@ -35,7 +35,7 @@ cudaStream_t as_stream(std::uint64_t stream) {
     return reinterpret_cast<cudaStream_t>(stream);
 }
 
-Region region_of(const World& world) {
+Region region_of(const DeviceWorld& world) {
     if (world.regions.size() > kMaxRanks) {
         throw std::length_error("a node of " + std::to_string(world.regions.size()) +
                                 " ranks; this build takes at most " + std::to_string(kMaxRanks));
@@ -49,7 +49,7 @@ Region region_of(const World& world) {
     return region;
 }
 
-Patience patience_of(const World& world) {
+WaitLimits limits_of(const DeviceWorld& world) {
     return {reinterpret_cast<HostControl*>(world.control),
             static_cast<std::uint64_t>(world.timeout_s * 1e9), world.call};
 }
@@ -92,9 +92,9 @@ GemmVariant variant_of(const Product& product) {
 
 }  // namespace
 
-std::size_t all_gather_gemm_bytes(int world, const Chunks& chunks, int k) {
-    check_flags(static_cast<std::uint64_t>(world) * chunks.flags());
-    return kDataOffset + static_cast<std::size_t>(world) * chunks.rows * k * kElementBytes;
+std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k) {
+    check_flags(static_cast<std::uint64_t>(world) * schedule.flags());
+    return kDataOffset + static_cast<std::size_t>(world) * schedule.rows * k * kElementBytes;
 }
 
 std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool gathers) {
@@ -105,13 +105,13 @@ std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool g
     return kDataOffset + owned * (world - 1) * (1 + (by_outbox ? 1 : 0) + (gathers ? 1 : 0));
 }
 
-void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
-               const Chunks& chunks, std::uint64_t stream) {
+void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
+               const AllGatherSchedule& schedule, std::uint64_t stream) {
     const Region region = region_of(world);
     if (region.world == 1) return;
-    if (chunks.flags() > kEpochCopies) {
+    if (schedule.flags() > kEpochCopies) {
         throw std::length_error("copy engines take at most " + std::to_string(kEpochCopies) +
-                                " parts of a rank's rows, not " + std::to_string(chunks.flags()));
+                                " parts of a rank's rows, not " + std::to_string(schedule.flags()));
     }
     const auto copied = [](cudaError_t status, std::uint64_t nbytes, int peer) {
         check(status, [&] {
@@ -122,7 +122,7 @@ void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
     const auto copy = [&](int peer, int first, int count, std::uint64_t at, std::uint64_t width) {
         const std::uint64_t own = first * row_bytes + at;
         const std::uint64_t before =
-            static_cast<std::uint64_t>(region.rank) * chunks.rows * row_bytes;
+            static_cast<std::uint64_t>(region.rank) * schedule.rows * row_bytes;
         char* const to = region.data(peer) + before + own;
         const char* const from = reinterpret_cast<const char*>(rows) + own;
         const auto status = width == row_bytes
@@ -133,7 +133,7 @@ void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
         copied(status, count * width, peer);
     };
     const auto raise = [&](int peer, int first, int count) {
-        std::uint64_t* const flags = region.flags(peer) + region.rank * chunks.flags() + first;
+        std::uint64_t* const flags = region.flags(peer) + region.rank * schedule.flags() + first;
         const std::size_t nbytes = count * sizeof(std::uint64_t);
         copied(cudaMemcpyAsync(flags, region.control().epochs, nbytes, cudaMemcpyDeviceToDevice,
                                as_stream(stream)),
@@ -141,15 +141,15 @@ void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
     };
     for (int step = 1; step < region.world - 1; ++step) {
         const int peer = (region.rank + region.world - step) % region.world;
-        copy(peer, 0, chunks.rows, 0, row_bytes);
-        raise(peer, 0, chunks.flags());
+        copy(peer, 0, schedule.rows, 0, row_bytes);
+        raise(peer, 0, schedule.flags());
     }
     const int last = (region.rank + 1) % region.world;
     const std::uint64_t each =
-        slice_columns(static_cast<int>(row_bytes / kElementBytes), chunks.slices) * kElementBytes;
-    for (int first = 0, flag = 0; first < chunks.rows; first += chunks.chunk_rows) {
-        const int count = std::min(chunks.chunk_rows, chunks.rows - first);
-        for (int slice = 0; slice < chunks.slices; ++slice, ++flag) {
+        slice_columns(static_cast<int>(row_bytes / kElementBytes), schedule.slices) * kElementBytes;
+    for (int first = 0, flag = 0; first < schedule.rows; first += schedule.chunk_rows) {
+        const int count = std::min(schedule.chunk_rows, schedule.rows - first);
+        for (int slice = 0; slice < schedule.slices; ++slice, ++flag) {
             const std::uint64_t at = slice * each;
             if (at >= row_bytes) continue;  // nobody waits for it
             copy(last, first, count, at, std::min(each, row_bytes - at));
@@ -158,93 +158,93 @@ void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
     }
 }
 
-void all_gather_gemm(const World& world, const Product& product, const Chunks& chunks, bool wait,
-                     std::uint64_t stream) {
+void all_gather_gemm(const DeviceWorld& world, const Product& product,
+                     const AllGatherSchedule& schedule, bool wait, std::uint64_t stream) {
     AllGatherGemmArgs args{};
     args.region = region_of(world);
     const int ranks = args.region.world;
-    args.own = map_of_rows(product.a, chunks.rows, product.k, product.half);
+    args.own = map_of_rows(product.a, schedule.rows, product.k, product.half);
     args.gathered = args.own;
     if (ranks > 1) {
         args.gathered = map_of_rows(reinterpret_cast<std::uint64_t>(args.region.data(world.rank)),
-                                    ranks * chunks.rows, product.k, product.half);
+                                    ranks * schedule.rows, product.k, product.half);
     }
     args.b = map_of_b(product);
-    args.out = map_of_layers(product.out, ranks, chunks.rows, product.n, product.half);
+    args.out = map_of_layers(product.out, ranks, schedule.rows, product.n, product.half);
     args.bias = reinterpret_cast<const void*>(product.bias);
-    args.patience = patience_of(world);
-    args.raster = {divide_up(chunks.rows, cluster_rows(product.tiling)),
+    args.limits = limits_of(world);
+    args.raster = {divide_up(schedule.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};
-    args.columns_ahead = chunks.columns_ahead == 0
+    args.columns_ahead = schedule.columns_ahead == 0
                              ? args.raster.columns
-                             : std::min(chunks.columns_ahead, args.raster.columns);
-    args.rows = chunks.rows;
+                             : std::min(schedule.columns_ahead, args.raster.columns);
+    args.rows = schedule.rows;
     args.n = product.n;
     args.k = product.k;
-    args.chunk_rows = chunks.chunk_rows;
-    args.chunks = wait ? chunks.count() : 0;
-    args.slices = chunks.slices;
+    args.chunk_rows = schedule.chunk_rows;
+    args.chunks = wait ? schedule.count() : 0;
+    args.slices = schedule.slices;
     args.rows_to_push = reinterpret_cast<const char*>(product.a);
-    args.push_blocks = wait ? chunks.push_blocks : 0;
+    args.push_blocks = wait ? schedule.push_blocks : 0;
     const auto launch =
         product.half ? &launch_all_gather_gemm<__half> : &launch_all_gather_gemm<__nv_bfloat16>;
     check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
           "launching all_gather_gemm");
 }
 
-void gemm_reduce(const World& world, const Product& product, const Owners& owners,
+void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceSchedule& schedule,
                  std::uint64_t stream) {
     GemmReduceArgs args{};
     args.region = region_of(world);
     const int ranks = args.region.world;
-    args.a = map_of_rows(product.a, owners.m, product.k, product.half);
+    args.a = map_of_rows(product.a, schedule.m, product.k, product.half);
     args.b = map_of_b(product);
     const auto layers = [&](std::uint64_t address, int count, int rows, int box_rows) {
         return map_of_layers(address, count, rows, product.n, product.half, box_rows);
     };
     const std::uint64_t area =
-        static_cast<std::uint64_t>(ranks - 1) * owners.rows * product.n * kElementBytes;
-    const int out_rows = owners.everywhere ? owners.m : owners.rows;
-    args.symmetric = !owners.outs.empty();
+        static_cast<std::uint64_t>(ranks - 1) * schedule.rows * product.n * kElementBytes;
+    const int out_rows = schedule.everywhere ? schedule.m : schedule.rows;
+    args.symmetric = !schedule.outs.empty();
     for (int rank = 0; rank < ranks && ranks > 1; ++rank) {
         const auto inbox = reinterpret_cast<std::uint64_t>(args.region.data(rank));
         const std::uint64_t outbox = inbox + area;
-        const std::uint64_t gathered = outbox + (owners.by_outbox ? area : 0);
-        args.inboxes[rank] = layers(inbox, ranks - 1, owners.rows, kPieceRows);
+        const std::uint64_t gathered = outbox + (schedule.by_outbox ? area : 0);
+        args.inboxes[rank] = layers(inbox, ranks - 1, schedule.rows, kPieceRows);
         if (args.symmetric) {
-            args.everyone[rank] = layers(owners.outs.at(rank), 1, out_rows, kPieceRows);
-        } else if (owners.everywhere) {
-            args.everyone[rank] = layers(gathered, ranks - 1, owners.rows, kPieceRows);
+            args.everyone[rank] = layers(schedule.outs.at(rank), 1, out_rows, kPieceRows);
+        } else if (schedule.everywhere) {
+            args.everyone[rank] = layers(gathered, ranks - 1, schedule.rows, kPieceRows);
         }
         if (rank != world.rank) continue;
-        args.inbox = layers(inbox, ranks - 1, owners.rows, kTileRows);
-        if (!owners.by_outbox) continue;
-        args.outbox = layers(outbox, ranks - 1, owners.rows, kTileRows);
-        args.outbox_pieces = layers(outbox, ranks - 1, owners.rows, kPieceRows);
+        args.inbox = layers(inbox, ranks - 1, schedule.rows, kTileRows);
+        if (!schedule.by_outbox) continue;
+        args.outbox = layers(outbox, ranks - 1, schedule.rows, kTileRows);
+        args.outbox_pieces = layers(outbox, ranks - 1, schedule.rows, kPieceRows);
     }
-    args.by_outbox = owners.by_outbox;
+    args.by_outbox = schedule.by_outbox;
     args.out = layers(product.out, 1, out_rows, kTileRows);
     args.out_pieces = layers(product.out, 1, out_rows, kPieceRows);
-    args.everywhere = owners.everywhere;
+    args.everywhere = schedule.everywhere;
     args.bias = reinterpret_cast<const void*>(product.bias);
-    args.patience = patience_of(world);
-    args.raster = {divide_up(owners.rows, cluster_rows(product.tiling)),
+    args.limits = limits_of(world);
+    args.raster = {divide_up(schedule.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};
-    args.panel_rows = std::min(owners.panel_rows, args.raster.cluster_rows);
-    args.panel_columns = std::min(owners.panel_columns, args.raster.columns);
-    args.pace = owners.pace;
-    args.rows = owners.rows;
+    args.panel_rows = std::min(schedule.panel_rows, args.raster.cluster_rows);
+    args.panel_columns = std::min(schedule.panel_columns, args.raster.columns);
+    args.pace = schedule.pace;
+    args.rows = schedule.rows;
     args.n = product.n;
     args.k = product.k;
-    args.alone = owners.alone;
+    args.alone = schedule.alone;
     const auto launch =
         product.half ? &launch_gemm_reduce<__half> : &launch_gemm_reduce<__nv_bfloat16>;
     check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
           "launching gemm_reduce");
 }
 
-void rendezvous(const World& world, std::uint64_t stream) {
-    rendezvous(region_of(world), patience_of(world), as_stream(stream));
+void rendezvous(const DeviceWorld& world, std::uint64_t stream) {
+    rendezvous(region_of(world), limits_of(world), as_stream(stream));
 }
 
 }  // namespace mkernel::hopper

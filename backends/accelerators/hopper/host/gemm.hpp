@@ -10,7 +10,7 @@
 namespace mkernel::hopper {
 
 // The world of one call: every rank's region mapped on this device, and how to wait.
-struct World {
+struct DeviceWorld {
     std::vector<std::uint64_t> regions;  // by rank
     int rank;
     std::uint64_t control;  // address of the HostControl, for the device
@@ -34,7 +34,7 @@ struct Product {
 // first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0, there to
 // the last peer in `slices` of K, which tiles begin with one by one. Meanwhile `columns_ahead` tile
 // columns of the own rows are computed; 0: all. Slices are for one chunk, and not for blocks.
-struct Chunks {
+struct AllGatherSchedule {
     int rows;
     int chunk_rows;
     int push_blocks = 0;
@@ -47,7 +47,7 @@ struct Chunks {
 
 // Bytes of a region's data area, and its flags, that a call needs. std::length_error where flags run
 // out.
-std::size_t all_gather_gemm_bytes(int world, const Chunks& chunks, int k);
+std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k);
 // `gathers`: AllReduce into an out that is not symmetric.
 std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool gathers);
 
@@ -55,18 +55,18 @@ std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool g
 // the flags behind them: whole shards, but the last peer's chunk by chunk or slice by slice, since only
 // the end of the last shard is ever waited for. On the copy engines; `stream` must come after the end
 // of the previous call. At most kEpochCopies flags.
-void push_rows(const World& world, std::uint64_t rows, std::uint64_t row_bytes,
-               const Chunks& chunks, std::uint64_t stream);
+void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
+               const AllGatherSchedule& schedule, std::uint64_t stream);
 
 // `wait` false: take the other ranks' rows as they lie in the region.
-void all_gather_gemm(const World& world, const Product& product, const Chunks& chunks, bool wait,
-                     std::uint64_t stream);
+void all_gather_gemm(const DeviceWorld& world, const Product& product,
+                     const AllGatherSchedule& schedule, bool wait, std::uint64_t stream);
 
 // Who sums what, and how it travels (kernels/gemm_reduce.cuh). `rows`: of each owner, the last one's
 // perhaps beyond `m`; a multiple of the height of a cluster (256, 128 for Tiling::narrow) where
 // `everywhere`. `everywhere`: AllReduce, `out` is [m, n]; else ReduceScatter, [rows, n]. `alone`:
 // exchange nothing.
-struct Owners {
+struct ReduceSchedule {
     int m;
     int rows;
     int panel_rows;     // of clusters, of a panel of an owner's tiles; >= 1
@@ -77,10 +77,10 @@ struct Owners {
     std::vector<std::uint64_t> outs;  // every rank's `out` by rank, where AllReduce's is symmetric
     bool alone;
 };
-void gemm_reduce(const World& world, const Product& product, const Owners& owners,
+void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceSchedule& schedule,
                  std::uint64_t stream);
 
 // On the stream, goes on once every rank has come to this call; kernels/rendezvous.hpp.
-void rendezvous(const World& world, std::uint64_t stream);
+void rendezvous(const DeviceWorld& world, std::uint64_t stream);
 
 }  // namespace mkernel::hopper

@@ -20,38 +20,39 @@ struct CallOnce {
     std::uint64_t stream;
 };
 
-// AllGather+GEMM. Where blocks of the kernel do not push the rows themselves (`chunks.push_blocks`),
+// AllGather+GEMM. Where blocks of the kernel do not push the rows themselves (`schedule.push_blocks`),
 // copies do: on the second stream of `order`, which must outlive this; where a peer is on the same
 // device, before the kernel. Copies within a device need room on its multiprocessors, and a kernel
 // that has all of them and waits for its peers would keep them from starting.
 class PipelinedGather {
   public:
-    PipelinedGather(int device, CallOrder& order, World world, Product product, Chunks chunks);
+    PipelinedGather(int device, CallOrder& order, DeviceWorld world, Product product,
+                    AllGatherSchedule schedule);
 
     void start(const CallOnce& call);
 
   private:
     int device_;
     CallOrder& order_;
-    World world_;
+    DeviceWorld world_;
     Product product_;
-    Chunks chunks_;
+    AllGatherSchedule schedule_;
     bool copies_first_;
 };
 
 // GEMM+ReduceScatter or GEMM+AllReduce.
 class PipelinedReduce {
   public:
-    PipelinedReduce(int device, World world, Product product, Owners owners);
+    PipelinedReduce(int device, DeviceWorld world, Product product, ReduceSchedule schedule);
 
     // `outs`: every rank's `out` by rank, where AllReduce's is symmetric; else none.
     void start(const CallOnce& call, const std::vector<std::uint64_t>& outs);
 
   private:
     int device_;
-    World world_;
+    DeviceWorld world_;
     Product product_;
-    Owners owners_;
+    ReduceSchedule schedule_;
 };
 
 }  // namespace mkernel::hopper

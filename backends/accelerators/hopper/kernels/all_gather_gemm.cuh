@@ -30,7 +30,7 @@ struct AllGatherGemmArgs {
     CUtensorMap out;   // [W, rows, N]
     const void* bias;  // [N], of the element type; or null
     Region region;
-    Patience patience;
+    WaitLimits limits;
     Raster raster;      // of one rank's rows
     int columns_ahead;  // tile columns of the own rows that come before all others' tiles
     int rows, n, k;

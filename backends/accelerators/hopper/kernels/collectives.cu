@@ -14,7 +14,7 @@ namespace {
 
 struct Args {
     Region region;
-    Patience patience;
+    WaitLimits limits;
     const char* src;
     char* outs[kMaxRanks];
     std::uint64_t staging;  // offset in the data area
@@ -54,21 +54,21 @@ struct Args {
 
 __global__ __launch_bounds__(kThreads,
                              2) void all_gather_kernel(const __grid_constant__ Args args) {
-    __shared__ Lanes lanes;
+    __shared__ Transfers transfers;
     ptx::wait_for_grid_before();
-    Exchange exchange(args.region, args.patience, args.brief);
+    Exchange exchange(args.region, args.limits, args.brief);
     const std::uint64_t slots = exchange.slots(args.staging);
     const int rank = args.region.rank;
     const int world = args.region.world;
     const auto send = [&](std::uint32_t index) {
         const Chunk chunk = chunk_of(args.cut, index, args.part);
-        const bool aligned = set_lanes(lanes, world, [&](int i) {
+        const bool aligned = set_transfers(transfers, world, [&](int i) {
             const int to = args.peer(i + 1);  // itself last: the peers wait
-            lanes.src[i] = args.src + chunk.at;
-            lanes.dst[i] = args.sent_to(slots, to) + chunk.at;
-            lanes.bytes[i] = chunk.bytes;
+            transfers.src[i] = args.src + chunk.at;
+            transfers.dst[i] = args.sent_to(slots, to) + chunk.at;
+            transfers.bytes[i] = chunk.bytes;
         });
-        copy_to_each(lanes, world, aligned);
+        copy_to_each(transfers, world, aligned);
         if (!args.symmetric) exchange.raise(args.flags_of(index));
         return true;
     };
@@ -76,13 +76,13 @@ __global__ __launch_bounds__(kThreads,
         if (args.symmetric) return true;  // the end of the call is what says that all has come
         if (!exchange.await(args.flags_of(index), index)) return false;
         const Chunk chunk = chunk_of(args.cut, index, args.part);
-        const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
+        const bool aligned = set_transfers(transfers, world - 1, [&](int i) {
             const int from = args.peer(i + 1);
-            lanes.src[i] = args.slot_at(slots, rank, from) + chunk.at;
-            lanes.dst[i] = args.outs[rank] + from * args.part + chunk.at;
-            lanes.bytes[i] = chunk.bytes;
+            transfers.src[i] = args.slot_at(slots, rank, from) + chunk.at;
+            transfers.dst[i] = args.outs[rank] + from * args.part + chunk.at;
+            transfers.bytes[i] = chunk.bytes;
         });
-        copy_each(lanes, world - 1, chunk.bytes, aligned);
+        copy_each(transfers, world - 1, chunk.bytes, aligned);
         return true;
     };
     if (!args.symmetric || exchange.meet()) for_each_chunk(args.cut.chunks, send, take);
@@ -94,20 +94,20 @@ template <class In, class Out>
 __global__ __launch_bounds__(kThreads,
                              2) void all_reduce_one_shot_kernel(const __grid_constant__ Args args) {
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
-    __shared__ Lanes lanes;
+    __shared__ Transfers transfers;
     ptx::wait_for_grid_before();
-    Exchange exchange(args.region, args.patience, args.brief);
+    Exchange exchange(args.region, args.limits, args.brief);
     const std::uint64_t slots = exchange.slots(args.staging);
     const int rank = args.region.rank;
     const int world = args.region.world;
     const auto send = [&](std::uint32_t index) {
         const Chunk chunk = chunk_of(args.cut, index, args.total);
-        const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
-            lanes.src[i] = args.src + chunk.at;
-            lanes.dst[i] = args.slot_at(slots, args.peer(i + 1), rank) + chunk.at;
-            lanes.bytes[i] = chunk.bytes;
+        const bool aligned = set_transfers(transfers, world - 1, [&](int i) {
+            transfers.src[i] = args.src + chunk.at;
+            transfers.dst[i] = args.slot_at(slots, args.peer(i + 1), rank) + chunk.at;
+            transfers.bytes[i] = chunk.bytes;
         });
-        copy_to_each(lanes, world - 1, aligned);
+        copy_to_each(transfers, world - 1, aligned);
         exchange.raise(args.flags_of(index));
         return true;
     };
@@ -119,12 +119,13 @@ __global__ __launch_bounds__(kThreads,
         while (at < end) {  // one owner's elements at a time
             const auto owner = static_cast<int>(at / args.part);
             const std::uint64_t upto = min(end, (owner + 1) * args.part);
-            const bool aligned = set_lanes(lanes, world, [&](int i) {
+            const bool aligned = set_transfers(transfers, world, [&](int i) {
                 const int from = (owner + i) % world;
-                lanes.src[i] = (from == rank ? args.src : args.slot_at(slots, rank, from)) + at;
-                lanes.dst[i] = args.outs[rank] + at / kNarrower;
+                transfers.src[i] = (from == rank ? args.src : args.slot_at(slots, rank, from)) + at;
+                transfers.dst[i] = args.outs[rank] + at / kNarrower;
             });
-            sum_to_each<In, Out>(lanes, world, static_cast<std::uint32_t>(upto - at), 1, aligned);
+            sum_to_each<In, Out>(transfers, world, static_cast<std::uint32_t>(upto - at), 1,
+                                 aligned);
             at = upto;
         }
         return true;
@@ -137,51 +138,51 @@ __global__ __launch_bounds__(kThreads,
 template <class In, class Out, bool kGather>
 __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_constant__ Args args) {
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
-    __shared__ Lanes lanes;
+    __shared__ Transfers transfers;
     ptx::wait_for_grid_before();
-    Exchange exchange(args.region, args.patience, args.brief);
+    Exchange exchange(args.region, args.limits, args.brief);
     const std::uint64_t slots = exchange.slots(args.staging);
     const int rank = args.region.rank;
     const int world = args.region.world;
     const auto send = [&](std::uint32_t index) {
-        const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
+        const bool aligned = set_transfers(transfers, world - 1, [&](int i) {
             const int to = args.peer(i + 1);
             const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(to));
-            lanes.src[i] = args.src + to * args.part + chunk.at;
-            lanes.dst[i] = args.slot_at(slots, to, rank) + chunk.at;
-            lanes.bytes[i] = chunk.bytes;
+            transfers.src[i] = args.src + to * args.part + chunk.at;
+            transfers.dst[i] = args.slot_at(slots, to, rank) + chunk.at;
+            transfers.bytes[i] = chunk.bytes;
         });
-        copy_each(lanes, world - 1, args.cut.chunk, aligned);
+        copy_each(transfers, world - 1, args.cut.chunk, aligned);
         exchange.raise(args.flags_of(index));
         return true;
     };
     const auto sum = [&](std::uint32_t index) {
         if (!exchange.await(args.flags_of(index), index)) return false;
         const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(rank));
-        const bool aligned = set_lanes(lanes, world, [&](int i) {
+        const bool aligned = set_transfers(transfers, world, [&](int i) {
             const char* own = args.src + rank * args.part;
-            lanes.src[i] =
+            transfers.src[i] =
                 (i == 0 ? own : args.slot_at(slots, rank, (rank + i) % world)) + chunk.at;
             // Whoever sent its part is in this call: its symmetric out may be written.
-            lanes.dst[i] = (kGather ? args.result_sent_to<kNarrower>(slots, args.peer(i + 1))
-                                    : args.outs[rank]) +
-                           chunk.at / kNarrower;
+            transfers.dst[i] = (kGather ? args.result_sent_to<kNarrower>(slots, args.peer(i + 1))
+                                        : args.outs[rank]) +
+                               chunk.at / kNarrower;
         });
-        sum_to_each<In, Out>(lanes, world, chunk.bytes, kGather ? world : 1, aligned);
+        sum_to_each<In, Out>(transfers, world, chunk.bytes, kGather ? world : 1, aligned);
         if (kGather && !args.symmetric) exchange.raise(args.flags_of(args.cut.chunks + index));
         return true;
     };
     const auto take = [&](std::uint32_t index) {
         if (args.symmetric) return true;
         if (!exchange.await(args.flags_of(args.cut.chunks + index), index)) return false;
-        const bool aligned = set_lanes(lanes, world - 1, [&](int i) {
+        const bool aligned = set_transfers(transfers, world - 1, [&](int i) {
             const int from = args.peer(i + 1);
             const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(from));
-            lanes.src[i] = args.result_slot_at(slots, rank, from) + chunk.at / kNarrower;
-            lanes.dst[i] = args.outs[rank] + (from * args.part + chunk.at) / kNarrower;
-            lanes.bytes[i] = chunk.bytes / kNarrower;
+            transfers.src[i] = args.result_slot_at(slots, rank, from) + chunk.at / kNarrower;
+            transfers.dst[i] = args.outs[rank] + (from * args.part + chunk.at) / kNarrower;
+            transfers.bytes[i] = chunk.bytes / kNarrower;
         });
-        copy_each(lanes, world - 1, args.cut.chunk / kNarrower, aligned);
+        copy_each(transfers, world - 1, args.cut.chunk / kNarrower, aligned);
         return true;
     };
     if constexpr (kGather) {
@@ -266,7 +267,7 @@ Args make_args(const Collective& call, const void* src, const Outs& out, std::ui
                std::uint64_t part, std::uint64_t slot, std::uint32_t exchanges, Chunking cut) {
     Args args{};
     args.region = call.region;
-    args.patience = call.patience;
+    args.limits = call.limits;
     args.src = static_cast<const char*>(src);
     for (int rank = 0; rank < kMaxRanks; ++rank) args.outs[rank] = static_cast<char*>(out.at[rank]);
     args.staging = call.staging;

@@ -31,9 +31,9 @@ __device__ inline Chunk chunk_of(const Chunking& cut, std::uint32_t index,
 class Exchange {
   public:
     // `brief`: as in device/call.cuh.
-    __device__ Exchange(const Region& region, const Patience& patience, bool brief)
+    __device__ Exchange(const Region& region, const WaitLimits& limits, bool brief)
         : region_(region),
-          waiter_(region, patience, runtime::Waiter::comm_kernel),
+          waiter_(region, limits, runtime::Waiter::comm_kernel),
           epoch_(region.control().epoch),
           brief_(brief) {}
 
@@ -119,23 +119,23 @@ __device__ void for_each_chunk(std::uint32_t chunks, Stages&&... stages) {
 }
 
 // What a block copies or sums next, in shared memory: `count` sources, destinations and lengths.
-struct Lanes {
+struct Transfers {
     const char* src[kMaxRanks];
     char* dst[kMaxRanks];
     std::uint32_t bytes[kMaxRanks];
 };
 
-// Thread i sets entry i < count of the block's lanes by `fill(i)`. Returns whether all addresses are
-// multiples of 16. What the threads did before is done when this returns, and the lanes are set.
+// Thread i sets entry i < count of the block's transfers by `fill(i)`. Returns whether all addresses are
+// multiples of 16. What the threads did before is done when this returns, and the transfers are set.
 template <class Fill>
-__device__ bool set_lanes(Lanes& lanes, int count, Fill&& fill) {
+__device__ bool set_transfers(Transfers& transfers, int count, Fill&& fill) {
     __syncthreads();
     bool aligned = true;
     const auto i = static_cast<int>(threadIdx.x);
     if (i < count) {
         fill(i);
-        aligned = (reinterpret_cast<std::uintptr_t>(lanes.src[i]) |
-                   reinterpret_cast<std::uintptr_t>(lanes.dst[i])) %
+        aligned = (reinterpret_cast<std::uintptr_t>(transfers.src[i]) |
+                   reinterpret_cast<std::uintptr_t>(transfers.dst[i])) %
                       16 ==
                   0;
     }
@@ -150,11 +150,11 @@ __device__ inline void copy_rest(char* dst, const char* src, std::uint32_t from,
 }
 
 // Copies src[0], bytes[0] long, to dst[i] for i < count; one load for all.
-__device__ inline void copy_to_each(const Lanes& lanes, int count, bool aligned) {
+__device__ inline void copy_to_each(const Transfers& transfers, int count, bool aligned) {
     constexpr std::uint32_t kUnroll = 4;
-    const std::uint32_t nbytes = lanes.bytes[0];
+    const std::uint32_t nbytes = transfers.bytes[0];
     const std::uint32_t whole = aligned ? nbytes / 16 * 16 : 0;
-    const char* src = lanes.src[0];
+    const char* src = transfers.src[0];
     for (std::uint32_t first = threadIdx.x * 16; first < whole; first += kThreads * 16 * kUnroll) {
         uint4 v[kUnroll];
 #pragma unroll
@@ -163,18 +163,19 @@ __device__ inline void copy_to_each(const Lanes& lanes, int count, bool aligned)
             if (at < whole) v[u] = ptx::load_16(src + at);
         }
         for (int i = 0; i < count; ++i) {
-            char* dst = lanes.dst[i] + first;
+            char* dst = transfers.dst[i] + first;
 #pragma unroll
             for (std::uint32_t u = 0; u < kUnroll; ++u) {
                 if (first + u * kThreads * 16 < whole) ptx::store_16(dst + u * kThreads * 16, v[u]);
             }
         }
     }
-    for (int i = 0; i < count; ++i) copy_rest(lanes.dst[i], src, whole, nbytes);
+    for (int i = 0; i < count; ++i) copy_rest(transfers.dst[i], src, whole, nbytes);
 }
 
 // Copies src[i] to dst[i], bytes[i] long and at most `most`, for i < count, all under way at once.
-__device__ inline void copy_each(const Lanes& lanes, int count, std::uint32_t most, bool aligned) {
+__device__ inline void copy_each(const Transfers& transfers, int count, std::uint32_t most,
+                                 bool aligned) {
     constexpr std::uint32_t kUnroll = 4;
     if (aligned) {
         const std::uint32_t vectors = most / 16;
@@ -188,9 +189,9 @@ __device__ inline void copy_each(const Lanes& lanes, int count, std::uint32_t mo
                 const std::uint32_t i = item / vectors;
                 const std::uint32_t at = item % vectors * 16;
                 dst[u] = nullptr;
-                if (item < items && at + 16 <= lanes.bytes[i]) {
-                    v[u] = ptx::load_16(lanes.src[i] + at);
-                    dst[u] = lanes.dst[i] + at;
+                if (item < items && at + 16 <= transfers.bytes[i]) {
+                    v[u] = ptx::load_16(transfers.src[i] + at);
+                    dst[u] = transfers.dst[i] + at;
                 }
             }
 #pragma unroll
@@ -200,8 +201,8 @@ __device__ inline void copy_each(const Lanes& lanes, int count, std::uint32_t mo
         }
     }
     for (int i = 0; i < count; ++i) {
-        const std::uint32_t whole = aligned ? lanes.bytes[i] / 16 * 16 : 0;
-        copy_rest(lanes.dst[i], lanes.src[i], whole, lanes.bytes[i]);
+        const std::uint32_t whole = aligned ? transfers.bytes[i] / 16 * 16 : 0;
+        copy_rest(transfers.dst[i], transfers.src[i], whole, transfers.bytes[i]);
     }
 }
 

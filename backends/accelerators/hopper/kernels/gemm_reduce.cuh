@@ -43,7 +43,7 @@ struct GemmReduceArgs {
     CUtensorMap out_pieces;           // the same memory, in pieces
     const void* bias;                 // [N], added once, by the owner; or null
     Region region;
-    Patience patience;
+    WaitLimits limits;
     Raster raster;      // of an owner's rows and all columns
     int panel_rows;     // of clusters
     int panel_columns;  // of tiles

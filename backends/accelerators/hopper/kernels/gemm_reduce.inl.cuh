@@ -4,10 +4,10 @@
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/gemm_reduce.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
-#include "backends/accelerators/hopper/tile/courier.cuh"
 #include "backends/accelerators/hopper/tile/load.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
 #include "backends/accelerators/hopper/tile/store.cuh"
+#include "backends/accelerators/hopper/tile/tile_forwarder.cuh"
 
 namespace mkernel::hopper {
 
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     gemm_reduce(const __grid_constant__ GemmReduceArgs args) {
     Shared<C>& shared = shared_memory<C>();
     open_block(shared);
-    const Waiter waiter(args.region, args.patience, runtime::Waiter::compute_kernel);
+    const Waiter waiter(args.region, args.limits, runtime::Waiter::compute_kernel);
     const int rank = args.region.rank;
     const int world = args.region.world;
     const std::uint64_t epoch = world > 1 ? args.region.control().epoch : 0;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         }
         case Role::sender: {
             if (sources == 0 || !args.by_outbox) break;
-            Courier<C> sender(shared, 0, C::kPieceBuffers / 2, args.pace);
+            TileForwarder<C> sender(shared, 0, C::kPieceBuffers / 2, args.pace);
             std::uint32_t stored = 0;
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) return;
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             if (sources == 0 || !args.everywhere || args.symmetric) break;
             const int first =
                 args.by_outbox ? C::kPieceBuffers / 2 : 0;  // those before: the sender's
-            Courier<C> receiver(shared, first, C::kPieceBuffers - first, 0);
+            TileForwarder<C> receiver(shared, first, C::kPieceBuffers - first, 0);
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) return;
                 if (!flags.wait(waiter, epoch, tile.owner, tile.number, true)) return;

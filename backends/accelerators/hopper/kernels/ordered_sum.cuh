@@ -68,7 +68,7 @@ class Sum8 {
 // The block stores at dst[i], i < count, the sum of `nbytes` of src[0], src[1], ..., src[world - 1],
 // in that order. `aligned`: all those addresses are multiples of 16.
 template <class In, class Out>
-__device__ void sum_to_each(const Lanes& lanes, int world, std::uint32_t nbytes, int count,
+__device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t nbytes, int count,
                             bool aligned) {
     constexpr int kBatch = sizeof(In) == 2 ? 4 : 2;  // loads under way, 16 registers
     constexpr std::uint32_t kWhole = 8 * sizeof(In);
@@ -80,7 +80,7 @@ __device__ void sum_to_each(const Lanes& lanes, int world, std::uint32_t nbytes,
             Eight<In> eight[kBatch];
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                if (step + i < world) eight[i].load(lanes.src[step + i] + at);
+                if (step + i < world) eight[i].load(transfers.src[step + i] + at);
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
@@ -92,18 +92,18 @@ __device__ void sum_to_each(const Lanes& lanes, int world, std::uint32_t nbytes,
             }
         }
         const uint4 rounded = sum.rounded();
-        for (int i = 0; i < count; ++i) ptx::store_16(lanes.dst[i] + at / kNarrower, rounded);
+        for (int i = 0; i < count; ++i) ptx::store_16(transfers.dst[i] + at / kNarrower, rounded);
     }
     for (std::uint32_t at = whole + threadIdx.x * sizeof(In); at < nbytes;
          at += kThreads * sizeof(In)) {
-        float sum = widen(*reinterpret_cast<const In*>(lanes.src[0] + at));
+        float sum = widen(*reinterpret_cast<const In*>(transfers.src[0] + at));
         for (int step = 1; step < world; ++step) {
-            sum += widen(*reinterpret_cast<const In*>(lanes.src[step] + at));
+            sum += widen(*reinterpret_cast<const In*>(transfers.src[step] + at));
         }
         Out rounded;
         narrow(sum, rounded);
         for (int i = 0; i < count; ++i) {
-            *reinterpret_cast<Out*>(lanes.dst[i] + at / kNarrower) = rounded;
+            *reinterpret_cast<Out*>(transfers.dst[i] + at / kNarrower) = rounded;
         }
     }
 }

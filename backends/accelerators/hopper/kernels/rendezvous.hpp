@@ -10,6 +10,6 @@
 namespace mkernel::hopper {
 
 // Uses up an epoch. On the current device's `stream`; may be captured. CudaError.
-void rendezvous(const Region& region, const Patience& patience, cudaStream_t stream);
+void rendezvous(const Region& region, const WaitLimits& limits, cudaStream_t stream);
 
 }  // namespace mkernel::hopper

@@ -1,8 +1,8 @@
-"""The two lanes of one call: messages between ranks on one, matrix work on the other.
+"""The streams of one call: messages between ranks on one, matrix work on the other.
 
 Messages are point-to-point ones of torch.distributed, posted in the same order on every rank, so
 each wait is for one known peer; or puts into windows that peers map (``window.py``). Where the device
-has streams the communication lane is a stream of its own and events tie the lanes together; the host
+has streams the communication lane is a stream of its own and events tie the streams together; the host
 waits for nothing between chunks. On a CPU the messages travel in torch.distributed's own threads and
 a wait blocks the caller's worker.
 """
@@ -31,7 +31,7 @@ Parcel = tuple[int, torch.Tensor]
 
 class Sent(NamedTuple):
     """A contiguous tensor for a peer, and where it is to lie there: at the place of ``landing`` in this
-    rank's own memory. The latter counts only for what :meth:`Lanes.landing` made; None: elsewhere."""
+    rank's own memory. The latter counts only for what ``CallStreams.landing`` made; None: elsewhere."""
 
     peer: int
     tensor: torch.Tensor
@@ -77,7 +77,7 @@ class Message:
         return None
 
 
-class Lanes:
+class CallStreams:
     """For one call on one rank. Everything that a message touches lives as long as this object.
 
     Attributes:
@@ -85,7 +85,7 @@ class Lanes:
         peers_together: messages of all peers are better posted together than one by one.
         one_sided: messages are puts.
         communicates: False where the view asks for compute only: other ranks' data counts as
-            present. sequential: whether the lanes must take turns.
+            present. sequential: whether the streams must take turns.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Lanes:
 
     def shared_cores(self) -> AbstractContextManager[None]:
         """While it is entered neither lane's kernels keep the other's from running. All that was put
-        on the lanes must have ended when it is left."""
+        on the streams must have ended when it is left."""
         if not (self.overlaps and self.communicates):
             return nullcontext()
         return self._device.shared(self._where, self._compute, self._comm)

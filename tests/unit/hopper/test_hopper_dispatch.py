@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.backends.accelerators.hopper import gemm, launches, native
+from mkernel.backends.accelerators.hopper import dispatch, gemm, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
@@ -33,7 +33,7 @@ class Pipelined:
     def __init__(self, queued: list[str], *given: Any) -> None:
         self._queued = queued
         self._name = "pipelined by copy engines"
-        if not isinstance(given[-1], native.native().Chunks) or given[-1].push_blocks:
+        if not isinstance(given[-1], native.native().AllGatherSchedule) or given[-1].push_blocks:
             self._name = "pipelined"
 
     def start(self, number: int, timeout_s: float, *given: Any) -> None:
@@ -64,7 +64,7 @@ class Recorder:
 
 
 ORDER: Any = None
-LANE = launches.Lane(0, ORDER, 64)
+CONTEXT = dispatch.DispatchContext(0, ORDER, 64)
 
 
 @pytest.fixture
@@ -116,8 +116,8 @@ def run(
     """Names of what the last rank queues, in order."""
     call = last_rank(made, view, gathered=gathered, symmetric=symmetric, offset=offset)
     queued.clear()
-    launches.OPS[made.op].calls(call, LANE).start(call, MAIN)
-    assert launches.OPS[made.op].region_bytes(made) >= 1 << 20
+    dispatch.OPS[made.op].executor(call, CONTEXT).start(call, MAIN)
+    assert dispatch.OPS[made.op].region_bytes(made) >= 1 << 20
     return list(queued)
 
 
@@ -183,7 +183,7 @@ def test_reductions(queued: list[str], op: str, collective: str, symmetric: bool
     assert run(queued, planned(op, 512, 256, 256, world=1), "sequential") == ["pipelined"]
 
 
-@pytest.mark.parametrize("op", sorted(launches.OPS))
+@pytest.mark.parametrize("op", sorted(dispatch.OPS))
 def test_tensors_at_any_element(queued: list[str], op: str) -> None:
     made = planned(op, 512, 256, 256)
     assert run(queued, made, offset=1) == run(queued, made)
@@ -204,7 +204,7 @@ class Told:
         self._left.append(told[:5])
 
 
-@pytest.mark.parametrize("op", sorted(launches.OPS))
+@pytest.mark.parametrize("op", sorted(dispatch.OPS))
 def test_each_call_tells_its_own_number_deadline_and_tensors(
     queued: list[str], monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
@@ -214,7 +214,7 @@ def test_each_call_tells_its_own_number_deadline_and_tensors(
     monkeypatch.setattr(gemm, "native", lambda: made)
     plan = planned(op, 640, 256, 256)
     first = last_rank(plan, "pipelined", gathered=False, symmetric=False, offset=0)
-    calls = launches.OPS[op].calls(first, LANE)
+    calls = dispatch.OPS[op].executor(first, CONTEXT)
     for number in (1, 2, (1 << 32) + 3):
         call = last_rank(plan, "pipelined", gathered=False, symmetric=False, offset=0)
         addresses = tuple(call.tensors[name].data_ptr() for name in ("a", "b", "out"))

@@ -6,27 +6,27 @@ from typing import Any
 
 import pytest
 
-from mkernel.backends.accelerators.hopper import gemm, native, schedule
+from mkernel.backends.accelerators.hopper import gemm, native, tuning
 from mkernel.errors import BackendUnavailable, Unsupported
 
 FLAGS, COPIED, PROCESSORS = 122_880, 16, 132
 
 
-def gathered(rows: int, n: int, k: int, world: int, chunk: int) -> schedule.GatherSchedule:
-    return schedule.gather(rows, n, k, world, chunk, PROCESSORS, FLAGS, COPIED)
+def gathered(rows: int, n: int, k: int, world: int, chunk: int) -> tuning.GatherTuning:
+    return tuning.gather(rows, n, k, world, chunk, PROCESSORS, FLAGS, COPIED)
 
 
 def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
-    assert schedule.tiling(1024, 4, 1024, 4096, PROCESSORS) == "narrow"
-    assert schedule.tiling(2048, 4, 1024, 4096, PROCESSORS) == "deep"
-    assert schedule.tiling(2048, 4, 1024, 2048, PROCESSORS) == "wide"
-    assert schedule.tiling(2048, 4, 2048, 8192, PROCESSORS) == "wide"
+    assert tuning.tiling(1024, 4, 1024, 4096, PROCESSORS) == "narrow"
+    assert tuning.tiling(2048, 4, 1024, 4096, PROCESSORS) == "deep"
+    assert tuning.tiling(2048, 4, 1024, 2048, PROCESSORS) == "wide"
+    assert tuning.tiling(2048, 4, 2048, 8192, PROCESSORS) == "wide"
 
 
 def test_large_shards_are_copied_and_small_ones_pushed() -> None:
-    large = schedule.GatherSchedule("narrow", 1024, 0, slices=schedule.SLICES)
+    large = tuning.GatherTuning("narrow", 1024, 0, slices=tuning.SLICES)
     assert gathered(1024, 1024, 16_384, 4, 1024) == large
-    assert gathered(256, 1024, 4096, 4, 256).push_blocks == schedule.PUSH_BLOCKS
+    assert gathered(256, 1024, 4096, 4, 256).push_blocks == tuning.PUSH_BLOCKS
     assert gathered(3, 1024, 4096, 4, 3).chunk_rows == 3
     assert gathered(1024, 1024, 4096, 1, 1024).push_blocks == 0
 
@@ -34,21 +34,19 @@ def test_large_shards_are_copied_and_small_ones_pushed() -> None:
 def test_blocks_push_only_where_the_product_does_not_miss_them() -> None:
     """192 clusters of tiles are 3 waves of 66 clusters, but 4 of 62."""
     assert gathered(1024, 6144, 1536, 2, 1024).push_blocks == 0
-    assert (
-        gathered(1024, 5632, 1536, 2, 1024).push_blocks == schedule.PUSH_BLOCKS
-    )  # 176: 3 of either
+    assert gathered(1024, 5632, 1536, 2, 1024).push_blocks == tuning.PUSH_BLOCKS  # 176: 3 of either
 
 
 def test_rows_are_copied_where_slices_bring_the_end_forward() -> None:
     """Blocks would have the 8 MiB there sooner, but whole: a tile of all of K is left to do."""
-    copied = schedule.GatherSchedule("narrow", 1024, 0, slices=schedule.SLICES)
+    copied = tuning.GatherTuning("narrow", 1024, 0, slices=tuning.SLICES)
     assert gathered(1024, 1024, 4096, 4, 1024) == copied
-    assert gathered(1024, 1024, 4096, 4, 512).push_blocks == schedule.PUSH_BLOCKS  # as planned
+    assert gathered(1024, 1024, 4096, 4, 512).push_blocks == tuning.PUSH_BLOCKS  # as planned
 
 
 def test_every_thread_that_pushes_has_a_part_of_a_shard() -> None:
-    assert gathered(1024, 3072, 4096, 2, 1024).chunk_rows == schedule.PUSHED_ROWS
-    assert gathered(512, 1024, 4096, 2, 512).chunk_rows == 512 // schedule.PUSHERS
+    assert gathered(1024, 3072, 4096, 2, 1024).chunk_rows == tuning.PUSHED_ROWS
+    assert gathered(512, 1024, 4096, 2, 512).chunk_rows == 512 // tuning.PUSHERS
     assert gathered(64, 1536, 4096, 4, 64).chunk_rows == 16  # 128 KiB
     assert gathered(64, 1536, 16_384, 4, 64).chunk_rows == 4
 
@@ -64,9 +62,9 @@ def test_own_columns_go_ahead_until_the_others_rows_are_there() -> None:
 
 
 def test_a_planned_chunk_is_kept_while_there_are_flags() -> None:
-    assert gathered(4096, 1024, 4096, 4, 1024) == schedule.GatherSchedule("wide", 1024, 0)
+    assert gathered(4096, 1024, 4096, 4, 1024) == tuning.GatherTuning("wide", 1024, 0)
     many = gathered(4096, 1024, 4096, 4, 255)  # more chunks than copy engines take
-    assert (many.chunk_rows, many.push_blocks) == (255, schedule.PUSH_BLOCKS)
+    assert (many.chunk_rows, many.push_blocks) == (255, tuning.PUSH_BLOCKS)
     for rows, world in ((1 << 20, 4), (100_003, 8), (30_720, 4)):
         chunk = gathered(rows, 64, 64, world, 1).chunk_rows
         assert -(-rows // chunk) * world <= FLAGS
@@ -76,26 +74,26 @@ def test_a_planned_chunk_is_kept_while_there_are_flags() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("m", [1, 100, 1024, 5000, 16_384])
 def test_owners_have_all_rows_in_whole_clusters(m: int, world: int) -> None:
-    how = schedule.reduce("gemm_all_reduce", m, 1024, 1024, world, PROCESSORS)
+    how = tuning.reduce("gemm_all_reduce", m, 1024, 1024, world, PROCESSORS)
     step = 128 if how.tiling == "narrow" else 256
     assert how.rows % step == 0
     assert how.rows * world >= m
     assert (how.rows - step) * world < m
-    scattered = schedule.reduce("gemm_reduce_scatter", m * world, 1024, 1024, world, PROCESSORS)
+    scattered = tuning.reduce("gemm_reduce_scatter", m * world, 1024, 1024, world, PROCESSORS)
     assert scattered.rows == m
 
 
-@pytest.mark.parametrize("op", schedule.SPREADS)
+@pytest.mark.parametrize("op", tuning.SPREADS)
 def test_every_k_has_a_spread(op: str) -> None:
-    limits = [each.from_k for each in schedule.SPREADS[op]]
+    limits = [each.from_k for each in tuning.SPREADS[op]]
     assert limits == sorted(limits, reverse=True)
     assert limits[-1] == 0
     for k in (8, limits[0], 1 << 20):
-        assert schedule.reduce(op, 4096, 4096, k, 4, PROCESSORS).panel_columns >= 1
+        assert tuning.reduce(op, 4096, 4096, k, 4, PROCESSORS).panel_columns >= 1
 
 
 def panel(op: str, m: int, n: int, k: int, world: int) -> tuple[int, int]:
-    how = schedule.reduce(op, m, n, k, world, PROCESSORS)
+    how = tuning.reduce(op, m, n, k, world, PROCESSORS)
     return how.panel_rows, how.panel_columns
 
 
@@ -114,7 +112,7 @@ def test_the_tiles_of_a_panel_keep_all_clusters_busy_once() -> None:
 
 
 def test_rows_that_come_last_come_in_slices_where_copies_take_long() -> None:
-    assert gathered(2048, 2048, 8192, 4, 2048).slices == schedule.SLICES
+    assert gathered(2048, 2048, 8192, 4, 2048).slices == tuning.SLICES
     assert gathered(2048, 7168, 8192, 4, 2048).slices == 1  # a longer product
     assert gathered(2048, 2048, 8192, 4, 1024).slices == 1  # chunks as planned
     assert gathered(256, 1024, 4096, 4, 256).slices == 1  # blocks push
@@ -133,10 +131,10 @@ def made() -> Any:
 
 
 def test_the_region_holds_all_shards(made: Any) -> None:
-    whole = made.all_gather_gemm_bytes(4, made.Chunks(1024, 1024), 512)
+    whole = made.all_gather_gemm_bytes(4, made.AllGatherSchedule(1024, 1024), 512)
     assert whole == made.DATA_OFFSET + 4 * 1024 * 512 * 2
     with pytest.raises(ValueError, match="flags"):
-        made.all_gather_gemm_bytes(4, made.Chunks(made.MAX_FLAGS, 1), 8)
+        made.all_gather_gemm_bytes(4, made.AllGatherSchedule(made.MAX_FLAGS, 1), 8)
 
 
 def test_wrong_arguments_are_named(made: Any) -> None:
@@ -150,16 +148,16 @@ def test_wrong_arguments_are_named(made: Any) -> None:
         with pytest.raises(ValueError, match=f"^{name} = {value}; expected"):
             made.Product(**{**legal, name: value})
     with pytest.raises(ValueError, match="rank = 2; expected 0 to 1"):
-        made.World([16, 32], 2, 0, 1.0, 1)
+        made.DeviceWorld([16, 32], 2, 0, 1.0, 1)
     with pytest.raises(ValueError, match="ranks = 17"):
-        made.World([16] * 17, 0, 0, 1.0, 1)
+        made.DeviceWorld([16] * 17, 0, 0, 1.0, 1)
     with pytest.raises(ValueError, match="push_blocks = 3"):
-        made.Chunks(8, 8, 3)
+        made.AllGatherSchedule(8, 8, 3)
     for slices, *others in ((0, 8, 0), (2, 4, 0), (2, 8, 2)):
         with pytest.raises(ValueError, match=f"slices = {slices}"):
-            made.Chunks(8, *others, slices=slices)
+            made.AllGatherSchedule(8, *others, slices=slices)
     with pytest.raises(ValueError, match="panel_columns = 0"):
-        made.Owners(m=8, rows=8, panel_rows=1, panel_columns=0, everywhere=False)
+        made.ReduceSchedule(m=8, rows=8, panel_rows=1, panel_columns=0, everywhere=False)
 
 
 def test_plans_of_several_nodes_are_refused() -> None:

@@ -84,7 +84,7 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 
 
 @dataclass(frozen=True)
-class GatherSchedule:
+class GatherTuning:
     """Of AllGather+GEMM. ``push_blocks`` 0: copy engines move the chunks. ``columns_ahead``: tile
     columns of the own rows that are computed before the others' rows; 0: all. ``slices``: of K, in
     which copy engines move the chunk that comes last."""
@@ -97,7 +97,7 @@ class GatherSchedule:
 
 
 @dataclass(frozen=True)
-class ReduceSchedule:
+class ReduceTuning:
     """Of a GEMM with a reduction. ``rows``: of the sum, that one rank owns. ``panel_rows``: of
     clusters; ``panel_columns``: of tiles."""
 
@@ -121,13 +121,13 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
 
 def gather(
     rows: int, n: int, k: int, world: int, chunk: int, processors: int, flags: int, copied: int
-) -> GatherSchedule:
+) -> GatherTuning:
     """``rows``: of one rank. ``chunk``: rows a chunk, as planned. ``flags``: that a region has;
     ``copied``: chunks that copy engines take at most."""
     tiles = tiling(rows, world, n, k, processors)
     chunk = max(chunk, _up(rows, flags // world))
     if world == 1:
-        return GatherSchedule(tiles, rows, 0)
+        return GatherTuning(tiles, rows, 0)
     engines, nbytes = measured_engines(), rows * k * ELEMENT_BYTES
     by_engines = engines.choose("put", nbytes, 0, flagged=True)
     by_blocks = engines.choose("put", nbytes, PUSH_BLOCKS, flagged=True)
@@ -148,7 +148,7 @@ def gather(
         if chunk == rows:  # they publish it in parts
             least = _up(PUSHED_BYTES, k * ELEMENT_BYTES)
             chunk = min(rows, PUSHED_ROWS, max(least, _up(rows, PUSHERS)))
-    return GatherSchedule(tiles, chunk, blocks, ahead, slices)
+    return GatherTuning(tiles, chunk, blocks, ahead, slices)
 
 
 class _Tiles:
@@ -189,7 +189,7 @@ def _columns_ahead(work: _Tiles, there_us: float, processors: int) -> int:
     return ahead if ahead < work.columns else 0
 
 
-def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> ReduceSchedule:
+def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> ReduceTuning:
     """``k``: of one rank. Rows of an all-reduce are dealt out in whole tiles of a cluster, so that
     the last owners may have fewer, or none."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
@@ -204,7 +204,7 @@ def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> Redu
         panel_rows = _up(panel_rows, _up(panel_rows, max(1, BAND // owners)))
         clusters = processors * TILE_ROWS // height
         panel_columns = max(1, clusters // (owners * panel_rows))
-    return ReduceSchedule(tiles, rows, panel_rows, panel_columns, spread)
+    return ReduceTuning(tiles, rows, panel_rows, panel_columns, spread)
 
 
 def _up(value: int, by: int) -> int:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mkernel.backends.accelerators.hopper import launches
-from mkernel.backends.accelerators.hopper.launches import Calls, Lane
+from mkernel.backends.accelerators.hopper import dispatch
+from mkernel.backends.accelerators.hopper.dispatch import DispatchContext, Executor
 from mkernel.backends.accelerators.hopper.memory import DeviceMemory
 from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, native
 from mkernel.backends.contracts.accelerator import Call, Launch
@@ -65,7 +65,7 @@ class HopperLaunch(Launch, InstrumentedLaunch):
         return LaunchTimes({"comm": 0.0, "compute": start.elapsed_time(end) * 1e-3})
 
 
-class OpenDevice:
+class DeviceSession:
     """Of one rank, from a world's begin to its end."""
 
     def __init__(self, device: Accelerator) -> None:
@@ -85,8 +85,8 @@ class OpenDevice:
         self.control: _hopper.ControlBlock = made.ControlBlock()
         self._current = torch.cuda.device(index)  # entered around calls; made once
         self._order: _hopper.CallOrder = made.CallOrder(index)
-        self._lane = Lane(index, self._order, self.control.address)
-        self._calls: dict[str, Calls] = {}  # by the plan's digest: it has one region in a world
+        self._context = DispatchContext(index, self._order, self.control.address)
+        self._calls: dict[str, Executor] = {}  # by the plan's digest: it has one region in a world
         self._used = False
 
     def close(self, timeout_s: float) -> bool:
@@ -134,7 +134,7 @@ class OpenDevice:
         digest = call.plan.digest()
         calls = self._calls.get(digest)
         if calls is None:
-            calls = self._calls[digest] = launches.calls_like(call, self._lane)
+            calls = self._calls[digest] = dispatch.executor_for(call, self._context)
         events = None
         if call.timed and not torch.cuda.is_current_stream_capturing():
             events = (_timer(), _timer())

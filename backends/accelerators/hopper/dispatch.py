@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mkernel.backends.accelerators.hopper import gemm, library
-from mkernel.backends.accelerators.hopper.claims import FUNCTIONS, ops
+from mkernel.backends.accelerators.hopper.capabilities import FUNCTIONS, ops
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import Unsupported
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
 
-class Lane(NamedTuple):
+class DispatchContext(NamedTuple):
     """Where a world's calls go: a device, the order of its calls, which forks a second stream off
     theirs, and the address of the rank's HostControl."""
 
@@ -26,7 +26,7 @@ class Lane(NamedTuple):
     control: int
 
 
-class Calls(Protocol):
+class Executor(Protocol):
     """One plan's calls in a world: what stays the same from call to call is worked out once."""
 
     def start(self, call: Call, stream: int) -> None:
@@ -39,17 +39,17 @@ class Op:
 
     Attributes:
         region_bytes: bytes of the symmetric region that a plan needs on each rank.
-        calls: makes a plan's calls, of the first of them.
+        executor: makes a plan's executor, of its first call.
     """
 
     region_bytes: Callable[[LaunchPlan], int]
-    calls: Callable[[Call, Lane], Calls]
+    executor: Callable[[Call, DispatchContext], Executor]
 
 
 OPS: dict[str, Op] = {
-    "all_gather_gemm": Op(gemm.gather_bytes, gemm.GatherCalls),
-    "gemm_reduce_scatter": Op(gemm.reduce_bytes, gemm.ReduceCalls),
-    "gemm_all_reduce": Op(gemm.reduce_bytes, gemm.ReduceCalls),
+    "all_gather_gemm": Op(gemm.gather_bytes, gemm.AllGatherExecutor),
+    "gemm_reduce_scatter": Op(gemm.reduce_bytes, gemm.ReduceExecutor),
+    "gemm_all_reduce": Op(gemm.reduce_bytes, gemm.ReduceExecutor),
 }
 
 
@@ -59,10 +59,14 @@ def region_bytes(plan: LaunchPlan) -> int:
     return library.region_bytes(plan) if plan.path == "library" else op.region_bytes(plan)
 
 
-def calls_like(call: Call, lane: Lane) -> Calls:
+def executor_for(call: Call, context: DispatchContext) -> Executor:
     """The calls of this one's plan. Unsupported."""
     op = _op(call.plan.op)
-    return library.LibraryCalls(call, lane) if call.plan.path == "library" else op.calls(call, lane)
+    return (
+        library.LibraryExecutor(call, context)
+        if call.plan.path == "library"
+        else op.executor(call, context)
+    )
 
 
 def _op(name: str) -> Op:

@@ -9,10 +9,10 @@ namespace mkernel::hopper {
 
 // `count` of a block's piece buffers, from `first` on, driven by one thread, always the same.
 template <class C>
-class Courier {
+class TileForwarder {
   public:
     // `count`: a power of two. `pace`: least clock cycles between the stores of two pieces.
-    __device__ Courier(Shared<C>& shared, int first, int count, int pace)
+    __device__ TileForwarder(Shared<C>& shared, int first, int count, int pace)
         : shared_(shared), first_(first), count_(count), pace_(pace) {}
 
     // Carries a tile of kTileM rows and C::kSlices slices. `from(buffer, barrier, x, y)` starts the
