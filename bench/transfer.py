@@ -28,6 +28,7 @@ import results_file
 import torch
 
 from mkernel.backends.accelerators.hopper import _hopper
+from mkernel.backends.cuda import _cuda
 from mkernel.harness.provenance import devices
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -48,11 +49,11 @@ class Memory:
         self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self.peer: torch.Tensor | None = None
         self.peer_address = 0
-        if torch.cuda.device_count() > 1 and _hopper.can_access(0, 1):
-            self._owned = _hopper.DeviceMemory.create(1, nbytes)
+        if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1):
+            self._owned = _cuda.DeviceMemory.create(1, nbytes)
             fd = self._owned.export_fd()
             try:
-                self._mapped = _hopper.DeviceMemory.attach(0, fd, self._owned.mapped_bytes)
+                self._mapped = _cuda.DeviceMemory.attach(0, fd, self._owned.mapped_bytes)
             finally:
                 os.close(fd)
             self.peer_address = self._mapped.address

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mkernel.backends.cuda.memory import bytes_at
 from mkernel.settings import load
 
 
@@ -33,16 +34,16 @@ class Buffer:
     """Zeroed memory of GPU ``owner`` that all of ``devices`` can address."""
 
     def __init__(self, owner: int, devices: Sequence[int], nbytes: int) -> None:
-        from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.cuda import _cuda
 
         self.owner, self.nbytes = owner, nbytes
-        self._own = _hopper.DeviceMemory.create(owner, nbytes)
+        self._own = _cuda.DeviceMemory.create(owner, nbytes)
         self._mapped: dict[int, Any] = {owner: self._own}
         for device in devices:
             if device != owner:
                 fd = self._own.export_fd()
                 try:
-                    self._mapped[device] = _hopper.DeviceMemory.attach(
+                    self._mapped[device] = _cuda.DeviceMemory.attach(
                         device, fd, self._own.mapped_bytes
                     )
                 finally:
@@ -54,25 +55,7 @@ class Buffer:
 
     def bytes(self) -> torch.Tensor:
         """All of it, as the owner sees it."""
-        return view(self._own, self.address(self.owner), self.nbytes, self.owner)
-
-
-def view(keep: Any, address: int, nbytes: int, device: int) -> torch.Tensor:
-    """Bytes of GPU ``device`` as a tensor that holds ``keep``."""
-
-    class Bytes:
-        kept = keep
-        __cuda_array_interface__ = {  # noqa: RUF012 - it is what torch looks for
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-        }
-
-    made = torch.as_tensor(Bytes(), device=torch.device("cuda", device))
-    assert made.data_ptr() == address, "torch copied the memory instead of viewing it"
-    return made
+        return bytes_at(self.address(self.owner), self.nbytes, self._own)
 
 
 def random_bytes(nbytes: int, device: int | str, seed: int) -> torch.Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from mkernel.backends.cuda.memory import DeviceMemory
+
 TIMEOUT_S = 60.0
 
 
@@ -25,15 +27,11 @@ class Holder:
 
     def create(self, name: str, nbytes: int) -> dict[str, Any]:
         """Allocate; the descriptor."""
-        from mkernel.backends.accelerators.hopper.memory import DeviceMemory
-
         self.memory[name] = made = DeviceMemory.create(nbytes, self.device)
         return made.export()
 
     def attach(self, name: str, descriptor: dict[str, Any]) -> None:
         """Map a peer's."""
-        from mkernel.backends.accelerators.hopper.memory import DeviceMemory
-
         self.memory[name] = DeviceMemory.attach(descriptor, self.device)
 
     def write(self, name: str, offset: int, values: list[int]) -> None:

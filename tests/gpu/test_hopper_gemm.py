@@ -7,6 +7,7 @@ import torch
 from device_buffers import needs_gpus
 
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.cases.base import TOLERANCE
 
 pytestmark = needs_gpus(1)
@@ -28,7 +29,7 @@ SIZES = [
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_product(dtype: str, n_major: bool, tiling: str, kernel: str) -> None:
     made = native()
-    memory, control = made.DeviceMemory.create(0, 1), made.ControlBlock()
+    memory, control = DeviceMemory.create(1, 0), made.ControlBlock()
     world = made.DeviceWorld([memory.address], 0, control.address, 5.0, 1)
     stream = torch.cuda.current_stream().cuda_stream
     for m, n, k in SIZES:

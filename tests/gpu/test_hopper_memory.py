@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from device_buffers import needs_gpus, takes_ranks
 from memory_ranks import ranks
+
+from mkernel.backends.cuda.memory import DeviceMemory
 
 MIB = 1 << 20
 pytestmark = needs_gpus(2)
@@ -117,16 +120,25 @@ def test_more_than_there_is_says_so() -> None:
 # ---- order of calls --------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def order() -> Any:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+    return _hopper.CallOrder(0)
+
+
+@pytest.fixture
+def total() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device="cuda:0")
+
+
 def slowly(stream: torch.cuda.Stream, tensor: torch.Tensor, value: int) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)  # about 10 ms
         tensor.mul_(10).add_(value)
 
 
-def test_calls_on_different_streams_run_one_after_another() -> None:
-    from mkernel.backends.accelerators.hopper import _hopper
-
-    order, total = _hopper.CallOrder(0), torch.zeros(1, dtype=torch.int64, device="cuda:0")
+def test_calls_on_different_streams_run_one_after_another(order: Any, total: torch.Tensor) -> None:
     streams = [torch.cuda.Stream(0) for _ in range(3)]
     calls = []
     torch.cuda.synchronize()
@@ -142,10 +154,7 @@ def test_calls_on_different_streams_run_one_after_another() -> None:
     assert int(total) == 123
 
 
-def test_the_second_stream_of_a_call_comes_between() -> None:
-    from mkernel.backends.accelerators.hopper import _hopper
-
-    order, total = _hopper.CallOrder(0), torch.zeros(1, dtype=torch.int64, device="cuda:0")
+def test_the_second_stream_of_a_call_comes_between(order: Any, total: torch.Tensor) -> None:
     stream = torch.cuda.Stream(0)
     torch.cuda.synchronize()
     order.begin(stream.cuda_stream)
@@ -161,10 +170,7 @@ def test_the_second_stream_of_a_call_comes_between() -> None:
     assert int(total) == 123
 
 
-def test_calls_of_one_capture_are_ordered_too() -> None:
-    from mkernel.backends.accelerators.hopper import _hopper
-
-    order, total = _hopper.CallOrder(0), torch.zeros(1, dtype=torch.int64, device="cuda:0")
+def test_calls_of_one_capture_are_ordered_too(order: Any, total: torch.Tensor) -> None:
     one, two = torch.cuda.Stream(0), torch.cuda.Stream(0)
     order.begin(one.cuda_stream)  # a call before, which the capture must not depend on
     order.end(one.cuda_stream)
@@ -191,11 +197,8 @@ def test_calls_of_one_capture_are_ordered_too() -> None:
     assert order.finished(call)
 
 
-def test_a_capture_survives_questions_and_allocations() -> None:
-    from mkernel.backends.accelerators.hopper import _hopper
-
-    order, stream = _hopper.CallOrder(0), torch.cuda.Stream(0)
-    total = torch.zeros(1, dtype=torch.int64, device="cuda:0")
+def test_a_capture_survives_questions_and_allocations(order: Any, total: torch.Tensor) -> None:
+    stream = torch.cuda.Stream(0)
     order.begin(stream.cuda_stream)
     slowly(stream, total, 0)
     before = order.end(stream.cuda_stream)
@@ -203,7 +206,7 @@ def test_a_capture_survives_questions_and_allocations() -> None:
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(0)):
         total.add_(1)
         order.finished(before)
-        memory = _hopper.DeviceMemory.create(0, MIB)
+        memory = DeviceMemory.create(MIB, 0)
         memory.write_word(8, 9)
         del memory
     torch.cuda.synchronize()
@@ -212,10 +215,8 @@ def test_a_capture_survives_questions_and_allocations() -> None:
     assert int(total) == 1
 
 
-def test_many_calls_share_few_events() -> None:
-    from mkernel.backends.accelerators.hopper import _hopper
-
-    order, stream = _hopper.CallOrder(0), torch.cuda.Stream(0)
+def test_many_calls_share_few_events(order: Any) -> None:
+    stream = torch.cuda.Stream(0)
     calls = []
     for _ in range(300):
         order.begin(stream.cuda_stream)

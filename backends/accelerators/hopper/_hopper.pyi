@@ -1,37 +1,9 @@
-"""Kernels for GPUs of compute capability 9.0, and the memory they run on.
+"""Kernels for GPUs of compute capability 9.0.
 
 Addresses and streams are plain integers of this process; no stream is None.
 """
 
 from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
-
-class CudaError(RuntimeError): ...
-
-class DeviceInfo:
-    index: int
-    name: str
-    major: int
-    minor: int
-    multiprocessors: int
-    memory_bytes: int
-    pci: str
-
-def devices() -> list[DeviceInfo]: ...
-def versions() -> tuple[int, int]: ...
-def can_access(from_device: int, to_device: int) -> bool: ...
-
-class DeviceMemory:
-    address: int
-    mapped_bytes: int
-    device: int
-    rdma: bool
-    @staticmethod
-    def create(device: int, nbytes: int) -> DeviceMemory: ...
-    @staticmethod
-    def attach(device: int, fd: int, mapped: int) -> DeviceMemory: ...
-    def write_word(self, offset: int, value: int) -> None: ...
-    def export_fd(self) -> int: ...
-    def export_dmabuf(self) -> int: ...
 
 class CallOrder:
     def __init__(self, device: int) -> None: ...
@@ -72,12 +44,6 @@ def copy(
     *,
     stream: int,
 ) -> None: ...
-
-class MappedPages:
-    def __init__(self, address: int, nbytes: int) -> None: ...
-
-def write_word(address: int, value: int, *, stream: int) -> None: ...
-def wait_word(device: int, address: int, value: int, *, stream: int) -> None: ...
 
 class Element:
     bfloat16: Element

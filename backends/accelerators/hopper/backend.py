@@ -10,11 +10,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.accelerators.hopper.capabilities import library_ops, ops
-from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, missing, native
+from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, missing
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
+from mkernel.backends.cuda.native import native as cuda
 from mkernel.errors import BackendUnavailable
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
@@ -23,8 +24,8 @@ from mkernel.topology.model import Accelerator
 if TYPE_CHECKING:
     import torch
 
-    from mkernel.backends.accelerators.hopper import _hopper
     from mkernel.backends.accelerators.hopper.device_session import DeviceSession, HopperLaunch
+    from mkernel.backends.cuda import _cuda
     from mkernel.backends.runtime import _runtime
 
 _PLAIN_PROCESSORS = 132
@@ -67,7 +68,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 f"torch {torch.__version__} sees no CUDA device",
                 "install a torch that is built for the driver's CUDA",
             )
-        driver = native().versions()[0]
+        driver = cuda().versions()[0]
         return Status(
             True,
             f"{len(found)} x {found[0].name} ({found[0].multiprocessors} SMs), driver for CUDA "
@@ -180,5 +181,5 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         return self._session
 
 
-def _devices() -> list[_hopper.DeviceInfo]:
-    return [device for device in native().devices() if (device.major, device.minor) == ARCHITECTURE]
+def _devices() -> list[_cuda.DeviceInfo]:
+    return [device for device in cuda().devices() if (device.major, device.minor) == ARCHITECTURE]

@@ -12,11 +12,11 @@ import torch
 
 from mkernel.backends.accelerators.hopper import dispatch
 from mkernel.backends.accelerators.hopper.dispatch import DispatchContext, Executor
-from mkernel.backends.accelerators.hopper.memory import DeviceMemory
 from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, native
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory
+from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.topology.model import Accelerator
 

@@ -1,4 +1,4 @@
-"""The native module, and why there may be none."""
+"""The kernels' native module, and why there may be none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from mkernel.backends.contracts.status import Status
+from mkernel.backends.cuda import native as cuda
 from mkernel.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -25,32 +26,10 @@ def native() -> ModuleType:
     return _hopper
 
 
-@cache
-def pci_address(device: int) -> str:
-    """Where a device sits on this host: the same in every process, unlike its number."""
-    return str(native().devices()[device].pci)
-
-
 def missing() -> Status | None:
-    """What keeps the native module from running anything here; None where nothing does."""
+    """What keeps the kernels from running here; None where nothing does."""
     try:
-        made = native()
+        native()
     except BackendUnavailable as error:
-        return Status(
-            False,
-            f"not built ({error})",
-            "install the CUDA toolkit (nvcc 12.5 or newer) and then mkernel again",
-        )
-    driver, runtime = made.versions()
-    if driver == 0:
-        return Status(
-            False, "built, but no CUDA driver is installed here", "install NVIDIA's driver"
-        )
-    try:
-        made.devices()
-    except made.CudaError as error:
-        wanted = f"CUDA {runtime // 1000}.{runtime % 1000 // 10}"
-        return Status(
-            False, f"built for {wanted}, but {error}", f"see `nvidia-smi`; it needs {wanted}"
-        )
-    return None
+        return cuda.not_built(error)
+    return cuda.missing()

@@ -51,7 +51,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
 
     On CUDA devices a call returns when it is queued, and is queued when the one before it has ended.
     Where these reach each other's memory, copy engines take the place of torch.distributed for the
-    GEMM ops (setting ``streams_copies``; it needs the native module of ``hopper``).
+    GEMM ops (setting ``streams_copies``; it needs the native module of ``backends/cuda``).
 
     Each rank uses the device that its tensors lie on. A process that has used none when it makes a
     world gets the one that the topology places it on as its current device.

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mkernel.backends.accelerators.hopper import native
 from mkernel.backends.accelerators.streams import npu
+from mkernel.backends.cuda import native
 from mkernel.errors import ArgumentError
 from mkernel.settings import load
 from mkernel.topology.model import Accelerator, AcceleratorKind

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mkernel.backends.accelerators.hopper.memory import bytes_at
-from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.cuda.memory import bytes_at
+from mkernel.backends.cuda.native import native
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import page_up
 from mkernel.plan.model import LaunchPlan
@@ -174,7 +174,6 @@ class Window:
             self._peers[peer] + place.data_ptr() - self._base,
             rows.data_ptr(),
             rows.nbytes,
-            self._native.Engine.copy_engine,
             stream=stream.cuda_stream,
         )
         self._put[peer] += 1

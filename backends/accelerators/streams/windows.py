@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from mkernel.backends.accelerators.hopper.memory import DeviceMemory
-from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.window import Words, window_bytes, words_of
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
+from mkernel.backends.cuda.memory import DeviceMemory
+from mkernel.backends.cuda.native import native
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import LaunchPlan
 

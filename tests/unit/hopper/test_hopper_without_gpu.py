@@ -1,77 +1,26 @@
-"""The hopper backend's host side where there is no GPU: a stand-in for the native module on memfds."""
+"""The hopper backend's host side where there is no GPU: stand-ins for the two native modules."""
 
 from __future__ import annotations
 
-import gc
-import json
-import mmap
-import os
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mkernel.backends.accelerators import hopper
+from mkernel.backends import cuda
+from mkernel.backends.accelerators.hopper import backend as backend_module
 from mkernel.backends.accelerators.hopper import capabilities, dispatch, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_session import HopperLaunch
-from mkernel.backends.accelerators.hopper.memory import DeviceMemory
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.runtime import _runtime
-from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
-
-PAGE = 4096
+from mkernel.errors import BackendUnavailable, Unsupported
 
 
 class CudaError(RuntimeError):
     pass
-
-
-class FakeMemory:
-    """Device memory as pages of a memfd, device ``n`` or a mapping for it."""
-
-    alive = 0
-
-    def __init__(self, device: int, fd: int, mapped: int) -> None:
-        self.device, self.mapped_bytes, self._fd = device, mapped, os.dup(fd)
-        self.pages = mmap.mmap(self._fd, mapped)
-        self.address = 0x7000_0000_0000 + 0x1000 * FakeMemory.alive
-        FakeMemory.alive += 1
-
-    @staticmethod
-    def create(device: int, nbytes: int) -> FakeMemory:
-        if nbytes > 1 << 40:
-            raise CudaError("cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)")
-        fd = os.memfd_create("mkernel-fake", os.MFD_CLOEXEC)
-        mapped = -(-nbytes // PAGE) * PAGE
-        os.ftruncate(fd, mapped)
-        made = FakeMemory(device, fd, mapped)
-        os.close(fd)
-        return made
-
-    @staticmethod
-    def attach(device: int, fd: int, mapped: int) -> FakeMemory:
-        if device == 3:
-            raise CudaError("cuMemSetAccess failed: CUDA_ERROR_INVALID_DEVICE (101)")
-        return FakeMemory(device, fd, mapped)
-
-    def export_fd(self) -> int:
-        return os.dup(self._fd)
-
-    def export_dmabuf(self) -> int:
-        raise CudaError("not supported")
-
-    def write_word(self, offset: int, value: int) -> None:
-        self.pages[offset : offset + 8] = value.to_bytes(8, "little")
-
-    def __del__(self) -> None:
-        FakeMemory.alive -= 1
-        os.close(self._fd)
 
 
 @dataclass
@@ -81,94 +30,21 @@ class FakeDevice:
     major: int = 9
     minor: int = 0
     multiprocessors: int = 100
-    memory_bytes: int = 1 << 37
-
-    @property
-    def pci(self) -> str:
-        return f"0000:{self.index:02X}:00.0"
+    pci: str = "0000:3B:00.0"
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands for ``_cuda`` on a host of four devices, and for ``_hopper`` without a kernel."""
     made = SimpleNamespace(
         CudaError=CudaError,
-        DeviceMemory=FakeMemory,
         versions=lambda: (13000, 13000),
         devices=lambda: [FakeDevice(index) for index in range(4)],
     )
-    monkeypatch.setattr(hopper, "_hopper", made, raising=False)
-    native.native.cache_clear()
-    native.pci_address.cache_clear()
-    yield made
-    native.native.cache_clear()
-    native.pci_address.cache_clear()
-    gc.collect()
-    assert FakeMemory.alive == 0, "memory is left mapped"
-    assert "mkernel-fds" not in [thread.name for thread in threading.enumerate()]
-
-
-# ---- memory ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("fake")
-def test_peers_map_what_was_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = DeviceMemory.create(PAGE + 1, 0)
-    descriptor = json.loads(json.dumps(memory.export()))
-    assert memory.export() == descriptor, "one offer for all peers"
-    peers = [DeviceMemory.attach(descriptor, device) for device in (1, 2)]
-    memory.write_word(PAGE, 77)
-    for peer in peers:
-        assert peer.nbytes == PAGE + 1
-        assert peer._alive().pages[PAGE] == 77  # type: ignore[attr-defined]
-    with pytest.raises(OSError, match="device 3 cannot map a peer's memory"):
-        DeviceMemory.attach(descriptor, 3)
-    with pytest.raises(ArgumentError, match="a GPU of its own for each rank"):
-        DeviceMemory.attach(descriptor, 0)
-    monkeypatch.setenv("MKERNEL_RANKS_PER_DEVICE", "2")
-    peers.append(DeviceMemory.attach(descriptor, 0))
-    memory.close()
-    memory.close()
-    with pytest.raises(OSError, match="nobody offers"):
-        DeviceMemory.attach(descriptor, 1)
-    assert peers[0]._alive().pages[PAGE] == 77  # type: ignore[attr-defined]
-    for peer in peers:
-        peer.close()
-
-
-@pytest.mark.usefixtures("fake")
-def test_descriptors_are_not_left_open() -> None:
-    def count() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = count()
-    for _ in range(3):
-        memory = DeviceMemory.create(100, 0)
-        peer = DeviceMemory.attach(memory.export(), 1)
-        del memory
-        gc.collect()
-        peer.close()
-    assert count() == before
-
-
-@pytest.mark.usefixtures("fake")
-def test_what_is_wrong_with_memory_is_said() -> None:
-    with pytest.raises(ValueError, match="nbytes = 0"):
-        DeviceMemory.create(0, 0)
-    with pytest.raises(OSError, match=r"no \d+ bytes of symmetric memory.*OUT_OF_MEMORY"):
-        DeviceMemory.create(1 << 50, 0)
-    with pytest.raises(OSError, match="same accelerator"):
-        DeviceMemory.attach({"pid": 1, "fd": 2}, 0)
-    memory = DeviceMemory.create(64, 0)
-    with pytest.raises(OSError, match="no dmabuf"):
-        memory.dmabuf()
-    with pytest.raises(ValueError, match="do not fit 64 bytes"):
-        memory.tensor(0, (33,), torch.bfloat16)
-    memory.close()
-    with pytest.raises(ValueError, match="was closed"):
-        memory.export()
-
-
-# ---- the backend -----------------------------------------------------------------------------------
+    for module in (native, capabilities, dispatch, cuda.native):
+        monkeypatch.setattr(module, "native", lambda: made)
+    monkeypatch.setattr(backend_module, "cuda", lambda: made)
+    return made
 
 
 def test_status_names_what_is_missing(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,15 +152,16 @@ def test_a_launch_is_waited_for_until_the_device_is_past_it() -> None:
     assert launch.times().seconds == {}
 
 
-def test_the_native_module_loads_without_a_driver() -> None:
+def test_the_native_modules_load_without_a_driver() -> None:
     try:
         from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.cuda import _cuda
     except ImportError:
         pytest.skip("built without nvcc")
-    driver, runtime = _hopper.versions()
+    driver, runtime = _cuda.versions()
     assert runtime >= 12050
     if driver == 0:
-        with pytest.raises(_hopper.CudaError, match=r"cudaGetDeviceCount failed: \w+ \(\d+\)"):
-            _hopper.devices()
-        with pytest.raises(_hopper.CudaError):
+        with pytest.raises(_cuda.CudaError, match=r"cudaGetDeviceCount failed: \w+ \(\d+\)"):
+            _cuda.devices()
+        with pytest.raises(_cuda.CudaError):
             _hopper.ControlBlock()

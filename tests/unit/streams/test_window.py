@@ -7,7 +7,6 @@ import mmap
 import random
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,9 +73,7 @@ class Machine:
 
 
 class Native:
-    """Of `_hopper`, what a window needs."""
-
-    Engine = SimpleNamespace(copy_engine="copy_engine")
+    """Stands for the part of `_cuda` that a window needs."""
 
     def __init__(self, machine: Machine) -> None:
         self._queues = machine.queues
@@ -85,8 +82,7 @@ class Native:
         assert address % mmap.PAGESIZE == nbytes % mmap.PAGESIZE == 0
         return address
 
-    def copy(self, dst: int, src: int, nbytes: int, engine: str, *, stream: int) -> None:
-        assert engine == "copy_engine"
+    def copy(self, dst: int, src: int, nbytes: int, *, stream: int) -> None:
         self._queues[stream].add(lambda: ctypes.memmove(dst, src, nbytes))
 
     def write_word(self, address: int, value: int, *, stream: int) -> None:

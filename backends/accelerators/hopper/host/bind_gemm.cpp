@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
-#include "backends/accelerators/hopper/host/device.hpp"
 #include "backends/accelerators/hopper/host/gemm.hpp"
 #include "backends/accelerators/hopper/host/pipelined.hpp"
+#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -182,7 +182,7 @@ void bind_gemm(py::module_& module) {
         "push_rows",
         [](int device, const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
            const AllGatherSchedule& schedule, std::uint64_t stream) {
-            const DeviceScope scope(device);
+            const cuda::DeviceScope scope(device);
             push_rows(world, rows, row_bytes, schedule, stream);
         },
         "device"_a, "world"_a, "rows"_a, "row_bytes"_a, "schedule"_a, "stream"_a, released);
@@ -190,7 +190,7 @@ void bind_gemm(py::module_& module) {
         "all_gather_gemm",
         [](int device, const DeviceWorld& world, const Product& product,
            const AllGatherSchedule& schedule, bool wait, std::uint64_t stream) {
-            const DeviceScope scope(device);
+            const cuda::DeviceScope scope(device);
             all_gather_gemm(world, product, schedule, wait, stream);
         },
         "device"_a, "world"_a, "product"_a, "schedule"_a, "wait"_a, "stream"_a, released);
@@ -198,14 +198,14 @@ void bind_gemm(py::module_& module) {
         "gemm_reduce",
         [](int device, const DeviceWorld& world, const Product& product,
            const ReduceSchedule& schedule, std::uint64_t stream) {
-            const DeviceScope scope(device);
+            const cuda::DeviceScope scope(device);
             gemm_reduce(world, product, schedule, stream);
         },
         "device"_a, "world"_a, "product"_a, "schedule"_a, "stream"_a, released);
     module.def(
         "rendezvous",
         [](int device, const DeviceWorld& world, std::uint64_t stream) {
-            const DeviceScope scope(device);
+            const cuda::DeviceScope scope(device);
             rendezvous(world, stream);
         },
         "device"_a, "world"_a, "stream"_a, released);

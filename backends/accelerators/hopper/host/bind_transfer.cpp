@@ -3,7 +3,6 @@
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/transfer/transfer.hpp"
-#include "backends/accelerators/hopper/transfer/words.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -27,20 +26,6 @@ void bind_transfer(py::module_& module) {
         "dst"_a, "src"_a, "nbytes"_a, "engine"_a, "blocks"_a = transfer::Effort{}.blocks,
         "stage_bytes"_a = transfer::Effort{}.stage_bytes, py::kw_only(), "stream"_a,
         py::call_guard<py::gil_scoped_release>());
-    py::class_<transfer::MappedPages>(module, "MappedPages")
-        .def(py::init<std::uint64_t, std::size_t>(), "address"_a, "nbytes"_a);
-    module.def(
-        "write_word",
-        [](std::uint64_t address, std::uint64_t value, std::uint64_t stream) {
-            transfer::write_word(address, value, reinterpret_cast<cudaStream_t>(stream));
-        },
-        "address"_a, "value"_a, py::kw_only(), "stream"_a);
-    module.def(
-        "wait_word",
-        [](int device, std::uint64_t address, std::uint64_t value, std::uint64_t stream) {
-            transfer::wait_word(device, address, value, reinterpret_cast<cudaStream_t>(stream));
-        },
-        "device"_a, "address"_a, "value"_a, py::kw_only(), "stream"_a);
 }
 
 }  // namespace mkernel::hopper

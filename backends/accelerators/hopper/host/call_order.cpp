@@ -1,7 +1,7 @@
 #include "backends/accelerators/hopper/host/call_order.hpp"
 
-#include "backends/accelerators/hopper/host/device.hpp"
-#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/cuda/device.hpp"
+#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper {
 
@@ -11,30 +11,32 @@ namespace {
 unsigned long long capture_of(cudaStream_t stream) {
     cudaStreamCaptureStatus status{};
     unsigned long long id = 0;
-    check(cudaStreamGetCaptureInfo(stream, &status, &id), "cudaStreamGetCaptureInfo");
+    cuda::check(cudaStreamGetCaptureInfo(stream, &status, &id), "cudaStreamGetCaptureInfo");
     return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
 cudaEvent_t make_event() {
     cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    cuda::check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
+                "cudaEventCreateWithFlags");
     return event;
 }
 
 void order(cudaEvent_t event, cudaStream_t after, cudaStream_t stream) {
-    check(cudaEventRecord(event, after), "cudaEventRecord");
-    check(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
+    cuda::check(cudaEventRecord(event, after), "cudaEventRecord");
+    cuda::check(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
 }
 
 }  // namespace
 
 CallOrder::CallOrder(int device) : device_(device) {
-    const DeviceScope scope(device);
+    const cuda::DeviceScope scope(device);
     int least = 0;
     int greatest = 0;
-    check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-    check(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest),
-          "cudaStreamCreateWithPriority");
+    cuda::check(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+                "cudaDeviceGetStreamPriorityRange");
+    cuda::check(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest),
+                "cudaStreamCreateWithPriority");
     forked_ = make_event();
     joined_ = make_event();
     captured_ = make_event();
@@ -51,12 +53,12 @@ void CallOrder::begin(cudaStream_t stream) {
     capturing_ = capture_of(stream);
     if (capturing_ != 0) {
         if (capturing_ == capture_) {
-            check(cudaStreamWaitEvent(stream, captured_, 0), "cudaStreamWaitEvent");
+            cuda::check(cudaStreamWaitEvent(stream, captured_, 0), "cudaStreamWaitEvent");
         }
         return;
     }
     if (calls_ != 0 && stream != last_stream_) {
-        check(cudaStreamWaitEvent(stream, event_of(calls_), 0), "cudaStreamWaitEvent");
+        cuda::check(cudaStreamWaitEvent(stream, event_of(calls_), 0), "cudaStreamWaitEvent");
     }
 }
 
@@ -71,24 +73,24 @@ void CallOrder::join(cudaStream_t stream) {
 
 std::uint64_t CallOrder::end(cudaStream_t stream) {
     if (capturing_ != 0) {
-        check(cudaEventRecord(captured_, stream), "cudaEventRecord");
+        cuda::check(cudaEventRecord(captured_, stream), "cudaEventRecord");
         capture_ = capturing_;
         return 0;
     }
-    check(cudaEventRecord(event_of(calls_ + 1), stream), "cudaEventRecord");
+    cuda::check(cudaEventRecord(event_of(calls_ + 1), stream), "cudaEventRecord");
     last_stream_ = stream;
     return ++calls_;
 }
 
 bool CallOrder::finished(std::uint64_t call) const {
     if (call == 0) return true;
-    const OutsideCapture outside;
+    const cuda::OutsideCapture outside;
     const cudaError_t found = cudaEventQuery(events_[call % kEvents]);
     if (found == cudaErrorNotReady) {
         cudaGetLastError();
         return false;
     }
-    check(found, "a call's kernels");
+    cuda::check(found, "a call's kernels");
     return true;
 }
 

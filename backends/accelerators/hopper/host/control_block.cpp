@@ -5,15 +5,16 @@
 #include <atomic>
 #include <new>
 
-#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper {
 
 ControlBlock::ControlBlock() {
     void* memory = nullptr;
     // Unified addressing: the device's address is the same.
-    check(cudaHostAlloc(&memory, sizeof(HostControl), cudaHostAllocMapped | cudaHostAllocPortable),
-          "cudaHostAlloc of the host's control block");
+    cuda::check(
+        cudaHostAlloc(&memory, sizeof(HostControl), cudaHostAllocMapped | cudaHostAllocPortable),
+        "cudaHostAlloc of the host's control block");
     control_ = new (memory) HostControl{};
 }
 

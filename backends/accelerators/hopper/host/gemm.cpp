@@ -7,11 +7,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "backends/accelerators/hopper/host/error.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/kernels/gemm_reduce.cuh"
 #include "backends/accelerators/hopper/kernels/rendezvous.hpp"
+#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper {
 
@@ -114,7 +114,7 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
                                 " parts of a rank's rows, not " + std::to_string(schedule.flags()));
     }
     const auto copied = [](cudaError_t status, std::uint64_t nbytes, int peer) {
-        check(status, [&] {
+        cuda::check(status, [&] {
             return "copying " + std::to_string(nbytes) + " bytes to rank " + std::to_string(peer);
         });
     };
@@ -188,8 +188,8 @@ void all_gather_gemm(const DeviceWorld& world, const Product& product,
     args.push_blocks = wait ? schedule.push_blocks : 0;
     const auto launch =
         product.half ? &launch_all_gather_gemm<__half> : &launch_all_gather_gemm<__nv_bfloat16>;
-    check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
-          "launching all_gather_gemm");
+    cuda::check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
+                "launching all_gather_gemm");
 }
 
 void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceSchedule& schedule,
@@ -239,8 +239,8 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.alone = schedule.alone;
     const auto launch =
         product.half ? &launch_gemm_reduce<__half> : &launch_gemm_reduce<__nv_bfloat16>;
-    check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
-          "launching gemm_reduce");
+    cuda::check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
+                "launching gemm_reduce");
 }
 
 void rendezvous(const DeviceWorld& world, std::uint64_t stream) {

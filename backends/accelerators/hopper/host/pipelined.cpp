@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "backends/accelerators/hopper/host/device.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
+#include "backends/cuda/device.hpp"
 
 namespace mkernel::hopper {
 
@@ -20,7 +20,7 @@ void take_over(const CallOnce& call, DeviceWorld& world, Product& product) {
 // Whether another rank is on it.
 bool shares_device(int device, const DeviceWorld& world) {
     for (int rank = 0; rank < static_cast<int>(world.regions.size()); ++rank) {
-        if (rank != world.rank && device_of(world.regions[rank]) == device) return true;
+        if (rank != world.rank && cuda::device_of(world.regions[rank]) == device) return true;
     }
     return false;
 }
@@ -37,7 +37,7 @@ PipelinedGather::PipelinedGather(int device, CallOrder& order, DeviceWorld world
       copies_first_(shares_device(device, world_)) {}
 
 void PipelinedGather::start(const CallOnce& call) {
-    const DeviceScope scope(device_);
+    const cuda::DeviceScope scope(device_);
     take_over(call, world_, product_);
     const bool several = world_.regions.size() > 1;
     const std::uint64_t row_bytes = static_cast<std::uint64_t>(product_.k) * kElementBytes;
@@ -67,7 +67,7 @@ PipelinedReduce::PipelinedReduce(int device, DeviceWorld world, Product product,
       schedule_(std::move(schedule)) {}
 
 void PipelinedReduce::start(const CallOnce& call, const std::vector<std::uint64_t>& outs) {
-    const DeviceScope scope(device_);
+    const cuda::DeviceScope scope(device_);
     take_over(call, world_, product_);
     schedule_.outs = outs;
     gemm_reduce(world_, product_, schedule_, call.stream);

@@ -2,8 +2,8 @@
 
 #include <string>
 
-#include "backends/accelerators/hopper/host/driver.hpp"
-#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/cuda/driver.hpp"
+#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper {
 
@@ -19,16 +19,16 @@ CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, boo
     const cuuint32_t box[3] = {kBoxWidth, box_height, 1};
     const cuuint32_t steps[3] = {1, 1, 1};
     CUtensorMap map{};
-    check(driver().tensor_map_encode_tiled(
-              &map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank,
-              reinterpret_cast<void*>(extent.address), sizes, strides, box, steps,
-              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-          [&] {
-              return "cuTensorMapEncodeTiled([" + std::to_string(extent.depth) + ", " +
-                     std::to_string(extent.height) + ", " + std::to_string(extent.width) + "] at " +
-                     std::to_string(extent.address) + ")";
-          });
+    cuda::check(cuda::driver().tensor_map_encode_tiled(
+                    &map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                    rank, reinterpret_cast<void*>(extent.address), sizes, strides, box, steps,
+                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                [&] {
+                    return "cuTensorMapEncodeTiled([" + std::to_string(extent.depth) + ", " +
+                           std::to_string(extent.height) + ", " + std::to_string(extent.width) +
+                           "] at " + std::to_string(extent.address) + ")";
+                });
     return map;
 }
 

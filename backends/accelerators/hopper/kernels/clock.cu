@@ -1,7 +1,7 @@
 #include "backends/accelerators/hopper/kernels/clock.hpp"
 
-#include "backends/accelerators/hopper/host/error.hpp"
 #include "backends/accelerators/hopper/ptx/sync.cuh"
+#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper {
 
@@ -31,7 +31,7 @@ void launch_one_thread(const char* what, void (*kernel)(Parameters...), cudaStre
     config.gridDim = dim3(1);
     config.blockDim = dim3(1);
     config.stream = stream;
-    check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
+    cuda::check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
 }
 
 }  // namespace

@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "backends/accelerators/hopper/host/error.hpp"
 #include "backends/accelerators/hopper/kernels/exchange.cuh"
 #include "backends/accelerators/hopper/kernels/ordered_sum.cuh"
+#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper::collectives {
 namespace {
@@ -286,9 +286,9 @@ void launch(void (*kernel)(Args), const Args& args, std::uint32_t blocks, cudaSt
     if (blocks == 0) {
         int device = 0;
         int processors = 0;
-        check(cudaGetDevice(&device), "cudaGetDevice");
-        check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-              "cudaDeviceGetAttribute");
+        cuda::check(cudaGetDevice(&device), "cudaGetDevice");
+        cuda::check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+                    "cudaDeviceGetAttribute");
         blocks = 2 * static_cast<std::uint32_t>(processors);
     }
     cudaLaunchConfig_t config{};
@@ -301,7 +301,7 @@ void launch(void (*kernel)(Args), const Args& args, std::uint32_t blocks, cudaSt
     early.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &early;
     config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, args), "launch of a collective");
+    cuda::check(cudaLaunchKernelEx(&config, kernel, args), "launch of a collective");
 }
 
 using Kernel = void (*)(Args);
@@ -340,7 +340,8 @@ bool is_trivial(const Collective& call, const void* src, const Outs& out, std::u
                 cudaStream_t stream) {
     if (bytes == 0) return true;
     if (call.region.world > 1) return false;
-    check(cudaMemcpyAsync(out.at[0], src, bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+    cuda::check(cudaMemcpyAsync(out.at[0], src, bytes, cudaMemcpyDefault, stream),
+                "cudaMemcpyAsync");
     return true;
 }
 

@@ -1,7 +1,7 @@
 #include "backends/accelerators/hopper/kernels/rendezvous.hpp"
 
 #include "backends/accelerators/hopper/device/call.cuh"
-#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper {
 
@@ -21,7 +21,8 @@ void rendezvous(const Region& region, const WaitLimits& limits, cudaStream_t str
     config.gridDim = dim3(1);
     config.blockDim = dim3(32);
     config.stream = stream;
-    check(cudaLaunchKernelEx(&config, rendezvous_kernel, region, limits), "launching rendezvous");
+    cuda::check(cudaLaunchKernelEx(&config, rendezvous_kernel, region, limits),
+                "launching rendezvous");
 }
 
 }  // namespace mkernel::hopper

@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "backends/accelerators/hopper/host/error.hpp"
 #include "backends/accelerators/hopper/transfer/bulk_copy.cuh"
 #include "backends/accelerators/hopper/transfer/plain_copy.cuh"
+#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper::transfer {
 namespace {
@@ -64,7 +64,7 @@ void launch(void (*kernel)(Parameters...), std::uint32_t blocks, int threads, st
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    check(cudaLaunchKernelEx(&config, kernel, arguments...), "launch of a copy kernel");
+    cuda::check(cudaLaunchKernelEx(&config, kernel, arguments...), "launch of a copy kernel");
 }
 
 }  // namespace
@@ -74,7 +74,8 @@ void copy(void* dst, const void* src, std::uint64_t nbytes, Engine engine, Effor
     check_effort(effort);
     if (nbytes == 0) return;
     if (engine == Engine::copy_engine) {
-        check(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+        cuda::check(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream),
+                    "cudaMemcpyAsync");
         return;
     }
     char* to = static_cast<char*>(dst);
@@ -85,9 +86,10 @@ void copy(void* dst, const void* src, std::uint64_t nbytes, Engine engine, Effor
         const std::uint64_t pieces = (nbytes + stage_bytes - 1) / stage_bytes;
         const auto blocks =
             static_cast<std::uint32_t>(std::min<std::uint64_t>(effort.blocks, pieces));
-        check(cudaFuncSetAttribute(copy_bulk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   kStages * kMaxStageBytes),
-              "cudaFuncSetAttribute");
+        cuda::check(
+            cudaFuncSetAttribute(copy_bulk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 kStages * kMaxStageBytes),
+            "cudaFuncSetAttribute");
         launch(copy_bulk_kernel, blocks, 32, kStages * stage_bytes, stream, to, from, nbytes,
                stage_bytes);
         return;

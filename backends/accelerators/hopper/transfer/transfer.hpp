@@ -14,9 +14,6 @@ enum class Engine : std::uint32_t {
     plain = 2,        // all threads load and store; any misalignment
 };
 
-// Capability, false on every machine this code runs on: no transfer uses multicast memory.
-inline constexpr bool kMulticast = false;
-
 struct Effort {
     std::uint32_t blocks = 8;       // of the bulk and the plain engine
     std::uint32_t stage_bytes = 0;  // of the bulk engine, a multiple of 16; 0: by the size

@@ -1,4 +1,5 @@
-// Signals of copies: words in memory that streams write and wait for, without a multiprocessor.
+// What streams do without a multiprocessor: copies by copy engines, and signals, which are words in memory
+// that streams write and wait for.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace mkernel::hopper::transfer {
+namespace mkernel::cuda {
 
 // Host pages that devices may address, by the same addresses, until the end of this object's life; no
 // stream may use them any more then. Whole pages, registered by nobody else.
@@ -22,6 +23,10 @@ class MappedPages {
     void* address_;
 };
 
+// Copies `nbytes` on `stream`, of the current device, between any two addresses that it can reach. The
+// ranges must not overlap. Returns at once; any thread; may be captured. CudaError.
+void copy(void* dst, const void* src, std::uint64_t nbytes, cudaStream_t stream);
+
 // Write `value` to the word at `address` after all that was put on `stream` before: whoever sees the
 // value sees what that wrote, too. Returns at once. CudaError.
 void write_word(std::uint64_t address, std::uint64_t value, cudaStream_t stream);
@@ -31,4 +36,4 @@ void write_word(std::uint64_t address, std::uint64_t value, cudaStream_t stream)
 // CudaError.
 void wait_word(int device, std::uint64_t address, std::uint64_t value, cudaStream_t stream);
 
-}  // namespace mkernel::hopper::transfer
+}  // namespace mkernel::cuda

@@ -1,9 +1,9 @@
-#include "backends/accelerators/hopper/transfer/words.hpp"
+#include "backends/cuda/stream_ops.hpp"
 
-#include "backends/accelerators/hopper/host/driver.hpp"
-#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/cuda/driver.hpp"
+#include "backends/cuda/error.hpp"
 
-namespace mkernel::hopper::transfer {
+namespace mkernel::cuda {
 
 namespace {
 
@@ -35,6 +35,10 @@ MappedPages::~MappedPages() {
     cudaHostUnregister(address_);
 }
 
+void copy(void* dst, const void* src, std::uint64_t nbytes, cudaStream_t stream) {
+    check(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+}
+
 void write_word(std::uint64_t address, std::uint64_t value, cudaStream_t stream) {
     // By default it comes with a fence of the whole system.
     check(driver().stream_write_value(stream, address, value, CU_STREAM_WRITE_VALUE_DEFAULT),
@@ -47,4 +51,4 @@ void wait_word(int device, std::uint64_t address, std::uint64_t value, cudaStrea
     check(driver().stream_wait_value(stream, address, value, flags), "cuStreamWaitValue64");
 }
 
-}  // namespace mkernel::hopper::transfer
+}  // namespace mkernel::cuda

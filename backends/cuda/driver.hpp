@@ -1,10 +1,10 @@
-// The driver functions that this backend calls, looked up at run time: nothing links libcuda, so the
-// module loads, and says what is missing, on machines without a driver.
+// The driver functions that backends on CUDA devices call, looked up at run time: nothing links libcuda,
+// so modules load, and say what is missing, on machines without a driver.
 #pragma once
 
 #include <cuda.h>
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 struct Driver {
     decltype(&cuGetErrorName) get_error_name;
@@ -29,4 +29,4 @@ struct Driver {
 // that lacks a function (it names it).
 const Driver& driver();
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

@@ -1,10 +1,10 @@
-#include "backends/accelerators/hopper/host/driver.hpp"
+#include "backends/cuda/driver.hpp"
 
 #include <string>
 
-#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/cuda/error.hpp"
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 namespace {
 
@@ -69,4 +69,4 @@ void fail(CUresult result, const std::string& call) {
     throw CudaError(call, result, name);
 }
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

@@ -1,14 +1,14 @@
-#include "backends/accelerators/hopper/host/memory.hpp"
+#include "backends/cuda/memory.hpp"
 
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "backends/accelerators/hopper/host/device.hpp"
-#include "backends/accelerators/hopper/host/driver.hpp"
-#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/cuda/device.hpp"
+#include "backends/cuda/driver.hpp"
+#include "backends/cuda/error.hpp"
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 namespace {
 
@@ -53,13 +53,13 @@ DeviceMemory DeviceMemory::create(int device, std::size_t nbytes) {
     }
     DeviceMemory made;
     made.device_ = device;
-    made.rdma_ =
-        attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device) != 0;
     CUmemAllocationProp wanted{};
     wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     wanted.location = {CU_MEM_LOCATION_TYPE_DEVICE, {device}};
     wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    wanted.allocFlags.gpuDirectRDMACapable = made.rdma_ ? 1 : 0;
+    const bool rdma =
+        attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device) != 0;
+    wanted.allocFlags.gpuDirectRDMACapable = rdma ? 1 : 0;
     std::size_t granularity = 0;
     check(driver().mem_get_allocation_granularity(&granularity, &wanted,
                                                   CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
@@ -142,7 +142,6 @@ int DeviceMemory::export_dmabuf() const {
 
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept
     : device_(other.device_),
-      rdma_(other.rdma_),
       has_handle_(std::exchange(other.has_handle_, false)),
       is_mapped_(std::exchange(other.is_mapped_, false)),
       handle_(other.handle_),
@@ -163,4 +162,4 @@ void DeviceMemory::unmap() noexcept {
     address_ = 0;
 }
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

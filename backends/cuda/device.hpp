@@ -1,4 +1,4 @@
-// Devices as this backend sees them.
+// Devices of this process, and whose turn it is on the calling thread.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,16 +7,15 @@
 #include <string>
 #include <vector>
 
-#include "backends/accelerators/hopper/host/error.hpp"
+#include "backends/cuda/error.hpp"
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 struct DeviceInfo {
     int index;
     std::string name;
     int major, minor;  // compute capability
     int multiprocessors;
-    std::size_t memory_bytes;
     std::string pci;  // domain:bus:device.function
 };
 
@@ -29,9 +28,6 @@ struct Versions {
     int driver, runtime;
 };
 Versions versions();
-
-// Whether kernels on device `from` can address memory of device `to`.
-bool can_access(int from, int to);
 
 // The device, in CUDA's order, whose memory `address` is; also where another process allocated it.
 int device_of(std::uint64_t address);
@@ -65,4 +61,4 @@ class DeviceScope {
     int before_ = 0;
 };
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

@@ -1,19 +1,21 @@
-#include "backends/accelerators/hopper/host/device.hpp"
+#include "backends/cuda/device.hpp"
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 std::vector<DeviceInfo> devices() {
     int count = 0;
     check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
     std::vector<DeviceInfo> found;
     for (int index = 0; index < count; ++index) {
-        const std::string which = "(" + std::to_string(index) + ")";
+        const auto call = [index](const char* name) {
+            return std::string(name) + "(" + std::to_string(index) + ")";
+        };
         cudaDeviceProp properties{};
-        check(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties" + which);
+        check(cudaGetDeviceProperties(&properties, index), call("cudaGetDeviceProperties"));
         char pci[32] = "";
-        check(cudaDeviceGetPCIBusId(pci, sizeof(pci), index), "cudaDeviceGetPCIBusId" + which);
+        check(cudaDeviceGetPCIBusId(pci, sizeof(pci), index), call("cudaDeviceGetPCIBusId"));
         found.push_back({index, properties.name, properties.major, properties.minor,
-                         properties.multiProcessorCount, properties.totalGlobalMem, pci});
+                         properties.multiProcessorCount, pci});
     }
     return found;
 }
@@ -25,13 +27,6 @@ Versions versions() {
     return found;
 }
 
-bool can_access(int from, int to) {
-    int can = 0;
-    check(cudaDeviceCanAccessPeer(&can, from, to),
-          "cudaDeviceCanAccessPeer(" + std::to_string(from) + ", " + std::to_string(to) + ")");
-    return can != 0;
-}
-
 int device_of(std::uint64_t address) {
     const OutsideCapture outside;
     cudaPointerAttributes found{};
@@ -40,4 +35,4 @@ int device_of(std::uint64_t address) {
     return found.device;
 }
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

@@ -8,7 +8,7 @@
 #include <string>
 #include <type_traits>
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 // `what()` names the call, the code and its name.
 class CudaError : public std::runtime_error {
@@ -35,4 +35,4 @@ void check(Result result, const Call& call) {
     }
 }
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 class DeviceMemory {
   public:
@@ -29,7 +29,6 @@ class DeviceMemory {
     [[nodiscard]] std::uint64_t address() const { return address_; }
     [[nodiscard]] std::size_t mapped_bytes() const { return mapped_; }
     [[nodiscard]] int device() const { return device_; }
-    [[nodiscard]] bool rdma() const { return rdma_; }
 
     // Writes a word for the device and its peers to find; returns when it is there.
     void write_word(std::size_t offset, std::uint64_t value) const;
@@ -46,7 +45,6 @@ class DeviceMemory {
     void unmap() noexcept;
 
     int device_ = 0;
-    bool rdma_ = false;
     bool has_handle_ = false;
     bool is_mapped_ = false;
     CUmemGenericAllocationHandle handle_ = 0;
@@ -54,4 +52,4 @@ class DeviceMemory {
     std::size_t mapped_ = 0;
 };
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

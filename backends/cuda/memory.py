@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mkernel.backends.accelerators.hopper.native import pci_address
 from mkernel.backends.contracts.memory import SymmetricMemory
+from mkernel.backends.cuda.native import pci_address
 from mkernel.backends.runtime import fd_exchange
 from mkernel.backends.runtime.host_memory import check_fit
 from mkernel.errors import ArgumentError
 from mkernel.settings import load
 
 if TYPE_CHECKING:
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.cuda import _cuda
 
 _FETCH_S = 10.0
 _KIND = "cuda-vmm"
@@ -36,13 +36,13 @@ class DeviceMemory(SymmetricMemory):
     """
 
     def __init__(
-        self, native: _hopper.DeviceMemory, nbytes: int, offer: fd_exchange.Offer | None
+        self, native: _cuda.DeviceMemory, nbytes: int, offer: fd_exchange.Offer | None
     ) -> None:
         """Use :meth:`create` or :meth:`attach`."""
         self.nbytes = nbytes
         self.address = native.address
         self.device = native.device
-        self._native: _hopper.DeviceMemory | None = native
+        self._native: _cuda.DeviceMemory | None = native
         self._offer = offer
         self._fd = -1
 
@@ -52,11 +52,11 @@ class DeviceMemory(SymmetricMemory):
         memory or cannot share it."""
         if nbytes < 1:
             raise ValueError(f"nbytes = {nbytes} is not legal; expected at least 1")
-        from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.cuda import _cuda
 
         try:
-            return cls(_hopper.DeviceMemory.create(device, nbytes), nbytes, None)
-        except _hopper.CudaError as error:
+            return cls(_cuda.DeviceMemory.create(device, nbytes), nbytes, None)
+        except _cuda.CudaError as error:
             raise OSError(f"no {nbytes} bytes of symmetric memory: {error}") from error
 
     @classmethod
@@ -79,12 +79,12 @@ class DeviceMemory(SymmetricMemory):
                 "mkernel.init (or, for tests, MKERNEL_RANKS_PER_DEVICE on all ranks)",
                 why="another rank uses it too",
             )
-        from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.cuda import _cuda
 
         fd = fd_exchange.fetch(descriptor["offer"], _FETCH_S)
         try:
-            native = _hopper.DeviceMemory.attach(device, fd, int(descriptor["mapped"]))
-        except _hopper.CudaError as error:
+            native = _cuda.DeviceMemory.attach(device, fd, int(descriptor["mapped"]))
+        except _cuda.CudaError as error:
             raise OSError(
                 f"device {device} cannot map a peer's memory: {error}; see `nvidia-smi topo -p2p r`"
             ) from error
@@ -113,11 +113,11 @@ class DeviceMemory(SymmetricMemory):
     def dmabuf(self) -> int:
         """A new dmabuf descriptor of the memory, for a NIC to register; the caller's to close.
         OSError where the device has none to give."""
-        from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.cuda import _cuda
 
         try:
             return self._alive().export_dmabuf()
-        except _hopper.CudaError as error:
+        except _cuda.CudaError as error:
             raise OSError(f"no dmabuf: {error}") from error
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -142,7 +142,7 @@ class DeviceMemory(SymmetricMemory):
         if getattr(self, "_native", None) is not None:
             self.close()
 
-    def _alive(self) -> _hopper.DeviceMemory:
+    def _alive(self) -> _cuda.DeviceMemory:
         if self._native is None:
             raise ValueError("this memory was closed")
         return self._native

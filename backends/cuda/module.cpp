@@ -1,0 +1,83 @@
+// The Python module `_cuda`. Addresses and streams are plain integers; CudaError becomes Python's
+// RuntimeError subclass of that name, also where a module that imports this one throws it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "backends/cuda/device.hpp"
+#include "backends/cuda/error.hpp"
+#include "backends/cuda/memory.hpp"
+#include "backends/cuda/stream_ops.hpp"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mkernel::cuda {
+namespace {
+
+cudaStream_t stream_at(std::uint64_t stream) {
+    return reinterpret_cast<cudaStream_t>(stream);
+}
+
+void bind_devices(py::module_& module) {
+    py::class_<DeviceInfo>(module, "DeviceInfo")
+        .def_readonly("index", &DeviceInfo::index)
+        .def_readonly("name", &DeviceInfo::name)
+        .def_readonly("major", &DeviceInfo::major)
+        .def_readonly("minor", &DeviceInfo::minor)
+        .def_readonly("multiprocessors", &DeviceInfo::multiprocessors)
+        .def_readonly("pci", &DeviceInfo::pci);
+    module.def("devices", &devices);
+    module.def("versions", [] {
+        const Versions found = versions();
+        return py::make_tuple(found.driver, found.runtime);
+    });
+}
+
+void bind_memory(py::module_& module) {
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    py::class_<DeviceMemory>(module, "DeviceMemory")
+        .def_static("create", &DeviceMemory::create, "device"_a, "nbytes"_a, released)
+        .def_static("attach", &DeviceMemory::attach, "device"_a, "fd"_a, "mapped"_a, released)
+        .def_property_readonly("address", &DeviceMemory::address)
+        .def_property_readonly("mapped_bytes", &DeviceMemory::mapped_bytes)
+        .def_property_readonly("device", &DeviceMemory::device)
+        .def("write_word", &DeviceMemory::write_word, "offset"_a, "value"_a, released)
+        .def("export_fd", &DeviceMemory::export_fd)
+        .def("export_dmabuf", &DeviceMemory::export_dmabuf);
+}
+
+void bind_copies(py::module_& module) {
+    module.def(
+        "copy",
+        [](std::uint64_t dst, std::uint64_t src, std::uint64_t nbytes, std::uint64_t stream) {
+            copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes,
+                 stream_at(stream));
+        },
+        "dst"_a, "src"_a, "nbytes"_a, py::kw_only(), "stream"_a,
+        py::call_guard<py::gil_scoped_release>());
+    py::class_<MappedPages>(module, "MappedPages")
+        .def(py::init<std::uint64_t, std::size_t>(), "address"_a, "nbytes"_a);
+    module.def(
+        "write_word",
+        [](std::uint64_t address, std::uint64_t value, std::uint64_t stream) {
+            write_word(address, value, stream_at(stream));
+        },
+        "address"_a, "value"_a, py::kw_only(), "stream"_a);
+    module.def(
+        "wait_word",
+        [](int device, std::uint64_t address, std::uint64_t value, std::uint64_t stream) {
+            wait_word(device, address, value, stream_at(stream));
+        },
+        "device"_a, "address"_a, "value"_a, py::kw_only(), "stream"_a);
+}
+
+}  // namespace
+}  // namespace mkernel::cuda
+
+PYBIND11_MODULE(_cuda, module) {
+    module.doc() = "Memory that peers map, copies and signals on CUDA devices.";
+    py::register_exception<mkernel::cuda::CudaError>(module, "CudaError", PyExc_RuntimeError);
+    mkernel::cuda::bind_devices(module);
+    mkernel::cuda::bind_memory(module);
+    mkernel::cuda::bind_copies(module);
+}

@@ -1,0 +1,58 @@
+"""The native module, and why there may be none."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from mkernel.backends.contracts.status import Status
+from mkernel.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+@cache
+def native() -> ModuleType:
+    """``_cuda``. BackendUnavailable where it was not built."""
+    try:
+        from mkernel.backends.cuda import _cuda
+    except ImportError as error:
+        raise BackendUnavailable(f"the native module for CUDA does not import: {error}") from error
+    return _cuda
+
+
+@cache
+def pci_address(device: int) -> str:
+    """Where a device sits on this host: the same in every process, unlike its number."""
+    return str(native().devices()[device].pci)
+
+
+def not_built(error: BackendUnavailable) -> Status:
+    """The status of a backend whose native module does not import."""
+    return Status(
+        False,
+        f"not built ({error})",
+        "install the CUDA toolkit (nvcc 12.5 or newer) and then mkernel again",
+    )
+
+
+def missing() -> Status | None:
+    """What keeps the native module from running anything here; None where nothing does."""
+    try:
+        made = native()
+    except BackendUnavailable as error:
+        return not_built(error)
+    driver, runtime = made.versions()
+    if driver == 0:
+        return Status(
+            False, "built, but no CUDA driver is installed here", "install NVIDIA's driver"
+        )
+    try:
+        made.devices()
+    except made.CudaError as error:
+        wanted = f"CUDA {runtime // 1000}.{runtime % 1000 // 10}"
+        return Status(
+            False, f"built for {wanted}, but {error}", f"see `nvidia-smi`; it needs {wanted}"
+        )
+    return None
