@@ -103,6 +103,11 @@ class Port:
         return _runtime.pad_aborted(self.pad)
 
 
+_AFTER_FAILURE: list[Port] = []
+"""Ports of checks that failed. Their memory stays until the process ends, because a session that broke
+its promises may still write to it."""
+
+
 class Rank:
     """What a check's body sees of its own rank."""
 
@@ -143,7 +148,11 @@ class Rank:
             session.start(port.pad, ())
             self.exchange()
             self.share(port, 0, port.memory.address, nbytes)
-            yield port
+            try:
+                yield port
+            except CheckFailed:
+                _AFTER_FAILURE.append(port)
+                raise
             self.exchange()
         finally:
             session.close()

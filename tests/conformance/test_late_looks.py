@@ -37,14 +37,14 @@ def late(function: Callable[..., Any], when: str, seconds: float) -> Callable[..
 @pytest.mark.parametrize(
     ("fault", "name", "what", "seconds"),
     [
-        ("puts:SignalFirst", "visibility", LOOK, 0.02),
-        ("puts:SignalFirstAtTimes", "visibility", LOOK, 0.02),
-        ("puts:SignalBeforeTail", "visibility", LOOK, 0.02),
-        ("flags:RelaxedFlag", "visibility", LOOK, 0.02),
-        ("flags:SeparateFlag", "visibility", LOOK, 0.02),
-        ("puts:Reorders", "order", LOOK, 0.02),
-        ("puts:FlushAtOnce", "flush", FLUSHED, 0.1),
-        ("sessions:CloseLater", "close", CLOSED, 0.5),
+        ("SignalFirst", "visibility", LOOK, 0.02),
+        ("SignalFirstAtTimes", "visibility", LOOK, 0.02),
+        ("SignalBeforeTail", "visibility", LOOK, 0.02),
+        ("RelaxedFlag", "visibility", LOOK, 0.02),
+        ("SeparateFlag", "visibility", LOOK, 0.02),
+        ("Reorders", "order", LOOK, 0.02),
+        ("FlushAtOnce", "flush", FLUSHED, 0.1),
+        ("CloseLater", "close", CLOSED, 0.5),
     ],
 )
 def test_a_fault_does_not_hide_behind_a_busy_machine(
@@ -57,7 +57,7 @@ def test_a_fault_does_not_hide_behind_a_busy_machine(
     module, function, when = what
     monkeypatch.setattr(module, function, late(getattr(module, function), when, seconds))
     # Forked ranks have what was patched here.
-    faulty = f"mkernel.conformance.nic_faults.{fault}"
+    faulty = f"mkernel.conformance.nic_faults:{fault}"
     subject = NicSubject(faulty, "soft", quick=True, timeout_s=2.0, start="fork")
     result = run_check(CHECKS[name], subject)
     assert result.outcome == "failed"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
+from multiprocessing.util import Finalize
+from pathlib import Path
 
 import pytest
 
 from mkernel.conformance.check import run_check
 from mkernel.conformance.nic import NicSubject, nic_checks
-from mkernel.conformance.nic_faults import FAULTS
-from mkernel.harness.nic_ranks import Rank
+from mkernel.conformance.nic_faults import FAULTS, HONEST
+from mkernel.harness.nic_ranks import Port, Rank
 from mkernel.harness.outcome import HarnessError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -57,19 +60,42 @@ def test_every_check_has_a_planted_fault() -> None:
     assert {name for _, name in PLANTED} == set(CHECKS)
 
 
-HONEST = {
-    "base:Fault": ("sizes", "order", "flush", "registration", "reopen"),
-    "flags:FlagBehindData": ("visibility", "in-flight"),
-    "immediates:Honest": ("visibility", "in-flight"),
-}
-"""What the faults are wrapped in, with nothing broken."""
-
-
 @pytest.mark.parametrize(
-    ("wrapper", "name"), [(each, name) for each, names in HONEST.items() for name in names]
+    ("wrapper", "name"), [(row.name, name) for row in HONEST for name in row.checks]
 )
 def test_the_honest_wrappers_of_the_faults_pass(wrapper: str, name: str) -> None:
     """The faults fail because of what they break, not because of what they are wrapped in."""
-    honest = f"mkernel.conformance.nic_faults.{wrapper}"
+    honest = f"mkernel.conformance.nic_faults:{wrapper}"
     result = run_check(CHECKS[name], NicSubject(honest, "soft", quick=True))
     assert result.outcome == "passed", result.message
+
+
+PORTS: list[Port] = []
+"""Their memory must stay while a session that is closed goes on putting."""
+
+
+def closes_later(me: Rank, report: Path) -> None:
+    with me.open(4096) as port:
+        PORTS.append(port)
+        port.session.put(1 - me.rank, 0, 0, 0, 8, 0, 1)
+        port.wait(0, 1, "the first put")
+        me.exchange()
+        port.session.close()
+        assert "close-later" in running()
+        me.exchange()
+        Finalize(
+            None, lambda: report.with_suffix(f".{me.rank}").write_text(running()), exitpriority=0
+        )
+
+
+def running() -> str:
+    """Names of this process's threads."""
+    return " ".join(thread.name for thread in threading.enumerate())
+
+
+def test_what_goes_on_after_close_ends_with_its_process(tmp_path: Path) -> None:
+    fault = NicSubject("mkernel.conformance.nic_faults:CloseLater", "soft", start="fork")
+    fault.run(closes_later, 2, tmp_path / "threads")
+    told = [path.read_text() for path in tmp_path.iterdir()]
+    assert len(told) == 2
+    assert not any("close-later" in names for names in told)

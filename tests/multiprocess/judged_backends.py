@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from mkernel.backends.contracts.accelerator import Call
-from mkernel.conformance.faults import Altered, Tensors, _Remembers
+from mkernel.conformance.faults.altering import Altered, Ended
 
 
-class WrongOnce(_Remembers):
+class WrongOnce(Altered):
     """Its ``epoch``-th call gives the result of the one before."""
 
-    only: ClassVar[str | None] = "gemm_all_reduce"
+    ops = ("gemm_all_reduce",)
     epoch: ClassVar[int]
 
-    def alter(self, call: Call, outputs: Tensors, results: dict[str, Any], kept: Any) -> None:
-        older = self.exchange(call, 0, outputs["out"])
-        if call.epoch == self.epoch and older is not None:
-            outputs["out"].copy_(older)
+    def alter(self, ended: Ended) -> None:
+        for tensor, older in ended.previous():
+            if ended.call.epoch == self.epoch:
+                tensor.copy_(older)
 
 
 class Fifth(WrongOnce):
@@ -33,8 +32,8 @@ class Sixth(WrongOnce):
 class NeedsFilledMemory(Altered):
     """Right, except in a traced call where torch does not fill what it allocates."""
 
-    only: ClassVar[str | None] = "ring_attention"
+    ops = ("ring_attention",)
 
-    def alter(self, call: Call, outputs: Tensors, results: dict[str, Any], kept: Any) -> None:
-        if call.trace and not torch.empty(1000).isnan().all():
-            outputs["out"].zero_()
+    def alter(self, ended: Ended) -> None:
+        if ended.call.trace and not torch.empty(1000).isnan().all():
+            ended.outputs["out"].zero_()

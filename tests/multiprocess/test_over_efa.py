@@ -64,7 +64,7 @@ def test_a_miscounted_immediate_would_be_seen(monkeypatch: pytest.MonkeyPatch) -
     numbers of messages that came too late may also stop a later call for good."""
     monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", "32768")
     monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", HELD_NS)
-    fault = "mkernel.conformance.nic_faults.immediates:MiscountedImmediate"
+    fault = "mkernel.conformance.nic_faults:MiscountedImmediate"
     try:
         results = mkernel.launch(
             calls, 10, nodes=2, ranks_per_node=1, nic=fault, timeout_s=10, accelerator="ascend"

@@ -1,67 +1,211 @@
-"""Planted faults of the NIC checks: ``cx7`` or ``efa`` with one promise broken each.
+"""Planted faults of the NIC checks: a table of honest backends with one promise broken each.
 
-Every fault is a NIC backend, named ``module:Class`` where a backend's name is asked for.
-:data:`FAULTS` says which checks must fail on it.
+Each row is a NIC backend, ``mkernel.conformance.nic_faults:Name`` where a backend's name is asked for.
+Rows of :data:`FAULTS` are by the backend that they wrap; a check that no row trips does not count.
 """
 
 from __future__ import annotations
 
-from mkernel.conformance.nic_faults import flags, immediates, puts, sessions
-from mkernel.conformance.nic_faults.base import Fault
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
-_CX7: dict[type[Fault], tuple[str, ...]] = {
-    puts.SignalFirst: ("visibility",),
-    puts.SignalFirstAtTimes: ("visibility",),
-    puts.SignalBeforeTail: ("visibility",),
-    flags.RelaxedFlag: ("visibility",),
-    puts.PeersOfTwoBits: ("worlds",),
-    puts.CutsOddSizes: ("sizes",),
-    puts.FirstMegabyteOnly: ("sizes",),
-    puts.EmptyPutsLost: ("sizes",),
-    puts.OneByteMore: ("sizes", "alignment"),
-    puts.RemoteAligned: ("alignment",),
-    puts.LocalAligned: ("alignment",),
-    puts.LosesPuts: ("in-flight",),
-    puts.LosesData: ("in-flight",),
-    puts.RepeatsPuts: ("in-flight",),
-    puts.DeadFifo: ("fifo",),
-    puts.AddsOne: ("signal-values",),
-    puts.SevenBitValues: ("signal-values",),
-    puts.SequenceWraps: ("counter-wrap",),
-    puts.CountersOf32Bits: ("counter-wrap",),
-    puts.Reorders: ("order",),
-    puts.FlushAtOnce: ("flush",),
-    puts.FlushNever: ("flush",),
-    sessions.RegionsTooWide: ("registration",),
-    sessions.DropsSilently: ("registration",),
-    sessions.RegionsAlias: ("registration",),
-    sessions.KeepsRegions: ("churn",),
-    sessions.SwallowsErrors: ("killed-peer", "registration", "device-faults"),
-    sessions.NoAbort: ("killed-peer", "device-faults"),
-    sessions.NamesNobody: ("killed-peer",),
-    sessions.SlowClose: ("close", "killed-peer"),
-    sessions.CloseLater: ("close",),
-    sessions.LeaksDescriptor: ("reopen", "device-faults"),
-    sessions.LeaksThread: ("reopen",),
-    sessions.LeaksMemory: ("reopen",),
-    sessions.BusyLoop: ("idle-cpu",),
-    sessions.CountsTwice: ("statistics",),
-    sessions.CountsSignalsOnly: ("statistics",),
-    sessions.StatusRaises: ("capabilities",),
-    sessions.OpensAnything: ("capabilities",),
-    sessions.ClaimsNothing: ("capabilities",),
-}
-
-_EFA: dict[type[Fault], tuple[str, ...]] = {
-    flags.SeparateFlag: ("visibility",),
-    immediates.MiscountedImmediate: ("visibility",),
-    immediates.MissingReceive: ("in-flight",),
-}
+from mkernel.backends.contracts.nic import NicSession
+from mkernel.backends.contracts.status import Status
+from mkernel.backends.nics.efa import EfaNic
+from mkernel.backends.runtime import _runtime
+from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, overriding, planted
+from mkernel.conformance.nic_faults import sessions
+from mkernel.conformance.nic_faults.flags import HOLD_NS, Flags
+from mkernel.conformance.nic_faults.wrappers import DataLater, Opener, Put, Relayed, Session
+from mkernel.errors import NicError
+from mkernel.settings import NicSettings
 
 
-def _named(faults: dict[type[Fault], tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    return {f"{fault.__module__}:{fault.__name__}": checks for fault, checks in faults.items()}
+def _session(base: type[Any] = Session, **methods: Callable[..., Any]) -> Plant:
+    """Sessions of another class, or with other methods."""
+    return {"session": type(base.__name__, (base,), methods)}
 
 
-FAULTS: dict[str, dict[str, tuple[str, ...]]] = {"cx7": _named(_CX7), "efa": _named(_EFA)}
+def _puts(change: Callable[[Put], Iterable[Put]], every: int = 1) -> Plant:
+    """Every put, or every so-many-th of a session, becomes what ``change`` makes of it."""
+    return _session(change=lambda self, put: [put] if next(self.number) % every else change(put))
+
+
+def _answers(method: str, change: Callable[[Any], Any]) -> Plant:
+    """What the session answers to a method is changed."""
+    methods = {method: lambda self, *given: change(getattr(self.inner, method)(*given))}
+    return {"session": type("Session", (Session,), methods)}
+
+
+def _at_open(act: Callable[[], Any]) -> Plant:
+    """Something happens whenever a session is opened."""
+
+    def start(self: Session, inner: NicSession) -> None:
+        Session.__init__(self, inner)
+        act()
+
+    return _session(__init__=start)
+
+
+def _wrap_at_32_bits(self: Relayed, pad: int, index: int, value: int) -> None:
+    before = _runtime.pad_load(pad, index)
+    if before % (1 << 32) + value >= 1 << 32:
+        value += (1 << 64) - (1 << 32)
+    _runtime.pad_add(pad, index, value)
+
+
+def _put_quietly(self: Relayed, *put: int) -> None:
+    with contextlib.suppress(NicError):
+        self.inner.put(*put)
+
+
+def _raise_if_unusable(self: Opener, verbs: str) -> Status:
+    found = Opener.status(self, verbs)
+    if not found.usable:
+        raise OSError(found.detail)
+    return found
+
+
+def _open_anything(
+    self: Opener, device: str, verbs: str, rank: int, settings: NicSettings
+) -> NicSession:
+    return Opener.open(self, self.probe("soft")[0].name, "soft", rank, settings)
+
+
+_HELD = {"MKERNEL_SOFTVERBS_HOLD_NS": str(HOLD_NS)}
+_RELAXED = {**_HELD, "MKERNEL_SOFTVERBS_RELAXED_ORDERING": "1"}
+"""Relaxed whatever a registration says, as cards can be set up to be."""
+_ONCE = {**_HELD, "MKERNEL_SOFTVERBS_DUPLICATES": "0"}
+"""A second placement would be held far longer."""
+
+# fmt: off
+_ON_RC: tuple[Row, ...] = (
+    planted(Opener, "SignalFirst", "The signal goes out before the data.", "visibility",
+            _session(DataLater)),
+    planted(Opener, "SignalFirstAtTimes",
+            "The signal goes out before the data, once in 100 puts that carry data.", "visibility",
+            _session(sessions.SignalFirstAtTimes)),
+    planted(Opener, "SignalBeforeTail", "The last 16 bytes travel after the signal.", "visibility",
+            _session(sessions.SignalBeforeTail)),
+    planted(Opener, "RelaxedFlag",
+            "The flag is a write behind its data, to memory with relaxed ordering.", "visibility",
+            _session(Flags), settings={"qps": 1}, environment=_RELAXED),
+    planted(Opener, "PeersOfTwoBits", "Ranks above 3 are taken for those below.", "worlds",
+            _puts(lambda put: [put._replace(peer=put.peer & 3)])),
+    planted(Opener, "CutsOddSizes", "The last byte of an odd size does not travel.", "sizes",
+            _puts(lambda put: [put._replace(nbytes=put.nbytes & ~1)])),
+    planted(Opener, "FirstMegabyteOnly", "What is beyond 1 MiB of a put does not travel.", "sizes",
+            _puts(lambda put: [put._replace(nbytes=min(put.nbytes, 1 << 20))])),
+    planted(Opener, "EmptyPutsLost", "A put of no bytes does nothing, its signal included.", "sizes",
+            _puts(lambda put: [put] if put.nbytes else [])),
+    planted(Opener, "OneByteMore", "A put writes the byte behind it too.", "sizes alignment",
+            _puts(lambda put: [put._replace(nbytes=put.nbytes + 1) if put.nbytes else put])),
+    planted(Opener, "RemoteAligned", "Remote offsets are rounded down to a multiple of 4.",
+            "alignment", _puts(lambda put: [put._replace(remote=put.remote & ~3)])),
+    planted(Opener, "LocalAligned", "Local offsets are rounded down to a multiple of 8.",
+            "alignment", _puts(lambda put: [put._replace(local=put.local & ~7)])),
+    planted(Opener, "LosesPuts", "Every 1000th put is lost.", "in-flight",
+            _puts(lambda put: [], every=1000)),
+    planted(Opener, "LosesData", "Every 1000th put is its signal alone.", "in-flight",
+            _puts(lambda put: [put._replace(nbytes=0)], every=1000)),
+    planted(Opener, "RepeatsPuts", "Every 1000th put happens twice.", "in-flight",
+            _puts(lambda put: [put, put], every=1000)),
+    planted(Opener, "DeadFifo", "The FIFO's handle names a ring that nobody drains.", "fifo",
+            _session(sessions.DeadFifo)),
+    planted(Opener, "AddsOne", "Whatever the value, 1 is added.", "signal-values",
+            _puts(lambda put: [put._replace(value=min(put.value, 1))])),
+    planted(Opener, "SevenBitValues", "Values above 127 are cut to seven bits.", "signal-values",
+            _puts(lambda put: [put._replace(value=put.value & 127)])),
+    planted(Opener, "SequenceWraps",
+            "A sequence number of 12 bits: every 4096th put on a signal is taken for a repetition.",
+            "counter-wrap", _session(sessions.SequenceWraps)),
+    planted(Opener, "CountersOf32Bits", "Signals wrap around at 2^32.", "counter-wrap",
+            _session(Relayed, carry=_wrap_at_32_bits)),
+    planted(Opener, "Reorders",
+            "A put is held back until the next one is out, and until the receiver has looked.",
+            "order", _session(sessions.Reorders)),
+    planted(Opener, "FlushAtOnce", "Flush returns True while puts have yet to read their source.",
+            "flush", _session(sessions.FlushAtOnce)),
+    planted(Opener, "FlushNever", "Flush returns False whatever happened.", "flush",
+            _answers("flush", lambda done: False)),
+    planted(Opener, "RegionsTooWide",
+            "A registration covers 4 KiB more at its end than was asked for.", "registration",
+            _session(register=lambda self, region, address, nbytes:
+                     self.inner.register(region, address, nbytes + 4096 * (region > 0)))),
+    planted(Opener, "DropsSilently",
+            "What lies outside of a region is neither written nor refused.", "registration",
+            _session(sessions.DropsSilently)),
+    planted(Opener, "RegionsAlias", "Region numbers are kept in five bits.", "registration",
+            _puts(lambda put: [put._replace(region=put.region % 32)])),
+    planted(Opener, "KeepsRegions", "Deregistering does nothing.", "churn",
+            _session(deregister=lambda self, region, timeout_s: None)),
+    planted(Opener, "SwallowsErrors",
+            "Failures are nobody's business: no error, no abort word.",
+            "killed-peer registration device-faults",
+            _session(Relayed, put=_put_quietly, failure=lambda self: None)),
+    planted(Opener, "NoAbort",
+            "A failure is known to the session, but waiting kernels are not woken.",
+            "killed-peer device-faults", _session(Relayed)),
+    planted(Opener, "NamesNobody", "Errors do not say which peer.", "killed-peer",
+            _answers("failure", lambda found: found and NicError(str(found), status=found.status))),
+    planted(Opener, "SlowClose", "Close waits a while for the network, the first time.",
+            "close killed-peer", _session(sessions.SlowClose)),
+    planted(Opener, "CloseLater", "Close returns while the NIC still works.", "close",
+            _session(sessions.CloseLater)),
+    planted(Opener, "LeaksDescriptor", "Each session leaves a file open.", "reopen device-faults",
+            _at_open(lambda: os.open("/dev/null", os.O_RDONLY))),
+    planted(Opener, "LeaksThread", "Each session leaves a thread.", "reopen",
+            _at_open(lambda: threading.Thread(target=threading.Event().wait, daemon=True).start())),
+    planted(Opener, "LeaksMemory", "Each session leaves shared memory mapped.", "reopen",
+            _session(sessions.LeaksMemory)),
+    planted(Opener, "BusyLoop", "The session polls without a pause.", "idle-cpu",
+            _session(sessions.BusyLoop)),
+    planted(Opener, "CountsTwice", "Bytes of puts are counted twice.", "statistics",
+            _answers("statistics", lambda found: replace(found, put_bytes=2 * found.put_bytes))),
+    planted(Opener, "CountsSignalsOnly", "A put without a signal does not count.", "statistics",
+            _answers("statistics", lambda found: replace(found, puts=found.signals_sent))),
+    planted(Opener, "StatusRaises", "Status of a provider that is not there raises.",
+            "capabilities", overriding(status=_raise_if_unusable)),
+    planted(Opener, "OpensAnything", "Open takes any device name.", "capabilities",
+            overriding(open=_open_anything)),
+    planted(Opener, "ClaimsNothing", "Capabilities give a message size of 0.", "capabilities",
+            _answers("capabilities",
+                     lambda found: found.model_copy(update={"max_message_bytes": 0}))),
+)
+
+_ON_SRD: tuple[Row, ...] = (
+    planted(Opener, "SeparateFlag", "The flag is an SRD write of its own.", "visibility",
+            _session(Flags), around=EfaNic, environment=_ONCE),
+    planted(Opener, "MiscountedImmediate",
+            "Of a put of several messages, one immediate fewer is counted than there are.",
+            "visibility", around=EfaNic, mistake="miscount"),
+    planted(Opener, "MissingReceive", "Receives are not posted again after the first thousand.",
+            "in-flight", around=EfaNic, mistake="missing-receive"),
+)
+
+HONEST: tuple[Row, ...] = (
+    planted(Opener, "Honest", "Breaks nothing: what the faults are wrapped in.",
+            "sizes order flush registration reopen"),
+    planted(Opener, "FlagBehindData",
+            "Breaks nothing: on one RC queue pair, in strictly ordered memory, a flag may be a write "
+            "behind its data.", "visibility in-flight", _session(Flags), settings={"qps": 1}),
+    planted(Opener, "HonestLibrary", "Breaks nothing: the library between passes everything on.",
+            "visibility in-flight", around=EfaNic, mistake="none"),
+)
+# fmt: on
+
+FAULTS = {"cx7": checks_by_name(__name__, _ON_RC), "efa": checks_by_name(__name__, _ON_SRD)}
 """Backend → name of a faulty variant of it → checks that must fail on that."""
+_BACKENDS = {row.name: row.backend for row in (*_ON_RC, *_ON_SRD, *HONEST)}
+
+
+def __getattr__(name: str) -> type[Opener]:
+    """A row's backend, as the registry asks for it."""
+    try:
+        return _BACKENDS[name]
+    except KeyError:
+        raise AttributeError(f"no planted fault is called {name!r}") from None

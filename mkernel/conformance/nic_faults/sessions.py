@@ -1,276 +1,209 @@
-"""Faults of sessions: what they register, report, leave behind and claim."""
+"""Sessions that break a promise with a thread, a ring or a memory of their own."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import ctypes
+import queue
 import threading
 import time
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable
+from multiprocessing.util import Finalize
 from typing import ClassVar
 
-from mkernel.backends.contracts.nic import NicCapabilities, NicSession, NicStatistics
-from mkernel.backends.contracts.status import Status
-from mkernel.conformance.nic_faults.base import Changed, Fault, Put, Relayed, Session
-from mkernel.errors import MkernelError, NicError
+from mkernel.backends.contracts.nic import NO_SIGNAL, NicSession
+from mkernel.conformance.nic_faults.wrappers import DataLater, Put, Session
+from mkernel.errors import MkernelError
 from mkernel.harness.nic_ranks import Memory
-from mkernel.settings import NicSettings
-
-# ---- regions --------------------------------------------------------------------------------------
 
 
-class RegionsTooWide(Fault):
-    """A registration covers 4 KiB more at its end than was asked for."""
+class SignalFirstAtTimes(DataLater):
+    """The signal goes out before the data, once in 100 puts that carry data."""
 
-    class Broken(Session):
-        def register(self, region: int, address: int, nbytes: int) -> str:
-            return self.inner.register(region, address, nbytes + 4096 * (region > 0))
-
-    session = Broken
+    def split(self, put: Put) -> tuple[Put, Put | None]:
+        return super().split(put) if next(self.number) % 100 == 0 else (put, None)
 
 
-class DropsSilently(Fault):
+class SignalBeforeTail(DataLater):
+    """The last 16 bytes travel after the signal."""
+
+    def split(self, put: Put) -> tuple[Put, Put | None]:
+        head = put.nbytes - 16
+        return (put._replace(nbytes=head), put.part(head, 16)) if head > 0 else (put, None)
+
+
+class SequenceWraps(Session):
+    """Every 4096th put on a signal is taken for a repetition."""
+
+    def __init__(self, inner: NicSession) -> None:
+        super().__init__(inner)
+        self.counts: Counter[tuple[int, int]] = Counter()
+
+    def change(self, put: Put) -> Iterable[Put]:
+        self.counts[put.peer, put.signal] += 1
+        return [put] if self.counts[put.peer, put.signal] % 4096 else []
+
+
+class DropsSilently(Session):
     """What lies outside of a region is neither written nor refused."""
 
-    class Broken(Changed):
-        def __init__(self, inner: NicSession) -> None:
-            super().__init__(inner)
-            self.sizes: dict[int, int] = {}
-
-        def register(self, region: int, address: int, nbytes: int) -> str:
-            self.sizes[region] = nbytes
-            return self.inner.register(region, address, nbytes)
-
-        def change(self, put: Put) -> list[Put]:
-            peer, region, local, remote, nbytes, _, _ = put
-            fits = max(local, remote) + nbytes <= self.sizes.get(region, 0) and peer < 7
-            return [put] if fits else []
-
-    session = Broken
+    def change(self, put: Put) -> Iterable[Put]:
+        _, size = self.regions.get(put.region, (0, 0))
+        fits = max(put.local, put.remote) + put.nbytes <= size and put.peer < 7
+        return [put] if fits else []
 
 
-class RegionsAlias(Fault):
-    """Region numbers are kept in five bits."""
+class DeadFifo(Session):
+    """The FIFO's handle names a ring that nobody drains."""
 
-    class Broken(Changed):
-        def change(self, put: Put) -> list[Put]:
-            return [(put[0], put[1] % 32, *put[2:])]
+    def __init__(self, inner: NicSession) -> None:
+        super().__init__(inner)
+        self.handle = (ctypes.c_uint64 * 7)()
+        ctypes.memmove(self.handle, inner.fifo, 56)
+        self.ring = Memory(64 * self.handle[5])
+        self.handle[0] = self.ring.address
 
-    session = Broken
-
-
-class KeepsRegions(Fault):
-    """Deregistering does nothing."""
-
-    class Broken(Session):
-        def deregister(self, region: int, timeout_s: float) -> None:
-            pass
-
-    session = Broken
+    @property
+    def fifo(self) -> int:
+        return ctypes.addressof(self.handle)
 
 
-# ---- failure and life -----------------------------------------------------------------------------
+class Reorders(Session):
+    """Holds a put back until the next one is out, and then until the sender makes a third, which it
+    does when the receiver has looked."""
+
+    held: Put | None = None
+    overtaken = False
+
+    def change(self, put: Put) -> Iterable[Put]:
+        if self.overtaken:
+            yield from self.release()
+        if self.held is None and (put.signal == NO_SIGNAL or put.signal % 2 == 1):
+            self.held = put
+            return
+        yield put
+        self.overtaken = self.held is not None
+
+    def release(self) -> Iterable[Put]:
+        """What is held back."""
+        held, self.held, self.overtaken = self.held, None, False
+        return [] if held is None else [held]
+
+    def flush(self, timeout_s: float) -> bool:
+        for put in self.release():
+            self.inner.put(*put)
+        return self.inner.flush(timeout_s)
 
 
-class SwallowsErrors(Fault):
-    """Failures are nobody's business: no error, no abort word."""
+class FlushAtOnce(Session):
+    """Flush returns True while puts have yet to read their source: each waits for that to change, or
+    for a second."""
 
-    class Broken(Relayed):
-        def put(
-            self,
-            peer: int,
-            region: int,
-            local: int,
-            remote: int,
-            nbytes: int,
-            signal: int,
-            value: int,
-        ) -> None:
-            with contextlib.suppress(NicError):
-                self.inner.put(peer, region, local, remote, nbytes, signal, value)
+    def __init__(self, inner: NicSession) -> None:
+        super().__init__(inner)
+        self.queue: queue.SimpleQueue[tuple[Put, bytes, float] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
-        def failure(self) -> NicError | None:
-            return None
+    def change(self, put: Put) -> Iterable[Put]:
+        self.queue.put((put, self._source(put), time.monotonic() + 1))
+        return []
 
-    session = Broken
+    def _source(self, put: Put) -> bytes:
+        """The first bytes that a put reads, as they are now."""
+        address, _ = self.regions[put.region]
+        return ctypes.string_at(address + put.local, min(put.nbytes, 64))
 
+    def _run(self) -> None:
+        while (item := self.queue.get()) is not None:
+            put, before, due = item
+            while self._source(put) == before and time.monotonic() < due:
+                time.sleep(0.001)
+            with contextlib.suppress(MkernelError):
+                self.inner.put(*put)
 
-class NoAbort(Fault):
-    """A failure is known to the session, but waiting kernels are not woken."""
+    def flush(self, timeout_s: float) -> bool:
+        return True
 
-    class Broken(Relayed):
-        pass
-
-    session = Broken
-
-
-class NamesNobody(Fault):
-    """Errors do not say which peer."""
-
-    class Broken(Session):
-        def failure(self) -> NicError | None:
-            found = self.inner.failure()
-            return None if found is None else NicError(str(found), status=found.status)
-
-    session = Broken
+    def close(self) -> None:
+        self.queue.put(None)
+        self.thread.join()
+        self.inner.close()
 
 
-class SlowClose(Fault):
+class SlowClose(Session):
     """Close waits a while for the network, the first time."""
 
-    class Broken(Session):
-        wait_s = 4.5
+    wait_s = 4.5
 
-        def close(self) -> None:
-            time.sleep(self.wait_s)
-            self.wait_s = 0.0
-            self.inner.close()
-
-    session = Broken
+    def close(self) -> None:
+        time.sleep(self.wait_s)
+        self.wait_s = 0.0
+        self.inner.close()
 
 
-class CloseLater(Fault):
-    """Close returns while the NIC still works: it repeats the latest put again and again."""
+class CloseLater(Session):
+    """Close returns while the NIC still works: it repeats the latest put again and again, until the
+    process ends."""
 
-    class Broken(Session):
-        closed = False
-        latest: Put | None = None
+    latest: Put | None = None
+    thread: threading.Thread | None = None
 
-        def put(
-            self,
-            peer: int,
-            region: int,
-            local: int,
-            remote: int,
-            nbytes: int,
-            signal: int,
-            value: int,
-        ) -> None:
-            if self.closed:
-                raise MkernelError("the session is closed")
-            self.latest = (peer, region, local, remote, nbytes, signal, value)
-            self.inner.put(*self.latest)
+    def change(self, put: Put) -> Iterable[Put]:
+        if self.thread is not None:
+            raise MkernelError("the session is closed")
+        self.latest = put
+        return [put]
 
-        def close(self) -> None:
-            if not self.closed:
-                self.closed = True
-                threading.Thread(target=self._go_on, daemon=True).start()
+    def close(self) -> None:
+        if self.thread is None:
+            self.stop = threading.Event()
+            self.thread = threading.Thread(target=self._go_on, name="close-later", daemon=True)
+            self.thread.start()
+            # Finalizers with a priority run before anything of the process is taken down; no other
+            # thread may put then.
+            Finalize(self, self._end, exitpriority=100)
 
-        def _go_on(self) -> None:
-            # Its own failures are nobody's business: the peer ends whenever it is done.
-            with contextlib.suppress(MkernelError):
-                while self.latest is not None and self.inner.failure() is None:
-                    self.inner.put(*self.latest)
-                    time.sleep(0.01)
-            self.inner.close()
+    def _go_on(self) -> None:
+        # Its own failures are nobody's business: the peer ends whenever it is done.
+        with contextlib.suppress(MkernelError):
+            while self.latest is not None and self.inner.failure() is None:
+                self.inner.put(*self.latest)
+                if self.stop.wait(0.01):
+                    break
+        self.inner.close()
 
-    session = Broken
-
-
-class LeaksDescriptor(Fault):
-    """Each session leaves a file open."""
-
-    class Broken(Session):
-        def __init__(self, inner: NicSession) -> None:
-            super().__init__(inner)
-            os.open("/dev/null", os.O_RDONLY)
-
-    session = Broken
+    def _end(self) -> None:
+        self.stop.set()
+        if self.thread is not None:
+            self.thread.join()
 
 
-class LeaksThread(Fault):
-    """Each session leaves a thread."""
-
-    class Broken(Session):
-        def __init__(self, inner: NicSession) -> None:
-            super().__init__(inner)
-            threading.Thread(target=threading.Event().wait, daemon=True).start()
-
-    session = Broken
-
-
-class LeaksMemory(Fault):
+class LeaksMemory(Session):
     """Each session leaves shared memory mapped."""
 
     kept: ClassVar[list[Memory]] = []
 
-    class Broken(Session):
-        def __init__(self, inner: NicSession) -> None:
-            super().__init__(inner)
-            LeaksMemory.kept.append(Memory(4096))
-
-    session = Broken
+    def __init__(self, inner: NicSession) -> None:
+        super().__init__(inner)
+        self.kept.append(Memory(4096))
 
 
-class BusyLoop(Fault):
+class BusyLoop(Session):
     """The session polls without a pause."""
 
-    class Broken(Session):
-        def __init__(self, inner: NicSession) -> None:
-            super().__init__(inner)
-            self.stop = False
-            self.thread = threading.Thread(target=self._spin, daemon=True)
-            self.thread.start()
+    def __init__(self, inner: NicSession) -> None:
+        super().__init__(inner)
+        self.stop = False
+        self.thread = threading.Thread(target=self._spin, daemon=True)
+        self.thread.start()
 
-        def _spin(self) -> None:
-            while not self.stop:
-                self.inner.failure()
+    def _spin(self) -> None:
+        while not self.stop:
+            self.inner.failure()
 
-        def close(self) -> None:
-            self.stop = True
-            self.thread.join()
-            self.inner.close()
-
-    session = Broken
-
-
-class CountsTwice(Fault):
-    """Bytes of puts are counted twice."""
-
-    class Broken(Session):
-        def statistics(self) -> NicStatistics:
-            found = self.inner.statistics()
-            return replace(found, put_bytes=2 * found.put_bytes)
-
-    session = Broken
-
-
-class CountsSignalsOnly(Fault):
-    """A put without a signal does not count."""
-
-    class Broken(Session):
-        def statistics(self) -> NicStatistics:
-            found = self.inner.statistics()
-            return replace(found, puts=found.signals_sent)
-
-    session = Broken
-
-
-# ---- what the backend says of itself --------------------------------------------------------------
-
-
-class StatusRaises(Fault):
-    """Status of a provider that is not there raises."""
-
-    def status(self, verbs: str) -> Status:
-        found = super().status(verbs)
-        if not found.usable:
-            raise OSError(found.detail)
-        return found
-
-
-class OpensAnything(Fault):
-    """Open takes any device name."""
-
-    def open(self, device: str, verbs: str, rank: int, settings: NicSettings) -> NicSession:
-        return super().open(self.probe("soft")[0].name, "soft", rank, settings)
-
-
-class ClaimsNothing(Fault):
-    """Capabilities give a message size of 0."""
-
-    class Broken(Session):
-        def capabilities(self) -> NicCapabilities:
-            return self.inner.capabilities().model_copy(update={"max_message_bytes": 0})
-
-    session = Broken
+    def close(self) -> None:
+        self.stop = True
+        self.thread.join()
+        self.inner.close()

@@ -1,0 +1,540 @@
+"""Planted faults of the accelerator checks: a table of honest backends with one promise broken each.
+
+Each row is an accelerator backend, ``mkernel.conformance.faults:Name`` where a backend's name is asked
+for. A check that no row trips does not count. Most faults wrap ``streams``, which has all ops; those
+that need chunks or a NIC wrap ``ascend``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
+from mkernel.conformance.faults import launching
+from mkernel.conformance.faults.altering import (
+    Altered,
+    Ended,
+    Honest,
+    calls,
+    claims,
+    ended,
+    inputs,
+    results,
+)
+from mkernel.conformance.faults.launching import Deaf, ReportsEarly, Timeless
+from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, overriding, planted
+from mkernel.errors import Unsupported
+from mkernel.plan.model import AttentionShape, LaunchPlan
+
+# ---- claims --------------------------------------------------------------------------------------
+
+
+def _does_not_run_attention(self: Honest, plan: LaunchPlan) -> Workspace:
+    if plan.op == "ring_attention":
+        raise Unsupported(f"accelerator {self.name!r} does not run {plan.op}")
+    return self.inner.workspace(plan)
+
+
+class _Counting(Honest):
+    cores = 0
+
+    def capabilities(self) -> Any:
+        self.cores += 1
+        return self.inner.capabilities().model_copy(update={"compute_cores": self.cores})
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def _nudge(tensor: torch.Tensor) -> None:
+    """Change the last bit of the first element."""
+    first = tensor.reshape(-1)[:1]
+    first.copy_(torch.nextafter(first, torch.full_like(first, float("inf"))))
+
+
+def _drop_last_row(tensor: torch.Tensor) -> None:
+    if tensor.dim() == 2 and len(tensor) % 2 and len(tensor) > 1:
+        tensor[-1].zero_()
+
+
+def _drop_last_chunk(call: Ended) -> None:
+    for name, tensor in call.outputs.items():
+        if len(tensor) > 128:
+            tensor[-64:] = call.before[name][-64:]
+
+
+def _zero_one_element(tensor: torch.Tensor) -> None:
+    tensor.view(-1)[tensor.numel() // 2] = 0
+
+
+def _do_few_chunks(ended: Ended) -> None:
+    chunking = ended.call.plan.chunking
+    if chunking is not None and chunking.chunks_per_rank > 8:
+        for rows in ended.outputs["out"].chunk(ended.call.plan.world_size):
+            rows[len(rows) // 2 :] = 0
+
+
+def _misread_columns(call: Call, b: torch.Tensor) -> torch.Tensor:
+    if call.plan.b_layout != "column":
+        return b
+    return b.t().contiguous().view(b.shape).t().contiguous().t()
+
+
+def _swap_nodes(ended: Ended) -> None:
+    out, nodes = ended.outputs["out"], ended.call.plan.nodes
+    if nodes > 1:
+        rows = len(out) // nodes
+        out[:rows], out[-rows:] = out[-rows:].clone(), out[:rows].clone()
+
+
+def _sum_in_bf16(ended: Ended) -> None:
+    call = ended.call
+    if "a" not in call.tensors:
+        return
+    a, b, out = call.tensors["a"].float(), call.tensors["b"].float(), ended.outputs["out"]
+    half = a.shape[1] // 2
+    partials = (a[:, :half] @ b[:half], a[:, half:] @ b[half:])
+    error = sum((p.bfloat16().float() - p for p in partials), torch.zeros(()))
+    rows, first = len(out), 0
+    if call.plan.op == "all_gather_gemm":
+        rows, first = len(a), call.rank * len(a)
+    elif call.plan.op == "gemm_reduce_scatter":
+        error = error[call.rank * rows : (call.rank + 1) * rows]
+    out[first : first + rows] += error.to(out.dtype)
+
+
+def _round_partials(ended: Ended) -> None:
+    call, out = ended.call, ended.outputs["out"]
+    partial = call.tensors["a"].float() @ call.tensors["b"].float()
+    error = partial.to(out.dtype).float() - partial
+    if call.plan.op == "gemm_reduce_scatter":
+        error = error[call.rank * len(out) :][: len(out)]
+    out += error.to(out.dtype)
+
+
+# ---- repetition ----------------------------------------------------------------------------------
+
+
+def _keep_results(every: int = 1) -> Plant:
+    """In every so-many-th call of a plan, the results are the previous call's."""
+
+    def keep(call: Ended) -> None:
+        for tensor, older in call.previous():
+            if older.shape == tensor.shape and call.call.epoch % every == 0:
+                tensor.copy_(older)
+
+    return ended(keep)
+
+
+def _keep_last_rows(call: Ended) -> None:
+    for tensor, older in call.previous():
+        if len(tensor) and len(older):
+            tensor[-1] = older[-1]
+
+
+class _CachesWeights(Altered):
+    def change(self, call: Call) -> Call:
+        found = {
+            name: self.kept.setdefault(call.plan.digest(), call.tensors[name].clone())
+            for name in {"b", "w"} & call.tensors.keys()
+        }
+        return replace(call, tensors={**call.tensors, **found})
+
+
+def _zero_after_another_plan(call: Ended) -> None:
+    plan = call.call.plan.digest()
+    if call.kept.get("last", plan) != plan:
+        for tensor in call.all:
+            tensor.zero_()
+    call.kept["last"] = plan
+
+
+def _keep_row(call: Ended) -> None:
+    for name, tensor in call.outputs.items():
+        tensor[-1] = call.before[name][-1]
+
+
+def _keep_nearest(call: Ended) -> None:
+    pairs = [(call.outputs["out"], call.before["out"])] if "out" in call.outputs else []
+    for tensor, before in (*pairs, *((t, torch.empty_like(t)) for t in call.grouped())):
+        if tensor.numel():
+            gaps = (tensor.double() - before.double()).abs().nan_to_num(nan=float("inf"))
+            at = int(gaps.argmin())
+            tensor.view(-1)[at] = before.reshape(-1)[at]
+
+
+def _keep_numbers(call: Ended) -> None:
+    for name, tensor in call.outputs.items():
+        tensor.copy_(torch.where(call.before[name].isnan(), tensor, call.before[name]))
+
+
+def _add_to_outputs(call: Ended) -> None:
+    for name, tensor in call.outputs.items():
+        tensor.add_(call.before[name])
+
+
+def _reuse_one_buffer(call: Ended) -> None:
+    for mine in call.grouped():
+        buffer = call.kept.setdefault(mine.dtype, torch.zeros(1 << 20, dtype=mine.dtype))
+        view = buffer[: mine.numel()].view(mine.shape)
+        view.copy_(mine)
+        call.results["outputs"] = view
+
+
+# ---- bits ----------------------------------------------------------------------------------------
+
+
+def _nudge_every_third(call: Ended) -> None:
+    plan = call.call.plan.digest()
+    call.kept[plan] = call.kept.get(plan, 0) + 1
+    if call.kept[plan] % 3 == 0:
+        for tensor in call.all:
+            _nudge(tensor)
+
+
+def _nudge_odd_chunks(ended: Ended) -> None:
+    chunking = ended.call.plan.chunking
+    if chunking is not None and chunking.tiles_per_chunk % 2:
+        _nudge(ended.outputs["out"])
+
+
+def _nudge_several_nodes(ended: Ended) -> None:
+    if ended.call.plan.nodes > 1:
+        _nudge(ended.outputs["out"])
+
+
+def _nudge_rank_1(ended: Ended) -> None:
+    if ended.call.rank == 1:
+        _nudge(ended.outputs["out"])
+
+
+# ---- order and memory ----------------------------------------------------------------------------
+
+
+def _swap_ranks(ended: Ended) -> None:
+    world, out = ended.call.plan.world_size, ended.outputs.get("out")
+    if out is not None and "a" in ended.call.tensors and world > 1 and len(out) >= world:
+        rows = len(out) // world
+        out[: 2 * rows] = torch.cat([out[rows : 2 * rows], out[:rows]])
+
+
+def _reverse_rows(ended: Ended) -> None:
+    ended.outputs["out"].copy_(ended.outputs["out"].flip(0))
+
+
+def _gather_by_arrival(ended: Ended) -> None:
+    whole, plan = ended.outputs.get("gathered"), ended.call.plan
+    if whole is not None:
+        parts = whole.clone().chunk(plan.world_size)
+        whole.copy_(torch.cat([parts[rank] for rank in plan.order[ended.call.rank]]))
+
+
+def _scribble_on_inputs(ended: Ended) -> None:
+    for name in {"a", "x", "k"} & ended.call.tensors.keys():
+        ended.call.tensors[name].view(-1)[-1] = 0
+
+
+def _write_past_the_end(ended: Ended) -> None:
+    for tensor in ended.outputs.values():
+        end = tensor.storage_offset() + tensor.numel()
+        if end < tensor.untyped_storage().nbytes() // tensor.element_size():
+            tensor.as_strided((1,), (1,), end).fill_(1)
+
+
+# ---- mixture of experts --------------------------------------------------------------------------
+
+
+def _experts(call: Call) -> int:
+    return int(call.plan.shape.model_dump()["experts"])
+
+
+def _cap(ended: Ended) -> None:
+    for rows in ended.by_expert():
+        rows[20:] = 0
+
+
+def _replace_twins(call: Call, ids: torch.Tensor) -> torch.Tensor:
+    if ids.shape[1] == 1:
+        return ids
+    ids = ids.clone()
+    again = ids[:, 1] == ids[:, 0]
+    each = _experts(call) // call.plan.world_size
+    twice = ids[again, 1]
+    ids[again, 1] = twice - twice % each + (twice + 1) % each
+    return ids
+
+
+def _reverse_experts_rows(ended: Ended) -> None:
+    if parts := ended.by_expert():
+        ended.results["outputs"] = torch.cat([part.flip(0) for part in parts])
+
+
+class _LatestHandleOnly(Altered):
+    state: Any = None
+    rows = 0
+
+    def change(self, call: Call) -> Call:
+        if call.plan.op != "moe_combine" or self.state is None:
+            return call
+        given = call.tensors["y"]
+        y = given.new_zeros(self.rows, given.shape[1])
+        y[: len(given)] = given[: self.rows]
+        options = {**call.options, "state": self.state}
+        return replace(call, tensors={**call.tensors, "y": y}, options=options)
+
+    def alter(self, ended: Ended) -> None:
+        if "state" in ended.results:
+            self.state, self.rows = ended.results["state"], len(ended.results["outputs"])
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def _see_everything(call: Call) -> Call:
+    shape = call.plan.shape
+    if not isinstance(shape, AttentionShape) or not shape.causal:
+        return call
+    open_ = shape.model_copy(update={"causal": False})
+    return replace(call, plan=call.plan.model_copy(update={"shape": open_}))
+
+
+def _interleaved(call: Call) -> list[int]:
+    shape = call.plan.shape.model_dump()
+    kv, each = shape["kv_heads"], shape["heads"] // shape["kv_heads"]
+    return [h % kv * each + h // kv for h in range(shape["heads"])]
+
+
+def _interleave(call: Call, given: torch.Tensor) -> torch.Tensor:
+    q = torch.empty_like(given)
+    q[:, _interleaved(call)] = given
+    return q
+
+
+def _interleave_back(ended: Ended) -> None:
+    if "q" in ended.call.tensors:
+        for tensor in ended.outputs.values():
+            tensor.copy_(tensor[:, _interleaved(ended.call)].clone())
+
+
+def _to_base_two(ended: Ended) -> None:
+    if "lse" in ended.outputs:
+        ended.outputs["lse"] /= 0.6931471805599453
+
+
+def _default_scale(call: Call) -> Call:
+    if "q" not in call.tensors:
+        return call
+    return replace(call, options={**call.options, "scale": call.tensors["q"].shape[-1] ** -0.5})
+
+
+# ---- views and lives -----------------------------------------------------------------------------
+
+
+def _zero_sequential(ended: Ended) -> None:
+    if ended.call.view == "sequential":
+        for tensor in ended.all:
+            tensor.zero_()
+
+
+def _zero_in_later_worlds(ended: Ended) -> None:
+    ended.kept["worlds"] = ended.kept.get("worlds", 0) + (ended.call.number == 1)
+    if ended.kept["worlds"] > 1:
+        for tensor in ended.all:
+            tensor.zero_()
+
+
+def _launch_and_leave_a_thread(self: Honest, call: Call) -> Any:
+    if call.number == 1:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return self.inner.launch(call)
+
+
+_AS_CLAIMED = claims(lambda honest: {"rounded_partials": True})
+_SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
+
+
+# fmt: off
+TABLE: tuple[Row, ...] = (
+    planted(Honest, "ClaimsUnknownOp", "Claims an op that mkernel does not have.", "capabilities",
+            claims(lambda honest: {"ops": ("all_to_all_gemm", *honest.ops)})),
+    planted(Honest, "HalfOfMoe", "Claims the dispatch without the combine.", "capabilities",
+            claims(lambda honest: {"ops": ("moe_dispatch_gemm",)})),
+    planted(_Counting, "ChangesItsMind", "Claims something else each time.", "capabilities"),
+    planted(Honest, "NoDevice", "Says that it is usable, and finds no device.", "capabilities",
+            overriding(probe=lambda self: ())),
+    planted(Honest, "ClaimsTooMuch", "Claims an op that it does not run.", "shapes",
+            overriding(workspace=_does_not_run_attention)),
+    planted(Altered, "ReturnsZeros", "Every result is zero.", "shapes", results(torch.Tensor.zero_)),
+    planted(Altered, "DropsLastRow",
+            "The last row of an odd number of rows is zero: a partial tile is forgotten.", "shapes",
+            results(_drop_last_row)),
+    planted(Altered, "DropsLastChunk",
+            "The last 64 rows of large results are those that were there before.", "shapes",
+            ended(_drop_last_chunk, looks_before=True)),
+    planted(Altered, "OneWrongElement",
+            "One element of every result is zero, far too few for a relative error of the whole.",
+            "shapes", results(_zero_one_element)),
+    planted(Altered, "IgnoresLayout", "Reads column-major weights as if they were row-major.",
+            "dtypes", inputs("b", change=_misread_columns)),
+    planted(Altered, "NarrowOutputs", "Rounds results to bfloat16 whatever was asked for.", "dtypes",
+            results(lambda tensor: tensor.copy_(tensor.bfloat16().to(tensor.dtype)))),
+    planted(Altered, "SwapsNodes",
+            "Rows of the first and the last node change places where there are several nodes.",
+            "worlds", ended(_swap_nodes), ops=("all_gather_gemm",)),
+    planted(Altered, "FewChunksOnly",
+            "Half of each rank's rows is zero where there are more than 8 chunks.", "many-chunks",
+            ended(_do_few_chunks), wraps="ascend"),
+    planted(Altered, "SumsInBf16",
+            "A rank's own partial sums are rounded to bfloat16 on their way.", "accumulation",
+            ended(_sum_in_bf16)),
+    planted(Altered, "SumsInBf16WithinRanks",
+            "What ranks add may be rounded once, but a rank's own partial sums are rounded too.",
+            "accumulation", ended(_sum_in_bf16), _AS_CLAIMED),
+    planted(launching.CombinesInBf16, "CombinesInBf16",
+            "The combine's sum over slots is kept in bfloat16.", "accumulation"),
+    planted(Altered, "CleansNan", "NaN in the inputs counts as 0.", "nonfinite",
+            inputs("a", change=lambda call, a: torch.nan_to_num(a, nan=0.0, posinf=6e4))),
+    planted(Altered, "WrongEveryFifth",
+            "Every fifth call of a plan returns the previous call's result.", "repeated-calls",
+            _keep_results(every=5)),
+    planted(Altered, "OnePlanOnly",
+            "Plans of one op share what a workspace holds: a change of plan returns zeros.",
+            "repeated-calls", ended(_zero_after_another_plan)),
+    planted(Altered, "ReturnsPrevious",
+            "From a plan's second call on, returns the previous call's result.", "stale-data",
+            _keep_results()),
+    planted(Altered, "KeepsSomeRows", "One row of each result is the previous call's.",
+            "stale-data", ended(_keep_last_rows)),
+    planted(_CachesWeights, "CachesWeights", "Keeps the weights of a plan's first call.",
+            "stale-data"),
+    planted(launching.SharesStaging, "SharesStaging",
+            "Stages the inputs of all queued calls in one place.", "queued-calls",
+            claims(lambda honest: {"stream_ordered": True,
+                                   "ops": ("all_gather_gemm", "gemm_all_reduce")})),
+    planted(Altered, "LeavesRowUnwritten",
+            "The last row of each output is what was there before.", "poison",
+            ended(_keep_row, looks_before=True)),
+    planted(Altered, "LeavesElement",
+            "The element that this changes least is what was there before: in a large output only "
+            "what was put there on purpose tells it from a right one.", "poison",
+            ended(_keep_nearest, looks_before=True)),
+    planted(Altered, "WritesOverNanOnly",
+            "Takes any number in the output for a result that is there already.", "poison",
+            ended(_keep_numbers, looks_before=True)),
+    planted(Altered, "AddsToOutput",
+            "Adds to what is in the output instead of overwriting it, as if it had been zeroed.",
+            "poison", ended(_add_to_outputs, looks_before=True)),
+    planted(Altered, "ReusesOutputs", "Grouped outputs of every dispatch lie in one buffer.",
+            "kept-results", ended(_reuse_one_buffer)),
+    planted(Altered, "NoisyLastBit",
+            "The last bit of one element differs in every third call of a plan.", "determinism",
+            ended(_nudge_every_third)),
+    planted(Altered, "DependsOnChunk", "Odd chunks give another last bit.", "chunk-invariance",
+            ended(_nudge_odd_chunks), wraps="ascend"),
+    planted(Altered, "DependsOnSplit", "A world of several nodes gives another last bit.",
+            "split-invariance", ended(_nudge_several_nodes), wraps="ascend"),
+    planted(Altered, "RanksDiffer", "One rank's copy of a result has another last bit.",
+            "replicas", ended(_nudge_rank_1)),
+    planted(Altered, "SwapsRanks", "Rows of ranks 0 and 1 change places.", "rank-order",
+            ended(_swap_ranks)),
+    planted(Altered, "ReversesRows", "A rank's scattered rows come out backwards.", "rank-order",
+            ended(_reverse_rows), ops=("gemm_reduce_scatter",)),
+    planted(Altered, "GathersByArrival",
+            "The gathered A is in the order of consumption instead of rank.", "gathered",
+            ended(_gather_by_arrival)),
+    planted(Altered, "WritesInputs", "Uses the caller's input as scratch memory.", "user-tensors",
+            ended(_scribble_on_inputs)),
+    planted(Altered, "IgnoresOffset", "Reads an input from the start of its storage.",
+            "user-tensors",
+            inputs("a", "x", "q", change=lambda call, t: t.as_strided(t.shape, t.stride(), 0))),
+    planted(Altered, "WritesPastTheEnd", "Writes one element behind the output.", "bounds",
+            ended(_write_past_the_end)),
+    planted(Altered, "Capacity", "An expert takes no more than 20 rows; the rest is zero.",
+            "routing", ended(_cap)),
+    planted(Altered, "UniqueExperts",
+            "An expert twice in one token's list counts as the next expert of its rank.",
+            "routing", inputs("topk_ids", change=_replace_twins)),
+    planted(Altered, "OffByOneExpert", "Every token goes to the next expert.", "expert-order",
+            inputs("topk_ids", change=lambda call, ids: (ids + 1) % _experts(call))),
+    planted(Altered, "RowsByArrival", "Rows of an expert come in another order.", "expert-order",
+            ended(_reverse_experts_rows)),
+    planted(Altered, "IgnoresWeights", "The combine adds rows without weights.",
+            "combine-weights", inputs("topk_weights", change=lambda call, w: torch.ones_like(w))),
+    planted(Altered, "FirstWeightForAll",
+            "The combine uses the first slot's weight for every slot.", "combine-weights",
+            inputs("topk_weights", change=lambda call, w: w[:, :1].expand_as(w).contiguous())),
+    planted(_LatestHandleOnly, "LatestHandleOnly",
+            "The combine uses the routing of the latest dispatch, whatever handle it gets. Rows "
+            "beyond that are left out, and missing ones are zero.", "handles"),
+    planted(Altered, "IgnoresCausal", "Every position sees every other.", "causal",
+            calls(_see_everything)),
+    planted(Altered, "HeadsInterleaved", "Query head h uses key head h % Hkv.", "gqa",
+            inputs("q", change=_interleave), ended(_interleave_back)),
+    planted(Altered, "LogBaseTwo", "The log-sum-exp is to base 2.", "lse", ended(_to_base_two)),
+    planted(Altered, "IgnoresScale", "Scores are scaled with D^-0.5, whatever was asked for.",
+            "lse", calls(_default_scale)),
+    planted(launching.SkipsWaits, "SkipsWaits",
+            "Computes on the rows of other ranks that lie there: those of the call before.",
+            "waits stale-data", wraps="ascend"),
+    planted(ReportsEarly, "ReportsEarly", "Says at once that a call of a GEMM op has ended.",
+            "waits mismatched-call"),
+    planted(ReportsEarly, "AttentionReportsEarly",
+            "Says at once that ring attention has ended.", "waits", has="q"),
+    planted(ReportsEarly, "CombineReportsEarly", "Says at once that a combine has ended.",
+            "waits", has="y"),
+    planted(launching.SendsLate, "SendsLate",
+            "Rank 0 returns with the right result while others still wait for its rows.",
+            "input-reuse", wraps="ascend"),
+    planted(ReportsEarly, "GivesUpWaiting",
+            "Waits for other ranks, but no longer than 20 ms. What is not there by then never comes.",
+            "paused-ranks waits", limit_s=0.02),
+    planted(Altered, "SequentialIsWrong",
+            "The sequential view computes before the data is there.", "views",
+            ended(_zero_sequential)),
+    planted(Honest, "TellsNoTimes", "Launches tell no times.", "views",
+            overriding(launch=lambda self, call: Timeless(self.inner.launch(call)))),
+    planted(Honest, "AcceptsAnything", "In rank processes it claims every alignment.",
+            "wrong-calls",
+            claims(lambda honest: {"alignment_bytes": 1} if "RANK" in os.environ else {}),
+            wraps="ascend"),
+    planted(Altered, "OneWorldOnly", "From a process's second world on, results are zero.",
+            "two-worlds", ended(_zero_in_later_worlds)),
+    planted(launching.BrokenForGood, "BrokenForGood",
+            "Once a world has failed all results are zero, in new worlds too.", "after-failure"),
+    planted(launching.LeaksMemory, "LeaksMemory", "Never frees symmetric memory.", "leaks"),
+    planted(Honest, "LeaksThreads", "Starts a thread for every world, and leaves it.", "leaks",
+            overriding(launch=_launch_and_leave_a_thread)),
+    planted(Honest, "IgnoresAbort", "A call of a broken world goes on for 8 seconds.",
+            "killed-rank",
+            overriding(launch=lambda self, call: Deaf(self.inner.launch(call), call))),
+    planted(Honest, "IgnoresDeadline", "Waits ten times as long as it may.", "absent-rank",
+            overriding(launch=lambda self, call: self.inner.launch(
+                replace(call, timeout_s=10 * call.timeout_s))), wraps="ascend"),
+)
+
+HONEST: tuple[Row, ...] = (
+    planted(Honest, "Fault", "Breaks nothing: what the faults are wrapped in.", ""),
+    planted(Altered, "RoundsPartials",
+            "Breaks nothing: what a rank adds to a sum over ranks is rounded to the output's dtype, "
+            "as is claimed.", "shapes dtypes accumulation",
+            ended(_round_partials), _AS_CLAIMED, ops=_SUMS),
+)
+# fmt: on
+
+FAULTS = checks_by_name(__name__, TABLE)
+"""Backend's name → checks that must fail on it."""
+_BACKENDS = {row.name: row.backend for row in (*TABLE, *HONEST)}
+
+
+def __getattr__(name: str) -> type[Honest]:
+    """A row's backend, as the registry asks for it."""
+    try:
+        return _BACKENDS[name]
+    except KeyError:
+        raise AttributeError(f"no planted fault is called {name!r}") from None

@@ -1,0 +1,194 @@
+"""Accelerators that claim something else, or change what calls read or give.
+
+Most faults are planted so: they name what they change, and the rest is honest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from mkernel.backends import registry
+from mkernel.backends.contracts import instrumented
+from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
+from mkernel.backends.contracts.instrumented import (
+    Instrumented,
+    InstrumentedLaunch,
+    LaunchTimes,
+    ModelledRun,
+    View,
+)
+from mkernel.backends.runtime import _runtime
+from mkernel.conformance.faults.rows import Plant, forwards
+from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.shapes import SHAPES
+
+Tensors = dict[str, torch.Tensor]
+
+OUTPUTS = ("out", "lse", "gathered")
+"""Tensors of a call that a backend writes to."""
+
+
+@forwards(AcceleratorBackend)
+class Honest(AcceleratorBackend, Instrumented):
+    """Breaks nothing: passes everything on to another backend."""
+
+    name: ClassVar[str] = "fault"
+    wraps: ClassVar[str] = "streams"
+
+    def __init__(self) -> None:
+        self.inner = registry.accelerator(self.wraps)
+        self.device = self.inner.device
+        self.collectives = self.inner.collectives
+
+    def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
+        return instrumented.model(self.inner, traces, view)
+
+
+class Followed(Launch, InstrumentedLaunch):
+    """A launch that is followed by ``after(results)``, once, when it has ended."""
+
+    def __init__(
+        self, inner: Launch, after: Callable[[dict[str, Any]], None] = lambda results: None
+    ) -> None:
+        self.inner = inner
+        self._after: Callable[[dict[str, Any]], None] | None = after
+        self._results: dict[str, Any] = {}
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self.inner.wait(timeout_s):
+            return False
+        after, self._after = self._after, None
+        if after is not None:
+            self._results = dict(self.inner.results())
+            after(self._results)
+        return True
+
+    def times(self) -> LaunchTimes:
+        return instrumented.times(self.inner)
+
+    def results(self) -> Mapping[str, Any]:
+        return self._results
+
+    def trace(self) -> bytes | None:
+        return instrumented.trace(self.inner)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A call that has ended, for a fault to change its results in place.
+
+    Attributes:
+        outputs: tensors that the caller gave. results: what the launch returned (MoE).
+        before: what was in ``outputs`` before the call, where the fault asks for it.
+        kept: what the fault remembers from call to call.
+    """
+
+    call: Call
+    outputs: Tensors
+    results: dict[str, Any]
+    before: Tensors
+    kept: dict[Any, Any]
+
+    @property
+    def all(self) -> list[torch.Tensor]:
+        """Every result, wherever it lies."""
+        return [*self.outputs.values(), *self.grouped()]
+
+    def grouped(self) -> list[torch.Tensor]:
+        """The results of a dispatch: one tensor, or none of other ops."""
+        return [self.results["outputs"]] if "outputs" in self.results else []
+
+    def by_expert(self) -> list[torch.Tensor]:
+        """Each expert's rows of a dispatch."""
+        if "counts" not in self.results:
+            return []
+        return list(torch.split(self.results["outputs"], self.results["counts"].tolist()))
+
+    def previous(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Every result with that of the plan's previous call, from its second call on."""
+        for which, tensor in enumerate(self.all):
+            key = self.call.plan.digest(), which
+            older, self.kept[key] = self.kept.get(key), tensor.clone()
+            if older is not None:
+                yield tensor, older
+
+
+class Altered(Honest):
+    """Changes what calls read, or their results when they have ended.
+
+    Every fault of all ops has a variant of each op, honest in the others:
+    ``ReturnsZeros.ring_attention``.
+    """
+
+    ops: ClassVar[tuple[str, ...]] = ()
+    """The ops whose calls are changed; empty: all."""
+    looks_before: ClassVar[bool] = False
+    """Whether :attr:`Ended.before` is filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[Any, Any] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for op in () if cls.ops else SHAPES:
+            setattr(cls, op, type(cls.__name__, (cls,), {"ops": (op,), "__doc__": cls.__doc__}))
+
+    def launch(self, call: Call) -> Launch:
+        if self.ops and call.plan.op not in self.ops:
+            return self.inner.launch(call)
+        given = {name: call.tensors[name] for name in OUTPUTS if name in call.tensors}
+        before = {name: given[name].clone() for name in given} if self.looks_before else {}
+        inner = self.inner.launch(self.change(call))
+
+        def after(results: dict[str, Any]) -> None:
+            if not _runtime.pad_aborted(call.pad):
+                self.alter(Ended(call, given, results, before, self.kept))
+
+        return Followed(inner, after)
+
+    def change(self, call: Call) -> Call:
+        """The call as the wrapped backend gets it."""
+        return call
+
+    def alter(self, ended: Ended) -> None:
+        """Change results in place."""
+
+
+def claims(change: Callable[[AcceleratorCapabilities], Mapping[str, Any]]) -> Plant:
+    """Some of the wrapped backend's claims are others, which follow from them."""
+
+    def capabilities(self: Honest) -> AcceleratorCapabilities:
+        honest = self.inner.capabilities()
+        return honest.model_copy(update=dict(change(honest)))
+
+    return {"capabilities": capabilities}
+
+
+def calls(change: Callable[[Call], Call]) -> Plant:
+    """What runs is another call than the one that was made."""
+    return {"change": lambda self, call: change(call)}
+
+
+def inputs(*names: str, change: Callable[[Call, torch.Tensor], torch.Tensor]) -> Plant:
+    """The call reads other tensors in place of those of these names, where it has them."""
+
+    def changed(call: Call) -> Call:
+        found = {name: change(call, call.tensors[name]) for name in names if name in call.tensors}
+        return replace(call, tensors={**call.tensors, **found})
+
+    return calls(changed)
+
+
+def ended(change: Callable[[Ended], Any], looks_before: bool = False) -> Plant:
+    """Something happens to every call that has ended."""
+    return {"alter": lambda self, call: change(call), "looks_before": looks_before}
+
+
+def results(change: Callable[[torch.Tensor], Any]) -> Plant:
+    """Something happens to every result that is not empty."""
+    return ended(lambda call: [change(tensor) for tensor in call.all if tensor.numel()])

@@ -1,0 +1,231 @@
+"""Accelerators that start, await or end launches in another way than they should."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from mkernel.backends.contracts import instrumented
+from mkernel.backends.contracts.accelerator import Call, Launch
+from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
+from mkernel.backends.contracts.memory import SymmetricMemory
+from mkernel.backends.runtime import _runtime
+from mkernel.conformance.faults.altering import OUTPUTS, Followed, Honest, Tensors
+
+
+def _elsewhere(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """The same inputs, and other memory for the outputs."""
+    return {k: torch.empty_like(t) if k in OUTPUTS else t for k, t in tensors.items()}
+
+
+def _finish(launch: Launch) -> None:
+    while not launch.wait(0.05):
+        pass
+
+
+class CombinesInBf16(Honest):
+    """Sums over slots in bfloat16: every slot is a combine of its own."""
+
+    def launch(self, call: Call) -> Launch:
+        if call.plan.op != "moe_combine":
+            return self.inner.launch(call)
+        weights, out = call.tensors["topk_weights"], call.tensors["out"]
+        launches, parts = [], []
+        for slot in range(weights.shape[1]):
+            alone = torch.zeros_like(weights)
+            alone[:, slot] = weights[:, slot]
+            parts.append(torch.empty_like(out, dtype=out.dtype))
+            tensors = {**call.tensors, "topk_weights": alone, "out": parts[-1]}
+            launches.append(self.inner.launch(replace(call, tensors=tensors)))
+
+        def after(results: dict[str, Any]) -> None:
+            for launch in launches[:-1]:
+                _finish(launch)
+            total = torch.zeros_like(out, dtype=torch.bfloat16)
+            for part in parts:
+                total += part.bfloat16()
+            out.copy_(total.to(out.dtype))
+
+        return Followed(launches[-1], after)
+
+
+class SharesStaging(Honest):
+    """Stages the inputs of all queued calls in one place. A call starts when it is waited for, as if
+    the device were busy until then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._staged: dict[tuple[str, torch.Size], torch.Tensor] = {}
+
+    def launch(self, call: Call) -> Launch:
+        tensors = dict(call.tensors)
+        for name in ("a", "b"):
+            given = tensors[name]
+            staged = self._staged.setdefault((name, given.shape), torch.empty_like(given))
+            tensors[name] = staged.copy_(given)
+        return _Queued(lambda: self.inner.launch(replace(call, tensors=tensors)))
+
+
+class _Queued(Launch, InstrumentedLaunch):
+    """A launch that starts when it is waited for."""
+
+    def __init__(self, start: Callable[[], Launch]) -> None:
+        self._start = start
+        self._inner: Launch | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        if self._inner is None and timeout_s > 0:
+            self._inner = self._start()
+        return self._inner is not None and self._inner.wait(timeout_s)
+
+    def times(self) -> LaunchTimes:
+        return instrumented.times(self._inner)
+
+    def results(self) -> Mapping[str, Any]:
+        return {} if self._inner is None else self._inner.results()
+
+    def trace(self) -> bytes | None:
+        return instrumented.trace(self._inner)
+
+
+class SkipsWaits(Honest):
+    """Computes with those rows of other ranks that lie there, which are the previous call's."""
+
+    def launch(self, call: Call) -> Launch:
+        if call.plan.op == "moe_dispatch_gemm":  # it would not know how many rows it has
+            return self.inner.launch(call)
+        first = replace(call, epoch=2 * call.epoch - 1, view="compute_only")
+        early = self.inner.launch(first)
+        _finish(early)
+        # The data still travels, for the next call to find. The first rank that gets here can have
+        # seen none of it: nobody had sent any.
+        again = replace(call, epoch=2 * call.epoch, tensors=_elsewhere(call.tensors))
+        self._later = self.inner.launch(again)
+        return early
+
+
+class ReportsEarly(Honest):
+    """Says after ``limit_s`` that a call with the input ``has`` has ended. What is not there by then
+    never comes."""
+
+    limit_s: ClassVar[float] = 0.0
+    has: ClassVar[str] = "a"
+
+    def launch(self, call: Call) -> Launch:
+        if self.has not in call.tensors:
+            return self.inner.launch(call)
+        elsewhere = replace(call, tensors=_elsewhere(call.tensors))
+        return _GivesUp(self.inner.launch(elsewhere), call, elsewhere, self.limit_s)
+
+
+class _GivesUp(Launch, InstrumentedLaunch):
+    """Ends when ``inner`` has, with its results, or after some seconds without them."""
+
+    def __init__(self, inner: Launch, call: Call, elsewhere: Call, after_s: float) -> None:
+        self._inner, self._call, self._elsewhere = inner, call, elsewhere
+        self._end = time.monotonic() + after_s if after_s else 0.0
+
+    def wait(self, timeout_s: float) -> bool:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            return True
+        if not self._inner.wait(min(left, timeout_s)):
+            return False
+        for name in self._call.tensors.keys() & {*OUTPUTS}:
+            self._call.tensors[name].copy_(self._elsewhere.tensors[name])
+        return True
+
+    def times(self) -> LaunchTimes:
+        return LaunchTimes({"comm": 0.0, "compute": 0.0})
+
+    def trace(self) -> bytes | None:
+        return None
+
+
+class SendsLate(Honest):
+    """Rank 0 returns with the right result while others still wait for its rows. It reads those from
+    the caller's memory when that has changed, or after some seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: threading.Thread | None = None
+
+    def launch(self, call: Call) -> Launch:
+        if call.plan.op == "moe_dispatch_gemm":  # a rank's rows follow from the ids, which all have
+            return self.inner.launch(call)
+        if self._late is not None:
+            self._late.join()
+        first = self.inner.launch(replace(call, epoch=2 * call.epoch - 1))
+        _finish(first)
+        again = replace(call, epoch=2 * call.epoch)
+        if call.rank:
+            return self.inner.launch(again)
+        again = replace(again, tensors=_elsewhere(call.tensors))
+        read = next(call.tensors[name] for name in ("a", "x", "y", "q") if name in call.tensors)
+        self._late = threading.Thread(target=self._send, args=(again, read, read.clone()))
+        self._late.start()
+        return first
+
+    def _send(self, call: Call, read: torch.Tensor, before: torch.Tensor) -> None:
+        end = time.monotonic() + 5
+        while torch.equal(read, before) and time.monotonic() < end:
+            time.sleep(0.001)
+        _finish(self.inner.launch(call))
+
+
+class Timeless(Followed):
+    """A launch that tells no times."""
+
+    def times(self) -> LaunchTimes:
+        return LaunchTimes()
+
+
+class Deaf(Followed):
+    """A launch that goes on for 8 seconds from its start though its world is broken."""
+
+    def __init__(self, inner: Launch, call: Call) -> None:
+        super().__init__(inner)
+        self._pad, self._end = call.pad, time.monotonic() + 8
+
+    def wait(self, timeout_s: float) -> bool:
+        done = super().wait(timeout_s)
+        code, _ = _runtime.pad_outcome(self._pad)
+        if code == _runtime.AbortCode.none or time.monotonic() > self._end:
+            return done
+        time.sleep(min(timeout_s, 0.05))
+        return False
+
+
+class BrokenForGood(Honest):
+    """Gives zeros once a world has failed, in new worlds too."""
+
+    failed = False
+
+    def abort(self, code: _runtime.AbortCode) -> None:
+        self.failed = True
+        self.inner.abort(code)
+
+    def launch(self, call: Call) -> Launch:
+        def after(results: dict[str, Any]) -> None:
+            if self.failed:
+                for name in call.tensors.keys() & {*OUTPUTS}:
+                    call.tensors[name].zero_()
+
+        return Followed(self.inner.launch(call), after)
+
+
+class LeaksMemory(Honest):
+    """Never frees symmetric memory."""
+
+    kept: ClassVar[list[SymmetricMemory]] = []
+
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        memory = self.inner.allocate(nbytes)
+        self.kept.append(memory)
+        memory.close = lambda: None  # type: ignore[method-assign]
+        return memory

@@ -1,0 +1,74 @@
+"""The rows of a table of planted faults.
+
+Faults are only there to judge the checks: each is an honest backend with one promise broken. A row says
+what is broken, which checks must fail on it, and what is planted to break it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import update_abstractmethods
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, TypeVar
+
+Wrapper = TypeVar("Wrapper")
+Plant = Mapping[str, Any]
+"""Attributes of a class that make an honest backend a faulty one."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A planted fault.
+
+    Attributes:
+        name: how the fault is asked for, as ``module:name`` with the table's module.
+        breaks: the broken promise, in a sentence.
+        checks: each of them must fail on it. A row that breaks nothing names checks that must pass.
+        backend: an honest backend with that promise broken.
+    """
+
+    name: str
+    breaks: str
+    checks: tuple[str, ...]
+    backend: type[Any]
+
+
+def planted(
+    base: type[Any], name: str, breaks: str, checks: str, *plants: Plant, **attributes: Any
+) -> Row:
+    """A row whose backend is ``base`` with what is planted. ``checks``: names, separated by spaces."""
+    every = {"__doc__": breaks, "__module__": __name__, **attributes}
+    for plant in plants:
+        every.update(plant)
+    return Row(name, breaks, tuple(checks.split()), type(name, (base,), every))
+
+
+def overriding(**methods: Callable[..., Any]) -> Plant:
+    """Methods in place of the honest ones."""
+    return methods
+
+
+def checks_by_name(module: str, table: Iterable[Row]) -> dict[str, tuple[str, ...]]:
+    """The rows' checks, by the name that a backend is asked for."""
+    return {f"{module}:{row.name}": row.checks for row in table}
+
+
+def forwards(contract: type) -> Callable[[type[Wrapper]], type[Wrapper]]:
+    """A class that passes all of a contract that it does not define itself on to ``self.inner``."""
+
+    def method(name: str) -> Callable[..., Any]:
+        return lambda self, *given, **named: getattr(self.inner, name)(*given, **named)
+
+    def fill(cls: type[Wrapper]) -> type[Wrapper]:
+        for name, member in vars(contract).items():
+            if name.startswith("_") or name in vars(cls):
+                continue
+            if inspect.isfunction(member):
+                setattr(cls, name, method(name))
+            elif isinstance(member, property):
+                setattr(cls, name, property(attrgetter(f"inner.{name}")))
+        return update_abstractmethods(cls)
+
+    return fill
