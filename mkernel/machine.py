@@ -1,12 +1,13 @@
-"""This machine as sysfs, NVML and the chosen backends see it, whole or split into nodes."""
+"""This machine as its drivers and the chosen backends see it, whole or split into nodes."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
-from mkernel.errors import BackendUnavailable
+from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.topology.discover import discover
 from mkernel.topology.model import Accelerator, Topology
 from mkernel.topology.placement import visible
@@ -16,8 +17,8 @@ from mkernel.world.identity import Backends
 
 
 def machine_topology(backends: Backends) -> Topology:
-    """This machine as sysfs, NVML and the chosen backends see it (one node), without devices that
-    ``CUDA_VISIBLE_DEVICES`` and its kin hide, and of its RDMA ports those that are rails."""
+    """This machine as its drivers and the chosen backends see it (one node), without devices that the
+    environment hides, and of its RDMA ports those that are rails."""
     accelerator = registry.accelerator(backends.accelerator)
     nic = registry.nic(backends.nic) if backends.nic else None
     nics = nic.probe(backends.verbs or "system") if nic else ()
@@ -28,8 +29,17 @@ def machine_topology(backends: Backends) -> Topology:
     if any(one.pci and not one.emulated for one in devices):
         return found  # such a backend is shown what is visible, and `shown` keeps to that
     node = found.nodes[0]
-    left = visible(node.accelerators, os.environ)
+    left = visible(node.accelerators, os.environ, {**_visibility(), **accelerator.visibility})
     return found.model_copy(update={"nodes": (node.model_copy(update={"accelerators": left}),)})
+
+
+def _visibility() -> dict[str, str]:
+    """What the installed backends know of variables that hide devices."""
+    found: dict[str, str] = {}
+    for name in registry.names(registry.ACCELERATORS):
+        with suppress(MkernelError):  # a backend that does not import knows nothing
+            found |= registry.accelerator(name).visibility
+    return found
 
 
 def emulated_topology(
@@ -57,8 +67,8 @@ def emulated_topology(
 
 
 def shown(machine: Topology, devices: tuple[Accelerator, ...]) -> Topology:
-    """Without real devices of the backend's kind that it does not report: the driver lists what
-    CUDA_VISIBLE_DEVICES and its kin hide. Indices become the backend's."""
+    """Without real devices of the backend's kind that it does not report: the driver also lists what
+    the environment hides. Indices become the backend's."""
     index = {device.pci: device.index for device in devices if device.pci and not device.emulated}
     if not index or len(machine.nodes) != 1:
         return machine

@@ -16,9 +16,9 @@ from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.settings import AUTO, Settings
-from mkernel.topology.chips import described
 from mkernel.topology.model import Accelerator, Nic
 from mkernel.topology.rails import most_served
+from mkernel.topology.sources.chips import described
 from mkernel.world.identity import Backends
 
 SYSTEM, SOFT = "system", "soft"

@@ -21,7 +21,7 @@ from mkernel.topology.model import (
     Note,
     NumaNode,
 )
-from mkernel.topology.sources import pci
+from mkernel.topology.sources import kinds, pci
 from mkernel.topology.sources.findings import Findings, Notes
 
 _Device = TypeVar("_Device", Accelerator, Nic)
@@ -167,7 +167,7 @@ def _refines(field: str, fine: Any, coarse: Any) -> bool:
     bridges out: NCCL has no root ports and no downstream ports.
     """
     if field == "kind":
-        return bool(coarse == "infiniband" and fine in ("cx", "efa"))
+        return kinds.refines(fine, coarse)
     if field != "pci_path":
         return False
     rest = iter(fine)

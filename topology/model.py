@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    StringConstraints,
     ValidationError,
     model_validator,
 )
@@ -49,8 +50,9 @@ Name = Annotated[str, AfterValidator(_short)]
 """A name from a driver or a file: limited, and printable whatever was in it."""
 Printable = Annotated[str, AfterValidator(printable)]
 
-AcceleratorKind = Literal["cuda", "ascend", "rocm", "cpu"]
-NicKind = Literal["cx", "infiniband", "efa", "soft", "ethernet"]
+KindName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]{0,31}$")]
+"""What a device or a link is: a word of lower case. Sources and backends may bring words of their own;
+those of the sources that come with mkernel are in :mod:`mkernel.topology.sources.kinds`."""
 
 
 class Model(BaseModel):
@@ -95,12 +97,12 @@ class NumaNode(Model):
 class Accelerator(Finite):
     """One device that computes.
 
-    ``id`` is unique in its node (``cuda0``, ``ascend-sim1``). ``emulated`` marks devices that a
+    ``id`` is unique in its node (``gpu0``). ``emulated`` marks devices that a
     simulator provides.
     """
 
     id: Name
-    kind: AcceleratorKind
+    kind: KindName
     name: Name
     index: int = Field(ge=0)
     pci: Name | None = None
@@ -112,7 +114,7 @@ class Accelerator(Finite):
     memory_bytes: int | None = None
     architecture: str | None = Field(
         default=None,
-        description="what kernels are compiled for, as `sm_90`, where a source says it",
+        description="what kernels are compiled for, where a source says it",
     )
     emulated: bool = False
 
@@ -124,7 +126,7 @@ class Nic(Finite):
     """
 
     id: Name
-    kind: NicKind
+    kind: KindName = Field(description="`ethernet` does no RDMA, `soft` is a software device")
     name: Name
     port: int = 1
     pci: Name | None = None
@@ -162,7 +164,7 @@ class FabricLink(Finite):
     ``gbs``: all ``count`` links together, one direction. Either may be unknown.
     """
 
-    kind: Literal["nvlink", "hccs", "xgmi", "c2c"]
+    kind: KindName
     ends: tuple[Name, Name] = Field(description="accelerator ids; the second may be switch or host")
     count: int | None = Field(default=None, ge=1)
     gbs: float | None = Field(default=None, gt=0)

@@ -1,21 +1,21 @@
 """How near two devices of one node are, and what their bytes cross: path classes as NCCL names them.
 
-``LOC`` same device, ``NVL`` NVLink (or xGMI), ``HCCS`` its Ascend like, ``PIX`` at most one PCIe
-switch between, ``PXB`` several, ``PHB`` through the host bridge, ``NODE`` between host bridges of
-one NUMA node, ``SYS`` across NUMA nodes.
+``LOC`` same device, ``PIX`` at most one PCIe switch between, ``PXB`` several, ``PHB`` through the host
+bridge, ``NODE`` between host bridges of one NUMA node, ``SYS`` across NUMA nodes. Scale-up links have
+classes of their own (:data:`mkernel.topology.sources.kinds.FABRIC_CLASSES`).
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mkernel.topology.model import FABRIC_SWITCH, Accelerator, FabricLink, Nic, Node
+from mkernel.topology.sources import kinds
 
-PathClass = Literal["LOC", "NVL", "HCCS", "PIX", "PXB", "PHB", "NODE", "SYS"]
-CLASSES: tuple[PathClass, ...] = ("LOC", "NVL", "HCCS", "PIX", "PXB", "PHB", "NODE", "SYS")
-"""Best first."""
-
-_FABRICS: dict[str, PathClass] = {"nvlink": "NVL", "xgmi": "NVL", "hccs": "HCCS"}
+PathClass = str
+_OVER_FABRIC = tuple(dict.fromkeys(kinds.FABRIC_CLASSES.values()))
+CLASSES: tuple[PathClass, ...] = ("LOC", *_OVER_FABRIC, "PIX", "PXB", "PHB", "NODE", "SYS")
+"""Those that are known, best first."""
 
 # Estimates of the right magnitude; `mkernel probe --measure` finds what a machine really does.
 _SOCKETS_GBS = 16.0
@@ -65,7 +65,7 @@ class NodePaths:
         fabric = self.fabric(one, other) if kind != "LOC" else ()
         if fabric:
             return DevicePath(
-                _FABRICS[fabric[0].kind],
+                kinds.fabric_class(fabric[0].kind),
                 tuple(
                     Hop(f"{link.kind} {'-'.join(link.ends)}", link.gbs, _FABRIC_US)
                     for link in fabric

@@ -218,16 +218,18 @@ def _not_nearer_to(
 
 
 def visible(
-    accelerators: Sequence[Accelerator], environment: Mapping[str, str]
+    accelerators: Sequence[Accelerator],
+    environment: Mapping[str, str],
+    variables: Mapping[str, str],
 ) -> tuple[Accelerator, ...]:
-    """The accelerators that ``CUDA_VISIBLE_DEVICES`` and ``ASCEND_RT_VISIBLE_DEVICES`` leave, in
-    their order; other kinds, and simulated ones, as they are.
+    """The accelerators that the environment leaves, in its order; other kinds, and simulated ones, as
+    they are. ``variables``: by kind of device the variable that lists what may be used.
 
     As the drivers read it: a list of indices, cut at the first that names no device. A list with
     UUIDs says nothing here: no accelerator carries one.
     """
     shown = tuple(accelerators)
-    for kind, variable in _VISIBLE.items():
+    for kind, variable in variables.items():
         wanted = environment.get(variable)
         if wanted is None or not set(wanted) <= set("0123456789,- "):
             continue
@@ -241,9 +243,6 @@ def visible(
         rest = [one for one in shown if one.kind != kind or one.emulated]
         shown = (*listed, *rest)
     return shown
-
-
-_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "ascend": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def usable_nics(node: Node) -> tuple[Nic, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from mkernel.topology.model import Nic, NicKind, Node, Topology
+from mkernel.topology.model import KindName, Nic, Node, Topology
 from mkernel.topology.placement import usable_nics
 
 LEAST_SHARE = 0.25
@@ -42,7 +42,7 @@ def fast(nics: Sequence[Nic]) -> Rails:
     return Rails(tuple(nic for nic in nics if nic not in slow), left_out)
 
 
-def of_kinds(nics: Sequence[Nic], backend: str, kinds: Collection[NicKind]) -> Rails:
+def of_kinds(nics: Sequence[Nic], backend: str, kinds: Collection[KindName]) -> Rails:
     """The ports that a NIC backend, which drives devices of these kinds, uses as rails."""
     left_out: dict[str, tuple[str, ...]] = {}
     for nic in nics:
@@ -53,7 +53,7 @@ def of_kinds(nics: Sequence[Nic], backend: str, kinds: Collection[NicKind]) -> R
     return Rails(found.kept, {**left_out, **found.left_out})
 
 
-def most_served(nics: Sequence[Nic], kinds: Mapping[str, Collection[NicKind]]) -> str | None:
+def most_served(nics: Sequence[Nic], kinds: Mapping[str, Collection[KindName]]) -> str | None:
     """Which of the NIC backends drives the machine's rails: most of their rate, then most ports, then
     the first by name. None: there is no rail that one of them drives.
 
@@ -71,7 +71,7 @@ def most_served(nics: Sequence[Nic], kinds: Mapping[str, Collection[NicKind]]) -
 
 
 def keep_rails(
-    world: Topology, backend: str, kinds: Collection[NicKind]
+    world: Topology, backend: str, kinds: Collection[KindName]
 ) -> tuple[Topology, tuple[str, ...]]:
     """The world whose nodes have a NIC backend's rails and no other real RDMA ports; and a sentence
     about each group of ports that were left out, once for all nodes alike. Ports that are down, plain

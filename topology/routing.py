@@ -20,11 +20,11 @@ from mkernel.topology.model import FABRIC_SWITCH, Accelerator, Nic, Node, Topolo
 from mkernel.topology.paths import CLASSES, NodePaths, classify
 from mkernel.topology.placement import WorldPlacement, usable_nics
 from mkernel.topology.routes import Ends, Rail, RouteClass, RouteTable, Way, pair_classes
+from mkernel.topology.sources.kinds import protocol
 
 REFERENCE_BYTES = 1 << 20
 """Ways are compared by the time that a message of this size takes."""
 
-_FAMILIES = {"cx": "ib-verbs", "infiniband": "ib-verbs", "efa": "srd", "soft": "soft"}
 _FARTHEST_DIRECT = CLASSES.index("PXB")
 """GPUDirect crosses PCIe switches, not the host bridge."""
 
@@ -340,7 +340,7 @@ def _why_no_nic(number: int, node: Node) -> str:
 
 
 def _mismatch(one: Nic, other: Nic) -> str | None:
-    if _FAMILIES.get(one.kind) != _FAMILIES.get(other.kind):
+    if protocol(one.kind) != protocol(other.kind):
         return (
             f"NIC {one.id} ({one.kind}) and NIC {other.id} ({other.kind}) speak no common protocol"
         )

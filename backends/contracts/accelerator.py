@@ -14,7 +14,7 @@ from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Works
 from mkernel.backends.contracts.status import Status
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
-from mkernel.topology.model import Accelerator, AcceleratorKind
+from mkernel.topology.model import Accelerator, KindName
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,9 @@ class AcceleratorBackend(ABC):
     """torch.distributed backend, where the capabilities ask for a process group."""
     preference: ClassVar[int] = 0
     """``auto`` takes the usable backend with the highest; of equal ones the first by name. 0: by name
-    only, as every simulator. Those of ``hopper`` and ``streams`` are 20 and 10."""
+    only, as every simulator. The backends that come with mkernel have 20 at most."""
+    visibility: ClassVar[Mapping[str, str]] = {}
+    """By kind of device: the environment variable by which its driver's runtime hides some of them."""
 
     @abstractmethod
     def status(self) -> Status:
@@ -109,7 +111,7 @@ class AcceleratorBackend(ABC):
     def capabilities(self) -> AcceleratorCapabilities:
         """What it claims. The planner and the validation read this, nothing else."""
 
-    def capabilities_on(self, kind: AcceleratorKind) -> AcceleratorCapabilities:
+    def capabilities_on(self, kind: KindName) -> AcceleratorCapabilities:
         """What it would claim on a machine with devices of this kind: to plan for one elsewhere."""
         return self.capabilities()
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import NicError, Unsupported
 from mkernel.settings import NicSettings
-from mkernel.topology.model import Model, Nic, NicKind
+from mkernel.topology.model import KindName, Model, Nic
 
 NO_SIGNAL = 0xFFFFFFFF
 """As a put's ``signal``: raise none."""
@@ -145,7 +145,7 @@ class NicBackend(ABC):
     providers: ClassVar[tuple[str, ...]]
     max_rails: ClassVar[int] = 1
     """Devices that one session can use."""
-    kinds: ClassVar[tuple[NicKind, ...]] = ()
+    kinds: ClassVar[tuple[KindName, ...]] = ()
     """Kinds of devices that it drives; ``auto`` takes it where a machine's rails are of them. Empty: by
     name only."""
 

@@ -14,7 +14,7 @@ from mkernel.backends.nics import _nics
 from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.settings import NicSettings
 from mkernel.settings import load as load_settings
-from mkernel.topology.model import Nic, NicKind
+from mkernel.topology.model import KindName, Nic
 
 SOFT = "soft"
 SYSTEM = "system"
@@ -116,7 +116,7 @@ def _nic(device: _nics.DeviceInfo, several: bool) -> Nic:
     )
 
 
-def _kind(device: _nics.DeviceInfo, soft: bool) -> NicKind:
+def _kind(device: _nics.DeviceInfo, soft: bool) -> KindName:
     if soft:
         return "soft"
     if device.vendor_id in MELLANOX_VENDORS:

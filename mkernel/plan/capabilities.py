@@ -6,8 +6,8 @@ from typing import Literal
 
 from mkernel.plan.model import DtypeName, Exchange
 from mkernel.plan.order import Runs
-from mkernel.topology.chips import architecture, described
-from mkernel.topology.model import Accelerator, AcceleratorKind, Model
+from mkernel.topology.model import Accelerator, KindName, Model
+from mkernel.topology.sources.chips import architecture, described
 
 
 class AcceleratorCapabilities(Model):
@@ -52,7 +52,7 @@ class AcceleratorCapabilities(Model):
     library_ops: tuple[str, ...] = ()
     """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
     one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""
-    kinds: tuple[AcceleratorKind, ...] = ()
+    kinds: tuple[KindName, ...] = ()
     """Kinds of devices that it runs on; empty: any."""
     architectures: tuple[str, ...] = ()
     """Chips that its kernels run on (``sm_90``); empty: any of these kinds."""

@@ -32,13 +32,13 @@ from mkernel.plan.ops import canonical
 from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.tune import tune
-from mkernel.topology.chips import architecture
 from mkernel.topology.cost import MachineConstants, default_constants
 from mkernel.topology.kinds import NodeKinds, node_kinds
 from mkernel.topology.model import Topology
 from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, place
 from mkernel.topology.routing import routes
 from mkernel.topology.shared_links import SharedLinks
+from mkernel.topology.sources.chips import architecture
 
 if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities

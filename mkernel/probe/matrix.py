@@ -1,17 +1,18 @@
-"""Path classes of every pair of devices, as ``nvidia-smi topo -m`` prints them, NICs included."""
+"""Path classes of every pair of devices, as drivers' tools print them, NICs included."""
 
 from __future__ import annotations
+
+import re
 
 from mkernel.plan.render import ranges
 from mkernel.topology.model import Accelerator, Nic, Node
 from mkernel.topology.paths import NodePaths
+from mkernel.topology.sources.kinds import COUNTED_CLASSES, FABRIC_LEGEND
 
 _LEGEND = {
     "X": "self",
     "LOC": "the same device",
-    "NV#": "# NVLinks",
-    "NVL": "NVLinks, nobody knows how many",
-    "HCCS": "Ascend's links",
+    **FABRIC_LEGEND,
     "PIX": "one PCIe switch at most",
     "PXB": "several PCIe switches",
     "PHB": "a host bridge",
@@ -37,11 +38,7 @@ def matrix(node: Node) -> str:
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    seen = {
-        "NV#" if text[:2] == "NV" and text != "NVL" else text
-        for row in rows[1:]
-        for text in row[1:-2]
-    }
+    seen = {re.sub(r"\d+$", "#", text) for row in rows[1:] for text in row[1:-2]}
     lines += ["", *(f"{key:<5} {what}" for key, what in _LEGEND.items() if key in seen)]
     if nics:
         lines += ["", *(f"NIC{number}: {nic.id} ({nic.kind})" for number, nic in enumerate(nics))]
@@ -53,7 +50,8 @@ def _cell(paths: NodePaths, one: Accelerator | Nic, other: Accelerator | Nic) ->
         return "X"
     kind = paths.between(one, other).kind
     counts = [link.count for link in paths.fabric(one, other) if link.count is not None]
-    return f"NV{min(counts)}" if kind == "NVL" and counts else kind
+    counted = COUNTED_CLASSES.get(kind)
+    return f"{counted}{min(counts)}" if counted and counts else kind
 
 
 def _place(node: Node, device: Accelerator | Nic) -> tuple[str, str]:

@@ -9,10 +9,9 @@ from pydantic import Field
 from mkernel.topology.discover import Discovery
 from mkernel.topology.model import (
     Accelerator,
-    AcceleratorKind,
+    KindName,
     Model,
     Nic,
-    NicKind,
     Note,
     Topology,
 )
@@ -24,7 +23,7 @@ class AcceleratorEntry(Model):
     """An accelerator."""
 
     id: str
-    kind: AcceleratorKind
+    kind: KindName
     pci: str | None
     numa_node: int | None
 
@@ -33,7 +32,7 @@ class NicEntry(Model):
     """A NIC. ``speed_gbps``: of its port, in Gb/s."""
 
     id: str
-    kind: NicKind
+    kind: KindName
     pci: str | None
     numa_node: int | None
     speed_gbps: float | None

@@ -11,9 +11,9 @@ from rich.tree import Tree
 from mkernel.plan.render import ranges
 from mkernel.probe.layout import Branch, Leaf, layout
 from mkernel.topology.model import FABRIC_SWITCH, Accelerator, Nic, Node, Topology
+from mkernel.topology.sources.kinds import fabric_name
 
 _MOST_NODES = 4
-_LINKS = {"nvlink": "NVLink", "hccs": "HCCS", "xgmi": "xGMI", "c2c": "C2C"}
 
 
 def tree(topology: Topology) -> Tree:
@@ -104,7 +104,7 @@ def _fabric(node: Node) -> list[str]:
         where = "switches" if end == FABRIC_SWITCH else end
         what = ("pair" if end == "each other" else "accelerator") + ("s" if times > 1 else "")
         lines.append(
-            f"{times} {what} with {f'{count} ' if count else ''}{_LINKS[kind]} to {where}{rate}"
+            f"{times} {what} with {f'{count} ' if count else ''}{fabric_name(kind)} to {where}{rate}"
         )
     return lines
 

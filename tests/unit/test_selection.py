@@ -12,7 +12,7 @@ from mkernel.backends import registry
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.settings import Settings
-from mkernel.topology.model import Nic, NicKind
+from mkernel.topology.model import KindName, Nic
 from mkernel.world.identity import Backends
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -51,7 +51,7 @@ class Ports:
 
     providers: ClassVar[tuple[str, ...]] = ("soft", "system")
 
-    def __init__(self, kinds: tuple[NicKind, ...], ports: tuple[Nic, ...] = ()) -> None:
+    def __init__(self, kinds: tuple[KindName, ...], ports: tuple[Nic, ...] = ()) -> None:
         self.kinds = (*kinds, "soft")
         self._ports = tuple(nic for nic in ports if nic.kind in kinds)
 
@@ -66,7 +66,7 @@ class Ports:
 
 
 def ports(
-    kind: NicKind, count: int, gbps: float | None = 400, active: bool = True
+    kind: KindName, count: int, gbps: float | None = 400, active: bool = True
 ) -> tuple[Nic, ...]:
     return tuple(
         Nic(id=f"{kind}{i}", kind=kind, name=f"{kind}{i}", speed_gbps=gbps, active=active)

@@ -15,8 +15,8 @@ from mkernel.errors import InputFileError
 from mkernel.topology.model import (
     FABRIC_SWITCH,
     Accelerator,
-    AcceleratorKind,
     Bridge,
+    KindName,
     Nic,
     NumaNode,
 )
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
 
 class _Gpu(NamedTuple):
-    kind: AcceleratorKind
+    kind: KindName
     place: _Place
     element: Element
     ids: tuple[int, int]

@@ -1,15 +1,30 @@
-"""What a PCI function is, from its class and vendor."""
+"""What a PCI function is, from its class and vendor; and what is known of kinds of devices and links.
+
+Other kinds are as good: where nothing is known of one, it stands for itself.
+"""
 
 from __future__ import annotations
 
-from mkernel.topology.model import AcceleratorKind, NicKind
+from mkernel.topology.model import KindName
 
 NVIDIA, AMD, HUAWEI = 0x10DE, 0x1002, 0x19E5
 MELLANOX, MELLANOX_OUI, AMAZON = 0x15B3, 0x02C9, 0x1D0F
 """``MELLANOX_OUI`` is Mellanox's number at the IEEE, which some drivers report for the vendor."""
 
-_ACCELERATORS: dict[int, AcceleratorKind] = {NVIDIA: "cuda", AMD: "rocm", HUAWEI: "ascend"}
-_STEMS: dict[AcceleratorKind, str] = {"cuda": "cuda", "ascend": "npu", "rocm": "rocm", "cpu": "cpu"}
+_ACCELERATORS: dict[int, KindName] = {NVIDIA: "cuda", AMD: "rocm", HUAWEI: "ascend"}
+_STEMS: dict[KindName, str] = {"cuda": "cuda", "ascend": "npu", "rocm": "rocm", "cpu": "cpu"}
+FABRICS = {"nvlink": "NVLink", "xgmi": "xGMI", "hccs": "HCCS", "c2c": "C2C"}
+"""Kinds of scale-up links, as people write them."""
+FABRIC_CLASSES = {"nvlink": "NVL", "xgmi": "NVL", "hccs": "HCCS"}
+"""The path classes of pairs that such links join, best first."""
+FABRIC_LEGEND = {
+    "NV#": "# NVLinks",
+    "NVL": "NVLinks, nobody knows how many",
+    "HCCS": "Ascend's links",
+}
+COUNTED_CLASSES = {"NVL": "NV"}
+"""Path classes that tables write with the number of links, and what before it."""
+_PROTOCOLS = {"cx": "ib-verbs", "infiniband": "ib-verbs", "efa": "srd"}
 _BRIDGE, _DISPLAY, _PROCESSOR, _NETWORK = 0x0604, 0x03, 0x12, 0x02
 _INFINIBAND, _VGA = 0x0207, 0x0300
 _EFA_DEVICES = range(0xEFA0, 0xEFB0)
@@ -25,7 +40,7 @@ def is_display(pci_class: int) -> bool:
     return pci_class >> 8 in (_DISPLAY, _PROCESSOR)
 
 
-def accelerator(pci_class: int, vendor: int | None) -> AcceleratorKind | None:
+def accelerator(pci_class: int, vendor: int | None) -> KindName | None:
     """The kind of accelerator that a function is. None: it is none, as far as one can tell.
 
     Display and processing functions of vendors without accelerators (a server's console) are none.
@@ -35,12 +50,12 @@ def accelerator(pci_class: int, vendor: int | None) -> AcceleratorKind | None:
     return made_by(vendor) if is_display(pci_class) else None
 
 
-def made_by(vendor: int | None) -> AcceleratorKind | None:
+def made_by(vendor: int | None) -> KindName | None:
     """The kind of accelerators that a vendor makes."""
     return _ACCELERATORS.get(vendor or 0)
 
 
-def accelerator_id(kind: AcceleratorKind, index: int) -> str:
+def accelerator_id(kind: KindName, index: int) -> str:
     """``cuda0``, ``npu3``, …"""
     return f"{_STEMS[kind]}{index}"
 
@@ -60,17 +75,37 @@ def is_infiniband(pci_class: int) -> bool:
     return pci_class == _INFINIBAND
 
 
-def rdma(vendor: int | None) -> NicKind:
+def rdma(vendor: int | None) -> KindName:
     """The kind of a device that is known to do RDMA."""
     if vendor in (MELLANOX, MELLANOX_OUI):
         return "cx"
     return "efa" if vendor == AMAZON else "infiniband"
 
 
-def network(pci_class: int, vendor: int | None, device: int | None) -> NicKind:
+def network(pci_class: int, vendor: int | None, device: int | None) -> KindName:
     """The kind of a network function where nothing but its PCI ids is known: Mellanox' cards,
     Amazon's EFA and the InfiniBand class do RDMA, all others count as plain Ethernet."""
     is_efa = vendor == AMAZON and device in _EFA_DEVICES
     if is_efa or vendor == MELLANOX or is_infiniband(pci_class):
         return rdma(vendor)
     return "ethernet"
+
+
+def protocol(kind: KindName) -> str:
+    """What NICs of a kind speak: those of two kinds reach each other where it is the same."""
+    return _PROTOCOLS.get(kind, kind)
+
+
+def refines(fine: KindName, coarse: KindName) -> bool:
+    """Whether an RDMA device of unknown vendor may turn out to be of that kind."""
+    return coarse == "infiniband" and fine in ("cx", "efa")
+
+
+def fabric_class(kind: KindName) -> str:
+    """The path class of a pair that such links join."""
+    return FABRIC_CLASSES.get(kind, kind.upper())
+
+
+def fabric_name(kind: KindName) -> str:
+    """A kind of links as people write it."""
+    return FABRICS.get(kind, kind)

@@ -17,11 +17,10 @@ from mkernel.topology.model import (
     FABRIC_HOST,
     FABRIC_SWITCH,
     Accelerator,
-    AcceleratorKind,
     Bridge,
     FabricLink,
+    KindName,
     Nic,
-    NicKind,
     NumaNode,
 )
 from mkernel.topology.sources import kinds, nvlink, pci
@@ -46,7 +45,7 @@ class _Place(NamedTuple):
 
 class _Gpu(NamedTuple):
     address: str
-    kind: AcceleratorKind
+    kind: KindName
     place: _Place
     element: Element
     gpu: Element | None
@@ -174,7 +173,7 @@ class _Host:
         pci_class = (code or 0) >> 8
         vendor, device = (function.number(each, 16) for each in ("vendor", "device"))
         gdr = net.attributes.get("gdr") if net is not None else None
-        kind: NicKind = kinds.network(pci_class, vendor, device)
+        kind: KindName = kinds.network(pci_class, vendor, device)
         if kind == "ethernet" and gdr == "1":
             kind = kinds.rdma(vendor)
         speed = net.number("speed") if net is not None else None  # Mb/s
@@ -266,7 +265,7 @@ class _Host:
         return known.id if known else None
 
 
-def _accelerator_kind(vendor: int | None, gpu: Element | None) -> AcceleratorKind | None:
+def _accelerator_kind(vendor: int | None, gpu: Element | None) -> KindName | None:
     """Files for NCCL that name no vendor speak of NVIDIA's GPUs, those of AMD's RCCL name a ``gcn``."""
     if vendor is not None:
         return kinds.made_by(vendor)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from mkernel.topology.model import Accelerator, AcceleratorKind, Bridge, Nic
+from mkernel.topology.model import Accelerator, Bridge, KindName, Nic
 from mkernel.topology.sources import kinds, pci
 from mkernel.topology.sources.files import children, read_int, resolve
 from mkernel.topology.sources.findings import Findings, Notes
@@ -25,7 +25,7 @@ def read(root: Path = Path("/")) -> Findings:
     accelerators: list[Accelerator] = []
     nics: list[Nic] = []
     bridges: dict[str, Bridge] = {}
-    numbers: Counter[AcceleratorKind] = Counter()
+    numbers: Counter[KindName] = Counter()
     for address, function in _functions(root):
         pci_class = (read_int(function / "class") or 0) >> 8
         vendor, device = read_int(function / "vendor"), read_int(function / "device")

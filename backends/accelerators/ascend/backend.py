@@ -137,6 +137,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
     """
 
     name: ClassVar[str] = "ascend"
+    visibility: ClassVar[Mapping[str, str]] = {"ascend": "ASCEND_RT_VISIBLE_DEVICES"}
 
     def __init__(self, slots: int | None = None, strict: _ascend.Strict | None = None) -> None:
         if slots is not None and slots < 1:

@@ -42,6 +42,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
 
     name: ClassVar[str] = "hopper"
     preference: ClassVar[int] = 20
+    visibility: ClassVar[Mapping[str, str]] = {"cuda": "CUDA_VISIBLE_DEVICES"}
     device = "cuda"
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.order import Runs
 from mkernel.settings import load
-from mkernel.topology.model import Accelerator, AcceleratorKind
+from mkernel.topology.model import Accelerator, KindName
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,10 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
     """
 
     name: ClassVar[str] = "streams"
+    visibility: ClassVar[Mapping[str, str]] = {
+        "cuda": "CUDA_VISIBLE_DEVICES",
+        "ascend": "ASCEND_RT_VISIBLE_DEVICES",
+    }
     preference: ClassVar[int] = 10
 
     def __init__(self, device: str | None = None) -> None:
@@ -86,7 +90,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         """All ops, any sizes. Chunks pay only where the device has streams."""
         return self._capabilities
 
-    def capabilities_on(self, kind: AcceleratorKind) -> AcceleratorCapabilities:
+    def capabilities_on(self, kind: KindName) -> AcceleratorCapabilities:
         """Those of torch's devices of that kind."""
         name = {"ascend": "npu", "cpu": "cpu"}.get(kind, "cuda")
         return self._capabilities if name == self.device else _capabilities(Device(name))

@@ -20,7 +20,7 @@ from mkernel.backends.accelerators.streams import npu
 from mkernel.backends.cuda import native
 from mkernel.errors import ArgumentError
 from mkernel.settings import load
-from mkernel.topology.model import Accelerator, AcceleratorKind
+from mkernel.topology.model import Accelerator, KindName
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _MACHINES = {"cpu": (None, 1), "cuda": ("streams-cuda", 132), "npu": ("ascend", 24)}
 """Constants for plans, and the cores of the device that they describe. Not of the one that is here:
 ranks on unlike devices must plan alike."""
-_KINDS: dict[str, AcceleratorKind] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
+_KINDS: dict[str, KindName] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
 
 _TILE_ELEMENTS = 128 * 128
 """Results of one block of a product, at least."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from mkernel.backends.nics.verbs_backend import VerbsBackend
-from mkernel.topology.model import NicKind
+from mkernel.topology.model import KindName
 
 
 class Cx7Nic(VerbsBackend):
     """RC over libibverbs, or over the software RDMA device."""
 
     name: ClassVar[str] = "cx7"
-    kinds: ClassVar[tuple[NicKind, ...]] = ("cx", "infiniband", "soft")
+    kinds: ClassVar[tuple[KindName, ...]] = ("cx", "infiniband", "soft")
 
     def open_native(self, verbs: str, library: str, arguments: dict[str, Any]) -> Any:
         """RC queue pairs."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics.verbs_backend import VerbsBackend
-from mkernel.topology.model import Nic, NicKind
+from mkernel.topology.model import KindName, Nic
 
 SYSTEM_LIBRARY = "libefa.so.1"
 """Where the provider ``system`` has ``efadv_*``; any other provider has them in its own library."""
@@ -20,7 +20,7 @@ class EfaNic(VerbsBackend):
     """SRD over libibverbs and libefa, or over the software RDMA device."""
 
     name: ClassVar[str] = "efa"
-    kinds: ClassVar[tuple[NicKind, ...]] = ("efa", "soft")
+    kinds: ClassVar[tuple[KindName, ...]] = ("efa", "soft")
 
     def open_native(self, verbs: str, library: str, arguments: dict[str, Any]) -> Any:
         """With the library that has ``efadv_*``. RuntimeError: no RDMA write."""

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from mkernel.cli.plan import PlanReport, command
 from mkernel.errors import ArgumentError, NoRoute, ShapeError, Unsupported
-from mkernel.topology.chips import architecture
 from mkernel.topology.cost import default_constants
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+from mkernel.topology.sources.chips import architecture
 
 SHAPE = ("--m", "16384", "--n", "2048", "--k", "8192")
 

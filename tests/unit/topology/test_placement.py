@@ -245,6 +245,9 @@ def test_pinning_to_what_is_not_there_is_refused(pinning: Pinning, message: str)
         place(world(node(0)), 2, pinning=pinning)
 
 
+VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "ascend": "ASCEND_RT_VISIBLE_DEVICES"}
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
@@ -261,10 +264,10 @@ def test_pinning_to_what_is_not_there_is_refused(pinning: Pinning, message: str)
 def test_visible_devices(value: str | None, shown: list[int]) -> None:
     simulator = Accelerator(id="sim0", kind="ascend", name="sim", index=0, emulated=True)
     environment = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
-    left = visible([*(gpu(i) for i in range(4)), simulator], environment)
+    left = visible([*(gpu(i) for i in range(4)), simulator], environment, VARIABLES)
     assert sorted(one.id for one in left) == sorted([*(f"cuda{i}" for i in shown), "sim0"])
     assert [one.index for one in left if one.kind == "cuda"] == shown
-    hidden = visible([simulator], {"ASCEND_RT_VISIBLE_DEVICES": ""})
+    hidden = visible([simulator], {"ASCEND_RT_VISIBLE_DEVICES": ""}, VARIABLES)
     assert hidden == (simulator,), "a simulator is not the driver's to hide"
 
 

@@ -8,11 +8,11 @@ import pytest
 from machines import Device, Link, Machine, Socket, Switch, hwloc_xml, nccl_xml, write_sysfs
 
 from mkernel.topology.discover import discover, read
-from mkernel.topology.model import Nic, NicKind, Node, Topology
+from mkernel.topology.model import KindName, Nic, Node, Topology
 from mkernel.topology.placement import place
 from mkernel.topology.rails import fast, keep_rails, most_served, rate_gbs, real_ports
 
-KINDS: dict[str, tuple[NicKind, ...]] = {
+KINDS: dict[str, tuple[KindName, ...]] = {
     "cx7": ("cx", "infiniband", "soft"),
     "efa": ("efa", "soft"),
 }
@@ -20,7 +20,9 @@ FULL, SLIVER = Link(32.0, 16), Link(32.0, 1)
 """The rates of a rail and of a management port, a sixteenth of it."""
 
 
-def nic(id_: str, kind: NicKind = "cx", gbps: float | None = 400, pcie: float | None = None) -> Nic:
+def nic(
+    id_: str, kind: KindName = "cx", gbps: float | None = 400, pcie: float | None = None
+) -> Nic:
     return Nic(id=id_, kind=kind, name=id_, speed_gbps=gbps, pcie_gbs=pcie)
 
 
