@@ -37,40 +37,6 @@ def hasty(shape: Shape, rounds: int) -> int:
     return len(hopper_ranks.skewed([shape], rounds, 1))
 
 
-def gathered() -> list[bool]:
-    """Whether the A that all_gather_gemm gives back is right, call after call."""
-    world = mkernel.world()
-    found = []
-    for turn in range(4):
-        everyone = [
-            torch.randn(200, 136, generator=torch.Generator().manual_seed(turn * world.size + rank))
-            for rank in range(world.size)
-        ]
-        a = everyone[world.rank].to("cuda", torch.float16)
-        b = torch.eye(136, device="cuda", dtype=torch.float16)
-        c, whole = mkernel.all_gather_gemm(a, b, return_gathered=True)
-        wanted = torch.cat(everyone).to("cuda", torch.float16)
-        found.append(torch.equal(whole, wanted) and torch.equal(c, wanted))
-    return found
-
-
-def uneven(rows: Sequence[int]) -> list[float]:
-    """Errors of gemm_all_reduce with rows that the ranks cannot share evenly."""
-    world = mkernel.world()
-    errors = []
-    for m in rows:
-        factors = [
-            torch.randn(2, m, 64, generator=torch.Generator().manual_seed(m + rank)).double()
-            for rank in range(world.size)
-        ]
-        a, b = (x.to("cuda", torch.float32) for x in factors[world.rank])
-        out = torch.full((m, m), float("nan"), device="cuda")
-        mkernel.gemm_all_reduce(a, b.t().contiguous(), out=out)
-        wanted = torch.stack([x @ y.t() for x, y in factors]).sum(0)
-        errors.append(float((out.cpu().double() - wanted).norm() / wanted.norm()))
-    return errors
-
-
 def own_tensors() -> tuple[str, float, str]:
     """(device of symmetric memory, error of a call into it, what a tensor elsewhere is told)."""
     world = mkernel.world()

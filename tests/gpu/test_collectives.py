@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -38,27 +39,37 @@ def run(done: Work, blocks: tuple[int, ...] = (0,)) -> None:
     ranks.check_outcomes()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def judge_sizes(world: int, which: str, sizes: tuple[int, ...], **fields: Any) -> None:
+    """One call of each size is right."""
+    ranks = Ranks(world, 64 * MIB)
+    name, way, symmetric = WAYS[which]
+    for elements in sizes:
+        made = Work(ranks, name, elements, way=way, symmetric=symmetric, **fields)
+        run(made)
+        assert made.wrong_ranks() == [], f"{elements} elements"
+
+
+halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+@halves
 @every_way
 @worlds
 def test_sizes(world: int, which: str, dtype: torch.dtype) -> None:
-    ranks = Ranks(world, 64 * MIB)
-    for elements in SIZES:
-        made = work(ranks, which, elements, dtype)
-        run(made)
-        assert made.wrong_ranks() == [], f"{elements} elements"
+    judge_sizes(world, which, SIZES, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@halves
 @pytest.mark.parametrize("which", [which for which in WAYS if "gather" not in which])
 @worlds
 def test_float32_is_rounded_once(world: int, which: str, dtype: torch.dtype) -> None:
-    ranks = Ranks(world, 64 * MIB)
-    name, way, symmetric = WAYS[which]
-    for elements in SIZES:
-        made = Work(ranks, name, elements, torch.float32, way, symmetric, rounded_to=dtype)
-        run(made)
-        assert made.wrong_ranks() == [], f"{elements} elements"
+    judge_sizes(world, which, SIZES, dtype=torch.float32, rounded_to=dtype)
+
+
+@every_way
+@worlds
+def test_misaligned_outs(world: int, which: str) -> None:
+    judge_sizes(world, which, (5, 800, 20_001), out_offset=3)
 
 
 @every_way
@@ -90,17 +101,6 @@ def test_bytes_of_any_number(world: int) -> None:
             made = Work(ranks, "all_gather", nbytes, torch.uint8, symmetric=symmetric, poison=255)
             run(made)
             assert made.wrong_ranks() == [], f"{nbytes} bytes"
-
-
-@every_way
-@worlds
-def test_misaligned_outs(world: int, which: str) -> None:
-    ranks = Ranks(world, 4 * MIB)
-    name, way, symmetric = WAYS[which]
-    for elements in (5, 800, 20_001):
-        made = Work(ranks, name, elements, way=way, symmetric=symmetric, out_offset=3)
-        run(made)
-        assert made.wrong_ranks() == [], f"{elements} elements"
 
 
 @every_way

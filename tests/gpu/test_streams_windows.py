@@ -62,13 +62,6 @@ def test_without_waits_results_are_wrong(world: int) -> None:
     assert sum(found) > 0
 
 
-@several
-def test_gathered_rows_and_uneven_shares(world: int) -> None:
-    assert ranks(world, streams_ranks.gathered) == [[True] * 4] * world
-    for errors in ranks(world, streams_ranks.uneven, (1, 3, 5, 37, 131)):
-        assert max(errors) < 1e-5
-
-
 @needs_gpus(2)
 @several
 def test_symmetric_memory_lies_on_the_device(world: int) -> None:

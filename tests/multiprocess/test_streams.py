@@ -1,8 +1,7 @@
-"""The `streams` backend on a CPU: every op against its float64 reference, in every kind of world."""
+"""The `streams` backend on a CPU, beyond the conformance kit, which tests/conformance runs on it."""
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 import typing
@@ -17,9 +16,9 @@ from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Comparison, case_of
+from mkernel.conformance.checks.failures import rank_outcome
 from mkernel.conformance.ranks import give_up_after
-from mkernel.errors import PeerFailure, Timeout, Unsupported, WorldError
-from mkernel.launch import report
+from mkernel.errors import PeerFailure, Timeout, Unsupported
 from mkernel.plan.shapes import SHAPES
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -29,7 +28,6 @@ TOLD_S = DEADLINE_S / 2
 """Of what must come well before a deadline, however busy the machine is."""
 ABSENT_S = 1.5
 
-WORLDS = [(1, 1), (1, 2), (1, 3), (2, 2)]
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
@@ -80,12 +78,6 @@ def make(op: str, world: int, dtype: str = "float32", **changes: Any) -> Case:
     chosen.update({name: changes.pop(name) for name in SHAPES[op].model_fields if name in changes})
     fields = {"out_dtype": dtype, **changes}
     return case_of(op)(sizes=chosen, dtype=dtype, **fields)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("op", SHAPES)
-@pytest.mark.parametrize(("nodes", "ranks"), WORLDS)
-def test_every_op_in_every_world_and_dtype(op: str, nodes: int, ranks: int) -> None:
-    check([make(op, nodes * ranks, dtype) for dtype in DTYPES], nodes, ranks)
 
 
 @pytest.mark.parametrize("op", ["gemm_reduce_scatter", "moe_dispatch_gemm", "ring_attention"])
@@ -143,43 +135,6 @@ def test_messages_of_all_peers_together() -> None:
         assert [messages for *_, messages in results[:2]] == [1, 8]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_pair_of_dtypes(dtype: str) -> None:
-    cases = [
-        make(op, 2, dtype, out_dtype=out_dtype)
-        for op in SHAPES
-        for out_dtype in DTYPES
-        if op != "ring_attention" and out_dtype != dtype
-    ]
-    check(cases, 1, 2)
-
-
-def test_long_sums_stay_float32() -> None:
-    ops = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-    cases = [
-        make(op, 2, dtype, out_dtype=out_dtype, k=8192)
-        for op in ops
-        for dtype, out_dtype in (("float16", "float16"), ("float16", "float32"),
-                                 ("bfloat16", "bfloat16"), ("bfloat16", "float32"))
-    ]  # fmt: skip
-    check(cases, 1, 2, iterations=1)
-
-
-def test_fewer_rows_than_ranks() -> None:
-    cases = [make("gemm_all_reduce", 3, m=m, n=1, k=1) for m in (1, 2, 4)]
-    check([*cases, make("all_gather_gemm", 3, m=3, n=1, k=1)], 1, 3)
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 8])
-def test_moe_routings(top_k: int) -> None:
-    cases = [
-        make("moe_dispatch_gemm", 3, "float32", top_k=top_k, options={"routing": routing, **more})
-        for routing in ("uniform", "one_expert", "some_empty", "duplicates")
-        for more in ({}, {"id_dtype": "int32"})
-    ]
-    check(cases, 1, 3)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_causal_attention(world: int) -> None:
     cases = [
@@ -188,24 +143,6 @@ def test_causal_attention(world: int) -> None:
         for chunk, more in ((None, {}), (4, {"kv_heads": 6}), (None, {"options": {"scale": -0.7}}))
     ]
     check(cases, 1, world)
-
-
-def attention_by_tiles() -> list[float]:
-    """Errors where keys are taken in tiles of one."""
-    from mkernel.backends.accelerators.streams import online_softmax
-
-    online_softmax._SCORES = 1
-    return [
-        one.error
-        for causal in (False, True)
-        for _, passed, each in judged([make("ring_attention", 2, causal=causal)])
-        for one in each.values()
-        if not passed
-    ]
-
-
-def test_attention_by_tiles_of_keys() -> None:
-    assert mkernel.launch(attention_by_tiles, ranks_per_node=2, accelerator="streams") == [[], []]
 
 
 def in_every_view() -> list[dict[str, float]]:
@@ -243,32 +180,6 @@ def test_a_backend_that_is_not_instrumented_has_one_view() -> None:
     mkernel.launch(in_other_views, ranks_per_node=2, accelerator=backend)
 
 
-def bits() -> bool:
-    """Whether every op gives the same bits twice; and gemm_all_reduce the same on all ranks."""
-    world = mkernel.world()
-    same = True
-    for op in SHAPES:
-        case = make(op, world.size, "bfloat16")
-        inputs = case.inputs(world.rank, world.size, 0)
-        first, again = (case.run(inputs).outputs for _ in range(2))
-        same &= all(torch.equal(first[name], again[name]) for name in first)
-    return same
-
-
-def test_bits_repeat() -> None:
-    assert all(mkernel.launch(bits, ranks_per_node=3, accelerator="streams"))
-
-
-def all_reduced() -> torch.Tensor:
-    case = make("gemm_all_reduce", 3, "bfloat16")
-    return case.run(case.inputs(mkernel.world().rank, 3, 0)).outputs["out"]
-
-
-def test_all_reduce_is_the_same_everywhere() -> None:
-    first, *others = mkernel.launch(all_reduced, ranks_per_node=3, accelerator="streams")
-    assert all(torch.equal(first, other) for other in others)
-
-
 def gathered() -> bool:
     world = mkernel.world()
     a = [torch.full((3, 5), rank + 0.5) for rank in range(world.size)]
@@ -290,32 +201,11 @@ def call(op: str) -> None:
     case.run(case.inputs(world.rank, world.size, 0))
 
 
-def outcome(op: str, action: str, victim: int) -> None:
-    """Report (error type, seconds until it was raised, message) where a rank dies or stays away."""
-    world = mkernel.world()
-    call(op)
-    world.barrier()
-    start = time.monotonic()
-    try:
-        if world.rank == victim:
-            if action == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            world.barrier()  # nobody else comes to it: it ends when the world breaks
-        if action == "absent":
-            give_up_after(ABSENT_S)
-        while True:
-            call(op)
-    except WorldError as error:
-        if world.rank != victim:
-            report((type(error).__name__, time.monotonic() - start, str(error)))
-    raise RuntimeError("the launcher need not wait")
-
-
 def survivors(op: str, action: str, victim: int) -> list[tuple[str, float, str]]:
     seen: dict[int, tuple[str, float, str]] = {}
     with pytest.raises(BaseException):  # noqa: B017,PT011 - whatever launch raises, the ranks judge
         mkernel.launch(
-            outcome, op, action, victim, ranks_per_node=4, timeout_s=DEADLINE_S,
+            rank_outcome, make(op, 4), victim, action, ranks_per_node=4, timeout_s=DEADLINE_S,
             accelerator="streams",
             on_report=lambda rank, payload: seen.update({rank: payload}),
         )  # fmt: skip

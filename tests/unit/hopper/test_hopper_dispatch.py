@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_plans import gpu_plan
 
 from mkernel.backends.accelerators.hopper import dispatch, gemm, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
@@ -16,8 +17,6 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import BackendUnavailable
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.planner import plan
-from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
 
 STARTS = (
     "push_rows", "all_gather_gemm", "gemm_reduce", "rendezvous", "copy", "reduce_scatter",
@@ -81,27 +80,8 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def planned(
     op: str, m: int, n: int, k: int, world: int = 2, chunk: int | None = None
 ) -> LaunchPlan:
-    node = Node(
-        id=0,
-        hostname="host",
-        numa=(NumaNode(id=0, cpus=(0,)),),
-        accelerators=tuple(
-            Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(world)
-        ),
-    )
-    return plan(
-        op,
-        {"m": m, "n": n, "k": k},
-        dtype="bfloat16",
-        nodes=1,
-        ranks_per_node=world,
-        accelerator="hopper",
-        capabilities=HopperAccelerator().capabilities(),
-        nic=None,
-        verbs=None,
-        topology=Topology(nodes=(node,)),
-        chunk=chunk,
-    )
+    sizes = {"m": m, "n": n, "k": k}
+    return gpu_plan(HopperAccelerator(), op, world, sizes, dtype="bfloat16", chunk=chunk)
 
 
 def run(

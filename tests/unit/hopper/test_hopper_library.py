@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_plans import gpu_plan
 
 from mkernel.backends.accelerators.hopper import capabilities, dispatch, library
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
@@ -25,8 +26,6 @@ from mkernel.cases.base import TOLERANCE
 from mkernel.errors import Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.planner import plan
-from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
 
 DATA_OFFSET = 1 << 20
 STREAM = 5
@@ -168,15 +167,8 @@ CLAIMS = AcceleratorCapabilities(
 
 
 def planned(op: str, m: int, n: int, k: int, world: int, **options: Any) -> LaunchPlan:
-    devices = tuple(
-        Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(world)
-    )
-    node = Node(id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0,)),), accelerators=devices)
-    return plan(
-        op, {"m": m, "n": n, "k": k}, nodes=1, ranks_per_node=world, accelerator="hopper",
-        capabilities=CLAIMS, nic=None, verbs=None, topology=Topology(nodes=(node,)),
-        **{"dtype": "bfloat16", "path": "library", **options},
-    )  # fmt: skip
+    given = {"dtype": "bfloat16", "path": "library", "capabilities": CLAIMS, **options}
+    return gpu_plan(HopperAccelerator(), op, world, {"m": m, "n": n, "k": k}, **given)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from gpu_plans import gpu_plan
 
 from mkernel.backends.accelerators.streams import StreamsAccelerator, online_softmax
 from mkernel.backends.accelerators.streams import device as device_module
@@ -19,10 +20,8 @@ from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError
 from mkernel.plan.order import ConsumptionOrder, Runs
-from mkernel.plan.planner import plan as plan_of
 from mkernel.plan.shapes import SHAPES
 from mkernel.topology.cost import default_constants
-from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
 
 
 def test_chunks_cover_all_rows_once() -> None:
@@ -197,25 +196,8 @@ def test_plans_know_the_device(device: str, constants: str | None, cores: int) -
 
 def test_on_a_gpu_a_chunk_fills_it() -> None:
     """8192 x 2048 x 8192 on four: 128 of 132 multiprocessors work on 2048 rows, 32 on 512 rows."""
-    node = Node(
-        id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0,)),),
-        accelerators=tuple(
-            Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i, numa_node=0)
-            for i in range(4)
-        ),
-    )  # fmt: skip
-    made = plan_of(
-        "all_gather_gemm",
-        {"m": 8192, "n": 2048, "k": 8192},
-        dtype="bfloat16",
-        nodes=1,
-        ranks_per_node=4,
-        accelerator="streams",
-        capabilities=StreamsAccelerator("cuda").capabilities(),
-        nic=None,
-        verbs=None,
-        topology=Topology(nodes=(node,)),
-    )
+    sizes = {"m": 8192, "n": 2048, "k": 8192}
+    made = gpu_plan(StreamsAccelerator("cuda"), "all_gather_gemm", 4, sizes, dtype="bfloat16")
     assert made.rows_per_chunk == 2048
     assert made.prediction.constants == "streams-cuda"
 

@@ -1,0 +1,37 @@
+"""Plans for one node of GPUs that reach each other's memory, or do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.planner import plan as plan_of
+from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
+
+
+def gpu_plan(
+    backend: AcceleratorBackend,
+    op: str,
+    world: int,
+    sizes: Mapping[str, int],
+    *,
+    no_p2p: bool = False,
+    **options: Any,
+) -> LaunchPlan:
+    """``no_p2p``: the first two GPUs do not reach each other. ``options``: of the planner, such as
+    ``dtype``."""
+    gpus = tuple(
+        Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i, numa_node=0)
+        for i in range(world)
+    )
+    node = Node(
+        id=0, hostname="host", numa=(NumaNode(id=0, cpus=(0,)),), accelerators=gpus,
+        no_p2p=(("cuda0", "cuda1"),) if no_p2p else (),
+    )  # fmt: skip
+    return plan_of(
+        op, sizes, nodes=1, ranks_per_node=world, nic=None, verbs=None,
+        topology=Topology(nodes=(node,)),
+        **{"accelerator": backend.name, "capabilities": backend.capabilities(), **options},
+    )  # fmt: skip
