@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, SecretStr
 
-from mkernel import npu
 from mkernel.settings import MASK, Settings, load, variable
 from mkernel.topology.model import Model
 from mkernel.topology.sources.files import read_text
@@ -26,7 +25,9 @@ if TYPE_CHECKING:
     from mkernel.backends.contracts.accelerator import AcceleratorBackend
     from mkernel.backends.contracts.nic import NicBackend
 
-Kind = Literal["auto", "accelerator", "nic", "fabric", "library", "build", "cpu", "memory", "npu"]
+Kind = Literal[
+    "auto", "accelerator", "nic", "fabric", "library", "build", "cpu", "memory", "software"
+]
 Source = Literal["argument", "environment", "default"]
 
 _REINSTALL = "reinstall the package that ships it"
@@ -61,7 +62,7 @@ class SettingRow(Model):
 
 def examine() -> Report:
     """Asks every backend and looks at what building and running need. Never raises."""
-    rows = [*accelerator_rows(), *nic_rows(), *auto_rows(), *machine_rows()]
+    rows = [*accelerator_rows(), *nic_rows(), *auto_rows(), *machine_rows(), *software_rows()]
     usable = {row.kind for row in rows if row.usable}
     return Report(rows=tuple(rows), healthy={"accelerator", "nic"} <= usable)
 
@@ -181,11 +182,10 @@ def _ask_nic(backend: NicBackend, name: str) -> Iterator[Row]:
 
 
 def machine_rows(root: Path = Path("/")) -> list[Row]:
-    """Libraries, build tools, CPU, shared memory, an NPU's software. ``root``: of /usr, /proc, …"""
+    """Libraries, build tools, CPU, shared memory. ``root``: of /usr, /proc, …"""
     checks: tuple[tuple[Kind, str, Callable[[], tuple[bool, str, str]]], ...] = (
         ("library", "torch", _torch),
         ("build", "C++ compiler", _compiler),
-        ("build", "nvcc", _nvcc),
         ("build", "libibverbs headers", lambda: _verbs_headers(root)),
         ("cpu", platform.machine() or "CPU", lambda: _cpu(root)),
         ("memory", "shared memory", lambda: _shared_memory(root)),
@@ -205,10 +205,33 @@ def machine_rows(root: Path = Path("/")) -> list[Row]:
                 remedy="" if usable else remedy,
             )
         )
-    rows += [
-        Row(kind="npu", name=each.name, usable=each.there, detail=each.detail, remedy=each.remedy)
-        for each in npu.look(root)
-    ]
+    return rows
+
+
+def software_rows(root: Path = Path("/")) -> list[Row]:
+    """What the accelerator backends find of their vendors' software. ``root``: of /usr, /dev, …"""
+    rows = []
+    try:
+        from mkernel.backends import registry
+
+        names = registry.names(registry.ACCELERATORS)
+    except Exception:  # the backends' own rows say so
+        return []
+    for name in names:
+        try:
+            found = registry.accelerator(name).software(root)
+        except Exception:
+            continue
+        rows += [
+            Row(
+                kind="software",
+                name=what,
+                usable=status.usable,
+                detail=status.detail,
+                remedy=status.remedy,
+            )
+            for what, status in found
+        ]
     return rows
 
 
@@ -221,8 +244,12 @@ def _torch() -> tuple[bool, str, str]:
         import torch
     except Exception as error:
         return False, f"{version} does not import: {_sentence(error)}", "reinstall torch"
-    cuda = torch.version.cuda
-    return True, f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'without CUDA'})", ""
+    runtimes = [
+        f"{name} {value}"
+        for name, value in vars(torch.version).items()
+        if isinstance(value, str) and not name.startswith("__") and name != "git_version"
+    ]
+    return True, f"{torch.__version__} ({', '.join(runtimes) or 'for CPUs only'})", ""
 
 
 def _compiler() -> tuple[bool, str, str]:
@@ -231,14 +258,6 @@ def _compiler() -> tuple[bool, str, str]:
         if found:
             return True, f"{found} (needed only to build)", ""
     return False, "none found; needed only to build", "install g++ or clang++"
-
-
-def _nvcc() -> tuple[bool, str, str]:
-    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
-    if found:
-        return True, found, ""
-    return False, "not found; CUDA kernels are not built", "install the CUDA toolkit to build them"
 
 
 def _verbs_headers(root: Path) -> tuple[bool, str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.contracts.instrumented import View
@@ -101,6 +102,11 @@ class AcceleratorBackend(ABC):
     @abstractmethod
     def status(self) -> Status:
         """Whether it can run here. Never raises."""
+
+    def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
+        """What of its vendor's software is on this machine, for ``mkernel doctor``: names and verdicts.
+        Nothing of it is imported or run. ``root``: the folder that holds /usr and /dev."""
+        return ()
 
     @abstractmethod
     def probe(self) -> tuple[Accelerator, ...]:

@@ -25,7 +25,7 @@ _HEADINGS: dict[Kind, str] = {
     "build": "Software and machine",
     "cpu": "Software and machine",
     "memory": "Software and machine",
-    "npu": "NPU",
+    "software": "Software and machine",
 }
 
 

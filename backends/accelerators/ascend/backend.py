@@ -8,10 +8,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.accelerators.ascend.memory import HostMemory
 from mkernel.backends.accelerators.ascend.native import native
+from mkernel.backends.accelerators.ascend.software import software
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
 from mkernel.backends.contracts.instrumented import (
     Instrumented,
@@ -154,6 +156,10 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             return Status(False, str(error), "reinstall mkernel with a C++20 compiler at hand")
         npu = "torch_npu is installed" if _has_torch_npu() else "no torch_npu"
         return Status(True, f"simulator ({unit} matrix unit); real NPU: {npu}, not used")
+
+    def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
+        """CANN, torch_npu and the driver of real NPUs."""
+        return software(root)
 
     def probe(self) -> tuple[Accelerator, ...]:
         """One prototype of the simulated chip."""

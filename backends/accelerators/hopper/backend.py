@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.accelerators.hopper.capabilities import library_ops, ops
@@ -16,6 +17,7 @@ from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.cuda.native import native as cuda
+from mkernel.backends.cuda.software import software
 from mkernel.errors import BackendUnavailable
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
@@ -75,6 +77,10 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
             f"{len(found)} x {found[0].name} ({found[0].multiprocessors} SMs), driver for CUDA "
             f"{driver // 1000}.{driver % 1000 // 10}; NVLink multicast is not used",
         )
+
+    def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
+        """The compiler that the kernels are built with."""
+        return software(root)
 
     def probe(self) -> tuple[Accelerator, ...]:
         """The devices of compute capability 9.0 of this process."""

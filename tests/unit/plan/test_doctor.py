@@ -27,6 +27,9 @@ class FakeAccelerator:
             raise self._status
         return self._status
 
+    def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
+        return (("SDK", self.status()),)
+
 
 class FakeNic:
     providers: ClassVar[tuple[str, ...]] = ("system", "soft")
@@ -78,6 +81,7 @@ def test_every_backend_and_provider_is_a_row(install: Install) -> None:
     rows = {(row.kind, row.name): row for row in report.rows}
     assert rows["accelerator", "ascend"].usable
     assert rows["accelerator", "hopper"].remedy == "buy"
+    assert rows["software", "SDK"].remedy == "buy"
     assert rows["nic", "cx7 on soft"].usable
     assert rows["fabric", "cx7 on soft: port 1"].detail == "ACTIVE"
     assert not rows["nic", "cx7 on system"].usable
@@ -138,9 +142,9 @@ def test_a_check_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     def fail() -> Any:
         raise OSError("no such thing")
 
-    monkeypatch.setattr(doctor, "_nvcc", fail)
+    monkeypatch.setattr(doctor, "_compiler", fail)
     rows = {row.name: row for row in doctor.machine_rows(tmp_path)}
-    assert (rows["nvcc"].usable, rows["nvcc"].detail) == (False, "no such thing")
+    assert (rows["C++ compiler"].usable, rows["C++ compiler"].detail) == (False, "no such thing")
     assert rows["libibverbs headers"].remedy == "install libibverbs-dev"
     header = tmp_path / "usr/include/infiniband/verbs.h"
     header.parent.mkdir(parents=True)

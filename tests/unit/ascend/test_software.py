@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mkernel import doctor, npu
+from mkernel import doctor
+from mkernel.backends.accelerators.ascend import software
 
 CANN = "usr/local/Ascend/ascend-toolkit/latest"
 
@@ -24,7 +25,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     def version(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(npu.metadata, "version", version)
+    monkeypatch.setattr(software.metadata, "version", version)
     return monkeypatch
 
 
@@ -42,7 +43,9 @@ def installed(home: Path, version: str) -> None:
 
 
 def rows(root: Path) -> dict[str, doctor.Row]:
-    return {row.name: row for row in doctor.machine_rows(root) if row.kind == "npu"}
+    found = {row.name: row for row in doctor.software_rows(root)}
+    found.pop("nvcc", None)
+    return found
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -65,7 +68,7 @@ def test_all_of_it(tmp_path: Path, bare: pytest.MonkeyPatch) -> None:
     for name in ("davinci0", "davinci1", "davinci_manager"):
         (tmp_path / "dev").mkdir(exist_ok=True)
         (tmp_path / "dev" / name).touch()
-    bare.setattr(npu.metadata, "version", lambda name: "2.5.1")
+    bare.setattr(software.metadata, "version", lambda name: "2.5.1")
     found = rows(tmp_path)
     assert all(row.usable and not row.remedy for row in found.values())
     assert found["CANN"].detail == f"8.0.RC3 in {home}; {compiler}"

@@ -13,8 +13,8 @@ import re
 import shutil
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
+from mkernel.backends.contracts.status import Status
 from mkernel.topology.sources.files import read_text
 
 _HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -27,40 +27,31 @@ _DEVICE = re.compile(r"davinci\d+")
 _USE = "install {}, as docs/ascend.md says, to use an NPU"
 
 
-class Found(NamedTuple):
-    """One piece: whether it is there, what was seen, and what to do where it is not."""
-
-    name: str
-    there: bool
-    detail: str
-    remedy: str
+def software(root: Path) -> tuple[tuple[str, Status], ...]:
+    """CANN, torch_npu, npu-smi with driver and devices. ``root``: of /usr and /dev."""
+    return (("CANN", _cann(root)), ("torch_npu", _torch_npu()), ("npu-smi", _driver(root)))
 
 
-def look(root: Path = Path("/")) -> tuple[Found, ...]:
-    """CANN, torch_npu, npu-smi with driver and devices. ``root`` is where /usr and /dev are."""
-    return (_cann(root), _torch_npu(), _driver(root))
-
-
-def _cann(root: Path) -> Found:
+def _cann(root: Path) -> Status:
     homes = [Path(os.environ[name]) for name in _HOMES if os.environ.get(name)]
     for home in [*homes, *(root / each for each in _TOOLKITS)]:
         if not home.is_dir():
             continue
         version = _version(home / _INSTALLED) or "of unknown version"
         compiler = next(filter(None, (_tool(name, home) for name in _COMPILERS)), "no compiler")
-        return Found("CANN", True, f"{version} in {home}; {compiler}", "")
-    return Found("CANN", False, "not found; NPUs are simulated", _USE.format("CANN"))
+        return Status(True, f"{version} in {home}; {compiler}", "")
+    return Status(False, "not found; NPUs are simulated", _USE.format("CANN"))
 
 
-def _torch_npu() -> Found:
+def _torch_npu() -> Status:
     try:
         version = metadata.version("torch_npu")
     except metadata.PackageNotFoundError:
-        return Found("torch_npu", False, "not installed", _USE.format("torch_npu"))
-    return Found("torch_npu", True, f"{version} (not imported here)", "")
+        return Status(False, "not installed", _USE.format("torch_npu"))
+    return Status(True, f"{version} (not imported here)", "")
 
 
-def _driver(root: Path) -> Found:
+def _driver(root: Path) -> Status:
     tool = _tool("npu-smi", root / "usr/local")
     driver = _version(root / _ROOT / "driver/version.info")
     folder = root / "dev"
@@ -73,7 +64,7 @@ def _driver(root: Path) -> Found:
     ]
     complete = bool(tool and driver and devices)
     remedy = "" if complete else _USE.format("the NPU driver")
-    return Found("npu-smi", complete, "; ".join(seen), remedy)
+    return Status(complete, "; ".join(seen), remedy)
 
 
 def _tool(name: str, home: Path) -> str | None:

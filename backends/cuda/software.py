@@ -1,0 +1,22 @@
+"""What of the CUDA toolkit is on a machine. Only looked for: nothing of it is run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from mkernel.backends.contracts.status import Status
+
+
+def software(root: Path) -> tuple[tuple[str, Status], ...]:
+    """The compiler. ``root``: the folder that holds /usr."""
+    home = os.environ.get("CUDA_HOME") or str(root / "usr/local/cuda")
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    if found:
+        return (("nvcc", Status(True, found)),)
+    detail, remedy = (
+        "not found; CUDA kernels are not built",
+        "install the CUDA toolkit to build them",
+    )
+    return (("nvcc", Status(False, detail, remedy)),)
