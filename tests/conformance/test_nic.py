@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -68,6 +70,25 @@ def test_the_honest_wrappers_of_the_faults_pass(wrapper: str, name: str) -> None
     honest = f"mkernel.conformance.nic_faults:{wrapper}"
     result = run_check(CHECKS[name], NicSubject(honest, "soft", quick=True))
     assert result.outcome == "passed", result.message
+
+
+def killed_while_it_sends(me: Rank) -> bool:
+    """Rank 0 is killed; rank 1, which only receives, sees no error of its own."""
+    with me.open(1 << 20) as port:
+        if me.rank == 0:
+            for _ in range(50):
+                port.session.put(1, 0, 0, 0, 500_000, 0, 1)
+            port.flush()
+            for _ in range(200):
+                port.session.put(1, 0, 0, 0, 500_000, 0, 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        port.wait(0, 50, "puts of a rank that is killed")
+        time.sleep(1.0)
+        return port.session.failure() is None
+
+
+def test_a_killed_sender_is_silence() -> None:
+    assert NicSubject("cx7").run(killed_while_it_sends, 2, dies=(0,)) == [None, True]
 
 
 PORTS: list[Port] = []

@@ -1,4 +1,4 @@
-"""The checks of what arrives, and when, with puts spread over several queue pairs."""
+"""The checks of what arrives, and when, with puts spread over several queue pairs or copied twice."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def test_it_keeps_its_promises_over_several_lanes(nic: str, name: str) -> None:
 def test_it_claims_no_order_over_several_lanes(nic: str) -> None:
     result = run_check(CHECKS["order"], NicSubject(nic, "soft", quick=True, settings=LANES))
     assert result.outcome == "skipped", result.message
+
+
+@pytest.mark.parametrize("nic", ["cx7", "efa"])
+def test_it_keeps_its_promises_through_rings(nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between processes that cannot map each other's memory."""
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_BY_REFERENCE", "0")
+    result = run_check(CHECKS["visibility"], NicSubject(nic, "soft", quick=True))
+    assert result.outcome == "passed", result.message

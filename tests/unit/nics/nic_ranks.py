@@ -1,19 +1,16 @@
-"""Ranks for NIC tests: memory, a signal pad and a session each, in one process or in several."""
+"""Ranks of one process for NIC tests: memory, a signal pad and a session each."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
-from typing import Any, cast
+from contextlib import contextmanager
+from typing import Any
 
 from mkernel.backends.contracts.nic import NicBackend, NicSession
 from mkernel.backends.nics.cx7 import Cx7Nic
-from mkernel.backends.nics.session import NativeSession
 from mkernel.backends.runtime import _runtime as runtime
 from mkernel.settings import NicSettings
 
@@ -27,17 +24,13 @@ def settings(**values: Any) -> NicSettings:
 
 
 class Memory:
-    """Zeroed memory: a memfd as symmetric memory is, or private (``shared=False``)."""
+    """Zeroed memory: a memfd, as symmetric memory is."""
 
-    def __init__(self, nbytes: int, shared: bool = True) -> None:
-        fd = -1
-        if shared:
-            fd = os.memfd_create("nic-test")
-            os.ftruncate(fd, nbytes)
-        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.data = mmap.mmap(fd, nbytes, flags=flags)
-        if fd >= 0:
-            os.close(fd)
+    def __init__(self, nbytes: int) -> None:
+        fd = os.memfd_create("nic-test")
+        os.ftruncate(fd, nbytes)
+        self.data = mmap.mmap(fd, nbytes)
+        os.close(fd)
         self._hold = ctypes.c_char.from_buffer(self.data)
         self.address = ctypes.addressof(self._hold)
         self.nbytes = nbytes
@@ -54,13 +47,12 @@ class Rank:
         self,
         rank: int,
         nbytes: int = 1 << 20,
-        shared: bool = True,
         backend: NicBackend | None = None,
         device: str = "soft0",
         **values: Any,
     ) -> None:
         self.rank = rank
-        self.memory = Memory(nbytes, shared)
+        self.memory = Memory(nbytes)
         self.pad_memory = Memory(runtime.pad_bytes(SIGNALS))
         self.pad = self.pad_memory.address
         runtime.pad_format(self.pad, SIGNALS)
@@ -87,9 +79,6 @@ class Rank:
 
     def read(self, nbytes: int, offset: int = 0) -> bytes:
         return self.memory.data[offset : offset + nbytes]
-
-    def inject_failure(self, peer: int) -> None:
-        cast(NativeSession, self.session).inject_failure(peer)
 
     def close(self) -> None:
         self.session.close()
@@ -121,73 +110,3 @@ def local_ranks(count: int = 2, **values: Any) -> Iterator[list[Rank]]:
     finally:
         for each in ranks:
             each.close()
-
-
-def _child(
-    body: Callable[..., Any], rank: int, size: int, pipe: Connection, arguments: Any
-) -> None:
-    me = Rank(rank, **arguments)
-    peers = [p for p in range(size) if p != rank]
-    pipe.send({p: me.session.address(p) for p in peers})
-    for p, address in pipe.recv().items():
-        me.session.connect(p, address)
-    me.session.start(me.pad, ())
-    pipe.send(me.session.register(0, me.memory.address, me.memory.nbytes))
-    for p, key in pipe.recv().items():
-        me.session.bind(0, p, key)
-    pipe.send("joined")
-    pipe.recv()
-    try:
-        pipe.send(("result", body(me, size)))
-    except BaseException as error:  # to the parent, which raises it
-        pipe.send(("error", repr(error)))
-    pipe.recv()
-    me.close()
-
-
-class Processes:
-    """``size`` rank processes that run ``body(rank, size)`` each."""
-
-    def __init__(self, body: Callable[..., Any], size: int, **arguments: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["mkernel.backends.nics.session", "nic_ranks"])
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_child, args=(body, rank, size, theirs, arguments))
-            process.start()
-            theirs.close()
-            self.pipes.append(mine)
-            self.processes.append(process)
-        addresses = [self.receive(rank) for rank in range(size)]
-        for rank in range(size):
-            self.pipes[rank].send({p: addresses[p][rank] for p in range(size) if p != rank})
-        keys = [self.receive(rank) for rank in range(size)]
-        for rank in range(size):
-            self.pipes[rank].send({p: keys[p] for p in range(size) if p != rank})
-        for rank in range(size):
-            assert self.receive(rank) == "joined"
-        for rank in range(size):
-            self.pipes[rank].send("go")
-
-    def receive(self, rank: int, timeout_s: float = 60.0) -> Any:
-        assert self.pipes[rank].poll(timeout_s), f"rank {rank} says nothing"
-        return self.pipes[rank].recv()
-
-    def result(self, rank: int) -> Any:
-        kind, value = self.receive(rank)
-        assert kind == "result", value
-        return value
-
-    def finish(self) -> None:
-        """Let the ranks close; every one must end by itself."""
-        for pipe in self.pipes:
-            with suppress(OSError):  # a killed rank
-                pipe.send("end")
-        for process in self.processes:
-            process.join(DEADLINE_S)
-            alive = process.is_alive()
-            process.kill()
-            process.join()
-            assert not alive, "a rank did not end"
