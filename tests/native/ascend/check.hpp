@@ -25,6 +25,13 @@ std::string thrown(Body body) {
     return {};
 }
 
+// Whether a message holds a part of its text; prints both if not.
+inline bool has(const std::string& text, const std::string& part) {
+    if (text.find(part) != std::string::npos) return true;
+    std::fprintf(stderr, "  wanted: %s\n  got: %s\n", part.c_str(), text.c_str());
+    return false;
+}
+
 inline int finish() {
     std::printf("%s\n", g_failures == 0 ? "ok" : "FAILED");
     return g_failures == 0 ? 0 : 1;

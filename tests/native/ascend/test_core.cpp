@@ -9,6 +9,7 @@
 #include "backends/accelerators/ascend/sim/core.hpp"
 #include "backends/accelerators/ascend/sim/matrix_unit.hpp"
 #include "tests/native/ascend/check.hpp"
+#include "tests/native/ascend/memory.hpp"
 
 using namespace mkernel;
 using namespace mkernel::ascend;
@@ -18,6 +19,7 @@ using isa::GlobalView;
 using isa::Pipe;
 using isa::Tile;
 using sim::IsaError;
+using test::has;
 using test::thrown;
 
 namespace {
@@ -36,15 +38,10 @@ bool same(float a, float b) {
 
 struct Bench {
     explicit Bench(sim::Role kind, std::vector<sim::Record>* trace = nullptr)
-        : pad_memory(runtime::SignalPad::bytes(64)),
-          scheduler(1),
-          core((fill(), environment), kind, 3, 24, memory, trace) {}
+        : scheduler(1), core((fill(), environment), kind, 3, 24, memory, trace) {}
 
     void fill() {
-        environment.pad = runtime::SignalPad::format(
-            reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(pad_memory.data()) + 63) &
-                                    ~63ull),
-            8);
+        environment.pad = pad.signals;
         environment.scheduler = &scheduler;
         environment.rank = 1;
         environment.memory.push_back(
@@ -55,7 +52,7 @@ struct Bench {
         return {reinterpret_cast<std::byte*>(gm.data()), dtype, rows, cols, cols, 1};
     }
 
-    std::vector<std::byte> pad_memory;
+    test::Pad pad{8};
     std::vector<float> gm = std::vector<float>(1 << 16);
     float rom[64] = {};
     sim::Scheduler scheduler;
@@ -159,7 +156,7 @@ void vector_instructions() {
     CHECK(wrong == 0);
 
     const auto refuses = [&](const char* part, const auto& act) {
-        CHECK(thrown<IsaError>(act).find(part) != std::string::npos);
+        CHECK(has(thrown<IsaError>(act), part));
     };
     refuses("shapes do not match", [&] { core.tadd(at(0), at(0), at(128).with_valid(3, 8)); });
     refuses("ends beyond", [&] { core.tadd(at(0), at(0), at((192 << 10) - 64)); });
@@ -227,11 +224,6 @@ void product(std::uint32_t m, std::uint32_t n, std::uint32_t k, isa::Layout b_la
 void refusals() {
     Bench cube(sim::Role::cube), vector(sim::Role::comm);
     const Tile tile{Buffer::L1, DType::float16, isa::Layout::row, 0, 16, 32, 16, 32};
-    const auto says = [](const std::string& text, const char* part) {
-        const bool found = text.find(part) != std::string::npos;
-        if (!found) std::fprintf(stderr, "  got: %s\n", text.c_str());
-        return found;
-    };
     const auto load = [&](Tile t, GlobalView v) {
         return thrown<IsaError>([&] { cube.core.tload(t, v); });
     };
@@ -240,44 +232,44 @@ void refusals() {
 
     Tile late = tile;
     late.offset = (512 << 10) - 512;
-    CHECK(says(load(late, good), "rank 1 AIC core 3, TLOAD: L1[523776, 524800) 16x32 float16"));
-    CHECK(says(load(late, good), "ends beyond the buffer's 524288 bytes"));
-    CHECK(says(load(tile.with_valid(17, 32), good), "valid part is larger"));
-    CHECK(says(load(tile.with_valid(8, 32), good), "the view is 16x32"));
-    CHECK(says(load(tile, cube.view(DType::bfloat16, 16, 32)), "another dtype"));
-    CHECK(says(
+    CHECK(has(load(late, good), "rank 1 AIC core 3, TLOAD: L1[523776, 524800) 16x32 float16"));
+    CHECK(has(load(late, good), "ends beyond the buffer's 524288 bytes"));
+    CHECK(has(load(tile.with_valid(17, 32), good), "valid part is larger"));
+    CHECK(has(load(tile.with_valid(8, 32), good), "the view is 16x32"));
+    CHECK(has(load(tile, cube.view(DType::bfloat16, 16, 32)), "another dtype"));
+    CHECK(has(
         load(tile, {cube.view(DType::float16, 16, 32).at(8191, 0), DType::float16, 16, 32, 32, 1}),
         "outside the call's tensors"));
     late.offset = 8;
-    CHECK(says(load(late, good), "not 32-byte aligned"));
-    CHECK(says(
+    CHECK(has(load(late, good), "not 32-byte aligned"));
+    CHECK(has(
         thrown<IsaError>([&] { vector.core.tload(tile, vector.view(DType::float16, 16, 32)); }),
         "this kind of core has no such buffer"));
 
     const Tile ub{Buffer::UB, DType::float32, isa::Layout::row, 0, 8, 8, 8, 8};
     const GlobalView rom{reinterpret_cast<std::byte*>(vector.rom), DType::float32, 8, 8, 8, 1};
     CHECK(thrown<IsaError>([&] { vector.core.tload(ub, rom); }).empty());
-    CHECK(says(thrown<IsaError>([&] { vector.core.tstore(rom, ub); }), "writes 256 bytes"));
+    CHECK(has(thrown<IsaError>([&] { vector.core.tstore(rom, ub); }), "writes 256 bytes"));
 
     const Tile l0a{Buffer::L0A, DType::float16, isa::Layout::row, 0, 16, 16, 16, 16};
-    CHECK(says(thrown<IsaError>([&] { cube.core.textract(l0a, tile, 0, 17); }),
+    CHECK(has(thrown<IsaError>([&] { cube.core.textract(l0a, tile, 0, 17); }),
                "reads beyond the valid part"));
     const Tile l0b{Buffer::L0B, DType::float16, isa::Layout::row, 0, 32, 32, 32, 32};
     const Tile l0c{Buffer::L0C, DType::float32, isa::Layout::row, 0, 16, 32, 16, 32};
-    CHECK(says(thrown<IsaError>([&] { cube.core.tmatmul(l0c, l0a, l0b); }), "shapes do not match"));
-    CHECK(says(thrown<IsaError>([&] { cube.core.tmatmul(l0c, l0b, l0a); }), "takes L0A and L0B"));
+    CHECK(has(thrown<IsaError>([&] { cube.core.tmatmul(l0c, l0a, l0b); }), "shapes do not match"));
+    CHECK(has(thrown<IsaError>([&] { cube.core.tmatmul(l0c, l0b, l0a); }), "takes L0A and L0B"));
 
     // Flags.
-    CHECK(says(thrown<IsaError>([&] { cube.core.wait_flag(Pipe::MTE2, Pipe::MTE1, 2); }),
+    CHECK(has(thrown<IsaError>([&] { cube.core.wait_flag(Pipe::MTE2, Pipe::MTE1, 2); }),
                "MTE2→MTE1 event 2 was not set before"));
     cube.core.set_flag(Pipe::MTE2, Pipe::MTE1, 2);
-    CHECK(says(thrown<IsaError>([&] { cube.core.set_flag(Pipe::MTE2, Pipe::MTE1, 2); }),
+    CHECK(has(thrown<IsaError>([&] { cube.core.set_flag(Pipe::MTE2, Pipe::MTE1, 2); }),
                "already set"));
-    CHECK(says(thrown<IsaError>([&] { cube.core.finish(true); }), "never waited for"));
+    CHECK(has(thrown<IsaError>([&] { cube.core.finish(true); }), "never waited for"));
     CHECK(thrown<IsaError>([&] { cube.core.finish(false); }).empty());
     cube.core.wait_flag(Pipe::MTE2, Pipe::MTE1, 2);
     CHECK(thrown<IsaError>([&] { cube.core.finish(true); }).empty());
-    CHECK(says(thrown<IsaError>([&] { cube.core.set_flag(Pipe::M, Pipe::FIX, 8); }), "event 8"));
+    CHECK(has(thrown<IsaError>([&] { cube.core.set_flag(Pipe::M, Pipe::FIX, 8); }), "event 8"));
 }
 
 void puts_copy_and_leave_the_rest() {

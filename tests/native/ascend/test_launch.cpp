@@ -16,19 +16,10 @@ namespace {
 
 // An op's geometry and tensors, and what its output must be.
 struct AllGather {
+    using Args = ag_gemm::Args;
     ag_gemm::Geometry g;
     [[nodiscard]] std::uint32_t rows_of_a() const { return g.m_local; }
     [[nodiscard]] std::uint32_t rows_of_out() const { return g.world * g.m_local; }
-    std::shared_ptr<host::Kernels> kernels(const isa::GlobalView& a, const isa::GlobalView& b,
-                                           const isa::GlobalView& out,
-                                           std::vector<std::uint32_t> order) const {
-        ag_gemm::Args args;
-        args.geometry = g;
-        args.a = a;
-        args.b = b;
-        args.out = out;
-        return host::kernels_of(args, std::move(order));
-    }
     // Whose a gives a row of the output (sums: everybody's), and its row there.
     [[nodiscard]] std::uint32_t source(std::uint32_t row) const { return row / g.m_local; }
     [[nodiscard]] std::uint32_t row_of_a(std::uint32_t, std::uint32_t row) const {
@@ -38,19 +29,10 @@ struct AllGather {
 };
 
 struct Reduce {
+    using Args = gemm_reduce::Args;
     gemm_reduce::Geometry g;
     [[nodiscard]] std::uint32_t rows_of_a() const { return g.m; }
     [[nodiscard]] std::uint32_t rows_of_out() const { return g.grid_rows(); }
-    std::shared_ptr<host::Kernels> kernels(const isa::GlobalView& a, const isa::GlobalView& b,
-                                           const isa::GlobalView& out,
-                                           std::vector<std::uint32_t> order) const {
-        gemm_reduce::Args args;
-        args.geometry = g;
-        args.a = a;
-        args.b = b;
-        args.out = out;
-        return host::kernels_of(args, std::move(order));
-    }
     [[nodiscard]] std::uint32_t source(std::uint32_t) const { return 0; }
     [[nodiscard]] std::uint32_t row_of_a(std::uint32_t rank, std::uint32_t row) const {
         return g.place(rank, 0).row + row;
@@ -78,10 +60,12 @@ class World {
     host::Call prepared(std::uint32_t rank, std::uint64_t epoch, host::View view) {
         const auto& g = op_.g;
         host::Call call = test::call_of(memory_, rank, epoch, view);
-        call.kernels = op_.kernels({bytes(a_[rank]), g.dtype, op_.rows_of_a(), g.k, g.k, 1},
-                                   {bytes(b_[rank]), g.dtype, g.k, g.n, g.n, 1},
-                                   {bytes(out_[rank]), g.dtype, op_.rows_of_out(), g.n, g.n, 1},
-                                   test::order_from(rank, g.world));
+        typename Op::Args args;
+        args.geometry = g;
+        args.a = {bytes(a_[rank]), g.dtype, op_.rows_of_a(), g.k, g.k, 1};
+        args.b = {bytes(b_[rank]), g.dtype, g.k, g.n, g.n, 1};
+        args.out = {bytes(out_[rank]), g.dtype, op_.rows_of_out(), g.n, g.n, 1};
+        call.kernels = host::kernels_of(args, test::order_from(rank, g.world));
         call.blocks = {.comm = 7, .cube = 5};
         return call;
     }
@@ -128,16 +112,13 @@ class World {
     }
 
     double error(std::uint32_t rank) const {
-        double off = 0, all = 0;
+        test::Error error;
         for (std::uint32_t row = 0; row < op_.rows_of_out(); ++row) {
             for (std::uint32_t col = 0; col < op_.g.n; ++col) {
-                const double want = element(rank, row, col);
-                const double got = out_[rank][row * op_.g.n + col];
-                off += (got - want) * (got - want);
-                all += want * want;
+                error.add(out_[rank][row * op_.g.n + col], element(rank, row, col));
             }
         }
-        return std::sqrt(off / all);
+        return error.relative();
     }
 
     Op op_;

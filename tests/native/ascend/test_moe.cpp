@@ -76,13 +76,13 @@ GlobalView words(std::vector<std::int32_t>& values, std::uint32_t rows) {
 // --- tables -------------------------------------------------------------------------------------
 
 // A dry call of one rank, alone: tables and ids are real, the rest is addresses.
-class Alone {
+class Alone : public test::DryRank {
   public:
-    Alone(std::uint32_t world, std::uint32_t near, unsigned seed) : ids_(ids_of_all(world, seed)) {
+    Alone(std::uint32_t world, std::uint32_t near, unsigned seed)
+        : DryRank(kRank, world, near), ids_(ids_of_all(world, seed)) {
         args_.geometry = geometry(world, near < world);
         const moe::Geometry& g = args_.geometry;
         const std::uint32_t rows = g.routing.most_rows();
-        args_.rank = kRank;
         tables_.resize(g.table_words(), -1);
         args_.x = view(1, kTokens, kHidden, DType::float32);
         args_.w = view(2, kExperts * kHidden, kFeatures, DType::float32);
@@ -96,17 +96,11 @@ class Alone {
         home_.weights = view(6, kTokens, kTopK, DType::float32);
         home_.tables = args_.tables;
         home_.out = view(7, kTokens, kFeatures, DType::float16);
-        args_.workspace = args_.pad = kMemory + (std::size_t{8} << 24);
-        for (std::uint32_t i = 0; i < world; ++i) {
-            std::byte* memory = i < near ? args_.workspace + (std::size_t{i} << 24) : nullptr;
-            peers_.push_back({memory, memory});
-            order_.push_back((kRank + i) % world);
-        }
-        args_.peers = peers_.data();
-        args_.order = order_.data();
-        static_cast<CallArgs&>(home_) = args_;
+        bind(args_);
+        bind(home_);
+        real_ = {{args_.tables.base, tables_.size() * 4, true},
+                 {args_.routing.base, ids_.size() * 4, false}};
     }
-    Alone(const Alone&) = delete;
 
     // The vector part by `blocks` blocks, one after another. Tables that they share are there.
     void build(std::uint32_t blocks) {
@@ -124,47 +118,21 @@ class Alone {
     // For the mutation test: of two blocks of a kernel of the dispatch (or the combine).
     bool combine = false;
     std::string run(Role role, std::uint32_t index, std::vector<std::uint32_t> without) {
-        sim::Environment environment = dry();
-        environment.strict.emplace().skip = {role, index, std::move(without), {}};
-        trace_.clear();
-        sim::Core core(environment, role, index, 2, memory_, &trace_);
-        return test::thrown<sim::IsaError>([&] {
-            core.finish(combine              ? role == Role::comm ? moe_combine::comm(core, home_)
-                                                                  : moe_combine::vector(core, home_)
-                                     : role == Role::comm ? moe::comm(core, args_)
-                        : role == Role::cube ? moe::cube(core, args_)
-                                             : moe::vector(core, args_));
+        return says(role, index, 2, std::move(without), [&](sim::Core& core) {
+            if (combine && role == Role::comm) return moe_combine::comm(core, home_);
+            if (combine) return moe_combine::vector(core, home_);
+            return role == Role::comm   ? moe::comm(core, args_)
+                   : role == Role::cube ? moe::cube(core, args_)
+                                        : moe::vector(core, args_);
         });
     }
-    [[nodiscard]] const std::vector<sim::Record>& trace() const { return trace_; }
 
     static constexpr std::uint32_t kRank = 1;
 
   private:
-    static inline std::byte* const kMemory = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 44);
-
-    static GlobalView view(std::size_t number, std::uint32_t rows, std::uint32_t cols,
-                           DType dtype) {
-        return {kMemory + (number << 24), dtype, rows, cols, cols, 1};
-    }
-
-    sim::Environment dry() {
-        sim::Environment environment;
-        environment.dry = true;
-        environment.rank = kRank;
-        environment.memory = {{kMemory, std::size_t{1} << 40, true, false},
-                              {args_.tables.base, tables_.size() * 4, true},
-                              {args_.routing.base, ids_.size() * 4, false}};
-        return environment;
-    }
-
     std::vector<std::int32_t> ids_, tables_;
     moe::Args args_;
     moe_combine::Args home_;
-    std::vector<Peer> peers_;
-    std::vector<std::uint32_t> order_;
-    sim::OnChip memory_;
-    std::vector<sim::Record> trace_;
 };
 
 // Every table against what a plain loop over all ids finds.
@@ -269,18 +237,16 @@ class World {
         run(0, epoch, view);
         run(1, epoch, view);
         if (view == host::View::compute_only) return;
-        double off = 0, all = 0;
+        test::Error error;
         for (std::uint32_t home = 0; home < g_.world; ++home) {
             for (std::uint32_t token = 0; token < kTokens; ++token) {
                 for (std::uint32_t column = 0; column < kFeatures; column += 7) {
-                    const double want = element(home, token, column);
-                    const double got = ranks_[home].result[token * kFeatures + column];
-                    off += (got - want) * (got - want);
-                    all += want * want;
+                    error.add(ranks_[home].result[token * kFeatures + column],
+                              element(home, token, column));
                 }
             }
         }
-        CHECK(std::sqrt(off / all) < 1e-5);
+        CHECK(error.relative() < 1e-5);
     }
 
     host::Call prepared(std::uint32_t which, std::uint32_t rank, std::uint64_t epoch,

@@ -7,6 +7,7 @@
 
 #include "backends/accelerators/ascend/sim/core.hpp"
 #include "tests/native/ascend/check.hpp"
+#include "tests/native/ascend/memory.hpp"
 
 using namespace mkernel;
 using namespace mkernel::ascend;
@@ -15,6 +16,7 @@ using isa::GlobalView;
 using isa::Pipe;
 using sim::IsaError;
 using sim::Role;
+using test::has;
 using test::thrown;
 
 namespace {
@@ -24,11 +26,8 @@ constexpr std::uint32_t kRank = 3, kSignals = 64;
 // Two communication cores and a cube core of one call, which this thread runs as a test says.
 class Call {
   public:
-    Call() : pages_(runtime::SignalPad::bytes(kSignals) + 64), memory_(1 << 20) {
-        auto* pad = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(pages_.data()) + 63) &
-                                            ~std::uintptr_t{63});
-        environment_.pad = runtime::SignalPad::format(pad, kSignals);
-        pad_ = static_cast<std::byte*>(pad);
+    Call() : pad_(kSignals), memory_(1 << 20) {
+        environment_.pad = pad_.signals;
         environment_.rank = kRank;
         environment_.memory = {{memory_.data(), memory_.size(), true}};
         environment_.scheduler = &scheduler_;
@@ -49,7 +48,7 @@ class Call {
         copy(core, at((3 << 18) + core.index() * 4096), view);
     }
     void raise(sim::Core& core, std::uint32_t signal, std::uint32_t peer = kRank) {
-        core.tnotify(peer, pad_, signal, 1);
+        core.tnotify(peer, pad_.memory(), signal, 1);
     }
     void await(sim::Core& core, std::uint32_t signal, std::uint64_t value = 1,
                std::uint32_t peer = kRank) {
@@ -80,8 +79,8 @@ class Call {
         core.fence();
     }
 
-    std::vector<std::byte> pages_, memory_;
-    std::byte* pad_ = nullptr;
+    test::Pad pad_;
+    std::vector<std::byte> memory_;
     sim::Scheduler scheduler_{2};
     sim::Races races_;
     sim::Environment environment_;
@@ -91,12 +90,6 @@ class Call {
 std::string says(const std::function<void(Call&)>& body) {
     Call call;
     return thrown<IsaError>([&] { body(call); });
-}
-
-bool has(const std::string& text, const std::string& part) {
-    if (text.find(part) != std::string::npos) return true;
-    std::fprintf(stderr, "  wanted: %s\n  got: %s\n", part.c_str(), text.c_str());
-    return false;
 }
 
 void without_a_signal() {

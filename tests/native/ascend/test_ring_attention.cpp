@@ -180,11 +180,7 @@ class World {
 
     // Of `out` and `lse` together, relative.
     double error(std::uint32_t rank) const {
-        double off = 0, all = 0;
-        const auto judge = [&](double got, double want) {
-            off += (got - want) * (got - want);
-            all += want * want;
-        };
+        test::Error error;
         for (std::uint32_t head = 0; head < kHeads; ++head) {
             for (std::uint32_t row = 0; row < kRows; row += 3) {
                 const float* q = &ranks_[rank].q[(head * kRows + row) * kDim];
@@ -208,12 +204,12 @@ class World {
                     }
                 }
                 for (std::uint32_t i = 0; i < kDim; ++i) {
-                    judge(ranks_[rank].out[(head * kRows + row) * kDim + i], want[i] / sum);
+                    error.add(ranks_[rank].out[(head * kRows + row) * kDim + i], want[i] / sum);
                 }
-                judge(ranks_[rank].lse[head * kRows + row], std::log(sum));
+                error.add(ranks_[rank].lse[head * kRows + row], std::log(sum));
             }
         }
-        return std::sqrt(off / all);
+        return error.relative();
     }
 
     Geometry g_;
@@ -230,54 +226,33 @@ void calls(std::uint32_t ranks, bool causal) {
 // --- mutations ----------------------------------------------------------------------------------
 
 // Dry kernels of rank 1 for the mutation test.
-class Alone {
+class Alone : public test::DryRank {
   public:
-    Alone(std::uint32_t world, std::uint32_t near, bool causal, DType dtype) {
-        const auto view = [dtype](std::size_t number, std::uint32_t heads) {
-            return GlobalView{kMemory + (number << 24), dtype, heads * kRows, kDim, kDim, 1};
+    Alone(std::uint32_t world, std::uint32_t near, bool causal, DType dtype)
+        : DryRank(1, world, near) {
+        const auto heads_at = [dtype](std::size_t number, std::uint32_t heads) {
+            return view(number, heads * kRows, kDim, dtype);
         };
         args_.geometry = geometry(world, causal, dtype);
-        args_.rank = 1;
-        args_.q = view(1, kHeads);
-        args_.k = view(2, kKvHeads);
-        args_.v = view(3, kKvHeads);
-        args_.out = view(4, kHeads);
-        args_.lse = {kMemory + (std::size_t{5} << 24), DType::float32, kHeads * kRows, 1, 1, 1};
-        args_.workspace = args_.pad = kMemory + (std::size_t{8} << 24);
-        for (std::uint32_t i = 0; i < world; ++i) {
-            std::byte* memory = i < near ? args_.workspace + (std::size_t{i} << 24) : nullptr;
-            peers_.push_back({memory, memory});
-            order_.push_back((1 + i) % world);
-        }
-        args_.peers = peers_.data();
-        args_.order = order_.data();
+        args_.q = heads_at(1, kHeads);
+        args_.k = heads_at(2, kKvHeads);
+        args_.v = heads_at(3, kKvHeads);
+        args_.out = heads_at(4, kHeads);
+        args_.lse = view(5, kHeads * kRows, 1, DType::float32);
+        bind(args_);
     }
-    Alone(const Alone&) = delete;
 
     std::string run(Role role, std::uint32_t index, std::vector<std::uint32_t> without) {
-        sim::Environment environment;
-        environment.dry = true;
-        environment.rank = 1;
-        environment.memory = {{kMemory, std::size_t{1} << 40, true, false}};
-        environment.strict.emplace().skip = {role, index, std::move(without), {}};
-        trace_.clear();
         const std::uint32_t blocks = role == Role::vector ? kCubes * 2 : kCubes;
-        sim::Core core(environment, role, index, blocks, memory_, &trace_);
-        return test::thrown<sim::IsaError>([&] {
-            core.finish(role == Role::comm   ? ring_attention::comm(core, args_)
-                        : role == Role::cube ? ring_attention::cube(core, args_)
-                                             : ring_attention::vector(core, args_));
+        return says(role, index, blocks, std::move(without), [&](sim::Core& core) {
+            return role == Role::comm   ? ring_attention::comm(core, args_)
+                   : role == Role::cube ? ring_attention::cube(core, args_)
+                                        : ring_attention::vector(core, args_);
         });
     }
-    [[nodiscard]] const std::vector<sim::Record>& trace() const { return trace_; }
 
   private:
-    static inline std::byte* const kMemory = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 44);
     Args args_;
-    std::vector<Peer> peers_;
-    std::vector<std::uint32_t> order_;
-    sim::OnChip memory_;
-    std::vector<sim::Record> trace_;
 };
 
 void every_sync_is_needed(const char* name, std::uint32_t near, bool causal, DType dtype) {

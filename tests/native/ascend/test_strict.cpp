@@ -16,6 +16,7 @@
 #include "backends/accelerators/ascend/kernels/ag_gemm/send_order.hpp"
 #include "backends/accelerators/ascend/sim/core.hpp"
 #include "tests/native/ascend/check.hpp"
+#include "tests/native/ascend/memory.hpp"
 #include "tests/native/ascend/mutation.hpp"
 
 using namespace mkernel;
@@ -27,6 +28,7 @@ using isa::Pipe;
 using isa::Tile;
 using sim::IsaError;
 using sim::Role;
+using test::has;
 using test::thrown;
 
 namespace {
@@ -71,11 +73,7 @@ void says(Role kind, std::vector<std::string> parts, Body body) {
     Bench bench(kind);
     const std::string text = thrown<IsaError>([&] { body(bench.core); });
     parts.push_back("rank 3 ");
-    for (const std::string& part : parts) {
-        const bool found = text.find(part) != std::string::npos;
-        if (!found) std::fprintf(stderr, "  wanted: %s\n  got: %s\n", part.c_str(), text.c_str());
-        CHECK(found);
-    }
+    for (const std::string& part : parts) CHECK(has(text, part));
 }
 
 void order(sim::Core& core, Pipe source, Pipe waiting) {
@@ -300,10 +298,7 @@ void seeds_explore_legal_orders() {
 struct Pair {
     Pair() {
         environment.dry = false;
-        environment.pad = runtime::SignalPad::format(
-            reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(memory.data()) + 63) &
-                                    ~63ull),
-            8);
+        environment.pad = pad.signals;
         environment.scheduler = &scheduler;
         environment.waits = &waits.emplace(environment.pad, environment.rank, 2);
         environment.deadline_ns = runtime::monotonic_ns() + 60'000'000'000;
@@ -327,7 +322,7 @@ struct Pair {
         return said.get_future().get();
     }
     sim::Environment environment = dry();
-    std::vector<std::byte> memory = std::vector<std::byte>(runtime::SignalPad::bytes(64));
+    test::Pad pad{8};
     sim::Scheduler scheduler{2};
     std::optional<sim::Waits> waits;
     sim::OnChip on_chip[2];
@@ -335,11 +330,6 @@ struct Pair {
 };
 
 void waits_in_vain() {
-    const auto has = [](const std::string& text, const std::string& part) {
-        if (text.find(part) != std::string::npos) return true;
-        std::fprintf(stderr, "  wanted: %s\n  got: %s\n", part.c_str(), text.c_str());
-        return false;
-    };
     const auto timed_out = [](const Pair& pair, std::uint32_t signal, std::uint32_t peer) {
         const runtime::AbortRecord& record = pair.environment.pad.abort_record();
         CHECK(runtime::abort_code(record) == runtime::AbortCode::timeout);
@@ -391,9 +381,9 @@ void waits_in_vain() {
 
 // --- the AllGather+GEMM kernels -----------------------------------------------------------------
 
-class Kernels {
+class Kernels : public test::DryRank {
   public:
-    Kernels(std::uint32_t world, std::uint32_t near) {
+    Kernels(std::uint32_t world, std::uint32_t near) : DryRank(0, world, near) {
         args_.geometry = {.world = world,
                           .m_local = 70,
                           .n = 100,
@@ -404,45 +394,28 @@ class Kernels {
                           .step_k = 32,
                           .tiles_per_chunk = 3};
         const ag_gemm::Geometry& g = args_.geometry;
-        args_.a = {kMemory + (1 << 20), g.dtype, g.m_local, g.k, g.k, 1};
-        args_.b = {kMemory + (2 << 20), g.dtype, g.k, g.n, g.n, 1};
-        args_.out = {kMemory + (3 << 20), DType::float32, g.m_local * world, g.n, g.n, 1};
-        args_.workspace = args_.pad = kMemory + (8 << 20);
-        for (std::uint32_t i = 0; i < world; ++i) {
-            std::byte* memory = i < near ? args_.workspace + (std::size_t{i} << 24) : nullptr;
-            peers_.push_back({memory, memory});
-            sources_.push_back(i);
-        }
-        order_ = ag_gemm::send_order(g, 2, near - 1);
-        args_.peers = peers_.data();
-        args_.order = sources_.data();
-        args_.send_order = order_.data();
+        args_.a = view(1, g.m_local, g.k, g.dtype);
+        args_.b = view(2, g.k, g.n, g.dtype);
+        args_.out = view(3, g.m_local * world, g.n, DType::float32);
+        bind(args_);
+        send_order_ = ag_gemm::send_order(g, 2, near - 1);
+        args_.send_order = send_order_.data();
     }
 
     // What strict simulation says of block `index` of 2 without the syncs of those numbers.
     std::string run(Role kind, std::uint32_t index, std::vector<std::uint32_t> without) {
-        sim::Environment environment = dry();
-        environment.strict->skip = {kind, index, std::move(without)};
-        trace_.clear();
-        sim::Core core(environment, kind, index, 2, memory_, &trace_);
-        return thrown<IsaError>([&] {
-            core.finish(kind == Role::comm ? ag_gemm::Comm(core, args_).run()
-                                           : ag_gemm::Compute(core, args_).run());
+        return says(kind, index, 2, std::move(without), [&](sim::Core& core) {
+            return kind == Role::comm ? ag_gemm::comm(core, args_) : ag_gemm::compute(core, args_);
         });
     }
 
-    // What the latest run issued, in order.
-    [[nodiscard]] const std::vector<sim::Record>& trace() const { return trace_; }
-
   private:
     ag_gemm::Args args_;
-    std::vector<Peer> peers_;
-    std::vector<std::uint32_t> sources_, order_;
-    sim::OnChip memory_;
-    std::vector<sim::Record> trace_;
+    std::vector<std::uint32_t> send_order_;
 };
 
-void every_sync_is_needed(const char* name, Kernels kernels) {
+void every_sync_is_needed(const char* name, std::uint32_t world, std::uint32_t near) {
+    Kernels kernels(world, near);
     for (const auto role : {Role::comm, Role::cube}) {
         const test::Mutations found = test::every_sync_is_needed(name, kernels, role);
         CHECK(found.idle_syncs == 0 && found.idle_pairs == (role == Role::cube ? 24 : 0));
@@ -456,7 +429,7 @@ int main() {
     scalar_hazards();
     seeds_explore_legal_orders();
     waits_in_vain();
-    every_sync_is_needed("one node", Kernels(3, 3));
-    every_sync_is_needed("two nodes", Kernels(4, 2));
+    every_sync_is_needed("one node", 3, 3);
+    every_sync_is_needed("two nodes", 4, 2);
     return test::finish();
 }

@@ -2,8 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
-#include <cstdlib>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -12,27 +11,16 @@
 
 #include "backends/accelerators/ascend/host/launch.hpp"
 #include "tests/native/ascend/check.hpp"
+#include "tests/native/ascend/memory.hpp"
 
 namespace mkernel::ascend::test {
-
-// Zeroed, page-aligned memory.
-struct Pages {
-    explicit Pages(std::size_t bytes)
-        : memory(static_cast<std::byte*>(
-                     std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096 + 4096)),
-                 &std::free) {
-        std::memset(memory.get(), 0, bytes);
-    }
-    std::unique_ptr<std::byte, decltype(&std::free)> memory;
-};
 
 // What a plan has on one rank.
 struct RankMemory {
     RankMemory(std::uint32_t signals, std::size_t workspace_bytes)
-        : pad(runtime::SignalPad::bytes(signals)), workspace(workspace_bytes) {
-        runtime::SignalPad::format(pad.memory.get(), signals);
-    }
-    Pages pad, workspace;
+        : pad(signals), workspace(workspace_bytes) {}
+    Pad pad;
+    Pages workspace;
 };
 
 // And on all of them: strict calls are looked at together.
@@ -61,7 +49,7 @@ inline host::Call call_of(const WorldMemory& world, std::uint32_t rank, std::uin
                           host::View view) {
     host::Call call;
     for (const RankMemory& each : world.ranks) {
-        call.peers.push_back({each.pad.memory.get(), each.workspace.memory.get()});
+        call.peers.push_back({each.pad.memory(), each.workspace.memory.get()});
     }
     call.args.rank = rank;
     call.args.epoch = epoch;
@@ -83,6 +71,16 @@ inline std::vector<std::uint32_t> order_from(std::uint32_t rank, std::uint32_t w
     for (std::uint32_t i = 0; i < world; ++i) order.push_back((rank + i) % world);
     return order;
 }
+
+// The relative error of many numbers together.
+struct Error {
+    void add(double got, double want) {
+        off += (got - want) * (got - want);
+        all += want * want;
+    }
+    [[nodiscard]] double relative() const { return std::sqrt(off / all); }
+    double off = 0, all = 0;
+};
 
 // `start(rank)` launches a rank's call.
 template <class Start>

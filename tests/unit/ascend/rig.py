@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch, _ascend
 from mkernel.backends.accelerators.ascend.backend import record
-from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.backends.accelerators.ascend.gemm import GemmOp
+from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
+from mkernel.backends.accelerators.ascend.trace import RECORD, Kind, Records, Role
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.instrumented import ModelledRun, View
+from mkernel.backends.contracts.instrumented import ModelledRun, Track, View
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
@@ -119,35 +122,9 @@ def make_plan(
     )
 
 
-def geometry(plan: LaunchPlan) -> _ascend.AgGemmGeometry:
-    """Where a plan's staging slots and signals lie."""
-    chunking = plan.chunking
-    return _ascend.AgGemmGeometry(
-        world=plan.world_size,
-        m_local=plan.shape.m // plan.world_size,
-        n=plan.shape.n,
-        k=plan.shape.k,
-        dtype=plan.dtype,
-        tile_m=chunking.tile_m,
-        tile_n=chunking.tile_n,
-        tile_k=chunking.tile_k,
-        step_k=chunking.step_k,
-        tiles_per_chunk=chunking.tiles_per_chunk,
-    )
-
-
-def reduce_geometry(plan: LaunchPlan) -> _ascend.GemmReduceGeometry:
-    """Where the slots and signals of a plan that reduces lie."""
-    return _ascend.GemmReduceGeometry(
-        world=plan.world_size,
-        m=plan.shape.m,
-        n=plan.shape.n,
-        k=plan.shape.k,
-        dtype=plan.dtype,
-        out_dtype=plan.out_dtype,
-        replicated=plan.op == "gemm_all_reduce",
-        **plan.chunking.model_dump(exclude={"chunks_per_rank"}),
-    )
+def geometry(plan: LaunchPlan) -> Any:
+    """Where a GEMM plan's slots and signals lie."""
+    return GemmOp().geometry(plan)
 
 
 class _Slot(ctypes.Structure):
@@ -392,33 +369,101 @@ class World:
             if view != "compute_only":
                 yield self.epoch, tensors
 
+    def check(self, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
+        """:meth:`epochs`, each with right results on every rank."""
+        for epoch, tensors in self.epochs(epochs, views):
+            for rank, worst in enumerate(self.errors(tensors)):
+                assert worst <= LIMIT[self.plan.out_dtype], f"rank {rank}, epoch {epoch}: {worst}"
 
-def modelled_views(plan: LaunchPlan) -> tuple[ModelledRun, ModelledRun, ModelledRun]:
-    """A plan on the modelled machine: compute alone, sequential, pipelined."""
-    traces = [record(plan, rank) for rank in range(plan.world_size)]
-    machine = load_machine()
-    return (
-        model(traces, machine, "compute_only"),
-        model(traces, machine, "sequential"),
-        model(traces, machine, "pipelined"),
+    def errors(self, tensors: list[dict[str, torch.Tensor]]) -> list[float]:
+        """How far every rank's outputs are off."""
+        return errors(self.plan, tensors)
+
+
+A3 = load_machine()
+
+
+def traces(plan: LaunchPlan) -> list[bytes]:
+    """What every rank of a plan would leave."""
+    return [record(plan, rank) for rank in range(plan.world_size)]
+
+
+class Views(NamedTuple):
+    """A plan's call on a modelled machine."""
+
+    alone: ModelledRun
+    sequential: ModelledRun
+    pipelined: ModelledRun
+
+
+def modelled_views(plan: LaunchPlan, machine: Machine = A3) -> Views:
+    """All views of one record."""
+    recorded = traces(plan)
+    views: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
+    return Views(*(model(recorded, machine, view) for view in views))
+
+
+def changed(**parts: dict[str, float]) -> Machine:
+    """The default machine with some fields replaced."""
+    data = A3.model_dump()
+    for part, fields in parts.items():
+        data[part].update(fields)
+    return Machine.model_validate(data)
+
+
+def slices_follow_each_other(track: Track, total_us: float) -> bool:
+    """In the time that the run took."""
+    end = 0.0
+    for each in track.spans:
+        if each.duration_us < 0 or each.start_us < end - 1e-6:
+            return False
+        end = each.start_us + each.duration_us
+    return end <= total_us + 1e-6
+
+
+HEADER, BASELINE, CORE = struct.Struct("<7I"), struct.Struct("<IIQ"), struct.Struct("<IIQ")
+
+
+def cores(blob: bytes | bytearray) -> list[tuple[Role, Records]]:
+    """Every core's records of a trace, in place."""
+    *_, baselines, count, _ = HEADER.unpack_from(blob)
+    at, found = HEADER.size + baselines * BASELINE.size, []
+    for _ in range(count):
+        kind, _, length = CORE.unpack_from(blob, at)
+        at += CORE.size
+        found.append((Role(kind), np.frombuffer(blob, RECORD, length, at)))
+        at += length * RECORD.itemsize
+    assert at == len(blob)
+    return found
+
+
+def first(blob: bytearray, kind: Kind) -> Records:
+    """The first record of a kind, in place."""
+    records = next(own for _, own in cores(blob) if kind in own["kind"])
+    at = int(np.flatnonzero(records["kind"] == kind)[0])
+    return records[at : at + 1]
+
+
+def same_bits(results: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether several runs gave the same tensors."""
+    return all(
+        torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)
     )
 
 
-def error(tensors: list[dict[str, torch.Tensor]], rank: int) -> float:
-    """Relative Frobenius error of a rank's output against float64."""
-    a = np.concatenate([t["a"].float().numpy().astype(np.float64) for t in tensors])
-    want = a @ tensors[rank]["b"].float().numpy().astype(np.float64)
-    got = tensors[rank]["out"].float().numpy().astype(np.float64)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
-def sum_errors(plan: LaunchPlan, tensors: list[dict[str, torch.Tensor]]) -> list[float]:
-    """The same of every rank, for ops that sum over ranks."""
-    whole = sum(t["a"].double().numpy() @ t["b"].double().numpy() for t in tensors)
-    wanted = [whole] * plan.world_size
+def errors(plan: LaunchPlan, tensors: list[dict[str, torch.Tensor]]) -> list[float]:
+    """Relative Frobenius error of every rank's output of a GEMM op against float64."""
+    if plan.op == "all_gather_gemm":
+        a = np.concatenate([t["a"].double().numpy() for t in tensors])
+        wanted = [a @ t["b"].double().numpy() for t in tensors]
+    else:
+        whole = sum(t["a"].double().numpy() @ t["b"].double().numpy() for t in tensors)
+        wanted = [whole] * plan.world_size
     if plan.op == "gemm_reduce_scatter":
         wanted = np.split(whole, plan.world_size)
-    return [
-        float(np.linalg.norm(t["out"].double().numpy() - want) / np.linalg.norm(want))
-        for t, want in zip(tensors, wanted, strict=True)
-    ]
+    return [distance(t["out"], want) for t, want in zip(tensors, wanted, strict=True)]
+
+
+def distance(got: torch.Tensor, want: np.ndarray[Any, Any]) -> float:
+    """Relative Frobenius error."""
+    return float(np.linalg.norm(got.double().numpy() - want) / max(np.linalg.norm(want), 1e-30))

@@ -8,18 +8,8 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import _ascend
-from mkernel.backends.contracts.instrumented import View
 
-from .rig import (
-    LIMIT,
-    PATIENCE_S,
-    SIGNAL_BASE,
-    World,
-    make_plan,
-    modelled_views,
-    reduce_geometry,
-    sum_errors,
-)
+from .rig import PATIENCE_S, SIGNAL_BASE, World, geometry, make_plan, modelled_views, same_bits
 
 OPS = ("gemm_reduce_scatter", "gemm_all_reduce")
 
@@ -29,18 +19,12 @@ def rows(op: str, m: int, ranks: int) -> int:
     return m if op == "gemm_all_reduce" else m // ranks * ranks or ranks
 
 
-def check(world: World, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
-    for epoch, tensors in world.epochs(epochs, views):
-        for rank, worst in enumerate(sum_errors(world.plan, tensors)):
-            assert worst <= LIMIT[world.plan.out_dtype], f"rank {rank}, epoch {epoch}: {worst}"
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 2), (1, 3), (1, 8), (2, 2), (3, 1)])
 def test_worlds(op: str, nodes: int, ranks: int) -> None:
     m = rows(op, 700, nodes * ranks)
     with World(make_plan(m, 320, 256, op=op, nodes=nodes, ranks_per_node=ranks)) as world:
-        check(world, epochs=5)
+        world.check(epochs=5)
         assert bool(world.puts) == (nodes > 1)
 
 
@@ -53,7 +37,7 @@ def test_dtypes(op: str, dtype: str, out_dtype: str, b_layout: str) -> None:
         256, 264, 128, op=op, nodes=2, dtype=dtype, out_dtype=out_dtype, b_layout=b_layout
     )
     with World(plan) as world:
-        check(world, epochs=2)
+        world.check(epochs=2)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -64,14 +48,13 @@ def test_dtypes(op: str, dtype: str, out_dtype: str, b_layout: str) -> None:
 def test_ragged(op: str, m: int, n: int, k: int, chunk: int) -> None:
     plan = make_plan(rows(op, m, 4), n, k, op=op, nodes=2, ranks_per_node=2, tiles_per_chunk=chunk)
     with World(plan) as world:
-        check(world, epochs=3)
+        world.check(epochs=3)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_views_in_any_order(op: str) -> None:
     with World(make_plan(512, 512, 128, op=op, nodes=2, ranks_per_node=2)) as world:
-        check(
-            world,
+        world.check(
             epochs=9,
             views=("pipelined", "compute_only", "pipelined", "sequential", "compute_only"),
         )
@@ -89,8 +72,7 @@ def test_bits_depend_on_nothing_but_the_inputs(op: str) -> None:
     for chosen, slots in options:
         with World(make_plan(560, 520, 264, op=op, **chosen), slots=slots) as world:
             results.append(world.call(world.tensors(seed=7)))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert same_bits(results)
     if op == "gemm_all_reduce":
         assert all(torch.equal(results[0][0], out) for out in results[0])
 
@@ -105,11 +87,11 @@ def test_waits_for_every_rank_s_part(op: str) -> None:
         tensors = world.tensors(seed=3)
         world.epoch = 1
         last = plan.world_size - 1
-        for chunk in range(reduce_geometry(plan).chunks):
-            world.add(last, reduce_geometry(plan).arrived(1, 0, chunk))
+        for chunk in range(geometry(plan).chunks):
+            world.add(last, geometry(plan).arrived(1, 0, chunk))
         launch = world.launch(last, tensors[last], view="pipelined", timeout_s=0.5)
         assert launch.wait(PATIENCE_S)
-        assert not sum_errors(plan, tensors)[last] <= 0.1
+        assert not world.errors(tensors)[last] <= 0.1
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -129,7 +111,7 @@ def test_ranks_without_tiles() -> None:
     """One output tile, eight ranks: seven own nothing, and all get the sum."""
     plan = make_plan(5, 40, 64, op="gemm_all_reduce", nodes=2, ranks_per_node=4)
     with World(plan) as world:
-        check(world, epochs=4)
+        world.check(epochs=4)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -141,10 +123,8 @@ def test_strict_simulation_finds_nothing(op: str, out_dtype: str) -> None:
     for strict in (None, _ascend.Strict(), _ascend.Strict(seed=1), _ascend.Strict(seed=2)):
         with World(plan, strict=strict) as world:
             world.poison()
-            results.append([world.call(world.tensors(seed=e)) for e in range(3)])
-    for other in results[1:]:
-        for got, first in zip(other, results[0], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True))
+            results.append([out for e in range(3) for out in world.call(world.tensors(seed=e))])
+    assert same_bits(results)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import AscendLaunch, _ascend
-from mkernel.backends.accelerators.ascend.backend import record
-from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.backends.accelerators.ascend.moe import MoeDispatchOp, balanced_ids
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.instrumented import View
@@ -19,7 +17,19 @@ from mkernel.backends.runtime._runtime import AbortCode
 from mkernel.errors import DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape, OpName
 
-from .rig import LIMIT, PATIENCE_S, SIGNAL_BASE, TORCH, World, make_plan, modelled_views
+from .rig import (
+    A3,
+    LIMIT,
+    PATIENCE_S,
+    SIGNAL_BASE,
+    TORCH,
+    World,
+    distance,
+    make_plan,
+    modelled_views,
+    same_bits,
+    traces,
+)
 
 Tensors = dict[str, torch.Tensor]
 Results = list[dict[str, Any]]
@@ -112,10 +122,6 @@ def expected(plan: LaunchPlan, given: list[Tensors], owner: int) -> np.ndarray[A
         if tokens:
             parts.append(torch.stack(tokens).double() @ w.double())
     return np.concatenate(parts) if parts else np.zeros((0, plan.shape.features))
-
-
-def distance(got: torch.Tensor, want: np.ndarray[Any, Any]) -> float:
-    return float(np.linalg.norm(got.double().numpy() - want) / max(np.linalg.norm(want), 1e-30))
 
 
 def run(
@@ -256,8 +262,7 @@ def test_bits_depend_on_nothing_but_the_inputs() -> None:
     for chosen, chunk, slots in options:
         plan = moe_plan(tokens=130, hidden=264, features=264, **chosen)
         results.append(layer(plan, combine_plan(plan, chunk=chunk), slots=slots))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert same_bits(results)
 
 
 @pytest.mark.parametrize(("dtype", "out_dtype"), [("float16", "bfloat16"), ("float32", "float32")])
@@ -268,8 +273,7 @@ def test_strict_simulation_finds_nothing(dtype: str, out_dtype: str) -> None:
         layer(plan, combine_plan(plan), epochs=3, strict=strict)
         for strict in (None, _ascend.Strict(), _ascend.Strict(seed=1), _ascend.Strict(seed=2))
     ]
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert same_bits(results)
 
 
 def complaint(launch: AscendLaunch) -> str:
@@ -426,9 +430,9 @@ def test_recording_without_running_gives_the_trace_of_a_run(nodes: int) -> None:
         ]
         assert all(launch.wait(PATIENCE_S) for launch in launches)
         ran = [launch.trace() or b"" for launch in launches]
-        dry = [record(world.plan, rank) for rank in range(len(tensors))]
+        dry = traces(world.plan)
         assert [len(trace) for trace in dry] == [len(trace) for trace in ran]
-        assert model(dry, load_machine()) == model(ran, load_machine())
+        assert model(dry, A3) == model(ran, A3)
         return [dict(launch.results()) for launch in launches]
 
     with World(plan) as out_world, World(home) as home_world:

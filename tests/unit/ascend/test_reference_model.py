@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections import Counter
 from enum import IntEnum
 from pathlib import Path
@@ -12,31 +11,15 @@ import numpy as np
 import pytest
 
 from mkernel.backends.accelerators.ascend.backend import record
-from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.reference import Shape, published, trace
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.accelerators.ascend.trace import RECORD, Kind, Pipe, Records, Role
+from mkernel.backends.accelerators.ascend.trace import Kind, Pipe, Role
 from mkernel.harness import modelled
 
-from .rig import make_plan
+from .rig import A3, changed, cores, first, make_plan
 
-A3 = load_machine()
-HEADER, BASELINE, CORE = struct.Struct("<7I"), struct.Struct("<IIQ"), struct.Struct("<IIQ")
 SOURCE = Path(__file__).parents[3] / "backends" / "accelerators" / "ascend"
 SMALL = Shape(ranks=4, m=2048, k=1024, n=512)
-
-
-def cores(blob: bytes) -> list[tuple[Role, Records]]:
-    """Every core's records of a trace."""
-    *_, baselines, count, _ = HEADER.unpack_from(blob)
-    at, found = HEADER.size + baselines * BASELINE.size, []
-    for _ in range(count):
-        kind, _, length = CORE.unpack_from(blob, at)
-        at += CORE.size
-        found.append((Role(kind), np.frombuffer(blob, RECORD, length, at)))
-        at += length * RECORD.itemsize
-    assert at == len(blob)
-    return found
 
 
 def amount(blob: bytes, *kinds: Kind) -> int:
@@ -138,12 +121,8 @@ def test_shapes_that_the_published_kernels_do_not_take(
 def test_a_notification_that_is_left_out_is_reported() -> None:
     traces = [trace(SMALL, rank) for rank in range(SMALL.ranks)]
     assert model(traces, A3).total_us > 0
-    kinds = HEADER.size + CORE.size
-    at = next(
-        at for at in range(kinds, len(traces[0]), RECORD.itemsize) if traces[0][at] == Kind.TNOTIFY
-    )
     broken = bytearray(traces[0])
-    broken[at] = Kind.FENCE
+    first(broken, Kind.TNOTIFY)["kind"] = Kind.FENCE
     with pytest.raises(RuntimeError, match=r"rank \d AIC core \d+ waits for signal \d+ of rank 0"):
         model([bytes(broken), *traces[1:]], A3)
 
@@ -161,10 +140,7 @@ def test_the_model_reproduces_the_published_table() -> None:
 
 def test_other_constants_do_not_reproduce_it() -> None:
     """Planted fault: the same model with the constants that were guessed before the fit."""
-    data = A3.model_dump()
-    data["fabric"]["link_gbs"] = 14.0
-    data["pipes"]["mte2_gbs"] = 110.0
-    guessed = Machine.model_validate(data)
+    guessed = changed(fabric={"link_gbs": 14.0}, pipes={"mte2_gbs": 110.0})
     rows = [row for row in published().rows if row.ranks == 2]
     errors = [
         model([trace(row.shape, r) for r in range(row.ranks)], guessed, tracks=False).total_us

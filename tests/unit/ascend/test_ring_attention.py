@@ -15,7 +15,18 @@ from mkernel.errors import ShapeError
 from mkernel.ops.ring_attention import zigzag_positions
 from mkernel.plan.model import AttentionShape, LaunchPlan
 
-from .rig import LIMIT, PATIENCE_S, SIGNAL_BASE, TORCH, World, make_plan, modelled_views, up
+from .rig import (
+    LIMIT,
+    PATIENCE_S,
+    SIGNAL_BASE,
+    TORCH,
+    World,
+    distance,
+    make_plan,
+    modelled_views,
+    same_bits,
+    up,
+)
 
 LSE_LIMIT = 1e-5
 SCALE = 0.11
@@ -86,7 +97,14 @@ class Attention(World):
             made.append(own)
         return made
 
-    def errors(self, tensors: Tensors, rank: int) -> tuple[float, float]:
+    def check(self, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
+        for epoch, tensors in self.epochs(epochs, views):
+            for rank in range(self.plan.world_size):
+                out, lse = self.errors_of(tensors, rank)
+                assert out <= LIMIT[self.plan.dtype], f"rank {rank}, epoch {epoch}: {out}"
+                assert lse <= LSE_LIMIT, f"rank {rank}, epoch {epoch}: {lse}"
+
+    def errors_of(self, tensors: Tensors, rank: int) -> tuple[float, float]:
         """Relative Frobenius errors of ``out`` and ``lse``."""
         shape = self.plan.shape
         groups = shape.heads // shape.kv_heads
@@ -97,19 +115,8 @@ class Attention(World):
             later = torch.arange(shape.sequence)[None, :] > at[:, None]
             scores = scores.masked_fill(later, float("-inf"))
         wanted = {"out": scores.softmax(dim=3) @ v, "lse": scores.logsumexp(dim=3)}
-        out, lse = (
-            float((tensors[rank][name].double() - want).norm() / want.norm())
-            for name, want in wanted.items()
-        )
+        out, lse = (distance(tensors[rank][name], want.numpy()) for name, want in wanted.items())
         return out, lse
-
-
-def check(world: Attention, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
-    for epoch, tensors in world.epochs(epochs, views):
-        for rank in range(world.plan.world_size):
-            out, lse = world.errors(tensors, rank)
-            assert out <= LIMIT[world.plan.dtype], f"rank {rank}, epoch {epoch}: {out}"
-            assert lse <= LSE_LIMIT, f"rank {rank}, epoch {epoch}: {lse}"
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -117,7 +124,7 @@ def check(world: Attention, epochs: int = 1, views: tuple[View, ...] = ("pipelin
 def test_worlds(nodes: int, ranks: int, causal: bool) -> None:
     plan = attention_plan(264, causal=causal, nodes=nodes, ranks_per_node=ranks)
     with Attention(plan) as world:
-        check(world, epochs=5)
+        world.check(epochs=5)
         assert bool(world.puts) == (nodes > 1)
 
 
@@ -126,7 +133,7 @@ def test_worlds(nodes: int, ranks: int, causal: bool) -> None:
 def test_dtypes(dtype: str, causal: bool) -> None:
     plan = attention_plan(320, 128, causal=causal, dtype=dtype, nodes=2)
     with Attention(plan) as world:
-        check(world, epochs=2)
+        world.check(epochs=2)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +143,7 @@ def test_grouped_heads(batch: int, heads: int, kv_heads: int) -> None:
     """Query head h sees head h * kv_heads // heads."""
     plan = attention_plan(72, batch=batch, heads=heads, kv_heads=kv_heads, ranks_per_node=2)
     with Attention(plan) as world:
-        check(world, epochs=2)
+        world.check(epochs=2)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +162,12 @@ def test_grouped_heads(batch: int, heads: int, kv_heads: int) -> None:
 def test_ragged(rows: int, head_dim: int, chunk: int, causal: bool) -> None:
     plan = attention_plan(rows, head_dim, causal=causal, chunk=chunk, nodes=2, ranks_per_node=2)
     with Attention(plan) as world:
-        check(world, epochs=3)
+        world.check(epochs=3)
 
 
 def test_views_in_any_order() -> None:
     with Attention(attention_plan(192, causal=True, nodes=2, ranks_per_node=2)) as world:
-        check(
-            world,
+        world.check(
             epochs=9,
             views=("pipelined", "compute_only", "pipelined", "sequential", "compute_only"),
         )
@@ -182,8 +188,7 @@ def test_bits_do_not_depend_on_cores(causal: bool) -> None:
             tensors = world.tensors(seed=7)
             world.call(tensors)
             results.append([each[name] for each in tensors for name in ("out", "lse")])
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert same_bits(results)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -202,8 +207,7 @@ def test_strict_simulation_finds_nothing(dtype: str, causal: bool) -> None:
                 tensors = world.tensors(seed=epoch)
                 world.call(tensors)
                 results[-1] += [each[name] for each in tensors for name in ("out", "lse")]
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+    assert same_bits(results)
 
 
 @pytest.mark.parametrize(("role", "wait"), [("vector", 0), ("cube", 0), ("cube", 1)])
@@ -223,7 +227,7 @@ def test_what_nobody_sees_is_not_sent() -> None:
     """Causal: rank 0's last piece ends the sequence, and only rank 0 sees it."""
     plan = attention_plan(64, causal=True, chunk=32, nodes=4)
     with Attention(plan) as world:
-        check(world)
+        world.check()
         pairs = {(source, put.peer) for source, put in world.puts if put.nbytes}
         sent = {
             pair: sum(put.nbytes for source, put in world.puts if (source, put.peer) == pair)
@@ -250,7 +254,7 @@ def test_waits_for_every_chunk() -> None:
         for chunk in range(geometry.chunks):
             world.add(1, geometry.arrived(1, 0, chunk))
         assert world.launch(1, tensors[1], timeout_s=0.5).wait(PATIENCE_S)
-        assert not world.errors(tensors, 1)[0] <= 0.1
+        assert not world.errors_of(tensors, 1)[0] <= 0.1
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mkernel.backends.accelerators.ascend.backend import record
-from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
+from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.contracts.instrumented import ModelledRun
+from mkernel.backends.accelerators.ascend.trace import Kind
 from mkernel.errors import InputFileError
-from mkernel.plan.model import LaunchPlan
 from mkernel.topology.cost import default_constants
 
-from .rig import PATIENCE_S, SIGNAL_BASE, World, make_plan
-
-A3 = load_machine()
-HEADER = struct.Struct("<7I")
-BASELINE = struct.Struct("<IIQ")
-CORE = struct.Struct("<IIQ")
-RECORD_BYTES = 32
-TNOTIFY, TWAIT, NIC_PUT = 6, 7, 8  # sim/trace.hpp: Kind
-
-
-def traces(plan: LaunchPlan) -> list[bytes]:
-    return [record(plan, rank) for rank in range(plan.world_size)]
-
-
-def changed(machine: Machine, **parts: dict[str, float]) -> Machine:
-    data = machine.model_dump()
-    for part, fields in parts.items():
-        data[part].update(fields)
-    return Machine.model_validate(data)
+from .rig import (
+    A3,
+    HEADER,
+    PATIENCE_S,
+    SIGNAL_BASE,
+    World,
+    changed,
+    cores,
+    first,
+    make_plan,
+    modelled_views,
+    slices_follow_each_other,
+    traces,
+)
 
 
 def test_recording_without_running_gives_the_trace_of_a_run() -> None:
@@ -70,25 +64,9 @@ def test_later_epochs_model_the_same() -> None:
     assert runs[2] == runs[3]
 
 
-def _records(blob: bytes) -> list[tuple[int, int]]:
-    """(offset, kind) of every record of a trace."""
-    *_, baselines, cores, _ = HEADER.unpack_from(blob)
-    at, found = HEADER.size + baselines * BASELINE.size, []
-    for _ in range(cores):
-        _, _, count = CORE.unpack_from(blob, at)
-        at += CORE.size
-        found += [(at + i * RECORD_BYTES, blob[at + i * RECORD_BYTES]) for i in range(count)]
-        at += count * RECORD_BYTES
-    assert at == len(blob)
-    return found
-
-
 def _signals(blob: bytes) -> set[int]:
-    return {
-        struct.unpack_from("<I", blob, at + 8)[0]
-        for at, kind in _records(blob)
-        if kind in (6, 7, 8)
-    }
+    kinds = (Kind.TNOTIFY, Kind.TWAIT, Kind.NIC_PUT)
+    return {int(s) for _, own in cores(blob) for s in own["signal"][np.isin(own["kind"], kinds)]}
 
 
 def test_a_signal_that_is_never_raised_is_reported() -> None:
@@ -96,9 +74,9 @@ def test_a_signal_that_is_never_raised_is_reported() -> None:
     plan = make_plan(512, 256, 512, ranks_per_node=2)
     good = traces(plan)
     broken = bytearray(good[0])
-    at = next(at for at, kind in _records(good[0]) if kind == TNOTIFY)
-    (signal,) = struct.unpack_from("<I", broken, at + 8)
-    struct.pack_into("<I", broken, at + 8, 4000)
+    notified = first(broken, Kind.TNOTIFY)["signal"]
+    signal = int(notified[0])
+    notified[0] = 4000
     why = rf"rank 1 AIC core \d+ waits for signal {signal} of rank 0"
     with pytest.raises(RuntimeError, match=why):
         model([bytes(broken), good[1]], A3)
@@ -121,19 +99,10 @@ def test_wrong_traces_are_refused() -> None:
     assert model([two, one], A3) == model([one, two], A3)
 
 
-def run(plan: LaunchPlan, machine: Machine = A3) -> tuple[ModelledRun, ModelledRun, ModelledRun]:
-    recorded = traces(plan)
-    return (
-        model(recorded, machine, "pipelined"),
-        model(recorded, machine, "sequential"),
-        model(recorded, machine, "compute_only"),
-    )
-
-
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_views_are_ordered_and_bounded(nodes: int) -> None:
     plan = make_plan(4 * 512, 1024, 2048, nodes=nodes, ranks_per_node=4 // nodes, comm_blocks=8)
-    pipelined, sequential, compute = run(plan)
+    compute, sequential, pipelined = modelled_views(plan)
     comm_us = pipelined.kernel_us("comm")
     assert compute.kernel_us("comm") == 0
     assert max(compute.total_us, comm_us) <= pipelined.total_us <= sequential.total_us
@@ -153,16 +122,17 @@ def test_views_are_ordered_and_bounded(nodes: int) -> None:
 
 def test_time_follows_the_machine() -> None:
     plan = make_plan(2 * 1024, 1024, 2048, ranks_per_node=2)
-    base = run(plan)
-    slow_link = run(plan, changed(A3, fabric={"link_gbs": A3.fabric.link_gbs / 2}))
-    assert slow_link[0].total_us > 1.8 * base[0].total_us
-    assert slow_link[2].total_us == base[2].total_us
-    slow_cube = run(plan, changed(A3, cube={"macs_per_cycle_16bit": 256.0}))
-    assert slow_cube[2].total_us > 5 * base[2].total_us
+    base = modelled_views(plan)
+    slow_link = modelled_views(plan, changed(fabric={"link_gbs": A3.fabric.link_gbs / 2}))
+    assert slow_link.pipelined.total_us > 1.8 * base.pipelined.total_us
+    assert slow_link.alone.total_us == base.alone.total_us
+    slow_cube = modelled_views(plan, changed(cube={"macs_per_cycle_16bit": 256.0}))
+    assert slow_cube.alone.total_us > 5 * base.alone.total_us
     far = make_plan(2 * 1024, 1024, 2048, nodes=2)
-    slow_nic = changed(A3, nic={"gbs": A3.nic.gbs / 4})
-    assert run(far, slow_nic)[0].total_us > 2.5 * run(far)[0].total_us
-    assert run(plan, slow_nic)[0].total_us == base[0].total_us
+    slow_nic = changed(nic={"gbs": A3.nic.gbs / 4})
+    over_slow_nic = modelled_views(far, slow_nic).pipelined.total_us
+    assert over_slow_nic > 2.5 * modelled_views(far).pipelined.total_us
+    assert modelled_views(plan, slow_nic).pipelined.total_us == base.pipelined.total_us
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -176,13 +146,9 @@ def test_tracks(nodes: int) -> None:
     assert {"TMATMUL", "TSTORE", "TPUT", "TWAIT"} <= kinds
     assert ("NIC_PUT" in kinds) == (nodes == 2)
     for track in result.tracks:
-        end = 0.0
-        for piece in track.spans:
-            assert piece.duration_us >= 0
-            assert piece.start_us >= end - 1e-6, (track.rank, track.name, piece)
-            assert piece.chunk is None or 0 <= piece.chunk < plan.chunking.chunks_per_rank
-            end = piece.start_us + piece.duration_us
-        assert end <= result.total_us + 1e-6
+        assert slices_follow_each_other(track, result.total_us), (track.rank, track.name)
+        chunks = {piece.chunk for piece in track.spans} - {None}
+        assert chunks <= set(range(plan.chunking.chunks_per_rank))
     without = model(traces(plan), A3, tracks=False)
     assert (without.tracks, without.pipes) == ((), ())
 
@@ -200,10 +166,7 @@ def test_pipes(nodes: int) -> None:
         assert number.isdigit()
         done.setdefault(f"{core} {pipe}", set()).update(piece.name for piece in track.spans)
         raised += sum(piece.name == "TNOTIFY" and core == "AIV" for piece in track.spans)
-        end = 0.0
-        for piece in track.spans:
-            assert piece.start_us >= end - 1e-6, (track.rank, track.name, piece)
-            end = piece.start_us + piece.duration_us
+        assert slices_follow_each_other(track, result.total_us), (track.rank, track.name)
     assert done == {
         "AIC S": {"TWAIT", "TNOTIFY"} | ({"NIC_PUT"} if nodes == 2 else set()),
         "AIC M": {"TMATMUL"},

@@ -11,17 +11,17 @@ import pytest
 
 from mkernel import api
 from mkernel.backends.accelerators.ascend import AscendAccelerator
-from mkernel.backends.accelerators.ascend.backend import record
-from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.contracts.instrumented import ModelledRun, Track, View
+from mkernel.backends.contracts.instrumented import ModelledRun, View
 from mkernel.harness import timeline
 from mkernel.harness import trace_file as files
 from mkernel.harness.job_report import Clock, modelled_clock
 from mkernel.harness.views import VIEWS
 from mkernel.plan.shapes import sizes_or_defaults
 
-A3 = load_machine()
+from .rig import A3, changed, slices_follow_each_other
+from .rig import traces as recorded
+
 OPS = AscendAccelerator().capabilities().ops
 WORLDS = ((1, 4), (2, 2), (1, 1))  # nodes, ranks of each
 
@@ -38,7 +38,7 @@ def traces(op: str, nodes: int, ranks: int) -> tuple[bytes, ...]:
         verbs="soft",
         **sizes_or_defaults(op, {}),
     )
-    return tuple(record(plan, rank) for rank in range(plan.world_size))
+    return tuple(recorded(plan))
 
 
 @functools.cache
@@ -83,15 +83,6 @@ def test_a_wrong_time_would_be_found(name: str, factor: float) -> None:
     assert not sound(wrong)
 
 
-def slices_follow_each_other(track: Track, total_us: float) -> bool:
-    end = 0.0
-    for each in track.spans:
-        if each.duration_us < 0 or each.start_us < end - 1e-6:
-            return False
-        end = each.start_us + each.duration_us
-    return end <= total_us + 1e-6
-
-
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("op", OPS)
 def test_the_timeline_of_every_op(op: str, nodes: int, tmp_path: Path) -> None:
@@ -110,8 +101,8 @@ def test_the_timeline_of_every_op(op: str, nodes: int, tmp_path: Path) -> None:
     seen: dict[str, list[dict[str, int]]] = {}
     for event in content["traceEvents"]:
         if event["ph"] == "X":
-            lane_name = threads[event["pid"], event["tid"]].split()
-            key = " ".join((lane_name[0], *lane_name[2:], event["name"]))
+            track_name = threads[event["pid"], event["tid"]].split()
+            key = " ".join((track_name[0], *track_name[2:], event["name"]))
             seen.setdefault(key, []).append(event["args"])
     assert {rank for rank, _ in threads} == set(range(4))
     raised = [args for key in ("AIV S TNOTIFY", "AIC S TNOTIFY") for args in seen.get(key, [])]
@@ -142,13 +133,6 @@ def test_calls_that_follow_each_other_share_a_timeline() -> None:
     for name in ("compute_only_ms", "comm_only_ms", "sequential_ms", "pipelined_ms"):
         assert getattr(together, name) == pytest.approx(sum(getattr(c, name) for c in apart))
     assert sound(together)
-
-
-def changed(**parts: dict[str, float]) -> Machine:
-    data = A3.model_dump()
-    for part, fields in parts.items():
-        data[part].update(fields)
-    return Machine.model_validate(data)
 
 
 def test_sums_take_as_long_as_the_vector_unit_needs() -> None:
