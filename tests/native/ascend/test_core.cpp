@@ -242,9 +242,9 @@ void refusals() {
         "outside the call's tensors"));
     late.offset = 8;
     CHECK(has(load(late, good), "not 32-byte aligned"));
-    CHECK(has(
-        thrown<IsaError>([&] { vector.core.tload(tile, vector.view(DType::float16, 16, 32)); }),
-        "this kind of core has no such buffer"));
+    CHECK(
+        has(thrown<IsaError>([&] { vector.core.tload(tile, vector.view(DType::float16, 16, 32)); }),
+            "this kind of core has no such buffer"));
 
     const Tile ub{Buffer::UB, DType::float32, isa::Layout::row, 0, 8, 8, 8, 8};
     const GlobalView rom{reinterpret_cast<std::byte*>(vector.rom), DType::float32, 8, 8, 8, 1};
@@ -253,7 +253,7 @@ void refusals() {
 
     const Tile l0a{Buffer::L0A, DType::float16, isa::Layout::row, 0, 16, 16, 16, 16};
     CHECK(has(thrown<IsaError>([&] { cube.core.textract(l0a, tile, 0, 17); }),
-               "reads beyond the valid part"));
+              "reads beyond the valid part"));
     const Tile l0b{Buffer::L0B, DType::float16, isa::Layout::row, 0, 32, 32, 32, 32};
     const Tile l0c{Buffer::L0C, DType::float32, isa::Layout::row, 0, 16, 32, 16, 32};
     CHECK(has(thrown<IsaError>([&] { cube.core.tmatmul(l0c, l0a, l0b); }), "shapes do not match"));
@@ -261,10 +261,10 @@ void refusals() {
 
     // Flags.
     CHECK(has(thrown<IsaError>([&] { cube.core.wait_flag(Pipe::MTE2, Pipe::MTE1, 2); }),
-               "MTE2→MTE1 event 2 was not set before"));
+              "MTE2→MTE1 event 2 was not set before"));
     cube.core.set_flag(Pipe::MTE2, Pipe::MTE1, 2);
     CHECK(has(thrown<IsaError>([&] { cube.core.set_flag(Pipe::MTE2, Pipe::MTE1, 2); }),
-               "already set"));
+              "already set"));
     CHECK(has(thrown<IsaError>([&] { cube.core.finish(true); }), "never waited for"));
     CHECK(thrown<IsaError>([&] { cube.core.finish(false); }).empty());
     cube.core.wait_flag(Pipe::MTE2, Pipe::MTE1, 2);

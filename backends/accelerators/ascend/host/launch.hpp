@@ -19,7 +19,7 @@
 
 namespace mkernel::ascend::host {
 
-enum class View : std::uint32_t { pipelined = 0, sequential = 1, compute_only = 2 };
+using sim::View;
 
 struct Call {
     std::shared_ptr<Kernels> kernels;

@@ -25,6 +25,12 @@ std::uint64_t nanoseconds(double seconds) {
     return static_cast<std::uint64_t>(std::llround(std::min(std::max(seconds, 0.0), 1e9) * 1e9));
 }
 
+sim::View view_named(const std::string& name) {
+    return name == "sequential"     ? sim::View::sequential
+           : name == "compute_only" ? sim::View::compute_only
+                                    : sim::View::pipelined;
+}
+
 void check(const host::Call& call, std::size_t peers) {
     const std::uint32_t world = call.kernels->world();
     if (peers != world || call.args.rank >= world) {
@@ -68,9 +74,7 @@ std::shared_ptr<host::Launch> launch(
     call.fifo = pointer<const nics::FifoDevice>(fifo);
     call.timeout_ns = nanoseconds(timeout_s);
     call.trace = trace;
-    call.view = view_name == "sequential"     ? host::View::sequential
-                : view_name == "compute_only" ? host::View::compute_only
-                                              : host::View::pipelined;
+    call.view = view_named(view_name);
     check(call, peers.size());
     if (epoch == 0) throw py::value_error("epochs begin at 1");
     const runtime::SignalPad signals(call.args.pad);
@@ -112,10 +116,7 @@ using ReplayResult =
 
 ReplayResult replay(const std::vector<std::string>& traces, const sim::Machine& machine,
                     const std::string& view_name, bool keep_spans) {
-    const auto view = view_name == "sequential"     ? sim::ReplayView::sequential
-                      : view_name == "compute_only" ? sim::ReplayView::compute_only
-                                                    : sim::ReplayView::pipelined;
-    const sim::Replay run = sim::replay(traces, machine, view, keep_spans);
+    const sim::Replay run = sim::replay(traces, machine, view_named(view_name), keep_spans);
     ReplayResult result{run.total_ns, {}, {}};
     for (const auto& kernel : run.kernels) {
         std::get<1>(result).emplace_back(kernel.rank, name_of(kernel.kernel), kernel.start_ns,

@@ -158,11 +158,7 @@ void Core::tload(const Tile& to, const GlobalView& from, Where where) {
                            from.rows * size);
         }
     });
-    record({.kind = Kind::tload,
-            .pipe = Pipe::MTE2,
-            .chunk = chunk_,
-            .peer = environment_.rank,
-            .amount = std::uint64_t{from.rows} * from.cols * bytes_of(to.dtype)});
+    record_work(Kind::tload, Pipe::MTE2, std::uint64_t{from.rows} * from.cols * bytes_of(to.dtype));
 }
 
 void Core::tstore(const GlobalView& to, const Tile& from, Where where) {
@@ -191,11 +187,7 @@ void Core::tstore(const GlobalView& to, const Tile& from, Where where) {
                            to.cols * size);
         }
     });
-    record({.kind = Kind::tstore,
-            .pipe = pipe,
-            .chunk = chunk_,
-            .peer = environment_.rank,
-            .amount = std::uint64_t{to.rows} * to.cols * bytes_of(to.dtype)});
+    record_work(Kind::tstore, pipe, std::uint64_t{to.rows} * to.cols * bytes_of(to.dtype));
     // A cube core has just finished an output tile: a good place to let urgent cores run.
     if (role_ == Role::cube && !environment_.dry) environment_.scheduler->yield(priority());
 }
@@ -234,11 +226,7 @@ void Core::textract(const Tile& to, const Tile& from, std::uint32_t row, std::ui
                     unit.pack_b(packed, source, to.valid_rows, to.valid_cols);
                 }
             });
-    record({.kind = Kind::textract,
-            .pipe = Pipe::MTE1,
-            .chunk = chunk_,
-            .peer = environment_.rank,
-            .amount = std::uint64_t{to.valid_rows} * to.valid_cols * size});
+    record_work(Kind::textract, Pipe::MTE1, std::uint64_t{to.valid_rows} * to.valid_cols * size);
 }
 
 void Core::multiply(const char* instruction, const Tile& c, const Tile& a, const Tile& b,
@@ -269,13 +257,10 @@ void Core::multiply(const char* instruction, const Tile& c, const Tile& a, const
     } else {
         execute(instruction, Pipe::M, {reads(a), reads(b), writes(c)}, effect);
     }
-    record({.kind = accumulate ? Kind::tmatmul_acc : Kind::tmatmul,
-            .pipe = Pipe::M,
-            .chunk = chunk_,
-            .peer = environment_.rank,
-            .amount = std::uint64_t{round_up(a.valid_rows, 16)} * round_up(a.valid_cols, 16) *
-                      round_up(b.valid_cols, 16),
-            .width = bytes_of(a.dtype)});
+    record_work(accumulate ? Kind::tmatmul_acc : Kind::tmatmul, Pipe::M,
+                std::uint64_t{round_up(a.valid_rows, 16)} * round_up(a.valid_cols, 16) *
+                    round_up(b.valid_cols, 16),
+                bytes_of(a.dtype));
 }
 
 void Core::tmatmul(const Tile& c, const Tile& a, const Tile& b, Where where) {
@@ -323,7 +308,6 @@ void Core::tput(std::uint32_t peer, const GlobalView& to, const GlobalView& from
     }
     record({.kind = Kind::tput,
             .pipe = Pipe::MTE3,
-            .chunk = chunk_,
             .peer = peer,
             .amount = std::uint64_t{from.rows} * line});
 }
@@ -343,8 +327,7 @@ void Core::set_flag(Pipe source, Pipe waiting, std::uint32_t event, Where where)
     record({.kind = Kind::set_flag,
             .pipe = source,
             .other = waiting,
-            .event = static_cast<std::uint8_t>(event),
-            .chunk = chunk_});
+            .event = static_cast<std::uint8_t>(event)});
 }
 
 void Core::wait_flag(Pipe source, Pipe waiting, std::uint32_t event, Where where) {
@@ -362,8 +345,7 @@ void Core::wait_flag(Pipe source, Pipe waiting, std::uint32_t event, Where where
     record({.kind = Kind::wait_flag,
             .pipe = source,
             .other = waiting,
-            .event = static_cast<std::uint8_t>(event),
-            .chunk = chunk_});
+            .event = static_cast<std::uint8_t>(event)});
 }
 
 void Core::pipe_barrier(Pipe pipe) {
@@ -371,7 +353,7 @@ void Core::pipe_barrier(Pipe pipe) {
         if (!strict_->executes_sync()) return;
         strict_->barrier(pipe);
     }
-    record({.kind = Kind::barrier, .pipe = pipe, .chunk = chunk_});
+    record({.kind = Kind::barrier, .pipe = pipe});
 }
 
 void Core::fence() {
@@ -380,7 +362,7 @@ void Core::fence() {
         strict_->fence();
     }
     // Instructions took effect in this thread already; tnotify and the FIFO's commit word release.
-    record({.kind = Kind::fence, .pipe = Pipe::S, .chunk = chunk_});
+    record({.kind = Kind::fence, .pipe = Pipe::S});
 }
 
 void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value,
@@ -398,12 +380,8 @@ void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std
     } else {
         add();
     }
-    record({.kind = Kind::tnotify,
-            .pipe = Pipe::S,
-            .chunk = chunk_,
-            .signal = signal,
-            .peer = peer,
-            .amount = value});
+    record(
+        {.kind = Kind::tnotify, .pipe = Pipe::S, .signal = signal, .peer = peer, .amount = value});
 }
 
 runtime::Diagnosis Core::diagnosis(std::uint32_t peer) const {
@@ -417,12 +395,7 @@ runtime::Diagnosis Core::diagnosis(std::uint32_t peer) const {
 bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer, Where where) {
     where_ = where;
     if (strict_ && !strict_->executes_wait()) return true;
-    record({.kind = Kind::twait,
-            .pipe = Pipe::S,
-            .chunk = chunk_,
-            .signal = signal,
-            .peer = peer,
-            .amount = value});
+    record({.kind = Kind::twait, .pipe = Pipe::S, .signal = signal, .peer = peer, .amount = value});
     if (environment_.dry) return true;
     if (!await(signal, value, peer)) return false;
     if (strict_) strict_->seen(peer, signal, value);
@@ -471,7 +444,6 @@ bool Core::nic_put(const nics::PutCommand& command, Where where) {
     }
     record({.kind = Kind::nic_put,
             .pipe = Pipe::S,
-            .chunk = chunk_,
             .signal = command.signal,
             .peer = command.peer,
             .amount = command.bytes,

@@ -193,8 +193,19 @@ class Core {
             effect();
         }
     }
-    void record(const Record& record) {
-        if (trace_ != nullptr) trace_->push_back(record);
+    // For the chunk that was annotated last.
+    void record(Record record) {
+        if (trace_ == nullptr) return;
+        record.chunk = chunk_;
+        trace_->push_back(record);
+    }
+    // An instruction that signals nobody.
+    void record_work(Kind kind, isa::Pipe pipe, std::uint64_t amount, std::uint32_t width = 0) {
+        record({.kind = kind,
+                .pipe = pipe,
+                .peer = environment_.rank,
+                .amount = amount,
+                .width = width});
     }
     // core_scalar.cpp. The view of one element, checked.
     isa::GlobalView scalar_access(const char* instruction, const std::byte* at, bool write);

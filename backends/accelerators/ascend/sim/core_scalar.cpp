@@ -25,7 +25,6 @@ GlobalView Core::scalar_access(const char* instruction, const std::byte* at, boo
     } else {
         record({.kind = Kind::scalar,
                 .pipe = Pipe::S,
-                .chunk = chunk_,
                 .peer = environment_.rank,
                 .amount = sizeof(std::int32_t),
                 .value = stored});

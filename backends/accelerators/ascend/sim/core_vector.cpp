@@ -56,11 +56,8 @@ float* Core::float_column(Kind kind, const Tile& tile, const Tile& shape) const 
 }
 
 void Core::record_vector(Kind kind, const Tile& work) {
-    record({.kind = kind,
-            .pipe = Pipe::V,
-            .chunk = chunk_,
-            .peer = environment_.rank,
-            .amount = std::uint64_t{work.valid_rows} * work.valid_cols * bytes_of(DType::float32)});
+    record_work(kind, Pipe::V,
+                std::uint64_t{work.valid_rows} * work.valid_cols * bytes_of(DType::float32));
 }
 
 template <class Element, class... Inputs>

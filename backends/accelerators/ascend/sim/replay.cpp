@@ -135,21 +135,21 @@ struct Event {
 
 class Simulation {
   public:
-    Simulation(const std::vector<std::string>& traces, const Machine& machine, ReplayView view,
+    Simulation(const std::vector<std::string>& traces, const Machine& machine, View view,
                bool keep_spans)
         : machine_(machine), view_(view), keep_spans_(keep_spans) {
         read(traces);
     }
 
     Replay run() {
-        if (view_ == ReplayView::sequential) {
+        if (view_ == View::sequential) {
             start(compute_first_ ? KernelName::compute : KernelName::comm, machine_.launch_ns);
             settle();
             start(compute_first_ ? KernelName::comm : KernelName::compute,
                   last_ns_ + machine_.launch_ns);
         } else {
-            if (view_ == ReplayView::compute_only) count_own_signals();
-            if (view_ == ReplayView::pipelined) start(KernelName::comm, machine_.launch_ns);
+            if (view_ == View::compute_only) count_own_signals();
+            if (view_ == View::pipelined) start(KernelName::comm, machine_.launch_ns);
             start(KernelName::compute, machine_.launch_ns);
         }
         settle();
@@ -236,7 +236,7 @@ class Simulation {
     // Compute-only: what other ranks or the comm kernel would raise counts as present. What the two
     // parts of the compute kernel tell each other stays.
     [[nodiscard]] bool left_out(const Core& core, const Record& record) {
-        if (view_ != ReplayView::compute_only) return false;
+        if (view_ != View::compute_only) return false;
         if (record.kind != Kind::twait) return record.peer != core.rank;
         return ranks_[core.rank].signal(record.signal).own < record.amount;
     }
@@ -549,7 +549,7 @@ class Simulation {
     }
 
     const Machine& machine_;
-    ReplayView view_;
+    View view_;
     bool keep_spans_;
     std::vector<Rank> ranks_;
     std::vector<Core> cores_;
@@ -565,7 +565,7 @@ class Simulation {
 
 }  // namespace
 
-Replay replay(const std::vector<std::string>& traces, const Machine& machine, ReplayView view,
+Replay replay(const std::vector<std::string>& traces, const Machine& machine, View view,
               bool keep_spans) {
     if (traces.empty()) throw ReplayError("no traces");
     return Simulation(traces, machine, view, keep_spans).run();

@@ -40,7 +40,6 @@ struct Machine {
 
 // Compute-only leaves out the comm kernel, and whatever the compute kernel would tell other ranks;
 // what it waits for is there, but for what its own cores tell each other.
-enum class ReplayView : std::uint32_t { pipelined = 0, sequential = 1, compute_only = 2 };
 
 // One executed instruction. `core`: index among the cores of its kind. Plain data, handed on as bytes.
 struct Span {
@@ -74,7 +73,7 @@ class ReplayError : public std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-Replay replay(const std::vector<std::string>& traces, const Machine& machine, ReplayView view,
+Replay replay(const std::vector<std::string>& traces, const Machine& machine, View view,
               bool keep_spans);
 
 }  // namespace mkernel::ascend::sim

@@ -94,6 +94,9 @@ struct TraceBaseline {
     std::uint64_t value = 0;
 };
 
+// How a call runs: both kernels at once, one after the other, or compute alone.
+enum class View : std::uint32_t { pipelined = 0, sequential = 1, compute_only = 2 };
+
 enum class KernelName : std::uint8_t { comm = 0, compute = 1 };
 inline constexpr int kKernels = 2;
 
