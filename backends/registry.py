@@ -67,7 +67,13 @@ def _load(group: str, argument: str, name: str, base: type[_Backend]) -> _Backen
 
 @cache
 def accelerator(name: str) -> AcceleratorBackend:
-    """The accelerator backend of that name. UnknownBackend, BackendUnavailable."""
+    """The accelerator backend of that name, to ask what it can do. UnknownBackend,
+    BackendUnavailable."""
+    return new_accelerator(name)
+
+
+def new_accelerator(name: str) -> AcceleratorBackend:
+    """An instance for one world, which alone opens it. UnknownBackend, BackendUnavailable."""
     return _load(ACCELERATORS, "accelerator", name, AcceleratorBackend)  # type: ignore[type-abstract]
 
 

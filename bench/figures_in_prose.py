@@ -352,7 +352,7 @@ ELSEWHERE: dict[str, tuple[tuple[str, str], ...]] = {
         ("400000 is 400 Gb/s", "an example of a setting"),
         ("`cut@100+40ms`", "an example of a setting"),
     ),
-    "docs/writing-a-backend.md": (("in slices of 50 ms", "mkernel/world/world.py"),),
+    "docs/writing-a-backend.md": (("in slices of 50 ms", "mkernel/world/calls.py"),),
 }
 """Of a page: text with a figure, and where that figure is from."""
 

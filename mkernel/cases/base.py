@@ -22,7 +22,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.cases.comparison import Comparison, compare, compare_exact
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.plan.model import DtypeName, LaunchPlan
-from mkernel.world.world import CallRecord
+from mkernel.world.calls import CallRecord
 
 TOLERANCE: dict[DtypeName, float] = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
 EVERY_RANK = -1

@@ -43,8 +43,7 @@ def meeting_place() -> Iterator[int]:
 def give_up_after(timeout_s: float) -> None:
     """From now on waits of this rank's world have another deadline than its making had. So a short
     one says nothing of how long a busy machine takes to start processes."""
-    world = mkernel.world()
-    world.settings = world.settings.model_copy(update={"timeout_s": timeout_s})
+    mkernel.world().set_timeout(timeout_s)
 
 
 def describe(case: Case) -> str:

@@ -11,7 +11,8 @@ from mkernel import selection
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
 from mkernel.plan.planner import plan
 from mkernel.topology.cost import constants_for
-from mkernel.world.world import CallRecord, World
+from mkernel.world.calls import CallRecord
+from mkernel.world.world import World
 
 T = TypeVar("T")
 

@@ -1,9 +1,10 @@
-"""The world of this process: ``init`` joins it, ``finalize`` leaves it, ``current`` is it."""
+"""The default world of a process: ``init`` joins it, ``finalize`` leaves it, ``current`` returns it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -13,15 +14,19 @@ from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized
 from mkernel.settings import Settings, check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.world.handshake import world_key
-from mkernel.world.identity import Identity
+from mkernel.world.identity import Backends, Identity
 from mkernel.world.world import World
 
 
-class _Current:
-    """The process's world, and how many it has had (each gets its own key prefix)."""
+@dataclass
+class _Default:
+    """The world that ``init`` made, and how many it has made: each gets a key prefix of its own."""
 
     world: World | None = None
     generation: int = 0
+
+
+_default = _Default()
 
 
 def init(
@@ -57,7 +62,7 @@ def init(
         did not come. PeerFailure: a rank failed. Untrusted: a stranger wrote to the store, or ranks
         have different secrets.
     """
-    if _Current.world is not None:
+    if _default.world is not None:
         raise AlreadyInitialized(
             "this process is already in a world; call mkernel.finalize() first"
         )
@@ -69,12 +74,35 @@ def init(
     backends = selection.backends(
         settings, identity.nodes, accelerator=accelerator, nic=nic, verbs=verbs
     )
-    _Current.generation += 1
-    prefix = "/".join(
-        ["mkernel", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), str(_Current.generation)]
+    _default.generation += 1
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    _default.world = join(
+        identity,
+        backends,
+        settings,
+        stores or _rendezvous(identity),
+        f"mkernel/{restarts}/{_default.generation}",
     )
-    one, two = stores or _rendezvous(identity)
-    one, two = PrefixStore(prefix, one), PrefixStore(prefix, two)
+    return _default.world
+
+
+def join(
+    identity: Identity,
+    backends: Backends,
+    settings: Settings,
+    stores: tuple[Store, Store],
+    prefix: str,
+) -> World:
+    """Make a world that is nobody's default; a process may be in several. Collective.
+
+    Args:
+        stores: two clients of one store.
+        prefix: of this world's keys there; no other world has it.
+
+    Raises:
+        What :func:`init` raises of ranks that do not fit together.
+    """
+    one, two = (PrefixStore(prefix, store) for store in stores)
     key = world_key(
         one,
         identity.rank,
@@ -82,8 +110,7 @@ def init(
         one_host=_environment_int("LOCAL_WORLD_SIZE", identity.size) >= identity.size,
         settings=settings,
     )
-    _Current.world = World(identity, backends, settings, (one, two), key)
-    return _Current.world
+    return World(identity, backends, settings, (one, two), key)
 
 
 def finalize(error: BaseException | None = None) -> None:
@@ -92,7 +119,7 @@ def finalize(error: BaseException | None = None) -> None:
     Args:
         error: why this rank stops early; the others then raise PeerFailure instead of waiting.
     """
-    world, _Current.world = _Current.world, None
+    world, _default.world = _default.world, None
     if world is not None:
         world.close(error)
 
@@ -130,16 +157,16 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def current() -> World:
     """The world of this process. NotInitialized."""
-    if _Current.world is None:
+    if _default.world is None:
         raise NotInitialized(
             "no world; call mkernel.init() first, or run inside mkernel.launch(...)"
         )
-    return _Current.world
+    return _default.world
 
 
 def is_initialized() -> bool:
     """Whether this process is in a world."""
-    return _Current.world is not None
+    return _default.world is not None
 
 
 def _environment_int(name: str, default: int) -> int:

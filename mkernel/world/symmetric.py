@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.contracts.nic import NicSession
-from mkernel.world.bootstrap import Bootstrap
-
-Check = Callable[[set[int]], None]
+from mkernel.world.exchange import Exchange
+from mkernel.world.identity import Identity
 
 
 class Source(Protocol):
@@ -49,13 +48,10 @@ def allocate(
     region: int,
     nbytes: int,
     *,
-    rank: int,
-    node_of: tuple[int, ...],
+    identity: Identity,
     source: Source,
     session: NicSession | None,
-    bootstrap: Bootstrap,
-    timeout_s: float,
-    check: Check,
+    exchange: Exchange,
     prepare: Callable[[SymmetricMemory], None] = lambda memory: None,
 ) -> SymmetricBuffer:
     """Allocate, exchange and connect one buffer. Collective: every rank, in the same order.
@@ -66,30 +62,31 @@ def allocate(
     Raises:
         Timeout: a rank did not take part. OSError: no memory.
     """
-    near = [r for r, node in enumerate(node_of) if node == node_of[rank] and r != rank]
-    far = [r for r, node in enumerate(node_of) if node != node_of[rank]]
+    rank, own = identity.rank, identity.node
+    near = [r for r, node in enumerate(identity.node_of) if node == own and r != rank]
+    far = [r for r, node in enumerate(identity.node_of) if node != own]
     with contextlib.ExitStack() as undo:
         local = source.allocate(nbytes)
         undo.callback(local.close)
         prepare(local)
         if session is not None:
             key = _register(session, region, local, nbytes)
-            bootstrap.publish(f"region/{region}/nic/{rank}", key)
-        bootstrap.publish(f"region/{region}/node{node_of[rank]}/{rank}", local.export())
+            exchange.publish(f"region/{region}/nic/{rank}", key)
+        exchange.publish(f"region/{region}/node{own}/{rank}", local.export())
 
         peers: dict[int, SymmetricMemory] = {}
-        told = bootstrap.collect(f"region/{region}/node{node_of[rank]}", near, timeout_s, check)
+        told = exchange.collect(f"region/{region}/node{own}", near)
         for peer in near:
             peers[peer] = source.attach(told[peer])
             undo.callback(peers[peer].close)
         if session is not None:
-            keys = bootstrap.collect(f"region/{region}/nic", far, timeout_s, check)
+            keys = exchange.collect(f"region/{region}/nic", far)
             for peer in far:
                 session.bind(region, peer, keys[peer])
         # A peer may put here as soon as it has the key; it must not before all are bound, so that
         # a failure above leaves nobody writing into freed memory.
-        bootstrap.publish(f"region/{region}/ready/{rank}", True)
-        bootstrap.collect(f"region/{region}/ready", range(len(node_of)), timeout_s, check)
+        exchange.publish(f"region/{region}/ready/{rank}", True)
+        exchange.collect(f"region/{region}/ready")
         undo.pop_all()
     return SymmetricBuffer(region, nbytes, local, peers)
 

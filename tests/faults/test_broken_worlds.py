@@ -15,7 +15,7 @@ import torch
 import mkernel
 from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import PeerFailure, PlanMismatch, Timeout, WorldError
-from mkernel.world.world import World
+from mkernel.world.agreement import Agreement
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -180,15 +180,15 @@ def test_a_refused_call_leaves_the_world_usable() -> None:
 
 
 def differs_and_agrees_late() -> float:
-    agree = World._agree
+    agree = Agreement._agree
 
-    def late(self: World, *arguments: Any) -> None:
-        if self.rank == 0:
+    def late(self: Agreement, *arguments: Any) -> None:
+        if mkernel.world().rank == 0:
             time.sleep(1.5)  # others have looked at this rank's heartbeat meanwhile
         agree(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "_agree", late)
+        patch.setattr(Agreement, "_agree", late)
         with pytest.raises(PlanMismatch):
             first_call_differs("n")
     return float(call().abs().sum())

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 import mkernel
 from mkernel.errors import PeerFailure, WorldError
 from mkernel.launch import host_store
-from mkernel.world import world as world_module
+from mkernel.world import join
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -52,7 +52,7 @@ def may_unshare() -> bool:
 def take_part(host: str, port: int, calls: bool) -> None:
     """Join the world, say so, and go on until it breaks; say how."""
     if not may_unshare():
-        world_module.host_identity = lambda: host
+        join.host_identity = lambda: host
     one, two = (TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2))
     world = mkernel.init(
         nodes=2, ranks_per_node=2, accelerator="streams", timeout_s=DEADLINE_S, stores=(one, two)

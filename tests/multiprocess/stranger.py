@@ -235,11 +235,11 @@ def meet(port: int, deed: Deed, *arguments: Any) -> str:
 
 def where() -> tuple[int, str]:
     """Port and prefix of this rank's world in its store."""
-    store = mkernel.world()._bootstrap._store
+    store = mkernel.world()._failure.bootstrap._store
     assert isinstance(store, PrefixStore)
     inner = store.underlying_store
     assert isinstance(inner, TCPStore)
-    return inner.port, f"mkernel/0/{lifecycle._Current.generation}"
+    return inner.port, f"mkernel/0/{lifecycle._default.generation}"
 
 
 def works() -> float:
@@ -270,7 +270,8 @@ def outcome(body: Callable[[], Any]) -> Outcome:
 
 def looked_around() -> None:
     """Return when the watchdog has looked at every message of its own a few times more."""
-    watchdog = mkernel.world()._watchdog
+    watchdog = mkernel.world()._failure._watchdog
+    assert watchdog is not None
     goal = watchdog._beat + 5
     deadline = time.monotonic() + PATIENCE_S
     while watchdog._beat < goal and watchdog._thread.is_alive():
@@ -289,7 +290,7 @@ def met(port: int, victim: int, name: str, deed: Deed, *arguments: Any) -> Itera
     def published(self: Bootstrap, key: str, value: Any) -> None:
         publish(self, key, value)
         if key == name and rank == victim:
-            raw = f"mkernel/0/{lifecycle._Current.generation}/{key}"
+            raw = f"mkernel/0/{lifecycle._default.generation}/{key}"
             meet(port, deed, raw, *arguments)
 
     def peeked(self: Bootstrap, key: str) -> Any:

@@ -16,6 +16,7 @@ import mkernel
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.launch import host_store
 from mkernel.settings import Settings
+from mkernel.world import join
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -110,7 +111,7 @@ def elsewhere(port: int, verbs: str | None) -> None:
     rank = os.environ["RANK"]
     stores = [TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["mkernel.world.world"], "host_identity", lambda: f"host{rank}")
+        patch.setattr(join, "host_identity", lambda: f"host{rank}")
         mkernel.init(
             nodes=2,
             accelerator="ascend",

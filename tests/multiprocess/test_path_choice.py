@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import mkernel
-from mkernel.backends import registry
 from mkernel.errors import PlanMismatch, Unsupported
 from mkernel.harness.contenders import MkernelFused, MkernelLibrary
 from mkernel.harness.problem import Problem
@@ -26,7 +25,7 @@ def problem(op: str) -> Problem:
 
 
 def launched() -> list[str]:
-    paths: list[str] = registry.accelerator(BACKEND).paths  # type: ignore[attr-defined]
+    paths: list[str] = mkernel.world().accelerator.paths  # type: ignore[attr-defined]
     return paths
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import mkernel
-from mkernel.backends import registry
 from mkernel.backends.runtime import _runtime
 from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import MkernelError, PeerFailure, Timeout, WorldError
@@ -28,8 +27,8 @@ TOLD_S = DEADLINE_S / 2
 ABSENT_S = 1.5
 
 
-def backend(name: str = BACKEND) -> Any:
-    return registry.accelerator(name)
+def backend() -> Any:
+    return mkernel.world().accelerator
 
 
 def inputs(rank: int, iteration: int) -> tuple[torch.Tensor, torch.Tensor]:

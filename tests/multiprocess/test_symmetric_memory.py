@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 
 import mkernel
-from mkernel.backends import registry
 from mkernel.errors import ArgumentError, PlanMismatch
+from mkernel.world import memory
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -20,8 +19,8 @@ BACKEND = "queueing_backend:Queueing"
 N, K = 16, 24
 
 
-def backend(name: str = BACKEND) -> Any:
-    return registry.accelerator(name)
+def backend() -> Any:
+    return mkernel.world().accelerator
 
 
 def reduce(rows: int, **options: Any) -> torch.Tensor:
@@ -33,7 +32,7 @@ def workspaces(name: str) -> tuple[list[int], list[str], list[int]]:
     for rows in (8, 20, 10, 8, 100):
         reduce(rows)
     mkernel.synchronize()
-    made = backend(name)
+    made = backend()
     events = [event for event in made.events if event.startswith("format")]
     return [c.workspace for c in made.calls], events, [c.signal_base for c in made.calls]
 
@@ -180,15 +179,16 @@ def test_shapes_without_elements_are_refused(shape: tuple[int, ...]) -> None:
 
 def test_memory_stays_mapped_while_the_device_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[Any] = []
-    monkeypatch.setattr(import_module("mkernel.world.world"), "_left_mapped", left)
-    made, before = backend(), mapped()
-    made.events.clear()
+    monkeypatch.setattr(memory, "_kept_until_exit", left)
+    before = mapped()
     mkernel.init(accelerator=BACKEND)
     reduce(4)
-    monkeypatch.setattr(made, "ends_in_time", False)
+    made = backend()
+    made.ends_in_time = False
     mkernel.finalize()
     assert made.events == ["open cpu0", "format 4000", "close"]
     assert mapped() == before + 2, "pad and workspace"
-    assert len(left) == 1
-    left[0].close()
+    ((held, kept),) = left
+    assert kept is made
+    held.close()
     assert mapped() == before

@@ -1,0 +1,80 @@
+"""What ranks compare before a call that is new to them: its plan, and where its tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mkernel.errors import PlanMismatch
+from mkernel.plan.model import LaunchPlan, first_difference
+from mkernel.world.exchange import Exchange
+from mkernel.world.failure import FailureMonitor
+from mkernel.world.memory import Place
+
+
+class Agreement:
+    """The calls that all ranks of one world have agreed on."""
+
+    def __init__(self, rank: int, size: int, exchange: Exchange, failure: FailureMonitor) -> None:
+        self._rank = rank
+        self._size = size
+        self._exchange = exchange
+        self._failure = failure
+        self._agreed: set[str] = set()
+        self._agreements = 0
+
+    def enter(self, plan: LaunchPlan, places: Mapping[str, Place]) -> int:
+        """Begin the next call, which every rank makes alike; returns its number. PlanMismatch.
+
+        Args:
+            places: of tensors in symmetric memory. Peers write to them, so that they must lie at the
+                same place everywhere.
+        """
+        number, key = self._failure.call[0] + 1, _key(plan, places)
+        known = key in self._agreed
+        # Until a rank has agreed its heartbeat shows no plan: its message in the agreement names it.
+        self._failure.call = (number, key if known else "")
+        if not known:
+            self._agree(plan, key, places)
+            self._failure.call = (number, key)
+        return number
+
+    def _agree(self, plan: LaunchPlan, key: str, places: Mapping[str, Place]) -> None:
+        number, self._agreements = self._agreements, self._agreements + 1
+        told = plan.model_dump(mode="json")
+        told["symmetric"] = {
+            name: {"buffer": buffer, "offset": offset} for name, (buffer, offset) in places.items()
+        }
+        self._exchange.publish(f"plans/{key}", told)
+        self._exchange.publish(f"plan/{number}/{self._rank}", key)
+
+        def check(missing: set[int]) -> None:
+            self._failure.check_peers(missing)
+            for rank in sorted(missing):  # not here: is it in the same call with another plan?
+                told = self._exchange.peek(f"heartbeat/{rank}")
+                call = self._failure.call[0]
+                if told and told["call"] == call and told["plan"] not in ("", key):
+                    self._refuse(rank, key, told["plan"])
+
+        keys = self._exchange.collect(f"plan/{number}", check=check)
+        for rank in range(self._size):
+            if keys[rank] != keys[0]:
+                self._refuse(rank, keys[0], keys[rank], first_rank=0)
+        self._agreed.add(key)
+
+    def _refuse(self, rank: int, ours: str, theirs: str, first_rank: int | None = None) -> None:
+        mine, other = (self._exchange.peek(f"plans/{key}") for key in (ours, theirs))
+        found = first_difference(mine, other) or ("digest", ours, theirs)
+        one = self._rank if first_rank is None else first_rank
+        error = PlanMismatch((one, rank), found[0], (found[1], found[2]))
+        if first_rank is None:  # the other rank is already past its agreement: end its waits
+            self._failure.tell(error)
+        raise error
+
+
+def _key(plan: LaunchPlan, places: Mapping[str, Place]) -> str:
+    """What all ranks must share of a call: the plan, and where its symmetric tensors lie."""
+    if not places:
+        return plan.digest()
+    return plan.digest() + "".join(
+        f" {name}@{number}+{offset}" for name, (number, offset) in places.items()
+    )

@@ -1,0 +1,184 @@
+"""One rank's calls: each is agreed on, gets its workspace, is launched and waited for.
+
+A call of a stream-ordered backend is under way when ``run`` returns; what breaks it surfaces at the
+next call, in ``synchronize`` or in ``close``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from mkernel.backends.contracts import instrumented
+from mkernel.backends.contracts.accelerator import Call, Launch
+from mkernel.backends.contracts.instrumented import Instrumented, LaunchTimes, View
+from mkernel.errors import Timeout, Unsupported, WorldError
+from mkernel.plan.model import LaunchPlan
+from mkernel.world.agreement import Agreement
+from mkernel.world.failure import FailureMonitor
+from mkernel.world.join import DRAIN_S, Membership
+
+_WAIT_SLICE_S = 0.05
+
+
+class CallRecord(NamedTuple):
+    """A call: outputs whose sizes only the call found out; once it has ended, wall seconds by
+    kernel, and the trace where one was asked for."""
+
+    times: LaunchTimes
+    trace: bytes | None
+    results: Mapping[str, Any]
+
+
+class Calls:
+    """Runs the calls of one world on one rank, one after another.
+
+    Args:
+        running: calls that may still be under way, in their order. Whoever raises what broke them
+            empties it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        membership: Membership,
+        agreement: Agreement,
+        failure: FailureMonitor,
+        running: deque[Launch],
+    ) -> None:
+        self._rank = rank
+        self._accelerator = membership.accelerator
+        self._heap = membership.heap
+        self._pad = membership.heap.pad
+        self._group = membership.group
+        self._session = membership.session
+        self._fifo = membership.session.fifo if membership.session else 0
+        self._agreement = agreement
+        self._failure = failure
+        self._running = running
+        # Without order a put may still be repeated after the peer has seen it. On an ordered NIC the
+        # peer's release, which came after the data, says that its source may be written again.
+        self._ordered = membership.session is None or membership.session.capabilities().ordered
+        # Calls may be left to the device where the host need not wait for its puts.
+        self._queues = membership.accelerator.capabilities().stream_ordered and self._ordered
+
+    def run(
+        self,
+        plan: LaunchPlan,
+        tensors: Mapping[str, torch.Tensor],
+        options: Mapping[str, Any],
+        view: View,
+        *,
+        trace: bool,
+        wait: bool,
+    ) -> CallRecord:
+        """:meth:`mkernel.World.run`."""
+        if view != "pipelined" and not isinstance(self._accelerator, Instrumented):
+            raise Unsupported(
+                f"accelerator {self._accelerator.name!r} runs calls in the view 'pipelined' only, not "
+                f"{view!r}: it is not mkernel.backends.contracts.instrumented.Instrumented"
+            )
+        self._failure.raise_if_broken()
+        self._failure.raise_recorded()
+        running = self._running
+        while running and running[0].wait(0.0):
+            running.popleft()
+        with self._accelerator.on(tensors):
+            launch = self._launch(plan, tensors, options, view, trace=trace, wait=wait)
+        running.append(launch)
+        if not (wait or trace or view != "pipelined") and self._queues:
+            return CallRecord(LaunchTimes(), None, launch.results())
+        self._await_all()
+        if not self._ordered:
+            self.flush()
+        times, recorded = instrumented.times(launch), instrumented.trace(launch)
+        return CallRecord(times, recorded, launch.results())
+
+    def _launch(
+        self,
+        plan: LaunchPlan,
+        tensors: Mapping[str, torch.Tensor],
+        options: Mapping[str, Any],
+        view: View,
+        *,
+        trace: bool,
+        wait: bool,
+    ) -> Launch:
+        places = self._heap.places(tensors)
+        number = self._agreement.enter(plan, places)
+        state = self._heap.of_plan(plan)
+        state.epoch += 1
+        return self._accelerator.launch(
+            Call(
+                plan=plan,
+                rank=self._rank,
+                tensors=tensors,
+                epoch=state.epoch,
+                number=number,
+                pad=self._pad,
+                workspace=state.buffer.local.address,
+                signal_base=state.signal_base,
+                peers=state.peers,
+                region=state.buffer.region,
+                fifo=self._fifo,
+                timeout_s=self._failure.timeout_s,
+                view=view,
+                trace=trace,
+                timed=wait or view != "pipelined",
+                options=options,
+                group=self._group,
+                symmetric={name: self._heap.everywhere(place) for name, place in places.items()},
+            )
+        )
+
+    def synchronize(self) -> None:
+        """Return once every call that this rank has made is over.
+
+        Raises:
+            WorldError: what broke one of them, the same kind on every rank. Timeout also where the
+                device did not come to a call within twice the deadline.
+        """
+        self._await_all()
+        self._failure.raise_if_broken()
+
+    def flush(self) -> None:
+        """Wait for the puts that are still under way, and raise what broke them."""
+        if self._session is not None and not self._session.flush(self._failure.timeout_s):
+            self._failure.raise_unflushed()
+
+    def _await_all(self) -> None:
+        """Wait for the calls under way, and raise what broke them."""
+        try:
+            while self._running:
+                self._await_first()
+        except WorldError:
+            raise
+        except BaseException as error:  # Ctrl-C: stop the kernels before their memory can go
+            self._failure.tell(error)
+            deadline = time.monotonic() + DRAIN_S
+            with contextlib.suppress(Exception):  # the first error is the one to hear of
+                while self._running and self._running[0].wait(deadline - time.monotonic()):
+                    self._running.popleft()
+            self._running.clear()
+            raise
+        self._failure.raise_recorded()
+
+    def _await_first(self) -> None:
+        # Its own waits end by the deadline; before it starts, the user's own work may be queued.
+        limit_s = 2 * self._failure.timeout_s + DRAIN_S
+        deadline = time.monotonic() + limit_s
+        while not self._running[0].wait(_WAIT_SLICE_S):
+            if time.monotonic() > deadline:
+                self._failure.raise_recorded()
+                error = Timeout(
+                    f"a call of rank {self._rank} did not end within {limit_s:g} s; is its device "
+                    "still busy with other work? (MKERNEL_TIMEOUT_S raises the limit)"
+                )
+                self._failure.tell(error)
+                raise error
+        self._running.popleft()

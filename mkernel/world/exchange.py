@@ -1,0 +1,51 @@
+"""Small messages among the ranks of one world, whose waits end as soon as the world breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mkernel.world.failure import FailureMonitor
+
+Check = Callable[[set[int]], None]
+"""Called with the ranks that are still missing; raises to end the wait."""
+
+
+class Exchange:
+    """What one rank tells the others and learns from them, by key."""
+
+    def __init__(self, rank: int, size: int, failure: FailureMonitor) -> None:
+        self._rank = rank
+        self._size = size
+        self._failure = failure
+        self._bootstrap = failure.bootstrap
+        self._barriers = 0
+
+    def publish(self, key: str, value: Any) -> None:
+        """Set ``key`` to a JSON-safe value."""
+        self._bootstrap.publish(key, value)
+
+    def peek(self, key: str) -> Any | None:
+        """The value of ``key`` or None where it is not set. Does not wait. Untrusted."""
+        return self._bootstrap.peek(key)
+
+    def collect(
+        self, key: str, ranks: Iterable[int] | None = None, check: Check | None = None
+    ) -> dict[int, Any]:
+        """The values of ``key/<rank>``, of all ranks by default. Timeout, PeerFailure.
+
+        Args:
+            check: by default ends the wait where the world is broken or one of the ranks has left.
+        """
+        return self._bootstrap.collect(
+            key,
+            range(self._size) if ranks is None else ranks,
+            self._failure.timeout_s,
+            check or self._failure.check_peers,
+        )
+
+    def barrier(self) -> None:
+        """Return once every rank has called it. Timeout, PeerFailure."""
+        number, self._barriers = self._barriers, self._barriers + 1
+        self.publish(f"barrier/{number}/{self._rank}", True)
+        self.collect(f"barrier/{number}")

@@ -1,0 +1,231 @@
+"""How a world breaks: what this rank records as wrong, what the others say, and which error all raise.
+
+The first notice in a world wins. It ends every wait of this rank, on the host and in kernels, and
+every rank raises the error that it describes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed import Store
+
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.backends.contracts.nic import NicSession
+from mkernel.backends.runtime import _runtime
+from mkernel.errors import Diagnosis, MkernelError, PeerFailure, Timeout, WorldError
+from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.watchdog import Notice, Peer, Watchdog
+
+_ATTRIBUTION_S = 1.0
+"""How long a failed rank waits to learn the first cause: a dead peer shows up as a NIC error or a
+time-out too, and the watchdog's word is the better one."""
+_NO_CHUNK = 0xFFFFFFFF
+_CODES = {
+    "Timeout": _runtime.AbortCode.timeout,
+    "NicError": _runtime.AbortCode.nic_error,
+    "Cancelled": _runtime.AbortCode.cancelled,
+}
+"""Abort codes by the kind of a notice; that of any other kind is ``peer_failure``."""
+_Record = tuple[_runtime.AbortCode, _runtime.Diagnosis]
+
+
+class FailureMonitor:
+    """Watches one world for one rank. Lives as long as the world.
+
+    Joining fills in ``accelerator`` and ``session`` and calls ``guard`` as they open; a failure ends
+    the waits of those that are there. ``bootstrap`` is the client of the rank's own thread;
+    ``timeout_s`` the deadline of each of its waits, which may change.
+
+    Args:
+        stores: two clients of the world's store. Only the watchdog and alarms use the second, so that
+            no request delays them.
+        key: seals the world's messages.
+        forget_calls: called when an error is raised that tells what broke the calls under way.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        stores: tuple[Store, Store],
+        key: bytes,
+        forget_calls: Callable[[], None],
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self.timeout_s = timeout_s
+        self.bootstrap = Bootstrap(stores[0], key, self.tell)
+        self._alarm = Bootstrap(stores[1], key)
+        self._forget_calls = forget_calls
+        self._noticed = threading.Event()
+        self._watchdog: Watchdog | None = None
+        self._pad = 0
+        self.notice: Notice | None = None
+        self.accelerator: AcceleratorBackend | None = None
+        self.session: NicSession | None = None
+        # (number of the latest call, its key), replaced as one so that a heartbeat never pairs one
+        # call's number with another's plan.
+        self.call: tuple[int, str] = (0, "")
+
+    def watch(self, peers: Mapping[int, Peer], heartbeat_s: float) -> None:
+        """Start the watchdog."""
+        self._watchdog = Watchdog(
+            self._alarm,
+            self._rank,
+            peers,
+            heartbeat_s,
+            self._status,
+            self._own_notice,
+            self.take,
+        )
+        self._watchdog.start()
+
+    def guard(self, pad: int) -> None:
+        """From now on abort the signal pad at this address too when the world breaks."""
+        self._pad = pad
+        if self.notice is not None:  # an alarm rang before there was a pad to write it to
+            self.take(self.notice)
+
+    def stop(self) -> None:
+        """Stop the watchdog, before the pad is unmapped into which it writes the abort word."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    # ---- what the others are told, and what they tell ------------------------------------------
+
+    def tell(self, error: BaseException) -> None:
+        """Let every other rank know that this one failed."""
+        notice = Notice.from_error(self._rank, error)
+        if self._watchdog is not None:
+            notice = self._watchdog.raise_alarm(notice)
+        else:
+            with contextlib.suppress(MkernelError):
+                self._alarm.publish_first("abort", notice.to_json())
+        self.take(notice)
+
+    def take(self, notice: Notice) -> None:
+        """Take the world's first failure and end every wait of this rank. Any thread."""
+        self.notice = self.notice or notice
+        code = _CODES.get(notice.kind, _runtime.AbortCode.peer_failure)
+        if self._pad:
+            _runtime.pad_abort(self._pad, code)
+        if self.accelerator is not None:
+            self.accelerator.abort(code)
+        self._noticed.set()
+
+    def look_for_abort(self) -> None:
+        """Raise the world's failure where a rank has told of one, without waiting for the watchdog."""
+        told = self.bootstrap.peek("abort")
+        if told is not None:
+            self.take(Notice.from_json(told))
+            self.raise_if_broken()
+
+    def check_peers(self, missing: set[int]) -> None:
+        """Raise where the world is broken, or one of the ranks that are waited for has left it."""
+        if self._watchdog is None:
+            self.look_for_abort()
+            return
+        self.raise_if_broken()
+        gone = sorted(missing & self._watchdog.left())
+        if gone:
+            self.look_for_abort()  # a rank that fails says so before it leaves
+            raise PeerFailure(f"rank {gone[0]} has left the world; it cannot take part", gone[0])
+
+    def _status(self) -> dict[str, Any]:
+        number, key = self.call
+        return {"call": number, "plan": key}
+
+    # ---- what is raised ------------------------------------------------------------------------
+
+    def raise_if_broken(self) -> None:
+        """Raise the world's failure where there is one."""
+        if self.notice is not None:
+            self._forget_calls()
+            raise self.notice.error()
+
+    def raise_recorded(self) -> None:
+        """Raise what this rank's kernels and proxy have recorded as wrong, if anything."""
+        found = self._recorded()
+        if found is not None:
+            raise self._attribute(*found)
+
+    def raise_unflushed(self) -> None:
+        """Raise why puts did not complete: what was recorded, else that the time has passed."""
+        nothing = (_runtime.AbortCode.none, _runtime.Diagnosis())
+        raise self._attribute(*(self._recorded() or nothing))
+
+    def raise_first_cause(self, error: BaseException) -> None:
+        """Raise the world's first failure where ``error`` is only what it led to here: memory or a
+        connection of a peer that is gone, say."""
+        echo = isinstance(error, WorldError) or not isinstance(error, MkernelError)
+        first = self.notice
+        if not isinstance(error, Exception) or not echo or first is None:
+            return
+        if first != Notice.from_error(self._rank, error):
+            raise first.error() from error
+
+    def _recorded(self) -> _Record | None:
+        """What this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
+        if self._pad and _runtime.pad_aborted(self._pad):
+            return _runtime.pad_outcome(self._pad)
+        return None if self.accelerator is None else self.accelerator.failure()
+
+    def _own_notice(self) -> Notice | None:
+        """What this rank recorded as wrong before anybody told. The watchdog's thread."""
+        if self.notice is not None:
+            return None
+        found = self._recorded()
+        return None if found is None else Notice.from_error(self._rank, self._local_error(*found))
+
+    def _attribute(self, code: _runtime.AbortCode, who: _runtime.Diagnosis) -> WorldError:
+        """The one error that every rank of a broken world raises."""
+        if not self._noticed.wait(_ATTRIBUTION_S):
+            self.tell(self._local_error(code, who))
+        notice = self.notice
+        assert notice is not None
+        self._forget_calls()
+        return notice.error()
+
+    def _local_error(self, code: _runtime.AbortCode, who: _runtime.Diagnosis) -> WorldError:
+        nic = self.session.failure() if self.session else None
+        if nic is not None:
+            return nic
+        if code == _runtime.AbortCode.peer_failure:
+            text = f"rank {self._rank} lost its connection to rank {who.peer} in call {who.op}"
+            return PeerFailure(text, who.peer)
+        if code == _runtime.AbortCode.timeout:
+            diagnosis = Diagnosis(
+                rank=self._rank,
+                waiter=who.waiter.name,
+                core=who.core,
+                signal=who.signal,
+                seen=who.seen,
+                wanted=who.wanted,
+                op=who.op,
+                chunk=None if who.chunk == _NO_CHUNK else who.chunk,
+                peer=who.peer,
+            )
+            waiting = self.accelerator.at_deadline() if self.accelerator else ""
+            return Timeout(
+                f"{diagnosis}; nothing came within {self.timeout_s:g} s: is that rank in the same "
+                f"call? {self._who_is_behind()}(MKERNEL_TIMEOUT_S raises the limit)"
+                + (f"; all that waited on rank {self._rank} then: {waiting}" if waiting else ""),
+                diagnosis,
+            )
+        return Timeout(f"the NIC did not complete its puts within {self.timeout_s:g} s")
+
+    def _who_is_behind(self) -> str:
+        """The first rank that has not reached this call, in words. The rank that is waited for may
+        itself wait for another."""
+        call = self.call[0]
+        for rank in range(self._size):
+            with contextlib.suppress(MkernelError):
+                told = self._alarm.peek(f"heartbeat/{rank}") if rank != self._rank else None
+                if told is not None and told["call"] < call:
+                    return f"Rank {rank} is still in call {told['call']}. "
+        return ""

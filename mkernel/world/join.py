@@ -1,0 +1,219 @@
+"""How a rank joins its world: the ranks meet, see that they want the same, and open what calls need.
+
+Bootstrap → topology → accelerator → signal pad → process group or NIC session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+
+from torch.distributed import ProcessGroup
+
+from mkernel import machine
+from mkernel.backends import registry
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.backends.contracts.nic import NicSession
+from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, PlanMismatch, Unsupported
+from mkernel.launchable import world_obstacles
+from mkernel.plan.model import first_difference
+from mkernel.selection import SOFT, SYSTEM
+from mkernel.settings import Settings
+from mkernel.topology.model import Topology
+from mkernel.topology.placement import place, rails
+from mkernel.world.exchange import Exchange
+from mkernel.world.failure import FailureMonitor
+from mkernel.world.group_store import GroupStore
+from mkernel.world.identity import Backends, Identity
+from mkernel.world.memory import SymmetricHeap
+from mkernel.world.process_group import open_group
+from mkernel.world.watchdog import Peer, host_identity
+
+DRAIN_S = 5.0
+"""How long a rank that stops waits for what still runs on its device."""
+_SAME_ON_ALL_RANKS = (
+    "start every rank with the same options and settings. What is left to `auto` each rank chooses "
+    "from its own machine: name it where machines differ (MKERNEL_ACCELERATOR, MKERNEL_NIC, "
+    "MKERNEL_VERBS)"
+)
+
+
+class Membership:
+    """What one rank opens to take part in a world, from ``join`` to ``leave``.
+
+    Attributes:
+        accelerator: an instance of this world's own, so that worlds of a process do not share one.
+        topology: the same model on every rank.
+        group, session: what carries the bytes between nodes; in a world of one node there may be none.
+
+    Args:
+        failure: is told of each part as it opens, so that a failure meanwhile ends its waits.
+        group_store: makes the store through which a process group's ranks exchange addresses.
+    """
+
+    accelerator: AcceleratorBackend
+    topology: Topology
+    heap: SymmetricHeap
+    group: ProcessGroup | None = None
+    session: NicSession | None = None
+
+    def __init__(
+        self,
+        identity: Identity,
+        backends: Backends,
+        settings: Settings,
+        exchange: Exchange,
+        failure: FailureMonitor,
+        group_store: Callable[[], GroupStore],
+    ) -> None:
+        self._me = identity
+        self._backends = backends
+        self._settings = settings
+        self._exchange = exchange
+        self._failure = failure
+        self._group_store = group_store
+        self._undo = contextlib.ExitStack()
+
+    def join(self) -> None:
+        """Meet the other ranks and open everything that calls need. Collective."""
+        peers = self._meet()
+        self._one_host = len({peer.host for peer in peers.values()}) == 1
+        self._check_hosts(peers)
+        self._failure.watch(peers, self._settings.heartbeat_s)
+
+        machine.usable_accelerator(self._backends.accelerator)
+        accelerator = registry.new_accelerator(self._backends.accelerator)
+        claims = accelerator.capabilities()
+        self.topology = self._gather_topology(peers)
+        obstacles = world_obstacles(self._backends.accelerator, claims, self.topology)
+        if obstacles:
+            raise Unsupported("; ".join(obstacles))
+        here = place(
+            self.topology, self._me.ranks_per_node, nics=False, pinning=self._settings.pinning
+        )[self._me.rank].accelerator
+        node = self.topology.nodes[self._me.node]
+        accelerator.open(next(device for device in node.accelerators if device.id == here))
+        self.accelerator = self._failure.accelerator = accelerator
+        self.heap = SymmetricHeap(
+            self._me, self._settings.signals, accelerator, self._exchange, self._failure
+        )
+        self._failure.guard(self.heap.pad)
+        if claims.process_group:
+            self.group = open_group(
+                accelerator,
+                self._me.rank,
+                self._me.size,
+                self._group_store(),
+                self._settings.timeout_s,
+                one_host=self._one_host,
+                undo=self._undo,
+            )
+        elif self._backends.nic is not None and self._backends.verbs is not None:
+            self._open_nic(self._backends.nic, self._backends.verbs)
+
+    def leave(self) -> None:
+        """Close what is open; also after ``join`` has failed."""
+        self._failure.stop()
+        opened = self._failure.accelerator
+        quiet = opened is None or opened.close(DRAIN_S)
+        self._undo.close()  # the session before the memory that is registered with it
+        if hasattr(self, "heap"):
+            self.heap.close(quiet=quiet)
+
+    # ---- meeting -------------------------------------------------------------------------------
+
+    def _meet(self) -> dict[int, Peer]:
+        """All ranks, once each has said who it is and the same as this one about the world."""
+        world = {
+            "nodes": self._me.nodes,
+            "ranks_per_node": self._me.ranks_per_node,
+            "accelerator": self._backends.accelerator,
+            "nic": self._backends.nic,
+            "verbs": self._backends.verbs,
+            "signals": self._settings.signals,
+        }
+        rank = self._me.rank
+        self._exchange.publish(
+            f"hello/{rank}", {"host": host_identity(), "pid": os.getpid(), "world": world}
+        )
+        hellos = self._exchange.collect("hello")
+        peers = {other: Peer.from_hello(other, told) for other, told in hellos.items()}
+        for other in range(self._me.size):
+            found = first_difference(world, hellos[other]["world"], "world")
+            if found:
+                raise PlanMismatch(
+                    (rank, other), found[0], (found[1], found[2]), _SAME_ON_ALL_RANKS
+                )
+        return peers
+
+    def _check_hosts(self, peers: Mapping[int, Peer]) -> None:
+        for rank, peer in peers.items():
+            first = rank - rank % self._me.ranks_per_node
+            if peer.host != peers[first].host:
+                raise ArgumentError(
+                    "nodes",
+                    self._me.nodes,
+                    "a number of nodes such that each node's ranks are on one host",
+                    why=f"ranks {first} and {rank} of one node are on different hosts",
+                )
+
+    def _gather_topology(self, peers: Mapping[int, Peer]) -> Topology:
+        """Each node's first rank describes the node; every rank assembles the same model."""
+        me = self._me
+        if me.local_rank == 0:
+            here = [
+                node
+                for node in range(me.nodes)
+                if peers[node * me.ranks_per_node].host == peers[me.rank].host
+            ]
+            whole = machine.machine_topology(self._backends)
+            split = machine.emulated_topology(
+                whole, self._backends, len(here), me.ranks_per_node, self._settings.ranks_per_device
+            )
+            own = split.nodes[here.index(me.node)].model_copy(update={"id": me.node})
+            self._exchange.publish(f"topology/{me.node}", own.model_dump(mode="json"))
+        nodes = self._exchange.collect("topology", range(me.nodes))
+        return Topology.model_validate({"nodes": [nodes[node] for node in range(me.nodes)]})
+
+    # ---- the way between nodes -----------------------------------------------------------------
+
+    def _open_nic(self, name: str, verbs: str) -> None:
+        me, settings = self._me, self._settings
+        if verbs == SOFT and not self._one_host:
+            raise BackendUnavailable(
+                f"verbs {SOFT!r} joins processes of one host, and the ranks are on several; bring an "
+                "RDMA device up on each (`mkernel doctor` says what is missing) and use verbs "
+                f"{SYSTEM!r}, which `auto` takes where it finds one"
+            )
+        backend = registry.nic(name)
+        status = backend.status(verbs)
+        if not status.usable:
+            raise BackendUnavailable(f"nic {name!r} on {verbs!r}: {status.detail}; {status.remedy}")
+        here = place(self.topology, me.ranks_per_node, pinning=settings.pinning)[me.rank]
+        if not here.nics:
+            raise NoRoute(
+                f"rank {me.rank} on node {me.node} has no active NIC towards other nodes; "
+                "see `mkernel doctor`"
+            )
+        nics = {nic.id: nic for nic in self.topology.nodes[me.node].nics}
+        alike = rails([nics[nic] for nic in here.nics])
+        used = alike[: min(settings.nic_settings.rails or len(alike), backend.max_rails)]
+        devices = ",".join(n.name if n.port == 1 else f"{n.name}:{n.port}" for n in used)
+        session = backend.open(devices, verbs, me.rank, settings.nic_settings)
+        self._undo.callback(session.close)
+        if session.fifo == 0:
+            raise BackendUnavailable(
+                f"nic {name!r} takes puts from the host only (it has no command FIFO), and the "
+                f"kernels of accelerator {self._backends.accelerator!r} push theirs into one; use "
+                "another NIC"
+            )
+        far = [rank for rank, node in enumerate(me.node_of) if node != me.node]
+        for peer in far:
+            self._exchange.publish(f"nic/{peer}/{me.rank}", session.address(peer))
+        addresses = self._exchange.collect(f"nic/{me.rank}", far)
+        for peer in far:
+            session.connect(peer, addresses[peer])
+        session.start(self.heap.pad, here.proxy_cpus)
+        self.session = self.heap.session = self._failure.session = session
+        self._exchange.barrier()  # nobody puts before every queue pair is ready to receive
