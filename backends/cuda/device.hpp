@@ -32,6 +32,11 @@ Versions versions();
 // The device, in CUDA's order, whose memory `address` is; also where another process allocated it.
 int device_of(std::uint64_t address);
 
+// A stream as Python names it.
+inline cudaStream_t stream_at(std::uint64_t address) {
+    return reinterpret_cast<cudaStream_t>(address);
+}
+
 // For calls that have nothing to do with whatever the user is capturing into a graph (queries,
 // allocations): they would end the capture, on any thread.
 class OutsideCapture {

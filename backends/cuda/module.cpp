@@ -14,10 +14,6 @@ using namespace py::literals;
 namespace mkernel::cuda {
 namespace {
 
-cudaStream_t stream_at(std::uint64_t stream) {
-    return reinterpret_cast<cudaStream_t>(stream);
-}
-
 void bind_devices(py::module_& module) {
     py::class_<DeviceInfo>(module, "DeviceInfo")
         .def_readonly("index", &DeviceInfo::index)

@@ -52,16 +52,9 @@ class Ranks:
         """The native handle of one rank's next call."""
         from mkernel.backends.accelerators.hopper import _hopper
 
-        return _hopper.Collective(
-            bases=[region.address(rank) for region in self.regions],
-            rank=rank,
-            control=self.controls[rank].address,
-            timeout_ns=int(self.timeout_s * 1e9),
-            number=7,
-            staging=0,
-            staging_bytes=self.staging_bytes,
-            blocks=blocks,
-        )
+        regions = [region.address(rank) for region in self.regions]
+        world = _hopper.DeviceWorld(regions, rank, self.controls[rank].address, self.timeout_s, 7)
+        return _hopper.Collective(world, self.staging_bytes, blocks=blocks)
 
     def stream(self, rank: int) -> int:
         return self.streams[rank].cuda_stream

@@ -57,17 +57,9 @@ class Way:
 
 class Collective:
     def __init__(
-        self,
-        bases: list[int],
-        rank: int,
-        control: int,
-        timeout_ns: int,
-        number: int,
-        staging: int,
-        staging_bytes: int,
-        blocks: int = 0,
+        self, world: DeviceWorld, staging_bytes: int, staging: int = 0, blocks: int = 0
     ) -> None: ...
-    def of_call(self, number: int, timeout_ns: int) -> Collective: ...
+    def of_call(self, number: int, timeout_s: float) -> Collective: ...
 
 def all_gather_staging(world: int, shard_bytes: int, symmetric: bool) -> int: ...
 def reduce_scatter_staging(world: int, element: Element, part_elements: int) -> int: ...

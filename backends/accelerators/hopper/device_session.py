@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mkernel.backends.accelerators.hopper import dispatch
-from mkernel.backends.accelerators.hopper.dispatch import DispatchContext, Executor
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.dispatch import Executor
 from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, native
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes

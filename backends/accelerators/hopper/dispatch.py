@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
 from mkernel.backends.accelerators.hopper import gemm, library
 from mkernel.backends.accelerators.hopper.capabilities import FUNCTIONS, ops
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
-
-if TYPE_CHECKING:
-    from mkernel.backends.accelerators.hopper import _hopper
-
-
-class DispatchContext(NamedTuple):
-    """Where a world's calls go: a device, the order of its calls, which forks a second stream off
-    theirs, and the address of the rank's HostControl."""
-
-    device: int
-    order: _hopper.CallOrder
-    control: int
 
 
 class Executor(Protocol):

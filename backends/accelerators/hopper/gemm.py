@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from mkernel.backends.accelerators.hopper import tuning
+from mkernel.backends.accelerators.hopper.device_world import (
+    DispatchContext,
+    call_id,
+    device_world,
+    one_node,
+)
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.transfer import measured_engines
 from mkernel.backends.contracts.accelerator import Call
@@ -23,7 +29,6 @@ from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
-    from mkernel.backends.accelerators.hopper.dispatch import DispatchContext
 
 ALIGNMENT = 16
 _NO_DATA = 1 << 20  # a region whose data area is empty
@@ -57,15 +62,6 @@ def reduce_bytes(plan: LaunchPlan) -> int:
         raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
     staged: int = made.DATA_OFFSET + _staging(plan)
     return max(fused, staged)
-
-
-def one_node(plan: LaunchPlan) -> int:
-    """The world's size. Unsupported where it has several nodes."""
-    if plan.nodes != 1:
-        raise Unsupported(
-            f"accelerator 'hopper' runs {plan.op} on one node; this plan has {plan.nodes}"
-        )
-    return plan.world_size
 
 
 def _schedule(plan: LaunchPlan) -> tuple[tuning.GatherTuning, _hopper.AllGatherSchedule]:
@@ -122,7 +118,7 @@ class AllGatherExecutor:
         how, schedule = _schedule(plan)
         self._context = context
         self._several = plan.world_size > 1
-        self._world = world_of(call, context)
+        self._world = device_world(call, context)
         self._product = _product(plan, how.tiling)
         rows = plan.gemm.m // plan.world_size
         self._whole, self._schedule = made.AllGatherSchedule(rows, rows), schedule
@@ -183,7 +179,7 @@ class ReduceExecutor:
         plan, made = call.plan, native()
         how = _reduction(plan)
         self._context = context
-        self._world = world_of(call, context)
+        self._world = device_world(call, context)
         self._product = _product(plan, how.tiling)
         self._everywhere = plan.op == "gemm_all_reduce"
 
@@ -239,13 +235,7 @@ class ReduceExecutor:
         schedule = made.AllGatherSchedule(shape.m, shape.m)
         made.all_gather_gemm(context.device, alone, product, schedule, False, stream)
         together = made.Collective(
-            regions(call),
-            call.rank,
-            context.control,
-            int(call.timeout_s * 1e9),
-            call_id(call),
-            0,
-            _staging(plan),
+            self._world.of_call(call_id(call), call.timeout_s), _staging(plan)
         )
         element, elements, partials = _element(plan), shape.m * shape.n, partial.data_ptr()
         if plan.op == "gemm_reduce_scatter":
@@ -285,24 +275,3 @@ def _product(plan: LaunchPlan, tiling: tuning.TilingName) -> _hopper.Product:
         blocks=plan.resources.compute_blocks,
     )
     return product
-
-
-def world_of(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
-    """As kernels of this call see it."""
-    world: _hopper.DeviceWorld = native().DeviceWorld(
-        regions(call), call.rank, context.control, call.timeout_s, call_id(call)
-    )
-    return world
-
-
-def call_id(call: Call) -> int:
-    """Its number as kernels note it: 32 bits."""
-    return call.number & 0xFFFFFFFF
-
-
-def regions(call: Call) -> list[int]:
-    """Every rank's region, by rank."""
-    return [
-        call.workspace if rank == call.rank else call.peers[rank].workspace
-        for rank in range(call.plan.world_size)
-    ]

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mkernel.backends.accelerators.hopper.gemm import call_id, one_node, regions
+from mkernel.backends.accelerators.hopper.device_world import (
+    DispatchContext,
+    call_id,
+    device_world,
+    one_node,
+)
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan import paths
@@ -22,7 +27,6 @@ from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
-    from mkernel.backends.accelerators.hopper.dispatch import DispatchContext
 
 SCATTERED_ELEMENTS = 1 << 12
 """Elements of a product up to which it is rounded by us, not by the library, which may round the
@@ -51,15 +55,7 @@ class LibraryExecutor:
         self._world_size = plan.world_size
         self._gathers = plan.op == "all_gather_gemm"
         self._scatters = plan.op == "gemm_reduce_scatter"
-        self._collective = made.Collective(
-            regions(call),
-            call.rank,
-            context.control,
-            int(call.timeout_s * 1e9),
-            0,
-            0,
-            _staging(plan),
-        )
+        self._collective = made.Collective(device_world(call, context), _staging(plan))
         if self._gathers:
             self._between, self._dtype = (shape.m, shape.k), _torch_dtype(plan.dtype)
         else:
@@ -81,9 +77,7 @@ class LibraryExecutor:
             self._product_then_sum(call, stream)
 
     def _together(self, call: Call) -> _hopper.Collective:
-        together: _hopper.Collective = self._collective.of_call(
-            call_id(call), int(call.timeout_s * 1e9)
-        )
+        together: _hopper.Collective = self._collective.of_call(call_id(call), call.timeout_s)
         return together
 
     def _gather_then_product(self, call: Call, stream: int) -> None:

@@ -12,6 +12,7 @@ from gpu_plans import gpu_plan
 
 from mkernel.backends.accelerators.hopper import dispatch, gemm, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
@@ -63,7 +64,7 @@ class Recorder:
 
 
 ORDER: Any = None
-CONTEXT = dispatch.DispatchContext(0, ORDER, 64)
+CONTEXT = DispatchContext(0, ORDER, 64)
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ import pytest
 import torch
 from gpu_plans import gpu_plan
 
-from mkernel.backends.accelerators.hopper import capabilities, dispatch, library
+from mkernel.backends.accelerators.hopper import capabilities, device_world, dispatch, library
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.dispatch import DispatchContext
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
@@ -44,11 +44,11 @@ class Told:
 
     rank: int
     staging_bytes: int
-    number: int
-    timeout_ns: int
+    number: int = 0
+    timeout_s: float = 0.0
 
-    def of_call(self, number: int, timeout_ns: int) -> Told:
-        return replace(self, number=number, timeout_ns=timeout_ns)
+    def of_call(self, number: int, timeout_s: float) -> Told:
+        return replace(self, number=number, timeout_s=timeout_s)
 
 
 class Fabric:
@@ -68,17 +68,19 @@ class Fabric:
         self.world = world
         self.called: list[tuple[Any, ...]] = []
         self.numbers: list[int] = []
-        self.timeouts_ns: list[int] = []
+        self.timeouts_s: list[float] = []
         self._barrier = threading.Barrier(world)
         self._sent: dict[int, bytes] = {}
 
-    def Collective(
-        self, bases: list[int], rank: int, control: int, timeout_ns: int, number: int,
-        staging: int, staging_bytes: int,
-    ) -> Any:  # fmt: skip
-        assert bases == [region_of(each) for each in range(self.world)]
-        assert (control, staging) == (64, 0)
-        return Told(rank, staging_bytes, number, timeout_ns)
+    def DeviceWorld(
+        self, regions: list[int], rank: int, control: int, timeout_s: float, call: int
+    ) -> int:
+        assert regions == [region_of(each) for each in range(self.world)]
+        assert control == 64
+        return rank
+
+    def Collective(self, rank: int, staging_bytes: int) -> Told:
+        return Told(rank, staging_bytes)
 
     def all_gather_staging(self, world: int, shard_bytes: int, symmetric: bool) -> int:
         return 0 if symmetric else world * shard_bytes
@@ -132,7 +134,7 @@ class Fabric:
         if call.rank == 0:
             self.called.append(tuple(rest))
             self.numbers.append(call.number)
-            self.timeouts_ns.append(call.timeout_ns)
+            self.timeouts_s.append(call.timeout_s)
 
     def _sum(self, rank: int, element: Any, src: int, elements: int) -> torch.Tensor:
         sent, result = (getattr(torch, name) for name in element)
@@ -180,7 +182,8 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
 
     def make(world: int) -> Fabric:
         made = Fabric(world)
-        monkeypatch.setattr(library, "native", lambda: made)
+        for module in (library, device_world):
+            monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(library, "_mm", on_cpu)  # torch has float32 results on devices alone
         return made
 
@@ -301,7 +304,7 @@ def test_each_call_tells_its_own_number_and_deadline(fabric: Any, op: str) -> No
     everyone, wanted = run(planned(op, 64, 64, 64, 2), numbers=(3, 4, (1 << 32) + 5))
     assert_right(everyone, wanted, "bfloat16")
     assert made.numbers == [3, 4, 5]  # kernels note 32 bits of it
-    assert made.timeouts_ns == [3_000_000_000, 4_000_000_000, 5_000_000_000]
+    assert made.timeouts_s == [3.0, 4.0, 5.0]
 
 
 @every_op

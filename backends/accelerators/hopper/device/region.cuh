@@ -17,6 +17,8 @@
 // world run one after another on every rank.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 
 namespace mkernel::hopper {

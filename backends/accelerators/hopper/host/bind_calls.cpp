@@ -4,33 +4,34 @@
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/call_order.hpp"
 #include "backends/accelerators/hopper/host/control_block.hpp"
+#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 
 namespace mkernel::hopper {
 
 void bind_calls(py::module_& module) {
-    const auto stream_of = [](std::uint64_t stream) {
-        return reinterpret_cast<cudaStream_t>(stream);
-    };
     py::class_<CallOrder>(module, "CallOrder")
         .def(py::init<int>(), py::arg("device"))
         .def(
             "begin",
-            [=](CallOrder& order, std::uint64_t stream) { order.begin(stream_of(stream)); },
+            [](CallOrder& order, std::uint64_t stream) { order.begin(cuda::stream_at(stream)); },
             py::arg("stream"))
         .def(
             "fork",
-            [=](CallOrder& order, std::uint64_t stream) {
-                return reinterpret_cast<std::uint64_t>(order.fork(stream_of(stream)));
+            [](CallOrder& order, std::uint64_t stream) {
+                return reinterpret_cast<std::uint64_t>(order.fork(cuda::stream_at(stream)));
             },
             py::arg("stream"))
         .def(
-            "join", [=](CallOrder& order, std::uint64_t stream) { order.join(stream_of(stream)); },
+            "join",
+            [](CallOrder& order, std::uint64_t stream) { order.join(cuda::stream_at(stream)); },
             py::arg("stream"))
         .def(
             "end",
-            [=](CallOrder& order, std::uint64_t stream) { return order.end(stream_of(stream)); },
+            [](CallOrder& order, std::uint64_t stream) {
+                return order.end(cuda::stream_at(stream));
+            },
             py::arg("stream"))
         .def("finished", &CallOrder::finished, py::arg("call"));
 

@@ -7,6 +7,7 @@
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/device_clock.hpp"
+#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -22,7 +23,7 @@ void bind_clock(py::module_& module) {
                 std::vector<ClockSample> found;
                 {
                     const py::gil_scoped_release released;
-                    found = clock.read(samples, timeout_s, reinterpret_cast<cudaStream_t>(stream));
+                    found = clock.read(samples, timeout_s, cuda::stream_at(stream));
                 }
                 std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> told;
                 for (const ClockSample& each : found) {
@@ -34,7 +35,7 @@ void bind_clock(py::module_& module) {
         .def(
             "hold",
             [](DeviceClock& clock, std::int64_t until_ns, double most_s, std::uint64_t stream) {
-                clock.hold(until_ns, most_s, reinterpret_cast<cudaStream_t>(stream));
+                clock.hold(until_ns, most_s, cuda::stream_at(stream));
             },
             "until_ns"_a, "most_s"_a, py::kw_only(), "stream"_a)
         .def_property_readonly("passed", &DeviceClock::passed);

@@ -2,13 +2,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/host/device_world.hpp"
 #include "backends/accelerators/hopper/kernels/collectives.hpp"
+#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -19,24 +20,13 @@ namespace {
 using collectives::Collective;
 using collectives::Outs;
 
-Collective collective(const std::vector<std::uint64_t>& bases, int rank, std::uint64_t control,
-                      std::uint64_t timeout_ns, std::uint32_t number, std::uint64_t staging,
-                      std::uint64_t staging_bytes, std::uint32_t blocks) {
-    if (bases.empty() || bases.size() > kMaxRanks) {
-        throw py::value_error("a world of " + std::to_string(bases.size()) + "; expected 1 to " +
-                              std::to_string(kMaxRanks));
-    }
-    Collective made{};
-    for (std::size_t i = 0; i < bases.size(); ++i) {
-        made.region.base[i] = reinterpret_cast<char*>(bases[i]);
-    }
-    made.region.rank = rank;
-    made.region.world = static_cast<std::int32_t>(bases.size());
-    made.limits = {reinterpret_cast<HostControl*>(control), timeout_ns, number};
-    made.staging = staging;
-    made.staging_bytes = staging_bytes;
-    made.blocks = blocks;
-    return made;
+Collective collective(const DeviceWorld& world, std::uint64_t staging_bytes, std::uint64_t staging,
+                      std::uint32_t blocks) {
+    return {.region = region_of(world),
+            .limits = limits_of(world),
+            .staging = staging,
+            .staging_bytes = staging_bytes,
+            .blocks = blocks};
 }
 
 // One address: the rank's own; as many as ranks: symmetric.
@@ -45,10 +35,6 @@ Outs outs(const Collective& call, const std::vector<std::uint64_t>& addresses) {
     if (addresses.size() != 1 && addresses.size() != world) {
         throw py::value_error("out has " + std::to_string(addresses.size()) +
                               " addresses; expected 1 or " + std::to_string(world));
-    }
-    if (call.region.rank < 0 || call.region.rank >= call.region.world) {
-        throw py::value_error("rank " + std::to_string(call.region.rank) + " of a world of " +
-                              std::to_string(world));
     }
     Outs made;
     made.symmetric = world > 1 && addresses.size() == world;
@@ -60,9 +46,6 @@ Outs outs(const Collective& call, const std::vector<std::uint64_t>& addresses) {
     return made;
 }
 
-cudaStream_t stream_at(std::uint64_t stream) {
-    return reinterpret_cast<cudaStream_t>(stream);
-}
 const void* source(std::uint64_t address) {
     return reinterpret_cast<const void*>(address);
 }
@@ -79,16 +62,15 @@ void bind_collectives(py::module_& module) {
         .value("float32_to_float16", Element::float32_to_float16);
     py::enum_<Way>(module, "Way").value("one_shot", Way::one_shot).value("two_shot", Way::two_shot);
     py::class_<Collective>(module, "Collective")
-        .def(py::init(&collective), "bases"_a, "rank"_a, "control"_a, "timeout_ns"_a, "number"_a,
-             "staging"_a, "staging_bytes"_a, "blocks"_a = 0)
+        .def(py::init(&collective), "world"_a, "staging_bytes"_a, "staging"_a = 0, "blocks"_a = 0)
         .def(
             "of_call",
-            [](Collective call, std::uint32_t number, std::uint64_t timeout_ns) {
+            [](Collective call, std::uint32_t number, double timeout_s) {
                 call.limits.call = number;
-                call.limits.timeout_ns = timeout_ns;
+                call.limits.timeout_ns = static_cast<std::uint64_t>(timeout_s * 1e9);
                 return call;
             },
-            "number"_a, "timeout_ns"_a);
+            "number"_a, "timeout_s"_a);
 
     module.def("all_gather_staging", &collectives::all_gather_staging, "world"_a, "shard_bytes"_a,
                "symmetric"_a);
@@ -103,7 +85,7 @@ void bind_collectives(py::module_& module) {
         [](const Collective& call, std::uint64_t src, std::uint64_t shard_bytes,
            const std::vector<std::uint64_t>& out, std::uint64_t stream) {
             collectives::all_gather(call, source(src), shard_bytes, outs(call, out),
-                                    stream_at(stream));
+                                    cuda::stream_at(stream));
         },
         "call"_a, "src"_a, "shard_bytes"_a, "out"_a, "stream"_a, released);
     module.def(
@@ -111,7 +93,7 @@ void bind_collectives(py::module_& module) {
         [](const Collective& call, Element element, std::uint64_t src, std::uint64_t part_elements,
            std::uint64_t out, std::uint64_t stream) {
             collectives::reduce_scatter(call, element, source(src), part_elements,
-                                        reinterpret_cast<void*>(out), stream_at(stream));
+                                        reinterpret_cast<void*>(out), cuda::stream_at(stream));
         },
         "call"_a, "element"_a, "src"_a, "part_elements"_a, "out"_a, "stream"_a, released);
     module.def(
@@ -119,7 +101,7 @@ void bind_collectives(py::module_& module) {
         [](const Collective& call, Element element, std::uint64_t src, std::uint64_t elements,
            const std::vector<std::uint64_t>& out, Way way, std::uint64_t stream) {
             collectives::all_reduce(call, element, source(src), elements, outs(call, out), way,
-                                    stream_at(stream));
+                                    cuda::stream_at(stream));
         },
         "call"_a, "element"_a, "src"_a, "elements"_a, "out"_a, "way"_a, "stream"_a, released);
 }

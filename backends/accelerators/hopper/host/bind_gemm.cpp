@@ -168,6 +168,15 @@ void bind_pipelined(py::module_& module) {
             "number"_a, "timeout_s"_a, "a"_a, "b"_a, "out"_a, "stream"_a, "outs"_a, released);
 }
 
+// `function` with a device before its other arguments, which is the current one in it.
+template <class... Arguments>
+auto on_device(void (*function)(Arguments...)) {
+    return [function](int device, Arguments... arguments) {
+        const cuda::DeviceScope scope(device);
+        function(arguments...);
+    };
+}
+
 }  // namespace
 
 void bind_gemm(py::module_& module) {
@@ -178,37 +187,14 @@ void bind_gemm(py::module_& module) {
                "gathers"_a);
 
     const auto released = py::call_guard<py::gil_scoped_release>();
-    module.def(
-        "push_rows",
-        [](int device, const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
-           const AllGatherSchedule& schedule, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            push_rows(world, rows, row_bytes, schedule, stream);
-        },
-        "device"_a, "world"_a, "rows"_a, "row_bytes"_a, "schedule"_a, "stream"_a, released);
-    module.def(
-        "all_gather_gemm",
-        [](int device, const DeviceWorld& world, const Product& product,
-           const AllGatherSchedule& schedule, bool wait, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            all_gather_gemm(world, product, schedule, wait, stream);
-        },
-        "device"_a, "world"_a, "product"_a, "schedule"_a, "wait"_a, "stream"_a, released);
-    module.def(
-        "gemm_reduce",
-        [](int device, const DeviceWorld& world, const Product& product,
-           const ReduceSchedule& schedule, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            gemm_reduce(world, product, schedule, stream);
-        },
-        "device"_a, "world"_a, "product"_a, "schedule"_a, "stream"_a, released);
-    module.def(
-        "rendezvous",
-        [](int device, const DeviceWorld& world, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            rendezvous(world, stream);
-        },
-        "device"_a, "world"_a, "stream"_a, released);
+    module.def("push_rows", on_device(&push_rows), "device"_a, "world"_a, "rows"_a, "row_bytes"_a,
+               "schedule"_a, "stream"_a, released);
+    module.def("all_gather_gemm", on_device(&all_gather_gemm), "device"_a, "world"_a, "product"_a,
+               "schedule"_a, "wait"_a, "stream"_a, released);
+    module.def("gemm_reduce", on_device(&gemm_reduce), "device"_a, "world"_a, "product"_a,
+               "schedule"_a, "stream"_a, released);
+    module.def("rendezvous", on_device<const DeviceWorld&, std::uint64_t>(&rendezvous), "device"_a,
+               "world"_a, "stream"_a, released);
 }
 
 }  // namespace mkernel::hopper

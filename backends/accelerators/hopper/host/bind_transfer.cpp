@@ -3,6 +3,7 @@
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/transfer/transfer.hpp"
+#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -21,7 +22,7 @@ void bind_transfer(py::module_& module) {
            std::uint32_t blocks, std::uint32_t stage_bytes, std::uint64_t stream) {
             transfer::copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes,
                            engine, {.blocks = blocks, .stage_bytes = stage_bytes},
-                           reinterpret_cast<cudaStream_t>(stream));
+                           cuda::stream_at(stream));
         },
         "dst"_a, "src"_a, "nbytes"_a, "engine"_a, "blocks"_a = transfer::Effort{}.blocks,
         "stage_bytes"_a = transfer::Effort{}.stage_bytes, py::kw_only(), "stream"_a,

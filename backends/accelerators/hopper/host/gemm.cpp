@@ -11,6 +11,7 @@
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/kernels/gemm_reduce.cuh"
 #include "backends/accelerators/hopper/kernels/rendezvous.hpp"
+#include "backends/cuda/device.hpp"
 #include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper {
@@ -29,29 +30,6 @@ int cluster_rows(Tiling tiling) {
 }
 int divide_up(int value, int by) {
     return (value + by - 1) / by;
-}
-
-cudaStream_t as_stream(std::uint64_t stream) {
-    return reinterpret_cast<cudaStream_t>(stream);
-}
-
-Region region_of(const DeviceWorld& world) {
-    if (world.regions.size() > kMaxRanks) {
-        throw std::length_error("a node of " + std::to_string(world.regions.size()) +
-                                " ranks; this build takes at most " + std::to_string(kMaxRanks));
-    }
-    Region region{};
-    for (std::size_t rank = 0; rank < world.regions.size(); ++rank) {
-        region.base[rank] = reinterpret_cast<char*>(world.regions[rank]);
-    }
-    region.rank = world.rank;
-    region.world = static_cast<int>(world.regions.size());
-    return region;
-}
-
-WaitLimits limits_of(const DeviceWorld& world) {
-    return {reinterpret_cast<HostControl*>(world.control),
-            static_cast<std::uint64_t>(world.timeout_s * 1e9), world.call};
 }
 
 void check_flags(std::uint64_t wanted) {
@@ -125,18 +103,19 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
             static_cast<std::uint64_t>(region.rank) * schedule.rows * row_bytes;
         char* const to = region.data(peer) + before + own;
         const char* const from = reinterpret_cast<const char*>(rows) + own;
-        const auto status = width == row_bytes
-                                ? cudaMemcpyAsync(to, from, count * width, cudaMemcpyDeviceToDevice,
-                                                  as_stream(stream))
-                                : cudaMemcpy2DAsync(to, row_bytes, from, row_bytes, width, count,
-                                                    cudaMemcpyDeviceToDevice, as_stream(stream));
+        const auto status =
+            width == row_bytes
+                ? cudaMemcpyAsync(to, from, count * width, cudaMemcpyDeviceToDevice,
+                                  cuda::stream_at(stream))
+                : cudaMemcpy2DAsync(to, row_bytes, from, row_bytes, width, count,
+                                    cudaMemcpyDeviceToDevice, cuda::stream_at(stream));
         copied(status, count * width, peer);
     };
     const auto raise = [&](int peer, int first, int count) {
         std::uint64_t* const flags = region.flags(peer) + region.rank * schedule.flags() + first;
         const std::size_t nbytes = count * sizeof(std::uint64_t);
         copied(cudaMemcpyAsync(flags, region.control().epochs, nbytes, cudaMemcpyDeviceToDevice,
-                               as_stream(stream)),
+                               cuda::stream_at(stream)),
                nbytes, peer);
     };
     for (int step = 1; step < region.world - 1; ++step) {
@@ -188,7 +167,7 @@ void all_gather_gemm(const DeviceWorld& world, const Product& product,
     args.push_blocks = wait ? schedule.push_blocks : 0;
     const auto launch =
         product.half ? &launch_all_gather_gemm<__half> : &launch_all_gather_gemm<__nv_bfloat16>;
-    cuda::check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
+    cuda::check(launch(args, variant_of(product), product.blocks, cuda::stream_at(stream)),
                 "launching all_gather_gemm");
 }
 
@@ -239,12 +218,12 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.alone = schedule.alone;
     const auto launch =
         product.half ? &launch_gemm_reduce<__half> : &launch_gemm_reduce<__nv_bfloat16>;
-    cuda::check(launch(args, variant_of(product), product.blocks, as_stream(stream)),
+    cuda::check(launch(args, variant_of(product), product.blocks, cuda::stream_at(stream)),
                 "launching gemm_reduce");
 }
 
 void rendezvous(const DeviceWorld& world, std::uint64_t stream) {
-    rendezvous(region_of(world), limits_of(world), as_stream(stream));
+    rendezvous(region_of(world), limits_of(world), cuda::stream_at(stream));
 }
 
 }  // namespace mkernel::hopper

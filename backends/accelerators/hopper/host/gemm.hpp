@@ -5,18 +5,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "backends/accelerators/hopper/host/device_world.hpp"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
 
 namespace mkernel::hopper {
-
-// The world of one call: every rank's region mapped on this device, and how to wait.
-struct DeviceWorld {
-    std::vector<std::uint64_t> regions;  // by rank
-    int rank;
-    std::uint64_t control;  // address of the HostControl, for the device
-    double timeout_s;
-    std::uint32_t call;
-};
 
 // C [.., n] = A [.., k] @ B, with A and C row-major and packed. B: [k, n], or [n, k] (`n_major`
 // false). The planner's choices: tile width, band, blocks.

@@ -47,7 +47,7 @@ void PipelinedGather::start(const CallOnce& call) {
         all_gather_gemm(world_, product_, schedule_, several, call.stream);
         return;
     }
-    const auto stream = reinterpret_cast<cudaStream_t>(call.stream);
+    const auto stream = cuda::stream_at(call.stream);
     const auto beside = reinterpret_cast<std::uint64_t>(order_.fork(stream));
     try {
         push_rows(world_, call.a, row_bytes, schedule_, beside);

@@ -1,7 +1,7 @@
 #include "backends/accelerators/hopper/kernels/clock.hpp"
 
+#include "backends/accelerators/hopper/kernels/small_launch.cuh"
 #include "backends/accelerators/hopper/ptx/sync.cuh"
-#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper {
 
@@ -24,25 +24,16 @@ __global__ void hold_kernel(ClockWords* words, std::uint64_t until_ns, std::uint
     ptx::store_relaxed(&words->passed, now);
 }
 
-template <class... Parameters>
-void launch_one_thread(const char* what, void (*kernel)(Parameters...), cudaStream_t stream,
-                       Parameters... arguments) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(1);
-    config.blockDim = dim3(1);
-    config.stream = stream;
-    cuda::check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
-}
-
 }  // namespace
 
 void answer_clock(ClockWords* words, int samples, std::uint64_t timeout_ns, cudaStream_t stream) {
-    launch_one_thread("launching answer_clock", answer_kernel, stream, words, samples, timeout_ns);
+    launch_small("launching answer_clock", answer_kernel, 1, 1, 0, stream, words, samples,
+                 timeout_ns);
 }
 
 void hold_until(ClockWords* words, std::uint64_t until_ns, std::uint64_t most_ns,
                 cudaStream_t stream) {
-    launch_one_thread("launching hold_until", hold_kernel, stream, words, until_ns, most_ns);
+    launch_small("launching hold_until", hold_kernel, 1, 1, 0, stream, words, until_ns, most_ns);
 }
 
 }  // namespace mkernel::hopper

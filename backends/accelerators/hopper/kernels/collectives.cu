@@ -236,11 +236,6 @@ void check_call(const Collective& call, const void* src, const Outs& out,
                 std::uint64_t staging_needed, std::uint64_t src_element,
                 std::uint64_t out_element) {
     const int world = call.region.world;
-    if (world < 1 || world > kMaxRanks || call.region.rank < 0 || call.region.rank >= world) {
-        throw std::invalid_argument("rank " + std::to_string(call.region.rank) + " of a world of " +
-                                    std::to_string(world) + "; expected a world of 1 to " +
-                                    std::to_string(kMaxRanks));
-    }
     if (call.staging % 16 != 0) {
         throw std::invalid_argument("staging = " + std::to_string(call.staging) +
                                     "; expected a multiple of 16");
@@ -306,33 +301,32 @@ void launch(void (*kernel)(Args), const Args& args, std::uint32_t blocks, cudaSt
 
 using Kernel = void (*)(Args);
 
-template <bool kGather>
-Kernel reduce_of(Element element) {
+// `pick`: the kernel for elements of the type In in sources and Out in results.
+template <class Pick>
+Kernel of_element(Element element, Pick&& pick) {
     switch (element) {
         case Element::bfloat16:
-            return reduce_kernel<__nv_bfloat16, __nv_bfloat16, kGather>;
+            return pick.template operator()<__nv_bfloat16, __nv_bfloat16>();
         case Element::float16:
-            return reduce_kernel<__half, __half, kGather>;
+            return pick.template operator()<__half, __half>();
         case Element::float32_to_bfloat16:
-            return reduce_kernel<float, __nv_bfloat16, kGather>;
+            return pick.template operator()<float, __nv_bfloat16>();
         case Element::float32_to_float16:
-            return reduce_kernel<float, __half, kGather>;
+            return pick.template operator()<float, __half>();
     }
     throw std::invalid_argument("no such element");
 }
 
+template <bool kGather>
+Kernel reduce_of(Element element) {
+    return of_element(
+        element, []<class In, class Out>() -> Kernel { return reduce_kernel<In, Out, kGather>; });
+}
+
 Kernel one_shot_of(Element element) {
-    switch (element) {
-        case Element::bfloat16:
-            return all_reduce_one_shot_kernel<__nv_bfloat16, __nv_bfloat16>;
-        case Element::float16:
-            return all_reduce_one_shot_kernel<__half, __half>;
-        case Element::float32_to_bfloat16:
-            return all_reduce_one_shot_kernel<float, __nv_bfloat16>;
-        case Element::float32_to_float16:
-            return all_reduce_one_shot_kernel<float, __half>;
-    }
-    throw std::invalid_argument("no such element");
+    return of_element(element, []<class In, class Out>() -> Kernel {
+        return all_reduce_one_shot_kernel<In, Out>;
+    });
 }
 
 // What a world of one does, and an empty call.
@@ -376,7 +370,7 @@ void reduce_scatter(const Collective& call, Element element, const void* src,
                     std::uint64_t part_elements, void* out, cudaStream_t stream) {
     const int world = call.region.world;
     Outs outs;
-    if (call.region.rank >= 0 && call.region.rank < kMaxRanks) outs.at[call.region.rank] = out;
+    outs.at[call.region.rank] = out;
     check_call(call, src, outs, reduce_scatter_staging(world, element, part_elements),
                source_bytes(element), kResultBytes);
     const std::uint64_t part = part_elements * source_bytes(element);

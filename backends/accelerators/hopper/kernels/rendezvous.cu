@@ -1,7 +1,7 @@
 #include "backends/accelerators/hopper/kernels/rendezvous.hpp"
 
 #include "backends/accelerators/hopper/device/call.cuh"
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/hopper/kernels/small_launch.cuh"
 
 namespace mkernel::hopper {
 
@@ -17,12 +17,7 @@ __global__ void rendezvous_kernel(Region region, WaitLimits limits) {
 
 void rendezvous(const Region& region, const WaitLimits& limits, cudaStream_t stream) {
     if (region.world == 1) return;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(1);
-    config.blockDim = dim3(32);
-    config.stream = stream;
-    cuda::check(cudaLaunchKernelEx(&config, rendezvous_kernel, region, limits),
-                "launching rendezvous");
+    launch_small("launching rendezvous", rendezvous_kernel, 1, 32, 0, stream, region, limits);
 }
 
 }  // namespace mkernel::hopper

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/accelerators/hopper/kernels/small_launch.cuh"
 #include "backends/accelerators/hopper/transfer/bulk_copy.cuh"
 #include "backends/accelerators/hopper/transfer/plain_copy.cuh"
 #include "backends/cuda/error.hpp"
@@ -16,8 +17,9 @@ constexpr int kStages = 8;
 constexpr int kOpenStores = 2;
 constexpr std::uint32_t kDefaultStageBytes = 16u << 10;
 constexpr std::uint32_t kSmallestStageBytes = 4u << 10;
-constexpr int kPlainThreads = 1024;
+constexpr unsigned kPlainThreads = 1024;
 constexpr std::uint32_t kMaxBlocks = 65535;
+constexpr const char* kLaunch = "launch of a copy kernel";
 
 __global__ __launch_bounds__(32) void copy_bulk_kernel(char* dst, const char* src,
                                                        std::uint64_t nbytes,
@@ -56,17 +58,6 @@ void check_effort(Effort effort) {
     }
 }
 
-template <class... Parameters>
-void launch(void (*kernel)(Parameters...), std::uint32_t blocks, int threads, std::size_t shared,
-            cudaStream_t stream, Parameters... arguments) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = shared;
-    config.stream = stream;
-    cuda::check(cudaLaunchKernelEx(&config, kernel, arguments...), "launch of a copy kernel");
-}
-
 }  // namespace
 
 void copy(void* dst, const void* src, std::uint64_t nbytes, Engine engine, Effort effort,
@@ -90,14 +81,14 @@ void copy(void* dst, const void* src, std::uint64_t nbytes, Engine engine, Effor
             cudaFuncSetAttribute(copy_bulk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  kStages * kMaxStageBytes),
             "cudaFuncSetAttribute");
-        launch(copy_bulk_kernel, blocks, 32, kStages * stage_bytes, stream, to, from, nbytes,
-               stage_bytes);
+        launch_small(kLaunch, copy_bulk_kernel, blocks, 32, kStages * stage_bytes, stream, to, from,
+                     nbytes, stage_bytes);
         return;
     }
     constexpr std::uint64_t kBlockBytes = 16 * kPlainThreads;
     const auto blocks = static_cast<std::uint32_t>(
         std::min<std::uint64_t>(effort.blocks, (nbytes + kBlockBytes - 1) / kBlockBytes));
-    launch(copy_plain_kernel, blocks, kPlainThreads, 0, stream, to, from, nbytes);
+    launch_small(kLaunch, copy_plain_kernel, blocks, kPlainThreads, 0, stream, to, from, nbytes);
 }
 
 }  // namespace mkernel::hopper::transfer

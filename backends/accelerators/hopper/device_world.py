@@ -1,0 +1,52 @@
+"""What every kernel of a call is told of the world: its regions, this rank, and how long to wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.errors import Unsupported
+from mkernel.plan.model import LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+
+class DispatchContext(NamedTuple):
+    """Where a world's calls go: a device, the order of its calls, which forks a second stream off
+    theirs, and the address of the rank's HostControl."""
+
+    device: int
+    order: _hopper.CallOrder
+    control: int
+
+
+def one_node(plan: LaunchPlan) -> int:
+    """The world's size. Unsupported where it has several nodes."""
+    if plan.nodes != 1:
+        raise Unsupported(
+            f"accelerator 'hopper' runs {plan.op} on one node; this plan has {plan.nodes}"
+        )
+    return plan.world_size
+
+
+def device_world(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
+    """As kernels of this call see it."""
+    world: _hopper.DeviceWorld = native().DeviceWorld(
+        _regions(call), call.rank, context.control, call.timeout_s, call_id(call)
+    )
+    return world
+
+
+def call_id(call: Call) -> int:
+    """Its number as kernels note it: 32 bits."""
+    return call.number & 0xFFFFFFFF
+
+
+def _regions(call: Call) -> list[int]:
+    """Every rank's region, by rank."""
+    return [
+        call.workspace if rank == call.rank else call.peers[rank].workspace
+        for rank in range(call.plan.world_size)
+    ]

@@ -1,0 +1,23 @@
+// Starts a kernel that is neither persistent nor in clusters.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "backends/cuda/error.hpp"
+
+namespace mkernel::hopper {
+
+// On `stream`, of the current device, with `shared` bytes of dynamic shared memory. CudaError names `what`.
+template <class... Parameters>
+void launch_small(const char* what, void (*kernel)(Parameters...), unsigned blocks,
+                  unsigned threads, std::size_t shared, cudaStream_t stream,
+                  Parameters... arguments) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    cuda::check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
+}
+
+}  // namespace mkernel::hopper
