@@ -90,8 +90,8 @@ class Settings(BaseSettings):
     )
     accelerator: str = Field(
         AUTO,
-        description="accelerator backend; auto: hopper where its devices are, else streams, of those "
-        "that can run such a world; simulators and most others by name only; the same on all ranks",
+        description="accelerator backend; auto: the most preferred that can run such a world on the "
+        "devices that are here; simulators and most others by name only; the same on all ranks",
     )
     path: Literal["auto", "fused", "library"] = Field(
         "auto",
@@ -114,8 +114,8 @@ class Settings(BaseSettings):
     )
     nic: str = Field(
         AUTO,
-        description="NIC backend between nodes; auto: the one that drives the machine's rails, cx7 "
-        "where there are none; the same on all ranks",
+        description="NIC backend between nodes; auto: the one that drives the machine's rails, or "
+        "a software device where there are none; the same on all ranks",
     )
     verbs: str = Field(
         AUTO,

@@ -18,7 +18,8 @@ from mkernel.errors import ArgumentError
 from mkernel.topology.model import Finite
 
 _DATA = Path(__file__).parent / "data"
-_FALLBACK = "ascend"
+_STAND_IN = _DATA / "stand_in.txt"
+"""Whose constants stand in for those of backends that bring none."""
 
 
 class Tile(Finite):
@@ -49,9 +50,9 @@ class PathConstants(Finite):
 class MachineConstants(Finite):
     """Rates and latencies of one kind of machine.
 
-    The defaults of a kind lie in ``topology/data/<accelerator>.json``. Those of the Ascend-style
-    device follow from the machine description of its timed model (docs/ascend.md), so that a plan
-    predicts and a simulation models the same machine.
+    Those of the backends that come with mkernel lie in ``topology/data/<accelerator>.json``; other
+    backends bring a file of their own. Those of a simulated device follow from the machine description
+    of its timed model, so that a plan predicts and a simulation models the same machine.
     """
 
     name: str
@@ -110,25 +111,27 @@ def load_constants(path: Path) -> MachineConstants:
     return MachineConstants.from_file(path, "constants file")
 
 
-def constants_for(accelerator: str, file: Path | None) -> MachineConstants:
-    """The constants in a file (``mkernel probe --measure`` writes one), or the shipped ones.
+def constants_for(accelerator: str | Path, file: Path | None) -> MachineConstants:
+    """The constants in a file (``mkernel probe --measure`` writes one), or the backend's.
     InputFileError, as :func:`load_constants`."""
     return default_constants(accelerator) if file is None else load_constants(file)
 
 
 @cache
-def default_constants(accelerator: str) -> MachineConstants:
-    """The shipped constants of an accelerator backend.
+def default_constants(accelerator: str | Path) -> MachineConstants:
+    """The constants of an accelerator backend: the file that it brings, or the shipped ones of a name.
 
-    A backend without a file of its own gets the Ascend-style numbers under a name that says so:
-    a plan must be possible on any backend, and a prediction must not claim to be measured.
+    A backend without either gets those of another under a name that says so: a plan must be possible
+    on any backend, and a prediction must not claim to be measured.
     """
+    if isinstance(accelerator, Path):
+        return load_constants(accelerator)
     for path in sorted(_DATA.glob("*.json")):
         if path.stem == accelerator:
             return load_constants(path)
-    stand_in = load_constants(_DATA / f"{_FALLBACK}.json")
-    return stand_in.model_copy(
-        update={"name": f"{_FALLBACK} (stand-in: no constants for {accelerator!r})"}
+    other = _STAND_IN.read_text().strip()
+    return load_constants(_DATA / f"{other}.json").model_copy(
+        update={"name": f"{other} (stand-in: no constants for {accelerator!r})"}
     )
 
 

@@ -22,18 +22,7 @@ from mkernel.topology.model import (
     first_error,
 )
 from mkernel.topology.rails import fast, real_ports
-from mkernel.topology.sources import (
-    cpu,
-    hwloc,
-    infiniband,
-    nccl,
-    npu,
-    nvml,
-    pci,
-    pci_tree,
-    verbs,
-    xml,
-)
+from mkernel.topology.sources import cpu, drivers, formats, infiniband, pci, pci_tree
 from mkernel.topology.sources.files import read_text
 from mkernel.topology.sources.findings import Findings, Notes
 from mkernel.user_files import parse_json, read_file
@@ -76,7 +65,7 @@ def discover(
     cpus = cpu.read(root)
     sources = [replace(cpus, hostname=hostname), infiniband.read(root)]
     if root == _REAL_ROOT:
-        sources += [verbs.read(), nvml.read(root), npu.read(cpus.numa)]
+        sources += drivers.read(root, cpus.numa)
     sources.append(Findings("accelerator backends", accelerators=tuple(accelerators)))
     tree = pci_tree.read(root)
     if root == _REAL_ROOT:
@@ -89,10 +78,9 @@ def read(*paths: Path) -> Discovery:
     """The machine, or the nodes, of a file; or one machine from several files that describe it.
 
     Args:
-        paths: each NCCL's topology XML, hwloc's XML, the text of ``npu-smi info -t topo`` (and of
-            ``npu-smi info``, one behind the other), or JSON: a dumped :class:`Topology`, or any
-            object with such a ``topology`` key, as ``mkernel probe --json`` prints. Where they
-            contradict each other, the first is right, and a note says so.
+        paths: each of a format of :mod:`mkernel.topology.sources.formats`, or JSON: a dumped
+            :class:`Topology`, or any object with such a ``topology`` key, as ``mkernel probe --json``
+            prints. Where they contradict each other, the first is right, and a note says so.
 
     Raises:
         ArgumentError: several files, and one of them holds several nodes.
@@ -118,24 +106,13 @@ def _findings(path: Path, found: Discovery) -> Findings:
 def _file(path: Path) -> Discovery:
     where = f"topology file {path}"
     text = read_file(path, "topology file", _MOST_BYTES)
-    if not xml.is_xml(text):
-        plain = text.decode("utf-8", errors="replace")
-        if npu.is_text(plain):
-            return _machine([npu.parse(plain)], where, path.stem)
-        return _from_json(text, path)
-    root = xml.parse(text, path)
     try:
-        if root.tag == nccl.ROOT:
-            hosts = nccl.read(root, path)
-            return _joined([_machine([host], where, path.stem) for host in hosts])
-        if root.tag == hwloc.ROOT:
-            return _machine([hwloc.read(root, path)], where, path.stem)
+        hosts = formats.parse(text, path)
+        if hosts is None:
+            return _from_json(text, path)
+        return _joined([_machine([host], where, path.stem) for host in hosts])
     except ValidationError as error:
         raise InputFileError(f"{where}: no such machine: {first_error(error)}") from error
-    raise InputFileError(
-        f"{where}: its root element is <{root.tag[:40]}>; expected <{nccl.ROOT}> "
-        f"(NCCL) or <{hwloc.ROOT}> (hwloc)"
-    )
 
 
 def load(path: Path) -> Topology:
@@ -214,7 +191,7 @@ def _from_json(text: bytes, path: Path) -> Discovery:
         data = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise InputFileError(
-            f"topology file {path} is not JSON: {error} (nor XML, nor text of npu-smi)"
+            f"topology file {path} is not JSON: {error} (nor {formats.NAMES})"
         ) from error
     if isinstance(data, dict) and "topology" in data:
         data = data["topology"]

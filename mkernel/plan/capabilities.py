@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from mkernel.plan.model import DtypeName, Exchange
+from mkernel.plan.model import DtypeName, Exchange, GemmTile
 from mkernel.plan.order import Runs
 from mkernel.topology.model import Accelerator, KindName, Model
 from mkernel.topology.sources.chips import architecture, described
@@ -55,9 +56,12 @@ class AcceleratorCapabilities(Model):
     kinds: tuple[KindName, ...] = ()
     """Kinds of devices that it runs on; empty: any."""
     architectures: tuple[str, ...] = ()
-    """Chips that its kernels run on (``sm_90``); empty: any of these kinds."""
-    constants: str | None = None
-    """Name of the shipped constants (``topology/data``) of its machine, where not its own."""
+    """Chips that its kernels run on; empty: any of these kinds."""
+    constants: str | Path | None = None
+    """The constants of its machine: a JSON file of :class:`mkernel.topology.cost.MachineConstants` that
+    the backend brings, or the name of shipped ones (``topology/data``), where not its own."""
+    tile: GemmTile = GemmTile()
+    """The output tile of its GEMM kernels, where ``chunk_unit`` is tiles."""
     process_group: bool = False
     """Whether calls need a torch.distributed group (``Call.group``). What crosses nodes goes through
     it; no NIC session is opened."""

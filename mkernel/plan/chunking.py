@@ -8,6 +8,7 @@ from mkernel.plan.model import (
     Chunking,
     DtypeName,
     GemmShape,
+    GemmTile,
     OpName,
     Shape,
 )
@@ -17,39 +18,44 @@ MAX_CHUNKS = 128
 MIN_TILES, MAX_TILES = 4, 64
 """Default tiles a chunk: in steps of 4, so that a chunk is a whole number of 256 KiB."""
 
-TILE_M, TILE_N = 128, 256
-"""Rows and columns of an output tile."""
-_TILE_BYTES_K = 512
-_STEP_BYTES_K = 128
+_USUAL = GemmTile()
 
 
-def chunking(rows: int, k: int, dtype: DtypeName, chunk: int | None = None) -> Chunking:
-    """Chunking of one rank's A [rows, k], in tiles of 128 rows by 512 bytes of K (64 KiB).
+def chunking(
+    rows: int, k: int, dtype: DtypeName, chunk: int | None = None, tile: GemmTile = _USUAL
+) -> Chunking:
+    """Chunking of one rank's A [rows, k], in pieces of ``tile``: usually 128 rows by 512 bytes of K
+    (64 KiB).
 
-    An output tile is 128 x 256, a matrix step 128 bytes of K. A chunk is 4 tiles; where that gives
+    A chunk is 4 tiles; where that gives
     more than 128 chunks it is ceil(tiles / 128) rounded up to a multiple of 4, at most 64 tiles
     (then with as many chunks as it takes). ``chunk`` overrides the tiles of a chunk; a chunk is
     never larger than all tiles.
     """
-    tile_k = _TILE_BYTES_K // DTYPE_BYTES[dtype]
-    return _chunks_of(-(-rows // TILE_M) * -(-k // tile_k), dtype, chunk)
+    depth = tile.depth_bytes // DTYPE_BYTES[dtype]
+    return _chunks_of(-(-rows // tile.rows) * -(-k // depth), dtype, chunk, tile)
 
 
 def cut(
-    op: OpName, shape: GemmShape, world: int, dtype: DtypeName, chunk: int | None = None
+    op: OpName,
+    shape: GemmShape,
+    world: int,
+    dtype: DtypeName,
+    chunk: int | None = None,
+    tile: GemmTile = _USUAL,
 ) -> Chunking:
     """Chunking of a GEMM op on ``world`` ranks: of A where it is gathered; of the output tiles that
     a rank owns where partial results are reduced, by the same rule."""
     if op == "all_gather_gemm":
-        return chunking(shape.m // world, shape.k, dtype, chunk)
+        return chunking(shape.m // world, shape.k, dtype, chunk, tile)
     rows = shape.m // world if op == "gemm_reduce_scatter" else shape.m
-    tiles = -(-rows // TILE_M) * -(-shape.n // TILE_N)
+    tiles = -(-rows // tile.rows) * -(-shape.n // tile.columns)
     if op == "gemm_all_reduce":
         tiles = -(-tiles // world)  # the ranks share all of them
-    return _chunks_of(tiles, dtype, chunk)
+    return _chunks_of(tiles, dtype, chunk, tile)
 
 
-def _chunks_of(tiles: int, dtype: DtypeName, chunk: int | None) -> Chunking:
+def _chunks_of(tiles: int, dtype: DtypeName, chunk: int | None, tile: GemmTile) -> Chunking:
     if chunk is None:
         chunk = MIN_TILES
         if -(-tiles // chunk) > MAX_CHUNKS:
@@ -57,23 +63,28 @@ def _chunks_of(tiles: int, dtype: DtypeName, chunk: int | None) -> Chunking:
             chunk = min(MAX_TILES, -(-least // MIN_TILES) * MIN_TILES)
     tiles_per_chunk = min(chunk, tiles)
     return Chunking(
-        tile_m=TILE_M,
-        tile_n=TILE_N,
-        tile_k=_TILE_BYTES_K // DTYPE_BYTES[dtype],
-        step_k=_STEP_BYTES_K // DTYPE_BYTES[dtype],
+        tile_m=tile.rows,
+        tile_n=tile.columns,
+        tile_k=tile.depth_bytes // DTYPE_BYTES[dtype],
+        step_k=tile.step_bytes // DTYPE_BYTES[dtype],
         tiles_per_chunk=tiles_per_chunk,
         chunks_per_rank=-(-tiles // tiles_per_chunk),
     )
 
 
 def others(
-    default: Chunking, op: OpName, shape: GemmShape, world: int, dtype: DtypeName
+    default: Chunking,
+    op: OpName,
+    shape: GemmShape,
+    world: int,
+    dtype: DtypeName,
+    tile: GemmTile = _USUAL,
 ) -> list[Chunking]:
     """Chunkings with more or fewer tiles a chunk than the default."""
     made = {default.chunks_per_rank: default}
     tiles = MIN_TILES
     while tiles <= MAX_TILES:
-        other = cut(op, shape, world, dtype, tiles)
+        other = cut(op, shape, world, dtype, tiles, tile)
         made.setdefault(other.chunks_per_rank, other)
         tiles *= 2
     return [other for other in made.values() if other is not default]

@@ -88,6 +88,16 @@ class AttentionShape(Model):
 Shape = Annotated[GemmShape | MoeShape | CombineShape | AttentionShape, Field(discriminator="kind")]
 
 
+class GemmTile(Model):
+    """The output tile of a backend's GEMM kernels, ``rows`` x ``columns``. Along K it is made in pieces
+    of ``depth_bytes`` of the inputs, by matrix instructions of ``step_bytes`` each."""
+
+    rows: int = Field(128, ge=1)
+    columns: int = Field(256, ge=1)
+    depth_bytes: int = Field(512, ge=4)
+    step_bytes: int = Field(128, ge=4)
+
+
 class Chunking(Model):
     """How what a rank communicates is cut: tiles, and chunks of whole tiles.
 

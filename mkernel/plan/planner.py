@@ -20,6 +20,7 @@ from mkernel.plan.model import (
     DtypeName,
     Exchange,
     GemmShape,
+    GemmTile,
     LaunchPlan,
     OpName,
     PathChoice,
@@ -177,6 +178,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             capabilities.comm_cores,
             capabilities.one_kernel_per_chunk,
             capabilities.orders,
+            capabilities.tile,
         ),
         resources,
         constants
@@ -234,6 +236,7 @@ class _Choice:
     comm_cores: int
     one_kernel_per_chunk: bool
     orders: tuple[Runs, ...]
+    tile: GemmTile
 
 
 @lru_cache(maxsize=256)
@@ -252,8 +255,8 @@ def _planned(
 ) -> Planned:
     """The plan of checked inputs. Decisions are made one after another, each with the defaults of
     those that follow: path, exchange, chunks of tiles, communication blocks; then, by simulation, rows
-    a chunk and order. Where both paths' times are known from measured constants (``hopper`` in one
-    node), these are all that was measured: chunks and order stay as they are by default."""
+    a chunk and order. Where both paths' times are known from measured constants (in one node), these
+    are all that was measured: chunks and order stay as they are by default."""
     kinds, ranks_per_node = places.kinds, places.ranks_per_node
     nodes = len(kinds.of)
     group = between.carrier is not None
@@ -265,7 +268,7 @@ def _planned(
     if choice.unit == "rows" or not isinstance(shape, GemmShape):
         rows = chunking.row_chunk(shape, len(placement), choice.chunk, choice.row_chunks)
     else:
-        tiles = chunking.cut(op, shape, len(placement), dtype, choice.chunk)
+        tiles = chunking.cut(op, shape, len(placement), dtype, choice.chunk, choice.tile)
     path, prediction = _predicted(choice, op, shape, dtype, len(placement), resources, constants)
     exchange, alternatives = choice.exchanges[0], _path_alternatives(path, prediction)
     measured = prediction is not None
@@ -285,7 +288,7 @@ def _planned(
         )
         alternatives += considered
         if tiles is not None and choice.chunk is None and isinstance(shape, GemmShape):
-            more = chunking.others(tiles, op, shape, len(placement), dtype)
+            more = chunking.others(tiles, op, shape, len(placement), dtype, choice.tile)
             cuts: list[Chunking] = [tiles, *more]
             cut, considered = choose(
                 "chunk",

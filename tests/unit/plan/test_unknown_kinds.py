@@ -1,0 +1,80 @@
+"""Chips, NICs and links of kinds that this tree has never heard of: a third party's backend brings what
+the planner must know of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plan_worlds import CAPABILITIES, make
+from pydantic import ValidationError
+
+from mkernel.plan.model import GemmTile
+from mkernel.probe.matrix import matrix
+from mkernel.probe.report import report
+from mkernel.topology.cost import default_constants
+from mkernel.topology.discover import Discovery
+from mkernel.topology.model import Accelerator, FabricLink, Nic, Node, NumaNode, Topology
+from mkernel.topology.paths import NodePaths
+from mkernel.topology.placement import visible
+
+
+def chip(index: int) -> Accelerator:
+    return Accelerator(id=f"tpu{index}", kind="tpu", name="chip", index=index, architecture="v9")
+
+
+def node(number: int, nic: str = "rose") -> Node:
+    return Node(
+        id=number,
+        hostname=f"h{number}",
+        numa=(NumaNode(id=0, cpus=(0, 1)),),
+        accelerators=(chip(0), chip(1)),
+        nics=(Nic(id="rose0", kind=nic, name="rose0", speed_gbps=800),),
+        fabric=(FabricLink(kind="ici", ends=("tpu0", "tpu1"), count=4, gbs=200),),
+    )
+
+
+def test_a_plan_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "tpu.json"
+    rates = default_constants("streams").model_copy(update={"name": "measured by its vendor"})
+    file.write_text(rates.model_dump_json())
+    claims = CAPABILITIES.model_copy(
+        update={
+            "simulated": False,
+            "kinds": ("tpu",),
+            "architectures": ("v9",),
+            "constants": file,
+            "tile": GemmTile(rows=64, columns=512, depth_bytes=256, step_bytes=64),
+        }
+    )
+    assert claims.misfit(chip(0)) is None
+    made = make(
+        capabilities=claims,
+        accelerator="third",
+        topology=Topology(nodes=(node(0), node(1))),
+        nic="rose",
+    )
+    assert made.chunking is not None
+    assert (made.chunking.tile_m, made.chunking.tile_n) == (64, 512)
+    assert (made.chunking.tile_k, made.chunking.step_k) == (128, 32)
+    assert made.prediction is not None
+    assert made.prediction.constants == "measured by its vendor"
+    assert made.route(0, 1).kind == "p2p"
+    assert made.route(0, 2).kind == "nic"
+
+
+def test_a_machine_of_them() -> None:
+    one = node(0)
+    assert NodePaths(one).between(*one.accelerators).kind == "ICI"
+    assert "ICI" in matrix(one)
+    machine = Topology(nodes=(one,))
+    assert Topology.model_validate_json(machine.model_dump_json()) == machine
+    assert report(Discovery(topology=machine))
+    left = visible(one.accelerators, {"TPU_VISIBLE_CHIPS": "1"}, {"tpu": "TPU_VISIBLE_CHIPS"})
+    assert left == (chip(1),)
+
+
+@pytest.mark.parametrize("kind", ["", "TPU", "a b", "\x1b[31m", "x" * 33])
+def test_a_kind_is_a_word(kind: str) -> None:
+    with pytest.raises(ValidationError, match="kind"):
+        Accelerator(id="a", kind=kind, name="a", index=0)

@@ -1,0 +1,32 @@
+"""Formats of files in which other tools describe a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mkernel.errors import InputFileError
+from mkernel.topology.sources import hwloc, nccl, npu, xml
+from mkernel.topology.sources.findings import Findings
+
+NAMES = "XML, nor text of npu-smi"
+
+
+def parse(text: bytes, path: Path) -> tuple[Findings, ...] | None:
+    """The hosts of a file: NCCL's XML, hwloc's, or what ``npu-smi info -t topo`` prints (and
+    ``npu-smi info``, one behind the other). None: it is neither XML nor such text.
+
+    Raises:
+        InputFileError: it is XML of something else, malformed or hostile.
+    """
+    if not xml.is_xml(text):
+        plain = text.decode("utf-8", errors="replace")
+        return (npu.parse(plain),) if npu.is_text(plain) else None
+    root = xml.parse(text, path)
+    if root.tag == nccl.ROOT:
+        return nccl.read(root, path)
+    if root.tag == hwloc.ROOT:
+        return (hwloc.read(root, path),)
+    raise InputFileError(
+        f"topology file {path}: its root element is <{root.tag[:40]}>; expected <{nccl.ROOT}> "
+        f"(NCCL) or <{hwloc.ROOT}> (hwloc)"
+    )
