@@ -73,12 +73,12 @@ def hwloc(machine: dict[str, Any]) -> Element:
     """As ``lstopo --of xml`` of hwloc 2: every bridge, rates of links, names that Linux gives."""
     topology = Element("topology", version="2.0")
     nodes = f"0x{(1 << len(machine['cpus'])) - 1:08x}"
-    whole = _object(topology, "Machine", nodeset=nodes)
+    whole = hwloc_object(topology, "Machine", nodeset=nodes)
     for numa, cpus in machine["cpus"].items():
         own = {"nodeset": f"0x{1 << int(numa):08x}", "cpuset": _mask(cpus, "0x")}
-        package = _object(whole, "Package", os_index=numa, **own)
+        package = hwloc_object(whole, "Package", os_index=numa, **own)
         memory = str(machine["memory_gib"] << 30) if "memory_gib" in machine else ""
-        _object(package, "NUMANode", os_index=numa, local_memory=memory, **own)
+        hwloc_object(package, "NUMANode", os_index=numa, local_memory=memory, **own)
         for tree in machine["trees"]:
             if tree["numa"] == int(numa):
                 _hwloc_tree(package, machine, tree)
@@ -87,45 +87,55 @@ def hwloc(machine: dict[str, Any]) -> Element:
 
 def _hwloc_tree(package: Element, machine: dict[str, Any], tree: dict[str, Any]) -> None:
     buses = f"0000:[{tree['host']}-ff]"
-    above = _object(package, "Bridge", bridge_type="0-1", bridge_pci=buses)
+    above = hwloc_object(package, "Bridge", bridge_type="0-1", bridge_pci=buses)
     for each in ("port", "switch"):
         if each in tree:
-            above = _bridge(above, _address(tree[each]), machine["switch"])
+            above = hwloc_bridge(above, _address(tree[each]), _gbs(machine["switch"]))
     for slot, (kind, address) in enumerate(_functions(machine, tree)):
         properties = machine["kinds"][kind]
         place = above
         if "switch" in tree:  # each device below a downstream port of its own, one bus further
             inside = int(tree["switch"].split(":")[-2], 16) + 1
-            place = _bridge(above, f"0000:{inside:02x}:{slot // 8:02x}.{slot % 8}", properties)
-        function = _object(
-            place,
-            "PCIDev",
-            pci_busid=address,
-            pci_type=f"{properties['class']} [{properties['id']}] [0000:0000] 00",
-            pci_link_speed=_gbs(properties),
-        )
+            slot_address = f"0000:{inside:02x}:{slot // 8:02x}.{slot % 8}"
+            place = hwloc_bridge(above, slot_address, _gbs(properties))
+        ids = properties["class"], *properties["id"].split(":")
+        function = hwloc_function(place, address, *ids, _gbs(properties))
         bus, device = (int(part, 16) for part in address.replace(".", ":").split(":")[1:3])
         if kind == "efa":
-            _object(function, "OSDev", name=f"rdmap{bus}s{device}", osdev_type="3")
+            hwloc_object(function, "OSDev", name=f"rdmap{bus}s{device}", osdev_type="3")
         elif kind == "ena":
             name = f"enp{bus}s{device}"
             if "first_slot" in tree:  # Linux prefers numbers of slots where firmware has some
                 name = f"ens{tree['first_slot'] + device}"
-            _object(function, "OSDev", name=name, osdev_type="2")
+            hwloc_object(function, "OSDev", name=name, osdev_type="2")
 
 
-def _bridge(above: Element, address: str, link: dict[str, Any]) -> Element:
-    return _object(
+def hwloc_bridge(above: Element, address: str, gbs: str) -> Element:
+    """A port of a switch, or a root port."""
+    return hwloc_object(
         above,
         "Bridge",
         bridge_type="1-1",
         pci_busid=address,
-        pci_type="0604 [1d0f:0200] [0000:0000] 00",
-        pci_link_speed=_gbs(link),
+        pci_type="0604 [1000:c030] [0000:0000] 00",
+        pci_link_speed=gbs,
     )
 
 
-def _object(parent: Element, kind: str, **attributes: str) -> Element:
+def hwloc_function(
+    above: Element, address: str, pci_class: str, vendor: str, device: str, gbs: str
+) -> Element:
+    """What is no bridge."""
+    return hwloc_object(
+        above,
+        "PCIDev",
+        pci_busid=address,
+        pci_type=f"{pci_class} [{vendor}:{device}] [0000:0000] 00",
+        pci_link_speed=gbs,
+    )
+
+
+def hwloc_object(parent: Element, kind: str, **attributes: str) -> Element:
     return SubElement(parent, "object", type=kind, **attributes)
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from xml.sax.saxutils import quoteattr
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 from hypothesis import strategies as st
+from machine_files import hwloc_bridge, hwloc_function, hwloc_object
 from sysfs_tree import SysfsTree
 
 GBS = {2.5: 0.25, 8.0: 0.984615, 16.0: 1.969231, 32.0: 3.938462}
@@ -162,115 +163,76 @@ def expected(machine: Machine, one: str, other: str) -> tuple[str, float | None]
 
 def nccl_xml(machine: Machine) -> str:
     """What ``NCCL_TOPO_DUMP_FILE`` gets: no root and downstream ports, a switch is one element."""
-    lines = ['<system version="1">']
+    system = Element("system", version="1")
     everything = trees(machine)
     for number, socket in enumerate(machine.sockets):
         numaid = {"numaid": str(number)} if machine.numa else {}
         mask = (1 << socket.cpus) - 1 << number * 32
         words = [f"{mask >> 32 * word & 0xFFFFFFFF:08x}" for word in range(len(machine.sockets))]
-        lines.append(_open("cpu", **numaid, affinity=",".join(reversed(words)), arch="x86_64"))
+        cpu = SubElement(system, "cpu", numaid, affinity=",".join(reversed(words)), arch="x86_64")
         for tree in everything:
             if tree.socket == number:
-                lines += _nccl(tree.root, machine)
-        lines.append("</cpu>")
-    return "\n".join([*lines, "</system>"])
+                _nccl(cpu, tree.root, machine)
+    return tostring(system, encoding="unicode")
 
 
-def _nccl(placed: Placed, machine: Machine) -> list[str]:
+def _nccl(above: Element, placed: Placed, machine: Machine) -> None:
     item = placed.item
-    link = {}
+    pci_class, vendor, device = ("0604", "", "") if isinstance(item, Switch) else IDS[item.kind]
+    function = SubElement(above, "pci", {"busid": placed.address, "class": f"0x{pci_class}00"})
     if item.link is not None:
-        link = {
-            "link_speed": f"{item.link.speed} GT/s PCIe",
-            "link_width": str(item.link.lanes),
-        }
+        function.set("link_speed", f"{item.link.speed} GT/s PCIe")
+        function.set("link_width", str(item.link.lanes))
     if isinstance(item, Switch):
-        inside = [line for below in placed.below for line in _nccl(below, machine)]
-        return [_open("pci", busid=placed.address, class_="0x060400", **link), *inside, "</pci>"]
-    pci_class, vendor, device = IDS[item.kind]
-    function = _open(
-        "pci",
-        busid=placed.address,
-        class_=f"0x{pci_class}00",
-        vendor=f"0x{vendor}",
-        device=f"0x{device}",
-        **link,
-    )
+        for below in placed.below:
+            _nccl(function, below, machine)
+        return
+    function.set("vendor", f"0x{vendor}")
+    function.set("device", f"0x{device}")
     if item.kind == "gpu":
-        links = _open(
-            "nvlink", target="fffffff:ff:ff.0", count=str(machine.nvlinks), tclass="0x068000"
-        )
-        inside = [
-            _open("gpu", dev=placed.name.removeprefix("cuda"), sm="90", gdr="1"),
-            *([links.replace(">", "/>")] if machine.nvlinks else []),
-            "</gpu>",
-        ]
+        dev = placed.name.removeprefix("cuda")
+        gpu = SubElement(function, "gpu", dev=dev, sm="90", gdr="1")
+        if machine.nvlinks:
+            ends = {"target": "fffffff:ff:ff.0", "tclass": "0x068000"}
+            SubElement(gpu, "nvlink", ends, count=str(machine.nvlinks))
     else:
         speed = {"speed": str(RATES[item.kind] * 1000)} if machine.rates else {}
-        net = _open("net", name=placed.name, port="1", gdr="0", **speed).replace(">", "/>")
-        inside = ["<nic>", net, "</nic>"]
-    return [function, *inside, "</pci>"]
+        SubElement(SubElement(function, "nic"), "net", speed, name=placed.name, port="1", gdr="0")
 
 
 def hwloc_xml(machine: Machine) -> str:
     """What ``lstopo --of xml`` prints: every port, links in GB/s, no rates of ports, no NVLink."""
-    everything = trees(machine)
+    topology = Element("topology", version="2.0")
     nodes = f"0x{(1 << len(machine.sockets)) - 1:08x}"
-    lines = ['<topology version="2.0">', _open("object", type="Machine", nodeset=nodes)]
-    outside: list[str] = []
+    whole = hwloc_object(topology, "Machine", nodeset=nodes)
+    everything = trees(machine)
     for number, socket in enumerate(machine.sockets):
         words = ["0x" + f"{(1 << socket.cpus) - 1:08x}"] + [""] * number
         node = {"nodeset": f"0x{1 << number:08x}", "cpuset": ",".join(words)}
-        lines.append(_open("object", type="Package", os_index=str(number), **node))
-        lines += [_open("object", type="NUMANode", os_index=str(number), **node), "</object>"]
-        bridges = [
-            line for tree in everything if tree.socket == number for line in _hwloc_tree(tree)
-        ]
-        (lines if machine.numa else outside).extend(bridges)
-        lines.append("</object>")
-    return "\n".join([*lines, *outside, "</object>", "</topology>"])
+        package = hwloc_object(whole, "Package", os_index=str(number), **node)
+        hwloc_object(package, "NUMANode", os_index=str(number), **node)
+        for tree in everything:
+            if tree.socket == number:
+                bus = f"{tree.host_bridge[3:7]}:[{tree.host_bridge[8:]}-ff]"
+                above = package if machine.numa else whole
+                host = hwloc_object(above, "Bridge", bridge_type="0-1", bridge_pci=bus)
+                _hwloc(host, tree.root)
+    return tostring(topology, encoding="unicode")
 
 
-def _hwloc_tree(tree: Tree) -> list[str]:
-    bus = f"{tree.host_bridge[3:7]}:[{tree.host_bridge[8:]}-ff]"
-    host = _open("object", type="Bridge", bridge_type="0-1", bridge_pci=bus)
-    return [host, *_hwloc(tree.root), "</object>"]
-
-
-def _hwloc(placed: Placed) -> list[str]:
+def _hwloc(above: Element, placed: Placed) -> None:
     item = placed.item
     gbs = f"{item.link.gbs if item.link is not None else 0.0:.6f}"
-    port = _open(
-        "object",
-        type="Bridge",
-        bridge_type="1-1",
-        pci_busid=placed.port,
-        pci_type="0604 [1000:c030] [0000:0000] 00",
-        pci_link_speed=gbs,
-    )
+    port = hwloc_bridge(above, placed.port, gbs)
     if isinstance(item, Switch):
-        up = _open(
-            "object",
-            type="Bridge",
-            bridge_type="1-1",
-            pci_busid=placed.address,
-            pci_type="0604 [1000:c030] [0000:0000] 00",
-            pci_link_speed=gbs,
-        )
-        below = [line for each in placed.below for line in _hwloc(each)]
-        return [port, up, *below, "</object>", "</object>"]
-    pci_class, vendor, device = IDS[item.kind]
-    function = _open(
-        "object",
-        type="PCIDev",
-        pci_busid=placed.address,
-        pci_type=f"{pci_class} [{vendor}:{device}] [0000:0000] 00",
-        pci_link_speed=gbs,
-    )
+        inside = hwloc_bridge(port, placed.address, gbs)
+        for below in placed.below:
+            _hwloc(inside, below)
+        return
+    function = hwloc_function(port, placed.address, *IDS[item.kind], gbs)
     types = {"gpu": "5", "ethernet": "2"}
     name = f"opencl0d{placed.name.removeprefix('cuda')}" if item.kind == "gpu" else placed.name
-    system = _open("object", type="OSDev", name=name, osdev_type=types.get(item.kind, "3"))
-    return [port, function, system, "</object>", "</object>", "</object>"]
+    hwloc_object(function, "OSDev", name=name, osdev_type=types.get(item.kind, "3"))
 
 
 def write_sysfs(machine: Machine, root: Path) -> SysfsTree:
@@ -312,11 +274,6 @@ def _sysfs(files: SysfsTree, placed: Placed, above: str, numa: str, machine: Mac
         files.rdma(placed.name, function, rate=rate)
     for below in placed.below:
         _sysfs(files, below, path, numa, machine)
-
-
-def _open(tag: str, **attributes: str) -> str:
-    text = " ".join(f"{key.rstrip('_')}={quoteattr(value)}" for key, value in attributes.items())
-    return f"<{tag} {text}>"
 
 
 _links = st.none() | st.builds(Link, st.sampled_from(sorted(GBS)), st.sampled_from([1, 4, 8, 16]))
