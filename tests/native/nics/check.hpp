@@ -1,4 +1,4 @@
-// The tests' one macro and registry. A failed check prints where and what, and the test goes on.
+// The tests' macros and their registry. A failed check prints where and what, and the test goes on.
 #pragma once
 
 #include <cstdio>
@@ -24,10 +24,30 @@ inline void check(bool held, const char* what, const char* file, int line) {
 
 using Test = std::pair<const char*, std::function<void()>>;
 
-// Runs all, or those whose name contains argv[first]. Returns the process's exit code.
-inline int run(const std::vector<Test>& tests, const char* only = nullptr) {
+// Every test of this executable, in the order of their definitions.
+inline std::vector<Test>& tests() {
+    static std::vector<Test> all;
+    return all;
+}
+
+struct Registered {
+    Registered(const char* name, std::function<void()> body) {
+        tests().emplace_back(name, std::move(body));
+    }
+};
+
+#define TEST(name)                                                             \
+    void name();                                                               \
+    const ::mkernel::nics::testing::Registered name##_registered(#name, name); \
+    void name()
+
+// The library of verbs that a test opens.
+inline std::string library;
+
+// Runs all, or those whose name contains `only`. Returns the process's exit code.
+inline int run(const char* only) {
     int ran = 0;
-    for (const auto& [name, body] : tests) {
+    for (const auto& [name, body] : tests()) {
         if (only != nullptr && std::strstr(name, only) == nullptr) continue;
         const int before = failures;
         try {
@@ -42,6 +62,16 @@ inline int run(const std::vector<Test>& tests, const char* only = nullptr) {
     }
     if (ran == 0) std::printf("no test of that name\n");
     return failures == 0 && ran != 0 ? 0 : 1;
+}
+
+// The main function of tests that take [NAME], or LIBRARY [NAME].
+inline int run(int argc, char** argv) {
+    return run(argc > 1 ? argv[1] : nullptr);
+}
+inline int run_on_library(int argc, char** argv) {
+    if (argc < 2) return std::printf("usage: %s LIBRARY [TEST]\n", argv[0]), 2;
+    library = argv[1];
+    return run(argc > 2 ? argv[2] : nullptr);
 }
 
 }  // namespace mkernel::nics::testing

@@ -118,4 +118,17 @@ class Rank {
     std::uint32_t peer_;
 };
 
+// Two joined ranks of this process.
+struct Couple {
+    Couple(const std::string& library, std::size_t bytes, const Setup& here, const Setup& there)
+        : one(library, 1, bytes, here), other(library, 0, bytes, there) {
+        one.join(other.endpoints, other.key);
+        other.join(one.endpoints, one.key);
+    }
+    Couple(const std::string& library, std::size_t bytes, const Setup& both)
+        : Couple(library, bytes, both, both) {}
+    Rank one;
+    Rank other;
+};
+
 }  // namespace mkernel::nics::testing

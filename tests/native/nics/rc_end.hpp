@@ -22,7 +22,6 @@ namespace mkernel::nics::testing::rc {
 
 using runtime::monotonic_ns;
 
-inline std::string library;
 inline std::string device = "soft0";
 
 struct Limits {

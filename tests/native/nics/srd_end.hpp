@@ -23,8 +23,6 @@ namespace mkernel::nics::testing::srd {
 
 using runtime::monotonic_ns;
 
-inline std::string library;
-
 inline constexpr std::size_t kBytes = 4 << 20;
 inline constexpr std::uint32_t kKey = 0x1234;
 inline constexpr std::uint64_t kWrites =

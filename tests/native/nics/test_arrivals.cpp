@@ -1,5 +1,5 @@
 // Groups of messages put together again, against a model of what queue pairs and completion queues
-// may do to them. Usage: test_arrivals [test]
+// may do to them.
 #include <deque>
 #include <map>
 #include <random>
@@ -119,7 +119,7 @@ void play(std::uint32_t lanes, bool ordered, std::uint32_t groups, std::uint64_t
     if (lanes > 1) CHECK(ahead > verbs::kGroups / 2);  // the model does go to the edge
 }
 
-void every_group_is_raised_once_when_all_of_it_has_come() {
+TEST(every_group_is_raised_once_when_all_of_it_has_come) {
     for (std::uint64_t seed = 1; seed <= 3; ++seed) {
         for (const std::uint32_t lanes : {1u, 2u, 5u}) {
             play(lanes, false, 3000, seed);
@@ -128,7 +128,7 @@ void every_group_is_raised_once_when_all_of_it_has_come() {
     }
 }
 
-void what_no_sender_sends_is_broken() {
+TEST(what_no_sender_sends_is_broken) {
     const auto outcome = [](std::initializer_list<std::uint32_t> immediates) {
         Arrivals arrivals(2, kReceives);
         Arrivals::Signal signal;
@@ -152,8 +152,5 @@ void what_no_sender_sends_is_broken() {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return testing::run({{"every_group_is_raised_once_when_all_of_it_has_come",
-                          every_group_is_raised_once_when_all_of_it_has_come},
-                         {"what_no_sender_sends_is_broken", what_no_sender_sends_is_broken}},
-                        argc > 1 ? argv[1] : nullptr);
+    return testing::run(argc, argv);
 }

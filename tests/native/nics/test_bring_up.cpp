@@ -1,6 +1,5 @@
 // How a device is brought up and how it fails, on the null device, which reports what the test says:
 // the choice of a GID, what is negotiated, the ladder of registration, every status and event.
-// Usage: test_bring_up NULL_VERBS_LIBRARY [test]
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -13,11 +12,10 @@
 #include "pair.hpp"
 
 using namespace mkernel::nics;
+using testing::library;
 using testing::NullDevice;
 
 namespace {
-
-std::string library;
 
 // The device, as it is when nothing was set.
 NullDevice& device() {
@@ -79,7 +77,7 @@ Endpoint endpoint(const verbs::Options& options = {}, std::uint8_t port = 1) {
     return nic->add_peer(0).front();
 }
 
-void roce_v2_with_an_ipv4_address_is_chosen() {
+TEST(roce_v2_with_an_ipv4_address_is_chosen) {
     NullDevice& null = device();
     null.ports[0].attributes.link_layer = IBV_LINK_LAYER_ETHERNET;
     auto& gids = null.ports[0].gids;
@@ -100,7 +98,7 @@ void roce_v2_with_an_ipv4_address_is_chosen() {
     CHECK(says(refusal([] { open(); }), {"no GID", "address"}));
 }
 
-void a_ports_own_gids_are_used() {
+TEST(a_ports_own_gids_are_used) {
     NullDevice& null = device();
     for (auto& port : null.ports) port.attributes.link_layer = IBV_LINK_LAYER_ETHERNET;
     null.ports[0].gids = {gid(kIpv4, IBV_GID_TYPE_ROCE_V2)};
@@ -111,7 +109,7 @@ void a_ports_own_gids_are_used() {
     CHECK(says(refusal([] { open({}, 2); }), {"null0 port 2", "not active", "link"}));
 }
 
-void infiniband_takes_its_first_gid_and_the_lid() {
+TEST(infiniband_takes_its_first_gid_and_the_lid) {
     NullDevice& null = device();
     null.ports[0].gids = {gid(kLinkLocal, IBV_GID_TYPE_IB), gid(kIpv6, IBV_GID_TYPE_IB)};
     const Endpoint mine = endpoint();
@@ -126,7 +124,7 @@ void infiniband_takes_its_first_gid_and_the_lid() {
 
 // ---- what is negotiated ---------------------------------------------------------------------------
 
-void the_smaller_mtu_and_the_settings_reach_the_queue_pair() {
+TEST(the_smaller_mtu_and_the_settings_reach_the_queue_pair) {
     NullDevice& null = device();
     null.ports[0].attributes.active_mtu = IBV_MTU_2048;
     null.ports[0].attributes.link_layer = IBV_LINK_LAYER_ETHERNET;
@@ -159,7 +157,7 @@ void the_smaller_mtu_and_the_settings_reach_the_queue_pair() {
 
 constexpr std::uint64_t kAddress = 0x7f0000201000;  // nobody touches it
 
-void device_memory_goes_by_dmabuf_then_peermem_then_is_refused() {
+TEST(device_memory_goes_by_dmabuf_then_peermem_then_is_refused) {
     NullDevice& null = device();
     LocalMemory memory{kAddress, 8192, true, 77, 0x1000};
     {
@@ -210,7 +208,7 @@ std::unique_ptr<Nic> connected() {
     return nic;
 }
 
-void every_error_of_a_completion_is_told_whole() {
+TEST(every_error_of_a_completion_is_told_whole) {
     NullDevice& null = device();
     for (int code = IBV_WC_LOC_LEN_ERR; code <= IBV_WC_TM_RNDV_INCOMPLETE; ++code) {
         null.status = IBV_WC_SUCCESS;
@@ -235,7 +233,7 @@ void every_error_of_a_completion_is_told_whole() {
     }
 }
 
-void events_that_break_the_device_are_failures() {
+TEST(events_that_break_the_device_are_failures) {
     struct Case {
         ibv_event_type type;
         bool fatal;
@@ -286,17 +284,5 @@ void events_that_break_the_device_are_failures() {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc < 2) return std::fprintf(stderr, "usage: test_bring_up LIBRARY [test]\n"), 2;
-    library = argv[1];
-    return testing::run(
-        {{"roce_v2_with_an_ipv4_address_is_chosen", roce_v2_with_an_ipv4_address_is_chosen},
-         {"a_ports_own_gids_are_used", a_ports_own_gids_are_used},
-         {"infiniband_takes_its_first_gid_and_the_lid", infiniband_takes_its_first_gid_and_the_lid},
-         {"the_smaller_mtu_and_the_settings_reach_the_queue_pair",
-          the_smaller_mtu_and_the_settings_reach_the_queue_pair},
-         {"device_memory_goes_by_dmabuf_then_peermem_then_is_refused",
-          device_memory_goes_by_dmabuf_then_peermem_then_is_refused},
-         {"every_error_of_a_completion_is_told_whole", every_error_of_a_completion_is_told_whole},
-         {"events_that_break_the_device_are_failures", events_that_break_the_device_are_failures}},
-        argc > 2 ? argv[2] : nullptr);
+    return testing::run_on_library(argc, argv);
 }

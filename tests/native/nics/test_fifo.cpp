@@ -38,13 +38,13 @@ bool whole(const PutCommand& c) {
     return c.local_offset == c.bytes * 3 && c.remote_offset == ~c.bytes;
 }
 
-void capacity_is_a_power_of_two() {
+TEST(capacity_is_a_power_of_two) {
     CHECK(Fifo(2).device().capacity == 2);
     CHECK(Fifo(3).device().capacity == 4);
     CHECK(Fifo(1000).device().capacity == 1024);
 }
 
-void empty_memory_is_an_empty_ring() {
+TEST(empty_memory_is_an_empty_ring) {
     Bench b(4);
     PutCommand c;
     CHECK(!b.fifo.ready());
@@ -52,7 +52,7 @@ void empty_memory_is_an_empty_ring() {
     CHECK(b.fifo.depth() == 0);
 }
 
-void a_lap_does_not_show_the_last_one_again() {
+TEST(a_lap_does_not_show_the_last_one_again) {
     Bench b(4);
     PutCommand c;
     for (std::uint64_t i = 0; i < 1000; ++i) {
@@ -65,7 +65,7 @@ void a_lap_does_not_show_the_last_one_again() {
     CHECK(b.fifo.popped() == 1000);
 }
 
-void many_producers_many_laps() {
+TEST(many_producers_many_laps) {
     constexpr std::uint32_t kProducers = 4;
     constexpr std::uint64_t kEach = 50'000;
     Bench b(16);
@@ -97,7 +97,7 @@ void many_producers_many_laps() {
     CHECK(b.fifo.depth() == 0);
 }
 
-void full_ring_waits_and_loses_nothing() {
+TEST(full_ring_waits_and_loses_nothing) {
     Bench b(2);
     CHECK(b.push(0) == WaitResult::ok);
     CHECK(b.push(1) == WaitResult::ok);
@@ -118,7 +118,7 @@ void full_ring_waits_and_loses_nothing() {
     CHECK(b.fifo.pop(c) && c.bytes == 2);
 }
 
-void deadline_aborts_and_leaves_no_hole() {
+TEST(deadline_aborts_and_leaves_no_hole) {
     Bench b(2);
     b.push(0);
     b.push(1);
@@ -131,7 +131,7 @@ void deadline_aborts_and_leaves_no_hole() {
     CHECK(b.fifo.pushed() == 2);  // no ticket was taken that nobody fills
 }
 
-void abort_wakes_a_waiting_producer() {
+TEST(abort_wakes_a_waiting_producer) {
     Bench b(2);
     b.push(0);
     b.push(1);
@@ -145,7 +145,7 @@ void abort_wakes_a_waiting_producer() {
     CHECK(monotonic_ns() - start < 30'000'000'000u);
 }
 
-void push_ends_the_proxys_sleep() {
+TEST(push_ends_the_proxys_sleep) {
     Bench b(4);
     std::uint64_t count = 0;
     b.push(0);
@@ -161,14 +161,5 @@ void push_ends_the_proxys_sleep() {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return testing::run(
-        {{"capacity_is_a_power_of_two", capacity_is_a_power_of_two},
-         {"empty_memory_is_an_empty_ring", empty_memory_is_an_empty_ring},
-         {"a_lap_does_not_show_the_last_one_again", a_lap_does_not_show_the_last_one_again},
-         {"many_producers_many_laps", many_producers_many_laps},
-         {"full_ring_waits_and_loses_nothing", full_ring_waits_and_loses_nothing},
-         {"deadline_aborts_and_leaves_no_hole", deadline_aborts_and_leaves_no_hole},
-         {"abort_wakes_a_waiting_producer", abort_wakes_a_waiting_producer},
-         {"push_ends_the_proxys_sleep", push_ends_the_proxys_sleep}},
-        argc > 1 ? argv[1] : nullptr);
+    return testing::run(argc, argv);
 }

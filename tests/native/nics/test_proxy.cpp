@@ -1,4 +1,4 @@
-// The proxy on a NIC whose queues the test opens and shuts. Usage: test_proxy [test]
+// The proxy on a NIC whose queues the test opens and shuts.
 #include <array>
 #include <mutex>
 #include <thread>
@@ -103,7 +103,7 @@ std::vector<std::uint64_t> numbers(std::uint64_t from, std::uint64_t to) {
 
 // Peer 0's queue is full with more commands behind it than the FIFO has slots; peers 1 and 2 do not
 // notice. When it opens, all comes, in order and once.
-void a_full_peer_holds_up_nobody_and_loses_nothing() {
+TEST(a_full_peer_holds_up_nobody_and_loses_nothing) {
     Rig rig(64);
     rig.nic.open(1);
     rig.nic.open(2);
@@ -127,7 +127,7 @@ void a_full_peer_holds_up_nobody_and_loses_nothing() {
 }
 
 // Queues that open and shut all the time, with every peer busy.
-void order_holds_while_queues_come_and_go() {
+TEST(order_holds_while_queues_come_and_go) {
     constexpr std::uint64_t kEach = 3000;
     Rig rig(16);
     std::atomic<bool> over{false};
@@ -156,7 +156,7 @@ void order_holds_while_queues_come_and_go() {
 }
 
 // A flush waits for the commands before it, also where they were set aside, and for no later ones.
-void a_flush_covers_what_was_set_aside_and_nothing_later() {
+TEST(a_flush_covers_what_was_set_aside_and_nothing_later) {
     Rig rig(64);
     rig.nic.open(1);
     CHECK(rig.push(1, 0) == WaitResult::ok);
@@ -174,7 +174,7 @@ void a_flush_covers_what_was_set_aside_and_nothing_later() {
 }
 
 // With everything set aside that there is room for, producers wait, and time out: nothing is lost.
-void a_full_waiting_room_is_back_pressure() {
+TEST(a_full_waiting_room_is_back_pressure) {
     Rig rig(4);
     std::uint64_t pushed = 0;
     while (rig.push(0, pushed, kSecond / 20) == WaitResult::ok) ++pushed;
@@ -185,12 +185,5 @@ void a_full_waiting_room_is_back_pressure() {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return testing::run(
-        {{"a_full_peer_holds_up_nobody_and_loses_nothing",
-          a_full_peer_holds_up_nobody_and_loses_nothing},
-         {"order_holds_while_queues_come_and_go", order_holds_while_queues_come_and_go},
-         {"a_flush_covers_what_was_set_aside_and_nothing_later",
-          a_flush_covers_what_was_set_aside_and_nothing_later},
-         {"a_full_waiting_room_is_back_pressure", a_full_waiting_room_is_back_pressure}},
-        argc > 1 ? argv[1] : nullptr);
+    return testing::run(argc, argv);
 }

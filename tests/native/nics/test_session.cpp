@@ -1,7 +1,10 @@
-// Sessions with everything running: producers, proxies, engines, waiters and observers at once, in
-// one process, so that a race detector sees both ends. Usage: test_session LIBRARY [test]
+// Sessions of both kinds of queue pair over several rails and queue pairs, with producers, proxies,
+// engines and observers at work. A rail here is another opening of the one software device.
+#include <unistd.h>
+
 #include <atomic>
 #include <cstring>
+#include <random>
 #include <thread>
 #include <vector>
 
@@ -9,31 +12,231 @@
 #include "pair.hpp"
 
 using namespace mkernel::nics;
+using mkernel::nics::testing::library;
 using mkernel::runtime::AbortCode;
+using mkernel::runtime::monotonic_ns;
 using mkernel::runtime::WaitResult;
 
 namespace {
 
-std::string library;
+constexpr std::size_t kBytes = 1 << 20;
 
-struct Couple {
-    explicit Couple(std::size_t bytes, const testing::Setup& setup = {.slots = 64})
-        : one(library, 1, bytes, setup), other(library, 0, bytes, setup) {
-        one.join(other.endpoints, other.key);
-        other.join(one.endpoints, one.key);
+testing::Setup setup(bool srd, std::size_t rails, std::uint32_t qps) {
+    testing::Setup made;
+    made.srd = srd;
+    made.ports.assign(rails, {"soft0"});
+    made.options.qps = qps;
+    made.options.stripe_bytes = 4096;
+    return made;
+}
+
+void fill(testing::Rank& rank, std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    auto* words = reinterpret_cast<std::uint64_t*>(rank.memory.data());
+    for (std::size_t i = 0; i < kBytes / sizeof(*words); ++i) words[i] = random();
+}
+
+// Puts of all sizes, one signal each; every signal promises its own bytes, whatever else is under
+// way on other lanes.
+void puts_arrive_whole(const testing::Setup& here, const testing::Setup& there) {
+    constexpr std::uint64_t kSlots = 12;
+    constexpr std::uint64_t kSlot = kBytes / kSlots / 64 * 64;
+    testing::Couple pair(library, kBytes, here, there);
+    std::mt19937_64 random(7);
+    for (std::uint64_t round = 1; round <= 12; ++round) {
+        fill(pair.one, round);
+        for (std::size_t i = 0; i < kBytes; ++i) {
+            pair.other.memory.data()[i] = ~pair.one.memory.data()[i];
+        }
+        std::array<std::uint64_t, kSlots> size{};
+        for (std::uint32_t i = 0; i < kSlots; ++i) {
+            size[i] = random() % (random() % 3 == 0 ? kSlot : 9000);
+            CHECK(pair.one.put(size[i], i, 3, i * kSlot, i * kSlot) == WaitResult::ok);
+        }
+        for (std::uint32_t i = 0; i < kSlots; ++i) {
+            CHECK(pair.other.wait(i, 3 * round));
+            const auto* sent = pair.one.memory.data() + i * kSlot;
+            const auto* came = pair.other.memory.data() + i * kSlot;
+            CHECK(std::memcmp(sent, came, size[i]) == 0);
+            CHECK(came[size[i]] != sent[size[i]]);
+        }
+        CHECK(pair.one.session.flush(10));
     }
-    testing::Rank one;
-    testing::Rank other;
-};
+    for (std::uint32_t i = 0; i < kSlots; ++i) CHECK(pair.other.pad.load(i) == 36);
+}
+
+TEST(puts_arrive_whole_over_every_shape) {
+    for (const bool srd : {false, true}) {
+        for (const auto& [rails, qps] : {std::pair{1u, 1u}, {1u, 4u}, {2u, 1u}, {3u, 2u}}) {
+            const auto both = setup(srd, rails, qps);
+            puts_arrive_whole(both, both);
+        }
+    }
+}
+
+TEST(ends_of_unlike_shapes_use_what_both_have) {
+    puts_arrive_whole(setup(false, 1, 4), setup(false, 2, 1));
+    puts_arrive_whole(setup(true, 2, 2), setup(true, 1, 3));
+}
+
+// Many more spread puts than there are group numbers, with and without room for them. On one rail,
+// as in all tests whose puts overlap: then one thread of the software device writes them.
+TEST(group_numbers_wrap) {
+    for (const auto& [srd, depth] :
+         {std::pair{false, 8u}, {false, 512u}, {true, 8u}, {true, 512u}}) {
+        auto both = setup(srd, 1, 4);
+        both.options.queue_depth = depth;
+        testing::Couple pair(library, kBytes, both);
+        fill(pair.one, 3);
+        constexpr std::uint32_t kPuts = 1000;
+        for (std::uint32_t i = 0; i < kPuts; ++i) {
+            CHECK(pair.one.put(5000 + i, i % 2, 1, i, i) == WaitResult::ok);
+        }
+        CHECK(pair.other.wait(0, kPuts / 2, 30));
+        CHECK(pair.other.wait(1, kPuts / 2, 30));
+        CHECK(std::memcmp(pair.one.memory.data(), pair.other.memory.data(), 5000 + kPuts - 1) == 0);
+        CHECK(pair.other.session.statistics().signals_raised == kPuts);
+    }
+}
+
+TEST(only_one_lane_of_rc_claims_order) {
+    const auto ordered = [](const testing::Setup& made) {
+        return made.nic(library)->capabilities().ordered;
+    };
+    CHECK(ordered(setup(false, 1, 1)));
+    CHECK(!ordered(setup(false, 1, 2)));
+    CHECK(!ordered(setup(false, 2, 1)));
+    CHECK(!ordered(setup(true, 1, 1)));
+}
+
+// The receiver's proxy does not run for a while: the sender stops at what the receiver has posted,
+// and nothing fails, though it is told to try but once where there is no receive.
+TEST(a_receiver_that_does_not_look_is_never_overrun) {
+    for (const bool srd : {false, true}) {
+        for (const std::uint32_t qps : {1u, 2u}) {
+            auto both = setup(srd, 1, qps);
+            both.options.receive_depth = 16;
+            both.options.rnr_retry = 1;
+            testing::Rank one(library, 1, kBytes, both);
+            testing::Rank other(library, 0, kBytes, both);
+            one.connect(other.endpoints, other.key);
+            other.connect(one.endpoints, one.key);
+            one.start();
+            constexpr std::uint32_t kPuts = 500;
+            for (std::uint32_t i = 0; i < kPuts; ++i) CHECK(one.put(64, 5) == WaitResult::ok);
+            const auto sent = [&] { return one.session.statistics().puts; };
+            const std::uint64_t late = monotonic_ns() + 30'000'000'000u;
+            while (sent() < 16 * qps && monotonic_ns() < late) std::this_thread::yield();
+            ::usleep(150'000);  // many times what an RNR retry takes
+            CHECK(!one.session.failure());
+            CHECK(sent() == 16 * qps);
+            other.start();
+            CHECK(other.wait(5, kPuts));
+            CHECK(one.session.flush(10));
+            CHECK(!one.session.failure());
+            CHECK(!other.session.failure());
+        }
+    }
+}
+
+// Both at once, each far ahead of what the other has looked at.
+TEST(credits_flow_both_ways) {
+    for (const bool srd : {false, true}) {
+        auto both = setup(srd, 1, 2);
+        both.options.receive_depth = 8;
+        both.options.queue_depth = 4;
+        testing::Couple pair(library, kBytes, both);
+        constexpr std::uint32_t kPuts = 3000;
+        std::thread back([&] {
+            for (std::uint32_t i = 0; i < kPuts; ++i) CHECK(pair.other.put(0, 1) == WaitResult::ok);
+        });
+        for (std::uint32_t i = 0; i < kPuts; ++i) {
+            CHECK(pair.one.put(i % 50 == 0 ? 6000 : 8, 1) == WaitResult::ok);
+        }
+        back.join();
+        CHECK(pair.other.wait(1, kPuts, 30));
+        CHECK(pair.one.wait(1, kPuts, 30));
+    }
+}
+
+// A region comes and goes while another is put through all the time.
+TEST(regions_come_and_go_beside_traffic) {
+    for (const bool srd : {false, true}) {
+        auto both = setup(srd, 1, 2);
+        both.slots = 64;  // what a round waits behind
+        testing::Couple pair(library, kBytes, both);
+        const testing::Memory here(1 << 16);
+        const testing::Memory there(1 << 16);
+        std::atomic<bool> over{false};
+        std::uint64_t puts = 0;
+        std::thread producer([&] {
+            while (!over) {
+                CHECK(pair.one.put(puts % 9000, 2) == WaitResult::ok);
+                ++puts;
+            }
+        });
+        Nic& mine = pair.one.session.nic();
+        Nic& theirs = pair.other.session.nic();
+        for (std::uint32_t round = 1; round <= 30; ++round) {
+            mine.register_memory(1, {here.address(), here.bytes()});
+            mine.bind(1, 1, theirs.register_memory(1, {there.address(), there.bytes()}));
+            CHECK(mine.registrations().host == 2);
+            std::memset(here.data(), static_cast<int>(round), here.bytes());
+            PutCommand c;
+            c.bytes = here.bytes();
+            c.peer = 1;
+            c.region = 1;
+            c.signal = 3;
+            c.value = 1;
+            CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
+            CHECK(pair.other.wait(3, round));
+            CHECK(there.data()[there.bytes() - 1] == static_cast<std::byte>(round));
+            CHECK(pair.one.session.deregister(1, 10));
+            CHECK(pair.other.session.deregister(1, 10));
+            CHECK(mine.registrations().host == 1);
+        }
+        over = true;
+        producer.join();
+        CHECK(pair.other.wait(2, puts));
+        CHECK(!pair.one.session.failure());
+        // It is gone: a put of it is refused, not written anywhere.
+        PutCommand c;
+        c.bytes = 8;
+        c.peer = 1;
+        c.region = 1;
+        CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
+        CHECK(!pair.one.session.flush(10));
+        CHECK(pair.one.session.failure() && pair.one.session.failure()->status == "INVALID_PUT");
+    }
+}
+
+// One of several lanes breaks: the failure names it, and both ends learn of it.
+TEST(a_broken_lane_is_a_failure_of_the_peer) {
+    for (const bool srd : {false, true}) {
+        const auto both = setup(srd, 1, 4);
+        testing::Couple pair(library, kBytes, both);
+        pair.one.session.nic().inject_failure(1);
+        while (pair.one.put(8192, 1) == WaitResult::ok) {
+        }
+        CHECK(pair.one.pad.aborted() == AbortCode::nic_error);
+        const auto failure = pair.one.session.failure();
+        CHECK(failure && failure->peer == 1);
+        CHECK(failure && failure->qp == pair.one.endpoints[0].qp_num);
+        CHECK(failure && failure->status == "WR_FLUSH_ERR");
+        CHECK(failure && failure->message.find("soft0") != std::string::npos);
+    }
+}
+
+// ---- everything running at once: a race detector sees both ends in this process
 
 constexpr std::size_t kCell = 256;
 
 // Four producers a side, both directions, a ring that laps often; somebody flushes and somebody
 // reads the statistics meanwhile. Every waiter checks the bytes that its signal promises.
-void both_directions_with_everybody_at_work() {
+TEST(both_directions_with_everybody_at_work) {
     constexpr std::uint32_t kProducers = 4;
     constexpr std::uint32_t kPuts = 200;
-    Couple pair(2 * kProducers * kPuts * kCell);
+    testing::Couple pair(library, 2 * kProducers * kPuts * kCell, {.slots = 64});
     std::atomic<int> wrong{0};
     std::atomic<bool> over{false};
     std::vector<std::thread> threads;
@@ -78,8 +281,8 @@ void both_directions_with_everybody_at_work() {
 }
 
 // The path breaks while producers push: all of them come back, the pad says why, close works.
-void a_broken_path_ends_every_push() {
-    Couple pair(1 << 16, {.slots = 4});
+TEST(a_broken_path_ends_every_push) {
+    testing::Couple pair(library, 1 << 16, {.slots = 4});
     std::vector<std::thread> producers;
     std::atomic<int> ended{0};
     for (int p = 0; p < 3; ++p) {
@@ -100,45 +303,8 @@ void a_broken_path_ends_every_push() {
     pair.one.session.close();
 }
 
-// Memory is registered and bound while the proxy moves bytes of another region.
-void registration_beside_traffic() {
-    Couple pair(1 << 20);
-    const testing::Memory here(1 << 16);
-    const testing::Memory there(1 << 16);
-    std::thread producer([&] {
-        for (int i = 0; i < 300; ++i) {
-            CHECK(pair.one.put(2048, 2) == WaitResult::ok);
-        }
-    });
-    for (std::uint32_t region = 1; region <= 32; ++region) {
-        pair.one.session.nic().register_memory(region, {here.address(), here.bytes()});
-        const RemoteKey key =
-            pair.other.session.nic().register_memory(region, {there.address(), there.bytes()});
-        pair.one.session.nic().bind(region, 1, key);
-        PutCommand c;
-        std::memset(here.data(), static_cast<int>(region), 4096);
-        c.bytes = 4096;
-        c.remote_offset = 8192;
-        c.peer = 1;
-        c.region = region;
-        c.signal = 3;
-        c.value = 1;
-        CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
-        CHECK(pair.other.wait(3, region, 10));
-        CHECK(there.data()[8192] == static_cast<std::byte>(region));
-    }
-    producer.join();
-    CHECK(pair.other.wait(2, 300, 10));
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc < 2) return std::fprintf(stderr, "usage: test_session LIBRARY [test]\n"), 2;
-    library = argv[1];
-    return testing::run(
-        {{"both_directions_with_everybody_at_work", both_directions_with_everybody_at_work},
-         {"a_broken_path_ends_every_push", a_broken_path_ends_every_push},
-         {"registration_beside_traffic", registration_beside_traffic}},
-        argc > 2 ? argv[2] : nullptr);
+    return testing::run_on_library(argc, argv);
 }

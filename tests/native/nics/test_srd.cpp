@@ -31,7 +31,86 @@ using mkernel::nics::testing::Setting;
 
 namespace {
 
-void what_the_device_says() {
+// ---- tests that fork, before there are threads
+
+// A process that sends to the address it is told, says so, and waits to be killed.
+struct Sender {
+    pid_t pid = 0;
+    int tell = -1;
+    int hear = -1;
+};
+
+Sender fork_sender() {
+    int down[2], up[2];
+    CHECK(::pipe(down) == 0 && ::pipe(up) == 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+        ::close(down[1]);  // so that a parent that gives up ends this process
+        Address peer;
+        if (::read(down[0], &peer, sizeof(peer)) != sizeof(peer)) ::_exit(1);
+        End a;
+        // Refused, as the peer has no handle of it; but it holds a flow, and sends on.
+        ibv_ah* ah = a.handle(peer);
+        char sent = a.write(ah, peer, 1, 8) == 0 && a.poll().has_value() ? 1 : 0;
+        for (std::uint64_t id = 2; id < 20; ++id) {
+            if (a.write(ah, peer, id, kBytes) != 0) sent = 0;
+        }
+        if (::write(up[1], &sent, 1) == 1) std::this_thread::sleep_for(std::chrono::seconds(20));
+        ::_exit(1);
+    }
+    ::close(down[0]);
+    ::close(up[1]);
+    return {child, down[1], up[0]};
+}
+
+// Killed senders hold nothing: their flows are given to others.
+TEST(killed_senders_leave_nothing) {
+    std::vector<Sender> senders;  // forked before there are threads; more of them than flows
+    for (std::uint32_t i = 0; i < 70; ++i) senders.push_back(fork_sender());
+    End b;
+    const Address peer = b.address();
+    for (const Sender& sender : senders) {
+        char sent = 0;
+        CHECK(::write(sender.tell, &peer, sizeof(peer)) == sizeof(peer));
+        CHECK(::read(sender.hear, &sent, 1) == 1 && sent == 1);
+        CHECK(::kill(sender.pid, SIGKILL) == 0);
+        CHECK(::waitpid(sender.pid, nullptr, 0) == sender.pid);
+        ::close(sender.tell);
+        ::close(sender.hear);
+    }
+    End a;
+    b.handle(a.address());
+    CHECK(a.write(a.handle(peer), peer, 1, 8) == 0 && a.completes(1, IBV_WC_SUCCESS));
+}
+
+// A process that is killed with a message in flight.
+TEST(a_killed_peer_times_out) {
+    int pipe_ends[2];
+    CHECK(::pipe(pipe_ends) == 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+        const End end;  // knows nobody's handle and posts no receives; both are not needed
+        const Address mine = end.address();
+        const bool told = ::write(pipe_ends[1], &mine, sizeof(mine)) == sizeof(mine);
+        std::this_thread::sleep_for(std::chrono::seconds(told ? 20 : 0));
+        ::_exit(1);
+    }
+    Address peer;
+    CHECK(::read(pipe_ends[0], &peer, sizeof(peer)) == sizeof(peer));
+    const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "50");
+    End a;
+    ibv_ah* ah = a.handle(peer);
+    CHECK(a.write(ah, peer, 1, 8) == 0 && a.completes(1, IBV_WC_REM_OP_ERR));
+    CHECK(::kill(child, SIGKILL) == 0);
+    CHECK(::waitpid(child, nullptr, 0) == child);
+    ::close(pipe_ends[0]);
+    ::close(pipe_ends[1]);
+    CHECK(a.write(ah, peer, 2, 8) == 0 && a.completes(2, IBV_WC_RESP_TIMEOUT_ERR));
+}
+
+// ---- the rules
+
+TEST(what_the_device_says) {
     const End end;
     efadv_device_attr attr{};
     CHECK(end.efa->query_device(end.context.get(), &attr, sizeof(attr)) == 0);
@@ -42,7 +121,7 @@ void what_the_device_says() {
     CHECK(end.base->qp_num != 0 && end.base->qp_num <= 0xffff);
 }
 
-void a_device_without_rdma_writes() {
+TEST(a_device_without_rdma_writes) {
     const Setting without("MKERNEL_SOFTVERBS_RDMA_WRITE", "0");
     End end;
     CHECK(end.base == nullptr && errno == EOPNOTSUPP);
@@ -54,7 +133,7 @@ void a_device_without_rdma_writes() {
     CHECK(end.base != nullptr);
 }
 
-void creation_is_checked() {
+TEST(creation_is_checked) {
     End end;
     const ibv_qp_init_attr_ex good = end.init;
     const auto refused = [&](int error) {
@@ -86,7 +165,7 @@ void creation_is_checked() {
     CHECK(end.receive(1) == 0);
 }
 
-void a_request_within_the_limits() {
+TEST(a_request_within_the_limits) {
     Pair p;
     ibv_qp_ex* qp = p.a.qp;
     const ibv_sge two[2] = {{p.a.memory.address(), 4, p.a.mr->lkey},
@@ -147,7 +226,7 @@ void a_request_within_the_limits() {
     CHECK(p.write(10, 8) == 0 && p.a.completes(10, IBV_WC_SUCCESS));
 }
 
-void a_full_queue_rolls_the_batch_back() {
+TEST(a_full_queue_rolls_the_batch_back) {
     Limits few;
     few.sends = 4;
     Pair p(few);
@@ -172,7 +251,7 @@ void a_full_queue_rolls_the_batch_back() {
     CHECK(p.b.memory.data()[5] == std::byte{7});
 }
 
-void a_send_gathers_and_arrives() {
+TEST(a_send_gathers_and_arrives) {
     Pair p;
     std::memcpy(p.a.memory.data(), "abcd", 4);
     std::memcpy(p.a.memory.data() + 100, "efgh", 4);
@@ -193,7 +272,7 @@ void a_send_gathers_and_arrives() {
     CHECK(p.a.completes(2, IBV_WC_SUCCESS));
 }
 
-void an_immediate_consumes_a_receive() {
+TEST(an_immediate_consumes_a_receive) {
     Pair p;
     CHECK(p.write(1, 8) == 0 && p.a.completes(1, IBV_WC_SUCCESS));  // none for a plain write
     CHECK(p.write(2, 8, 5) == 0);
@@ -206,7 +285,7 @@ void an_immediate_consumes_a_receive() {
     CHECK(!p.b.poll(0.02));
 }
 
-void without_a_receive_a_bounded_sender_gives_up() {
+TEST(without_a_receive_a_bounded_sender_gives_up) {
     Limits bounded;
     bounded.rnr_retry = 2;
     Pair p(bounded);
@@ -218,7 +297,7 @@ void without_a_receive_a_bounded_sender_gives_up() {
     CHECK(p.a.completes(3, IBV_WC_SUCCESS));
 }
 
-void what_the_peer_refuses() {
+TEST(what_the_peer_refuses) {
     Pair p;
     Address wrong = p.peer;
     wrong.qpn = p.peer.qpn == 0xffff ? 1 : p.peer.qpn + 1;
@@ -243,21 +322,21 @@ void what_the_peer_refuses() {
     CHECK(p.write(7, 8) == 0 && p.a.completes(7, IBV_WC_REM_INV_RD_REQ_ERR));
 }
 
-void a_peer_without_our_handle() {
+TEST(a_peer_without_our_handle) {
     End a;
     const End b;
     const Address peer = b.address();
     CHECK(a.write(a.handle(peer), peer, 1, 8) == 0 && a.completes(1, IBV_WC_REM_OP_ERR));
 }
 
-void a_message_longer_than_the_device_takes() {
+TEST(a_message_longer_than_the_device_takes) {
     const Setting most("MKERNEL_SOFTVERBS_MAX_MESSAGE", "4096");
     Pair p;
     CHECK(p.write(1, 4097) == 0 && p.a.completes(1, IBV_WC_LOC_LEN_ERR));
     CHECK(p.write(2, 4096) == 0 && p.a.completes(2, IBV_WC_SUCCESS));
 }
 
-void a_send_longer_than_it_may_be() {
+TEST(a_send_longer_than_it_may_be) {
     Pair p;
     const auto send = [&](std::uint64_t id, std::uint32_t bytes) {
         ibv_wr_start(p.a.qp);
@@ -276,7 +355,7 @@ void a_send_longer_than_it_may_be() {
     CHECK(p.b.completes(2, IBV_WC_LOC_LEN_ERR));
 }
 
-void a_full_receive_queue() {
+TEST(a_full_receive_queue) {
     Limits few;
     few.receives = 4;
     const End end(few);
@@ -285,7 +364,7 @@ void a_full_receive_queue() {
     CHECK(end.receive(5, 0, 0, 2) == EINVAL);  // made for one piece
 }
 
-void handles_are_checked() {
+TEST(handles_are_checked) {
     End a;
     Address nowhere = a.address();
     nowhere.gid.raw[0] = 0;
@@ -304,7 +383,7 @@ void handles_are_checked() {
     CHECK(a.efa->destroy_ah(foreign) == 0 && a.v->dealloc_pd(other) == 0);
 }
 
-void states_come_in_order() {
+TEST(states_come_in_order) {
     Limits idle;
     idle.ready = false;
     End a(idle);
@@ -327,7 +406,7 @@ void states_come_in_order() {
     CHECK(a.receive(1) == 0);
 }
 
-void a_closed_peer_times_out() {
+TEST(a_closed_peer_times_out) {
     const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "50");
     End a;
     auto b = std::make_unique<End>();
@@ -344,32 +423,7 @@ void a_closed_peer_times_out() {
     CHECK(a.write(a.handle(c.address()), c.address(), 4, 8) == 0 && a.completes(4, IBV_WC_SUCCESS));
 }
 
-// A process that is killed with a message in flight.
-void a_killed_peer_times_out() {
-    int pipe_ends[2];
-    CHECK(::pipe(pipe_ends) == 0);
-    const pid_t child = ::fork();
-    if (child == 0) {
-        const End end;  // knows nobody's handle and posts no receives; both are not needed
-        const Address mine = end.address();
-        const bool told = ::write(pipe_ends[1], &mine, sizeof(mine)) == sizeof(mine);
-        std::this_thread::sleep_for(std::chrono::seconds(told ? 20 : 0));
-        ::_exit(1);
-    }
-    Address peer;
-    CHECK(::read(pipe_ends[0], &peer, sizeof(peer)) == sizeof(peer));
-    const Setting soon("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "50");
-    End a;
-    ibv_ah* ah = a.handle(peer);
-    CHECK(a.write(ah, peer, 1, 8) == 0 && a.completes(1, IBV_WC_REM_OP_ERR));
-    CHECK(::kill(child, SIGKILL) == 0);
-    CHECK(::waitpid(child, nullptr, 0) == child);
-    ::close(pipe_ends[0]);
-    ::close(pipe_ends[1]);
-    CHECK(a.write(ah, peer, 2, 8) == 0 && a.completes(2, IBV_WC_RESP_TIMEOUT_ERR));
-}
-
-void error_state_flushes_everything() {
+TEST(error_state_flushes_everything) {
     Pair p;
     CHECK(p.b.receive(1) == 0 && p.b.receive(2) == 0);
     ibv_qp_attr a{};
@@ -382,7 +436,7 @@ void error_state_flushes_everything() {
 }
 
 // Of a message that is on its way to a queue pair when that ends, no more is placed.
-void what_comes_late_finds_no_queue_pair() {
+TEST(what_comes_late_finds_no_queue_pair) {
     const Setting late("MKERNEL_SOFTVERBS_HOLD_NS", "200000000");
     const Setting once("MKERNEL_SOFTVERBS_DUPLICATES", "0");
     Pair p;
@@ -395,7 +449,7 @@ void what_comes_late_finds_no_queue_pair() {
 }
 
 // A message in flight is flushed with its queue pair, once.
-void a_message_in_flight_is_flushed() {
+TEST(a_message_in_flight_is_flushed) {
     Pair p;
     CHECK(p.write(1, 8, 1) == 0);
     CHECK(!p.a.poll(0.05));
@@ -490,7 +544,7 @@ bool in_order(const std::vector<std::pair<int, std::uint32_t>>& order) {
                        [&](const auto& each) { return next[each.first]++ == each.second; });
 }
 
-void messages_arrive_out_of_order_once_and_whole() {
+TEST(messages_arrive_out_of_order_once_and_whole) {
     const Setting often("MKERNEL_SOFTVERBS_DUPLICATES", "50");
     for (const char* seed : {"1", "2", "3"}) {
         const Setting chosen("MKERNEL_SOFTVERBS_SEED", seed);
@@ -499,13 +553,13 @@ void messages_arrive_out_of_order_once_and_whole() {
     }
 }
 
-void order_can_be_had_for_comparison() {
+TEST(order_can_be_had_for_comparison) {
     const Setting off("MKERNEL_SOFTVERBS_REORDER", "0");
     CHECK(in_order(storm(true)));
 }
 
 // The reason why a flag must not be a write of its own.
-void a_small_message_overtakes_a_large_one() {
+TEST(a_small_message_overtakes_a_large_one) {
     Pair p;
     constexpr std::uint32_t kLarge = 1 << 20;
     int overtaken = 0;
@@ -557,7 +611,7 @@ bool placed_twice(std::uint64_t messages) {
     return again;
 }
 
-void bytes_are_placed_twice() {
+TEST(bytes_are_placed_twice) {
     {
         const Setting always("MKERNEL_SOFTVERBS_DUPLICATES", "100");
         CHECK(placed_twice(5000));
@@ -567,7 +621,7 @@ void bytes_are_placed_twice() {
 }
 
 // More messages than the window and the ring hold, through a queue that is polled meanwhile.
-void windows_wrap_around() {
+TEST(windows_wrap_around) {
     Pair p;
     constexpr std::uint32_t kMessages = 5000;
     std::uint32_t posted = 0, done = 0, arrived = 0;
@@ -604,7 +658,7 @@ ibv_qp* replace_queue_pair(End& end) {
 }
 
 // Numbers have 16 bits: they are used again, though never two at once, and never 0.
-void queue_pair_numbers_wrap_around() {
+TEST(queue_pair_numbers_wrap_around) {
     Pair p;
     const std::uint32_t kept = p.a.base->qp_num;
     std::vector<bool> seen(1 << 16);
@@ -624,7 +678,7 @@ void queue_pair_numbers_wrap_around() {
 }
 
 // Keys wrap around too; a key that was given back does not work before then.
-void keys_wrap_around() {
+TEST(keys_wrap_around) {
     Pair p;
     std::uint32_t before = 0;
     for (int i = 0; i < 600; ++i) {
@@ -641,7 +695,7 @@ void keys_wrap_around() {
 }
 
 // Messages of two queue pairs to one peer, each larger than the flow, take turns in it.
-void queue_pairs_share_a_flow() {
+TEST(queue_pairs_share_a_flow) {
     Limits private_memory;
     private_memory.shared = false;
     Pair p(private_memory, private_memory);
@@ -666,7 +720,7 @@ void queue_pairs_share_a_flow() {
 }
 
 // A message whose queue pair breaks, or goes, half-way gives its place in flight back; there are 1024.
-void what_is_abandoned_frees_its_place() {
+TEST(what_is_abandoned_frees_its_place) {
     Limits private_memory;
     private_memory.shared = false;
     Pair p(private_memory, private_memory);
@@ -684,58 +738,8 @@ void what_is_abandoned_frees_its_place() {
     CHECK(p.write(2, 8) == 0 && p.a.completes(2, IBV_WC_SUCCESS));
 }
 
-// A process that sends to the address it is told, says so, and waits to be killed.
-struct Sender {
-    pid_t pid = 0;
-    int tell = -1;
-    int hear = -1;
-};
-
-Sender fork_sender() {
-    int down[2], up[2];
-    CHECK(::pipe(down) == 0 && ::pipe(up) == 0);
-    const pid_t child = ::fork();
-    if (child == 0) {
-        ::close(down[1]);  // so that a parent that gives up ends this process
-        Address peer;
-        if (::read(down[0], &peer, sizeof(peer)) != sizeof(peer)) ::_exit(1);
-        End a;
-        // Refused, as the peer has no handle of it; but it holds a flow, and sends on.
-        ibv_ah* ah = a.handle(peer);
-        char sent = a.write(ah, peer, 1, 8) == 0 && a.poll().has_value() ? 1 : 0;
-        for (std::uint64_t id = 2; id < 20; ++id) {
-            if (a.write(ah, peer, id, kBytes) != 0) sent = 0;
-        }
-        if (::write(up[1], &sent, 1) == 1) std::this_thread::sleep_for(std::chrono::seconds(20));
-        ::_exit(1);
-    }
-    ::close(down[0]);
-    ::close(up[1]);
-    return {child, down[1], up[0]};
-}
-
-// Killed senders hold nothing: their flows are given to others.
-void killed_senders_leave_nothing() {
-    std::vector<Sender> senders;  // forked before there are threads; more of them than flows
-    for (std::uint32_t i = 0; i < 70; ++i) senders.push_back(fork_sender());
-    End b;
-    const Address peer = b.address();
-    for (const Sender& sender : senders) {
-        char sent = 0;
-        CHECK(::write(sender.tell, &peer, sizeof(peer)) == sizeof(peer));
-        CHECK(::read(sender.hear, &sent, 1) == 1 && sent == 1);
-        CHECK(::kill(sender.pid, SIGKILL) == 0);
-        CHECK(::waitpid(sender.pid, nullptr, 0) == sender.pid);
-        ::close(sender.tell);
-        ::close(sender.hear);
-    }
-    End a;
-    b.handle(a.address());
-    CHECK(a.write(a.handle(peer), peer, 1, 8) == 0 && a.completes(1, IBV_WC_SUCCESS));
-}
-
 // More ports come and go than there are flows.
-void flows_are_given_back() {
+TEST(flows_are_given_back) {
     End b;
     const Address peer = b.address();
     for (int i = 0; i < 150; ++i) {
@@ -750,41 +754,5 @@ void flows_are_given_back() {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc < 2) return std::printf("usage: test_srd LIBRARY [NAME]\n"), 2;
-    library = argv[1];
-    return testing::run(
-        {{"killed_senders_leave_nothing", killed_senders_leave_nothing},
-         {"a_killed_peer_times_out", a_killed_peer_times_out},
-         {"what_the_device_says", what_the_device_says},
-         {"a_device_without_rdma_writes", a_device_without_rdma_writes},
-         {"creation_is_checked", creation_is_checked},
-         {"a_request_within_the_limits", a_request_within_the_limits},
-         {"a_full_queue_rolls_the_batch_back", a_full_queue_rolls_the_batch_back},
-         {"a_send_gathers_and_arrives", a_send_gathers_and_arrives},
-         {"an_immediate_consumes_a_receive", an_immediate_consumes_a_receive},
-         {"without_a_receive_a_bounded_sender_gives_up",
-          without_a_receive_a_bounded_sender_gives_up},
-         {"what_the_peer_refuses", what_the_peer_refuses},
-         {"a_peer_without_our_handle", a_peer_without_our_handle},
-         {"a_message_longer_than_the_device_takes", a_message_longer_than_the_device_takes},
-         {"a_send_longer_than_it_may_be", a_send_longer_than_it_may_be},
-         {"a_full_receive_queue", a_full_receive_queue},
-         {"handles_are_checked", handles_are_checked},
-         {"states_come_in_order", states_come_in_order},
-         {"a_closed_peer_times_out", a_closed_peer_times_out},
-         {"error_state_flushes_everything", error_state_flushes_everything},
-         {"what_comes_late_finds_no_queue_pair", what_comes_late_finds_no_queue_pair},
-         {"a_message_in_flight_is_flushed", a_message_in_flight_is_flushed},
-         {"messages_arrive_out_of_order_once_and_whole",
-          messages_arrive_out_of_order_once_and_whole},
-         {"order_can_be_had_for_comparison", order_can_be_had_for_comparison},
-         {"a_small_message_overtakes_a_large_one", a_small_message_overtakes_a_large_one},
-         {"bytes_are_placed_twice", bytes_are_placed_twice},
-         {"windows_wrap_around", windows_wrap_around},
-         {"queue_pair_numbers_wrap_around", queue_pair_numbers_wrap_around},
-         {"keys_wrap_around", keys_wrap_around},
-         {"queue_pairs_share_a_flow", queue_pairs_share_a_flow},
-         {"what_is_abandoned_frees_its_place", what_is_abandoned_frees_its_place},
-         {"flows_are_given_back", flows_are_given_back}},
-        argc > 2 ? argv[2] : nullptr);
+    return testing::run_on_library(argc, argv);
 }

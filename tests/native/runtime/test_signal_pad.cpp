@@ -32,7 +32,7 @@ struct Pad {
 
 // Plain words, published by a signal and read behind it, there and back: a missing release or
 // acquire is a race that the detector reports.
-void a_signal_publishes_what_was_written_before() {
+TEST(a_signal_publishes_what_was_written_before) {
     const Pad p;
     constexpr std::uint64_t kTurns = 2000;
     std::uint64_t word = 0;
@@ -55,7 +55,7 @@ void a_signal_publishes_what_was_written_before() {
     CHECK(wrong == 0);
 }
 
-void many_adders_lose_nothing() {
+TEST(many_adders_lose_nothing) {
     const Pad p;
     constexpr std::uint64_t kEach = 20'000;
     std::vector<std::thread> adders;
@@ -70,7 +70,7 @@ void many_adders_lose_nothing() {
     CHECK(p.pad.load(7 + SignalPadHeader::kBells) == 0);  // shares the bell, not the counter
 }
 
-void a_deadline_leaves_one_diagnosis() {
+TEST(a_deadline_leaves_one_diagnosis) {
     const Pad p;
     Diagnosis who;
     who.peer = 5;
@@ -84,7 +84,7 @@ void a_deadline_leaves_one_diagnosis() {
     CHECK(p.pad.wait(3, 9, monotonic_ns() + kSecond, {}) == WaitResult::aborted);
 }
 
-void an_abort_wakes_all_waiters() {
+TEST(an_abort_wakes_all_waiters) {
     const Pad p;
     std::atomic<int> woken{0};
     std::vector<std::thread> waiters;
@@ -108,10 +108,5 @@ void an_abort_wakes_all_waiters() {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return testing::run(
-        {{"a_signal_publishes_what_was_written_before", a_signal_publishes_what_was_written_before},
-         {"many_adders_lose_nothing", many_adders_lose_nothing},
-         {"a_deadline_leaves_one_diagnosis", a_deadline_leaves_one_diagnosis},
-         {"an_abort_wakes_all_waiters", an_abort_wakes_all_waiters}},
-        argc > 1 ? argv[1] : nullptr);
+    return testing::run(argc, argv);
 }
