@@ -128,10 +128,6 @@ PYBIND11_MODULE(_nics, m) {
             [](nics::Session& s, std::uint32_t region, std::uint32_t peer,
                const nics::RemoteKey& key) { s.nic().bind(region, peer, key); },
             py::arg("region"), py::arg("peer"), py::arg("key"))
-        .def(
-            "inject_failure",
-            [](nics::Session& s, std::uint32_t peer) { s.nic().inject_failure(peer); },
-            py::arg("peer"), Unlocked())
         .def("start", &nics::Session::start, py::arg("pad"), py::arg("cpus"), Unlocked())
         .def_property_readonly("fifo", &nics::Session::fifo)
         .def(

@@ -265,10 +265,6 @@ class NativeSession(NicSession):
             peer=f.peer,
         )
 
-    def inject_failure(self, peer: int) -> None:
-        """Put a queue pair to ``peer`` into its error state, through verbs. For tests."""
-        self._setup(lambda: self._native.inject_failure(peer))
-
     def close(self) -> None:
         """Stop the proxy and release everything. Twice is harmless."""
         if not self._closed:

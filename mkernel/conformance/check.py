@@ -42,7 +42,7 @@ class Result(Model):
 
 
 class Report(Model):
-    """What a backend came to. ``subject``: ``accelerator ascend``, ``nic cx7 on soft``, …"""
+    """What a backend came to. ``subject``: its kind and name, and of a NIC its provider."""
 
     subject: str
     results: tuple[Result, ...]

@@ -256,8 +256,8 @@ def kill_while_calling(victim: int) -> None:
         call(rows=1024)
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_rank_killed_in_mid_kernel(victim: int) -> None:
+@pytest.mark.parametrize(("victim", "nic"), [(0, "cx7"), (3, "cx7"), (0, "efa"), (2, "efa")])
+def test_rank_killed_in_mid_kernel(victim: int, nic: str) -> None:
     start = time.monotonic()
     with pytest.raises(PeerFailure) as caught:
         mkernel.launch(
@@ -265,12 +265,13 @@ def test_rank_killed_in_mid_kernel(victim: int) -> None:
             victim,
             nodes=2,
             ranks_per_node=2,
+            nic=nic,
             timeout_s=DEADLINE_S,
             accelerator="ascend",
         )
     assert caught.value.peer == victim
     assert time.monotonic() - start < TOLD_S
     for value in mkernel.launch(
-        differs_then_goes_on, nodes=2, timeout_s=DEADLINE_S, accelerator="ascend"
+        differs_then_goes_on, nodes=2, nic=nic, timeout_s=DEADLINE_S, accelerator="ascend"
     ):
         assert value > 0  # the next world of this process works

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-
 import pytest
 import torch
 
 import mkernel
 from mkernel.cases.base import TOLERANCE
-from mkernel.errors import PeerFailure, WorldError
+from mkernel.errors import WorldError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -74,31 +70,3 @@ def test_a_miscounted_immediate_would_be_seen(monkeypatch: pytest.MonkeyPatch) -
     assert not all(
         exact and error <= TOLERANCE["float32"] for found in results for exact, error in found
     )
-
-
-def kill_in_mid_call(victim: int) -> None:
-    """One rank is killed while every rank has puts under way."""
-    if mkernel.world().rank == victim:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    while True:
-        calls(1)
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank_leaves_nothing_behind(victim: int) -> None:
-    """Neither processes nor memory (the fixture looks), nor anything that the next world sees."""
-    with pytest.raises(PeerFailure) as caught:
-        mkernel.launch(
-            kill_in_mid_call,
-            victim,
-            nodes=3,
-            ranks_per_node=1,
-            nic="efa",
-            timeout_s=60,
-            accelerator="ascend",
-        )
-    assert caught.value.peer == victim
-    for found in mkernel.launch(
-        calls, 2, nodes=3, ranks_per_node=1, nic="efa", accelerator="ascend"
-    ):
-        assert all(exact for exact, _ in found)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mkernel.backends.contracts.nic import NicBackend, NicSession
+from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.runtime import _runtime as runtime
+from mkernel.harness.nic_ranks import SIGNALS, Port
 from mkernel.settings import NicSettings
 
-SIGNALS = 256
 DEADLINE_S = 60.0
 
 
@@ -23,24 +21,7 @@ def settings(**values: Any) -> NicSettings:
     return NicSettings.model_validate(values)
 
 
-class Memory:
-    """Zeroed memory: a memfd, as symmetric memory is."""
-
-    def __init__(self, nbytes: int) -> None:
-        fd = os.memfd_create("nic-test")
-        os.ftruncate(fd, nbytes)
-        self.data = mmap.mmap(fd, nbytes)
-        os.close(fd)
-        self._hold = ctypes.c_char.from_buffer(self.data)
-        self.address = ctypes.addressof(self._hold)
-        self.nbytes = nbytes
-
-    def close(self) -> None:
-        del self._hold
-        self.data.close()
-
-
-class Rank:
+class Rank(Port):
     """One rank: open, then ``join`` the others, then put."""
 
     def __init__(
@@ -51,39 +32,30 @@ class Rank:
         device: str = "soft0",
         **values: Any,
     ) -> None:
-        self.rank = rank
-        self.memory = Memory(nbytes)
-        self.pad_memory = Memory(runtime.pad_bytes(SIGNALS))
-        self.pad = self.pad_memory.address
-        runtime.pad_format(self.pad, SIGNALS)
-        self.session: NicSession = (backend or Cx7Nic()).open(
-            device, "soft", rank, settings(**values)
-        )
+        session = (backend or Cx7Nic()).open(device, "soft", rank, settings(**values))
+        super().__init__(rank, session, nbytes, DEADLINE_S)
 
-    def count(self, signal: int) -> int:
-        return runtime.pad_load(self.pad, signal)
+    def waits(self, signal: int, value: int) -> bool:
+        """Whether a signal's counter comes to ``value`` in time."""
+        result = runtime.pad_wait(self.pad, signal, value, self.timeout_s)
+        return result == runtime.WaitResult.ok
 
-    def wait(self, signal: int, value: int, timeout_s: float = DEADLINE_S) -> bool:
-        return runtime.pad_wait(self.pad, signal, value, timeout_s) == runtime.WaitResult.ok
-
-    def wait_abort(self, timeout_s: float = DEADLINE_S) -> runtime.AbortCode:
+    def wait_abort(self) -> runtime.AbortCode:
         """Waits for the pad's abort word through a wait that nobody satisfies."""
-        runtime.pad_wait(self.pad, SIGNALS - 1, 1 << 60, timeout_s)
+        self.waits(SIGNALS - 1, 1 << 60)
         return runtime.pad_outcome(self.pad)[0]
 
     def fill(self, nbytes: int, offset: int = 0) -> bytes:
         """Fresh random bytes at ``offset``; returns them."""
         data = os.urandom(nbytes)
-        self.memory.data[offset : offset + nbytes] = data
+        self.memory.bytes[offset : offset + nbytes] = bytearray(data)
         return data
 
     def read(self, nbytes: int, offset: int = 0) -> bytes:
-        return self.memory.data[offset : offset + nbytes]
+        return bytes(self.memory.bytes[offset : offset + nbytes])
 
     def close(self) -> None:
         self.session.close()
-        self.memory.close()
-        self.pad_memory.close()
 
 
 def join(ranks: list[Rank], change_key: Callable[[str], str] = lambda key: key) -> None:

@@ -36,7 +36,7 @@ def test_values_of_parted_and_of_empty_puts(monkeypatch: pytest.MonkeyPatch) -> 
             for signal, nbytes in ((3, 0), (4, 64), (5, 1000)):
                 before = b.count(signal)
                 a.session.put(1, 0, 0, 0, nbytes, signal, value)
-                assert b.wait(signal, before + value)
+                assert b.waits(signal, before + value)
                 assert b.count(signal) == before + value
         with pytest.raises(ArgumentError, match="value"):
             a.session.put(1, 0, 0, 0, 8, 0, 1 << 23)

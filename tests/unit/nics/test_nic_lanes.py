@@ -25,7 +25,7 @@ def test_several_devices_are_rails_of_one_session(backend: NicBackend) -> None:
         a, b = ranks
         sent = a.fill(50_000)
         a.session.put(1, 0, 0, 0, 50_000, 0, 1)
-        assert b.wait(0, 1)
+        assert b.waits(0, 1)
         assert b.read(50_000) == sent
         key = json.loads(a.session.register(1, a.memory.address, 4096))
         assert len(key["rkeys"]) == 2

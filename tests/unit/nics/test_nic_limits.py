@@ -25,7 +25,7 @@ def test_a_full_provider_queue_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
         start = time.monotonic()
         for i in range(320):
             a.session.put(1, 0, 64 * i, 64 * i, 64, i % 3, 1)
-        assert [b.wait(i, n) for i, n in enumerate((107, 107, 106))] == [True] * 3
+        assert [b.waits(i, n) for i, n in enumerate((107, 107, 106))] == [True] * 3
         assert time.monotonic() - start > 0.045
         assert b.read(len(sent)) == sent
         assert a.session.flush(DEADLINE_S)
@@ -44,7 +44,7 @@ def test_a_registration_that_fails_says_why(backend, monkeypatch: pytest.MonkeyP
             a.session.register(1, a.memory.address, 4096)
         b.session.bind(1, 0, a.session.register(1, a.memory.address, 4096))
         a.session.put(1, 0, 0, 0, 8, 0, 1)
-        assert b.wait(0, 1)
+        assert b.waits(0, 1)
 
 
 @pytest.mark.parametrize("backend", [Cx7Nic(), EfaNic()], ids=["cx7", "efa"])

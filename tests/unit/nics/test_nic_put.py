@@ -15,7 +15,7 @@ def test_large_puts_are_cut_into_messages(limit: int, monkeypatch: pytest.Monkey
         assert a.session.capabilities().max_message_bytes == limit
         sent = a.fill(20 * limit + 3 * (limit > 1))
         a.session.put(1, 0, 0, 77, len(sent), 1, 1)
-        assert b.wait(1, 1)
+        assert b.waits(1, 1)
         assert b.read(len(sent), 77) == sent
         assert b.count(1) == 1
 
