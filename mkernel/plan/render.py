@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from rich.console import RenderableType
@@ -14,6 +14,7 @@ from rich.tree import Tree
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import Chunking, GemmShape, LaunchPlan
 from mkernel.plan.simulate import Simulation
+from mkernel.topology.kinds import spans
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
 
 _Device = TypeVar("_Device", Accelerator, Nic)
@@ -88,12 +89,7 @@ def plan(
         rows["notes"] = "; ".join(notes)
     if obstacles:
         rows["launch"] = f"NOT POSSIBLE, a prediction only: {'; '.join(obstacles)}"
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in rows.items():
-        grid.add_row(name, Text(value))
-    return grid
+    return _grid(rows)
 
 
 def alternatives(considered: Sequence[Alternative]) -> RenderableType:
@@ -129,6 +125,10 @@ def simulation(found: Simulation) -> RenderableType:
         or "none",
         "detail": f"{found.simulated_ranks} ranks stand for all; {found.messages} messages",
     }
+    return _grid(rows)
+
+
+def _grid(rows: Mapping[str, str]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -217,10 +217,4 @@ def _shorten(parts: Sequence[str], most: int, what: str) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """(0, 1, 2, 5) → ``0-2,5``. The numbers must be sorted."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans(numbers))

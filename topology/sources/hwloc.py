@@ -23,7 +23,7 @@ from mkernel.topology.model import (
 from mkernel.topology.sources import hwloc_links, kinds, pci
 from mkernel.topology.sources.cpu import parse_cpu_mask
 from mkernel.topology.sources.findings import Findings, Notes
-from mkernel.topology.sources.xml import Element
+from mkernel.topology.sources.xml import BusIds, Element, Place
 
 SOURCE = "hwloc XML"
 ROOT = "topology"
@@ -40,16 +40,9 @@ _NUMBERED = re.compile(r"(?:nvml|rsmi)(\d{1,4})")
 """Operating-system devices that carry the driver's own number of a GPU."""
 
 
-class _Place(NamedTuple):
-    """Says where in the tree an object is."""
-
-    numa: int | None
-    bridges: tuple[str, ...]
-
-
 class _Gpu(NamedTuple):
     kind: KindName
-    place: _Place
+    place: Place
     element: Element
     ids: tuple[int, int]
 
@@ -75,10 +68,9 @@ def read(topology: Element, path: Path) -> Findings:
 
 class _Reader:
     def __init__(self, path: Path, *, bits: bool) -> None:
-        self._path = path
         self._bits = bits
         self._notes = Notes(SOURCE)
-        self._lines: dict[str, int] = {}
+        self._buses = BusIds(path, "pci_busid")
         self._numa: list[NumaNode] = []
         self._bridges: list[Bridge] = []
         self._gpus: dict[str, _Gpu] = {}
@@ -87,7 +79,7 @@ class _Reader:
         """``gp_index`` of what links may end at → a GPU's address, or ``switch``."""
 
     def read(self, topology: Element, machine: Element) -> Findings:
-        self._object(machine, _Place(None, ()))
+        self._object(machine, Place(None, ()))
         accelerators = self._numbered()
         ids = {one.pci: one.id for one in accelerators}
         ends = {index: ids.get(end, end) for index, end in self._ends.items()}
@@ -105,7 +97,7 @@ class _Reader:
             notes=self._notes.all(),
         )
 
-    def _object(self, element: Element, place: _Place) -> None:
+    def _object(self, element: Element, place: Place) -> None:
         match element.attributes.get("type"):
             case "Bridge":
                 place = self._bridge(element, place)
@@ -154,31 +146,17 @@ class _Reader:
         size = int(memory) if re.fullmatch(r"\d{1,18}", memory) else None
         self._numa.append(NumaNode(id=number, cpus=tuple(sorted(cpus)), memory_bytes=size))
 
-    def _bridge(self, element: Element, place: _Place) -> _Place:
+    def _bridge(self, element: Element, place: Place) -> Place:
         if element.attributes.get("bridge_type", "").startswith("0"):
             match = _HOST_BUS.match(element.attributes.get("bridge_pci", ""))
             name = f"pci{int(match[1], 16):04x}:{match[2].lower()}" if match else None
             return place._replace(bridges=(name or f"bridge in line {element.line}",))
-        address = self._address(element)
+        address = self._buses.take(element)
         self._bridges.append(Bridge(id=address, pcie_gbs=_gbs(element)))
         return place._replace(bridges=(*place.bridges, address))
 
-    def _address(self, element: Element) -> str:
-        text = element.attributes.get("pci_busid", "")
-        address = pci.normalise(text)
-        where = f"topology file {self._path}, line {element.line}"
-        if address is None:
-            raise InputFileError(f"{where}: pci_busid {text[:40]!r} is no PCI address")
-        if address in self._lines:
-            first = self._lines[address]
-            raise InputFileError(
-                f"{where}: pci_busid {address} occurs twice; first in line {first}"
-            )
-        self._lines[address] = element.line
-        return address
-
-    def _function(self, element: Element, place: _Place) -> None:
-        address = self._address(element)
+    def _function(self, element: Element, place: Place) -> None:
+        address = self._buses.take(element)
         if element.attributes.get("subtype") == "NVSwitch":
             self._ends[element.attributes.get("gp_index", "")] = FABRIC_SWITCH
             return
@@ -196,7 +174,7 @@ class _Reader:
             self._network(element, address, place, (pci_class, vendor, device))
 
     def _network(
-        self, function: Element, address: str, place: _Place, ids: tuple[int, int, int]
+        self, function: Element, address: str, place: Place, ids: tuple[int, int, int]
     ) -> None:
         ports = [each for each in function.all("object") if self._is_rdma(each)]
         for device in ports:
@@ -211,7 +189,7 @@ class _Reader:
             self._add(Nic(id=name, kind=kind, name=name), place, function)
 
     def _rdma(
-        self, device: Element, place: _Place, function: Element | None, vendor: int | None
+        self, device: Element, place: Place, function: Element | None, vendor: int | None
     ) -> None:
         """The ports of an RDMA device; ``function`` None where it is not on PCI."""
         name = device.attributes.get("name")
@@ -233,7 +211,7 @@ class _Reader:
             )
             self._add(nic, place, function)
 
-    def _add(self, nic: Nic, place: _Place, function: Element | None) -> None:
+    def _add(self, nic: Nic, place: Place, function: Element | None) -> None:
         if function is None:
             self._nics.append(nic.model_copy(update={"numa_node": place.numa}))
             return

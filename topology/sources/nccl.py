@@ -26,7 +26,7 @@ from mkernel.topology.model import (
 from mkernel.topology.sources import kinds, nvlink, pci
 from mkernel.topology.sources.cpu import parse_cpu_mask
 from mkernel.topology.sources.findings import Findings, Notes
-from mkernel.topology.sources.xml import Element
+from mkernel.topology.sources.xml import BusIds, Element, Place
 
 SOURCE = "NCCL XML"
 ROOT = "system"
@@ -36,17 +36,10 @@ _NVSWITCH, _NPU_BRIDGE = "0x068000", "0x068001"
 """Classes of NVLink's other ends: a switch, and the CPU of a POWER machine."""
 
 
-class _Place(NamedTuple):
-    """Says where in the tree an element is."""
-
-    numa: int | None
-    bridges: tuple[str, ...]
-
-
 class _Gpu(NamedTuple):
     address: str
     kind: KindName
-    place: _Place
+    place: Place
     element: Element
     gpu: Element | None
 
@@ -67,9 +60,8 @@ def read(system: Element, path: Path) -> tuple[Findings, ...]:
 
 class _Host:
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._notes = Notes(SOURCE)
-        self._lines: dict[str, int] = {}
+        self._buses = BusIds(path, "busid")
         self._numa: list[NumaNode] = []
         self._bridges: list[Bridge] = []
         self._gpus: list[_Gpu] = []
@@ -97,10 +89,10 @@ class _Host:
             self._notes.add(f"line {cpu.line}: a CPU without a NUMA node; its place is unknown")
         else:
             self._numa.append(NumaNode(id=numa, cpus=self._affinity(cpu)))
-        self._network(cpu, None, _Place(numa, ()))
+        self._network(cpu, None, Place(numa, ()))
         for index, element in enumerate(cpu.all("pci")):
             bridge = f"cpu{number}/{index}"
-            self._function(element, _Place(numa, (bridge, f"{bridge}/port")))
+            self._function(element, Place(numa, (bridge, f"{bridge}/port")))
 
     def _affinity(self, cpu: Element) -> tuple[int, ...]:
         mask = cpu.attributes.get("affinity", "")
@@ -110,8 +102,8 @@ class _Host:
             self._notes.add(f"line {cpu.line}: affinity: {error}; ignored")
             return ()
 
-    def _function(self, element: Element, place: _Place) -> None:
-        address = self._address(element)
+    def _function(self, element: Element, place: Place) -> None:
+        address = self._buses.take(element)
         code, vendor = (element.number(name, 16) for name in ("class", "vendor"))
         pci_class = (code or 0) >> 8
         gpu = next(element.all("gpu"), None)
@@ -131,19 +123,7 @@ class _Host:
                 child, place._replace(bridges=(*place.bridges, address, f"{address}/{index}"))
             )
 
-    def _address(self, element: Element) -> str:
-        text = element.attributes.get("busid", "")
-        address = pci.normalise(text)
-        where = f"topology file {self._path}, line {element.line}"
-        if address is None:
-            raise InputFileError(f"{where}: busid {text[:40]!r} is no PCI address")
-        if address in self._lines:
-            first = self._lines[address]
-            raise InputFileError(f"{where}: busid {address} occurs twice; first in line {first}")
-        self._lines[address] = element.line
-        return address
-
-    def _network(self, parent: Element, address: str | None, place: _Place) -> None:
+    def _network(self, parent: Element, address: str | None, place: Place) -> None:
         """The ports of a PCI function; ``address`` None: of the NICs right below a CPU."""
         nets = [net for nic in parent.all("nic") for net in nic.all("net")]
         if not nets and address is not None:
@@ -167,7 +147,7 @@ class _Host:
                     self._sockets[name] = known.model_copy(update={"numa_node": None})
 
     def _nic(
-        self, function: Element, address: str | None, place: _Place, net: Element | None, name: str
+        self, function: Element, address: str | None, place: Place, net: Element | None, name: str
     ) -> Nic:
         code = function.number("class", 16) if address else None
         pci_class = (code or 0) >> 8

@@ -10,9 +10,11 @@ import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 from xml.parsers import expat
 
 from mkernel.errors import InputFileError
+from mkernel.topology.sources import pci
 
 MOST_ELEMENTS = 50_000
 MOST_DEPTH = 200
@@ -41,6 +43,35 @@ class Element:
         except ValueError:
             return None
         return number if 0 <= number < 1 << 31 else None
+
+
+class Place(NamedTuple):
+    """Says where in a machine's tree an element is: its NUMA node, and the bridges above it."""
+
+    numa: int | None
+    bridges: tuple[str, ...]
+
+
+class BusIds:
+    """The PCI addresses of a file, each of which may occur once."""
+
+    def __init__(self, path: Path, attribute: str) -> None:
+        self._path = path
+        self._attribute = attribute
+        self._lines: dict[str, int] = {}
+
+    def take(self, element: Element) -> str:
+        """An element's address. InputFileError: it is none, or has occurred before."""
+        text = element.attributes.get(self._attribute, "")
+        address = pci.normalise(text)
+        where = f"topology file {self._path}, line {element.line}: {self._attribute}"
+        if address is None:
+            raise InputFileError(f"{where} {text[:40]!r} is no PCI address")
+        if address in self._lines:
+            first = self._lines[address]
+            raise InputFileError(f"{where} {address} occurs twice; first in line {first}")
+        self._lines[address] = element.line
+        return address
 
 
 def is_xml(start: bytes) -> bool:

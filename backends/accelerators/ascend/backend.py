@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mkernel.backends.accelerators.ascend.memory import HostMemory
 from mkernel.backends.accelerators.ascend.native import native
 from mkernel.backends.accelerators.ascend.software import software
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
@@ -24,6 +23,7 @@ from mkernel.backends.contracts.instrumented import (
 )
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
+from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan

@@ -18,7 +18,7 @@ struct Mutations {
     std::uint32_t syncs = 0, idle_syncs = 0, pairs = 0, idle_pairs = 0;
 };
 
-// Of blocks 0 and 1 of a kernel. `kernels.run(role, index, without)`: what strict simulation says of
+// Tries blocks 0 and 1 of a kernel. `kernels.run(role, index, without)`: what strict simulation says of
 // that block without the syncs of those numbers, counted over flags, barriers, fences, TNOTIFYs and
 // NIC_PUTs; `kernels.trace()`: what the latest run issued.
 //

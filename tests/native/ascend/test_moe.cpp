@@ -343,8 +343,9 @@ class Half {
     std::uint32_t which_;
 };
 
-// A vector block spreads its chunks one after the other. So a cube block needs no wait for one of them
-// that it waits for a later one of, before it next loads: whether that is so of rank 0's wait there.
+// A vector block spreads its chunks one after the other. So a cube block that waits for a later chunk
+// of the same vector block before it next loads needs no wait for an earlier one. This says whether
+// rank 0's wait at that place is such an earlier one.
 bool spread_before_another(const std::vector<sim::Record>& records, std::size_t at) {
     const std::vector<std::uint32_t> order = test::order_from(0, kRanks);
     moe::Args args;

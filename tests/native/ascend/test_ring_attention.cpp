@@ -178,7 +178,7 @@ class World {
                 1};
     }
 
-    // Of `out` and `lse` together, relative.
+    // The relative error of `out` and `lse` together.
     double error(std::uint32_t rank) const {
         test::Error error;
         for (std::uint32_t head = 0; head < kHeads; ++head) {

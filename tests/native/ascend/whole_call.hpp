@@ -23,7 +23,7 @@ struct RankMemory {
     Pages workspace;
 };
 
-// And on all of them: strict calls are looked at together.
+// What it has on all of them. Strict calls of a world are looked at together.
 struct WorldMemory {
     WorldMemory(std::uint32_t world, std::uint32_t signals, std::size_t workspace_bytes) {
         std::vector<sim::Races::Range> shared;
@@ -37,7 +37,7 @@ struct WorldMemory {
     std::shared_ptr<sim::Races> races;
 };
 
-// Of the calls of a plan, epoch 1 first.
+// The views of a plan's calls, epoch 1 first.
 inline constexpr host::View kViews[] = {
     host::View::pipelined,    host::View::pipelined, host::View::sequential,
     host::View::compute_only, host::View::pipelined, host::View::compute_only,

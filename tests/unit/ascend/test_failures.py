@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator, _ascend
-from mkernel.backends.accelerators.ascend.memory import HostMemory
 from mkernel.backends.runtime._runtime import AbortCode, Waiter
+from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
 
 from .rig import PATIENCE_S, SIGNAL_BASE, World, geometry, make_plan

@@ -48,8 +48,8 @@ class Kernels {
     [[nodiscard]] virtual std::uint64_t workspace_bytes() const = 0;
     virtual std::vector<Tensor> tensors() = 0;
 
-    // Before a record, on one vector core that runs alone: writes to memory what blocks of this call
-    // learn from each other by it. A record runs them one after another.
+    // Called before a record, on one vector core that runs alone. A record runs blocks one after
+    // another, so what blocks of this call learn from each other by memory is written to it here.
     virtual void foresee(sim::Core&) const {}
 
     // Compute-only view: raises here what nobody else will and later calls count on.

@@ -47,7 +47,7 @@ struct GmRange {
     bool real = true;  // false: in a dry run, an address that nothing lies at
 };
 
-// What all cores of one kernel launch share. Outlives them.
+// What all cores of one kernel launch share; it outlives them.
 struct Environment {
     runtime::SignalPad pad;                  // the own rank's
     const nics::FifoDevice* fifo = nullptr;  // null where the world has one node
@@ -56,9 +56,9 @@ struct Environment {
     std::uint32_t op = 0;  // call number, for diagnosis
     std::vector<GmRange> memory;
     Scheduler* scheduler = nullptr;
-    // Instructions are checked and recorded but have no effect; waits succeed at once and no
-    // address is touched but by scalar instructions. For traces of worlds and shapes that this machine could not run in
-    // reasonable time.
+    // Instructions are checked and recorded but have no effect; waits succeed at once, and only
+    // scalar instructions touch memory. Traces of worlds and shapes that this machine could not
+    // run in reasonable time are made so.
     bool dry = false;
     std::optional<StrictOptions> strict;
     Waits* waits = nullptr;  // strict, and not dry
@@ -193,7 +193,7 @@ class Core {
             effect();
         }
     }
-    // For the chunk that was annotated last.
+    // The record is filed under the chunk that was annotated last.
     void record(Record record) {
         if (trace_ == nullptr) return;
         record.chunk = chunk_;

@@ -98,7 +98,7 @@ void Strict::put(const Site& site, const isa::GlobalView& to, const isa::GlobalV
     check(site, Pipe::MTE3, stores, reads(filled(ping)));
     check(site, Pipe::MTE3, stores, reads(filled(pong)));
     check(site, Pipe::MTE3, stores, writes(to));
-    // As one piece, after all that the two pipes have before it and before all that comes after.
+    // It takes effect as one piece, after all that the two pipes have before it.
     queue_.drain();
     queue_.push(Pipe::MTE3, std::move(effect));
 }

@@ -88,7 +88,7 @@ class Strict {
     using Runs = std::map<const std::byte*, Run>;
 
     void check(const Site& site, isa::Pipe pipe, std::uint32_t at, const Operand& operand);
-    // Of an access of global memory, against other cores.
+    // Throws if an access of global memory races with another core.
     void check_races(const Site& site, isa::Pipe pipe, const isa::GlobalView& view, bool write);
     static void add_word(Runs& runs, const Site& site, const isa::GlobalView& word);
     // Before this core tells others of what it did, or hears of what they did.

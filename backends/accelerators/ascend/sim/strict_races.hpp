@@ -34,9 +34,9 @@ class Races {
         std::size_t bytes = 0;
     };
 
-    // Of one rank.
+    // Looks at the cores of one rank.
     Races() = default;
-    // Of all ranks of a world, which touch each other's memory in `shared` alone.
+    // Looks at all ranks of a world, which touch each other's memory in `shared` alone.
     explicit Races(std::vector<Range> shared) : shared_(std::move(shared)) {}
 
     // A core starts. `name`: how messages call it.
@@ -58,7 +58,7 @@ class Races {
   private:
     using Clock = std::vector<std::uint32_t>;  // by core; missing: 0
     struct Signal {
-        // Of those who raised it up to a value; the latest few.
+        // What those who raised it up to a value had done before; the latest few.
         struct Raised {
             std::uint64_t value = 0;
             Clock clock;

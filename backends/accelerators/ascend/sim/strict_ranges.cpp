@@ -65,7 +65,7 @@ Lines lines_of(const GlobalView& view) {
     return lines;
 }
 
-// Of views with the same pitch.
+// Whether views with the same pitch overlap.
 bool overlap_in_step(const Lines& a, const Lines& b) {
     const std::int64_t apart = b.base - a.base;
     std::int64_t line = apart / a.pitch, shift = apart % a.pitch;
@@ -80,7 +80,7 @@ bool overlap_in_step(const Lines& a, const Lines& b) {
     return (shift < a.length && meets(line)) || (shift + b.length > a.pitch && meets(line + 1));
 }
 
-// Of bytes [begin, end) from a's base on.
+// Whether a overlaps bytes [begin, end), counted from its base.
 bool overlap_run(const Lines& a, std::int64_t begin, std::int64_t end) {
     const std::int64_t first = std::max<std::int64_t>(begin / a.pitch, 0);
     const std::int64_t last = std::min((end - 1) / a.pitch, a.count - 1);

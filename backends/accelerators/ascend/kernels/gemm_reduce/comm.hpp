@@ -8,11 +8,12 @@
 // AllReduce (`replicated`) goes on:
 //   out → results of every same-node rank (TPUT); own results → those of other nodes (NIC)
 //   results, as each tile comes → out
-// Items of work, round by round (the chunk's number): send the chunk of each other owner; sum (and push
-// on) each tile of the own chunk; AllReduce: take in the tiles of the others' previous chunk. Blocks take
-// them in turns, each its own in order.
-// No deadlock: sends wait for the own compute kernel (and earlier calls) alone, sums for sends of the same
-// round, taking in for sums of the round before; the first unfinished item can always go on.
+// Items of work, round by round (the chunk's number): send the chunk of each other owner; sum (and
+// push on) each tile of the own chunk; AllReduce: take in the tiles of the others' previous chunk.
+// Blocks take them in turns, each its own in order.
+// There is no deadlock: a send waits for the own compute kernel (and earlier calls) alone, a sum for
+// sends of the same round, taking in for sums of the round before. So the first unfinished item can
+// always go on.
 #pragma once
 
 #include "backends/accelerators/ascend/isa/launch.hpp"

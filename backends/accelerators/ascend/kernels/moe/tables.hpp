@@ -20,7 +20,7 @@ class Tables {
           r_(args.geometry.routing),
           words_(core, args.tables.base) {}
 
-    // Of all blocks together. False if a wait was aborted or timed out.
+    // Run by all blocks together. False if a wait was aborted or timed out.
     bool build() {
         const std::uint32_t chunks = g_.world * g_.chunks();
         for (std::uint32_t item = core_.index(); item < chunks; item += core_.count()) {

@@ -205,7 +205,7 @@ struct Args : CallArgs {
         return (values ? v : k).sub(row, 0, count, g.head_dim);
     }
 
-    // Of the ring of a cube core, the `step`th tile; all rows of the tile.
+    // The `step`th tile in the ring of a cube core, with all its rows.
     [[nodiscard]] constexpr isa::GlobalView scores(std::uint32_t cube, std::uint32_t step,
                                                    std::uint32_t queries,
                                                    std::uint32_t count) const {

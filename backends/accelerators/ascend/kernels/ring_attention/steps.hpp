@@ -2,9 +2,9 @@
 // keys that they see, in an order that depends on nothing but the shape and where the ranks are
 // (consumption.hpp), so that results do not depend on chunks or on the number of cores.
 //
-// Causal: a tile above the diagonal is left out, one across it is cut and masked. The first tile of a tile
-// of queries holds the first position of a piece of this rank, which each of the queries sees: a
-// running maximum is finite from then on.
+// Causal: a tile of keys above the diagonal is left out, one across it is cut and masked. The first
+// tile of keys that a tile of queries meets holds the first position of a piece of this rank. Each of
+// the queries sees that position, so a running maximum is finite from then on.
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/consumption.hpp"
