@@ -82,7 +82,7 @@ def command(
     ] = False,
     accelerator: Annotated[
         str | None,
-        typer.Option(help="accelerator backend [hopper where its devices are, else streams]"),
+        typer.Option(help="accelerator backend [the most preferred that runs here]"),
     ] = None,
     dtype: Annotated[
         str | None,

@@ -51,7 +51,7 @@ def command(  # one option a parameter: this is the command line
     ] = None,
     accelerator: Annotated[
         str | None,
-        typer.Option(help="accelerator backend [hopper where its devices are, else streams]"),
+        typer.Option(help="accelerator backend [the most preferred that runs here]"),
     ] = None,
     nic: Annotated[str | None, typer.Option(help="NIC backend between nodes")] = None,
     verbs: Annotated[

@@ -123,6 +123,8 @@ def _store(port: int, timeout_s: float) -> TCPStore:
 
 def _join(world: World, device: torch.device, timeout_s: float) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Else a thread of NCCL's group polls the store, which is Python code, until the process ends.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=world.group_store,

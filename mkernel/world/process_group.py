@@ -92,7 +92,6 @@ def open_group(
         # Calls end by the backend's own deadline. A library that runs messages as kernels must
         # not come first: it would take the process down, or let the stream go on without data.
         wait *= 3
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     options = accelerator.group_options(wait)
     if torch.distributed.is_initialized() and not _groups.is_default_ours():
         found = torch.distributed.get_world_size()
@@ -122,9 +121,6 @@ def open_group(
 
 def group_store(failure: FailureMonitor) -> GroupStore:
     """The store through which process groups of a world's ranks exchange addresses."""
-    # Else a thread of NCCL's group polls the store, which is Python code, until the process ends,
-    # and may find the interpreter gone.
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
     def check() -> None:
         if failure.notice is not None:

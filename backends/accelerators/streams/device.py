@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import os
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import cached_property
@@ -111,6 +112,11 @@ class Device:
             return None
         from torch.distributed import ProcessGroupNCCL
 
+        # NCCL's watchdog must neither end the process nor let the stream go on without data.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        # Else a thread of the group polls the store, which is Python code, until the process ends, and
+        # may find the interpreter gone.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         # Else blocks of a product that still wait for a multiprocessor go before those of a message.
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout  # torch warns where it is not the group's
