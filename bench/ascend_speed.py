@@ -33,7 +33,7 @@ from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.runtime import _runtime
 from mkernel.cases import case_of
 from mkernel.harness.modelled import shapes
-from mkernel.harness.sizes import GEMMS, Sized
+from mkernel.harness.spec import GEMMS, Shape
 from mkernel.plan.model import LaunchPlan, OpName
 
 BARS = {"gemm_ratio": 0.6, "strict_times": 5.0, "model_only_cpu_s": 10.0}
@@ -227,7 +227,7 @@ def strict_call(op: OpName, slots: int, repeat: int) -> dict[str, float]:
 
 def model_only(op: OpName) -> dict[str, float]:
     """8 ranks of 4096^3, nothing run: CPU seconds of this process, and what it predicts."""
-    size = Sized(op=op, sizes={"m": 4096, "n": 4096, "k": 4096})
+    size = Shape(op=op, m=4096, n=4096, k=4096)
     start, wall = time.process_time(), time.perf_counter()
     (row,) = shapes([size], 8, "float16", "row", load_machine()).rows
     return {

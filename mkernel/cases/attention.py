@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from mkernel.backends.contracts.instrumented import View
-from mkernel.cases import poison
-from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Outcome
+from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Memory, Outcome, Rows, every_row
 from mkernel.ops import ring_attention
 
 LSE_TOLERANCE = 1e-5
@@ -26,6 +25,7 @@ class RingAttentionCase(Case):
     ``lse``."""
 
     op = "ring_attention"
+    row_axis = 2
 
     def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
         """q, k, v at the rank's positions."""
@@ -55,12 +55,12 @@ class RingAttentionCase(Case):
             )
         }
 
-    def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Nothing: the op allocates; its memory is poisoned."""
-        q = tensors["q"]
-        shape = tuple(q.shape)
-        poison.freed([(shape, q.dtype), (shape[:3], torch.float32)], q.device)
-        return {}
+    def results(self, world_size: int) -> dict[str, Memory]:
+        """out, lse."""
+        positions = self.sizes["sequence"] // world_size
+        shape = (self.sizes["batch"], self.sizes["heads"], positions)
+        out = (*shape, self.sizes["head_dim"]), getattr(torch, self.dtype)
+        return {"out": out, "lse": (shape, torch.float32)}
 
     def call(
         self,
@@ -85,22 +85,25 @@ class RingAttentionCase(Case):
         )
         return Outcome(done.outputs, done.plan, done.record)
 
-    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+    def reference(
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+    ) -> dict[str, torch.Tensor]:
         """out [B, H, S/W, D], lse [B, H, S/W]; some rows of queries at a time."""
         whole = self._whole(iteration)
-        mine = self.positions(rank, world_size)
+        mine = self.positions(rank, world_size).to(self.device)
+        mine = mine[rows(len(mine))]
         groups = self.sizes["heads"] // self.sizes["kv_heads"]
         q = whole["q"][:, :, mine].double()
         k, v = (whole[name].double().repeat_interleave(groups, dim=1) for name in ("k", "v"))
         scale = self.options.get("scale")
         q = q * (self.sizes["head_dim"] ** -0.5 if scale is None else float(scale))
-        rows = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+        step = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
         outs, sums = [], []
-        for first in range(0, len(mine), rows):
-            at = mine[first : first + rows]
-            scores = q[:, :, first : first + rows] @ k.transpose(2, 3)
+        for first in range(0, len(mine), step):
+            at = mine[first : first + step]
+            scores = q[:, :, first : first + step] @ k.transpose(2, 3)
             if self.sizes.get("causal"):
-                later = torch.arange(k.shape[2])[None, :] > at[:, None]
+                later = torch.arange(k.shape[2], device=self.device)[None, :] > at[:, None]
                 scores = scores.masked_fill(later, float("-inf"))
             sums.append(scores.logsumexp(dim=3))
             outs.append(scores.softmax(dim=3) @ v)

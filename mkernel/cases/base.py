@@ -1,4 +1,4 @@
-"""What every case provides, and how large its errors may be.
+"""What every case and every oracle provides, and how large errors may be.
 
 Tolerances are relative Frobenius errors (one rounding to bfloat16 gives 1.7e-3; partial sums kept
 in bfloat16 give 2.4e-3, and more with atomics).
@@ -11,7 +11,7 @@ in every iteration.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -19,14 +19,26 @@ import numpy as np
 import torch
 
 from mkernel.backends.contracts.instrumented import View
-from mkernel.cases.comparison import Comparison, compare, compare_exact
+from mkernel.cases import poison
+from mkernel.cases.comparison import Comparison, compare_exact, compare_rows
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.world.calls import CallRecord
+from mkernel.world.lifecycle import current
 
 TOLERANCE: dict[DtypeName, float] = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
 EVERY_RANK = -1
 """As a generator's ``part``: data that all ranks share."""
+
+Memory = tuple[tuple[int, ...], torch.dtype]
+"""The shape and dtype of an output."""
+Rows = Callable[[int], "torch.Tensor | slice"]
+"""Given how many rows an output has, says which of them are compared: ascending indices, or a slice."""
+
+
+def every_row(count: int) -> slice:
+    """All rows are compared."""
+    return slice(count)
 
 
 @dataclass(frozen=True)
@@ -55,8 +67,67 @@ class Outcome:
         return tuple(call.trace for call in calls if call.trace is not None)
 
 
+class Oracle(ABC):
+    """Makes the inputs of some work for any rank and iteration, and knows in float64 what comes out.
+
+    Inputs are fresh in every iteration, and any rank can make any other's: references need them all.
+    """
+
+    row_axis: ClassVar[int] = 0
+    """The dimension of the outputs that rows are counted along."""
+    given_outputs: ClassVar[bool] = False
+    """Whether the caller gives the memory of the outputs."""
+
+    @abstractmethod
+    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """The tensors that ``rank`` passes in an iteration."""
+
+    @abstractmethod
+    def results(self, world_size: int) -> dict[str, Memory]:
+        """The memory of a rank's outputs; where only the routing decides how much that is, as much as
+        balanced routing needs."""
+
+    @abstractmethod
+    def reference(
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+    ) -> dict[str, torch.Tensor]:
+        """The outputs that ``rank`` must get, in float64 (integers exact), from the same inputs.
+
+        ``rows``: which rows of the outputs that have a tolerance; the others come whole.
+        """
+
+    @abstractmethod
+    def tolerances(self) -> dict[str, float]:
+        """Largest relative Frobenius error by output; an output that is missing here must be
+        equal."""
+
+    def compared(
+        self,
+        outputs: Mapping[str, torch.Tensor],
+        rank: int,
+        world_size: int,
+        iteration: int,
+        promised: Collection[str] | None = None,
+        rows: Rows = every_row,
+    ) -> dict[str, Comparison]:
+        """Outputs compared with the reference, by name: those promised, or all that there are."""
+        tolerances = self.tolerances()
+        return {
+            name: compare_rows(outputs[name].to(wanted.device), wanted, rows, self.row_axis)
+            if name in tolerances
+            else compare_exact(outputs[name].to(wanted.device), wanted)
+            for name, wanted in self.reference(rank, world_size, iteration, rows).items()
+            if promised is None or name in promised
+        }
+
+    def passed(self, found: Mapping[str, Comparison]) -> bool:
+        """Whether every error is within its tolerance (a NaN error is not)."""
+        tolerances = self.tolerances()
+        return all(each.error <= tolerances.get(name, 0.0) for name, each in found.items())
+
+
 @dataclass(frozen=True)
-class Case(ABC):
+class Case(Oracle):
     """One op with fixed sizes; picklable, the same object on every rank.
 
     Attributes:
@@ -64,6 +135,7 @@ class Case(ABC):
         dtype, out_dtype: of inputs and output. layout: of the weight, where the op has one.
         chunk: rows or tiles a chunk; None: the planner's choice. seed: of the random data.
         options: what only some ops have (``replicate_b``, ``routing``, ``scale``, …).
+        device: where random data is drawn and references are computed, as torch names it.
     """
 
     op: ClassVar[str]
@@ -75,16 +147,17 @@ class Case(ABC):
     chunk: int | None = None
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
-    @abstractmethod
-    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """The tensors that ``rank`` passes in an iteration: fresh in each, and any rank can make
-        any rank's (the references need all)."""
-
-    @abstractmethod
     def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs that the caller allocates, full of poison; freed memory for the others holds
-        it too."""
+        """The outputs that the caller gives, full of poison. Where the op allocates them, freed memory
+        of their sizes holds poison instead."""
+        results = self.results(current().size)
+        device = next(iter(tensors.values())).device
+        if self.given_outputs:
+            return {name: poison.full(*memory, device) for name, memory in results.items()}
+        poison.freed(results.values(), device)
+        return {}
 
     @abstractmethod
     def call(
@@ -107,36 +180,20 @@ class Case(ABC):
         with uninitialised_is_nan():
             return self.call(tensors, self.poisoned(tensors), view=view, trace=trace)
 
-    @abstractmethod
-    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """The outputs that ``rank`` must get, in float64 (integers exact), from the same inputs."""
-
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
         """By output that is a sum over ranks: the sum of what the ranks add to it, without signs, in
         float64. What is lost where each of them is rounded is a share of it."""
         return {}
 
     def tolerances(self) -> dict[str, float]:
-        """Largest relative Frobenius error by output; an output that is missing here must be
-        equal."""
+        """One rounding of ``out``."""
         return {"out": TOLERANCE[self.out_dtype]}
 
     def judge(
         self, outcome: Outcome, rank: int, world_size: int, iteration: int
     ) -> dict[str, Comparison]:
-        """Each output compared with :meth:`reference`, by name."""
-        tolerances = self.tolerances()
-        return {
-            name: (compare if name in tolerances else compare_exact)(
-                outcome.outputs[name].cpu(), wanted
-            )
-            for name, wanted in self.reference(rank, world_size, iteration).items()
-        }
-
-    def passed(self, found: Mapping[str, Comparison]) -> bool:
-        """Whether every error is within its tolerance (a NaN error is not)."""
-        tolerances = self.tolerances()
-        return all(each.error <= tolerances.get(name, 0.0) for name, each in found.items())
+        """The outputs of a call compared with :meth:`reference`, by name."""
+        return self.compared(outcome.outputs, rank, world_size, iteration)
 
     def with_(self, **changes: Any) -> Case:
         """A copy with some fields changed."""
@@ -145,7 +202,8 @@ class Case(ABC):
     def generator(self, iteration: int, which: int, part: int) -> torch.Generator:
         """Random numbers that depend on (seed, iteration, which tensor, which rank) alone."""
         seed = np.random.SeedSequence((self.seed, iteration, which, part + 1))
-        return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
+        state = int(seed.generate_state(1, np.uint64)[0] >> 1)
+        return torch.Generator(self.device).manual_seed(state)
 
     @property
     def given(self) -> Mapping[str, torch.Tensor] | None:
@@ -154,5 +212,6 @@ class Case(ABC):
 
     def normal(self, iteration: int, which: int, part: int, *shape: int) -> torch.Tensor:
         """Standard normal data in the case's dtype."""
-        data = torch.randn(shape, generator=self.generator(iteration, which, part))
+        chance = self.generator(iteration, which, part)
+        data = torch.randn(shape, generator=chance, device=self.device)
         return data.to(getattr(torch, self.dtype))

@@ -15,6 +15,7 @@ In this order:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,24 @@ def compare(result: torch.Tensor, reference: torch.Tensor) -> Comparison:
     if why:
         return _wrong(why)
     return Comparison(_relative((wide - reference)[both], reference[both]), int(both.sum()))
+
+
+def compare_rows(
+    result: torch.Tensor,
+    reference: torch.Tensor,
+    rows: Callable[[int], torch.Tensor | slice],
+    axis: int,
+) -> Comparison:
+    """Compare some rows of a result, counted along ``axis``, with their reference. The rows that are
+    not compared must be finite at least."""
+    if result.dim() != reference.dim():
+        return _wrong(f"has {result.dim()} dimensions, not {reference.dim()}")
+    at = rows(result.shape[axis])
+    if isinstance(at, slice):
+        return compare(result, reference)
+    if not bool(torch.isfinite(result).all()):
+        return _wrong("has elements that are not finite")
+    return compare(result.index_select(axis, at), reference)
 
 
 def _relative(gap: torch.Tensor, reference: torch.Tensor) -> float:

@@ -11,19 +11,36 @@ from typing import ClassVar
 import torch
 
 from mkernel.backends.contracts.instrumented import View
-from mkernel.cases import poison
-from mkernel.cases.base import EVERY_RANK, Case, Outcome
+from mkernel.cases.base import EVERY_RANK, Case, Memory, Outcome, Rows, every_row
 from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from mkernel.ops.gemm import GemmOp
-from mkernel.world.lifecycle import current
 
 _A, _B = 0, 1
+
+
+def shares_of_rows(m: int, world_size: int, rows: Rows) -> Iterator[torch.Tensor]:
+    """Which rows of each rank's share of M are asked for, counted from the share's first."""
+    at, own = torch.arange(m)[_on_cpu(rows(m))], m // world_size
+    for rank in range(world_size):
+        yield at[at // own == rank] - rank * own
+
+
+def own_rows(m: int, rank: int, world_size: int, scatters: bool, rows: Rows) -> torch.Tensor:
+    """Which of M rows are asked for of a rank's result: of its share, where the op scatters."""
+    count = m // world_size if scatters else m
+    first = rank * count if scatters else 0
+    return first + torch.arange(count)[_on_cpu(rows(count))]
+
+
+def _on_cpu(at: torch.Tensor | slice) -> torch.Tensor | slice:
+    return at if isinstance(at, slice) else at.cpu()
 
 
 class GemmCase(Case):
     """What the three have in common."""
 
     gemm: ClassVar[GemmOp]
+    given_outputs = True
 
     def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
         """a and b of ``rank``."""
@@ -32,12 +49,10 @@ class GemmCase(Case):
             b = b.t().contiguous().t()
         return {"a": self._a(rank, world_size, iteration), "b": b}
 
-    def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``out``."""
-        a, size = tensors["a"], current().size
-        rows = len(a) * (size if self.gemm.gathers else 1)
-        shape = (rows // size if self.gemm.scatters else rows, tensors["b"].shape[1])
-        return {"out": poison.full(shape, getattr(torch, self.out_dtype), a.device)}
+    def results(self, world_size: int) -> dict[str, Memory]:
+        """out."""
+        rows = self.sizes["m"] // (world_size if self.gemm.scatters else 1)
+        return {"out": ((rows, self.sizes["n"]), getattr(torch, self.out_dtype))}
 
     def call(
         self,
@@ -88,34 +103,38 @@ class AllGatherGemmCase(GemmCase):
     op = "all_gather_gemm"
     gemm = all_gather_gemm.OP
 
-    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+    def reference(
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+    ) -> dict[str, torch.Tensor]:
         """C [M, N]."""
         b = self._b(rank, world_size, iteration).double()
+        shares = shares_of_rows(self.sizes["m"], world_size, rows)
         parts = [
-            self._a(source, world_size, iteration).double() @ b for source in range(world_size)
+            self._a(source, world_size, iteration)[at.to(b.device)].double() @ b
+            for source, at in enumerate(shares)
         ]
         return {"out": torch.cat(parts)}
 
 
 class _SumCase(GemmCase):
-    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+    def reference(
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+    ) -> dict[str, torch.Tensor]:
         """This rank's rows of sum(a @ b), or all of them."""
-        total = sum(self._partials(world_size, iteration), torch.zeros(()))
-        return {"out": self._kept(total, rank, world_size)}
+        return {"out": sum(self._terms(rank, world_size, iteration, rows), torch.zeros(()))}
 
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
         """The same rows of sum(abs(a @ b))."""
-        parts = (part.abs() for part in self._partials(world_size, iteration))
-        return {"out": self._kept(sum(parts, torch.zeros(())), rank, world_size)}
+        terms = self._terms(rank, world_size, iteration, every_row)
+        return {"out": sum((term.abs() for term in terms), torch.zeros(()))}
 
-    def _partials(self, world_size: int, iteration: int) -> Iterator[torch.Tensor]:
+    def _terms(
+        self, rank: int, world_size: int, iteration: int, rows: Rows
+    ) -> Iterator[torch.Tensor]:
+        at = own_rows(self.sizes["m"], rank, world_size, self.gemm.scatters, rows)
         for source in range(world_size):
-            a = self._a(source, world_size, iteration).double()
+            a = self._a(source, world_size, iteration)[at.to(self.device)].double()
             yield a @ self._b(source, world_size, iteration).double()
-
-    def _kept(self, total: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-        rows = self.sizes["m"] // world_size
-        return total[rank * rows : (rank + 1) * rows] if self.gemm.scatters else total
 
 
 class GemmReduceScatterCase(_SumCase):

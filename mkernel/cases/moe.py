@@ -17,8 +17,7 @@ from collections.abc import Mapping
 import torch
 
 from mkernel.backends.contracts.instrumented import View
-from mkernel.cases import poison
-from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Outcome
+from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Memory, Outcome, Rows, every_row
 from mkernel.ops import moe
 
 ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates")
@@ -54,16 +53,26 @@ class _MoeCase(Case):
         shared = self.generator(iteration, _IDS, EVERY_RANK)
         own = self.generator(iteration, _IDS, rank)
         if routing == "one_expert":
-            return torch.randint(experts, (1, 1), generator=shared).repeat(tokens, top_k)
+            return self._integers(experts, (1, 1), shared).repeat(tokens, top_k)
         if routing == "some_empty":
-            used = torch.randperm(experts, generator=shared)[: max(1, experts // 3)]
-            return used[torch.randint(len(used), (tokens, top_k), generator=own)]
-        ids = torch.rand(tokens, experts, generator=own).topk(top_k, dim=1).indices
+            used = torch.randperm(experts, generator=shared, device=self.device)
+            used = used[: max(1, experts // 3)]
+            return used[self._integers(len(used), (tokens, top_k), own)]
+        ids = (
+            torch.rand(tokens, experts, generator=own, device=self.device)
+            .topk(top_k, dim=1)
+            .indices
+        )
         if routing == "duplicates":
             ids[::2, 1:2] = ids[::2, 0:1]
         elif routing != "uniform":
             raise ValueError(f"routing {routing!r} is none of {', '.join(ROUTINGS)}")
         return ids
+
+    def _integers(
+        self, below: int, shape: tuple[int, int], chance: torch.Generator
+    ) -> torch.Tensor:
+        return torch.randint(below, shape, generator=chance, device=self.device)
 
     def _w(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
         experts = self.sizes["experts"] // world_size
@@ -78,7 +87,7 @@ class _MoeCase(Case):
         if self.given is not None:
             return self.given["topk_weights"][rank * tokens : (rank + 1) * tokens]
         own = self.generator(iteration, _WEIGHTS, rank)
-        return torch.rand(tokens, self.sizes["top_k"], generator=own) + 0.5
+        return torch.rand(tokens, self.sizes["top_k"], generator=own, device=self.device) + 0.5
 
     def _rows(self, owner: int, world_size: int, iteration: int) -> tuple[torch.Tensor, ...]:
         """Of the rows of an owner's experts, in the documented order: source rank, token, slot; and
@@ -127,13 +136,12 @@ class MoeDispatchCase(_MoeCase):
         """x, topk_ids, w, topk_weights of ``rank``."""
         return self._dispatch_inputs(rank, world_size, iteration)
 
-    def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Nothing: the ops allocate. The memory of balanced routing's sizes is poisoned."""
-        x, dtype = tensors["x"], getattr(torch, self.out_dtype)
-        rows = tensors["topk_ids"].numel()
-        width = tensors["w"].shape[2]
-        poison.freed([((rows, width), dtype), ((len(x), width), dtype)], x.device)
-        return {}
+    def results(self, world_size: int) -> dict[str, Memory]:
+        """outputs, out; the counts are small."""
+        dtype = getattr(torch, self.out_dtype)
+        tokens, width = self.sizes["tokens"], self.sizes["features"]
+        rows = tokens * self.sizes["top_k"]
+        return {"outputs": ((rows, width), dtype), "out": ((tokens, width), dtype)}
 
     def call(
         self,
@@ -169,31 +177,38 @@ class MoeDispatchCase(_MoeCase):
         found = {"outputs": grouped, "counts": sent.outputs["counts"], "out": home.outputs["out"]}
         return Outcome(found, sent.plan, sent.record, then=home.record)
 
-    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+    def reference(
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+    ) -> dict[str, torch.Tensor]:
         """outputs [R, I], counts [E/W] int64, out [T, I]."""
         source, token, _, counts = self._rows(rank, world_size, iteration)
-        x = torch.stack([self._x(each, iteration) for each in range(world_size)]).double()
-        w = self._w(rank, world_size, iteration).double()
-        parts = torch.split(x[source, token], counts.tolist())
-        outputs = torch.cat([part @ each for part, each in zip(parts, w, strict=True)])
+        at = rows(len(source))
+        expert = torch.arange(len(counts), device=self.device).repeat_interleave(counts)[at]
+        source, token = source[at], token[at]
+        x = torch.stack([self._x(each, iteration) for each in range(world_size)])
+        outputs = torch.empty(len(expert), self._features(), device=self.device).double()
+        for number, w in enumerate(self._w(rank, world_size, iteration)):
+            here = expert == number
+            outputs[here] = x[source[here], token[here]].double() @ w.double()
         return {
             "outputs": outputs,
             "counts": counts,
-            "out": self._combined(rank, world_size, iteration),
+            "out": self._combined(rank, world_size, iteration, rows),
         }
 
-    def _combined(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
-        x, ids = self._x(rank, iteration).double(), self._ids(rank, iteration)
-        rows = torch.empty(*ids.shape, self._features(), dtype=torch.float64)
+    def _combined(self, rank: int, world_size: int, iteration: int, rows: Rows) -> torch.Tensor:
+        at = rows(self.sizes["tokens"])
+        x, ids = self._x(rank, iteration)[at].double(), self._ids(rank, iteration)[at]
+        sent = torch.empty(*ids.shape, self._features(), device=self.device).double()
         own = self.sizes["experts"] // world_size
         for owner in range(world_size):
             w = self._w(owner, world_size, iteration).double()
             for expert in range(own):
                 token, slot = (ids == owner * own + expert).nonzero(as_tuple=True)
-                rows[token, slot] = x[token] @ w[expert]
-        rows = rows.to(getattr(torch, self.out_dtype)).double()
-        weights = self._weights(rank, iteration).float().double()
-        return torch.einsum("tk,tki->ti", weights, rows)
+                sent[token, slot] = x[token] @ w[expert]
+        sent = sent.to(getattr(torch, self.out_dtype)).double()
+        weights = self._weights(rank, iteration)[at].float().double()
+        return torch.einsum("tk,tki->ti", weights, sent)
 
     def tolerances(self) -> dict[str, float]:
         """One rounding each; counts must be equal."""
@@ -221,11 +236,10 @@ class MoeCombineCase(_MoeCase):
         rows = len(self._rows(rank, world_size, iteration)[0])
         return self.normal(iteration, _Y, rank, rows, self._features())
 
-    def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Nothing: the op allocates; its memory is poisoned."""
+    def results(self, world_size: int) -> dict[str, Memory]:
+        """out."""
         shape = (self.sizes["tokens"], self._features())
-        poison.freed([(shape, getattr(torch, self.out_dtype))], tensors["x"].device)
-        return {}
+        return {"out": (shape, getattr(torch, self.out_dtype))}
 
     def call(
         self,
@@ -250,14 +264,16 @@ class MoeCombineCase(_MoeCase):
         )
         return Outcome(done.outputs, done.plan, done.record)
 
-    def reference(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+    def reference(
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+    ) -> dict[str, torch.Tensor]:
         """out [T, I]."""
         weights = self._weights(rank, iteration).float().double()
-        out = torch.zeros(self.sizes["tokens"], self._features(), dtype=torch.float64)
+        out = torch.zeros(self.sizes["tokens"], self._features(), device=self.device).double()
         for owner in range(world_size):
             source, token, slot, _ = self._rows(owner, world_size, iteration)
             mine = source == rank
             y = self._y(owner, world_size, iteration)[mine].double()
             token, slot = token[mine], slot[mine]
             out.index_add_(0, token, weights[token, slot, None] * y)
-        return {"out": out}
+        return {"out": out[rows(len(out))]}

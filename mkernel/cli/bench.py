@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, cast, get_args
 
 import typer
 from rich.console import Console
@@ -27,8 +27,7 @@ from mkernel.harness import (
 )
 from mkernel.harness.draws import MOST_DRAWS, drawn
 from mkernel.harness.shapes import SHIPPED, SMALL, TARGETS, shapes
-from mkernel.harness.sizes import GEMMS, sized
-from mkernel.harness.spec import MODES, BenchSpec, Mode
+from mkernel.harness.spec import GEMMS, MODES, BenchSpec, Mode
 from mkernel.launch import check_ranks
 from mkernel.ops.validate import DTYPES
 from mkernel.plan import ops
@@ -38,26 +37,31 @@ from mkernel.settings import check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.topology.model import Model
 
-_WIDTH = 190
+_WIDTH = 230
 _CPU_RANKS = 2
 _MODELLED_RANKS = 4
 
 
 def command(
     op: Annotated[
-        str | None, typer.Argument(help="an op, or several separated by commas [the GEMM ops]")
+        str | None,
+        typer.Argument(help="an op, several separated by commas, or all [the GEMM ops]"),
     ] = None,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="emulated nodes that the ranks are spread over")
+    ] = 1,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="processes, one GPU each [all GPUs; without any, 2]"),
+        typer.Option(
+            min=1, help="processes in all, one GPU each [all GPUs; without any, 2 a node]"
+        ),
     ] = None,
     shapes_: Annotated[
         str | None,
         typer.Option(
             "--shapes",
-            help=f"{', '.join(SHIPPED)}, a JSON file, or M x N x K, ... [targets; without GPUs small]; "
-            "with --model-only "
-            "any op's as `name=value name=value, ...` [as mkernel run]",
+            help=f"{', '.join(SHIPPED)}, a JSON file, M x N x K, ..., or any op's as "
+            "`name=value name=value, ...` [GEMMs: targets, without GPUs small; others: as mkernel run]",
         ),
     ] = None,
     random: Annotated[
@@ -83,6 +87,10 @@ def command(
     accelerator: Annotated[
         str | None,
         typer.Option(help="accelerator backend [the most preferred that runs here]"),
+    ] = None,
+    nic: Annotated[str | None, typer.Option(help="NIC backend between nodes")] = None,
+    verbs: Annotated[
+        str | None, typer.Option(help="soft, system, a library's path, or auto [MKERNEL_VERBS]")
     ] = None,
     dtype: Annotated[
         str | None,
@@ -136,7 +144,7 @@ def command(
     console = Terminal(highlight=False)
     if not console.is_terminal:
         console = Terminal(highlight=False, width=_WIDTH)
-    names = _ops(op, every=model_only)
+    names = _ops(op)
     for option, given in (("--table", table), ("--machine", machine)):
         if given is not None and not model_only:
             raise ArgumentError(option, given, "nothing, or --model-only beside it")
@@ -159,16 +167,18 @@ def command(
             json,
         )
         return
-    if random is not None and shapes_ is not None:
-        raise ArgumentError("--random", random, "nothing beside --shapes")
-    chosen = accelerator or chosen_accelerator(op=names[0])
+    _check_random(random, shapes_, names)
+    chosen = accelerator or chosen_accelerator(nodes, names[0])
     devices = len(real_devices(registry.accelerator(chosen)))
-    ranks = ranks or devices or _CPU_RANKS
-    check_ranks(1, ranks, load_settings().ranks_per_cpu, ("--nodes", "--ranks"))
-    listed = shapes_ or (TARGETS if devices else SMALL)
+    ranks = ranks or devices or _CPU_RANKS * nodes
+    _check_ranks(nodes, ranks)
+    usual = TARGETS if devices else SMALL
+    listed = shapes_ or (usual if set(names) & set(GEMMS) else "as mkernel run")
     _say_where(console, chosen, devices, ranks, f"{random} drawn" if random else listed)
     spec = BenchSpec(
-        shapes=drawn(random, seed, names, ranks) if random else shapes(listed, names, ranks),
+        shapes=drawn(random, seed, names, ranks)
+        if random
+        else shapes(shapes_, names, ranks, usual),
         source="random" if random else listed,
         modes=_modes(mode, launches),
         contenders=contenders.chosen(_peers(peers), not only_peers),
@@ -185,6 +195,9 @@ def command(
             spec,
             ranks=ranks,
             accelerator=chosen,
+            nodes=nodes,
+            nic=nic,
+            verbs=verbs,
             name=",".join(names),
             commit=commit,
             on_row=on_row,
@@ -198,6 +211,19 @@ def command(
         console.print(line, style="dim", soft_wrap=True, markup=False)
     console.print(report.verdict(outcome), soft_wrap=True)
     raise typer.Exit(0 if outcome.passed else 1)
+
+
+def _check_random(random: int | None, shapes_: str | None, names: Sequence[OpName]) -> None:
+    if random is not None and shapes_ is not None:
+        raise ArgumentError("--random", random, "nothing beside --shapes")
+    if random is not None and not set(names) <= set(GEMMS):
+        raise ArgumentError("--random", random, f"nothing beside ops other than {', '.join(GEMMS)}")
+
+
+def _check_ranks(nodes: int, ranks: int) -> None:
+    if ranks % nodes:
+        raise ArgumentError("--ranks", ranks, f"a multiple of {nodes}, the number of nodes")
+    check_ranks(nodes, ranks // nodes, load_settings().ranks_per_cpu, ("--nodes", "--ranks"))
 
 
 def _say_where(console: Console, accelerator: str, devices: int, ranks: int, listed: str) -> None:
@@ -248,7 +274,7 @@ def _model(
             drawn = modelled.render_comparison(report)
         else:
             report = modelled.shapes(
-                sized(sizes, names, ranks),
+                shapes(sizes, names, ranks),
                 ranks,
                 cast(DtypeName, dtype),
                 cast(Literal["row", "column"], layout),
@@ -261,12 +287,10 @@ def _model(
     console.print(drawn, soft_wrap=True)
 
 
-def _ops(text: str | None, every: bool) -> tuple[OpName, ...]:
-    names = tuple(ops.canonical(part) for part in (text or ",".join(GEMMS)).split(","))
-    for name in names:
-        if name not in GEMMS and not every:
-            raise ArgumentError("op", name, f"one of: {', '.join(GEMMS)}")
-    return names
+def _ops(text: str | None) -> tuple[OpName, ...]:
+    if text == "all":
+        return get_args(OpName)
+    return tuple(ops.canonical(part) for part in (text or ",".join(GEMMS)).split(","))
 
 
 def _modes(text: str, launches: bool) -> tuple[Mode, ...]:

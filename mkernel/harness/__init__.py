@@ -1,4 +1,8 @@
-"""Runs an op on ranks of this machine, times it, checks every result and reports.
+"""Runs ops on ranks of this machine, times them, checks every result and reports.
 
-``mkernel run`` measures one op in three views; ``mkernel bench`` measures ops beside their peers.
+``mkernel run`` measures one op in three views, ``mkernel bench`` ops beside their peers. Both share:
+``problem`` (inputs and truth, from the op's case), ``work`` (what a turn does), ``turns`` (who takes
+turns in a rank process), ``protocol`` (how a turn is timed) and ``verdict`` (what counts as right).
+``views`` and ``rank`` are the rank processes of the two commands, ``job_report`` and ``report`` what
+they show; ``figures`` turns times into the numbers of a benchmark, ``results`` is its file.
 """

@@ -1,4 +1,4 @@
-"""What takes turns: mkernel's op, the plain library path, and its two halves alone.
+"""What takes turns: mkernel's op, the plain library path, and the parts of it alone.
 
 A contender is made anew for every problem. Another one is named ``module:Class``, as backends are.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
@@ -18,7 +18,9 @@ from torch import distributed
 import mkernel
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import ArgumentError
-from mkernel.harness.problem import Kind, Problem, Tensors
+from mkernel.harness import library_ops
+from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
+from mkernel.harness.spec import GEMMS
 from mkernel.ops.gemm import GemmOp
 from mkernel.plan.model import PathName
 
@@ -41,27 +43,41 @@ class Contender(ABC):
         """Why it cannot take part, or None."""
         return None
 
-    def inputs(self) -> Tensors:
-        """Memory for its inputs; a contender that wants them somewhere else says where."""
+    def promised(self) -> tuple[str, ...] | None:
+        """Which of the op's outputs it returns and is judged by; None: all."""
+        return None
+
+    def inputs(self) -> Inputs:
+        """Memory for its inputs, where it wants them somewhere; else the first turn's are kept."""
+        return {}
+
+    def outputs(self) -> Tensors:
+        """Memory for the outputs that the caller gives; asked for in every turn, and poisoned before
+        the call."""
         return self.problem.empty(self.kind)
 
-    def output(self) -> torch.Tensor:
-        """Memory for its output; asked for in every turn, and poisoned before the call."""
-        problem = self.problem
-        return torch.empty(
-            problem.out_shape(self.kind), dtype=problem.torch_dtype, device=problem.device
-        )
+    def before(self, inputs: Inputs) -> None:  # noqa: B027 - most have nothing to do
+        """What a turn needs of its inputs and is not timed; may add to them. Collective."""
 
     @abstractmethod
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
-        """Do the work on the current stream; returns the output, ``out`` or its own."""
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        """Do the work on the current stream; returns the results by name, in ``outputs`` or memory of
+        its own."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """After its last turn, with the device idle. Collective."""
 
-    def limit(self) -> float:
-        """Largest relative error that counts as right."""
-        return library_limit(self.problem)
+    def limits(self) -> dict[str, float]:
+        """Largest relative error that counts as right, by output; an output that is missing here must
+        be equal."""
+        if self.problem.op in GEMMS:
+            return {"out": library_limit(self.problem)}
+        return _widened(self.problem.oracle(self.kind).tolerances(), 2.0)
+
+
+def _widened(limits: Mapping[str, float], variances: float) -> dict[str, float]:
+    """Limits where there may be the variance of so many roundings instead of one's."""
+    return {name: limit * math.sqrt(variances) for name, limit in limits.items()}
 
 
 def library_limit(problem: Problem) -> float:
@@ -74,20 +90,45 @@ def library_limit(problem: Problem) -> float:
     """
     world = problem.world
     rounded = 2.0 if problem.gathers else 1 + (world * (world + 1) / 2 - 1) / world
-    return TOLERANCE[problem.dtype] * math.sqrt(max(2.0, rounded))
+    return TOLERANCE[problem.case.out_dtype] * math.sqrt(max(2.0, rounded))
 
 
 class Mkernel(Contender):
-    """The public API on the world's accelerator."""
+    """The public API on the world's accelerator.
+
+    For a dispatch it calls what a layer does: dispatch and combine. A combine alone has its handle from
+    a dispatch before the turn.
+    """
 
     name = "mkernel"
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = getattr(mkernel, self.problem.op)(inputs["a"], inputs["b"], out=out)
-        return result
+    def before(self, inputs: Inputs) -> None:
+        if self.problem.op == "moe_combine":
+            inputs["handle"] = mkernel.moe_dispatch_gemm(
+                inputs["x"], inputs["topk_ids"], inputs["w"]
+            ).handle
 
-    def limit(self) -> float:
-        return TOLERANCE[self.problem.dtype]
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        op = self.problem.op
+        if op in GEMMS:
+            return {"out": getattr(mkernel, op)(inputs["a"], inputs["b"], out=outputs["out"])}
+        if op == "ring_attention":
+            causal = bool(self.problem.case.sizes.get("causal"))
+            out, lse = mkernel.ring_attention(
+                inputs["q"], inputs["k"], inputs["v"], causal=causal, return_lse=True
+            )
+            return {"out": out, "lse": lse}
+        weights = inputs["topk_weights"]
+        if op == "moe_combine":
+            return {"out": mkernel.moe_combine(inputs["y"], inputs["handle"], weights)}
+        rows, counts, handle = mkernel.moe_dispatch_gemm(
+            inputs["x"], inputs["topk_ids"], inputs["w"]
+        )
+        out = mkernel.moe_combine(rows, handle, weights)
+        return {"outputs": rows, "counts": counts, "out": out}
+
+    def limits(self) -> dict[str, float]:
+        return self.problem.case.tolerances()
 
     def close(self) -> None:
         mkernel.synchronize()  # raises what the device found of the last calls
@@ -100,14 +141,14 @@ class MkernelSymmetric(Mkernel):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._out = mkernel.empty(problem.out_shape(self.kind), problem.torch_dtype)
+        self._out = mkernel.empty(*problem.memory(self.kind)["out"])
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         return None if problem.op == "gemm_all_reduce" else "peers write to no output of this op"
 
-    def output(self) -> torch.Tensor:
-        return self._out
+    def outputs(self) -> Tensors:
+        return {"out": self._out}
 
 
 class MkernelFused(Mkernel):
@@ -122,12 +163,10 @@ class MkernelFused(Mkernel):
             return None
         return "the accelerator has one path for this op: mkernel"
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op: GemmOp = import_module(f"mkernel.ops.{self.problem.op}").OP
-        result: torch.Tensor = op.call(inputs["a"], inputs["b"], out=out, path=self.path).outputs[
-            "out"
-        ]
-        return result
+        done = op.call(inputs["a"], inputs["b"], out=outputs["out"], path=self.path)
+        return {"out": done.outputs["out"]}
 
 
 class MkernelLibrary(MkernelFused):
@@ -137,17 +176,26 @@ class MkernelLibrary(MkernelFused):
     path = "library"
 
 
+def no_parts(problem: Problem) -> str | None:
+    """Why an op's parts are not timed alone, or None."""
+    return None if problem.op in GEMMS else "parts are timed alone for the GEMM ops only"
+
+
 class Gemm(Contender):
     """torch.matmul alone: cuBLAS on CUDA devices. Its time is T_c."""
 
     name = "gemm"
     kind = "compute"
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(inputs["a"], inputs["b"], out=out)
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return no_parts(problem)
 
-    def limit(self) -> float:
-        return TOLERANCE[self.problem.dtype] * math.sqrt(2.0)
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        return {"out": torch.matmul(inputs["a"], inputs["b"], out=outputs["out"])}
+
+    def limits(self) -> dict[str, float]:
+        return _widened(self.problem.case.tolerances(), 2.0)
 
 
 class Collective(Contender):
@@ -156,39 +204,57 @@ class Collective(Contender):
     name = "comm"
     kind = "communication"
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
-        return collective(self.problem.op, inputs["x"], out)
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return no_parts(problem)
 
-    def limit(self) -> float:
-        return 0.0 if self.problem.gathers else library_limit(self.problem)
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        return {"out": collective(self.problem.op, inputs["x"], outputs["out"])}
+
+    def limits(self) -> dict[str, float]:
+        return {"out": 0.0} if self.problem.gathers else super().limits()
 
 
 class Sequential(Contender):
-    """The product and the collective, one after the other."""
+    """torch's products and torch.distributed's collectives, one after the other."""
 
     name = "sequential"
     device: ClassVar[str] = "cpu"
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        shape = (problem.m, problem.k) if problem.gathers else (problem.m, problem.n)
-        self._between = torch.empty(shape, dtype=problem.torch_dtype, device=problem.device)
+        self._between = torch.empty(0)
+        if problem.op in GEMMS:
+            sizes = problem.case.sizes
+            shape = sizes["m"], sizes["k" if problem.gathers else "n"]
+            dtype = getattr(torch, problem.case.dtype)
+            self._between = torch.empty(shape, dtype=dtype, device=problem.device)
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         return None if problem.device.type == cls.device else f"only on {cls.device} devices"
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+    def promised(self) -> tuple[str, ...] | None:
+        return ("out",) if self.problem.op == "ring_attention" else None
+
+    def before(self, inputs: Inputs) -> None:
+        if self.problem.op == "moe_combine":
+            inputs["routing"] = library_ops.Routing(self.problem, inputs["topk_ids"])
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op = self.problem.op
+        if op not in GEMMS:
+            return library_ops.CALLS[op](self.problem, inputs)
+        out = outputs["out"]
         if op == "all_gather_gemm":
             collective(op, inputs["a"], self._between)
-            return torch.matmul(self._between, inputs["b"], out=out)
+            return {"out": torch.matmul(self._between, inputs["b"], out=out)}
         if op == "gemm_all_reduce":
             torch.matmul(inputs["a"], inputs["b"], out=out)
             distributed.all_reduce(out)
-            return out
+            return {"out": out}
         torch.matmul(inputs["a"], inputs["b"], out=self._between)
-        return collective(op, self._between, out)
+        return {"out": collective(op, self._between, out)}
 
 
 class NcclCublas(Sequential):

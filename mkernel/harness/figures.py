@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -10,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from mkernel.cases.comparison import badness
 from mkernel.harness.clock import skew_us
 from mkernel.harness.contenders import OURS, SEQUENTIAL
 from mkernel.harness.problem import Kind
-from mkernel.harness.rank import Turns
 from mkernel.harness.results import Entry, Figures, Row, Timing
 from mkernel.harness.spec import Mode, Shape
+from mkernel.harness.turns import Turns
+from mkernel.harness.verdict import verify
 
 
 def row(
@@ -45,7 +44,7 @@ def row(
     for name, each in times.items():
         whole = entries[name].kind == "op"
         computes = entries[name].kind in ("op", "compute")
-        flops = 2.0 * shape.m * shape.n * shape.k if computes else None
+        flops = shape.flops(world) if computes else None
         entries[name] = entries[name].model_copy(
             update={
                 "figures": figures(
@@ -125,9 +124,7 @@ def _entry(kind: Kind, ranks: Sequence[Turns], most_skew_us: float | None) -> En
     failed = next((turns.failed for turns in ranks if turns.failed is not None), None)
     if failed is not None:
         return Entry(kind=kind, state="failed", why=failed)
-    worst = max((error for turns in ranks for error in turns.errors), key=badness)
-    limit = ranks[0].limit
-    right = worst <= limit
+    found = verify(ranks[0].limits, [turns.checks for turns in ranks])
     seconds = list(zip(*(turns.seconds for turns in ranks), strict=True))
     skews = [skew_us(each) for each in zip(*(turns.starts_ns for turns in ranks), strict=True)]
     kept = [
@@ -135,14 +132,14 @@ def _entry(kind: Kind, ranks: Sequence[Turns], most_skew_us: float | None) -> En
         for turn, skew in zip_longest(seconds, skews)
         if skew is None or most_skew_us is None or skew <= most_skew_us
     ]
-    why = "" if right else wrong(worst)
-    if right and not kept:
+    why = "" if found.passed else wrong(found.error)
+    if found.passed and not kept:
         why = f"its ranks never started within {most_skew_us:g} us of each other"
     return Entry(
         kind=kind,
-        state="wrong" if not right else "right" if kept else "failed",
-        error=worst if math.isfinite(worst) else None,
-        limit=limit,
+        state="wrong" if not found.passed else "right" if kept else "failed",
+        error=found.error,
+        limit=found.tolerance,
         seconds=tuple(tuple(round(each, 8) for each in turn) for turn in kept),
         skew_us=tuple(skews),
         dropped=len(seconds) - len(kept),
@@ -150,9 +147,9 @@ def _entry(kind: Kind, ranks: Sequence[Turns], most_skew_us: float | None) -> En
     )
 
 
-def wrong(error: float) -> str:
+def wrong(error: float | None) -> str:
     """What a wrong contender's cell says."""
-    return f"wrong: {error:.0e}" if math.isfinite(error) else "wrong: not finite"
+    return "wrong: not finite" if error is None else f"wrong: {error:.0e}"
 
 
 def _slowest_us(entry: Entry) -> list[float]:

@@ -7,7 +7,6 @@ efficiency = (T_comm + T_compute - T_pipelined) / min(T_comm, T_compute).
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -16,9 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mkernel.backends.contracts.instrumented import ModelledRun, View
-from mkernel.cases import Case, Comparison
-from mkernel.cases.comparison import badness
 from mkernel.harness.job_spec import JobSpec
+from mkernel.harness.verdict import Verification, verify
 from mkernel.harness.views import VIEWS, RankResult
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.model import Model, Topology
@@ -38,32 +36,6 @@ class Clock(Model):
     speedup: float
     overlap_efficiency: float
     noise_ms: float = 0.0
-
-
-class OutputError(Model):
-    """The worst rank's relative Frobenius error of one output against float64. Tolerance 0: it must be
-    equal. None: there is no such error, and ``why`` says why not: a shape, elements that were never
-    written, NaN and infinity in other places than in the reference, or nothing that could be compared.
-    ``elements``: how many were compared, over all ranks and checked calls."""
-
-    error: float | None
-    tolerance: float
-    rank: int
-    elements: int
-    why: str = ""
-
-
-class Verification(Model):
-    """The verdict. ``error``, ``tolerance``, ``output`` and ``rank`` are of what comes closest to its
-    tolerance or is furthest beyond it; ``error_by_rank`` is of that output."""
-
-    passed: bool
-    error: float | None
-    tolerance: float
-    error_by_rank: tuple[float | None, ...]
-    output: str
-    rank: int
-    by_output: dict[str, OutputError]
 
 
 class JobReport(Model):
@@ -144,48 +116,6 @@ def spread(samples: Sequence[Sequence[float]]) -> float:
     return float(max(each) - min(each))
 
 
-def verify(case: Case, checks: Sequence[Mapping[str, Comparison]]) -> Verification:
-    """The verdict on all ranks' comparisons by output. An output of which no rank compared a single
-    element is wrong: nothing is known of it."""
-    tolerances = case.tolerances()
-    by_output: dict[str, OutputError] = {}
-    of_ranks: dict[str, list[Comparison]] = {}
-    badness_of: dict[str, tuple[bool, float]] = {}
-    for name in checks[0]:
-        found = [each[name] for each in checks]
-        elements = sum(each.elements for each in found)
-        if not elements:
-            found = [each if each.why else _NOTHING for each in found]
-        rank = max(range(len(found)), key=lambda r: badness(found[r].error))
-        worst, tolerance = found[rank], tolerances.get(name, 0.0)
-        of_ranks[name] = found
-        badness_of[name] = badness(worst.error / tolerance if tolerance else worst.error)
-        by_output[name] = OutputError(
-            error=_finite(worst.error),
-            tolerance=tolerance,
-            rank=rank,
-            elements=elements,
-            why=worst.why,
-        )
-    name = max(by_output, key=lambda name: badness_of[name])
-    return Verification(
-        passed=all(each.error <= tolerances.get(n, 0.0) for n in of_ranks for each in of_ranks[n]),
-        error=by_output[name].error,
-        tolerance=by_output[name].tolerance,
-        error_by_rank=tuple(_finite(each.error) for each in of_ranks[name]),
-        output=name,
-        rank=by_output[name].rank,
-        by_output=by_output,
-    )
-
-
-_NOTHING = Comparison(math.inf, 0, "has no elements on any rank: nothing could be compared")
-
-
-def _finite(error: float) -> float | None:
-    return error if math.isfinite(error) else None
-
-
 def build(
     spec: JobSpec,
     plan: LaunchPlan,
@@ -197,7 +127,7 @@ def build(
     times = {view: 1e3 * slowest([r.seconds[view] for r in results]) for view in VIEWS}
     comm = 1e3 * slowest([r.comm_seconds[-spec.iterations :] for r in results])
     noise = 1e3 * max(spread([r.seconds[view] for r in results]) for view in VIEWS)
-    verification = verify(spec.case, [r.checks for r in results])
+    verification = verify(spec.case.tolerances(), [r.checks for r in results])
     return JobReport(
         op=spec.case.op,
         passed=verification.passed,

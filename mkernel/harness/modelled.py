@@ -19,14 +19,21 @@ from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import Machine
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.harness.job_report import Clock, modelled_clock
-from mkernel.harness.sizes import GEMMS, Sized
+from mkernel.harness.spec import GEMMS, Shape, size_text
 from mkernel.harness.views import VIEWS
-from mkernel.plan.model import DtypeName
+from mkernel.plan.model import DtypeName, OpName
 from mkernel.topology.model import Model
 
 ACCELERATOR = "ascend"
 TABLES = ("a3",)
 OnRow = Callable[[str], None]
+
+
+class Sized(Model):
+    """An op at one size: all that its plan takes, by name."""
+
+    op: OpName
+    sizes: dict[str, int]
 
 
 class ModelledRow(Model):
@@ -79,7 +86,7 @@ class ComparisonReport(Model):
 
 
 def shapes(
-    wanted: Sequence[Sized],
+    wanted: Sequence[Shape],
     ranks: int,
     dtype: DtypeName,
     layout: Literal["row", "column"],
@@ -91,8 +98,9 @@ def shapes(
     for each in wanted:
         traces = _ours(each, ranks, dtype, layout)
         runs = {view: model(traces, machine, view, tracks=False) for view in VIEWS}
-        rows.append(ModelledRow(shape=each, ranks=ranks, modelled=modelled_clock([runs])))
-        on_row(each.text)
+        sized = Sized(op=each.op, sizes=each.named_sizes)
+        rows.append(ModelledRow(shape=sized, ranks=ranks, modelled=modelled_clock([runs])))
+        on_row(each.size)
     return ModelledReport(machine=machine, rows=tuple(rows))
 
 
@@ -103,8 +111,7 @@ def compare(machine: Machine, on_row: OnRow = lambda row: None) -> ComparisonRep
     for each in table.rows:
         theirs = [reference.trace(each.shape, rank) for rank in range(each.ranks)]
         reference_ms = model(theirs, machine, tracks=False).total_us / 1e3
-        sizes = {"m": each.m, "n": each.n, "k": each.k}
-        ours = _ours(Sized(op="all_gather_gemm", sizes=sizes), each.ranks)
+        ours = _ours(Shape(op="all_gather_gemm", m=each.m, n=each.n, k=each.k), each.ranks)
         ours_ms = model(ours, machine, tracks=False).total_us / 1e3
         rows.append(
             PublishedComparison(
@@ -139,14 +146,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _ours(
-    shape: Sized,
+    shape: Shape,
     ranks: int,
     dtype: DtypeName = "float16",
     layout: Literal["row", "column"] = "row",
 ) -> list[bytes]:
     """Traces of our kernels in one node, as they are planned. GEMMs give float32, the others the
     dtype of their inputs."""
-    sizes: dict[str, Any] = shape.sizes
+    sizes: dict[str, Any] = shape.named_sizes
     plan = api.plan(
         shape.op,
         dtype=dtype,
@@ -174,7 +181,7 @@ def render(report: ModelledReport) -> RenderableType:
         drawn.add_row(
             row.shape.op,
             str(row.ranks),
-            row.shape.text,
+            size_text(row.shape.op, row.shape.sizes),
             f"{clock.compute_only_ms:.3f}",
             f"{clock.comm_only_ms:.3f}",
             f"{clock.sequential_ms:.3f}",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mkernel.errors import InputFileError
 from mkernel.harness import conditions, gpu_tests
-from mkernel.harness.report import SHORT, contenders, short, shows_modes
+from mkernel.harness.report import SHORT, contenders, nodes, short, shows_modes, size_column
 from mkernel.harness.results import Report, Row, read
 
 HEAD = """# Measured numbers
@@ -119,6 +119,7 @@ def _section(path: Path, report: Report, newest: str) -> list[str]:
     hardware, software = source["hardware"], source["software"]
     gpus = hardware.get("gpus") or ()
     on = f"{report.ranks} of {len(gpus)}x {gpus[0]}" if gpus else f"{report.ranks} processes"
+    on += nodes(report)
     versions = [f"{name} {version}" for name, version in software.items()]
     versions += [
         f"{name} {hardware[name]}" for name in ("driver", "cuda", "nccl") if hardware.get(name)
@@ -129,7 +130,7 @@ def _section(path: Path, report: Report, newest: str) -> list[str]:
         ["TF/s", "rho", "eta", "/ sequential", "/ gemm", "target", "/ best peer"] if mine else []
     )
     several = shows_modes(report)
-    head = ["op", "M x N x K a rank", "name", *(["mode"] if several else []), *names, *extra]
+    head = ["op", size_column(report), "name", *(["mode"] if several else []), *names, *extra]
     seed = f" with seed {report.spec.seed}" if report.spec.source == "random" else ""
     drawn = f", shapes `{report.spec.source}`{seed}" if report.spec.source else ""
     fixed = all(row.shape.layout is None for row in report.rows)

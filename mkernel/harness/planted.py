@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mkernel.harness.contenders import Contender, GlooMatmul, NcclCublas
-from mkernel.harness.problem import Problem, Tensors
+from mkernel.harness.problem import Inputs, Problem, Tensors
 
 LATE_S = 0.05
 
@@ -32,8 +32,9 @@ class FinishesLate(_Broken):
     name = "finishes_late"
     _late: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
-        result = self._honest.call(inputs, torch.empty_like(out))
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        out = outputs["out"]
+        result = self._honest.call(inputs, {"out": torch.empty_like(out)})["out"]
         if out.is_cuda:
             cuda: Any = torch.cuda
             side = cuda.Stream(out.device)
@@ -46,7 +47,7 @@ class FinishesLate(_Broken):
             if self._late is not None:
                 self._late[0].copy_(self._late[1])
             self._late = out, result
-        return out
+        return outputs
 
 
 class ReturnsPrevious(_Broken):
@@ -58,11 +59,11 @@ class ReturnsPrevious(_Broken):
         super().__init__(problem)
         self._results: list[torch.Tensor] = []  # all of them: a captured graph reads what was there
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
-        self._results.append(self._honest.call(inputs, out).clone())
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        self._results.append(self._honest.call(inputs, outputs)["out"].clone())
         if len(self._results) > 1:
-            out.copy_(self._results[-2])
-        return out
+            outputs["out"].copy_(self._results[-2])
+        return outputs
 
 
 class SkipsHalf(_Broken):
@@ -70,10 +71,11 @@ class SkipsHalf(_Broken):
 
     name = "skips_half"
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        out = outputs["out"]
         rows = len(out) // 2
-        out[:rows] = self._honest.call(inputs, torch.empty_like(out))[:rows]
-        return out
+        out[:rows] = self._honest.call(inputs, {"out": torch.empty_like(out)})["out"][:rows]
+        return outputs
 
 
 class LeavesElement(_Broken):
@@ -82,12 +84,12 @@ class LeavesElement(_Broken):
 
     name = "leaves_element"
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
-        before = out.clone()
-        result = self._honest.call(inputs, out)
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        before = outputs["out"].clone()
+        result = self._honest.call(inputs, outputs)["out"]
         at = int((result - before).abs().nan_to_num(nan=float("inf")).argmin())
         result.view(-1)[at] = before.view(-1)[at]
-        return result
+        return {"out": result}
 
 
 class Raises(_Broken):
@@ -96,11 +98,11 @@ class Raises(_Broken):
     name = "raises"
     _calls = 0
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         self._calls += 1
         if self._calls == 2:
             raise RuntimeError("planted")
-        return self._honest.call(inputs, out)
+        return self._honest.call(inputs, outputs)
 
 
 class Hangs(_Broken):
@@ -109,8 +111,8 @@ class Hangs(_Broken):
     name = "hangs"
     _calls = 0
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         self._calls += 1
         while self._calls == 4 and self.problem.rank == 0:
             time.sleep(1)
-        return self._honest.call(inputs, out)
+        return self._honest.call(inputs, outputs)

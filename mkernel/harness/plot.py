@@ -81,7 +81,7 @@ def _roofline(
 ) -> None:
     for name in names:
         points = sorted(
-            (2.0 * row.shape.m * row.shape.n * row.shape.k, found.rho)
+            (row.shape.flops(report.ranks) or 0.0, found.rho)
             for row in report.rows
             if row.shape.op == op
             and (found := row.entries[name].figures) is not None

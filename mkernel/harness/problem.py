@@ -1,181 +1,111 @@
-"""What one turn of the benchmark works on: random inputs that any rank can make again, and the truth.
+"""What one turn works on: an op at one size on one rank, and the parts of it that are timed alone.
 
 Inputs depend on (seed, turn, tensor, rank) alone and are drawn on the device, so that a check makes
 the other ranks' inputs anew instead of asking for them. Every turn of every contender has its own: a
 result that somebody left behind in memory is never the right one.
-
-Kinds of work, each with its own truth:
-  op             the fused op, as its users call it
-  compute        the same product on this rank alone, all inputs there
-  communication  the same collective on this rank's data, nothing computed but the sum
-  bytes          what the collective's bytes are at the least, moved and not added up
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from mkernel.plan.model import DtypeName
+from mkernel.cases import Case, Comparison
+from mkernel.cases.base import Memory, Oracle
+from mkernel.cases.gemm import GemmCase
+from mkernel.cases.parts import Collective, Part, Product, Transfer
 
 Kind = Literal["op", "compute", "communication", "bytes"]
+"""Kinds of work: the op as its users call it, or a part of it (:mod:`mkernel.cases.parts`)."""
 Tensors = dict[str, torch.Tensor]
+Inputs = dict[str, Any]
+"""Tensors by name, and what a contender made of them before the turn."""
 
 ROWS = 128
 """Rows of a large result that are compared, one from each of as many equal strips, all columns."""
 
-_WHICH = {"a": 0, "b": 1, "x": 2}
+_PARTS: dict[Kind, type[Part]] = {
+    "compute": Product,
+    "communication": Collective,
+    "bytes": Transfer,
+}
 
 
 @dataclass(frozen=True)
 class Problem:
     """One op at one size, as rank ``rank`` of ``world`` sees it.
 
-    Attributes:
-        m, n, k: as the op's plans count them (:class:`mkernel.plan.model.GemmShape`).
-        layout: of B in memory, ``row`` or ``column``.
-        seed: of all random data.
+    ``device``: where the op finds its tensors. The case's own is where they are drawn and checked.
     """
 
-    op: str
-    m: int
-    n: int
-    k: int
-    dtype: DtypeName
-    layout: str
-    seed: int
+    case: Case
     rank: int
     world: int
     device: torch.device
 
     @property
+    def op(self) -> str:
+        """The op's name."""
+        return self.case.op
+
+    @property
     def gathers(self) -> bool:
         """Whether rows of A come from all ranks."""
-        return self.op == "all_gather_gemm"
+        return isinstance(self.case, GemmCase) and self.case.gemm.gathers
 
-    @property
-    def own_rows(self) -> int:
-        """Rows of a rank's share of M."""
-        return self.m // self.world
+    def oracle(self, kind: Kind) -> Oracle:
+        """What makes the inputs of a kind of work and knows its truth."""
+        if kind == "op":
+            return self.case
+        assert isinstance(self.case, GemmCase), f"{self.op} has no parts that are timed alone"
+        return _PARTS[kind](self.case)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """``dtype`` as torch's."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
-
-    def flops(self) -> float:
-        """Of one rank."""
-        return 2.0 * self.m * self.n * self.k
-
-    def input_shapes(self, kind: Kind) -> dict[str, tuple[int, int]]:
-        """Of a rank's inputs, by name."""
-        if kind in ("communication", "bytes"):
-            return {"x": (self.own_rows, self.k) if self.gathers else (self.m, self.n)}
-        rows = self.own_rows if self.gathers and kind == "op" else self.m
-        return {"a": (rows, self.k), "b": (self.k, self.n)}
-
-    def out_shape(self, kind: Kind) -> tuple[int, int]:
-        """Of a rank's output."""
-        if kind in ("communication", "bytes") and self.gathers:
-            return (self.m, self.k)
-        if kind == "bytes":
-            halves = 2 if self.op == "gemm_all_reduce" else 1
-            return (halves * self.world * self.own_rows, self.n)
-        scattered = self.op == "gemm_reduce_scatter" and kind != "compute"
-        return (self.own_rows if scattered else self.m, self.n)
-
-    def pieces(self, peer: int) -> list[tuple[slice, slice]]:
-        """Kind ``bytes``: which rows of the output are which rows of a peer's ``x``.
-
-        A scatter takes this rank's rows from every peer; a reduction to all also takes from every
-        peer the rows which that peer would have summed.
-        """
-        rows = self.own_rows
-        slot = slice(peer * rows, (peer + 1) * rows)
-        if self.gathers:
-            return [(slot, slice(0, rows))]
-        pieces = [(slot, slice(self.rank * rows, (self.rank + 1) * rows))]
-        if self.op == "gemm_all_reduce":
-            second = self.world * rows
-            pieces.append((slice(second + slot.start, second + slot.stop), slot))
-        return pieces
+    def memory(self, kind: Kind) -> dict[str, Memory]:
+        """Of a rank's outputs."""
+        return self.oracle(kind).results(self.world)
 
     def empty(self, kind: Kind) -> Tensors:
-        """Uninitialised inputs for :meth:`fill`."""
-        return {name: self._empty(name, shape) for name, shape in self.input_shapes(kind).items()}
+        """Uninitialised memory for the outputs that the caller gives."""
+        if not self.oracle(kind).given_outputs:
+            return {}
+        return {
+            name: torch.empty(shape, dtype=dtype, device=self.device)
+            for name, (shape, dtype) in self.memory(kind).items()
+        }
 
-    def fill(self, tensors: Mapping[str, torch.Tensor], rank: int, turn: int) -> None:
-        """Draw the inputs of ``rank`` in a turn, in place."""
-        for name, tensor in tensors.items():
-            state = np.random.SeedSequence((self.seed, turn, _WHICH[name], rank))
-            generator = torch.Generator(self.device)
-            generator.manual_seed(int(state.generate_state(1, np.uint64)[0] >> 1))
-            stored = tensor.t() if name == "b" and self.layout == "column" else tensor
-            stored.normal_(generator=generator)
-
-    def sampled_rows(self, kind: Kind, turn: int) -> torch.Tensor:
-        """Indices of the output's rows that a check of this turn compares: all of a small one."""
-        rows = self.out_shape(kind)[0]
-        if rows <= ROWS:
-            return torch.arange(rows, device=self.device)
-        edges = np.linspace(0, rows, ROWS + 1).astype(np.int64)
-        drawn = np.random.default_rng((self.seed, turn)).integers(edges[:-1], edges[1:])
-        return torch.from_numpy(drawn).to(self.device)
-
-    def reference(self, kind: Kind, turn: int, rows: torch.Tensor) -> torch.Tensor:
-        """Those rows of this rank's right output, in float64."""
-        if kind == "compute":
-            mine = self._inputs(kind, self.rank, turn, ("a", "b"))
-            return mine["a"][rows].double() @ mine["b"].double()
-        if kind == "bytes":
-            return self._moved(turn, rows)
-        if self.gathers:
-            return self._gathered(kind, turn, rows)
-        first = self.rank * self.own_rows if self.op == "gemm_reduce_scatter" else 0
-        total = torch.zeros(len(rows), self.n, dtype=torch.float64, device=self.device)
-        for source in range(self.world):
-            theirs = self._inputs(kind, source, turn, self.input_shapes(kind))
-            if kind == "communication":
-                total += theirs["x"][first + rows].double()
+    def fill(self, kind: Kind, held: Inputs, turn: int) -> None:
+        """Draw this rank's inputs of a turn, into the memory that holds earlier ones where it fits."""
+        for name, drawn in self.oracle(kind).inputs(self.rank, self.world, turn).items():
+            if name in held and held[name].shape == drawn.shape:
+                held[name].copy_(drawn)
             else:
-                total += theirs["a"][first + rows].double() @ theirs["b"].double()
-        return total
+                held[name] = drawn.to(self.device)
 
-    def _gathered(self, kind: Kind, turn: int, rows: torch.Tensor) -> torch.Tensor:
-        name = "x" if kind == "communication" else "a"
-        whole = torch.empty(len(rows), self.k, dtype=torch.float64, device=self.device)
-        for source in range(self.world):
-            here = rows // self.own_rows == source
-            theirs = self._inputs(kind, source, turn, (name,))[name]
-            whole[here] = theirs[rows[here] - source * self.own_rows].double()
-        if kind == "communication":
-            return whole
-        return whole @ self._inputs(kind, self.rank, turn, ("b",))["b"].double()
+    def compared(
+        self,
+        kind: Kind,
+        outputs: Mapping[str, torch.Tensor],
+        turn: int,
+        promised: Collection[str] | None = None,
+        *,
+        sampled: bool = True,
+    ) -> dict[str, Comparison]:
+        """Outputs of a turn compared with the truth: those promised, or all.
 
-    def _moved(self, turn: int, rows: torch.Tensor) -> torch.Tensor:
-        found = torch.empty(len(rows), self.out_shape("bytes")[1], device=self.device).double()
-        for source in range(self.world):
-            theirs = self._inputs("bytes", source, turn, ("x",))["x"]
-            for target, origin in self.pieces(source):
-                here = (rows >= target.start) & (rows < target.stop)
-                found[here] = theirs[rows[here] - target.start + origin.start].double()
-        return found
+        ``sampled``: of large outputs only some rows are compared, other ones in every turn.
+        """
+        rows = {"rows": partial(self.sampled_rows, turn)} if sampled else {}
+        return self.oracle(kind).compared(outputs, self.rank, self.world, turn, promised, **rows)
 
-    def _inputs(
-        self, kind: Kind, rank: int, turn: int, names: Sequence[str] | Mapping[str, object]
-    ) -> Tensors:
-        shapes = self.input_shapes(kind)
-        made = {name: self._empty(name, shapes[name]) for name in names}
-        self.fill(made, rank, turn)
-        return made
-
-    def _empty(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
-        column = name == "b" and self.layout == "column"
-        stored = shape[::-1] if column else shape
-        made = torch.empty(stored, dtype=self.torch_dtype, device=self.device)
-        return made.t() if column else made
+    def sampled_rows(self, turn: int, count: int) -> torch.Tensor | slice:
+        """Which of so many rows a check of this turn compares: all where there are few."""
+        if count <= ROWS:
+            return slice(count)
+        edges = np.linspace(0, count, ROWS + 1).astype(np.int64)
+        drawn = np.random.default_rng((self.case.seed, turn)).integers(edges[:-1], edges[1:])
+        return torch.from_numpy(drawn).to(self.case.device)

@@ -33,9 +33,10 @@ import torch
 from torch import distributed
 
 from mkernel.harness.clock import Meeting, wait_until
+from mkernel.harness.problem import Tensors
 from mkernel.harness.queue import CudaQueue, Queue
 
-Call = Callable[[], Sequence[torch.Tensor]]
+Call = Callable[[], Sequence[Tensors]]
 Clock = Literal["hidden", "counted", "host"]
 """``hidden``: the device's time, the launch not in it. ``counted``: the device's, its host in it.
 ``host``: the host's, from the start until the device is at the end."""
@@ -62,9 +63,15 @@ class Timed:
             CLOCK_MONOTONIC; None: not known.
     """
 
-    results: tuple[torch.Tensor, ...]
+    results: tuple[Tensors, ...]
     seconds: float
     started_ns: int | None
+
+
+def _copies(
+    copy: Callable[[torch.Tensor], torch.Tensor], results: Sequence[Tensors]
+) -> tuple[Tensors, ...]:
+    return tuple({name: copy(each) for name, each in result.items()} for result in results)
 
 
 class Stopwatch(ABC):
@@ -79,21 +86,28 @@ class Stopwatch(ABC):
         """What a reader of the figures should know, as fields of ``results.Timing``."""
 
 
-class CpuStopwatch(Stopwatch):
+class HostStopwatch(Stopwatch):
     """Host time of a call that returns when it is done."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, start: Callable[[], int | None], barrier: Callable[[], None]) -> None:
+        """``start``: returns when this rank may start; when that was, by CLOCK_MONOTONIC, or None.
+        ``barrier``: returns when all ranks have their results."""
+        self._start, self._barrier = start, barrier
+
+    @classmethod
+    def at_instants(cls, meeting: Meeting) -> HostStopwatch:
+        """Ranks start at instants that they agree on."""
+        return cls(lambda: wait_until(meeting.agree(HOST_LEAD_S)), distributed.barrier)
 
     def time(self, who: str, call: Call, late: bool = False) -> Timed:
-        started = wait_until(self._meeting.agree(HOST_LEAD_S))
+        started = self._start()
         if late:
             time.sleep(LATE_S)
         start = time.perf_counter()
         results = call()
         seconds = time.perf_counter() - start
-        copies = tuple(result.clone() for result in results)
-        distributed.barrier()
+        copies = _copies(torch.clone, results)
+        self._barrier()
         return Timed(copies, seconds, started)
 
     def settings(self) -> dict[str, Any]:
@@ -143,7 +157,7 @@ class HiddenLaunch(Stopwatch):
         results = call()
         queue.end()
         self._leads.queued(who, time.perf_counter() - began)
-        copies = tuple(queue.copy(result) for result in results)
+        copies = _copies(queue.copy, results)
         queue.barrier()
         queue.synchronize()
         started = queue.held_until() if self._together else None
@@ -183,7 +197,7 @@ class CountedLaunch(Stopwatch):
         if self._until_done:
             queue.wait_for_end()  # not for what the call left on other streams: the copies miss it
         seconds = (time.monotonic_ns() - started) / 1e9
-        copies = tuple(queue.copy(result) for result in results)
+        copies = _copies(queue.copy, results)
         queue.barrier()
         queue.synchronize()
         return Timed(copies, seconds if self._until_done else queue.seconds(), started)
@@ -206,7 +220,7 @@ def stopwatch(
     ``timeout_s``: within which the device must come to what it was given before a turn.
     """
     if device.type != "cuda":
-        return CpuStopwatch(meeting)
+        return HostStopwatch.at_instants(meeting)
     queue = CudaQueue(device, timeout_s)
     if clock == "hidden":
         return HiddenLaunch(queue, meeting)

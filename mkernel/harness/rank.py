@@ -1,14 +1,15 @@
-"""The turns of one rank: contenders alternate, iteration by iteration, each on data of its own.
+"""One rank of a benchmark: every mode and shape, contenders taking turns at each.
 
-A turn draws inputs and poisons outputs (:mod:`mkernel.harness.work`), is timed by the protocol, and
-then checked: every timed turn, on rows from all over the output. At the end each rank in its turn comes
-late once; these turns are checked and not timed. A contender that was wrong once is wrong.
+The order of the contenders alternates between iterations. At the end each rank in its turn comes late
+once; these turns are checked and not timed.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,48 +17,31 @@ import torch
 from torch import distributed
 from torch.distributed import PrefixStore, TCPStore
 
-from mkernel.cases import compare
+from mkernel.cases import case_of
 from mkernel.errors import ArgumentError, MkernelError, Unsupported
 from mkernel.harness import provenance
 from mkernel.harness.clock import Meeting
 from mkernel.harness.contenders import OURS, named
 from mkernel.harness.guard import Guard, Progress
-from mkernel.harness.problem import Kind, Problem
+from mkernel.harness.problem import Problem
 from mkernel.harness.protocol import Stopwatch, stopwatch
 from mkernel.harness.spec import BenchSpec, Mode, Shape
-from mkernel.harness.work import PARTS, Unseen, Wanted, Work, clock, work
+from mkernel.harness.turns import Rotation, Turns
+from mkernel.harness.work import PARTS, Unseen, clock, work
 from mkernel.launch import report
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
 
 @dataclass
-class Turns:
-    """What one rank found of one contender in one row.
-
-    Attributes:
-        seconds: a call, of each timed turn. starts_ns: when these turns really began on this rank, by
-            CLOCK_MONOTONIC; empty where that is not known. errors: of each timed or skewed turn's
-            output; infinite: not finite.
-        limit: the largest error that counts as right.
-        absent: why it took no part. failed: what a peer raised; it left the row then.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    errors: list[float] = field(default_factory=list)
-    limit: float = 0.0
-    absent: str | None = None
-    failed: str | None = None
-    starts_ns: list[int] = field(default_factory=list)
-
-
-@dataclass
 class RankResult:
-    """What a rank sends back: by mode, rows in the spec's order, by contender; how modes are timed."""
+    """What a rank sends back: by mode, rows in the spec's order, by contender; how modes are timed;
+    what carries bytes between nodes, empty for one node."""
 
     rows: dict[Mode, list[dict[str, Turns]]]
     platform: dict[str, Any]
     timing: dict[Mode, dict[str, Any]]
+    carrier: str = ""
 
 
 class ContenderFailed(MkernelError, RuntimeError):
@@ -94,7 +78,7 @@ def run(spec: BenchSpec, port: int) -> RankResult:
                 if world.rank == 0:
                     report(Progress(f"{mode} {shape.op} {shape.size}"))
             timing[mode] = watch.settings()
-        return RankResult(rows, provenance.devices(device), timing)
+        return RankResult(rows, provenance.devices(device), timing, _carrier(world))
     finally:
         guard.close()
         if made:
@@ -103,15 +87,23 @@ def run(spec: BenchSpec, port: int) -> RankResult:
 
 def _device(world: World) -> torch.device:
     """The rank's device: the one that its backend chose, or, where a backend uses whatever tensors
-    lie on, one for each local rank."""
-    if world.accelerator.device == "cpu":
+    lie on, one for each rank: all are on this machine."""
+    kind = world.accelerator.device
+    if kind == "cpu":
         return torch.device("cpu")
+    module = torch.get_device_module(kind)
     if world.accelerator.capabilities().process_group:
-        count, index = torch.cuda.device_count(), world.identity.local_rank
+        count, index = module.device_count(), world.rank
         if index >= count:
             raise ArgumentError("--ranks", index + 1, f"at most {count}, the number of GPUs")
-        torch.cuda.set_device(index)
-    return torch.device(world.accelerator.device, torch.cuda.current_device())
+        module.set_device(index)
+    return torch.device(kind, module.current_device())
+
+
+def _carrier(world: World) -> str:
+    if world.identity.nodes == 1:
+        return ""
+    return world.backends.nic or world.accelerator.capabilities().carrier
 
 
 def _store(port: int, timeout_s: float) -> TCPStore:
@@ -135,7 +127,7 @@ def _join(world: World, device: torch.device, timeout_s: float) -> None:
     )
 
 
-class _Row:
+class _Row(Rotation):
     """One shape in one mode: its contenders and their turns."""
 
     def __init__(
@@ -150,37 +142,37 @@ class _Row:
         turn: int,
     ) -> None:
         world = current()
-        self.spec, self.mode, self.shape = spec, mode, shape
-        self.watch, self.guard, self.unseen, self.turn = watch, guard, unseen, turn
-        self.problem = Problem(
-            op=shape.op,
-            m=shape.m,
-            n=shape.n,
-            k=shape.k,
+        case = case_of(shape.op)(
+            sizes=shape.named_sizes,
             dtype=spec.dtype,
+            out_dtype=spec.dtype,
             layout=shape.layout or spec.layout,
             seed=spec.seed,
-            rank=world.rank,
-            world=world.size,
-            device=device,
+            options={"replicate_b": False},
+            device=str(device),
         )
-        self.found = {name: Turns() for name in spec.contenders}
-        self.entered: dict[str, Work] = {}
+        super().__init__(
+            Problem(case, world.rank, world.size, device),
+            watch,
+            warmup=spec.warmup,
+            iterations=spec.iterations,
+            late=world.size,
+            turn=turn,
+            sampled=True,
+        )
+        self.spec, self.mode, self.shape = spec, mode, shape
+        self._guard, self._unseen = guard, unseen
 
     def measure(self) -> dict[str, Turns]:
         """All turns of all contenders."""
         for name in self.spec.contenders:
+            self.found[name] = Turns()
             self._enter(name)
-        for iteration in range(-self.spec.warmup, self.spec.iterations + self.problem.world):
-            order = list(self.entered)
-            if iteration % 2:
-                order.reverse()
-            for name in order:
-                self._take_turn(name, iteration)
-        for name, entered in self.entered.items():
-            with self._guarded(name, "closing"):
-                entered.close()
-        return self.found
+        return self.take_turns()
+
+    def order(self, iteration: int) -> Iterable[str]:
+        order = list(self.entered)
+        return reversed(order) if iteration % 2 else order
 
     def _enter(self, name: str) -> None:
         kind = named(name)
@@ -191,55 +183,30 @@ class _Row:
         if self.found[name].absent is not None:
             return
         try:
-            with self._guarded(name, "setting up"):
-                made = work(self.mode, kind, self.problem, self.unseen)
+            with self.step(name, "setting up"):
+                made = work(self.mode, kind, self.problem, self._unseen)
         except ContenderFailed as error:
-            self._drop(name, error)
+            self.failed(name, error)
         else:
             self.entered[name] = made
 
-    def _drop(self, name: str, error: ContenderFailed) -> None:
-        if name in OURS:
+    def failed(self, name: str, error: Exception) -> None:
+        """What refuses a turn, before anything was started, is absent; a peer that raises leaves the
+        row."""
+        if isinstance(error, (Unsupported, ArgumentError)):
+            self.found[name].absent = f"refused: {error}"
+        elif isinstance(error, ContenderFailed) and name not in OURS:
+            self.found[name].failed = str(error)
+        else:
             raise error
-        self.found[name].failed = str(error)
         self.entered.pop(name, None)
 
-    def _take_turn(self, name: str, iteration: int) -> None:
-        entered, found = self.entered[name], self.found[name]
-        late = iteration - self.spec.iterations  # the rank that is
-        what = f"iteration {iteration}" if late < 0 else f"with rank {late} late"
-        try:
-            with self._guarded(name, what):
-                wanted = entered.prepare(self.turn + 1)
-                self.turn += len(wanted)
-                found.limit = entered.limit()
-                timed = self.watch.time(name, entered.run, late=late == self.problem.rank)
-        except (Unsupported, ArgumentError) as error:  # refused before anything was started
-            found.absent = f"refused: {error}"
-            del self.entered[name]
-            return
-        except ContenderFailed as error:
-            self._drop(name, error)
-            return
-        if iteration < 0:
-            return
-        if late < 0:
-            found.seconds.append(timed.seconds / entered.calls)
-            if timed.started_ns is not None:
-                found.starts_ns.append(timed.started_ns)
-        kind = named(name).kind
-        with self._guarded(name, f"check of {what}"):
-            found.errors += [
-                _error(kind, each, result)
-                for each, result in zip(wanted[-len(timed.results) :], timed.results, strict=True)
-            ]
-
-    def _guarded(self, name: str, what: str) -> _Named:
+    def step(self, name: str, what: str) -> AbstractContextManager[None]:
         text = f"{name} at {self.shape.op} {self.shape.size}, {what}"
-        return _Named(self.guard, text, self.spec.timeout_s)
+        return _Named(self._guard, text, self.spec.timeout_s)
 
 
-class _Named:
+class _Named(AbstractContextManager[None]):
     """A guarded step whose errors say whose they are."""
 
     def __init__(self, guard: Guard, text: str, timeout_s: float) -> None:
@@ -253,13 +220,3 @@ class _Named:
         self._step.__exit__(None, None, None)
         if error is not None and not isinstance(error, MkernelError):
             raise ContenderFailed(f"{self._text}: {type(error).__name__}: {error}") from error
-
-
-def _error(kind: Kind, wanted: Wanted, result: torch.Tensor) -> float:
-    problem, turn = wanted.problem, wanted.turn
-    if tuple(result.shape) != problem.out_shape(kind):
-        return float("inf")
-    if not bool(torch.isfinite(result).all()):
-        return float("inf")
-    rows = problem.sampled_rows(kind, turn)
-    return compare(result[rows], problem.reference(kind, turn, rows)).error

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mkernel.harness.results import Entry, Report, Row
+from mkernel.harness.spec import GEMMS
 from mkernel.plan.ops import ALIASES
 
 SHORT = {full: alias for alias, full in ALIASES.items()}
@@ -21,7 +22,7 @@ def table(report: Report) -> Table:
     drawn = Table(title=title(report), title_justify="left", box=box.SIMPLE_HEAD)
     names = contenders(report)
     drawn.add_column("op", no_wrap=True)
-    drawn.add_column("M x N x K a rank", no_wrap=True)
+    drawn.add_column(size_column(report), no_wrap=True)
     drawn.add_column("name", no_wrap=True)
     several = shows_modes(report)
     if several:
@@ -46,7 +47,20 @@ def title(report: Report) -> str:
     hardware = report.provenance["hardware"]
     gpus = hardware.get("gpus")
     where = f"{report.ranks} of {len(gpus)}x {gpus[0]}" if gpus else f"{report.ranks} CPU ranks"
-    return f"{report.spec.dtype}, accelerator {report.accelerator}, {where}"
+    return f"{report.spec.dtype}, accelerator {report.accelerator}, {where}{nodes(report)}"
+
+
+def nodes(report: Report) -> str:
+    """How many nodes there were, and what was between them; nothing where there was one."""
+    if report.nodes == 1:
+        return ""
+    return f" on {report.nodes} emulated nodes, {report.carrier or 'nothing'} between them"
+
+
+def size_column(report: Report) -> str:
+    """The heading of the column of sizes."""
+    gemms = all(row.shape.op in GEMMS for row in report.rows)
+    return "M x N x K a rank" if gemms else "M x N x K a rank, or sizes"
 
 
 def shows_modes(report: Report) -> bool:

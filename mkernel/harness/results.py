@@ -142,6 +142,8 @@ class Report(Model):
     """A whole run.
 
     Attributes:
+        ranks: in all. nodes: emulated ones that they are on. carrier: what carries bytes between nodes;
+            empty for one node.
         clock: of files from before there was ``timing``. timing: by mode.
         conditions: None in files from before it was recorded.
     """
@@ -149,6 +151,8 @@ class Report(Model):
     format: Literal["mkernel-bench-1"] = FORMAT
     name: str
     ranks: int
+    nodes: int = 1
+    carrier: str = ""
     accelerator: str
     spec: BenchSpec
     provenance: dict[str, Any]

@@ -15,7 +15,7 @@ from mkernel.harness.contenders import named
 from mkernel.harness.guard import ContenderHung, Hung, Progress
 from mkernel.harness.provenance import provenance
 from mkernel.harness.results import Conditions, Report, Row, Timing
-from mkernel.harness.spec import BenchSpec, Mode
+from mkernel.harness.spec import BenchSpec, Mode, Shape
 from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.launch import host_store, launch
 from mkernel.settings import load as load_settings
@@ -27,6 +27,9 @@ def run(
     *,
     ranks: int,
     accelerator: str,
+    nodes: int = 1,
+    nic: str | None = None,
+    verbs: str | None = None,
     name: str = "bench",
     commit: str | None = None,
     on_row: Callable[[str], None] = lambda row: None,
@@ -34,13 +37,15 @@ def run(
     """Run a benchmark on ``ranks`` processes of this machine.
 
     Args:
+        nodes: emulated ones that the ranks are spread over evenly; between them they talk only through
+            the NIC. nic, verbs: its backend and library, as of :func:`mkernel.launch`.
         on_row: called with each row that is done.
 
     Raises:
         ArgumentError: ranks would share devices, or these have no such mode.
         ContenderHung: a step outlasted its deadline; names the contender. Else what a rank raised.
     """
-    check_modes(spec.modes, accelerator)
+    check_modes(spec.modes, accelerator, spec.shapes)
     shared = load_settings().ranks_per_device
     if shared > 1:
         raise ArgumentError(
@@ -63,8 +68,11 @@ def run(
                 rank.run,
                 spec,
                 port,
-                ranks_per_node=ranks,
+                nodes=nodes,
+                ranks_per_node=ranks // nodes,
                 accelerator=accelerator,
+                nic=nic,
+                verbs=verbs,
                 timeout_s=spec.timeout_s,
                 on_report=hear,
             )
@@ -72,7 +80,7 @@ def run(
         del store
     found = provenance(Path.cwd(), commit)
     found["hardware"] = {**found["hardware"], **results[0].platform}
-    return report(spec, results, ranks, accelerator, name, found)
+    return report(spec, results, ranks, accelerator, name, found, nodes)
 
 
 def report(
@@ -82,6 +90,7 @@ def report(
     accelerator: str,
     name: str,
     provenance: dict[str, Any],
+    nodes: int = 1,
 ) -> Report:
     """From what each rank sent back."""
     kinds = {each: named(each).kind for each in spec.contenders}
@@ -106,6 +115,8 @@ def report(
     return Report(
         name=name,
         ranks=ranks,
+        nodes=nodes,
+        carrier=results[0].carrier,
         accelerator=accelerator,
         spec=spec,
         provenance=provenance,
@@ -125,8 +136,16 @@ def conditions(accelerator: str) -> Conditions:
     )
 
 
-def check_modes(modes: Sequence[Mode], accelerator: str) -> None:
-    """ArgumentError: a mode that the accelerator's device has not."""
+def check_modes(modes: Sequence[Mode], accelerator: str, shapes: Sequence[Shape] = ()) -> None:
+    """ArgumentError: a mode that the accelerator's device has not, or the ops of the shapes."""
+    moe = next((each.op for each in shapes if each.op.startswith("moe")), None)
+    if "graph" in modes and moe is not None:
+        raise ArgumentError(
+            "--mode",
+            "graph",
+            "kernel, eager or first",
+            why=f"the sizes of {moe} depend on its data",
+        )
     device = registry.accelerator(accelerator).device
     if "graph" in modes and device != "cuda":
         raise ArgumentError(

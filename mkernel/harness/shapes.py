@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from mkernel.errors import ArgumentError, InputFileError
-from mkernel.harness.spec import Shape
+from mkernel.harness.spec import GEMMS, Shape
 from mkernel.plan.model import OpName
-from mkernel.plan.shapes import MAX_DIMENSION, check_integer
+from mkernel.plan.shapes import MAX_DIMENSION, check_integer, size_names, sizes_or_defaults
 from mkernel.topology.model import Many, first_error
 from mkernel.user_files import parse_json, read_file
 
@@ -23,28 +23,46 @@ SHIPPED = (TARGETS, LAYERS, SMALL)
 layers of known models over sequence lengths. ``small``: sizes that a CPU computes in milliseconds."""
 
 _SIZE = re.compile(r"\s*(\d{1,10})\s*x\s*(\d{1,10})\s*x\s*(\d{1,10})\s*")
+_NUMBER = re.compile(r"\d+")
 _SHAPES: TypeAdapter[tuple[Shape, ...]] = TypeAdapter(Many[Shape])
 _MOST_FILE_BYTES = 1 << 20
 
 
-def shapes(text: str, ops: Sequence[OpName], ranks: int) -> tuple[Shape, ...]:
-    """Those of the ops, in order; rows for another number of ranks are left out.
+def shapes(
+    text: str | None, ops: Sequence[OpName], ranks: int, usual: str = TARGETS
+) -> tuple[Shape, ...]:
+    """Those of the ops, in order; rows of a list for another number of ranks are left out.
 
     Args:
-        text: a shipped list's name, a JSON file ``{"shapes": [{"op", "m", "n", "k", ...}]}``, or
-            ``M x N x K`` separated by commas, which every op then takes.
+        text: a shipped list's name; a JSON file ``{"shapes": [{"op", "m", "n", "k", ...}]}``, where ops
+            that are no GEMM have ``"sizes": {name: value}``; ``M x N x K`` for the GEMM ops, or
+            ``name=value name=value ...``, several separated by commas, for any: every op takes them,
+            with ``mkernel run``'s sizes for what is not named.
+        usual: the list that the GEMM ops take where ``text`` is None; the others then have
+            ``mkernel run``'s sizes.
 
     Raises:
         ArgumentError, InputFileError: naming what is wrong; also where nothing is left.
     """
-    sizes = [_SIZE.fullmatch(part) for part in text.split(",")]
-    if all(sizes):
-        numbers = [[int(size) for size in match.groups()] for match in sizes if match]
-        for size in (size for each in numbers for size in each):
-            check_integer(ArgumentError, "--shapes", size, MAX_DIMENSION)
-        return _checked(
-            tuple(Shape(op=op, m=m, n=n, k=k) for op in ops for m, n, k in numbers), ranks
-        )
+    others = tuple(op for op in ops if op not in GEMMS)
+    if text is None:
+        gemms = tuple(op for op in ops if op in GEMMS)
+        found = _from_list(usual, gemms, ranks) if gemms else ()
+        return (*found, *(_shape(op, {}) for op in others))
+    parts = text.split(",")
+    if "=" in text and not os.path.lexists(text):
+        sizes = [_named(part) for part in parts]
+    elif all(_SIZE.fullmatch(part) for part in parts):
+        if others:
+            names = "; ".join(f"{op}: {', '.join(size_names(op))}" for op in others)
+            raise ArgumentError("--shapes", repr(text), f"'name=value name=value' ({names})")
+        sizes = [dict(zip("mnk", map(int, _NUMBER.findall(part)), strict=True)) for part in parts]
+    else:
+        return _from_list(text, ops, ranks)
+    return _checked(tuple(_shape(op, each) for op in ops for each in sizes), ranks)
+
+
+def _from_list(text: str, ops: Sequence[OpName], ranks: int) -> tuple[Shape, ...]:
     listed = _read(text)
     chosen = tuple(
         each for op in ops for each in listed if each.op == op and each.ranks in (None, ranks)
@@ -56,9 +74,26 @@ def shapes(text: str, ops: Sequence[OpName], ranks: int) -> tuple[Shape, ...]:
     return _checked(chosen, ranks)
 
 
+def _shape(op: OpName, given: Mapping[str, int]) -> Shape:
+    sizes = sizes_or_defaults(op, dict(given))
+    for size in sizes.values():
+        check_integer(ArgumentError, "--shapes", int(size), MAX_DIMENSION)
+    return Shape(op=op, **sizes) if op in GEMMS else Shape(op=op, sizes=sizes)
+
+
+def _named(part: str) -> dict[str, int]:
+    sizes = {}
+    for pair in part.split():
+        name, _, value = pair.partition("=")
+        if not value.isdecimal():
+            raise ArgumentError("--shapes", repr(pair), "name=value, the value an integer")
+        sizes[name] = int(value)
+    return sizes
+
+
 def _checked(chosen: tuple[Shape, ...], ranks: int) -> tuple[Shape, ...]:
     for each in chosen:
-        if each.m % ranks:
+        if each.m is not None and each.m % ranks:
             raise ArgumentError(
                 "--shapes", each.size, f"M that is a multiple of {ranks}, the number of ranks"
             )
@@ -70,7 +105,9 @@ def _read(text: str) -> tuple[Shape, ...]:
         content = files(__package__).joinpath("data", f"{text}.json").read_bytes()
     elif not os.path.lexists(text):
         raise ArgumentError(
-            "--shapes", repr(text), f"{', '.join(SHIPPED)}, a JSON file, or M x N x K"
+            "--shapes",
+            repr(text),
+            f"{', '.join(SHIPPED)}, a JSON file, M x N x K, or name=value name=value",
         )
     else:
         content = read_file(Path(text), "--shapes", _MOST_FILE_BYTES)

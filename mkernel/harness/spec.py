@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from mkernel.plan.model import DtypeName, OpName
-from mkernel.plan.shapes import MAX_DIMENSION
+from mkernel.plan.shapes import MAX_DIMENSION, size_names
 from mkernel.settings import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 from mkernel.topology.model import Finite, Model, Name
 
+GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 Mode = Literal["kernel", "eager", "graph", "first"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 LOOP_CALLS = 20
@@ -30,10 +33,18 @@ MODE_TEXT: Mapping[Mode, str] = MappingProxyType(
 )
 
 
+def size_text(op: OpName, sizes: Mapping[str, int]) -> str:
+    """``M x N x K``; for ops that are no GEMM ``name=value ...``."""
+    if op in GEMMS:
+        return " x ".join(str(sizes[name]) for name in ("m", "n", "k"))
+    return " ".join(f"{name}={int(value)}" for name, value in sizes.items())
+
+
 class Shape(Finite):
     """One row: an op at one size, as its plan counts it.
 
     Attributes:
+        m, n, k: of a GEMM op. sizes: of another op, by name.
         name: the layer or group it stands for.
         target: largest time as a ratio to the product alone, in a world of ``target_ranks`` on
             ``target_accelerator``; None: any.
@@ -42,9 +53,10 @@ class Shape(Finite):
     """
 
     op: OpName
-    m: int = Field(ge=1, le=MAX_DIMENSION)
-    n: int = Field(ge=1, le=MAX_DIMENSION)
-    k: int = Field(ge=1, le=MAX_DIMENSION)
+    m: int | None = Field(None, ge=1, le=MAX_DIMENSION)
+    n: int | None = Field(None, ge=1, le=MAX_DIMENSION)
+    k: int | None = Field(None, ge=1, le=MAX_DIMENSION)
+    sizes: dict[str, int] = Field(default_factory=dict)
     name: Name = ""
     target: float | None = Field(None, gt=0)
     target_ranks: int | None = Field(None, ge=1)
@@ -52,10 +64,35 @@ class Shape(Finite):
     ranks: int | None = Field(None, ge=1)
     layout: Literal["row", "column"] | None = None
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = self.named_sizes.keys()
+        if not set(size_names(self.op)) - {"causal"} <= given <= set(size_names(self.op)):
+            raise ValueError(f"{self.op} takes {', '.join(size_names(self.op))}")
+        return self
+
+    @property
+    def named_sizes(self) -> dict[str, int]:
+        """What the op's plan takes, by name."""
+        gemm = {"m": self.m, "n": self.n, "k": self.k}
+        return {**{name: value for name, value in gemm.items() if value is not None}, **self.sizes}
+
     @property
     def size(self) -> str:
-        """``M x N x K``."""
-        return f"{self.m} x {self.n} x {self.k}"
+        """``M x N x K``; of other ops ``name=value ...``."""
+        return size_text(self.op, self.named_sizes)
+
+    def flops(self, world: int) -> float | None:
+        """Floating-point operations of a rank, on average; None where nothing is multiplied."""
+        sizes = self.named_sizes
+        if self.op in GEMMS:
+            return 2.0 * sizes["m"] * sizes["n"] * sizes["k"]
+        if self.op == "moe_dispatch_gemm":
+            return 2.0 * math.prod(sizes[s] for s in ("tokens", "top_k", "hidden", "features"))
+        if self.op == "moe_combine":
+            return None
+        scores = math.prod(sizes[s] for s in ("batch", "heads", "sequence", "sequence"))
+        return 4.0 * scores * sizes["head_dim"] / world / (2 if sizes.get("causal") else 1)
 
     def target_for(self, world: int, accelerator: str) -> float | None:
         """The target in a world of that many ranks on an accelerator backend."""

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mkernel.harness.contenders import Contender
-from mkernel.harness.problem import Problem, Tensors
+from mkernel.cases.parts import Transfer
+from mkernel.harness.contenders import Contender, no_parts
+from mkernel.harness.problem import Inputs, Problem, Tensors
+from mkernel.harness.spec import GEMMS
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -74,32 +76,28 @@ class SymmMem(Contender):
         self._multicast = _sees_multicast(problem.device)
         self._sum: torch.Tensor | None = None
         if problem.op == "gemm_all_reduce":
-            shape = problem.out_shape("op")
+            shape, _ = problem.memory("op")["out"]
             self._sum = _symmetric(shape, problem)
             self._handle = _module().rendezvous(self._sum, self._group)
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        return _unusable(problem)
+        return _unusable(problem) if problem.op in GEMMS else "has no such op"
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
-        result: torch.Tensor
         if self.problem.gathers:
             # Without the gathered A it would choose multicast for small shapes.
             _, (result,) = ops.fused_all_gather_matmul(
                 a, [b], 0, self._group, return_A=self._multicast
             )
-            return result
+            return {"out": result}
         if self._sum is None:
-            result = ops.fused_matmul_reduce_scatter(a, b, "sum", 0, self._group)
-            return result
+            return {"out": ops.fused_matmul_reduce_scatter(a, b, "sum", 0, self._group)}
         torch.matmul(a, b, out=self._sum)
         if self._sum.nbytes <= ONE_SHOT_BYTES:
-            result = ops.one_shot_all_reduce(self._sum, "sum", self._group)
-            return result
-        result = ops.two_shot_all_reduce_(self._sum, "sum", self._group)
-        return result
+            return {"out": ops.one_shot_all_reduce(self._sum, "sum", self._group)}
+        return {"out": ops.two_shot_all_reduce_(self._sum, "sum", self._group)}
 
 
 def pull_order(rank: int, world: int) -> tuple[int, ...]:
@@ -117,33 +115,41 @@ class Copy(Contender):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        shape = problem.input_shapes("bytes")["x"]
+        sizes = problem.case.sizes
+        shape = (
+            (sizes["m"] // problem.world, sizes["k"])
+            if problem.gathers
+            else (sizes["m"], sizes["n"])
+        )
         self._source = _symmetric(shape, problem)
         handle = _module().rendezvous(self._source, _group_name())
         self._theirs: Sequence[torch.Tensor] = [
-            handle.get_buffer(rank, shape, problem.torch_dtype) for rank in range(problem.world)
+            handle.get_buffer(rank, shape, self._source.dtype) for rank in range(problem.world)
         ]
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        return _unusable(problem)
+        return no_parts(problem) or _unusable(problem)
 
-    def inputs(self) -> Tensors:
+    def inputs(self) -> Inputs:
         return {"x": self._source}
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
-        for peer in pull_order(self.problem.rank, self.problem.world):
-            for target, source in self.problem.pieces(peer):
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        oracle, out = self.problem.oracle("bytes"), outputs["out"]
+        assert isinstance(oracle, Transfer)
+        rank, world = self.problem.rank, self.problem.world
+        for peer in pull_order(rank, world):
+            for target, source in oracle.pieces(rank, world, peer):
                 out[target].copy_(self._theirs[peer][source], non_blocking=True)
-        return out
+        return outputs
 
-    def limit(self) -> float:
-        return 0.0
+    def limits(self) -> dict[str, float]:
+        return {"out": 0.0}
 
 
-def _symmetric(shape: tuple[int, int], problem: Problem) -> torch.Tensor:
+def _symmetric(shape: tuple[int, ...], problem: Problem) -> torch.Tensor:
     """Memory of its own: a handle's buffers start at the allocation, and a pool would share one."""
     made: torch.Tensor = _module()._SymmetricMemory.empty_strided_p2p(
-        shape, (shape[1], 1), problem.torch_dtype, problem.device
+        shape, (shape[1], 1), getattr(torch, problem.case.dtype), problem.device
     )
     return made

@@ -1,4 +1,4 @@
-"""One rank's part of a job: calls in three views, each timed and checked; then one traced call.
+"""One rank of ``mkernel run``: the op's three views take turns, then one call is traced.
 
 Every call gets poisoned outputs (and fresh inputs, unless they come from files), and starts from a
 barrier. The result of every timed call of a communicating view is checked at once, outside the timing,
@@ -8,9 +8,8 @@ fill what the op allocates. MoE is timed as what a layer does: dispatch and comb
 
 from __future__ import annotations
 
-import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -19,7 +18,12 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Comparison, Outcome
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.poison import uninitialised_is_nan
+from mkernel.harness.contenders import Contender
 from mkernel.harness.job_spec import JobSpec
+from mkernel.harness.problem import Inputs, Problem, Tensors
+from mkernel.harness.protocol import HostStopwatch
+from mkernel.harness.turns import Rotation, Turns
+from mkernel.harness.work import OneCall
 from mkernel.launch import report
 from mkernel.world.lifecycle import current
 
@@ -62,57 +66,86 @@ def run(spec: JobSpec) -> RankResult:
     """Measure and check one rank. Collective."""
     world = current()
     case = spec.opened()
-    device = world.accelerator.device
     result = RankResult()
-    number = 0
-
-    def call(view: View, trace: bool = False) -> tuple[Outcome, float]:
-        nonlocal number
-        number += 1
-        drawn = case.inputs(world.rank, world.size, number)
-        tensors = {name: tensor.to(device) for name, tensor in drawn.items()}
-        outputs = case.poisoned(tensors)
-        world.barrier()
-        start = time.perf_counter()
-        with uninitialised_is_nan() if trace else nullcontext():
-            outcome = case.call(tensors, outputs, view=view, trace=trace)
-        elapsed = time.perf_counter() - start
-        result.digest = outcome.plan.digest()
-        if trace:
-            result.traces = outcome.traces
-        else:
-            result.kernels[view] = outcome.seconds
-        if view == "sequential":
-            result.comm_seconds.append(outcome.seconds.get("comm", 0.0))
-        if world.rank == 0:
-            report(view)
-        return outcome, elapsed
-
-    def check(outcome: Outcome) -> None:
-        for name, found in case.judge(outcome, world.rank, world.size, number).items():
-            before = result.checks.get(name)
-            result.checks[name] = found if before is None else before + found
-
-    for _ in range(spec.warmup):
-        for view in VIEWS:
-            call(view)
-    for _ in range(spec.iterations):  # views take turns: the machine's mood hits all alike
-        for view in VIEWS:
-            outcome, elapsed = call(view)
-            result.seconds.setdefault(view, []).append(elapsed)
-            if view != "compute_only":
-                check(outcome)
-    outcome, _ = call("pipelined", trace=True)
-    check(outcome)
+    views = _Views(
+        spec, Problem(case, world.rank, world.size, torch.device(world.accelerator.device)), result
+    )
+    traced = views.measure()
     if world.nic is not None and world.nic.flush(world.settings.timeout_s):
         result.nic_bytes = world.nic.statistics().put_bytes
     if spec.output is not None:
         keys = _GEMM_KEY if isinstance(case, GemmCase) else {}
         save_file(
-            {keys.get(name, name): _packed(each) for name, each in outcome.outputs.items()},
+            {keys.get(name, name): _packed(each) for name, each in traced.items()},
             spec.output / f"rank{world.rank}.safetensors",
         )
     return result
+
+
+class _InView(Contender):
+    """The op in one view of it."""
+
+    def __init__(self, problem: Problem, view: View) -> None:
+        super().__init__(problem)
+        self._view = view
+        self.trace = False
+        self.outcome: Outcome | None = None
+
+    def promised(self) -> tuple[str, ...] | None:
+        return () if self._view == "compute_only" else None
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        case = self.problem.case
+        self.outcome = case.call(inputs, outputs, view=self._view, trace=self.trace)
+        return dict(self.outcome.outputs)
+
+    def limits(self) -> dict[str, float]:
+        return self.problem.case.tolerances()
+
+
+class _Views(Rotation):
+    """The views take turns in their order: the machine's mood hits all alike."""
+
+    def __init__(self, spec: JobSpec, problem: Problem, result: RankResult) -> None:
+        watch = HostStopwatch(current().barrier, lambda: None)
+        super().__init__(problem, watch, warmup=spec.warmup, iterations=spec.iterations)
+        self._result = result
+        self._contenders = {view: _InView(problem, view) for view in VIEWS}
+        for view, contender in self._contenders.items():
+            self.found[view] = Turns()
+            self.entered[view] = OneCall(contender)
+
+    def measure(self) -> Tensors:
+        """All turns, then the traced call, whose outputs it returns."""
+        found = self.take_turns()
+        contender = self._contenders["pipelined"]
+        (wanted,) = self.entered["pipelined"].prepare(self.turn + 1)
+        contender.trace = True
+        current().barrier()
+        with uninitialised_is_nan():
+            (outputs,) = self.entered["pipelined"].run()
+        self.done("pipelined")
+        self.check("pipelined", wanted, outputs)
+        checked = Turns()
+        for view in VIEWS:
+            self._result.seconds[view] = found[view].seconds
+            checked.add(found[view].checks)
+        self._result.checks = checked.checks
+        return outputs
+
+    def done(self, name: str) -> None:
+        contender = self._contenders[cast(View, name)]
+        outcome, result = contender.outcome, self._result
+        assert outcome is not None
+        result.digest = outcome.plan.digest()
+        if contender.trace:
+            result.traces = outcome.traces
+        else:
+            result.kernels[name] = outcome.seconds
+        if name == "sequential":
+            result.comm_seconds.append(outcome.seconds.get("comm", 0.0))
+        if self.problem.rank == 0:
+            report(name)
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,16 @@ and its outputs poisoned just before it, also those that a captured graph reads 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from mkernel.cases import poison
 from mkernel.harness.contenders import Contender
-from mkernel.harness.problem import Problem, Tensors
+from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.protocol import Clock
 from mkernel.harness.spec import LOOP_CALLS, Mode, Shape
 
@@ -26,10 +27,18 @@ PARTS = ("communication", "bytes")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a result must be: the truth of ``problem`` on the inputs of ``turn``."""
+    """What a result must be: the truth of a kind of work at ``problem`` on the inputs of ``turn``;
+    ``promised``: which of its outputs, None: all."""
 
     problem: Problem
+    kind: Kind
     turn: int
+    promised: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, contender: Contender, turn: int) -> Wanted:
+        """What a contender promises."""
+        return cls(contender.problem, contender.kind, turn, contender.promised())
 
 
 class Work(ABC):
@@ -43,13 +52,13 @@ class Work(ABC):
         coming :meth:`run` must be. ``turn``: the number of this turn's first set of inputs."""
 
     @abstractmethod
-    def run(self) -> Sequence[torch.Tensor]:
+    def run(self) -> Sequence[Tensors]:
         """The calls of a turn, queued on the current stream; the results that are the last of
         :meth:`prepare`'s."""
 
     @abstractmethod
-    def limit(self) -> float:
-        """Largest relative error that counts as right. After the first :meth:`prepare`."""
+    def limits(self) -> dict[str, float]:
+        """As :meth:`Contender.limits`. After the first :meth:`prepare`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -62,18 +71,17 @@ class OneCall(Work):
     def __init__(self, contender: Contender) -> None:
         self._contender = contender
         self._inputs = contender.inputs()
-        self._out: torch.Tensor | None = None
+        self._outputs: Tensors = {}
 
     def prepare(self, turn: int) -> list[Wanted]:
-        self._out = poisoned(self._contender, self._inputs, self._contender.output(), turn)
-        return [Wanted(self._contender.problem, turn)]
+        self._outputs = poisoned(self._contender, self._inputs, self._contender.outputs(), turn)
+        return [Wanted.of(self._contender, turn)]
 
-    def run(self) -> Sequence[torch.Tensor]:
-        assert self._out is not None
-        return (self._contender.call(self._inputs, self._out),)
+    def run(self) -> Sequence[Tensors]:
+        return (self._contender.call(self._inputs, self._outputs),)
 
-    def limit(self) -> float:
-        return self._contender.limit()
+    def limits(self) -> dict[str, float]:
+        return self._contender.limits()
 
     def close(self) -> None:
         self._contender.close()
@@ -86,25 +94,25 @@ class Loop(Work):
 
     def __init__(self, contender: Contender) -> None:
         self._contender = contender
-        self._sets = [(contender.inputs(), contender.output()) for _ in range(2)]
+        self._sets = [(contender.inputs(), contender.outputs()) for _ in range(2)]
 
     def prepare(self, turn: int) -> list[Wanted]:
-        for number, (inputs, out) in enumerate(self._sets):
-            poisoned(self._contender, inputs, out, turn + number)
-        return [Wanted(self._contender.problem, turn + number) for number in range(2)]
+        for number, (inputs, outputs) in enumerate(self._sets):
+            poisoned(self._contender, inputs, outputs, turn + number)
+        return [Wanted.of(self._contender, turn + number) for number in range(2)]
 
-    def run(self) -> Sequence[torch.Tensor]:
+    def run(self) -> Sequence[Tensors]:
         before = last = None
         for call in range(self.calls):
-            inputs, out = self._sets[call % 2]
-            before, last = last, self._contender.call(inputs, out)
+            inputs, outputs = self._sets[call % 2]
+            before, last = last, self._contender.call(inputs, outputs)
         assert before is not None
         assert last is not None
         # A contender with one result memory has overwritten the result before the last.
-        return (last,) if before.data_ptr() == last.data_ptr() else (before, last)
+        return (last,) if _address(before) == _address(last) else (before, last)
 
-    def limit(self) -> float:
-        return self._contender.limit()
+    def limits(self) -> dict[str, float]:
+        return self._contender.limits()
 
     def close(self) -> None:
         self._contender.close()
@@ -116,7 +124,7 @@ class Replay(Loop):
     def __init__(self, contender: Contender) -> None:
         super().__init__(contender)
         self._graph: Any = None
-        self._results: Sequence[torch.Tensor] = ()
+        self._results: Sequence[Tensors] = ()
 
     def prepare(self, turn: int) -> list[Wanted]:
         if self._graph is None:
@@ -124,10 +132,11 @@ class Replay(Loop):
             self._capture()
         wanted = super().prepare(turn)
         for result in self._results:
-            poison.fill(result)
+            for tensor in result.values():
+                poison.fill(tensor)
         return wanted
 
-    def run(self) -> Sequence[torch.Tensor]:
+    def run(self) -> Sequence[Tensors]:
         self._graph.replay()
         return self._results
 
@@ -136,7 +145,7 @@ class Replay(Loop):
         super().close()
 
     def _capture(self) -> None:
-        cuda: Any = torch.cuda
+        cuda: Any = torch.get_device_module(self._contender.problem.device.type)
         side = cuda.Stream()
         side.wait_stream(cuda.current_stream())
         with cuda.stream(side):
@@ -158,17 +167,17 @@ class FirstCall(Work):
 
     def prepare(self, turn: int) -> list[Wanted]:
         self.close()
-        problem = replace(self._problem, m=self._unseen.rows(self._problem))
+        problem = self._unseen.like(self._problem)
         self._now = OneCall(self._kind(problem))
         return self._now.prepare(turn)
 
-    def run(self) -> Sequence[torch.Tensor]:
+    def run(self) -> Sequence[Tensors]:
         assert self._now is not None
         return self._now.run()
 
-    def limit(self) -> float:
+    def limits(self) -> dict[str, float]:
         assert self._now is not None
-        return self._now.limit()
+        return self._now.limits()
 
     def close(self) -> None:
         if self._now is not None:
@@ -180,25 +189,45 @@ class Unseen:
     """Sizes that the ranks' processes have not worked on: the same ones on every rank."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
-        self._seen: set[tuple[str, int, int, int]] = {
-            (each.op, each.m, each.n, each.k) for each in shapes
-        }
+        self._seen = {_key(each.op, each.named_sizes) for each in shapes}
 
-    def rows(self, problem: Problem) -> int:
-        """The least M above the problem's that no one asked for before."""
-        m = problem.m + problem.world
-        while (problem.op, m, problem.n, problem.k) in self._seen:
-            m += problem.world
-        self._seen.add((problem.op, m, problem.n, problem.k))
-        return m
+    def like(self, problem: Problem) -> Problem:
+        """The problem with the least rows, tokens or positions above its own that no one asked for
+        before."""
+        case, world = problem.case, problem.world
+        name, step = next((n, step(world)) for n, step in _GROWS.items() if n in case.sizes)
+        sizes = {**case.sizes, name: case.sizes[name] + step}
+        while _key(case.op, sizes) in self._seen:
+            sizes[name] += step
+        self._seen.add(_key(case.op, sizes))
+        return replace(problem, case=case.with_(sizes=sizes))
 
 
-def poisoned(contender: Contender, inputs: Tensors, out: torch.Tensor, turn: int) -> torch.Tensor:
-    """Draw a turn's inputs and poison ``out`` and memory that the call may allocate."""
+_GROWS: Mapping[str, Callable[[int], int]] = MappingProxyType(
+    {"m": lambda world: world, "tokens": lambda _: 1, "sequence": lambda world: 2 * world}
+)
+"""Which size makes another shape of an op, and by how much it must grow in a world."""
+
+
+def _key(op: str, sizes: Mapping[str, int]) -> tuple[str, tuple[tuple[str, int], ...]]:
+    return op, tuple(sorted(sizes.items()))
+
+
+def _address(results: Tensors) -> int:
+    return next(iter(results.values())).data_ptr()
+
+
+def poisoned(contender: Contender, inputs: Inputs, outputs: Tensors, turn: int) -> Tensors:
+    """Draw a turn's inputs; poison ``outputs`` and memory that the call may allocate."""
     problem = contender.problem
-    problem.fill(inputs, problem.rank, turn)
-    poison.freed([(tuple(out.shape), out.dtype)], problem.device)
-    return poison.fill(out)
+    problem.fill(contender.kind, inputs, turn)
+    contender.before(inputs)
+    memory = {**problem.memory(contender.kind)}
+    memory |= {name: (tuple(each.shape), each.dtype) for name, each in outputs.items()}
+    poison.freed(memory.values(), problem.device)
+    for each in outputs.values():
+        poison.fill(each)
+    return outputs
 
 
 def work(mode: Mode, kind: type[Contender], problem: Problem, unseen: Unseen) -> Work:

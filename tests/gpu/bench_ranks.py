@@ -13,6 +13,7 @@ from torch import distributed
 from torch.distributed import HashStore
 
 from mkernel.harness.clock import Meeting, calibrated
+from mkernel.harness.problem import Tensors
 from mkernel.harness.protocol import Clock, stopwatch
 from mkernel.harness.queue import CudaQueue
 
@@ -143,13 +144,13 @@ def timed(clock: Clock, turns: int = 9) -> dict[str, Any]:
     plain.end()
     plain.synchronize()
 
-    def device_work() -> tuple[torch.Tensor]:
+    def device_work() -> tuple[Tensors]:
         spin._sleep(int(1e-3 * 1.98e9))
-        return (data.add_(1),)
+        return ({"out": data.add_(1)},)
 
-    def host_work() -> tuple[torch.Tensor]:
+    def host_work() -> tuple[Tensors]:
         time.sleep(HOST_S)
-        return (data,)
+        return ({"out": data},)
 
     with alone():
         watch = stopwatch(device(), clock, Meeting(HashStore(), 0, 1), 10.0)
@@ -158,7 +159,7 @@ def timed(clock: Clock, turns: int = 9) -> dict[str, Any]:
         for turn in range(turns):
             found = watch.time("device", device_work)
             seconds.append(found.seconds)
-            right = right and bool((found.results[0] == turn + 1).all())
+            right = right and bool((found.results[0]["out"] == turn + 1).all())
         host = [watch.time("host", host_work).seconds for _ in range(turns)]
         late = watch.time("device", device_work, late=True).seconds
     return {

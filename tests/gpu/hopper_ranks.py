@@ -15,7 +15,7 @@ import torch
 from torch.distributed import TCPStore
 
 import mkernel
-from mkernel.cases import compare, poison
+from mkernel.cases import case_of, poison
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import WorldError
 from mkernel.harness.problem import Problem, Tensors
@@ -53,18 +53,22 @@ class Work:
         world = mkernel.world()
         device = torch.device("cuda", torch.cuda.current_device())
         self.shape = shape
-        self.problem = Problem(
-            shape.op, shape.m, shape.n, shape.k, shape.dtype, shape.layout, seed, world.rank,
-            world.size, device,
-        )  # fmt: skip
-        self.inputs: Tensors = self.problem.empty("op")
-        self.out = torch.empty(
-            self.problem.out_shape("op"), dtype=self.problem.torch_dtype, device=device
+        case = case_of(shape.op)(
+            {"m": shape.m, "n": shape.n, "k": shape.k},
+            shape.dtype,
+            shape.dtype,
+            shape.layout,
+            seed=seed,
+            options={"replicate_b": False},
+            device=str(device),
         )
+        self.problem = Problem(case, world.rank, world.size, device)
+        self.inputs: Tensors = {}
+        self.out = self.problem.empty("op")["out"]
 
     def fill(self, turn: int) -> None:
         """Fresh inputs and a poisoned output, in stream order."""
-        self.problem.fill(self.inputs, self.problem.rank, turn)
+        self.problem.fill("op", self.inputs, turn)
         poison.fill(self.out)
 
     def call(self) -> torch.Tensor:
@@ -77,8 +81,7 @@ class Work:
     def error(self, turn: int, result: torch.Tensor | None = None) -> float:
         """Of the whole output, relative; infinite where it is not finite."""
         result = self.out if result is None else result
-        rows = torch.arange(len(result), device=result.device)
-        return compare(result, self.problem.reference("op", turn, rows)).error
+        return self.problem.compared("op", {"out": result}, turn, sampled=False)["out"].error
 
     def failure(self, turn: int, result: torch.Tensor | None = None, what: str = "") -> list[str]:
         """Empty where the output is right."""

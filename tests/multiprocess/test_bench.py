@@ -9,6 +9,7 @@ import pytest
 from command_line import Done, mkernel, mkernel_alone
 
 from mkernel.harness import results
+from mkernel.harness.spec import GEMMS
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -140,6 +141,63 @@ def test_a_backend_that_does_not_wait_fails(tmp_path: Path, op: str, fault: str)
         assert row["entries"]["mkernel"]["state"] == "wrong", row["shape"]["op"]
 
 
+OTHERS = {
+    "moe_dispatch_gemm": "tokens=160 hidden=24 features=128 experts=4 top_k=2",
+    "moe_combine": "tokens=160 features=128 experts=4 top_k=2",
+    "ring_attention": "heads=4 kv_heads=2 sequence=384 head_dim=16 causal=1",
+}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        ["--accelerator", "streams"],
+        ["--accelerator", "streams", "--nodes", "2"],
+        ["--accelerator", "ascend", "--dtype", "float16", "--nodes", "2", "--nic", "cx7"],
+    ],
+    ids=["one node", "two nodes", "simulated, two nodes"],
+)
+def test_every_op_has_a_peer_and_is_right(tmp_path: Path, where: list[str]) -> None:
+    for op in (*GEMMS, *OTHERS):
+        file = tmp_path / f"{op}.json"
+        done = bench(op, *where, "--ranks", "2", "--shapes", OTHERS.get(op, "256x128x192"),
+                     "--iterations", "2", "--warmup", "1", "--json", str(file))  # fmt: skip
+        assert done.returncode == 0, done.stderr + done.stdout
+        report = results.read(file)
+        assert report is not None
+        assert report.nodes == (2 if "--nodes" in where else 1)
+        assert bool(report.carrier) == (report.nodes > 1)
+        (row,) = report.rows
+        assert row.best_peer == "gloo+matmul"
+        assert row.to_best is not None
+        assert row.entries["mkernel"].error is not None
+        assert (row.entries["gemm"].state == "right") == (op in GEMMS)
+    page = bench("--render", str(tmp_path)).stdout
+    assert "tokens=160 hidden=24" in page
+    assert ("2 emulated nodes" in page) == ("--nodes" in where)
+
+
+@pytest.mark.parametrize("op", OTHERS)
+@pytest.mark.parametrize("fault", ["ReturnsPrevious", "WrongEveryFifth", "LeavesElement"])
+def test_every_turn_of_every_op_is_checked(tmp_path: Path, op: str, fault: str) -> None:
+    file = tmp_path / "x.json"
+    done = bench(op, "--ranks", "2", "--shapes", OTHERS[op], "--iterations", "3", "--warmup", "1",
+                 "--dtype", "float16", "--peers", "none", "--json", str(file),
+                 "--accelerator", f"mkernel.conformance.faults:{fault}")  # fmt: skip
+    assert done.returncode == 1
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["entries"]["mkernel"]["state"] == "wrong"
+
+
+@pytest.mark.parametrize("op", ["moe_combine", "ring_attention"])
+def test_loops_and_first_calls_of_other_ops(tmp_path: Path, op: str) -> None:
+    file = tmp_path / "x.json"
+    done = bench(op, "--ranks", "2", "--shapes", OTHERS[op], "--iterations", "2", "--warmup", "1",
+                 "--accelerator", "streams", "--mode", "eager,first", "--json", str(file))  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert [row["mode"] for row in json.loads(file.read_text())["rows"]] == ["eager", "first"]
+
+
 def test_a_peer_that_raises_leaves_and_fails_the_run(tmp_path: Path) -> None:
     file, name = tmp_path / "x.json", "mkernel.harness.planted:Raises"
     done = bench("ag_gemm", *SMALL, "--accelerator", "streams", "--peers", f"gloo+matmul,{name}",
@@ -166,7 +224,11 @@ def test_what_hangs_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["moe_dispatch_gemm"], "one of: all_gather_gemm"),
+        (["gemm"], "one of"),
+        (["moe_dispatch_gemm", "--shapes", "64x64x64"], "moe_dispatch_gemm: tokens, hidden"),
+        (["ring_attention", "--random", "3"], "--random"),
+        (["moe_combine", "--mode", "graph", "--accelerator", "streams"], "depend on its data"),
+        (["--nodes", "3", "--ranks", "4"], "a multiple of 3"),
         (["--peers", "nobody"], "'nobody'"),
         (["--peers", "json:loads"], "derives from Contender"),
         (["--shapes", "4x4"], "M x N x K"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mkernel
+from mkernel.cases import case_of
 from mkernel.errors import PlanMismatch, Unsupported
 from mkernel.harness.contenders import MkernelFused, MkernelLibrary
 from mkernel.harness.problem import Problem
@@ -21,7 +22,8 @@ M, N, K = 16, 24, 8
 
 def problem(op: str) -> Problem:
     world = mkernel.world()
-    return Problem(op, M, N, K, "float32", "row", 0, world.rank, world.size, torch.device("cpu"))
+    case = case_of(op)({"m": M, "n": N, "k": K}, "float32", "float32")
+    return Problem(case, world.rank, world.size, torch.device("cpu"))
 
 
 def launched() -> list[str]:
@@ -39,7 +41,7 @@ def calls() -> list[str]:
     for kind in (MkernelFused, MkernelLibrary):
         assert kind.unusable(problem("gemm_all_reduce")) is None
         out.zero_()
-        kind(problem("gemm_all_reduce")).call({"a": a, "b": b}, out)
+        kind(problem("gemm_all_reduce")).call({"a": a, "b": b}, {"out": out})
         assert torch.equal(out, torch.full((M, N), float(size * K)))
     assert MkernelLibrary.unusable(problem("all_gather_gemm")) is not None
     return [planned, *launched()]

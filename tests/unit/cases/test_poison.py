@@ -83,7 +83,7 @@ GEMM: dict[str, tuple[int, int]] = {
 def test_outputs_that_the_caller_allocates_are_poisoned(
     op: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mkernel.cases.gemm.current", TwoRanks)
+    monkeypatch.setattr("mkernel.cases.base.current", TwoRanks)
     case: Case = case_of(op)({"m": 64, "n": 24, "k": 16}, "float16", dtype)
     (out,) = case.poisoned(case.inputs(0, 2, 1)).values()
     assert (tuple(out.shape), out.dtype) == (GEMM[op], getattr(torch, dtype))
@@ -103,8 +103,11 @@ ALLOCATED: dict[str, tuple[dict[str, int], list[tuple[tuple[int, ...], torch.dty
 
 @pytest.mark.parametrize("op", ALLOCATED)
 def test_memory_of_the_outputs_that_ops_allocate_is_poisoned(
-    op: Any, filled: list[tuple[tuple[int, ...], torch.dtype]]
+    op: Any,
+    filled: list[tuple[tuple[int, ...], torch.dtype]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("mkernel.cases.base.current", TwoRanks)
     sizes, wanted = ALLOCATED[op]
     case: Case = case_of(op)(sizes, "bfloat16", "bfloat16")
     assert case.poisoned(case.inputs(0, 2, 1)) == {}

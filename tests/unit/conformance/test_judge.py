@@ -161,7 +161,7 @@ class Allocates(GemmCase):
 
 def test_what_an_op_allocates_is_filled(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every call of the kit that goes through the case, and in those of the check of poison."""
-    monkeypatch.setattr("mkernel.cases.gemm.current", OneRank)
+    monkeypatch.setattr("mkernel.cases.base.current", OneRank)
     monkeypatch.setattr(OneRank, "device", "cpu", raising=False)
     monkeypatch.setattr(Allocates, "seen", [])
     case = Allocates(judge.case.sizes, "float16", "float32")

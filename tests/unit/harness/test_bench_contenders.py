@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.cases import compare
+from mkernel.cases import case_of, compare
 from mkernel.harness import contenders
 from mkernel.harness.contenders import Contender
 from mkernel.harness.problem import Problem
@@ -26,8 +26,9 @@ TIMES = {  # variances, of one rounding's, by world: 1 + (W (W + 1) / 2 - 1) / W
 def limit(kind: type[Contender], op: str, dtype: Any, world: int = 2) -> float:
     """A contender's, without the memory that it would allocate."""
     made: Any = object.__new__(kind)
-    made.problem = Problem(op, 64, 32, 48, dtype, "row", 0, 0, world, torch.device("cpu"))
-    found: float = made.limit()
+    case = case_of(op)({"m": 64, "n": 32, "k": 48}, dtype, dtype)
+    made.problem = Problem(case, 0, world, torch.device("cpu"))
+    found: float = made.limits()["out"]
     return found
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from mkernel.cases import Comparison
 from mkernel.harness import figures
 from mkernel.harness.problem import Kind
-from mkernel.harness.rank import Turns
 from mkernel.harness.results import Row
 from mkernel.harness.spec import Shape
+from mkernel.harness.turns import Turns
 
 KINDS: dict[str, Kind] = {
     "mkernel": "op",
@@ -25,7 +26,9 @@ SHAPE = Shape(
 
 
 def turns(*microseconds: float, error: float = 1e-3, limit: float = 3e-3) -> Turns:
-    return Turns([each * 1e-6 for each in microseconds], [error] * len(microseconds), limit)
+    return Turns(
+        [each * 1e-6 for each in microseconds], {"out": Comparison(error, 1)}, {"out": limit}
+    )
 
 
 def row(world: int = 2, shape: Shape = SHAPE, **others: Turns) -> Row:
@@ -103,8 +106,12 @@ def test_absent_is_not_wrong() -> None:
 
 
 def started(*starts_ns: int, error: float = 1e-3) -> Turns:
-    return Turns([100e-6 * (i + 1) for i in range(len(starts_ns))], [error] * 3, 3e-3,
-                 starts_ns=list(starts_ns))  # fmt: skip
+    return Turns(
+        [100e-6 * (i + 1) for i in range(len(starts_ns))],
+        {"out": Comparison(error, 1)},
+        {"out": 3e-3},
+        starts_ns=list(starts_ns),
+    )
 
 
 def together(most_skew_us: float | None, *late_ns: int) -> Row:

@@ -16,7 +16,8 @@ from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.cli import bench
 from mkernel.errors import ArgumentError, InputFileError
 from mkernel.harness.modelled import ComparisonReport, ModelledReport, shapes
-from mkernel.harness.sizes import Sized, sized
+from mkernel.harness.shapes import shapes as sized
+from mkernel.harness.spec import Shape
 from mkernel.plan.shapes import DEFAULT_SIZES
 
 MODEL = ("--accelerator", "ascend", "--model-only")
@@ -77,7 +78,7 @@ def test_shapes_in_three_views(tmp_path: Path) -> None:
 
 def test_eight_ranks_of_4096_cubed_are_modelled_in_seconds() -> None:
     """CPU time, which does not depend on what else the host does."""
-    shape = Sized(op="all_gather_gemm", sizes={"m": 4096, "n": 4096, "k": 4096})
+    shape = Shape(op="all_gather_gemm", m=4096, n=4096, k=4096)
     start = time.process_time()
     (row,) = shapes([shape], 8, "float16", "row", load_machine()).rows
     assert time.process_time() - start < 10
@@ -136,7 +137,10 @@ def test_every_op_by_its_own_sizes(tmp_path: Path) -> None:
     rows = ModelledReport.model_validate_json(file.read_bytes()).rows
     ops = ("gemm_reduce_scatter",) * 2 + ("gemm_all_reduce",) * 2
     assert tuple(row.shape.op for row in rows) == ops
-    assert [row.shape.text for row in rows] == ["512 x 256 x 512", "1024 x 256 x 128"] * 2
+    assert [tuple(row.shape.sizes.values()) for row in rows] == [
+        (512, 256, 512),
+        (1024, 256, 128),
+    ] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from mkernel.cases import Comparison
 from mkernel.errors import InputFileError
 from mkernel.harness import figures, gpu_tests, numbers, plot, report, results
 from mkernel.harness.gpu_tests import TestRun
 from mkernel.harness.problem import Kind
-from mkernel.harness.rank import Turns
 from mkernel.harness.results import Conditions, Report, Timing
 from mkernel.harness.spec import BenchSpec, Shape
+from mkernel.harness.turns import Turns
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,7 +29,7 @@ KINDS: dict[str, Kind] = {
 
 
 def turns(microseconds: float, error: float = 1e-3) -> Turns:
-    return Turns([microseconds * 1e-6] * 3, [error] * 3, 3e-3)
+    return Turns([microseconds * 1e-6] * 3, {"out": Comparison(error, 1)}, {"out": 3e-3})
 
 
 def made(mine: float, error: float = 1e-3, dirty: bool = False) -> Report:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.cases import poison
+from mkernel.cases import case_of, poison
 from mkernel.harness.contenders import Contender
-from mkernel.harness.problem import Problem, Tensors
+from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import Mode
 from mkernel.harness.work import Replay, Unseen, Work, work
 
@@ -26,12 +26,13 @@ class Looks(Contender):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self.own = torch.zeros(problem.out_shape(self.kind))
+        self.own = torch.zeros(problem.memory(self.kind)["out"][0])
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        out = outputs["out"]
         self.given.append(((tuple(out.shape), out.dtype), out.numel() - poison.count(out)))
         out.fill_(1)
-        return self.own.fill_(1)
+        return {"out": self.own.fill_(1)}
 
 
 @pytest.fixture
@@ -56,7 +57,8 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def problem() -> Problem:
-    return Problem("gemm_all_reduce", 16, 8, 24, "float32", "row", 3, 0, 1, torch.device("cpu"))
+    case = case_of("gemm_all_reduce")({"m": 16, "n": 8, "k": 24}, "float32", "float32", seed=3)
+    return Problem(case, 0, 1, torch.device("cpu"))
 
 
 MODES: tuple[Mode, ...] = ("kernel", "eager", "first")

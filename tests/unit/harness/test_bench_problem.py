@@ -5,23 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mkernel.cases import compare
-from mkernel.harness.problem import ROWS, Kind, Problem
+from mkernel.cases import case_of
+from mkernel.cases.base import Case
+from mkernel.harness.problem import ROWS, Kind, Problem, Tensors
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 WORLD = 2
 
 
 def problems(op: str, m: int = 64, layout: str = "row") -> list[Problem]:
-    return [
-        Problem(op, m, 24, 40, "float32", layout, 7, rank, WORLD, torch.device("cpu"))
-        for rank in range(WORLD)
-    ]
+    sizes = {"m": m, "n": 24, "k": 40}
+    options = {"replicate_b": False}
+    case = case_of(op)(sizes, "float32", "float32", layout, None, 7, options)
+    return [Problem(case, rank, WORLD, torch.device("cpu")) for rank in range(WORLD)]
 
 
-def drawn(problem: Problem, kind: Kind, turn: int) -> dict[str, torch.Tensor]:
-    tensors = problem.empty(kind)
-    problem.fill(tensors, problem.rank, turn)
+def drawn(problem: Problem, kind: Kind, turn: int) -> Tensors:
+    tensors: Tensors = {}
+    problem.fill(kind, tensors, turn)
     return tensors
 
 
@@ -51,10 +52,62 @@ def test_reference(op: str, kind: Kind, layout: str) -> None:
     all_ranks = problems(op, layout=layout)
     inputs = [drawn(problem, kind, 3) for problem in all_ranks]
     for problem in all_ranks:
-        rows = problem.sampled_rows(kind, 3)
         wanted = by_hand(op, kind, problem.rank, inputs)
-        assert wanted.shape == problem.out_shape(kind)
-        assert compare(wanted[rows], problem.reference(kind, 3, rows)).error < 1e-12
+        assert wanted.shape == problem.memory(kind)["out"][0]
+        (found,) = problem.compared(kind, {"out": wanted}, 3).values()
+        assert found.error < 1e-12
+        assert found.elements == wanted.numel()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("kind", ["op", "compute", "communication", "bytes"])
+def test_rows_that_are_drawn_are_judged_as_all_are(op: str, kind: Kind) -> None:
+    all_ranks = problems(op, m=1024)
+    inputs = [drawn(problem, kind, 3) for problem in all_ranks]
+    for problem in all_ranks:
+        right = by_hand(op, kind, problem.rank, inputs)
+        rows, columns = right.shape
+        (found,) = problem.compared(kind, {"out": right}, 3).values()
+        assert found.error < 1e-12
+        assert found.elements == ROWS * columns
+        (wrong,) = problem.compared(kind, {"out": right.roll(1, 0)}, 3).values()
+        assert wrong.error > 0.5
+        (unfinished,) = problem.compared(
+            kind, {"out": right.index_fill(0, torch.tensor([rows - 1]), float("nan"))}, 3
+        ).values()
+        assert unfinished.error == float("inf")
+
+
+CASES: dict[str, Case] = {
+    op: case_of(op)(sizes, "float32", "float32", seed=5)
+    for op, sizes in {
+        "moe_dispatch_gemm": {
+            "tokens": 300, "hidden": 8, "features": 16, "experts": 4, "top_k": 2,
+        },
+        "moe_combine": {"tokens": 300, "features": 16, "experts": 4, "top_k": 2},
+        "ring_attention": {
+            "batch": 2, "heads": 2, "kv_heads": 1, "sequence": 600, "head_dim": 8, "causal": True,
+        },
+    }.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_references_of_some_rows_are_rows_of_the_whole_reference(op: str) -> None:
+    case = CASES[op]
+    problem = Problem(case, 1, WORLD, torch.device("cpu"))
+    whole = case.reference(1, WORLD, 4)
+    some = case.reference(1, WORLD, 4, lambda count: problem.sampled_rows(4, count))
+    for name, wanted in whole.items():
+        at = problem.sampled_rows(4, wanted.shape[case.row_axis])
+        if name in case.tolerances():
+            assert isinstance(at, torch.Tensor)
+            assert torch.allclose(some[name], wanted.index_select(case.row_axis, at), rtol=1e-12)
+        else:
+            assert torch.equal(some[name], wanted)
+    right = {name: each.to(torch.float32) for name, each in whole.items()}
+    right["counts"] = whole.get("counts", torch.zeros(1))
+    assert case.passed(problem.compared("op", right, 4, tuple(whole)))
 
 
 def test_every_turn_and_rank_has_its_own_data() -> None:
@@ -69,8 +122,11 @@ def test_every_turn_and_rank_has_its_own_data() -> None:
 
 def test_rows_are_drawn_from_everywhere() -> None:
     (problem, _) = problems("gemm_all_reduce", m=16384)
-    rows = problem.sampled_rows("op", 1)
+    rows = problem.sampled_rows(1, 16384)
+    assert isinstance(rows, torch.Tensor)
     assert len(rows) == ROWS
     assert (rows // 128).tolist() == list(range(128))  # no row of tiles is left out
-    assert not torch.equal(rows, problem.sampled_rows("op", 2))
-    assert problems("gemm_all_reduce")[0].sampled_rows("op", 1).tolist() == list(range(64))
+    others = problem.sampled_rows(2, 16384)
+    assert isinstance(others, torch.Tensor)
+    assert not torch.equal(rows, others)
+    assert problem.sampled_rows(1, 64) == slice(64)

@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mkernel.harness.clock import Meeting, calibrated, skew_us, wait_until
+from mkernel.harness.problem import Tensors
 from mkernel.harness.protocol import (
     LATE_S,
     LONGEST_LEAD_S,
@@ -23,7 +24,7 @@ from mkernel.harness.protocol import (
 )
 from mkernel.harness.queue import Cache
 
-RESULT = torch.zeros(3)
+RESULT = {"out": torch.zeros(3)}
 
 
 class Recorder:
@@ -66,7 +67,7 @@ class Recorder:
 
 
 def turn(watch: type[Stopwatch], queue: Recorder, late: bool = False, **more: Any) -> Any:
-    def call() -> tuple[torch.Tensor, ...]:
+    def call() -> tuple[Tensors, ...]:
         queue.done.append("call")
         return RESULT, RESULT
 
@@ -84,7 +85,7 @@ def test_a_turn_starts_with_a_cold_clean_cache_at_the_agreed_instant() -> None:
     assert timed.seconds == 0.25
     assert timed.started_ns == queue.instant + 700
     assert len(timed.results) == 2
-    assert all(copy is not RESULT for copy in timed.results)
+    assert all(copy["out"] is not RESULT["out"] for copy in timed.results)
 
 
 def test_a_late_rank_comes_after_the_instant() -> None:

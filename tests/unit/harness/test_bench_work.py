@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.cases import compare, poison
+from mkernel.cases import case_of, poison
 from mkernel.harness.contenders import Contender
 from mkernel.harness.draws import MOST_ELEMENTS, MOST_PRODUCTS, drawn
-from mkernel.harness.problem import Problem, Tensors
-from mkernel.harness.sizes import GEMMS
-from mkernel.harness.spec import LOOP_CALLS, MODES, Shape
+from mkernel.harness.problem import Inputs, Problem, Tensors
+from mkernel.harness.spec import GEMMS, LOOP_CALLS, MODES, Shape
 from mkernel.harness.symm_mem import Copy, pull_order
 from mkernel.harness.work import Loop, Unseen, Work, clock, work
 from mkernel.plan.model import OpName
@@ -23,9 +22,8 @@ SHAPE = Shape(op="gemm_all_reduce", m=32, n=16, k=24)
 
 
 def problem(m: int = 32) -> Problem:
-    return Problem(
-        "gemm_all_reduce", m, 16, 24, "float32", "row", 3, 0, 1, torch.device("cpu")
-    )  # fmt: skip
+    case = case_of("gemm_all_reduce")({"m": m, "n": 16, "k": 24}, "float32", "float32", seed=3)
+    return Problem(case, 0, 1, torch.device("cpu"))
 
 
 class Honest(Contender):
@@ -37,9 +35,9 @@ class Honest(Contender):
         super().__init__(problem)
         self.seen: list[float] = []
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         self.seen.append(float(inputs["a"][0, 0]))
-        return torch.matmul(inputs["a"], inputs["b"], out=out)
+        return {"out": torch.matmul(inputs["a"], inputs["b"], out=outputs["out"])}
 
 
 class Predecessor(Honest):
@@ -47,12 +45,12 @@ class Predecessor(Honest):
 
     _last: torch.Tensor | None = None
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
-        result = super().call(inputs, out).clone()
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        result = super().call(inputs, outputs)["out"].clone()
         if self._last is not None:
-            out.copy_(self._last)
+            outputs["out"].copy_(self._last)
         self._last = result
-        return out
+        return outputs
 
 
 class OneMemory(Honest):
@@ -60,9 +58,9 @@ class OneMemory(Honest):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._own = torch.empty(problem.out_shape("op"))
+        self._own = problem.empty("op")
 
-    def call(self, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         return super().call(inputs, self._own)
 
 
@@ -70,10 +68,7 @@ def errors(made: Work, turn: int) -> list[float]:
     wanted = made.prepare(turn)
     results = made.run()
     return [
-        compare(
-            result,
-            each.problem.reference("op", each.turn, each.problem.sampled_rows("op", each.turn)),
-        ).error
+        each.problem.compared("op", result, each.turn)["out"].error
         for each, result in zip(wanted[-len(results) :], results, strict=True)
     ]
 
@@ -101,7 +96,7 @@ def test_outputs_are_poisoned_before_every_turn() -> None:
     made.prepare(1)
     before = made.run()
     made.prepare(3)
-    assert all(poison.count(result) == result.numel() for result in before)
+    assert all(poison.count(each["out"]) == each["out"].numel() for each in before)
 
 
 def test_first_calls_are_of_shapes_that_nobody_saw() -> None:
@@ -113,7 +108,7 @@ def test_first_calls_are_of_shapes_that_nobody_saw() -> None:
         for each in made:
             (wanted,) = each.prepare(turn)
             assert len(each.run()) == 1
-            rows.append(wanted.problem.m)
+            rows.append(wanted.problem.case.sizes["m"])
     assert rows == [34, 35, 36, 37, 38, 39]
     assert max(errors(made[0], 9)) < 1e-6
 
@@ -146,8 +141,8 @@ def test_no_two_ranks_pull_from_one_at_a_time(world: int) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_copies_are_pulled_in_that_order(op: str) -> None:
     world, rank = 4, 1
-    mine = Problem(op, 16, 8, 8, "float32", "row", 3, rank, world, torch.device("cpu"))
-    shape = mine.input_shapes("bytes")["x"]
+    case = case_of(op)({"m": 16, "n": 8, "k": 8}, "float32", "float32", seed=3)
+    mine = Problem(case, rank, world, torch.device("cpu"))
     asked: list[int] = []
 
     class Theirs(list[torch.Tensor]):
@@ -157,16 +152,26 @@ def test_copies_are_pulled_in_that_order(op: str) -> None:
 
     made = Copy.__new__(Copy)
     made.problem = mine
-    sources = []
-    for peer in range(world):
-        tensors = {"x": torch.empty(shape)}
-        mine.fill(tensors, peer, 5)
-        sources.append(tensors["x"])
-    made._theirs = Theirs(sources)
-    out = made.call({}, torch.full(mine.out_shape("bytes"), float("nan")))
-    rows = mine.sampled_rows("bytes", 5)
-    assert compare(out[rows], mine.reference("bytes", 5, rows)).error == 0
+    oracle = mine.oracle("bytes")
+    made._theirs = Theirs([oracle.inputs(peer, world, 5)["x"] for peer in range(world)])
+    out = made.call({}, mine.empty("bytes"))
+    assert mine.compared("bytes", out, 5)["out"].error == 0
     assert list(dict.fromkeys(asked)) == list(pull_order(rank, world)) == [2, 3, 0, 1]
+
+
+SIZES: dict[str, dict[str, int]] = {
+    "moe_dispatch_gemm": {"tokens": 8, "hidden": 8, "features": 8, "experts": 4, "top_k": 2},
+    "ring_attention": {"batch": 1, "heads": 2, "kv_heads": 1, "sequence": 64, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize(("op", "name", "found"), [
+    ("moe_dispatch_gemm", "tokens", [9, 10]), ("ring_attention", "sequence", [68, 72]),
+])  # fmt: skip
+def test_first_calls_of_other_ops_have_more_rows(op: str, name: str, found: list[int]) -> None:
+    made = Problem(case_of(op)(SIZES[op], "float32", "float32"), 0, 2, torch.device("cpu"))
+    unseen = Unseen([])
+    assert [unseen.like(made).case.sizes[name] for _ in range(2)] == found
 
 
 def test_draws_of_a_seed_are_always_the_same() -> None:

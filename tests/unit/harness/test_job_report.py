@@ -12,6 +12,7 @@ from mkernel.cases import Comparison, case_of
 from mkernel.harness import job_report as report
 from mkernel.harness import timeline
 from mkernel.harness import trace_file as files
+from mkernel.harness.verdict import verify
 from mkernel.harness.views import RankResult
 
 
@@ -69,8 +70,8 @@ def compared(**errors: float) -> dict[str, Comparison]:
 
 
 def test_the_verdict_names_the_worst_output_and_rank() -> None:
-    found = report.verify(
-        MOE,
+    found = verify(
+        MOE.tolerances(),
         [
             compared(outputs=2e-4, counts=0.0, out=3e-4),
             compared(outputs=1e-4, counts=0.0, out=4e-4),
@@ -88,7 +89,7 @@ def test_the_verdict_names_the_worst_output_and_rank() -> None:
 )
 def test_one_wrong_output_of_one_rank_fails(name: str, error: float) -> None:
     right = compared(outputs=2e-4, counts=0.0, out=3e-4)
-    found = report.verify(MOE, [right, {**right, **compared(**{name: error})}, right])
+    found = verify(MOE.tolerances(), [right, {**right, **compared(**{name: error})}, right])
     assert not found.passed
     assert (found.output, found.rank) == (name, 1)
 
@@ -97,10 +98,10 @@ def test_ranks_without_elements_are_right_but_not_alone() -> None:
     """No token may go to a rank's experts; where no rank has any element, nothing was judged."""
     right = compared(outputs=2e-4, counts=0.0, out=3e-4)
     empty = {**right, "outputs": Comparison(0.0, 0)}
-    found = report.verify(MOE, [right, empty])
+    found = verify(MOE.tolerances(), [right, empty])
     assert found.passed
     assert found.by_output["outputs"].elements == 10
-    found = report.verify(MOE, [empty, empty])
+    found = verify(MOE.tolerances(), [empty, empty])
     assert not found.passed
     assert found.output == "outputs"
     assert "nothing could be compared" in found.by_output["outputs"].why
@@ -111,7 +112,7 @@ def test_why_a_result_is_wrong_stays_with_the_rank_and_the_call_that_was() -> No
     right = compared(outputs=2e-4, counts=0.0, out=3e-4)
     bad = {**right, "out": Comparison(INFINITY, 0, "has 3 of 10 elements that were never written")}
     calls = {name: right[name] + bad[name] + right[name] for name in right}
-    found = report.verify(MOE, [right, calls])
+    found = verify(MOE.tolerances(), [right, calls])
     assert not found.passed
     assert report._found(found) == "out on rank 1 has 3 of 10 elements that were never written"
 

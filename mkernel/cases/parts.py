@@ -1,0 +1,131 @@
+"""The parts of a GEMM op alone, as oracles: what they are given, and the truth of what they give.
+
+Product     the product on one rank, all of its inputs there
+Collective  the op's collective on this rank's data, nothing computed but the sum
+Transfer    what the collective's bytes are at the least, moved and not added up
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mkernel.cases.base import Memory, Oracle, Rows, every_row
+from mkernel.cases.gemm import GemmCase, own_rows, shares_of_rows
+
+_A, _B, _X = range(3)
+
+
+@dataclass(frozen=True)
+class Part(Oracle):
+    """One part of the op of ``case``; its data and dtypes are the case's."""
+
+    given_outputs = True
+
+    case: GemmCase
+
+    @property
+    def _mnk(self) -> tuple[int, int, int]:
+        sizes = self.case.sizes
+        return sizes["m"], sizes["n"], sizes["k"]
+
+    def _memory(self, *shape: int) -> dict[str, Memory]:
+        return {"out": (shape, getattr(torch, self.case.out_dtype))}
+
+    def tolerances(self) -> dict[str, float]:
+        """The op's."""
+        return self.case.tolerances()
+
+
+class Product(Part):
+    """a [M, K] @ b [K, N]."""
+
+    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """a and b."""
+        m, n, k = self._mnk
+        a = self.case.normal(iteration, _A, rank, m, k)
+        b = self.case.normal(iteration, _B, rank, k, n)
+        return {"a": a, "b": b.t().contiguous().t() if self.case.layout == "column" else b}
+
+    def results(self, world_size: int) -> dict[str, Memory]:
+        """out [M, N]."""
+        m, n, _ = self._mnk
+        return self._memory(m, n)
+
+    def reference(
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+    ) -> dict[str, torch.Tensor]:
+        """out [M, N]."""
+        given = self.inputs(rank, world_size, iteration)
+        return {"out": given["a"][rows(len(given["a"]))].double() @ given["b"].double()}
+
+
+class Collective(Part):
+    """The op's AllGather of rows [M/W, K], or its sum of partial results [M, N]."""
+
+    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """x."""
+        m, n, k = self._mnk
+        shape = (m // world_size, k) if self.case.gemm.gathers else (m, n)
+        return {"x": self.case.normal(iteration, _X, rank, *shape)}
+
+    def results(self, world_size: int) -> dict[str, Memory]:
+        """out: [M, K] gathered, [M/W, N] scattered or [M, N]."""
+        m, n, k = self._mnk
+        if self.case.gemm.gathers:
+            return self._memory(m, k)
+        return self._memory(m // world_size if self.case.gemm.scatters else m, n)
+
+    def reference(
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+    ) -> dict[str, torch.Tensor]:
+        """The rows of all ranks, or their sum."""
+        xs = (self.inputs(each, world_size, iteration)["x"] for each in range(world_size))
+        m, gemm, device = self.case.sizes["m"], self.case.gemm, self.case.device
+        if gemm.gathers:
+            shares = shares_of_rows(m, world_size, rows)
+            gathered = [x[at.to(device)] for x, at in zip(xs, shares, strict=True)]
+            return {"out": torch.cat(gathered).double()}
+        at = own_rows(m, rank, world_size, gemm.scatters, rows).to(device)
+        return {"out": sum((x[at].double() for x in xs), torch.zeros(()))}
+
+
+class Transfer(Collective):
+    """The bytes of the collective, from every rank to every rank.
+
+    A scatter takes this rank's rows from every peer; a reduction to all also takes from every peer the
+    rows which that peer would have summed.
+    """
+
+    def results(self, world_size: int) -> dict[str, Memory]:
+        """out: the gathered rows; of a sum what each rank sends, one after another."""
+        m, n, k = self._mnk
+        if self.case.gemm.gathers:
+            return self._memory(m, k)
+        halves = 1 if self.case.gemm.scatters else 2
+        return self._memory(halves * (m // world_size) * world_size, n)
+
+    def pieces(self, rank: int, world_size: int, peer: int) -> list[tuple[slice, slice]]:
+        """Which rows of the output are which rows of a peer's ``x``."""
+        rows = self.case.sizes["m"] // world_size
+        slot = slice(peer * rows, (peer + 1) * rows)
+        if self.case.gemm.gathers:
+            return [(slot, slice(0, rows))]
+        pieces = [(slot, slice(rank * rows, (rank + 1) * rows))]
+        if not self.case.gemm.scatters:
+            second = world_size * rows
+            pieces.append((slice(second + slot.start, second + slot.stop), slot))
+        return pieces
+
+    def reference(
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+    ) -> dict[str, torch.Tensor]:
+        """Those pieces."""
+        ((shape, dtype),) = self.results(world_size).values()
+        whole = torch.empty(shape, dtype=dtype, device=self.case.device)
+        for source in range(world_size):
+            x = self.inputs(source, world_size, iteration)["x"]
+            for target, origin in self.pieces(rank, world_size, source):
+                whole[target] = x[origin]
+        return {"out": whole[rows(len(whole))].double()}
