@@ -139,6 +139,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         """Wait for a call that is only queued: its thread looks at the world's memory."""
         windows, self._windows = self._windows, None
         idle = not self._device.queues or self._worker.idle(timeout_s)
+        self._worker.stop()
         if windows is not None and idle:
             windows.close()
         elif windows is not None:

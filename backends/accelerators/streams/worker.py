@@ -150,7 +150,7 @@ class Worker:
     """One thread that runs launches in order; replaced where a launch is stuck."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[StreamsLaunch] | None = None
+        self._queue: queue.SimpleQueue[StreamsLaunch | None] | None = None
         self._latest: StreamsLaunch | None = None
 
     def start(self, call: Call, op: Op, device: Device, words: Words | None) -> StreamsLaunch:
@@ -170,10 +170,15 @@ class Worker:
         """Whether nothing runs on it; False at the deadline."""
         return self._latest is None or self._latest.ended(timeout_s)
 
+    def stop(self) -> None:
+        """End the thread after the launches that it has. ``start`` makes another one."""
+        if self._queue is not None:
+            self._queue.put(None)
+            self._queue = None
 
-def _serve(launches: queue.SimpleQueue[StreamsLaunch]) -> None:
+
+def _serve(launches: queue.SimpleQueue[StreamsLaunch | None]) -> None:
     # Inference tensors must not be written outside of inference mode, so each mode has its own.
     scratch = {mode: Scratch() for mode in (False, True)}
-    while True:
-        launch = launches.get()
+    while (launch := launches.get()) is not None:
         launch.run(scratch[launch.inference])

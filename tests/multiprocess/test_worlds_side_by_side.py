@@ -1,0 +1,132 @@
+"""Two worlds of the same ranks at the same time share nothing: neither ends with the other."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+import mkernel
+from mkernel.errors import PeerFailure
+from mkernel.launch import host_store
+from mkernel.world import lifecycle
+from mkernel.world.world import World
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+TIMEOUT_S = 60.0
+WORLDS = [("streams", 1), ("streams", 2), ("ascend", 1), ("ascend", 2)]
+"""Accelerator, and nodes of two ranks."""
+
+
+def beside(port: int, prefix: str = "beside") -> World:
+    """Another world like the default one, over a store of its own."""
+    like = mkernel.world()
+    one, two = (TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2))
+    return lifecycle.join(like.identity, like.backends, like.settings, (one, two), prefix)
+
+
+@contextlib.contextmanager
+def default(world: World) -> Iterator[None]:
+    """Ops run in this world meanwhile."""
+    before, lifecycle._default.world = lifecycle._default.world, world
+    try:
+        yield
+    finally:
+        lifecycle._default.world = before
+
+
+def works(world: World, turn: int) -> None:
+    """A call in this world has the right result; sizes and values differ with the turn."""
+    m, n, k = 16 * (turn % 3 + 1), 32, 64
+    chance = torch.Generator().manual_seed(turn)
+    a = [torch.randn(m, k, generator=chance) for _ in range(world.size)]
+    b = torch.randn(k, n, generator=chance)
+    with default(world):
+        c = mkernel.all_gather_gemm(a[world.rank], b)
+    assert torch.allclose(c, torch.cat(a) @ b, rtol=1e-4, atol=1e-4), f"call {turn}"
+
+
+def alternates(port: int, default_ends_first: bool) -> None:
+    worlds = [mkernel.world(), beside(port)]
+    assert worlds[0].accelerator is not worlds[1].accelerator
+    for turn in range(8):
+        works(worlds[turn % 2], turn)
+    for turn in range(8, 12):
+        works(worlds[turn // 2 % 2], turn)
+    if default_ends_first:
+        mkernel.finalize()
+        rest = worlds[1]
+    else:
+        worlds[1].close()
+        rest = worlds[0]
+    for turn in range(12, 16):
+        works(rest, turn)
+    if default_ends_first:
+        rest.close()
+
+
+@pytest.mark.parametrize("default_ends_first", [True, False], ids=["default first", "default last"])
+@pytest.mark.parametrize(("accelerator", "nodes"), WORLDS)
+def test_two_worlds_take_turns(accelerator: str, nodes: int, default_ends_first: bool) -> None:
+    store, port = host_store(2 * nodes, 30)
+    mkernel.launch(
+        alternates, port, default_ends_first,
+        nodes=nodes, ranks_per_node=2, accelerator=accelerator, timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    del store
+
+
+def threads_left(port: int) -> int:
+    before = threading.active_count()
+    for number in range(4):
+        world = beside(port, f"world {number}")
+        works(world, number)
+        world.close()
+    deadline = time.monotonic() + TIMEOUT_S
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return threading.active_count() - before
+
+
+@pytest.mark.parametrize("accelerator", ["streams", "ascend"])
+def test_worlds_leave_no_thread(accelerator: str) -> None:
+    store, port = host_store(2, 30)
+    found = mkernel.launch(
+        threads_left, port, ranks_per_node=2, accelerator=accelerator, timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    assert found == [0, 0]
+    del store
+
+
+def fails_beside(port: int) -> None:
+    first, other = mkernel.world(), beside(port)
+    works(first, 0)
+    works(other, 1)
+    if other.rank == 1:
+        other.close(ValueError("rank 1 has had enough"))
+    else:
+        with pytest.raises(PeerFailure, match="rank 1 has had enough"):
+            works(other, 2)
+        other.close()
+    for turn in range(3, 6):
+        works(first, turn)
+    again = beside(port, "beside, again")
+    works(again, 6)
+    works(first, 7)
+    again.close()
+
+
+@pytest.mark.parametrize(("accelerator", "nodes"), WORLDS)
+def test_a_world_outlives_the_failure_of_another(accelerator: str, nodes: int) -> None:
+    store, port = host_store(2 * nodes, 30)
+    mkernel.launch(
+        fails_beside, port,
+        nodes=nodes, ranks_per_node=2, accelerator=accelerator, timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    del store
