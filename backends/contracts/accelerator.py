@@ -127,8 +127,7 @@ class AcceleratorBackend(ABC):
         return None
 
     def open(self, device: Accelerator) -> None:
-        """A world begins in this process, and placed this rank on ``device``. What an earlier world
-        aborted or failed at is forgotten."""
+        """The one world of this object begins, and has placed this rank on ``device``."""
         return
 
     def close(self, timeout_s: float) -> bool:

@@ -40,7 +40,7 @@ class Honest(AcceleratorBackend, Instrumented):
     wraps: ClassVar[str] = "streams"
 
     def __init__(self) -> None:
-        self.inner = registry.accelerator(self.wraps)
+        self.inner = registry.new_accelerator(self.wraps)
         self.device = self.inner.device
         self.collectives = self.inner.collectives
 
@@ -129,12 +129,12 @@ class Altered(Honest):
     looks_before: ClassVar[bool] = False
     """Whether :attr:`Ended.before` is filled."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[Any, Any] = {}
+    kept: ClassVar[dict[Any, Any]]
+    """What a fault remembers in this process, from one world to the next too."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls.kept = {}
         for op in () if cls.ops else SHAPES:
             setattr(cls, op, type(cls.__name__, (cls,), {"ops": (op,), "__doc__": cls.__doc__}))
 

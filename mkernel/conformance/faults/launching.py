@@ -204,10 +204,10 @@ class Deaf(Followed):
 class BrokenForGood(Honest):
     """Gives zeros once a world has failed, in new worlds too."""
 
-    failed = False
+    failed: ClassVar[bool] = False  # of the process: each world has an instance of its own
 
     def abort(self, code: _runtime.AbortCode) -> None:
-        self.failed = True
+        type(self).failed = True
         self.inner.abort(code)
 
     def launch(self, call: Call) -> Launch:
