@@ -22,6 +22,7 @@ from mkernel.topology.model import Topology
 class FakeAscend:
     name = "ascend"
     devices: ClassVar[tuple[Any, ...]] = (SIM,)
+    visibility: ClassVar[dict[str, str]] = {}
 
     def status(self) -> Status:
         return Status(bool(self.devices), "no simulator", "build it")
