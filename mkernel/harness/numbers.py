@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mkernel.errors import InputFileError
 from mkernel.harness import conditions, gpu_tests
-from mkernel.harness.report import SHORT, contenders, nodes, short, shows_modes, size_column
+from mkernel.harness.report import SHORT, cells, heads, nodes
 from mkernel.harness.results import Report, Row, read
 
 HEAD = """# Measured numbers
@@ -21,6 +21,9 @@ turn were checked against float64. `gemm`, `comm` and `copy` are the parts alone
 library's collective and the copy engines (T_m is the faster of the two). Of mkernel's time T,
 rho = max(T_c, T_m) / T and eta = (T_c + T_m - T) / min(T_c, T_m).
 """
+
+
+_VERDICTS = (" met", " **missed**")
 
 
 def page(folder: Path) -> str:
@@ -124,18 +127,12 @@ def _section(path: Path, report: Report, newest: str) -> list[str]:
     versions += [
         f"{name} {hardware[name]}" for name in ("driver", "cuda", "nccl") if hardware.get(name)
     ]
-    names = contenders(report)
-    mine = "mkernel" in names
-    extra = (
-        ["TF/s", "rho", "eta", "/ sequential", "/ gemm", "target", "/ best peer"] if mine else []
-    )
-    several = shows_modes(report)
-    head = ["op", size_column(report), "name", *(["mode"] if several else []), *names, *extra]
+    texts, figures = heads(report)
     seed = f" with seed {report.spec.seed}" if report.spec.source == "random" else ""
     drawn = f", shapes `{report.spec.source}`{seed}" if report.spec.source else ""
     fixed = all(row.shape.layout is None for row in report.rows)
     layout = f"B {report.spec.layout}-major, " if fixed else ""
-    lines = [
+    return [
         f"## {path.stem}",
         "",
         f"{report.spec.dtype}, {layout}accelerator `{report.accelerator}`, "
@@ -148,40 +145,9 @@ def _section(path: Path, report: Report, newest: str) -> list[str]:
             else []
         ),
         "",
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * (3 + several) + "--:|" * (len(head) - 3 - several),
-    ]
-    for row in report.rows:
-        cells = [SHORT.get(row.shape.op, row.shape.op), row.shape.size, row.shape.name]
-        cells += [row.mode] if several else []
-        cells += [_cell(row, name) for name in names]
-        cells += _figures(row) if mine else []
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def _cell(row: Row, name: str) -> str:
-    entry = row.entries[name]
-    if entry.figures is None:
-        return short(entry)
-    return f"{entry.figures.median_us:.1f}"
-
-
-def _figures(row: Row) -> list[str]:
-    mine = row.entries["mkernel"].figures
-    if mine is None:
-        return ["-"] * 7
-    target = "" if row.target is None else f"{row.target:g}"
-    if row.meets_target is not None:
-        target += " met" if row.meets_target else " **missed**"
-    values = (
-        (mine.tflops, ".1f"), (mine.rho, ".2f"), (mine.eta, ".2f"), (mine.speedup, ".2f"),
-        (mine.to_gemm, ".3f"),
-    )  # fmt: skip
-    return [
-        *("-" if value is None else format(value, form) for value, form in values),
-        target,
-        "-" if row.to_best is None else f"{row.to_best:.2f}",
+        "| " + " | ".join((*texts, *figures)) + " |",
+        "|" + "---|" * len(texts) + "--:|" * len(figures),
+        *("| " + " | ".join(cells(report, row, _VERDICTS)) + " |" for row in report.rows),
     ]
 
 

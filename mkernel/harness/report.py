@@ -17,28 +17,52 @@ LEGEND = (
 )
 
 
+FIGURES = ("TF/s", "rho", "eta", "/ sequential", "/ gemm", "target", "/ best peer")
+
+
+def heads(report: Report) -> tuple[list[str], list[str]]:
+    """The headings of a row's text and of its numbers: a column a contender, then mkernel's figures."""
+    gemms = all(row.shape.op in GEMMS for row in report.rows)
+    sizes = "M x N x K a rank" if gemms else "M x N x K a rank, or sizes"
+    names = contenders(report)
+    return (
+        ["op", sizes, "name", *(["mode"] if _shows_modes(report) else [])],
+        [*names, *(FIGURES if "mkernel" in names else ())],
+    )
+
+
+def cells(report: Report, row: Row, verdicts: tuple[str, str]) -> list[str]:
+    """A row under those headings; ``verdicts``: how a target is said to be met or missed."""
+    names = contenders(report)
+    return [
+        SHORT.get(row.shape.op, row.shape.op),
+        row.shape.size,
+        row.shape.name,
+        *([row.mode] if _shows_modes(report) else []),
+        *(cell(row.entries[name]) for name in names),
+        *(_figures(row, verdicts) if "mkernel" in names else ()),
+    ]
+
+
 def table(report: Report) -> Table:
     """All rows. A wrong contender has no figure."""
     drawn = Table(title=title(report), title_justify="left", box=box.SIMPLE_HEAD)
     names = contenders(report)
-    drawn.add_column("op", no_wrap=True)
-    drawn.add_column(size_column(report), no_wrap=True)
-    drawn.add_column("name", no_wrap=True)
-    several = shows_modes(report)
-    if several:
-        drawn.add_column("mode", no_wrap=True)
-    for name in names:
-        drawn.add_column(f"{name} us", justify="right", no_wrap=True)
-    mine = "mkernel" in names
-    extra = ("TF/s", "rho", "eta", "/sequential", "/gemm", "target", "/best peer") if mine else ()
-    for name in extra:
-        drawn.add_column(name, justify="right", no_wrap=True)
+    texts, numbers = heads(report)
+    for name in texts:
+        drawn.add_column(name, no_wrap=True)
+    for name in numbers:
+        head = f"{name} us" if name in names else name.replace("/ ", "/")
+        drawn.add_column(head, justify="right", no_wrap=True)
+    target = len(texts) + numbers.index("target") if "target" in numbers else None
     for row in report.rows:
-        cells = [SHORT.get(row.shape.op, row.shape.op), row.shape.size, row.shape.name]
-        cells += [row.mode] if several else []
-        drawn.add_row(
-            *cells, *(cell(row.entries[name]) for name in names), *(_figures(row) if mine else ())
-        )
+        shown = [Text(each) for each in cells(report, row, ("", " missed"))]
+        for number, name in enumerate(names, len(texts)):
+            if row.entries[name].figures is None:
+                shown[number].stylize("red")
+        if target is not None and row.meets_target is not None:
+            shown[target].stylize("green" if row.meets_target else "red")
+        drawn.add_row(*shown)
     return drawn
 
 
@@ -57,14 +81,7 @@ def nodes(report: Report) -> str:
     return f" on {report.nodes} emulated nodes, {report.carrier or 'nothing'} between them"
 
 
-def size_column(report: Report) -> str:
-    """The heading of the column of sizes."""
-    gemms = all(row.shape.op in GEMMS for row in report.rows)
-    return "M x N x K a rank" if gemms else "M x N x K a rank, or sizes"
-
-
-def shows_modes(report: Report) -> bool:
-    """Whether a row has to say its mode."""
+def _shows_modes(report: Report) -> bool:
     return report.spec.modes != ("kernel",)
 
 
@@ -77,15 +94,10 @@ def contenders(report: Report) -> list[str]:
     ]
 
 
-def cell(entry: Entry) -> Text:
+def cell(entry: Entry) -> str:
     """A contender's time, or why it has none."""
-    if entry.figures is None:
-        return Text(short(entry), style="red")
-    return Text(f"{entry.figures.median_us:.1f}")
-
-
-def short(entry: Entry) -> str:
-    """What stands in the place of a figure."""
+    if entry.figures is not None:
+        return f"{entry.figures.median_us:.1f}"
     return {"wrong": entry.why, "failed": "failed"}.get(entry.state, "-")
 
 
@@ -116,24 +128,16 @@ def verdict(report: Report) -> Text:
     return Text("; ".join(parts), style="bold green")
 
 
-def _figures(row: Row) -> list[Text]:
+def _figures(row: Row, verdicts: tuple[str, str]) -> list[str]:
     mine = row.entries["mkernel"].figures
     if mine is None:
-        return [Text("-")] * 7
-    target = Text("" if row.target is None else f"{row.target:g}")
+        return ["-"] * len(FIGURES)
+    target = "" if row.target is None else f"{row.target:g}"
     if row.meets_target is not None:
-        target.stylize("green" if row.meets_target else "red")
-        target.append("" if row.meets_target else " missed")
-    return [
-        _number(mine.tflops, ".1f"),
-        _number(mine.rho, ".2f"),
-        _number(mine.eta, ".2f"),
-        _number(mine.speedup, ".2f"),
-        _number(mine.to_gemm, ".3f"),
-        target,
-        _number(row.to_best, ".2f"),
-    ]
-
-
-def _number(value: float | None, form: str) -> Text:
-    return Text("-" if value is None else format(value, form))
+        target += verdicts[0] if row.meets_target else verdicts[1]
+    values = (
+        (mine.tflops, ".1f"), (mine.rho, ".2f"), (mine.eta, ".2f"), (mine.speedup, ".2f"),
+        (mine.to_gemm, ".3f"), (row.to_best, ".2f"),
+    )  # fmt: skip
+    *most, best = ("-" if value is None else format(value, form) for value, form in values)
+    return [*most, target, best]

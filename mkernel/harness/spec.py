@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from mkernel.plan.model import DtypeName, OpName
 from mkernel.plan.shapes import MAX_DIMENSION, size_names
@@ -65,7 +64,7 @@ class Shape(Finite):
     layout: Literal["row", "column"] | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> Shape:
         given = self.named_sizes.keys()
         if not set(size_names(self.op)) - {"causal"} <= given <= set(size_names(self.op)):
             raise ValueError(f"{self.op} takes {', '.join(size_names(self.op))}")
