@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "backends/cuda/bind_clock.hpp"
 #include "backends/cuda/device.hpp"
 #include "backends/cuda/error.hpp"
 #include "backends/cuda/memory.hpp"
@@ -76,4 +77,7 @@ PYBIND11_MODULE(_cuda, module) {
     mkernel::cuda::bind_devices(module);
     mkernel::cuda::bind_memory(module);
     mkernel::cuda::bind_copies(module);
+#ifdef MKERNEL_CUDA_KERNELS
+    mkernel::cuda::bind_clock(module);
+#endif
 }

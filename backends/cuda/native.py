@@ -11,6 +11,11 @@ from mkernel.errors import BackendUnavailable
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from mkernel.backends.cuda import _cuda
+
+ARCHITECTURE = (9, 0)
+"""The compute capability that all kernels are built for."""
+
 
 @cache
 def native() -> ModuleType:
@@ -26,6 +31,19 @@ def native() -> ModuleType:
 def pci_address(device: int) -> str:
     """Where a device sits on this host: the same in every process, unlike its number."""
     return str(native().devices()[device].pci)
+
+
+def device_clock(device: int) -> _cuda.DeviceClock | None:
+    """A device's clock. None where its kernels are not built, or do not run on the device."""
+    try:
+        made = native()
+    except BackendUnavailable:
+        return None
+    found = made.devices()[device]
+    if (found.major, found.minor) != ARCHITECTURE or not hasattr(made, "DeviceClock"):
+        return None
+    clock: _cuda.DeviceClock = made.DeviceClock(device)
+    return clock
 
 
 def not_built(error: BackendUnavailable) -> Status:

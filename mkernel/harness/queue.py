@@ -1,7 +1,7 @@
 """What a stopwatch puts on a CUDA device's stream, in the order in which it is called.
 
-The device's clock is read, and waited for, by kernels of the hopper backend's native module. Where
-that is not built, or not for this device, ranks start behind a spin and a barrier instead.
+The device's clock is read, and waited for, by kernels of ``backends/cuda``. Where these are not
+built, or not for this device, ranks start behind a spin and a barrier instead.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, native
-from mkernel.errors import BackendUnavailable
+from mkernel.backends.cuda.native import device_clock
 from mkernel.harness.clock import Calibration, calibrated
 
 _cuda: Any = torch.cuda  # partly untyped
@@ -97,7 +96,7 @@ class CudaQueue:
         self._start = _cuda.Event(enable_timing=True)
         self._end = _cuda.Event(enable_timing=True)
         self._timeout_s = timeout_s
-        self._clock = _device_clock(device)
+        self._clock = device_clock(device.index)
         self._calibration: Calibration | None = None
         self._errors_ns: list[int] = []
 
@@ -166,14 +165,3 @@ class CudaQueue:
 def _stream() -> int:
     stream: int = torch.cuda.current_stream().cuda_stream
     return stream
-
-
-def _device_clock(device: torch.device) -> Any:
-    """The native module's clock; None where it is not built, or has no kernels for the device."""
-    try:
-        made = native()
-    except BackendUnavailable:
-        return None
-    if torch.cuda.get_device_capability(device) != ARCHITECTURE or not hasattr(made, "DeviceClock"):
-        return None
-    return made.DeviceClock(device.index)

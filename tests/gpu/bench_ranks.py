@@ -41,9 +41,9 @@ def alone() -> Iterator[None]:
 
 def clocks() -> list[tuple[int, int]]:
     """Offsets and errors of calibrations, 20 ms apart; nanoseconds."""
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.cuda import _cuda
 
-    clock = _hopper.DeviceClock(torch.cuda.current_device())
+    clock = _cuda.DeviceClock(torch.cuda.current_device())
     stream = torch.cuda.current_stream().cuda_stream
     found = []
     for _ in range(6):
@@ -70,9 +70,9 @@ def holds() -> list[tuple[float, float]]:
 
 def held_too_long() -> float:
     """Seconds until a hold gives up whose instant is an hour away."""
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.cuda import _cuda
 
-    clock = _hopper.DeviceClock(torch.cuda.current_device())
+    clock = _cuda.DeviceClock(torch.cuda.current_device())
     stream = torch.cuda.current_stream().cuda_stream
     now = clock.read(1, 10.0, stream=stream)[0][1]
     began = time.monotonic()

@@ -61,12 +61,12 @@ def test_a_hold_gives_up() -> None:
 
 
 def test_a_clock_is_read_a_legal_number_of_times() -> None:
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.cuda import _cuda
 
     with pytest.raises(ValueError, match="samples = 0"):
-        _hopper.DeviceClock(0).read(0, 1.0, stream=0)
+        _cuda.DeviceClock(0).read(0, 1.0, stream=0)
     with pytest.raises(ValueError, match="samples = 65"):
-        _hopper.DeviceClock(0).read(65, 1.0, stream=0)
+        _cuda.DeviceClock(0).read(65, 1.0, stream=0)
 
 
 def test_a_flush_empties_the_cache() -> None:

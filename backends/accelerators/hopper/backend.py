@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.accelerators.hopper.capabilities import library_ops, ops
-from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, missing
+from mkernel.backends.accelerators.hopper.native import missing
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
+from mkernel.backends.cuda.native import ARCHITECTURE
 from mkernel.backends.cuda.native import native as cuda
 from mkernel.backends.cuda.software import software
 from mkernel.errors import BackendUnavailable

@@ -13,11 +13,12 @@ import torch
 from mkernel.backends.accelerators.hopper import dispatch
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import Executor
-from mkernel.backends.accelerators.hopper.native import ARCHITECTURE, native
+from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.cuda.memory import DeviceMemory
+from mkernel.backends.cuda.native import ARCHITECTURE
 from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.topology.model import Accelerator
 

@@ -12,9 +12,6 @@ from mkernel.errors import BackendUnavailable
 if TYPE_CHECKING:
     from types import ModuleType
 
-ARCHITECTURE = (9, 0)
-"""The compute capability that the kernels are built for."""
-
 
 @cache
 def native() -> ModuleType:

@@ -7,7 +7,6 @@
 namespace mkernel::hopper {
 
 void bind_calls(pybind11::module_& module);
-void bind_clock(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
 void bind_collectives(pybind11::module_& module);
 void bind_gemm(pybind11::module_& module);

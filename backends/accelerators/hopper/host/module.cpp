@@ -11,7 +11,6 @@ PYBIND11_MODULE(_hopper, module) {
     py::module_::import("mkernel.backends.runtime._runtime");
     py::module_::import("mkernel.backends.cuda._cuda");  // it makes CudaError known to Python
     mkernel::hopper::bind_calls(module);
-    mkernel::hopper::bind_clock(module);
     mkernel::hopper::bind_transfer(module);
     mkernel::hopper::bind_collectives(module);
     mkernel::hopper::bind_gemm(module);

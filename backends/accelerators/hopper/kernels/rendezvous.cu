@@ -1,7 +1,7 @@
 #include "backends/accelerators/hopper/kernels/rendezvous.hpp"
 
 #include "backends/accelerators/hopper/device/call.cuh"
-#include "backends/accelerators/hopper/kernels/small_launch.cuh"
+#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper {
 
@@ -17,7 +17,7 @@ __global__ void rendezvous_kernel(Region region, WaitLimits limits) {
 
 void rendezvous(const Region& region, const WaitLimits& limits, cudaStream_t stream) {
     if (region.world == 1) return;
-    launch_small("launching rendezvous", rendezvous_kernel, 1, 32, 0, stream, region, limits);
+    cuda::launch_small("launching rendezvous", rendezvous_kernel, 1, 32, 0, stream, region, limits);
 }
 
 }  // namespace mkernel::hopper

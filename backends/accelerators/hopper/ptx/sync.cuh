@@ -1,49 +1,16 @@
-// Memory order and clocks, one PTX instruction each.
+// What of memory order is this architecture's, one PTX instruction each, beside backends/cuda/ptx.cuh.
 //
-// `.sys` scope throughout: peers are other GPUs and the host. Acquire loads see everything that the
-// matching release published; bulk copies (the async proxy) need `fence_async_proxy` on top: after
-// an acquire and before a bulk load of the data, and after generic writes that a bulk store reads.
+// Bulk copies (the async proxy) need `fence_async_proxy` on top of acquires and releases: after an acquire
+// and before a bulk load of the data, and after generic writes that a bulk store reads.
 #pragma once
 
 #include <cstdint>
 
+#include "backends/cuda/ptx.cuh"
+
 namespace mkernel::hopper::ptx {
 
-__device__ inline std::uint64_t load_acquire(const std::uint64_t* at) {
-    std::uint64_t value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
-    return value;
-}
-
-__device__ inline std::uint64_t load_relaxed(const std::uint64_t* at) {
-    std::uint64_t value;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
-    return value;
-}
-
-__device__ inline std::uint32_t load_relaxed(const std::uint32_t* at) {
-    std::uint32_t value;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
-}
-
-__device__ inline void store_release(std::uint64_t* at, std::uint64_t value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
-
-__device__ inline void store_release(std::uint32_t* at, std::uint32_t value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-
-// Publishes what came before a `fence_system` of this thread; several such stores share one fence,
-// where a release each would wait for the one before it to arrive.
-__device__ inline void store_relaxed(std::uint64_t* at, std::uint64_t value) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
-
-__device__ inline void fence_system() {
-    asm volatile("fence.acq_rel.sys;" ::: "memory");
-}
+using namespace cuda::ptx;
 
 // Orders generic accesses and bulk copies of this thread, in both directions, all state spaces.
 __device__ inline void fence_async_proxy() {
@@ -59,13 +26,6 @@ __device__ inline void fence_async_shared() {
 // before it on its stream wrote, and write what that one reads, only after this.
 __device__ inline void wait_for_grid_before() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// Nanoseconds; the same clock on all SMs, coarse (about 1 us), not comparable between GPUs.
-__device__ inline std::uint64_t global_ns() {
-    std::uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
 }
 
 template <int kRegisters>

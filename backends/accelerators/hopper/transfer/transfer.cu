@@ -5,10 +5,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "backends/accelerators/hopper/kernels/small_launch.cuh"
 #include "backends/accelerators/hopper/transfer/bulk_copy.cuh"
 #include "backends/accelerators/hopper/transfer/plain_copy.cuh"
 #include "backends/cuda/error.hpp"
+#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper::transfer {
 namespace {
@@ -81,14 +81,15 @@ void copy(void* dst, const void* src, std::uint64_t nbytes, Engine engine, Effor
             cudaFuncSetAttribute(copy_bulk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  kStages * kMaxStageBytes),
             "cudaFuncSetAttribute");
-        launch_small(kLaunch, copy_bulk_kernel, blocks, 32, kStages * stage_bytes, stream, to, from,
-                     nbytes, stage_bytes);
+        cuda::launch_small(kLaunch, copy_bulk_kernel, blocks, 32, kStages * stage_bytes, stream, to,
+                           from, nbytes, stage_bytes);
         return;
     }
     constexpr std::uint64_t kBlockBytes = 16 * kPlainThreads;
     const auto blocks = static_cast<std::uint32_t>(
         std::min<std::uint64_t>(effort.blocks, (nbytes + kBlockBytes - 1) / kBlockBytes));
-    launch_small(kLaunch, copy_plain_kernel, blocks, kPlainThreads, 0, stream, to, from, nbytes);
+    cuda::launch_small(kLaunch, copy_plain_kernel, blocks, kPlainThreads, 0, stream, to, from,
+                       nbytes);
 }
 
 }  // namespace mkernel::hopper::transfer

@@ -5,7 +5,7 @@
 
 #include "backends/cuda/error.hpp"
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 // On `stream`, of the current device, with `shared` bytes of dynamic shared memory. CudaError names `what`.
 template <class... Parameters>
@@ -17,7 +17,7 @@ void launch_small(const char* what, void (*kernel)(Parameters...), unsigned bloc
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    cuda::check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
 }
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

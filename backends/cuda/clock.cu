@@ -1,9 +1,9 @@
-#include "backends/accelerators/hopper/kernels/clock.hpp"
+#include "backends/cuda/clock.hpp"
 
-#include "backends/accelerators/hopper/kernels/small_launch.cuh"
-#include "backends/accelerators/hopper/ptx/sync.cuh"
+#include "backends/cuda/ptx.cuh"
+#include "backends/cuda/small_launch.cuh"
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 namespace {
 
@@ -36,4 +36,4 @@ void hold_until(ClockWords* words, std::uint64_t until_ns, std::uint64_t most_ns
     launch_small("launching hold_until", hold_kernel, 1, 1, 0, stream, words, until_ns, most_ns);
 }
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

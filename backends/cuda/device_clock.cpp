@@ -1,4 +1,4 @@
-#include "backends/accelerators/hopper/host/device_clock.hpp"
+#include "backends/cuda/device_clock.hpp"
 
 #include <atomic>
 #include <ctime>
@@ -9,7 +9,7 @@
 #include "backends/cuda/device.hpp"
 #include "backends/cuda/error.hpp"
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 namespace {
 
@@ -22,12 +22,11 @@ std::int64_t monotonic_ns() {
 }  // namespace
 
 DeviceClock::DeviceClock(int device) : device_(device) {
-    const cuda::DeviceScope scope(device_);
+    const DeviceScope scope(device_);
     void* memory = nullptr;
     // Unified addressing: the device's address is the same.
-    cuda::check(
-        cudaHostAlloc(&memory, sizeof(ClockWords), cudaHostAllocMapped | cudaHostAllocPortable),
-        "cudaHostAlloc of the words of a device's clock");
+    check(cudaHostAlloc(&memory, sizeof(ClockWords), cudaHostAllocMapped | cudaHostAllocPortable),
+          "cudaHostAlloc of the words of a device's clock");
     words_ = new (memory) ClockWords{};
 }
 
@@ -46,7 +45,7 @@ std::vector<ClockSample> DeviceClock::read(int samples, double timeout_s, cudaSt
     for (std::uint64_t& stamp : words_->stamps) std::atomic_ref(stamp).store(0);
     std::atomic_ref asked(words_->asked);
     asked.store(0);
-    const cuda::DeviceScope scope(device_);
+    const DeviceScope scope(device_);
     answer_clock(words_, samples, static_cast<std::uint64_t>(timeout_ns), stream);
     const std::int64_t deadline = monotonic_ns() + timeout_ns;
     std::vector<ClockSample> found;
@@ -72,7 +71,7 @@ std::vector<ClockSample> DeviceClock::read(int samples, double timeout_s, cudaSt
 
 void DeviceClock::hold(std::int64_t until_ns, double most_s, cudaStream_t stream) {
     std::atomic_ref(words_->passed).store(0);
-    const cuda::DeviceScope scope(device_);
+    const DeviceScope scope(device_);
     hold_until(words_, static_cast<std::uint64_t>(until_ns),
                static_cast<std::uint64_t>(most_s * 1e9), stream);
 }
@@ -82,4 +81,4 @@ std::int64_t DeviceClock::passed() const {
         std::atomic_ref(words_->passed).load(std::memory_order_acquire));
 }
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

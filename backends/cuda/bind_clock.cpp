@@ -5,14 +5,14 @@
 #include <tuple>
 #include <vector>
 
-#include "backends/accelerators/hopper/host/bindings.hpp"
-#include "backends/accelerators/hopper/host/device_clock.hpp"
+#include "backends/cuda/bind_clock.hpp"
 #include "backends/cuda/device.hpp"
+#include "backends/cuda/device_clock.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 void bind_clock(py::module_& module) {
     py::class_<DeviceClock>(module, "DeviceClock")
@@ -23,7 +23,7 @@ void bind_clock(py::module_& module) {
                 std::vector<ClockSample> found;
                 {
                     const py::gil_scoped_release released;
-                    found = clock.read(samples, timeout_s, cuda::stream_at(stream));
+                    found = clock.read(samples, timeout_s, stream_at(stream));
                 }
                 std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> told;
                 for (const ClockSample& each : found) {
@@ -35,10 +35,10 @@ void bind_clock(py::module_& module) {
         .def(
             "hold",
             [](DeviceClock& clock, std::int64_t until_ns, double most_s, std::uint64_t stream) {
-                clock.hold(until_ns, most_s, cuda::stream_at(stream));
+                clock.hold(until_ns, most_s, stream_at(stream));
             },
             "until_ns"_a, "most_s"_a, py::kw_only(), "stream"_a)
         .def_property_readonly("passed", &DeviceClock::passed);
 }
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

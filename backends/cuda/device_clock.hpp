@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "backends/accelerators/hopper/kernels/clock.hpp"
+#include "backends/cuda/clock.hpp"
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 // Nanoseconds. The device's clock read `device_ns` at some time between the host's two readings.
 struct ClockSample {
@@ -45,4 +45,4 @@ class DeviceClock {
     bool silent_ = false;  // a kernel may still use the words
 };
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

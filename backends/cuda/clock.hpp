@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 inline constexpr int kMostClockSamples = 64;
 
@@ -25,4 +25,4 @@ void answer_clock(ClockWords* words, int samples, std::uint64_t timeout_ns, cuda
 void hold_until(ClockWords* words, std::uint64_t until_ns, std::uint64_t most_ns,
                 cudaStream_t stream);
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

@@ -1,0 +1,34 @@
+# Looks for nvcc, and sets MKERNEL_NVCC_FITS. Included by every folder that has kernels: a language and the
+# variables that go with it are known below the folder that enables it.
+include(CheckLanguage)
+if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+  find_program(MKERNEL_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
+  if(MKERNEL_NVCC)
+    set(CMAKE_CUDA_COMPILER ${MKERNEL_NVCC})
+  endif()
+endif()
+set(CMAKE_CUDA_ARCHITECTURES 90a-real) # wgmma and setmaxnreg are of this architecture alone
+if(NOT CMAKE_CUDA_COMPILER)
+  check_language(CUDA)
+endif()
+set(MKERNEL_NVCC_FITS OFF)
+if(CMAKE_CUDA_COMPILER)
+  set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+  enable_language(CUDA)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.5)
+    set(MKERNEL_NVCC_FITS ON)
+  endif()
+endif()
+
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # CMake before 3.26 does not know that nvcc has it
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+endif()
+
+function(mkernel_kernels target)
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_compile_options(${target} PRIVATE -O3 -lineinfo --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra)
+endfunction()
