@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, OpName, Prediction
+from mkernel.plan.predict import prediction
 from mkernel.topology.cost import MachineConstants, PathConstants, Product, products, transfer_us
 
 FLOAT32_PARTIALS = 1 << 16
@@ -79,13 +80,7 @@ def _fused(
         return min(floor + unhidden * min(compute, comm), compute + comm)
 
     product = min(_products(owners, shape, dtype, cores, path, constants), key=whole)
-    return Prediction(
-        compute_us=product.total_us,
-        comm_us=comm,
-        sequential_us=product.total_us + comm + path.start_us,
-        pipelined_us=whole(product) + path.start_us,
-        constants=constants.name,
-    )
+    return prediction(product.total_us, comm, whole(product), path.start_us, constants)
 
 
 def _library(
@@ -100,13 +95,7 @@ def _library(
     sent = dtype if op == "all_gather_gemm" else partial_dtype(shape, dtype)
     comm = _exchanges_us(op, shape, DTYPE_BYTES[sent], DTYPE_BYTES[dtype], world, path)
     compute = min(_products(1, shape, dtype, cores, path, constants)).total_us
-    return Prediction(
-        compute_us=compute,
-        comm_us=comm,
-        sequential_us=compute + comm + path.start_us,
-        pipelined_us=compute + comm + path.start_us,
-        constants=constants.name,
-    )
+    return prediction(compute, comm, compute + comm, path.start_us, constants)
 
 
 def _products(

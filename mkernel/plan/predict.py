@@ -69,11 +69,18 @@ def closed_form(
     if world > 1:
         payload = sum(payloads(op, shape, dtype, world))
         comm = max(_link_times(payload, links, exchange, 1, resources, constants))
+    return prediction(compute, comm, max(compute, comm), constants.launch_us, constants)
+
+
+def prediction(
+    compute: float, comm: float, pipelined: float, start: float, constants: MachineConstants
+) -> Prediction:
+    """Times in microseconds without the start of a call, which is part of every call."""
     return Prediction(
         compute_us=compute,
         comm_us=comm,
-        sequential_us=compute + comm + constants.launch_us,
-        pipelined_us=max(compute, comm) + constants.launch_us,
+        sequential_us=compute + comm + start,
+        pipelined_us=pipelined + start,
         constants=constants.name,
     )
 
@@ -152,13 +159,7 @@ def all_gather_gemm(
     )
     launch = constants.launch_us
     if world == 1:
-        return Prediction(
-            compute_us=compute,
-            comm_us=0.0,
-            sequential_us=compute + launch,
-            pipelined_us=compute + launch,
-            constants=constants.name,
-        )
+        return prediction(compute, 0.0, compute, launch, constants)
 
     shard = shape.m // world * shape.k * DTYPE_BYTES[dtype]
     chunks = chunking.chunks_per_rank
@@ -172,13 +173,7 @@ def all_gather_gemm(
     exposed = max(0.0, min(first, comm) - compute / world)
     tile = gemm_tile_us(chunking.tile_m, chunking.tile_n, shape.k, rate)
     pipelined = max(compute + exposed, comm + min(tile, compute))
-    return Prediction(
-        compute_us=compute,
-        comm_us=comm,
-        sequential_us=compute + comm + launch,
-        pipelined_us=pipelined + launch,
-        constants=constants.name,
-    )
+    return prediction(compute, comm, pipelined, launch, constants)
 
 
 def _link_times(

@@ -115,13 +115,13 @@ class _Reader:
         for child in element.all("object"):
             self._object(child, place)
 
-    def _is_rdma(self, device: Element) -> bool:
-        number = device.number("osdev_type") or 0
-        return bool(number & _OPENFABRICS_BIT) if self._bits else number == _OPENFABRICS
+    def _is(self, device: Element, number: int, bit: int) -> bool:
+        """Whether a device of the operating system has this type."""
+        found = device.number("osdev_type") or 0
+        return bool(found & bit) if self._bits else found == number
 
-    def _is_network(self, device: Element) -> bool:
-        number = device.number("osdev_type") or 0
-        return bool(number & _NETWORK_BIT) if self._bits else number == _NETWORK
+    def _is_rdma(self, device: Element) -> bool:
+        return self._is(device, _OPENFABRICS, _OPENFABRICS_BIT)
 
     def _nearest(self, element: Element) -> int | None:
         """The NUMA node that an object belongs to, if to one alone."""
@@ -181,7 +181,9 @@ class _Reader:
             self._rdma(device, place, function, ids[1])
         if ports:
             return
-        interfaces = [each for each in function.all("object") if self._is_network(each)]
+        interfaces = [
+            each for each in function.all("object") if self._is(each, _NETWORK, _NETWORK_BIT)
+        ]
         names = [each.attributes.get("name", address) for each in interfaces]
         # A file without any was made without looking for them: then the PCI ids tell.
         kind = "ethernet" if names else kinds.network(*ids)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mkernel.backends.accelerators.ascend.backend import COMM_CORES
-from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES, Blocks, Prepared, native
+from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES, Blocks, Prepared, dense, native
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
+from mkernel.errors import Unsupported
 from mkernel.plan.chunking import chunking
 from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape
 
@@ -53,14 +53,13 @@ class MoeDispatchOp:
         experts = shape.experts // plan.world_size
         by_rows = plan.b_layout == "row"
         x, ids, w = (call.tensors[name] for name in ("x", "topk_ids", "w"))
-        dtype = TORCH_DTYPES[plan.dtype]
-        _check("x", x, (shape.tokens, shape.hidden), dtype)
-        _check("topk_ids", ids, (shape.tokens, shape.top_k), torch.int32, torch.int64)
+        dense("x", x, (shape.tokens, shape.hidden), plan.dtype)
+        dense("topk_ids", ids, (shape.tokens, shape.top_k), "int32", "int64")
         stored = w if by_rows else w.transpose(1, 2)
         inner = (shape.hidden, shape.features) if by_rows else (shape.features, shape.hidden)
-        _check("w", stored, (experts, *inner), dtype)
+        dense("w", stored, (experts, *inner), plan.dtype)
         rows = geometry.most_rows
-        grouped = torch.empty((rows, shape.hidden), dtype=dtype, device="cpu")
+        grouped = torch.empty((rows, shape.hidden), dtype=x.dtype, device="cpu")
         outputs = torch.empty(
             (rows, shape.features), dtype=TORCH_DTYPES[plan.out_dtype], device="cpu"
         )
@@ -111,12 +110,12 @@ class MoeCombineOp:
         shape, tables = _shape(plan), call.options["state"]
         y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
         rows = int(tables[shape.experts // plan.world_size])
-        _check("y", y, (rows, shape.features), TORCH_DTYPES[plan.dtype])
-        _check("topk_weights", weights, (shape.tokens, shape.top_k), torch.float32)
-        _check("out", out, (shape.tokens, shape.features), TORCH_DTYPES[plan.out_dtype])
-        kernels = self._kernels(
-            plan, call.rank, tables, rows, (y.data_ptr(), weights.data_ptr(), out.data_ptr())
+        addresses = (
+            dense("y", y, (rows, shape.features), plan.dtype),
+            dense("topk_weights", weights, (shape.tokens, shape.top_k), "float32"),
+            dense("out", out, (shape.tokens, shape.features), plan.out_dtype),
         )
+        kernels = self._kernels(plan, call.rank, tables, rows, addresses)
 
         def finish(_: torch.Tensor = tables) -> Mapping[str, Any]:
             return {}
@@ -233,15 +232,3 @@ def _recorded(
         return {"state": tables}
 
     return Prepared(kernels, finish)
-
-
-def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    """That a tensor is dense and fits the plan, else an error that names it."""
-    if tensor.dtype not in dtypes:
-        raise DtypeError(name, tensor.dtype, " or ".join(map(str, dtypes)))
-    if tuple(tensor.shape) != shape:
-        raise ShapeError(name, tuple(tensor.shape), f"{shape}, as planned")
-    if tensor.device.type != "cpu":
-        raise LayoutError(name, tensor.device, "a tensor in host memory: the device is simulated")
-    if not tensor.is_contiguous():
-        raise LayoutError(name, f"strides {tensor.stride()}", "contiguous, as planned")

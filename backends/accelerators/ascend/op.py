@@ -23,9 +23,9 @@ __all__ = [
     "Matrix",
     "Op",
     "Prepared",
+    "dense",
     "matrix",
     "native",
-    "planned",
 ]
 
 TORCH_DTYPES = {
@@ -81,23 +81,31 @@ class Op(Protocol):
         need, which are kept alive as in a call. ``finish`` is not called."""
 
 
-def planned(call: Call, name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """An argument of the plan's shape and dtype in host memory, else an error that names it."""
-    tensor = call.tensors[name]
-    if tensor.dtype != TORCH_DTYPES[dtype]:
-        raise DtypeError(name, tensor.dtype, f"{dtype}, as planned")
+def dense(name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: str) -> int:
+    """The address of a contiguous tensor that fits the plan, else an error that names it."""
+    _check(name, tensor, shape, *dtypes)
+    if not tensor.is_contiguous():
+        raise LayoutError(name, f"strides {tensor.stride()}", "contiguous, as planned")
+    return tensor.data_ptr()
+
+
+def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: str) -> None:
+    """Raises an error that names the tensor unless it has the shape and one of the dtypes, and lies in
+    host memory."""
+    if str(tensor.dtype).removeprefix("torch.") not in dtypes:
+        raise DtypeError(name, tensor.dtype, f"{' or '.join(dtypes)}, as planned")
     if tuple(tensor.shape) != shape:
         raise ShapeError(name, tuple(tensor.shape), f"{shape}, as planned")
     if tensor.device.type != "cpu":
         raise LayoutError(name, tensor.device, "a tensor in host memory: the device is simulated")
-    return tensor
 
 
 def matrix(
     call: Call, name: str, shape: tuple[int, int], dtype: str, *, column_major: bool = False
 ) -> Matrix:
     """A matrix argument that fits the plan, else an error that names it."""
-    tensor = planned(call, name, shape, dtype)
+    tensor = call.tensors[name]
+    _check(name, tensor, shape, dtype)
     row, col = tensor.stride()
     # torch leaves the strides of dimensions of size 1 open.
     if column_major:

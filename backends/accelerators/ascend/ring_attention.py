@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mkernel.backends.accelerators.ascend.backend import COMM_CORES
-from mkernel.backends.accelerators.ascend.op import Blocks, Prepared, native, planned
+from mkernel.backends.accelerators.ascend.op import Blocks, Prepared, dense, native
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.errors import LayoutError, ShapeError, Unsupported
+from mkernel.errors import ShapeError, Unsupported
 from mkernel.plan.model import AttentionShape, LaunchPlan
 
 if TYPE_CHECKING:
@@ -59,41 +60,30 @@ class RingAttentionOp:
         rows = shape.sequence // plan.world_size
         queries = (shape.batch, shape.heads, rows, shape.head_dim)
         keys = (shape.batch, shape.kv_heads, rows, shape.head_dim)
-        kernels = native().ring_attention(
-            geometry=self.geometry(plan),
-            q=_address(call, "q", queries, plan.dtype),
-            k=_address(call, "k", keys, plan.dtype),
-            v=_address(call, "v", keys, plan.dtype),
-            out=_address(call, "out", queries, plan.dtype),
-            lse=_address(call, "lse", queries[:3], "float32"),
-            scale=call.options["scale"],
-            order=list(plan.order[call.rank]),
-        )
-        return Prepared(kernels)
+        shapes = {"q": queries, "k": keys, "v": keys, "out": queries}
+        addresses = {
+            name: dense(name, call.tensors[name], wanted, plan.dtype)
+            for name, wanted in shapes.items()
+        }
+        addresses["lse"] = dense("lse", call.tensors["lse"], queries[:3], "float32")
+        return self._prepared(plan, call.rank, addresses, call.options["scale"])
 
     def record(self, plan: LaunchPlan, rank: int) -> Prepared:
         """What is computed does not depend on data."""
-        kernels = native().ring_attention(
-            geometry=self.geometry(plan),
-            q=0,
-            k=0,
-            v=0,
-            out=0,
-            lse=0,
-            scale=1.0,
-            order=list(plan.order[rank]),
+        return self._prepared(plan, rank, dict.fromkeys(("q", "k", "v", "out", "lse"), 0), 1.0)
+
+    def _prepared(
+        self, plan: LaunchPlan, rank: int, addresses: Mapping[str, int], scale: float
+    ) -> Prepared:
+        order = list(plan.order[rank])
+        return Prepared(
+            native().ring_attention(
+                geometry=self.geometry(plan), **addresses, scale=scale, order=order
+            )
         )
-        return Prepared(kernels)
 
 
 def _shape(plan: LaunchPlan) -> AttentionShape:
     if not isinstance(plan.shape, AttentionShape):
         raise TypeError(f"a plan of {plan.op} has no attention shape")
     return plan.shape
-
-
-def _address(call: Call, name: str, shape: tuple[int, ...], dtype: str) -> int:
-    tensor = planned(call, name, shape, dtype)
-    if not tensor.is_contiguous():
-        raise LayoutError(name, f"strides {tensor.stride()}", "contiguous, as planned")
-    return tensor.data_ptr()
