@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, SecretStr
 
-from mkernel.settings import MASK, Settings, load, variable
+from mkernel.settings import MASK, PREFIX, Settings, load, load_as, variable
 from mkernel.topology.model import Model
 from mkernel.topology.sources.files import read_text
 
@@ -312,7 +312,31 @@ def setting_rows(settings: Settings | None = None) -> list[SettingRow]:
     """
     from_environment = load()
     present = {key.upper() for key in os.environ}
-    return list(_walk(settings or from_environment, from_environment, (), present))
+    rows = _walk(settings or from_environment, from_environment, (), present)
+    return [*rows, *_rows_of_backends()]
+
+
+def _rows_of_backends() -> Iterator[SettingRow]:
+    """The settings that installed accelerator backends bring, from the environment."""
+    from mkernel.backends import registry
+
+    for name in registry.names(registry.ACCELERATORS):
+        try:
+            model = registry.accelerator(name).settings
+        except Exception:
+            continue
+        if model is None:
+            continue
+        found, prefix = load_as(model), str(model.model_config["env_prefix"])
+        for field, about in model.model_fields.items():
+            environment = variable((field,), prefix)
+            yield SettingRow(
+                name=environment.removeprefix(PREFIX).lower(),
+                value=getattr(found, field),
+                source="environment" if field in found.model_fields_set else "default",
+                environment=environment,
+                description=about.description or "",
+            )
 
 
 def _walk(

@@ -10,8 +10,10 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
@@ -122,27 +124,6 @@ class Settings(BaseSettings):
         description="verbs provider: soft, system, or a library's path; auto: system where the NIC "
         "backend finds a device that is up, else soft, which joins processes of one host only",
     )
-    streams_device: str | None = Field(
-        None,
-        description="of accelerator streams: cpu, cuda or npu; None: npu or cuda where there is one",
-    )
-    streams_copies: bool = Field(
-        True,
-        description="accelerator streams on cuda: inside a node copy engines move what GEMM ops "
-        "exchange, into memory that peers map; false: torch.distributed does; the same on all ranks",
-    )
-    ascend_strict: bool = Field(
-        False,
-        description="accelerator ascend: simulated pipes are ordered by flags and barriers only; "
-        "what these leave unordered, uninitialised or waiting in vain is an error",
-    )
-    ascend_seed: int | None = Field(
-        None,
-        ge=0,
-        lt=1 << 64,
-        description="with ascend_strict: instructions take effect late, in an order drawn from this "
-        "among those that are legal; None: when they are issued",
-    )
     signals: int = Field(65536, ge=64, le=1 << 23, description="counters in a rank's signal pad")
     job_secret: SecretStr = Field(
         SecretStr(""),
@@ -168,7 +149,16 @@ class Settings(BaseSettings):
     nic_settings: NicSettings = Field(default_factory=NicSettings)
 
 
-_PREFIX = "MKERNEL_"
+class BackendSettings(BaseSettings):
+    """Settings that an accelerator backend brings. A subclass says in its ``model_config`` which
+    variables it reads: ``env_prefix="MKERNEL_<NAME>_"``, where ``<NAME>`` is the backend's."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+
+
+_AnySettings = TypeVar("_AnySettings", bound=BaseSettings)
+
+PREFIX = "MKERNEL_"
 _NOT_SETTINGS = ("MKERNEL_SOFTVERBS_", "MKERNEL_PLANTED_MISTAKE", "MKERNEL_COMMIT")
 """Beginnings of variables that others read: the software RDMA device, which refuses those that it
 does not know, and scripts."""
@@ -178,28 +168,38 @@ def load() -> Settings:
     """The settings as the environment gives them.
 
     A variable that resembles a setting is taken for a misspelt one and refused; any other
-    ``MKERNEL_`` variable may belong to another program and is named in a warning.
+    ``MKERNEL_`` variable may belong to another program and is named in a warning. Those of backends
+    (``MKERNEL_<NAME>_``) are theirs to judge, in :func:`load_as`.
 
     Raises:
         ArgumentError: names the variable that is misspelt or has an illegal value.
     """
-    _look_for_misspelt()
+    return load_as(Settings)
+
+
+def load_as(model: type[_AnySettings]) -> _AnySettings:
+    """The settings of a model as the environment gives them; ArgumentError as :func:`load`."""
+    prefix = str(model.model_config["env_prefix"])
+    _look_for_misspelt(model, prefix)
     try:
-        return Settings()
+        return model()
     except (SettingsError, RecursionError) as error:
         named = re.search(
             r'field "(\w+)"', str(error)
         )  # too deep JSON names none: it is the longest
-        given = [name for name in os.environ if name.upper().startswith(_PREFIX)]
-        longest = max(given, key=lambda name: len(os.environ[name]), default=_PREFIX)
-        setting = variable((named[1],)) if named else longest
+        given = [name for name in os.environ if name.upper().startswith(prefix)]
+        longest = max(given, key=lambda name: len(os.environ[name]), default=prefix)
+        setting = prefix + named[1].upper() if named else longest
         raise ArgumentError(setting, "(set)", "JSON", why="it does not parse") from None
     except ValidationError as error:
         first = error.errors(include_input=True)[0]
         path = tuple(str(part) for part in first["loc"])
         shown = MASK if path[:1] == ("job_secret",) else repr(first.get("input"))[:80]
         raise ArgumentError(
-            variable(path), shown, "what `mkernel doctor --settings` documents", why=first["msg"]
+            variable(path, prefix),
+            shown,
+            "what `mkernel doctor --settings` documents",
+            why=first["msg"],
         ) from None
 
 
@@ -209,32 +209,42 @@ def check_timeout(argument: str, seconds: float) -> None:
         raise ArgumentError(argument, seconds, f"a number of seconds {_TIMEOUTS}")
 
 
-def variable(path: tuple[str, ...]) -> str:
+def variable(path: tuple[str, ...], prefix: str = PREFIX) -> str:
     """The environment variable of a setting: ``("nic_settings", "queue_depth")`` →
     ``MKERNEL_NIC_SETTINGS__QUEUE_DEPTH``."""
-    return _PREFIX + "__".join(path).upper()
+    return prefix + "__".join(path).upper()
 
 
-def _variables(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[str]:
+def _variables(
+    model: type[BaseModel], path: tuple[str, ...] = (), prefix: str = PREFIX
+) -> Iterator[str]:
     """The variables of a model's fields and, for a group, of the group as one JSON value."""
     for name, field in model.model_fields.items():
-        yield variable((*path, name))
+        yield variable((*path, name), prefix)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _variables(field.annotation, (*path, name))
+            yield from _variables(field.annotation, (*path, name), prefix)
 
 
-def _look_for_misspelt() -> None:
-    known = {name.removeprefix(_PREFIX) for name in _variables(Settings)}
+def _look_for_misspelt(model: type[BaseSettings], prefix: str) -> None:
+    known = {name.removeprefix(PREFIX) for name in _variables(model, prefix=prefix)}
+    others = _NOT_SETTINGS if prefix != PREFIX else (*_NOT_SETTINGS, *_of_backends())
     for given in os.environ:
         upper = given.upper()
-        name = upper.removeprefix(_PREFIX)
-        if not upper.startswith(_PREFIX) or name in known or upper.startswith(_NOT_SETTINGS):
+        name = upper.removeprefix(PREFIX)
+        if not upper.startswith(prefix) or name in known or upper.startswith(others):
             continue
         meant = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if meant:
-            raise ArgumentError(given, "(set)", f"{_PREFIX}{meant[0]}", why="no such setting")
+            raise ArgumentError(given, "(set)", f"{PREFIX}{meant[0]}", why="no such setting")
         warnings.warn(
             f"{given} is set, but mkernel has no such setting; `mkernel doctor --settings` lists "
             "those that it has",
             stacklevel=1,
         )
+
+
+@cache
+def _of_backends() -> tuple[str, ...]:
+    """Beginnings of the variables that installed accelerator backends may read."""
+    points = entry_points(group="mkernel.accelerators")
+    return tuple(f"{PREFIX}{point.name.upper()}_" for point in points)

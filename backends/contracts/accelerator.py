@@ -15,6 +15,7 @@ from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Works
 from mkernel.backends.contracts.status import Status
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
+from mkernel.settings import BackendSettings
 from mkernel.topology.model import Accelerator, KindName
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ class AcceleratorBackend(ABC):
     preference: ClassVar[int] = 0
     """``auto`` takes the usable backend with the highest; of equal ones the first by name. 0: by name
     only, as every simulator. The backends that come with mkernel have 20 at most."""
+    settings: ClassVar[type[BackendSettings] | None] = None
+    """Settings of its own, which ``mkernel doctor --settings`` lists; it reads them with
+    :func:`mkernel.settings.load_as`. None: it has none."""
     visibility: ClassVar[Mapping[str, str]] = {}
     """By kind of device: the environment variable by which its driver's runtime hides some of them."""
 

@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from mkernel import settings
+from mkernel.backends.accelerators.ascend.settings import AscendSettings
 from mkernel.errors import ArgumentError
 
 
@@ -29,6 +30,29 @@ def test_a_misspelt_setting_is_refused_by_name(
     assert caught.value.argument == given
     assert caught.value.legal == meant
     assert "hunter2" not in str(caught.value)  # it may be a misspelt secret
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("MKERNEL_ASCEND_STRIKT", "MKERNEL_ASCEND_STRICT"),
+        ("mkernel_ascend_sed", "MKERNEL_ASCEND_SEED"),
+    ],
+)
+def test_a_misspelt_setting_of_a_backend_is_refused_where_it_is_used(
+    given: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(given, "1")
+    settings.load()
+    with pytest.raises(ArgumentError) as caught:
+        settings.load_as(AscendSettings)
+    assert (caught.value.argument, caught.value.legal) == (given, meant)
+
+
+def test_an_illegal_setting_of_a_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_ASCEND_SEED", "-1")
+    with pytest.raises(ArgumentError, match="MKERNEL_ASCEND_SEED = '-1'"):
+        settings.load_as(AscendSettings)
 
 
 def test_a_variable_of_another_program_is_named_and_let_pass(

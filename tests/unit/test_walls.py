@@ -131,7 +131,6 @@ VENDORS_ALLOWED = {
     "mkernel/harness/spec.py": {"cuda"},
     "mkernel/harness/symm_mem.py": {"cuda", "nccl", "nvls"},
     "mkernel/harness/work.py": {"cuda"},
-    "mkernel/settings.py": {"ascend", "cuda", "npu"},  # settings of single backends
 }
 """Files of the core whose code names vendors all the same, and which. The list only shrinks."""
 

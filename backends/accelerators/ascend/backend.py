@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.accelerators.ascend.native import native
+from mkernel.backends.accelerators.ascend.settings import AscendSettings
 from mkernel.backends.accelerators.ascend.software import software
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call, Launch
 from mkernel.backends.contracts.instrumented import (
@@ -27,7 +28,7 @@ from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
-from mkernel.settings import load
+from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
     """
 
     name: ClassVar[str] = "ascend"
+    settings = AscendSettings
     visibility: ClassVar[Mapping[str, str]] = {"ascend": "ASCEND_RT_VISIBLE_DEVICES"}
 
     def __init__(self, slots: int | None = None, strict: _ascend.Strict | None = None) -> None:
@@ -258,10 +260,10 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
 
     @cached_property
     def _strict(self) -> _ascend.Strict | None:
-        settings = load()
-        if self._given_strict is not None or not settings.ascend_strict:
+        settings = load_as(AscendSettings)
+        if self._given_strict is not None or not settings.strict:
             return self._given_strict
-        options: _ascend.Strict = native().Strict(seed=settings.ascend_seed)
+        options: _ascend.Strict = native().Strict(seed=settings.seed)
         return options
 
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.accelerators.streams.settings import StreamsSettings
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
@@ -19,7 +20,7 @@ from mkernel.errors import Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.order import Runs
-from mkernel.settings import load
+from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator, KindName
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
     """
 
     name: ClassVar[str] = "streams"
+    settings = StreamsSettings
     visibility: ClassVar[Mapping[str, str]] = {
         "cuda": "CUDA_VISIBLE_DEVICES",
         "ascend": "ASCEND_RT_VISIBLE_DEVICES",
@@ -66,7 +68,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
 
     def __init__(self, device: str | None = None) -> None:
         """``device``: ``cpu``, ``cuda`` or ``npu``; default: the setting ``streams_device``."""
-        self._device = Device(device or load().streams_device)
+        self._device = Device(device or load_as(StreamsSettings).device)
         self.device = self._device.name
         self.collectives = self._device.collectives
         self._capabilities = _capabilities(self._device)

@@ -18,9 +18,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mkernel.backends.accelerators.streams import npu
+from mkernel.backends.accelerators.streams.settings import StreamsSettings
 from mkernel.backends.cuda import native
 from mkernel.errors import ArgumentError
-from mkernel.settings import load
+from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator, KindName
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class Device:
     @cached_property
     def copies(self) -> bool:
         """Whether messages inside a node may be puts by copy engines, into memory that peers map."""
-        return self.name == "cuda" and load().streams_copies and native.missing() is None
+        return self.name == "cuda" and load_as(StreamsSettings).copies and native.missing() is None
 
     @property
     def peers_together(self) -> bool:
