@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -295,25 +294,15 @@ _ALL_GATHER = _newest("all_gather_single", "all_gather_into_tensor")
 _REDUCE_SCATTER = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a contender that ships with mkernel lies."""
-
-    module: str
-    attribute: str
-
-
 _KNOWN = {
-    "mkernel": _Place(__name__, "Mkernel"),
-    "mkernel-symmetric": _Place(__name__, "MkernelSymmetric"),
-    "mkernel-fused": _Place(__name__, "MkernelFused"),
-    "mkernel-library": _Place(__name__, "MkernelLibrary"),
-    "gemm": _Place(__name__, "Gemm"),
-    "comm": _Place(__name__, "Collective"),
-    "copy": _Place("mkernel.harness.symm_mem", "Copy"),
-    "nccl+cublas": _Place(__name__, "NcclCublas"),
-    "gloo+matmul": _Place(__name__, "GlooMatmul"),
-    "symm_mem": _Place("mkernel.harness.symm_mem", "SymmMem"),
+    **{
+        kind.name: f"{__name__}:{kind.__name__}"
+        for kind in (Mkernel, MkernelSymmetric, MkernelFused, MkernelLibrary, Gemm, Collective)
+    },
+    "copy": "mkernel.harness.symm_mem:Copy",
+    "nccl+cublas": f"{__name__}:NcclCublas",
+    "gloo+matmul": f"{__name__}:GlooMatmul",
+    "symm_mem": "mkernel.harness.symm_mem:SymmMem",
 }
 NAMES = tuple(_KNOWN)
 ALWAYS = ("gemm", "comm", "copy")
@@ -325,17 +314,13 @@ SEQUENTIAL = ("nccl+cublas", "gloo+matmul")
 
 def named(name: str) -> type[Contender]:
     """The contender of that name, or at ``module:Class``. ArgumentError."""
-    if name in _KNOWN:
-        place = _KNOWN[name]
-        found: Any = getattr(import_module(place.module), place.attribute)
-    elif ":" in name:
-        module, _, attribute = name.partition(":")
-        try:
-            found = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ArgumentError("--peers", name, "module:Class", why=str(error)) from error
-    else:
+    module, colon, attribute = _KNOWN.get(name, name).partition(":")
+    if not colon:
         raise ArgumentError("--peers", repr(name), f"one of: {', '.join(NAMES)}; or module:Class")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError("--peers", name, "module:Class", why=str(error)) from error
     if not (isinstance(found, type) and issubclass(found, Contender)):
         raise ArgumentError("--peers", name, "a class that derives from Contender")
     return found

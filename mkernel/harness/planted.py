@@ -13,12 +13,17 @@ import torch
 
 from mkernel.harness.contenders import Contender, GlooMatmul, NcclCublas
 from mkernel.harness.problem import Inputs, Problem, Tensors
+from mkernel.harness.spec import GEMMS
 
 LATE_S = 0.05
 
 
 class _Broken(Contender):
     """The plain library path with one promise broken."""
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return None if problem.op in GEMMS else "faults are planted in GEMM ops"
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

@@ -7,8 +7,8 @@ once; these turns are checked and not timed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -201,22 +201,13 @@ class _Row(Rotation):
             raise error
         self.entered.pop(name, None)
 
-    def step(self, name: str, what: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def step(self, name: str, what: str) -> Iterator[None]:
         text = f"{name} at {self.shape.op} {self.shape.size}, {what}"
-        return _Named(self._guard, text, self.spec.timeout_s)
-
-
-class _Named(AbstractContextManager[None]):
-    """A guarded step whose errors say whose they are."""
-
-    def __init__(self, guard: Guard, text: str, timeout_s: float) -> None:
-        self._text = text
-        self._step = guard.step(text, timeout_s)
-
-    def __enter__(self) -> None:
-        self._step.__enter__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._step.__exit__(None, None, None)
-        if error is not None and not isinstance(error, MkernelError):
-            raise ContenderFailed(f"{self._text}: {type(error).__name__}: {error}") from error
+        try:
+            with self._guard.step(text, self.spec.timeout_s):
+                yield
+        except MkernelError:
+            raise
+        except Exception as error:
+            raise ContenderFailed(f"{text}: {type(error).__name__}: {error}") from error

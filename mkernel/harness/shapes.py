@@ -48,7 +48,7 @@ def shapes(
     if text is None:
         gemms = tuple(op for op in ops if op in GEMMS)
         found = _from_list(usual, gemms, ranks) if gemms else ()
-        return (*found, *(_shape(op, {}) for op in others))
+        return (*found, *_checked(tuple(_shape(op, {}) for op in others), ranks))
     parts = text.split(",")
     if "=" in text and not os.path.lexists(text):
         sizes = [_named(part) for part in parts]
@@ -92,10 +92,17 @@ def _named(part: str) -> dict[str, int]:
 
 
 def _checked(chosen: tuple[Shape, ...], ranks: int) -> tuple[Shape, ...]:
+    """Those that the ranks can share. ArgumentError."""
     for each in chosen:
-        if each.m is not None and each.m % ranks:
+        sizes = each.named_sizes
+        name = next(name for name in ("m", "experts", "sequence") if name in sizes)
+        parts, what = ranks, "the number of ranks"
+        if sizes.get("causal"):
+            parts, what = 2 * ranks, "twice the number of ranks"
+        if sizes[name] % parts:
+            shared = "M" if name == "m" else name
             raise ArgumentError(
-                "--shapes", each.size, f"M that is a multiple of {ranks}, the number of ranks"
+                "--shapes", each.size, f"{shared} that is a multiple of {parts}, {what}"
             )
     return chosen
 

@@ -226,6 +226,8 @@ def test_what_hangs_is_named() -> None:
     [
         (["gemm"], "one of"),
         (["moe_dispatch_gemm", "--shapes", "64x64x64"], "moe_dispatch_gemm: tokens, hidden"),
+        (["moe_combine", "--ranks", "5"], "experts that is a multiple of 5"),
+        (["ring_attention", "--shapes", "sequence=6 causal=1", "--ranks", "2"], "twice the number"),
         (["ring_attention", "--random", "3"], "--random"),
         (["moe_combine", "--mode", "graph", "--accelerator", "streams"], "depend on its data"),
         (["--nodes", "3", "--ranks", "4"], "a multiple of 3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from mkernel.cases import case_of, poison
 from mkernel.harness.contenders import Contender
 from mkernel.harness.draws import MOST_ELEMENTS, MOST_PRODUCTS, drawn
 from mkernel.harness.problem import Inputs, Problem, Tensors
-from mkernel.harness.spec import GEMMS, LOOP_CALLS, MODES, Shape
+from mkernel.harness.spec import GEMMS, LOOP_CALLS, MODES, Mode, Shape
 from mkernel.harness.symm_mem import Copy, pull_order
-from mkernel.harness.work import Loop, Unseen, Work, clock, work
+from mkernel.harness.work import Loop, Replay, Unseen, Work, clock, work
 from mkernel.plan.model import OpName
 
+Memory = tuple[tuple[int, ...], torch.dtype]
 OPS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 FIRST_OF_SEED_0 = [(8100, 1464, 2112, "row"), (4690, 1856, 11176, "column")]
 SHAPE = Shape(op="gemm_all_reduce", m=32, n=16, k=24)
@@ -91,14 +93,6 @@ def test_a_result_that_the_next_call_overwrites_is_not_checked() -> None:
     assert error < 1e-6
 
 
-def test_outputs_are_poisoned_before_every_turn() -> None:
-    made = Loop(Honest(problem()))
-    made.prepare(1)
-    before = made.run()
-    made.prepare(3)
-    assert all(poison.count(each["out"]) == each["out"].numel() for each in before)
-
-
 def test_first_calls_are_of_shapes_that_nobody_saw() -> None:
     neighbour = SHAPE.model_copy(update={"m": 33})
     unseen = Unseen([SHAPE, neighbour])
@@ -126,6 +120,86 @@ def test_first_calls_are_of_shapes_that_nobody_saw() -> None:
 def test_clocks_of_modes(mode: Any, launches: bool, found: str) -> None:
     assert mode in MODES
     assert clock(mode, launches) == found
+
+
+class Looks(Contender):
+    """Looks at what it is given, and returns memory of its own."""
+
+    name = "looks"
+    given: list[tuple[Memory, int]]
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.own = torch.zeros(problem.memory(self.kind)["out"][0])
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        out = outputs["out"]
+        self.given.append(((tuple(out.shape), out.dtype), out.numel() - poison.count(out)))
+        out.fill_(1)
+        return {"out": self.own.fill_(1)}
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Memory, int]]:
+    """Shape and dtype of each output that a call was given, and how much of it was no poison."""
+    monkeypatch.setattr(Looks, "given", [], raising=False)
+    return Looks.given
+
+
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Shapes and dtypes of what was poisoned until now and is free again."""
+    filled: list[tuple[Memory, weakref.ref[torch.Tensor]]] = []
+    fill = poison.fill
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        filled.append(((tuple(tensor.shape), tensor.dtype), weakref.ref(tensor)))
+        return fill(tensor)
+
+    monkeypatch.setattr(poison, "fill", noted)
+    return lambda: [shape for shape, tensor in filled if tensor() is None]
+
+
+@pytest.mark.parametrize("mode", ["kernel", "eager", "first"])
+def test_every_turn_begins_with_poison(
+    mode: Mode, given: list[tuple[Memory, int]], freed: Any
+) -> None:
+    made = work(mode, Looks, problem(), Unseen([]))
+    before = 0
+    for turn in range(1, 4):
+        made.prepare(10 * turn)
+        memory = freed()
+        made.run()
+        new = given[before:]
+        before = len(given)
+        outputs = 2 if mode == "eager" else 1  # a loop's calls alternate between two
+        assert [unpoisoned for _, unpoisoned in new[:outputs]] == [0] * outputs
+        assert new[0][0] in memory
+
+
+class WithoutGraphs(Replay):
+    """Replays by calling again."""
+
+    def _capture(self) -> None:
+        run = super(Replay, self).run
+
+        class Graph:
+            def replay(self) -> None:
+                run()
+
+        self._graph, self._results = Graph(), run()
+
+
+def test_what_a_replay_writes_is_poisoned_before_it(given: list[tuple[Memory, int]]) -> None:
+    """Also where that is memory which was allocated while the graph was captured."""
+    contender = Looks(problem())
+    made: Work = WithoutGraphs(contender)
+    for turn in (1, 3, 5):
+        made.prepare(turn)
+        assert poison.count(contender.own) == contender.own.numel()
+        before = len(given)
+        made.run()
+        assert [unpoisoned for _, unpoisoned in given[before : before + 2]] == [0, 0]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 13])
