@@ -102,7 +102,7 @@ THROUGH_THE_WALL = {
     ("mkernel.conformance.nic_faults.flags", "mkernel.backends.nics"),
     ("mkernel.conformance.nic_faults.wrappers", "mkernel.backends.nics"),
     ("mkernel.harness.modelled", "mkernel.backends.accelerators.ascend"),
-    ("mkernel.harness.queue", "mkernel.backends.accelerators.hopper"),
+    ("mkernel.harness.queue", "mkernel.backends.cuda"),
 }
 """Modules that import a room in spite of the table. The list only shrinks."""
 
@@ -125,7 +125,7 @@ VENDORS_ALLOWED = {
     "mkernel/harness/plot.py": {"nccl"},
     "mkernel/harness/protocol.py": {"cuda"},
     "mkernel/harness/provenance.py": {"cuda", "nccl"},
-    "mkernel/harness/queue.py": {"cuda", "hopper"},
+    "mkernel/harness/queue.py": {"cuda"},
     "mkernel/harness/rank.py": {"cuda", "nccl"},
     "mkernel/harness/run.py": {"cuda"},
     "mkernel/harness/spec.py": {"cuda"},
