@@ -6,7 +6,7 @@ from typing import Any
 
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.planner import plan
+from mkernel.plan.planner import Planned, explain
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
 from mkernel.topology.reshape import split_into_nodes
 
@@ -31,23 +31,26 @@ def world(nodes: int, ranks_per_node: int) -> Topology:
     return split_into_nodes(MACHINE, nodes, ranks_per_node, SIM, SOFT)
 
 
-def make(nodes: int = 2, ranks_per_node: int = 2, **options: Any) -> LaunchPlan:
-    """A plan of the main job, with any of the planner's arguments replaced."""
+def explained(
+    op: str, sizes: dict[str, int], nodes: int, ranks_per_node: int, **options: Any
+) -> Planned:
+    """A plan and its alternatives, with any of the planner's other arguments replaced."""
     arguments: dict[str, Any] = {
-        "op": "all_gather_gemm",
-        "m": 2048,
-        "n": 1024,
-        "k": 2048,
         "dtype": "float16",
-        "nodes": nodes,
-        "ranks_per_node": ranks_per_node,
         "accelerator": "ascend",
         "capabilities": CAPABILITIES,
         "nic": "cx7",
         "verbs": "soft",
+        **options,
     }
-    arguments.update(options)
     if "topology" not in arguments:
         arguments["topology"] = world(max(nodes, 1), max(ranks_per_node, 1))
-    sizes = {name: arguments.pop(name) for name in ("m", "n", "k")}
-    return plan(arguments.pop("op"), sizes, **arguments)
+    return explain(op, sizes, nodes=nodes, ranks_per_node=ranks_per_node, **arguments)
+
+
+def make(nodes: int = 2, ranks_per_node: int = 2, **options: Any) -> LaunchPlan:
+    """A plan of the main job, with any of the planner's arguments replaced."""
+    sizes = {"m": 2048, "n": 1024, "k": 2048}
+    sizes = {name: options.pop(name, size) for name, size in sizes.items()}
+    op = options.pop("op", "all_gather_gemm")
+    return explained(op, sizes, nodes, ranks_per_node, **options).plan

@@ -3,13 +3,13 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from plan_worlds import CAPABILITIES, world
+from plan_worlds import CAPABILITIES, explained
 
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.decide import GAIN, choose
 from mkernel.plan.model import Exchange
 from mkernel.plan.order import Runs
-from mkernel.plan.planner import Planned, explain
+from mkernel.plan.planner import Planned
 from mkernel.plan.simulate import simulate
 from mkernel.topology.cost import default_constants
 
@@ -18,18 +18,8 @@ CONSTANTS = default_constants("ascend")
 
 
 def considered(nodes: int = 4, ranks: int = 4, **options: Any) -> Planned:
-    arguments: dict[str, Any] = {
-        "dtype": "float16",
-        "nodes": nodes,
-        "ranks_per_node": ranks,
-        "accelerator": "ascend",
-        "capabilities": CAPABILITIES,
-        "nic": "cx7",
-        "verbs": "soft",
-        "topology": world(nodes, ranks),
-        **options,
-    }
-    return explain("all_gather_gemm", {"m": 16384, "n": 1024, "k": 4096}, **arguments)
+    sizes = {"m": 16384, "n": 1024, "k": 4096}
+    return explained("all_gather_gemm", sizes, nodes, ranks, **options)
 
 
 def test_the_default_stays_unless_something_is_clearly_faster() -> None:
@@ -67,27 +57,20 @@ def test_where_the_fabric_is_slow_direct_exchange_stays() -> None:
 def test_experts_rows_are_shared_with_nobody() -> None:
     every = BOTH.model_copy(update={"ops": ("moe_dispatch_gemm",)})
     sizes = {"tokens": 512, "hidden": 512, "features": 256, "experts": 32, "top_k": 4}
-    options: dict[str, Any] = {
-        "dtype": "float16", "nodes": 4, "ranks_per_node": 4, "accelerator": "ascend",
-        "capabilities": every, "nic": "cx7", "verbs": "soft", "topology": world(4, 4),
-    }  # fmt: skip
-    found = explain("moe_dispatch_gemm", sizes, **options)
+    found = explained("moe_dispatch_gemm", sizes, 4, 4, capabilities=every)
     assert found.plan.exchange == "direct"
     assert not any(one.decision == "exchange" for one in found.alternatives)
     with pytest.raises(Unsupported, match="for 'moe_dispatch_gemm'; it provides: direct"):
-        explain("moe_dispatch_gemm", sizes, exchange="hierarchical", **options)
+        explained("moe_dispatch_gemm", sizes, 4, 4, capabilities=every, exchange="hierarchical")
 
 
 def test_what_is_not_a_product_is_cut_by_rows_whatever_products_are_cut_by() -> None:
     every = BOTH.model_copy(update={"ops": ("moe_dispatch_gemm",)})
     assert every.chunk_unit == "tiles"
     sizes = {"tokens": 510, "hidden": 512, "features": 256, "experts": 32, "top_k": 4}
-    options: dict[str, Any] = {
-        "dtype": "float16", "nodes": 1, "ranks_per_node": 4, "accelerator": "ascend",
-        "capabilities": every, "nic": None, "verbs": None, "topology": world(1, 4),
-    }  # fmt: skip
     for chunk, rows in ((None, 128), (100, 100), (1000, 510)):
-        plan = explain("moe_dispatch_gemm", sizes, chunk=chunk, **options).plan
+        found = explained("moe_dispatch_gemm", sizes, 1, 4, capabilities=every, chunk=chunk)
+        plan = found.plan
         assert (plan.chunking, plan.rows_per_chunk) == (None, rows)
 
 
@@ -148,14 +131,9 @@ def simulated(
     op: str, m: int, n: int, k: int, nodes: int, ranks: int, **options: Any
 ) -> tuple[Planned, dict[str, dict[str, float]]]:
     """What is planned, and by decision the time of each option."""
-    arguments: dict[str, Any] = {
-        "dtype": "float16", "nodes": nodes, "ranks_per_node": ranks, "accelerator": "ascend",
-        "capabilities": CAPABILITIES.model_copy(
-            update={"ops": EVERY_OP, "orders": get_args(Runs)}
-        ),
-        "nic": "cx7", "verbs": "soft", "topology": world(nodes, ranks), **options,
-    }  # fmt: skip
-    found = explain(op, {"m": m, "n": n, "k": k}, **arguments)
+    every = CAPABILITIES.model_copy(update={"ops": EVERY_OP, "orders": get_args(Runs)})
+    sizes = {"m": m, "n": n, "k": k}
+    found = explained(op, sizes, nodes, ranks, **{"capabilities": every, **options})
     times: dict[str, dict[str, float]] = {}
     for one in found.alternatives:
         if "simulated" in one.why:
