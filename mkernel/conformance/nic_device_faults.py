@@ -8,7 +8,6 @@ others lose a peer. Then the same processes make a new world, which must work.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from mkernel.conformance.nic_life_checks import (
     use_once,
 )
 from mkernel.errors import MkernelError, NicError
+from mkernel.harness.environment import variables
 from mkernel.harness.nic_ranks import NicSubject, Port, Rank, deadline
 from mkernel.harness.outcome import CheckFailed, CheckSkipped
 
@@ -68,28 +68,13 @@ _REGISTRATION_S = 3.0
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Variables that devices opened inside see."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
 def _world(me: Rank, fault: str, patient: bool) -> Iterator[Port]:
     """A session of every rank; rank 0's device has the fault."""
     values = {} if patient else {"MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS": "70"}
     if me.rank == 0:
         values["MKERNEL_SOFTVERBS_FAULTS"] = fault
     with contextlib.ExitStack() as stack:
-        with _environment(values):
+        with variables(values):
             settings: dict[str, Any] = {} if patient else _IMPATIENT
             port = stack.enter_context(me.open(4 * _NBYTES, **settings))
         yield port

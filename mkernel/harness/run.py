@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from mkernel.backends import registry
 from mkernel.errors import ArgumentError
 from mkernel.harness import figures, rank
 from mkernel.harness.contenders import named
+from mkernel.harness.environment import variables
 from mkernel.harness.guard import ContenderHung, Hung, Progress
 from mkernel.harness.provenance import provenance
 from mkernel.harness.results import Conditions, Report, Row, Timing
@@ -63,7 +62,7 @@ def run(
 
     store, port = host_store(ranks, spec.timeout_s)
     try:
-        with _environment():
+        with variables(ENVIRONMENT):  # ranks inherit what keeps multicast memory off
             results = launch(
                 rank.run,
                 spec,
@@ -138,34 +137,12 @@ def conditions(accelerator: str) -> Conditions:
 
 def check_modes(modes: Sequence[Mode], accelerator: str, shapes: Sequence[Shape] = ()) -> None:
     """ArgumentError: a mode that the accelerator's device has not, or the ops of the shapes."""
-    moe = next((each.op for each in shapes if each.op.startswith("moe")), None)
-    if "graph" in modes and moe is not None:
-        raise ArgumentError(
-            "--mode",
-            "graph",
-            "kernel, eager or first",
-            why=f"the sizes of {moe} depend on its data",
-        )
+    if "graph" not in modes:
+        return
     device = registry.accelerator(accelerator).device
-    if "graph" in modes and device != "cuda":
-        raise ArgumentError(
-            "--mode",
-            "graph",
-            "kernel, eager or first",
-            why=f"{accelerator} runs on {device!r} here",
-        )
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Ranks inherit what keeps multicast memory off."""
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    moe = next((each.op for each in shapes if each.op.startswith("moe")), None)
+    why = None if device == "cuda" else f"{accelerator} runs on {device!r} here"
+    if moe is not None:
+        why = f"the sizes of {moe} depend on its data"
+    if why is not None:
+        raise ArgumentError("--mode", "graph", "kernel, eager or first", why=why)
