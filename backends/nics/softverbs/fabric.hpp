@@ -124,7 +124,7 @@ class Fabric {
     ibv_wc_status judge(const Incoming& in, const FlowPacket& packet) const;
     void finish(Incoming& in, std::uint64_t message, Arriving& arriving);
     bool retry_unready(Incoming& in, std::uint64_t now, std::uint64_t& wake_at);
-    ibv_wc_status scatter(const SrdQp& qp, const SrdReceive& receive,
+    ibv_wc_status scatter(const SrdQp& qp, const ReceiveRequest& receive,
                           const std::vector<std::byte>& payload) const;
     void reply(Incoming& in, std::uint64_t message, ibv_wc_status status);
     void drop(Incoming& in);

@@ -208,11 +208,11 @@ void Fabric::finish(Incoming& in, std::uint64_t number, Arriving& message) {
         SrdQp* const qp = receiver(p.destination);
         if (qp == nullptr) {
             message.status = IBV_WC_REM_INV_RD_REQ_ERR;
-        } else if (!qp->has_receive()) {
+        } else if (qp->rq_.empty()) {
             in.unready.push_back(number);
             return;
         } else {
-            const SrdReceive receive = qp->take_receive();
+            const ReceiveRequest receive = qp->rq_.take();
             const ibv_wc_status here =
                 is_write(p.opcode) ? IBV_WC_SUCCESS : scatter(*qp, receive, message.payload);
             if (here != IBV_WC_SUCCESS) message.status = IBV_WC_REM_INV_REQ_ERR;
@@ -243,7 +243,7 @@ bool Fabric::retry_unready(Incoming& in, std::uint64_t now, std::uint64_t& wake_
     return worked;
 }
 
-ibv_wc_status Fabric::scatter(const SrdQp& qp, const SrdReceive& receive,
+ibv_wc_status Fabric::scatter(const SrdQp& qp, const ReceiveRequest& receive,
                               const std::vector<std::byte>& payload) const {
     std::size_t placed = 0;
     for (std::uint32_t i = 0; i < receive.pieces && placed < payload.size(); ++i) {

@@ -166,28 +166,10 @@ int Qp::post_send(ibv_send_wr* wr, ibv_send_wr** bad) {
 }
 
 int Qp::post_recv(ibv_recv_wr* wr, ibv_recv_wr** bad) {
-    const std::lock_guard lock(rq_lock_);
-    const int now = state_.load(std::memory_order_acquire);
-    std::uint64_t posted = rq_posted_.load(std::memory_order_relaxed);
-    int error = 0;
-    for (; wr != nullptr; wr = wr->next) {
-        if (now == IBV_QPS_RESET) error = EINVAL;
-        if (posted - rq_taken_.load(std::memory_order_acquire) >= rq_.size()) error = ENOMEM;
-        if (wr->num_sge < 0 || static_cast<std::uint32_t>(wr->num_sge) > cap_.max_recv_sge) {
-            error = EINVAL;
-        }
-        if (error != 0) break;
-        ReceiveRequest& r = rq_[posted % rq_.size()];
-        r.wr_id = wr->wr_id;
-        r.pieces = static_cast<std::uint32_t>(wr->num_sge);
-        std::copy_n(wr->sg_list, wr->num_sge, r.sge);
-        ++posted;
-    }
-    if (error != 0 && bad != nullptr) *bad = wr;
-    rq_posted_.store(posted, std::memory_order_seq_cst);
+    const int error = rq_.post(wr, bad, state_, 0, cap_.max_recv_sge);
     // A sleeping engine has nothing to do with a new receive, unless it must flush it. One that
     // waits out a receiver-not-ready timer wakes by itself.
-    if (now == IBV_QPS_ERR) context_.wake();
+    if (state_.load(std::memory_order_acquire) == IBV_QPS_ERR) context_.wake();
     return error;
 }
 
@@ -251,12 +233,12 @@ void Qp::to_reset() {
     disconnect();
     static_cast<Cq*>(send_cq)->forget(this);
     static_cast<Cq*>(recv_cq)->forget(this);
-    const std::scoped_lock lock(sq_lock_, rq_lock_);
+    const std::lock_guard lock(sq_lock_);
     state = IBV_QPS_RESET;
     state_.store(state, std::memory_order_release);
     sq_completed_ = sq_sent_ = sq_posted_.load(std::memory_order_relaxed);
     sq_reclaimed_.store(sq_sent_, std::memory_order_relaxed);
-    rq_taken_.store(rq_posted_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    rq_.clear();
     cursor_ = placed_ = 0;
     local_error_at_ = progress_at_ = rnr_until_ = rnr_count_ = 0;
     receiving_ = deaf_ = link_dead_ = false;
@@ -353,8 +335,8 @@ bool Qp::flush_queues() {
         receiving_ = false;
         complete_receive(current_, IBV_WC_WR_FLUSH_ERR, IBV_WC_RECV, none);
     }
-    while (rq_taken_.load(std::memory_order_relaxed) < rq_posted_.load(std::memory_order_seq_cst)) {
-        complete_receive(take_receive(), IBV_WC_WR_FLUSH_ERR, IBV_WC_RECV, none);
+    while (!rq_.empty()) {
+        complete_receive(rq_.take(), IBV_WC_WR_FLUSH_ERR, IBV_WC_RECV, none);
         worked = true;
     }
     return worked;

@@ -17,13 +17,13 @@
 #include "backends/nics/softverbs/completion.hpp"
 #include "backends/nics/softverbs/memory.hpp"
 #include "backends/nics/softverbs/port.hpp"
+#include "backends/nics/softverbs/receive_queue.hpp"
 #include "backends/nics/softverbs/wire.hpp"
 
 namespace mkernel::nics::softverbs {
 
 struct Context;
 
-inline constexpr std::uint32_t kMaxSge = 4;
 inline constexpr std::uint32_t kMaxInline = 256;
 inline constexpr std::uint32_t kMaxWr = 16384;
 
@@ -38,12 +38,6 @@ struct SendRequest {
     bool signaled;
     bool solicited;
     ibv_wr_opcode opcode;
-    ibv_sge sge[kMaxSge];
-};
-
-struct ReceiveRequest {
-    std::uint64_t wr_id;
-    std::uint32_t pieces;
     ibv_sge sge[kMaxSge];
 };
 
@@ -103,7 +97,6 @@ struct Qp final : ibv_qp, SlotOwner {
     // Writes what was held back and is due; all of it where `everything` must be there now.
     bool land(std::uint64_t now, std::uint64_t& wake_at, bool everything = false);
     bool have_receive(std::uint64_t now, std::uint64_t& wake_at);
-    ReceiveRequest take_receive();
     void complete_receive(const ReceiveRequest& request, ibv_wc_status status, ibv_wc_opcode opcode,
                           const Packet& packet);
     void refuse(ibv_wc_status at_requester, ibv_event_type event);
@@ -136,11 +129,7 @@ struct Qp final : ibv_qp, SlotOwner {
     std::uint64_t sq_sent_ = 0;       // engine
     std::uint64_t sq_completed_ = 0;  // engine
 
-    // Receive queue.
-    std::mutex rq_lock_;
-    std::vector<ReceiveRequest> rq_;
-    std::atomic<std::uint64_t> rq_posted_{0};
-    std::atomic<std::uint64_t> rq_taken_{0};
+    ReceiveQueue rq_;
 
     // Requester (engine).
     bool claimed_ = false;    // we are the producer of the peer's ring

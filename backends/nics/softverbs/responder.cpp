@@ -86,7 +86,7 @@ bool Qp::have_receive(std::uint64_t now, std::uint64_t& wake_at) {
         wake_at = std::min(wake_at, rnr_until_);
         return false;
     }
-    if (rq_taken_.load(std::memory_order_relaxed) != rq_posted_.load(std::memory_order_seq_cst)) {
+    if (!rq_.empty()) {
         rnr_until_ = rnr_count_ = 0;
         return true;
     }
@@ -98,13 +98,6 @@ bool Qp::have_receive(std::uint64_t now, std::uint64_t& wake_at) {
     consumer.rnr.store(((executed_ + 1) << 8) | rnr_count_, std::memory_order_seq_cst);
     ring_doorbell(remote_->header());
     return false;
-}
-
-ReceiveRequest Qp::take_receive() {
-    const std::uint64_t number = rq_taken_.load(std::memory_order_relaxed);
-    const ReceiveRequest taken = rq_[number % rq_.size()];
-    rq_taken_.store(number + 1, std::memory_order_release);
-    return taken;
 }
 
 void Qp::complete_receive(const ReceiveRequest& request, ibv_wc_status status, ibv_wc_opcode opcode,
@@ -158,11 +151,11 @@ bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
             place_bytes(context_.config, p.remote_addr, source, p.length);
         }
         if (takes) land(now, wake_at, true);
-        if (takes) complete_receive(take_receive(), IBV_WC_SUCCESS, IBV_WC_RECV_RDMA_WITH_IMM, p);
+        if (takes) complete_receive(rq_.take(), IBV_WC_SUCCESS, IBV_WC_RECV_RDMA_WITH_IMM, p);
         return true;
     }
     if (takes) {
-        current_ = take_receive();
+        current_ = rq_.take();
         receiving_ = true;
     }
     if (!scatter(p, source)) return false;

@@ -207,25 +207,7 @@ void SrdQp::abort() {
 }
 
 int SrdQp::post_recv(ibv_recv_wr* wr, ibv_recv_wr** bad) {
-    const std::lock_guard lock(rq_lock_);
-    const int now = state_.load(std::memory_order_acquire);
-    std::uint64_t posted = rq_posted_.load(std::memory_order_relaxed);
-    int error = 0;
-    for (; wr != nullptr; wr = wr->next) {
-        if (posted - rq_taken_.load(std::memory_order_acquire) >= rq_.size()) error = ENOMEM;
-        if (now == IBV_QPS_RESET || wr->num_sge < 1 ||
-            static_cast<std::uint32_t>(wr->num_sge) > std::min(kSrdReceiveSge, cap_.max_recv_sge)) {
-            error = EINVAL;
-        }
-        if (error != 0) break;
-        SrdReceive& r = rq_[posted % rq_.size()];
-        r.wr_id = wr->wr_id;
-        r.pieces = static_cast<std::uint32_t>(wr->num_sge);
-        std::copy_n(wr->sg_list, wr->num_sge, r.sge.begin());
-        ++posted;
-    }
-    if (error != 0 && bad != nullptr) *bad = wr;
-    rq_posted_.store(posted, std::memory_order_seq_cst);
+    const int error = rq_.post(wr, bad, state_, 1, cap_.max_recv_sge);
     context_.wake();
     return error;
 }
@@ -306,14 +288,8 @@ void SrdQp::complete_send(std::uint64_t id, Opcode opcode, std::uint32_t bytes,
     push(static_cast<Cq*>(qp_base.send_cq), entry);
 }
 
-SrdReceive SrdQp::take_receive() {
-    const std::uint64_t number = rq_taken_.load(std::memory_order_relaxed);
-    const SrdReceive taken = rq_[number % rq_.size()];
-    rq_taken_.store(number + 1, std::memory_order_release);
-    return taken;
-}
-
-void SrdQp::complete_receive(const SrdReceive& receive, ibv_wc_status status, const FlowPacket& p) {
+void SrdQp::complete_receive(const ReceiveRequest& receive, ibv_wc_status status,
+                             const FlowPacket& p) {
     Cq::Entry entry{};
     entry.wc.wr_id = receive.wr_id;
     entry.wc.status = status;
@@ -337,8 +313,8 @@ bool SrdQp::flush() {
         complete_send(r.wr_id, r.opcode, r.total, IBV_WC_WR_FLUSH_ERR, 0);
     }
     const FlowPacket none;
-    for (; has_receive(); worked = true) {
-        complete_receive(take_receive(), IBV_WC_WR_FLUSH_ERR, none);
+    for (; !rq_.empty(); worked = true) {
+        complete_receive(rq_.take(), IBV_WC_WR_FLUSH_ERR, none);
     }
     return worked;
 }

@@ -16,6 +16,7 @@
 
 #include "backends/nics/softverbs/completion.hpp"
 #include "backends/nics/softverbs/flow.hpp"
+#include "backends/nics/softverbs/receive_queue.hpp"
 
 namespace mkernel::nics::softverbs {
 
@@ -50,12 +51,6 @@ struct SrdRequest {
     std::array<std::byte, kSrdInline> inline_data;
 };
 
-struct SrdReceive {
-    std::uint64_t wr_id;
-    std::uint32_t pieces;
-    std::array<ibv_sge, kSrdReceiveSge> sge;
-};
-
 struct SrdQp final : ibv_qp_ex, SlotOwner {
     SrdQp(Context& context, const ibv_qp_init_attr_ex& init, std::uint32_t number);
     ~SrdQp();
@@ -86,14 +81,9 @@ struct SrdQp final : ibv_qp_ex, SlotOwner {
     [[nodiscard]] bool receives() const {
         return qp_base.state == IBV_QPS_RTR || qp_base.state == IBV_QPS_RTS;
     }
-    [[nodiscard]] bool has_receive() const {
-        return rq_taken_.load(std::memory_order_relaxed) !=
-               rq_posted_.load(std::memory_order_seq_cst);
-    }
-    SrdReceive take_receive();
     void complete_send(std::uint64_t wr_id, Opcode opcode, std::uint32_t bytes,
                        ibv_wc_status status, std::uint32_t vendor_err);
-    void complete_receive(const SrdReceive& receive, ibv_wc_status status,
+    void complete_receive(const ReceiveRequest& receive, ibv_wc_status status,
                           const FlowPacket& packet);
 
     std::uint32_t queue_key = 0;
@@ -130,10 +120,7 @@ struct SrdQp final : ibv_qp_ex, SlotOwner {
     std::uint32_t cursor_ = 0;
     std::uint64_t held_at_ = 0;  // since when a cut link has held requests; 0: it has not
 
-    std::mutex rq_lock_;
-    std::vector<SrdReceive> rq_;
-    std::atomic<std::uint64_t> rq_posted_{0};
-    std::atomic<std::uint64_t> rq_taken_{0};
+    ReceiveQueue rq_;
 };
 
 }  // namespace mkernel::nics::softverbs

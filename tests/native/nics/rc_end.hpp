@@ -4,23 +4,13 @@
 #include <fcntl.h>
 #include <poll.h>
 
-#include <chrono>
 #include <cstdint>
-#include <cstdio>
-#include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 
-#include "backends/nics/verbs/devices.hpp"
-#include "backends/nics/verbs/loader.hpp"
-#include "backends/runtime/signal_pad.hpp"
-#include "check.hpp"
-#include "pair.hpp"
+#include "end.hpp"
 
 namespace mkernel::nics::testing::rc {
-
-using runtime::monotonic_ns;
 
 inline std::string device = "soft0";
 
@@ -39,15 +29,9 @@ struct Limits {
 
 inline constexpr std::size_t kBytes = 1 << 20;
 
-struct End {
+struct End : DeviceEnd {
     explicit End(const Limits& limits = {})
-        : limits(limits),
-          v(verbs::Verbs::load(library)),
-          context(verbs::open_device(v, device)),
-          memory(kBytes, limits.shared) {
-        pd = v->alloc_pd(context.get());
-        cq = v->create_cq(context.get(), limits.cqe, nullptr, nullptr, 0);
-        mr = v->reg_mr(pd, memory.data(), kBytes, static_cast<int>(limits.mr_access));
+        : DeviceEnd(device, kBytes, limits.shared, limits.cqe, limits.mr_access), limits(limits) {
         ibv_qp_init_attr init{};
         init.qp_type = IBV_QPT_RC;
         init.send_cq = init.recv_cq = cq;
@@ -55,14 +39,7 @@ struct End {
         qp = v->create_qp(pd, &init);
         ::fcntl(context->async_fd, F_SETFL, O_NONBLOCK);
     }
-    ~End() {
-        drop_qp();
-        if (mr != nullptr) v->dereg_mr(mr);
-        v->destroy_cq(cq);
-        v->dealloc_pd(pd);
-    }
-    End(const End&) = delete;
-    End& operator=(const End&) = delete;
+    ~End() { drop_qp(); }
 
     void drop_qp() {
         if (qp != nullptr) v->destroy_qp(qp);
@@ -133,26 +110,8 @@ struct End {
         ibv_recv_wr* bad = nullptr;
         return ibv_post_recv(qp, &wr, &bad);
     }
-    std::optional<ibv_wc> poll(double seconds = 30) {
-        const std::uint64_t deadline = monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9);
-        ibv_wc wc{};
-        while (monotonic_ns() < deadline) {
-            if (ibv_poll_cq(cq, 1, &wc) > 0) return wc;
-            std::this_thread::sleep_for(std::chrono::microseconds(50));
-        }
-        return std::nullopt;
-    }
-    // The next completion is this one.
-    bool completes(std::uint64_t id, ibv_wc_status status) {
-        const auto wc = poll();
-        if (wc && wc->wr_id == id && wc->status == status && wc->qp_num == qp->qp_num) return true;
-        if (!wc) std::printf("  no completion, expected %s\n", verbs::status_name(status));
-        if (wc) {
-            std::printf("  wr_id %llu %s, expected %llu %s\n",
-                        static_cast<unsigned long long>(wc->wr_id), verbs::status_name(wc->status),
-                        static_cast<unsigned long long>(id), verbs::status_name(status));
-        }
-        return false;
+    bool completes(std::uint64_t id, ibv_wc_status status) const {
+        return DeviceEnd::completes(qp, id, status);
     }
     std::optional<ibv_event_type> event(double seconds = 30) {
         pollfd wait{context->async_fd, POLLIN, 0};
@@ -164,12 +123,6 @@ struct End {
     }
 
     Limits limits;
-    std::shared_ptr<const verbs::Verbs> v;
-    std::shared_ptr<ibv_context> context;
-    Memory memory;
-    ibv_pd* pd;
-    ibv_cq* cq;
-    ibv_mr* mr;
     ibv_qp* qp;
 };
 

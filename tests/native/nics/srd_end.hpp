@@ -5,23 +5,13 @@
 #include <arpa/inet.h>
 
 #include <cstdint>
-#include <cstdio>
 #include <memory>
-#include <optional>
-#include <string>
-#include <thread>
 #include <vector>
 
-#include "backends/nics/verbs/devices.hpp"
 #include "backends/nics/verbs/efadv.hpp"
-#include "backends/nics/verbs/loader.hpp"
-#include "backends/runtime/signal_pad.hpp"
-#include "check.hpp"
-#include "pair.hpp"
+#include "end.hpp"
 
 namespace mkernel::nics::testing::srd {
-
-using runtime::monotonic_ns;
 
 inline constexpr std::size_t kBytes = 4 << 20;
 inline constexpr std::uint32_t kKey = 0x1234;
@@ -45,15 +35,11 @@ struct Address {
     std::uint32_t rkey = 0;
 };
 
-struct End {
+struct End : DeviceEnd {
     explicit End(const Limits& limits = {})
-        : v(verbs::Verbs::load(library)),
-          efa(verbs::Efadv::load(*v, library)),
-          context(verbs::open_device(v, "soft0")),
-          memory(kBytes, limits.shared) {
-        pd = v->alloc_pd(context.get());
-        cq = v->create_cq(context.get(), limits.cqe, nullptr, nullptr, 0);
-        mr = v->reg_mr(pd, memory.data(), kBytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+        : DeviceEnd("soft0", kBytes, limits.shared, limits.cqe,
+                    IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE),
+          efa(verbs::Efadv::load(*v, library)) {
         init.qp_type = IBV_QPT_DRIVER;
         init.send_cq = init.recv_cq = cq;
         init.pd = pd;
@@ -68,12 +54,7 @@ struct End {
     ~End() {
         drop();
         for (ibv_ah* ah : handles) efa->destroy_ah(ah);
-        v->dereg_mr(mr);
-        v->destroy_cq(cq);
-        v->dealloc_pd(pd);
     }
-    End(const End&) = delete;
-    End& operator=(const End&) = delete;
 
     void drop() {
         if (base != nullptr) v->destroy_qp(base);
@@ -144,33 +125,11 @@ struct End {
         ibv_recv_wr* bad = nullptr;
         return ibv_post_recv(base, &wr, &bad);
     }
-    std::optional<ibv_wc> poll(double seconds = 30) const {
-        const std::uint64_t deadline = monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9);
-        ibv_wc wc{};
-        do {
-            if (ibv_poll_cq(cq, 1, &wc) > 0) return wc;
-            std::this_thread::yield();
-        } while (monotonic_ns() < deadline);
-        return std::nullopt;
-    }
     [[nodiscard]] bool completes(std::uint64_t id, ibv_wc_status status) const {
-        const auto wc = poll();
-        if (wc && wc->wr_id == id && wc->status == status && wc->qp_num == base->qp_num)
-            return true;
-        std::printf("  expected wr_id %llu %s, got %llu %s\n", static_cast<unsigned long long>(id),
-                    verbs::status_name(status),
-                    wc ? static_cast<unsigned long long>(wc->wr_id) : 0ull,
-                    wc ? verbs::status_name(wc->status) : "nothing");
-        return false;
+        return DeviceEnd::completes(base, id, status);
     }
 
-    std::shared_ptr<const verbs::Verbs> v;
     std::shared_ptr<const verbs::Efadv> efa;
-    std::shared_ptr<ibv_context> context;
-    Memory memory;
-    ibv_pd* pd;
-    ibv_cq* cq;
-    ibv_mr* mr;
     ibv_qp_init_attr_ex init{};
     ibv_qp* base = nullptr;
     ibv_qp_ex* qp = nullptr;

@@ -25,6 +25,7 @@
 
 using namespace mkernel::nics;
 using namespace mkernel::nics::testing::rc;
+using mkernel::nics::testing::monotonic_ns;
 using mkernel::nics::testing::Setting;
 
 namespace {

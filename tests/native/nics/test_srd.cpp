@@ -27,6 +27,7 @@
 
 using namespace mkernel::nics;
 using namespace mkernel::nics::testing::srd;
+using mkernel::nics::testing::monotonic_ns;
 using mkernel::nics::testing::Setting;
 
 namespace {
