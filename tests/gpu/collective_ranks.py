@@ -105,7 +105,7 @@ class Sums:
 
 
 def owned_elements(world: int, elements: int) -> int:
-    """Of an all_reduce: whole 16 bytes."""
+    """Elements that a rank owns in an all_reduce, in whole 16 bytes."""
     return ((elements + world - 1) // world + 7) // 8 * 8
 
 

@@ -79,7 +79,7 @@ class Work:
         return result
 
     def error(self, turn: int, result: torch.Tensor | None = None) -> float:
-        """Of the whole output, relative; infinite where it is not finite."""
+        """The relative error of the whole output; infinite where it is not finite."""
         result = self.out if result is None else result
         return self.problem.compared("op", {"out": result}, turn, sampled=False)["out"].error
 

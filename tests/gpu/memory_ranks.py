@@ -81,7 +81,7 @@ class Holder:
         self.memory.pop(name).close()
 
     def free_bytes(self) -> int:
-        """Of the device."""
+        """Bytes that are free on the device."""
         return torch.cuda.mem_get_info()[0]
 
     def left(self) -> tuple[int, list[str]]:

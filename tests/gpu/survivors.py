@@ -70,7 +70,7 @@ def judge_absence(accelerator: str, shape: Shape, world: int, absent_s: float) -
     for kind, seconds, message, alive in told.values():
         assert kind == "Timeout"
         assert 2.7 < seconds < min(9, absent_s + 3)
-        # Of the rank itself, or of one that waits for it.
+        # It names the rank itself, or one that waits for it.
         late = f"Rank {victim} is still in call 1"
         assert f"of rank {victim}" in message or late in message
         assert "signal" in message

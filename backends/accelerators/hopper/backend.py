@@ -1,6 +1,6 @@
 """The hopper backend: persistent kernels on GPUs of compute capability 9.0, over NVLink.
 
-What it claims needs no torch; what a world does with it (``device_session.py``) does.
+Its capabilities can be asked for without torch; a world's session (``device_session.py``) needs it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mkernel.backends.runtime import _runtime
 
 _PLAIN_PROCESSORS = 132
-"""Of an H100 or H200, where no device is here to ask."""
+"""An H100 or H200 has so many; plans assume it where no device is here to ask."""
 
 
 class HopperAccelerator(AcceleratorBackend, Instrumented):
@@ -51,7 +51,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
     def __init__(self) -> None:
         """Starts nothing."""
         self._session: DeviceSession | None = None
-        self._left: list[DeviceSession] = []  # of worlds whose kernels did not end
+        self._left: list[DeviceSession] = []  # their worlds ended before their kernels did
         self._capabilities: AcceleratorCapabilities | None = None
 
     def status(self) -> Status:

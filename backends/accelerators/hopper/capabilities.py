@@ -1,4 +1,5 @@
-"""Which ops there are, for who plans: what this build has kernels of, and what torch adds."""
+"""Which ops the planner may choose: those that this build has kernels for, and those that torch
+adds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ FUNCTIONS = {
     "gemm_reduce_scatter": "gemm_reduce",
     "gemm_all_reduce": "gemm_reduce",
 }
-"""By op: the function of ``_hopper`` without which this build lacks it."""
+"""For each op, the function of ``_hopper`` that runs it; a build without the function lacks the op."""
 
 LIBRARY_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 _TORCH = (2, 8)

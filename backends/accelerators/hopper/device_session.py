@@ -1,4 +1,4 @@
-"""What a world has of its device: memory, and calls on torch's current stream."""
+"""One rank's session on its device: the world's memory, and its calls on torch's current stream."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class HopperLaunch(Launch, InstrumentedLaunch):
         number: int,
         events: tuple[torch.cuda.Event, torch.cuda.Event] | None,
     ) -> None:
-        """``number``: what ``order`` calls it. ``events``: around it, where it is timed."""
+        """``number``: the call's number in ``order``. ``events``: the call lies between them, where
+        it is timed."""
         self._order = order
         self._number = number
         self._events = events
@@ -60,7 +61,7 @@ class HopperLaunch(Launch, InstrumentedLaunch):
         return True
 
     def times(self) -> LaunchTimes:
-        """``compute``: of the whole call on the device; communication runs inside it."""
+        """``compute`` is the whole call on the device; communication runs inside it."""
         if self._events is None:
             return LaunchTimes()
         start, end = self._events
@@ -68,7 +69,7 @@ class HopperLaunch(Launch, InstrumentedLaunch):
 
 
 class DeviceSession:
-    """Of one rank, from a world's begin to its end."""
+    """One rank's device session; it lives as long as the world."""
 
     def __init__(self, device: Accelerator) -> None:
         """Choose the rank's device and make what its calls need there. BackendUnavailable."""

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class DispatchContext(NamedTuple):
-    """Where a world's calls go: a device, the order of its calls, which forks a second stream off
-    theirs, and the address of the rank's HostControl."""
+    """What all executors of a world share: the device, the order of its calls (which also has the
+    second stream for copies), and the address of the rank's HostControl."""
 
     device: int
     order: _hopper.CallOrder
@@ -32,7 +32,7 @@ def one_node(plan: LaunchPlan) -> int:
 
 
 def device_world(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
-    """As kernels of this call see it."""
+    """The world as the kernels of this call see it."""
     world: _hopper.DeviceWorld = native().DeviceWorld(
         _regions(call), call.rank, context.control, call.timeout_s, call_id(call)
     )
@@ -40,7 +40,7 @@ def device_world(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
 
 
 def call_id(call: Call) -> int:
-    """Its number as kernels note it: 32 bits."""
+    """The call's number in its world as kernels note it: the low 32 bits."""
     return call.number & 0xFFFFFFFF
 
 

@@ -1,4 +1,4 @@
-"""What each op needs, and how it is started."""
+"""Which executor runs an op, and how much of the region its plans need."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def region_bytes(plan: LaunchPlan) -> int:
 
 
 def executor_for(call: Call, context: DispatchContext) -> Executor:
-    """The calls of this one's plan. Unsupported."""
+    """Make the executor of the call's plan. Unsupported."""
     op = _op(call.plan.op)
     return (
         library.LibraryExecutor(call, context)

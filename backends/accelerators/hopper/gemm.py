@@ -1,4 +1,4 @@
-"""The GEMM ops on one rank: what a plan needs of the region, and how a call is put on its context.
+"""The GEMM ops on one rank: what a plan needs of the region, and how a call is queued.
 
 Data flow of the views:
   AllGather+GEMM   pipelined: copy engines (a second stream) or blocks of the kernel push the rows
@@ -39,7 +39,7 @@ _ELEMENT_BYTES = tuning.ELEMENT_BYTES
 
 
 def gather_bytes(plan: LaunchPlan) -> int:
-    """Bytes of the region, of AllGather+GEMM. Unsupported."""
+    """Bytes of the region that AllGather+GEMM needs. Unsupported."""
     world = one_node(plan)
     if world == 1:
         return _NO_DATA
@@ -48,7 +48,7 @@ def gather_bytes(plan: LaunchPlan) -> int:
 
 
 def reduce_bytes(plan: LaunchPlan) -> int:
-    """Bytes of the region, of a reduction in any view. Unsupported."""
+    """Bytes of the region that a reduction needs, in any view. Unsupported."""
     world = one_node(plan)
     if world == 1:
         return _NO_DATA
@@ -250,12 +250,12 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """Itself, or what to copy to it when kernels have written it."""
+    """The tensor itself if kernels can write to it, else one to copy from when they have written it."""
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else torch.empty_like(tensor)
 
 
 def _copy(dst: int, src: int, nbytes: int, stream: int) -> None:
-    """Within this GPU, when no kernel of the call needs its processors any more."""
+    """Copy within this GPU. No kernel of the call needs its multiprocessors any more."""
     if nbytes:
         made, best = native(), measured_engines().choose("local", nbytes)
         engine = getattr(made.Engine, best.engine)
@@ -263,7 +263,7 @@ def _copy(dst: int, src: int, nbytes: int, stream: int) -> None:
 
 
 def _product(plan: LaunchPlan, tiling: tuning.TilingName) -> _hopper.Product:
-    """Of no tensors yet."""
+    """The plan's product, without tensors yet."""
     made = native()
     product: _hopper.Product = made.Product(
         n=plan.gemm.n,

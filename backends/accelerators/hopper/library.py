@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
 SCATTERED_ELEMENTS = 1 << 12
-"""Elements of a product up to which it is rounded by us, not by the library, which may round the
-parts of a product that it cuts along K: an error of the whole that scatters in few elements."""
+"""Products of up to so many elements are rounded here. The library may cut a product along K and
+round the parts, an error that scatters where there are few elements."""
 
 ONE_SHOT_BYTES = 1 << 20
-"""Of partial results, times W - 2, up to which sending all of them to every rank is faster than
-sending sums in an exchange of their own: (W-1)(W-2)/W times the bytes, but 5 us less to wait."""
+"""Up to so many bytes of partial results, times W - 2, it is faster to send all of them to every
+rank than to send sums in an exchange of their own: (W-1)(W-2)/W times the bytes, but 5 us less to
+wait."""
 ONE_SHOT_MOST = 8 << 20
 
 
@@ -169,7 +170,7 @@ def _torch_dtype(name: DtypeName) -> torch.dtype:
 
 
 def _element(plan: LaunchPlan) -> _hopper.Element:
-    """What is added up, by its native name."""
+    """The native name of the elements that are added up and of the results."""
     sent = paths.partial_dtype(plan.gemm, plan.dtype)
     name = plan.dtype if sent == plan.dtype else f"{sent}_to_{plan.dtype}"
     element: _hopper.Element = getattr(native().Element, name)

@@ -1,4 +1,4 @@
-"""How the GEMM kernels are run: tile sizes, chunks, who pushes them, bands.
+"""How the GEMM kernels are tuned: tile sizes, chunks, who pushes them, bands.
 
 Pure functions of a plan's sizes, the same on every rank. The numbers here and in transfer/engines.json
 were measured on four H200 with bfloat16 and NVLink; they change times, never results.
@@ -36,24 +36,25 @@ PUSHERS = 2 * PUSH_BLOCKS
 """Threads that push; each has a chunk of its own under way."""
 PUSHED_ROWS = 64
 PUSHED_BYTES = 128 << 10
-"""What a pushing thread publishes at once: rows at most, and bytes at least."""
+"""A pushing thread publishes at most so many rows at once, and at least so many bytes."""
 
 SLICES = 2
 SLICED_FROM = 0.7
-"""Of a product's time: where the copies take longer, tiles of the rows that come last begin with a
-part of K. Waits in the loader cost, below that, more than it saves."""
+"""Where the copies take longer than this share of the product's time, tiles of the rows that come
+last begin with a part of K. Below it, the loader's waits cost more than that saves."""
 SLICE_US = 5.0
-"""What a slice more costs: a flag's copy, and the gaps around it."""
+"""Each further slice costs a flag's copy and the gaps around it."""
 
 CORE_TFLOPS = 5.8
-"""Of one multiprocessor, in tiles: what a wave takes."""
+"""One multiprocessor's rate while it computes tiles; it gives the time of a wave."""
 LATE = 1.25
-"""Rows may come so much later than copies alone take: the link has other traffic, ranks start apart."""
+"""Rows may come later than copies alone take, by this factor: the link has other traffic, and ranks
+start apart."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a reduction spreads its transfers over the call, from that share of K on.
+    """How a reduction spreads its transfers over the call, for shares of K from ``from_k`` on.
 
     ``wave_of``: an owner's tiles are cut into panels, and the own tiles of a panel are computed after
     the other owners' tiles of the next. A panel is so large that its tiles of all owners, or of the
@@ -80,14 +81,15 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
         Spread(0, "others", 0),
     ),
 }
-"""By a rank's share of K, the longest first: it is the time of a tile, in which its puts must fit."""
+"""Ordered by a rank's share of K, the longest first. That share sets the time of a tile, in which
+the tile's puts must fit."""
 
 
 @dataclass(frozen=True)
 class GatherTuning:
-    """Of AllGather+GEMM. ``push_blocks`` 0: copy engines move the chunks. ``columns_ahead``: tile
-    columns of the own rows that are computed before the others' rows; 0: all. ``slices``: of K, in
-    which copy engines move the chunk that comes last."""
+    """How AllGather+GEMM is run. ``push_blocks`` 0: copy engines move the chunks.
+    ``columns_ahead``: tile columns of the own rows that are computed before the others' rows; 0:
+    all. ``slices``: copy engines move the chunk that comes last in so many slices of K."""
 
     tiling: TilingName
     chunk_rows: int
@@ -98,8 +100,8 @@ class GatherTuning:
 
 @dataclass(frozen=True)
 class ReduceTuning:
-    """Of a GEMM with a reduction. ``rows``: of the sum, that one rank owns. ``panel_rows``: of
-    clusters; ``panel_columns``: of tiles."""
+    """How a GEMM with a reduction is run. One rank owns ``rows`` rows of the sum. A panel has
+    ``panel_rows`` rows of clusters and ``panel_columns`` columns of tiles."""
 
     tiling: TilingName
     rows: int
@@ -109,7 +111,8 @@ class ReduceTuning:
 
 
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
-    """Of a product of ``owners`` blocks of ``rows`` rows each, on that many multiprocessors."""
+    """The tiling of a product of ``owners`` blocks of ``rows`` rows each on ``processors``
+    multiprocessors."""
     height, width = CLUSTER_TILES["wide"]
     waves = owners * _up(rows, height) * _up(n, width) * (height // TILE_ROWS) / processors
     if waves < NARROW_BELOW_WAVES:
@@ -122,8 +125,8 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
 def gather(
     rows: int, n: int, k: int, world: int, chunk: int, processors: int, flags: int, copied: int
 ) -> GatherTuning:
-    """``rows``: of one rank. ``chunk``: rows a chunk, as planned. ``flags``: that a region has;
-    ``copied``: chunks that copy engines take at most."""
+    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned. A region has ``flags`` flags;
+    copy engines take at most ``copied`` chunks."""
     tiles = tiling(rows, world, n, k, processors)
     chunk = max(chunk, _up(rows, flags // world))
     if world == 1:
@@ -158,20 +161,20 @@ class _Tiles:
         height, width = CLUSTER_TILES[tiling]
         self.cluster = height // TILE_ROWS
         self.rows = _up(rows, height)
-        """Of clusters, of one rank."""
+        """Rows of clusters that one rank has."""
         self.columns = _up(n, width)
         self.world = world
         self.tile_us = 2 * TILE_ROWS * width * k / (CORE_TFLOPS * 1e6)
 
     def product_us(self, processors: int) -> float:
-        """In waves."""
+        """The time of all waves of the product."""
         clusters = self.world * self.rows * self.columns
         return _up(clusters, processors // self.cluster) * self.tile_us
 
 
 def _finish_us(work: _Tiles, put: Choice, processors: int, slices: int = 1) -> float:
-    """When the last tile is done: after all others, and one after the last rows have come, of which
-    the last of the ``slices`` of K is left to do."""
+    """When the last tile is done. It ends after all others, and after the last rows have come: by
+    then the last of the ``slices`` of K is left to do."""
     there_us = (work.world - 1) * put.microseconds + (slices - 1) * SLICE_US
     return max(work.product_us(processors), there_us + work.tile_us / slices)
 
@@ -190,8 +193,8 @@ def _columns_ahead(work: _Tiles, there_us: float, processors: int) -> int:
 
 
 def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> ReduceTuning:
-    """``k``: of one rank. Rows of an all-reduce are dealt out in whole tiles of a cluster, so that
-    the last owners may have fewer, or none."""
+    """``k`` is one rank's share. Rows of an all-reduce are dealt out in whole tiles of a cluster,
+    so the last owners may have fewer, or none."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
     tiles = tiling(rows, world, n, k, processors)
     height, width = CLUSTER_TILES[tiles]

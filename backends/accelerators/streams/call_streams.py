@@ -2,7 +2,7 @@
 
 Messages are point-to-point ones of torch.distributed, posted in the same order on every rank, so
 each wait is for one known peer; or puts into windows that peers map (``window.py``). Where the device
-has streams the communication lane is a stream of its own and events tie the streams together; the host
+has streams the communication stream is one of its own, and events tie the streams together; the host
 waits for nothing between chunks. On a CPU the messages travel in torch.distributed's own threads and
 a wait blocks the caller's worker.
 """
@@ -58,8 +58,9 @@ class Stopped(Exception):
 
 @dataclass
 class Message:
-    """What was posted together. ``peer``: the first that it comes from, or goes to where nothing comes;
-    ``target``: the first that it goes to. ``works``: (peer, is it a receive, handle)."""
+    """Tensors that were posted together. ``peer``: the first one that sends some, or that gets some
+    where none sends; ``target``: the first one that gets some. ``works``: (peer, is it a receive,
+    handle)."""
 
     peer: int
     target: int
@@ -78,7 +79,8 @@ class Message:
 
 
 class CallStreams:
-    """For one call on one rank. Everything that a message touches lives as long as this object.
+    """The streams of one call on one rank. Everything that a message touches lives as long as this
+    object.
 
     Attributes:
         in_flight: independent products that run side by side.
@@ -97,7 +99,7 @@ class CallStreams:
         *,
         words: Words | None = None,
     ) -> None:
-        """``words``: the call's workspace is a window, and these go with it."""
+        """``words`` go with a workspace that is a window; None where it is not."""
         self.rank = call.rank
         self.communicates = call.view != "compute_only"
         self.sequential = call.view == "sequential"
@@ -125,11 +127,11 @@ class CallStreams:
             self._window.open(self._arrivals)
         self.one_sided = self._window is not None
         self.peers_together = device.peers_together and not self.one_sided
-        self._beside: list[Any] = []  # streams for products beside the compute lane
+        self._beside: list[Any] = []  # streams for products beside the compute stream
         self._turn = 0
 
     def shared_cores(self) -> AbstractContextManager[None]:
-        """While it is entered neither lane's kernels keep the other's from running. All that was put
+        """While it is entered neither stream's kernels keep the other's from running. All that was put
         on the streams must have ended when it is left."""
         if not (self.overlaps and self.communicates):
             return nullcontext()
@@ -146,7 +148,7 @@ class CallStreams:
         return self.scratch(name, shape, dtype)
 
     def post(self, sends: Sequence[Sent], receives: Sequence[Parcel], chunk: int = 0) -> Message:
-        """Start messages, after all compute that was put on its lane before. Returns at once.
+        """Start messages, after all compute that was put on its stream before. Returns at once.
 
         Empty tensors are left out, so both ends must agree on what is empty. Raises Stopped.
         """
@@ -191,12 +193,13 @@ class CallStreams:
         message.arrived = self._mark(self._arrivals)
 
     def give_way(self, elements: int) -> None:
-        """Before the first products of a call, of ``elements`` results: let the messages start."""
+        """Let the messages start before the first products of a call, which have ``elements``
+        results."""
         if self.overlaps and self._messages and self._window is None:
             self._device.give_way(self._compute, self._where, elements)
 
     def wait(self, message: Message) -> None:
-        """Compute put on its lane from now on sees what the message brought. Broken."""
+        """Compute put on its stream from now on sees what the message brought. Broken."""
         if self._compute is not None and message.arrived is not None:
             self._compute.wait_event(message.arrived)
         self._finish(message, receives=True)
@@ -213,7 +216,7 @@ class CallStreams:
             self._finish(message, receives=False)
 
     def host_waits(self) -> None:
-        """The host waits for what is on the compute lane. Stopped; Broken past the deadline."""
+        """The host waits for what is on the compute stream. Stopped; Broken past the deadline."""
         if self._compute is None:
             return
         done, start = self._mark(self._compute), time.monotonic()
@@ -248,7 +251,7 @@ class CallStreams:
 
     def _batch(self, told: Sequence[tuple[int, bool, torch.Tensor]], chunk: int) -> None:
         """Together, as libraries ask that run messages as kernels: one alone would wait for ever. The
-        communication lane waits for them, not the host."""
+        communication stream waits for them, not the host."""
         operations = [
             distributed.P2POp(
                 distributed.irecv if is_receive else distributed.isend,

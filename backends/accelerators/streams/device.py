@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _MACHINES = {"cpu": (None, 1), "cuda": ("streams-cuda", 132), "npu": ("ascend", 24)}
-"""Constants for plans, and the cores of the device that they describe. Not of the one that is here:
-ranks on unlike devices must plan alike."""
+"""Constants for plans, and the cores of the device that they describe. These do not depend on the
+device that is here, because ranks on unlike devices must plan alike."""
 _KINDS: dict[str, KindName] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
 
 _TILE_ELEMENTS = 128 * 128
-"""Results of one block of a product, at least."""
+"""One block of a product computes at least so many results."""
 _HEAD_START_CYCLES = 30_000
-"""About 15 us: two events and a launch."""
+"""About 15 us, enough for two events and a launch."""
 
 _used: dict[str, bool] = {}
-"""By type, whether the process had used a device of it before it was asked what there is."""
+"""Whether the process had used a device of a type before it was asked which there are."""
 
 
 class Device:
@@ -134,7 +134,7 @@ class Device:
         _used[self.name] = True
 
     def index(self) -> int:
-        """Of the current device."""
+        """The current device's index."""
         return int(self._module().current_device())
 
     def at(self, device: torch.device) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NEEDED = ("set_stream_limit", "reset_stream_limit", "get_device_limit")
 _COMM_SHARE = 6
-"""One of so many vector cores moves messages. HCCL multiplies nothing, so the compute stream keeps
+"""One in so many vector cores moves messages. HCCL multiplies nothing, so the compute stream keeps
 every cube core. An estimate: no NPU was there to measure."""
 
 

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Routing:
-    """What one rank sends and gets. Lists are on the host, tensors on the device (int64).
+    """The rows that one rank sends and gets. Lists are on the host, tensors on the device (int64).
 
     Attributes:
         outgoing: tokens to send, rank by rank, each token once a rank; ``tokens_to``: how many.

@@ -14,7 +14,7 @@ import torch
 
 
 class Scratch:
-    """Of one worker thread: calls run one after another, so each name has one user at a time."""
+    """One worker thread's buffers. Calls run one after another, so each name has one user at a time."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}

@@ -2,7 +2,7 @@
 
 A rank's window is the world's symmetric memory on its device: the landings, each at the same place on
 every rank, so that a sender knows from its own window where something lies in a peer's. The words that
-go with it are counters of the ranks' signal pads. Of rank r's, peer p writes
+go with it are counters of the ranks' signal pads. Peer p writes these of rank r's:
 
     free[p]      the latest call for which p's own window may be written to
     arrived[p]   the latest message of p's that lies in r's window
@@ -37,15 +37,17 @@ from mkernel.plan.model import LaunchPlan
 _WORD_BYTES = 8
 _ALIGNMENT = 256
 _MESSAGE_BITS = 20
-"""Of a word: the message's number in its call; above them the call's number in the world."""
+"""A word holds the message's number in its call in so many bits, and the call's number in the world
+above."""
 _ALL = 1 << 62
-"""In a word, it ends every wait."""
+"""A word of this value ends every wait for it."""
 _DRAIN_S = 60.0
 _PAUSE_S = 0.001
 
 
 class Landing(NamedTuple):
-    """What peers write to: ``offset`` in bytes in the window, ``shape`` [source, rows, columns]."""
+    """A place that peers write to: ``offset`` in bytes in the window, ``shape`` [source, rows,
+    columns]."""
 
     offset: int
     shape: tuple[int, int, int]
@@ -58,8 +60,8 @@ class Landing(NamedTuple):
 
 
 def landings(plan: LaunchPlan) -> dict[str, Landing]:
-    """By name, those of a plan; the same on every rank. None for MoE, whose messages vary in size, and
-    for attention, which passes on what it gets."""
+    """A plan's landings by name, the same on every rank. MoE has none because its messages vary in
+    size, attention because it passes on what it gets."""
     if plan.op not in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"):
         return {}
     gemm, world = plan.gemm, plan.world_size
@@ -80,7 +82,7 @@ def landings(plan: LaunchPlan) -> dict[str, Landing]:
 
 
 def window_bytes(plan: LaunchPlan) -> int:
-    """Of a plan's window; 0 where its messages must go through torch.distributed."""
+    """Bytes of a plan's window; 0 where its messages must go through torch.distributed."""
     world = plan.world_size
     if world == 1:
         return 0
@@ -181,7 +183,7 @@ class Window:
         self._words.write(peer, self._words.arrived(self._rank), number, stream)
 
     def arrive(self, peer: int, stream: Any) -> None:
-        """What is put on ``stream`` from now on sees the peer's next message."""
+        """Work that is put on ``stream`` from now on sees the peer's next message."""
         self._awaited[peer] += 1
         number = self._call + self._awaited[peer]
         self._words.wait(self._words.arrived(peer), number, stream)

@@ -1,4 +1,4 @@
-"""What a world has of windows on one rank: memory that peers map, which plans use it, their words."""
+"""One rank's windows in a world: the memory that peers map, the plans that use it, and their words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mkernel.plan.model import LaunchPlan
 
 
 class Windows:
-    """From a world's begin to its end. A rank uses one device: that of its first call."""
+    """One rank's windows; they live as long as the world. A rank uses one device, that of its first
+    call."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -52,8 +53,8 @@ class Windows:
             return DeviceMemory.attach(descriptor, self._index)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """Of a plan: none where its messages go through torch.distributed. The words come with the
-        world's first."""
+        """What a plan needs: nothing where its messages go through torch.distributed. The words
+        come with the world's first window."""
         nbytes = window_bytes(plan)
         if nbytes == 0:
             return Workspace(nbytes=0, signals=0)
@@ -62,8 +63,8 @@ class Windows:
         return Workspace(nbytes=nbytes, signals=signals, shared=True)
 
     def words(self, call: Call) -> Words | None:
-        """For a call whose workspace is a window; None: it is not. OSError where the device cannot
-        address the pads."""
+        """The words of a call whose workspace is a window; None where it is not. OSError where the
+        device cannot address the pads."""
         if call.plan.digest() not in self._plans:
             return None
         if self._words is None:

@@ -29,7 +29,8 @@ Op = Callable[[Call, CallStreams], Mapping[str, Any]]
 """Runs one op on its streams; returns outputs whose sizes only the call found out."""
 
 _WORD_S = 3.0
-"""A lost connection is mostly the echo of a failure elsewhere: how long to wait for word of it."""
+"""A lost connection is mostly the echo of a failure elsewhere; word of that failure may take so
+long."""
 _LOOK_S = 0.02
 
 
@@ -42,7 +43,7 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
         self._op = op
         self._device = device
         self._where = next(iter(call.tensors.values())).device
-        # Of the caller's thread, to be taken over by the worker's.
+        # The worker's thread takes these over from the caller's.
         self._threads = torch.get_num_threads()
         self.inference = torch.is_inference_mode_enabled()
         self._stream = device.current(self._where) if device.has_streams else None
@@ -154,8 +155,8 @@ class Worker:
         self._latest: StreamsLaunch | None = None
 
     def start(self, call: Call, op: Op, device: Device, words: Words | None) -> StreamsLaunch:
-        """Run a call after those before it, but not after one that is stuck. ``words``: of a call whose
-        workspace is a window."""
+        """Run a call after those before it, but not after one that is stuck. A call whose workspace
+        is a window has ``words``."""
         launch = StreamsLaunch(call, op, device, words)
         if self._queue is None or (self._latest is not None and self._latest.stuck):
             self._queue = queue.SimpleQueue()

@@ -21,7 +21,7 @@ class CudaError(RuntimeError):
 
 
 class Memory:
-    """Of a device whose peers may be out of reach."""
+    """Memory of a device whose peers may be out of reach."""
 
     reachable = True
 

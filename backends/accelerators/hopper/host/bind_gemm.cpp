@@ -56,7 +56,7 @@ Product with_tensors(Product product, std::uint64_t a, std::uint64_t b, std::uin
     return product;
 }
 
-// Of no tensors yet where a, b and out are all 0.
+// The product has no tensors yet where a, b and out are all 0.
 Product product_of(std::uint64_t a, std::uint64_t b, std::uint64_t out, std::uint64_t bias, int n,
                    int k, bool half, bool n_major, Tiling tiling, int band, int blocks) {
     // Rows of a, b and out are packed, and each must be as aligned as the first.

@@ -25,7 +25,7 @@ struct Args {
     bool symmetric;
     bool brief;
 
-    // Of the source `writer` at rank `of`. `slots`: where the slots start in every region.
+    // The slot of source `writer` at rank `of`. `slots`: where the slots start in every region.
     __device__ char* slot_at(std::uint64_t slots, int of, int writer) const {
         return region.base[of] + slots + writer * slot;
     }
@@ -301,31 +301,32 @@ void launch(void (*kernel)(Args), const Args& args, std::uint32_t blocks, cudaSt
 
 using Kernel = void (*)(Args);
 
-// `pick`: the kernel for elements of the type In in sources and Out in results.
+// `pick(source, result)`: the kernel for elements of these arguments' types.
 template <class Pick>
 Kernel of_element(Element element, Pick&& pick) {
     switch (element) {
         case Element::bfloat16:
-            return pick.template operator()<__nv_bfloat16, __nv_bfloat16>();
+            return pick(__nv_bfloat16{}, __nv_bfloat16{});
         case Element::float16:
-            return pick.template operator()<__half, __half>();
+            return pick(__half{}, __half{});
         case Element::float32_to_bfloat16:
-            return pick.template operator()<float, __nv_bfloat16>();
+            return pick(float{}, __nv_bfloat16{});
         case Element::float32_to_float16:
-            return pick.template operator()<float, __half>();
+            return pick(float{}, __half{});
     }
     throw std::invalid_argument("no such element");
 }
 
 template <bool kGather>
 Kernel reduce_of(Element element) {
-    return of_element(
-        element, []<class In, class Out>() -> Kernel { return reduce_kernel<In, Out, kGather>; });
+    return of_element(element, [](auto source, auto result) -> Kernel {
+        return reduce_kernel<decltype(source), decltype(result), kGather>;
+    });
 }
 
 Kernel one_shot_of(Element element) {
-    return of_element(element, []<class In, class Out>() -> Kernel {
-        return all_reduce_one_shot_kernel<In, Out>;
+    return of_element(element, [](auto source, auto result) -> Kernel {
+        return all_reduce_one_shot_kernel<decltype(source), decltype(result)>;
     });
 }
 

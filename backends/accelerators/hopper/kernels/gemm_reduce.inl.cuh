@@ -43,7 +43,7 @@ struct TileFlags {
     const Region& region;
     int tiles;  // of an owner
 
-    // Of `other` among the ranks but `at`, from at + 1 on.
+    // The place of `other` among the ranks but `at`, counted from at + 1 on.
     __device__ int slot(int other, int at) const {
         return (other - at - 1 + region.world) % region.world;
     }

@@ -121,7 +121,7 @@ class Multiplier {
     static constexpr int kRowBytes = kTileK * kElementBytes;  // 128, as of a slice
     static constexpr int kAtomBytes = 8 * kRowBytes;          // what the swizzle permutes
 
-    // Of this lane's row of blocks `block` and `block` + 1 of a swizzled slice.
+    // The address of this lane's row of blocks `block` and `block` + 1 of a swizzled slice.
     __device__ std::uint32_t address(const unsigned char* slice, int block) const {
         return ptx::shared_address(slice) + row_ * kRowBytes +
                ((block + lane_ / 16) ^ (row_ % 8)) * 16;

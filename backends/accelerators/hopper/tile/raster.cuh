@@ -5,8 +5,8 @@
 
 namespace mkernel::hopper {
 
-// Of one matrix, so that those in flight share operands in L2: bands of `band` cluster rows, down the
-// band first.
+// The tiles of one matrix, in bands of `band` cluster rows, down the band first: tiles in flight
+// share operands in L2.
 struct Raster {
     int cluster_rows;  // tiles of (cluster x 128) rows
     int columns;       // tiles of kTileN columns
@@ -24,9 +24,10 @@ struct Raster {
     }
 };
 
-// Of a matrix whose rows come from `world` ranks, one after the other, the own ones first: `ahead`
-// columns of the own rows; then the other columns of everyone's rows, which share them in L2; then
-// `ahead` columns of the others', rank by rank. With all columns ahead it is rank by rank throughout.
+// The tiles of a matrix whose rows come from `world` ranks, one after the other, the own ones
+// first: `ahead` columns of the own rows; then the other columns of everyone's rows, which share
+// them in L2; then `ahead` columns of the others', rank by rank. With all columns ahead it is rank
+// by rank throughout.
 class ArrivalOrder {
   public:
     __host__ __device__ ArrivalOrder(const Raster& raster, int ahead, int world)
@@ -60,9 +61,9 @@ class ArrivalOrder {
     int rows_, band_, ahead_, others_, world_;
 };
 
-// Of a matrix whose rows belong to `world` owners, each with a raster of its own that is cut into
-// panels, numbered down a band of columns: the others' panel 0; then, panel by panel, the others' next
-// and the own one before it; the own last one.
+// The tiles of a matrix whose rows belong to `world` owners, each with a raster of its own that is
+// cut into panels, numbered down a band of columns: the others' panel 0; then, panel by panel, the
+// others' next and the own one before it; the own last one.
 class OwnerOrder {
   public:
     __host__ __device__ OwnerOrder(const Raster& raster, int panel_rows, int panel_columns,

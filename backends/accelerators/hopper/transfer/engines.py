@@ -44,8 +44,8 @@ class Curve(Model):
         return self
 
     def microseconds(self, nbytes: int) -> float:
-        """Between two points on the line through them; beyond the last two too; below the first as
-        that one."""
+        """The time on the line through the two nearest points; below the first point, that point's
+        time."""
         after = next((p for p in self.points[1:] if p.nbytes >= nbytes), self.points[-1])
         before = self.points[self.points.index(after) - 1]
         slope = (after.microseconds - before.microseconds) / (after.nbytes - before.nbytes)
