@@ -29,6 +29,7 @@ import torch
 
 from mkernel.backends.accelerators.hopper import _hopper
 from mkernel.backends.cuda import _cuda
+from mkernel.backends.cuda.memory import bytes_at
 from mkernel.harness.provenance import devices
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -57,15 +58,7 @@ class Memory:
             finally:
                 os.close(fd)
             self.peer_address = self._mapped.address
-            interface = {
-                "version": 3,
-                "shape": (nbytes,),
-                "typestr": "|u1",
-                "data": (self._owned.address, False),
-                "strides": None,
-            }
-            holder = type("Peer", (), {"__cuda_array_interface__": interface})()
-            self.peer = torch.as_tensor(holder, device="cuda:1")
+            self.peer = bytes_at(self._owned.address, nbytes, self._owned)
             # torch copies between devices only what its own allocator gave it
             self.torch_peer = torch.empty(nbytes, dtype=torch.uint8, device="cuda:1")
 
