@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from in_world import survivors
 
 import mkernel
+from mkernel.cases import case_of
 from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import PeerFailure, PlanMismatch, Timeout, WorldError
 from mkernel.world.agreement import Agreement
@@ -23,7 +25,19 @@ SHAPE = (256, 512, 512)  # rows, k, n
 DEADLINE_S = 60.0
 """Of worlds whose ranks must be told of a failure, however busy the machine is: well before it."""
 TOLD_S = DEADLINE_S / 2
-ABSENT_S = 2.0
+ABSENT_S = 1.5
+"""The deadline that ``survivors`` gives ranks where one stays away."""
+
+
+CASE = case_of("all_gather_gemm")({"m": 1024, "n": 512, "k": 512}, "float16", "float32")
+
+
+def broken(action: str, victim: int, nodes: int) -> list[tuple[str, float, str]]:
+    """How each other rank of a world heard of it: (error type, seconds, message)."""
+    return survivors(
+        CASE, victim, action,
+        nodes=nodes, ranks_per_node=2, timeout_s=DEADLINE_S, accelerator="ascend",
+    )  # fmt: skip
 
 
 def call(rows: int = SHAPE[0], n: int = SHAPE[2]) -> torch.Tensor:
@@ -33,67 +47,17 @@ def call(rows: int = SHAPE[0], n: int = SHAPE[2]) -> torch.Tensor:
     )
 
 
-def outcome(action: str, victim: int) -> tuple[str, float, str]:
-    """(error type, seconds until it was raised, message) of a rank in a world that breaks."""
-    world = mkernel.world()
-    call()
-    world.barrier()
-    start = time.monotonic()
-    try:
-        if world.rank == victim:
-            if action == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if action == "raise":
-                raise RuntimeError("planted")
-            world.barrier()  # nobody else comes to it: it ends when the world breaks
-        if action == "absent":
-            give_up_after(ABSENT_S)
-        while True:
-            call()
-    except WorldError as error:
-        return type(error).__name__, time.monotonic() - start, str(error)
-
-
-def survivors(action: str, victim: int, nodes: int) -> list[tuple[str, float, str]]:
-    """Outcomes of the ranks that live on, gathered through the launcher's reports."""
-    seen: dict[int, tuple[str, float, str]] = {}
-    with pytest.raises(BaseException):  # noqa: B017,PT011 - whatever launch raises, the ranks judge
-        mkernel.launch(
-            report_outcome, action, victim, nodes=nodes, ranks_per_node=2, timeout_s=DEADLINE_S,
-            on_report=lambda rank, payload: seen.update({rank: payload}),
-            accelerator="ascend",
-        )  # fmt: skip
-    assert sorted(seen) == [rank for rank in range(2 * nodes) if rank != victim]
-    return list(seen.values())
-
-
-def report_outcome(action: str, victim: int) -> None:
-    from mkernel.launch import report
-
-    result = outcome(action, victim)
-    if mkernel.world().rank != victim:
-        report(result)
-    raise RuntimeError("the launcher need not wait")
-
-
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_rank_is_a_peer_failure_everywhere(nodes: int, victim: int) -> None:
-    for kind, seconds, message in survivors("kill", victim, nodes):
+    for kind, seconds, message in broken("kill", victim, nodes):
         assert kind == "PeerFailure"
         assert f"rank {victim}" in message
         assert seconds < TOLD_S
 
 
-def test_raising_rank_is_a_peer_failure_everywhere() -> None:
-    for kind, seconds, message in survivors("raise", 1, 2):
-        assert kind == "PeerFailure"
-        assert "RuntimeError: planted" in message
-        assert seconds < TOLD_S
-
-
 def test_absent_rank_is_a_time_out_everywhere_and_is_named() -> None:
-    results = survivors("absent", 3, 2)
+    results = broken("absent", 3, 2)
     for kind, seconds, message in results:
         assert kind == "Timeout"
         assert 0.75 * ABSENT_S < seconds < TOLD_S
@@ -104,7 +68,7 @@ def test_absent_rank_is_a_time_out_everywhere_and_is_named() -> None:
 
 def test_strict_simulation_adds_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_ASCEND_STRICT", "1")
-    results = survivors("absent", 3, 2)
+    results = broken("absent", 3, 2)
     for kind, seconds, message in results:
         assert kind == "Timeout"
         assert 0.75 * ABSENT_S < seconds < TOLD_S

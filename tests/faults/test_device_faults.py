@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
-import torch
-from torch.distributed import TCPStore
+from in_world import gathers, stores
 
 import mkernel
 from mkernel.cases.base import TOLERANCE
@@ -22,22 +21,11 @@ T = TypeVar("T")
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-NODES, ROWS, K, N = 3, 64, 256, 128
+NODES = 3
 TIMEOUT_S = 30.0
 STALLED_S = 4.0
 """Deadline where nothing else may tell of a fault."""
 FAULTS = "MKERNEL_SOFTVERBS_FAULTS"
-
-
-def call(seed: int) -> float:
-    """Relative error of one call with fresh inputs."""
-    world = mkernel.world()
-    generator = torch.Generator().manual_seed(seed)
-    a = [torch.randn(ROWS, K, generator=generator).half() for _ in range(world.size)]
-    b = torch.randn(K, N, generator=generator).half()
-    c = mkernel.all_gather_gemm(a[world.rank], b, out_dtype=torch.float32)
-    reference = torch.cat(a).double() @ b.double()
-    return float((c.double() - reference).norm() / reference.norm())
 
 
 def join(port: int, nic: str, fault: str | None) -> None:
@@ -45,13 +33,12 @@ def join(port: int, nic: str, fault: str | None) -> None:
     if fault is not None and os.environ["RANK"] == "0":
         os.environ[FAULTS] = fault
     try:
-        stores = [TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2)]
         mkernel.init(
             nodes=NODES,
             ranks_per_node=1,
             nic=nic,
             timeout_s=TIMEOUT_S,
-            stores=(stores[0], stores[1]),
+            stores=stores(port),
             accelerator="ascend",
         )
     finally:
@@ -78,13 +65,13 @@ def break_and_rebuild(port: int, nic: str, fault: str) -> tuple[str, float, floa
     start = time.monotonic()
     try:
         for seed in range(10_000):
-            call(seed)
+            gathers(seed)
         raise AssertionError(f"{fault} went unnoticed")
     except WorldError as error:
         kind, message, seconds = type(error).__name__, str(error), time.monotonic() - start
         mkernel.finalize(error)
     join(port, nic, None)
-    return kind, seconds, max(call(seed) for seed in range(3)), message
+    return kind, seconds, max(gathers(seed) for seed in range(3)), message
 
 
 @pytest.mark.parametrize(
@@ -110,7 +97,7 @@ def test_every_rank_hears_of_it_and_goes_on(
 def heals(port: int, nic: str, fault: str) -> float:
     mkernel.finalize()
     join(port, nic, fault)
-    return max(call(seed) for seed in range(30))
+    return max(gathers(seed) for seed in range(30))
 
 
 @pytest.mark.parametrize("fault", ["cut@20+50ms", "stall@20+50ms"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
+from in_world import gathers
 from pydantic import SecretStr
 from torch.distributed import PrefixStore, TCPStore
 
@@ -244,16 +244,7 @@ def where() -> tuple[int, str]:
 
 def works() -> float:
     """The largest relative error of a few calls."""
-    world = mkernel.world()
-    worst = 0.0
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        a = [torch.randn(64, 256, generator=generator).half() for _ in range(world.size)]
-        b = torch.randn(256, 128, generator=generator).half()
-        c = mkernel.all_gather_gemm(a[world.rank], b, out_dtype=torch.float32)
-        truth = torch.cat(a).double() @ b.double()
-        worst = max(worst, float((c.double() - truth).norm() / truth.norm()))
-    return worst
+    return max(gathers(seed) for seed in range(3))
 
 
 Outcome = tuple[str, str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from in_world import relative, shards
 
 import mkernel
 from mkernel.cases.base import TOLERANCE
@@ -11,18 +12,6 @@ from mkernel.cases.base import TOLERANCE
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 WORLDS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 2), (4, 1)]
-
-
-def shards(
-    seed: int, size: int, rows: int, k: int, n: int, dtype: torch.dtype
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    a = [torch.randn(rows, k, generator=generator).to(dtype) for _ in range(size)]
-    return a, torch.randn(k, n, generator=generator).to(dtype)
-
-
-def relative(result: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((result.double() - reference).norm() / reference.norm())
 
 
 def repeated(

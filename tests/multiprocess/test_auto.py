@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_world import stores
 from pydantic import SecretStr
-from torch.distributed import TCPStore
 
 import mkernel
 from mkernel.errors import BackendUnavailable, Unsupported
@@ -109,7 +109,6 @@ def elsewhere(port: int, verbs: str | None) -> None:
     """A world whose two nodes are two hosts by their names."""
     mkernel.finalize()
     rank = os.environ["RANK"]
-    stores = [TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(join, "host_identity", lambda: f"host{rank}")
         mkernel.init(
@@ -117,7 +116,7 @@ def elsewhere(port: int, verbs: str | None) -> None:
             accelerator="ascend",
             verbs=verbs,
             settings=Settings(job_secret=SecretStr("a secret of this job")),
-            stores=(stores[0], stores[1]),
+            stores=stores(port),
         )
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from in_world import survivors
 
 import mkernel
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Comparison, case_of
-from mkernel.conformance.checks.failures import rank_outcome
 from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import PeerFailure, Timeout, Unsupported
 from mkernel.plan.shapes import SHAPES
@@ -201,21 +201,17 @@ def call(op: str) -> None:
     case.run(case.inputs(world.rank, world.size, 0))
 
 
-def survivors(op: str, action: str, victim: int) -> list[tuple[str, float, str]]:
-    seen: dict[int, tuple[str, float, str]] = {}
-    with pytest.raises(BaseException):  # noqa: B017,PT011 - whatever launch raises, the ranks judge
-        mkernel.launch(
-            rank_outcome, make(op, 4), victim, action, ranks_per_node=4, timeout_s=DEADLINE_S,
-            accelerator="streams",
-            on_report=lambda rank, payload: seen.update({rank: payload}),
-        )  # fmt: skip
-    assert sorted(seen) == [rank for rank in range(4) if rank != victim]
-    return list(seen.values())
+def heard(op: str, victim: int, action: str) -> list[tuple[str, float, str]]:
+    """How each other rank of a world heard of it: (error type, seconds, message)."""
+    return survivors(
+        make(op, 4), victim, action,
+        ranks_per_node=4, timeout_s=DEADLINE_S, accelerator="streams",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("op", ["all_gather_gemm", "moe_dispatch_gemm", "ring_attention"])
 def test_killed_rank_is_a_peer_failure_everywhere(op: str) -> None:
-    for kind, seconds, message in survivors(op, "kill", 1):
+    for kind, seconds, message in heard(op, 1, "kill"):
         assert kind == "PeerFailure", message
         assert "rank 1" in message
         assert seconds < TOLD_S
@@ -223,7 +219,7 @@ def test_killed_rank_is_a_peer_failure_everywhere(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["all_gather_gemm", "ring_attention"])
 def test_absent_rank_is_a_time_out_everywhere(op: str) -> None:
-    results = survivors(op, "absent", 3)
+    results = heard(op, 3, "absent")
     for kind, seconds, message in results:
         assert kind == "Timeout", message
         assert 0.7 * ABSENT_S < seconds < TOLD_S

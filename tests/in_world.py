@@ -1,0 +1,52 @@
+"""What tests of whole worlds share: clients of a store, one judged call, and how a world broke."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+import mkernel
+from mkernel.cases import Case
+from mkernel.conformance.checks.failures import rank_outcome
+
+
+def stores(port: int) -> tuple[TCPStore, TCPStore]:
+    """Two clients of this host's store, as :func:`mkernel.init` takes them."""
+    one, two = (TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2))
+    return one, two
+
+
+def shards(
+    seed: int, size: int, rows: int, k: int, n: int, dtype: torch.dtype = torch.float16
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Every rank's rows of ``a``, and ``b``."""
+    generator = torch.Generator().manual_seed(seed)
+    a = [torch.randn(rows, k, generator=generator).to(dtype) for _ in range(size)]
+    return a, torch.randn(k, n, generator=generator).to(dtype)
+
+
+def relative(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """The relative error of a result."""
+    return float((result.double() - reference).norm() / reference.norm())
+
+
+def gathers(seed: int, rows: int = 64, k: int = 256, n: int = 128) -> float:
+    """The relative error of one AllGather+GEMM call in the current world, with fresh inputs."""
+    world = mkernel.world()
+    a, b = shards(seed, world.size, rows, k, n)
+    c = mkernel.all_gather_gemm(a[world.rank], b, out_dtype=torch.float32)
+    return relative(c, torch.cat(a).double() @ b.double())
+
+
+def survivors(case: Case, victim: int, action: str, **world: Any) -> list[tuple[str, float, str]]:
+    """(error type, seconds until it was raised, message) of all ranks but the victim, each of which
+    must have reported; :func:`.failures.rank_outcome` says what happens."""
+    seen: dict[int, tuple[str, float, str]] = {}
+    with pytest.raises(BaseException):  # noqa: B017,PT011 - whatever launch raises, the ranks judge
+        mkernel.launch(rank_outcome, case, victim, action, on_report=seen.__setitem__, **world)
+    ranks = world.get("nodes", 1) * world["ranks_per_node"]
+    assert sorted(seen) == [rank for rank in range(ranks) if rank != victim]
+    return list(seen.values())
