@@ -191,7 +191,7 @@ def _from_json(text: bytes, path: Path) -> Discovery:
         data = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise InputFileError(
-            f"topology file {path} is not JSON: {error} (nor {formats.NAMES})"
+            f"topology file {path} is not JSON: {error} (nor {formats.OTHERS})"
         ) from error
     if isinstance(data, dict) and "topology" in data:
         data = data["topology"]

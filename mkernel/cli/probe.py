@@ -18,6 +18,7 @@ from mkernel.probe.tree import tree
 from mkernel.settings import load as load_settings
 from mkernel.topology.discover import Discovery, discover, read
 from mkernel.topology.model import Accelerator, Nic, Node, Note
+from mkernel.topology.sources import formats
 
 
 def backend_devices() -> tuple[tuple[Accelerator, ...], tuple[Nic, ...], tuple[Note, ...]]:
@@ -50,7 +51,7 @@ def command(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Read a machine from NCCL's or hwloc's XML, npu-smi's text, or JSON that this "
+            help=f"Read a machine from {formats.KNOWN}, or JSON that this "
             "command printed. Given several times: files about one machine, merged.",
         ),
     ] = None,

@@ -113,7 +113,6 @@ VENDOR = re.compile(
 )
 VENDORS_ALLOWED = {
     "mkernel/cli/bench.py": {"ascend"},  # --model-only
-    "mkernel/cli/probe.py": {"nccl", "npu"},  # whose files --from reads
     "mkernel/conformance/faults/__init__.py": {"ascend"},
     "mkernel/conformance/nic_faults/__init__.py": {"cx7", "efa"},
     "mkernel/conformance/nic_faults/wrappers.py": {"cx", "cx7"},

@@ -8,7 +8,9 @@ from mkernel.errors import InputFileError
 from mkernel.topology.sources import hwloc, nccl, npu, xml
 from mkernel.topology.sources.findings import Findings
 
-NAMES = "XML, nor text of npu-smi"
+KNOWN = "NCCL's or hwloc's XML, npu-smi's text"
+OTHERS = "XML, nor text of npu-smi"
+"""In words: the formats, and what is no JSON may be."""
 
 
 def parse(text: bytes, path: Path) -> tuple[Findings, ...] | None:
