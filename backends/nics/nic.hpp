@@ -145,7 +145,7 @@ class Nic {
     // again. Both are harmless for a region that is not there.
     virtual void withdraw(std::uint32_t region) = 0;
     virtual void deregister_memory(std::uint32_t region) = 0;
-    // Of the regions registered now.
+    // How many regions are registered now, by how.
     [[nodiscard]] virtual Registrations registrations() const = 0;
 
     // Makes a path to `peer` fail, through the NIC's own error machinery. For tests.

@@ -14,7 +14,7 @@ from mkernel.errors import MkernelError
 from mkernel.topology.model import Nic
 
 _LOCKED_BYTES = 1 << 30
-"""Of locked memory, below which registering workspaces is likely to fail."""
+"""With less locked memory than this, registering workspaces is likely to fail."""
 
 Row = tuple[str, Status]
 
@@ -58,7 +58,7 @@ def port_status(
     verbs: str,
     nic: Nic,
 ) -> Status:
-    """Of one port: state, link, firmware, GID, what it can do."""
+    """What matters of one port: state, link, firmware, GID, what it can do."""
     can, lacks = abilities(verbs, nic)
     speed = f"{device.speed_gbps:g} Gb/s" if device.speed_gbps else "speed unknown"
     facts = [

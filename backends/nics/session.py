@@ -1,7 +1,7 @@
 """The session of every NIC backend whose native part is ``_nics.Session``.
 
 A backend opens its device and hands the native session here; addresses and keys travel as JSON text
-and are validated when they arrive, for they come from another process.
+and are validated when they arrive, because they come from another process.
 """
 
 from __future__ import annotations

@@ -200,9 +200,8 @@ def blame(found: Sequence[str]) -> None:
         raise CheckFailed("\n".join(found[:3]) + more)
 
 
-def accelerator_checks(quick: bool = False) -> tuple[Check, ...]:
+def accelerator_checks() -> tuple[Check, ...]:
     """All checks, to run with an :class:`AcceleratorSubject`; the cheap and basic ones first."""
     from mkernel.conformance.checks import ALL
 
-    del quick  # the subject's ``quick`` says it to each
     return ALL

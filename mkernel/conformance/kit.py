@@ -55,12 +55,12 @@ def kit_for(
 
         judged = AcceleratorSubject(accelerator, quick, seed)
         judged.require_usable()
-        return Kit(f"accelerator {accelerator}", judged, accelerator_checks(quick))
+        return Kit(f"accelerator {accelerator}", judged, accelerator_checks())
     from mkernel.conformance.nic import NicSubject, nic_checks
 
     assert nic is not None
     subject = NicSubject.usable(nic, verbs, quick, seed)
-    return Kit(str(subject), subject, nic_checks(quick))
+    return Kit(str(subject), subject, nic_checks())
 
 
 def listed(accelerator: str | None, nic: str | None) -> tuple[Check, ...]:

@@ -11,8 +11,6 @@ from mkernel.harness.nic_ranks import NicSubject
 __all__ = ["NicSubject", "nic_checks"]
 
 
-def nic_checks(quick: bool = False) -> tuple[Check, ...]:
-    """All checks, to run with a :class:`NicSubject`. ``quick`` runs the same ones with less traffic
-    (the subject's ``quick`` says so to each)."""
-    del quick
+def nic_checks() -> tuple[Check, ...]:
+    """All checks, to run with a :class:`NicSubject`."""
     return (*LIFE_CHECKS[:1], *DATA_CHECKS, *LIFE_CHECKS[1:], *DEVICE_FAULT_CHECKS)

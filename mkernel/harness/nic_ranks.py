@@ -195,8 +195,8 @@ class NicSubject:
 
     @classmethod
     def usable(cls, name: str, verbs: str | None, quick: bool, seed: int) -> NicSubject:
-        """Of a backend that can run here. ``verbs``: None is the setting's, or the backend's first
-        provider where it does not know that. UnknownBackend, BackendUnavailable."""
+        """The subject of a backend that can run here. ``verbs``: None is the setting's, or the
+        backend's first provider where it does not know that. UnknownBackend, BackendUnavailable."""
         if verbs is None:
             known = registry.nic(name).providers
             preferred = load_settings().verbs

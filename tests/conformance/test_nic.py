@@ -19,7 +19,7 @@ from mkernel.harness.outcome import HarnessError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-CHECKS = {check.name: check for check in nic_checks(quick=True)}
+CHECKS = {check.name: check for check in nic_checks()}
 PLANTED = [
     (fault, name) for faults in FAULTS.values() for fault, names in faults.items() for name in names
 ]

@@ -10,7 +10,7 @@ from mkernel.settings import NicSettings
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-CHECKS = {check.name: check for check in nic_checks(quick=True)}
+CHECKS = {check.name: check for check in nic_checks()}
 LANES = NicSettings(qps=3, stripe_bytes=1000)
 
 

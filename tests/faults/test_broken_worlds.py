@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 
 SHAPE = (256, 512, 512)  # rows, k, n
 DEADLINE_S = 60.0
-"""Of worlds whose ranks must be told of a failure, however busy the machine is: well before it."""
+"""Ranks must be told of a failure well before this, however busy the machine is."""
 TOLD_S = DEADLINE_S / 2
 ABSENT_S = 1.5
 """The deadline that ``survivors`` gives ranks where one stays away."""

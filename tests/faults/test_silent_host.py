@@ -34,7 +34,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 HEARTBEAT_S = 0.2
 SILENCE_S = 50 * HEARTBEAT_S
 DEADLINE_S = 120.0
-"""Of every other wait: far beyond the silence that must be noticed, however busy the machine is."""
+"""Every other wait lasts so long: far beyond the silence that must be noticed, however busy the machine
+is."""
 _APART = ["unshare", "--pid", "--uts", "--fork", "--mount-proc", "--kill-child"]
 
 

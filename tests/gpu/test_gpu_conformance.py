@@ -14,7 +14,7 @@ from mkernel.settings import load
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
 
-CHECKS = accelerator_checks(True)
+CHECKS = accelerator_checks()
 
 
 @functools.cache

@@ -24,7 +24,7 @@ SUBJECT = NicSubject(
     settings=NicSettings(qp_timeout=16),
 )
 ONLY_SOFT = {"device-faults"}  # only the software device has faults to order
-CHECKS = {each.name: each for each in nic_checks(quick=True) if each.name not in ONLY_SOFT}
+CHECKS = {each.name: each for each in nic_checks() if each.name not in ONLY_SOFT}
 
 
 @pytest.mark.parametrize("name", CHECKS)

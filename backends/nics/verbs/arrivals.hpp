@@ -5,8 +5,8 @@
 // many there are. Lane by lane the 6 bits of a group's number are enough to know the group: the
 // sender uses a number again only when its last use is complete, so what a lane brings is always
 // within 64 groups of the oldest whose share there is incomplete. Between lanes there is no such
-// bound, for they end in different completion queues and one may be looked at late. It can then
-// hold back at most as many immediates as it has receives: so far may the others be ahead.
+// bound. They complete on different completion queues, so one may lag; its posted receives bound
+// how far the others may be ahead.
 #pragma once
 
 #include <array>

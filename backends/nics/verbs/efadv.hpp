@@ -12,7 +12,7 @@
 
 namespace mkernel::nics::verbs {
 
-// Of efadv_device_attr::device_caps.
+// Bits of efadv_device_attr::device_caps.
 inline constexpr std::uint32_t kEfaRnrRetry = 1u << 1;
 inline constexpr std::uint32_t kEfaRdmaWrite = 1u << 3;
 inline constexpr std::uint32_t kEfaUnsolicitedWriteRecv = 1u << 4;  // not used: see srd_nic.hpp

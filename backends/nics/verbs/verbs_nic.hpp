@@ -42,7 +42,7 @@ struct Options {
     std::uint32_t qps = 1;               // queue pairs per peer and rail
     std::uint64_t stripe_bytes = 256 << 10;
     std::uint8_t rnr_retry = 6;
-    // Of RC alone.
+    // The rest applies to RC alone.
     std::uint8_t qp_timeout = 14;  // 4.096 us * 2^this a try
     std::uint8_t retry_count = 6;
     std::uint8_t traffic_class = 0;  // of the packets' global route header
@@ -139,13 +139,15 @@ class VerbsNic : public Nic {
     void list_ready(Lane& lane);
     void post_failed(const Lane& lane, std::uint64_t wr_id, int error, const char* call);
 
-    // Of a backend. A lane; its queue pair, which must take receives when this returns, with
-    // `mine.psn` filled in; its connection. SetupError.
+    // Each backend does the following in its own way. new_lane() makes a lane. open() makes the
+    // lane's queue pair, which must take receives when it returns, and fills in `mine.psn`. join()
+    // connects it. SetupError.
     virtual std::unique_ptr<Lane> new_lane() = 0;
     virtual void open(Lane& lane, Endpoint& mine) = 0;
     virtual void join(Lane& lane, const Endpoint& remote) = 0;
-    // Stages a write (false: no room, nothing is staged); hands what is staged to the NIC (false:
-    // its queue is full, all of it stays staged); a request is complete.
+    // stage() returns false where there is no room; then nothing is staged. hand_over() gives what is
+    // staged to the NIC, or returns false where the NIC's queue is full; then all of it stays staged.
+    // sent() is told that a request is complete.
     virtual bool stage(Lane& lane, const Write& write) = 0;
     virtual bool hand_over(Lane& lane) = 0;
     virtual void sent(Lane& lane, std::uint64_t number) = 0;

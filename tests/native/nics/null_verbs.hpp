@@ -9,7 +9,7 @@
 namespace mkernel::nics::testing {
 
 struct NullDevice {
-    // Of each of the two ports; attributes are reported as they stand here.
+    // One of the two ports; attributes are reported as they stand here.
     struct Port {
         ibv_port_attr attributes{};
         std::vector<ibv_gid_entry> gids;

@@ -436,7 +436,7 @@ TEST(error_state_flushes_everything) {
     CHECK(p.write(4, 8) == 0 && p.a.completes(4, IBV_WC_WR_FLUSH_ERR));
 }
 
-// Of a message that is on its way to a queue pair when that ends, no more is placed.
+// When a queue pair ends, no more is placed of a message that is on its way to it.
 TEST(what_comes_late_finds_no_queue_pair) {
     const Setting late("MKERNEL_SOFTVERBS_HOLD_NS", "200000000");
     const Setting once("MKERNEL_SOFTVERBS_DUPLICATES", "0");
