@@ -137,13 +137,9 @@ def inputs(plan: LaunchPlan, seed: int) -> list[Tensors]:
     made = []
     for rank in range(plan.world_size):
         tensors = case.inputs(rank, plan.world_size, seed)
-        if plan.op in GEMMS:
-            shape = plan.gemm
-            rows = shape.m // plan.world_size if plan.op == "gemm_reduce_scatter" else shape.m
-            tensors["out"] = torch.full((rows, shape.n), float("nan"))
-        elif plan.op == "ring_attention":
-            tensors["out"] = torch.full_like(tensors["q"], float("nan"))
-            tensors["lse"] = torch.full(tensors["q"].shape[:3], float("nan"))
+        if not plan.op.startswith("moe"):  # whose outputs the backend allocates
+            for name, (shape, dtype) in case.results(plan.world_size).items():
+                tensors[name] = torch.full(shape, float("nan"), dtype=dtype)
         made.append(tensors)
     return made
 
