@@ -16,14 +16,14 @@ from mkernel.cli import terminal
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError
 from mkernel.harness import (
+    bench_report,
+    bench_run,
     conditions,
     contenders,
     modelled,
     numbers,
     plot,
-    report,
     results,
-    run,
 )
 from mkernel.harness.draws import MOST_DRAWS, drawn
 from mkernel.harness.shapes import SHIPPED, SMALL, TARGETS, shapes
@@ -191,7 +191,7 @@ def command(
         timeout_s=timeout,
     )
     with _progress(console) as on_row:
-        outcome = run.run(
+        outcome = bench_run.run(
             spec,
             ranks=ranks,
             accelerator=chosen,
@@ -206,10 +206,10 @@ def command(
         results.write(outcome, json)
     if plot_ is not None:
         _draw(outcome, plot_, console)
-    console.print(report.table(outcome))
-    for line in (report.LEGEND, *conditions.sentences(outcome)):
+    console.print(bench_report.table(outcome))
+    for line in (bench_report.LEGEND, *conditions.sentences(outcome)):
         console.print(line, style="dim", soft_wrap=True, markup=False)
-    console.print(report.verdict(outcome), soft_wrap=True)
+    console.print(bench_report.verdict(outcome), soft_wrap=True)
     raise typer.Exit(0 if outcome.passed else 1)
 
 

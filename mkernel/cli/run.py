@@ -22,11 +22,11 @@ from mkernel.cli import sizes
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
 from mkernel.harness import inputs, timeline
-from mkernel.harness import job_report as report
+from mkernel.harness import run_report as report
 from mkernel.harness import trace_file as files
 from mkernel.harness import views as rank
 from mkernel.harness.footprint import check_fits
-from mkernel.harness.job_spec import JobSpec
+from mkernel.harness.run_spec import RunSpec
 from mkernel.harness.views import VIEWS, RankResult
 from mkernel.launch import check_ranks, launch
 from mkernel.ops.validate import DTYPES, dtype_name
@@ -289,7 +289,7 @@ def _spec(
     output: Path | None,
     warmup: int,
     iterations: int,
-) -> JobSpec:
+) -> RunSpec:
     """``mixes``: whether the accelerator's results may differ from its inputs in dtype."""
     case = case_of(op)
     gemm, moe, attention = issubclass(case, GemmCase), op.startswith("moe"), op == "ring_attention"
@@ -310,7 +310,7 @@ def _spec(
     if wanted.scale is not None:
         options["scale"] = wanted.scale
     default = "float32" if gemm and mixes else sized.dtype
-    return JobSpec(
+    return RunSpec(
         case=case(
             sizes=sized.sizes,
             dtype=sized.dtype,
@@ -338,7 +338,7 @@ def _one_of(option: str, value: str | None, legal: Sequence[str]) -> None:
 
 
 def _plan(
-    spec: JobSpec, topology: Topology, backends: Backends, nodes: int, ranks_per_node: int
+    spec: RunSpec, topology: Topology, backends: Backends, nodes: int, ranks_per_node: int
 ) -> LaunchPlan:
     """What the ranks will plan too."""
     case = spec.case

@@ -18,7 +18,7 @@ from mkernel.backends.accelerators.ascend import reference
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import Machine
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.harness.job_report import Clock, modelled_clock
+from mkernel.harness.run_report import Clock, modelled_clock
 from mkernel.harness.spec import GEMMS, Shape, size_text
 from mkernel.harness.views import VIEWS
 from mkernel.plan.model import DtypeName, OpName

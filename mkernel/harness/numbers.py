@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mkernel.errors import InputFileError
 from mkernel.harness import conditions, gpu_tests
-from mkernel.harness.report import SHORT, cells, heads, nodes
+from mkernel.harness.bench_report import SHORT, cells, heads, nodes
 from mkernel.harness.results import Report, Row, read
 
 HEAD = """# Measured numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mkernel.harness.report import SHORT, contenders, title
+from mkernel.harness.bench_report import SHORT, contenders, title
 from mkernel.harness.results import Report
 
 _COLOURS = {

@@ -19,9 +19,9 @@ from mkernel.cases import Comparison, Outcome
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.harness.contenders import Contender
-from mkernel.harness.job_spec import JobSpec
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.protocol import HostStopwatch
+from mkernel.harness.run_spec import RunSpec
 from mkernel.harness.turns import Rotation, Turns
 from mkernel.harness.work import OneCall
 from mkernel.launch import report
@@ -57,12 +57,12 @@ class RankResult:
     nic_bytes: int = 0
 
 
-def steps(spec: JobSpec) -> int:
+def steps(spec: RunSpec) -> int:
     """How many progress reports rank 0 sends."""
     return len(VIEWS) * (spec.warmup + spec.iterations) + 1
 
 
-def run(spec: JobSpec) -> RankResult:
+def run(spec: RunSpec) -> RankResult:
     """Measure and check one rank. Collective."""
     world = current()
     case = spec.opened()
@@ -106,7 +106,7 @@ class _InView(Contender):
 class _Views(Rotation):
     """The views take turns in their order: the machine's mood hits all alike."""
 
-    def __init__(self, spec: JobSpec, problem: Problem, result: RankResult) -> None:
+    def __init__(self, spec: RunSpec, problem: Problem, result: RankResult) -> None:
         watch = HostStopwatch(current().barrier, lambda: None)
         super().__init__(problem, watch, warmup=spec.warmup, iterations=spec.iterations)
         self._result = result

@@ -24,7 +24,7 @@ from mkernel.cli import bench, plan, probe  # noqa: F401 - imported here, so tha
 from mkernel.cli import main as cli_main
 from mkernel.cli import run as cli_run
 from mkernel.errors import ArgumentError, InputFileError, MkernelError, Untrusted, WorldError
-from mkernel.harness import run as bench_run
+from mkernel.harness import bench_run
 from mkernel.topology import discover
 from mkernel.topology.model import Topology
 from mkernel.world.bootstrap import Bootstrap

@@ -9,7 +9,7 @@ import pytest
 from device_buffers import needs_gpus
 
 import mkernel
-from mkernel.harness import run
+from mkernel.harness import bench_run as run
 from mkernel.harness.results import Report
 from mkernel.harness.spec import BenchSpec, Mode, Shape
 from mkernel.plan.model import OpName

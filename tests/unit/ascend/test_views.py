@@ -15,7 +15,7 @@ from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.instrumented import ModelledRun, View
 from mkernel.harness import timeline
 from mkernel.harness import trace_file as files
-from mkernel.harness.job_report import Clock, modelled_clock
+from mkernel.harness.run_report import Clock, modelled_clock
 from mkernel.harness.views import VIEWS
 from mkernel.plan.shapes import sizes_or_defaults
 

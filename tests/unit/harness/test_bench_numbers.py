@@ -11,7 +11,8 @@ from rich.console import Console
 
 from mkernel.cases import Comparison
 from mkernel.errors import InputFileError
-from mkernel.harness import figures, gpu_tests, numbers, plot, report, results
+from mkernel.harness import bench_report as report
+from mkernel.harness import figures, gpu_tests, numbers, plot, results
 from mkernel.harness.gpu_tests import TestRun
 from mkernel.harness.problem import Kind
 from mkernel.harness.results import Conditions, Report, Timing

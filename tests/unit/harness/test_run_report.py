@@ -9,7 +9,7 @@ import pytest
 
 from mkernel.backends.contracts.instrumented import KernelSpan, ModelledRun, Span, Track
 from mkernel.cases import Comparison, case_of
-from mkernel.harness import job_report as report
+from mkernel.harness import run_report as report
 from mkernel.harness import timeline
 from mkernel.harness import trace_file as files
 from mkernel.harness.verdict import verify

@@ -10,7 +10,7 @@ from mkernel.harness import inputs
 
 
 @dataclass(frozen=True)
-class JobSpec:
+class RunSpec:
     """One job; travels to the ranks.
 
     Attributes:

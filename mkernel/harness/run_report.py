@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mkernel.backends.contracts.instrumented import ModelledRun, View
-from mkernel.harness.job_spec import JobSpec
+from mkernel.harness.run_spec import RunSpec
 from mkernel.harness.verdict import Verification, verify
 from mkernel.harness.views import VIEWS, RankResult
 from mkernel.plan.model import LaunchPlan
@@ -38,7 +38,7 @@ class Clock(Model):
     noise_ms: float = 0.0
 
 
-class JobReport(Model):
+class RunReport(Model):
     """Everything that a job found."""
 
     op: str
@@ -117,18 +117,18 @@ def spread(samples: Sequence[Sequence[float]]) -> float:
 
 
 def build(
-    spec: JobSpec,
+    spec: RunSpec,
     plan: LaunchPlan,
     topology: Topology,
     results: Sequence[RankResult],
     modelled: Sequence[Views],
-) -> JobReport:
+) -> RunReport:
     """The report of a finished job from its ranks' results."""
     times = {view: 1e3 * slowest([r.seconds[view] for r in results]) for view in VIEWS}
     comm = 1e3 * slowest([r.comm_seconds[-spec.iterations :] for r in results])
     noise = 1e3 * max(spread([r.seconds[view] for r in results]) for view in VIEWS)
     verification = verify(spec.case.tolerances(), [r.checks for r in results])
-    return JobReport(
+    return RunReport(
         op=spec.case.op,
         passed=verification.passed,
         verification=verification,
@@ -142,7 +142,7 @@ def build(
     )
 
 
-def render(report: JobReport) -> RenderableType:
+def render(report: RunReport) -> RenderableType:
     """The report for a terminal."""
     table = Table(title="three views (slowest rank, median)", title_justify="left")
     table.add_column("view")
@@ -182,7 +182,7 @@ def _found(check: Verification) -> str:
     )
 
 
-def _between_nodes(report: JobReport) -> str:
+def _between_nodes(report: RunReport) -> str:
     """What carried the bytes between nodes."""
     if report.plan.carrier:
         return f", {report.plan.carrier} between nodes"
