@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
+JOBS := $(shell nproc)
+WORKERS ?= $(shell echo $$(( 2 * $(JOBS) < 8 ? 2 * $(JOBS) : 8 )))
+
 # What the editable install compiles; Python files are imported where they stand.
 PACKAGE_FILES := $(shell find backends tests/native -type f \
 	\( -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name 'CMakeLists.txt' \) \
@@ -15,9 +18,11 @@ PACKAGE_FILES := $(shell find backends tests/native -type f \
 run: $(VENV)/.installed
 	@mkernel run all_gather_gemm --accelerator ascend
 
+# Tests wait more than they compute. Those of GPUs want them to themselves, and the memory too.
 test: $(VENV)/.installed $(VENV)/.example
-	ctest --test-dir build/native --output-on-failure --timeout 300
-	pytest
+	ctest --test-dir build/native --parallel $(WORKERS) --output-on-failure --timeout 300
+	pytest tests/gpu
+	pytest --numprocesses $(WORKERS) --dist worksteal --ignore tests/gpu
 
 # RC on the kernel's own software RDMA device, in two virtual machines: needs no RDMA hardware.
 test-rxe: $(VENV)/.installed
@@ -30,11 +35,12 @@ sanitize: $(VENV)/.dependencies
 	@for which in address thread; do \
 		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
 			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
-		&& cmake --build build/sanitize-$$which --parallel 2 \
-			--target native_nic_tests native_ascend_tests \
-		&& ctest --test-dir build/sanitize-$$which -R '^($(SANITIZED))' --parallel 4 --output-on-failure \
-			--no-tests=error --timeout 300 || exit 1; \
+		&& cmake --build build/sanitize-$$which --parallel $(JOBS) \
+			--target native_nic_tests native_ascend_tests || exit 1; \
 	done
+	@echo 'subdirs(sanitize-address sanitize-thread)' > build/CTestTestfile.cmake # both at once
+	ctest --test-dir build -R '^($(SANITIZED))' --parallel $(WORKERS) --output-on-failure \
+		--no-tests=error --timeout 300
 
 # What reads messages and files from outside, for a few seconds. (Commands and immediates of NICs are
 # fuzzed by native tests.)
