@@ -32,14 +32,14 @@ class Step(NamedTuple):
     size: int
 
 
-class At(NamedTuple):
+class SimulatedRank(NamedTuple):
     """One of the simulated ranks."""
 
     site: int
     local: int
 
 
-class Came(NamedTuple):
+class OrderPlace(NamedTuple):
     """Where a message's bytes are in the order of its receiver: the node's step, the source's local
     rank counted from the own one, and the piece of ``pieces``."""
 
@@ -104,23 +104,23 @@ class CallMessages:
         table, placement = self.plan.routes, self.plan.placement
         return {one.ends: subflows(one, table, placement) for one in table.classes}
 
-    def _blocks(self, at: At, turn: int | None) -> Link:
+    def _blocks(self, at: SimulatedRank, turn: int | None) -> Link:
         """The blocks that send to the local rank ``turn`` before; None: to other nodes."""
         seat = self.plan.placement.sites[at.site].seats[at.local]
         where = "other nodes" if turn is None else f"local rank -{turn}"
         return Link(at.site, f"{seat.accelerator} blocks to {where}")
 
-    def ranks(self) -> Iterator[At]:
+    def ranks(self) -> Iterator[SimulatedRank]:
         """The simulated ranks."""
         for site in range(len(self.plan.placement.sites)):
             for local in range(self.plan.ranks_per_node):
-                yield At(site, local)
+                yield SimulatedRank(site, local)
 
-    def name(self, came: Came) -> str:
+    def name(self, place: OrderPlace) -> str:
         """What timelines call the message."""
-        step = self.steps[came.step]
+        step = self.steps[place.step]
         last = f" to +{step.first + step.size - 1}" if step.size > 1 else ""
-        return f"node +{step.first}{last}, local rank +{came.turn}, part {came.piece}"
+        return f"node +{step.first}{last}, local rank +{place.turn}, part {place.piece}"
 
     def pieces(self, step: Step) -> int:
         """Into how many messages a step's bytes are cut: chunks, or as many as the detail allows."""
@@ -147,7 +147,9 @@ class CallMessages:
         every = self.plan.order.steps(len(self.steps))
         return ((number, self.steps[number], turn) for number, turn in every if number or turn)
 
-    def exchanges(self, way: int) -> Iterator[tuple[Came, At, At, tuple[float, float]]]:
+    def exchanges(
+        self, way: int
+    ) -> Iterator[tuple[OrderPlace, SimulatedRank, SimulatedRank, tuple[float, float]]]:
         """Every message that direct exchange takes, in the order in which ranks send: its place, both
         ends, and its weights. ``way``: -1 to the ranks that consume a rank's rows, 1 to those whose
         rows it consumes."""
@@ -159,28 +161,28 @@ class CallMessages:
                     for site in range(len(self.plan.placement.sites)):
                         weight = self.weights(step, src.site, site)
                         if any(weight):
-                            dst = At(site, (src.local + way * turn) % each)
-                            yield Came(number, turn, piece, pieces), src, dst, weight
+                            dst = SimulatedRank(site, (src.local + way * turn) % each)
+                            yield OrderPlace(number, turn, piece, pieces), src, dst, weight
 
     def send(
         self,
-        src: At,
-        dst: At,
+        src: SimulatedRank,
+        dst: SimulatedRank,
         payload: float,
         weight: tuple[float, float],
-        came: Came,
+        place: OrderPlace,
         ready_us: float = 0.0,
         *,
         within: bool = False,
     ) -> Message:
         """A new message: on either side, the piece's part of ``weight`` times ``payload`` bytes, and
         its chunks' signals. ``within``: inside the node, whatever the step."""
-        within = within or came.step == 0
+        within = within or place.step == 0
         ends = Ends(src.site, src.local, dst.site, dst.local, within)
-        payload /= came.pieces
+        payload /= place.pieces
         turn = (src.local - dst.local) % self.plan.ranks_per_node
         blocks = self._blocks(src, turn if within else None)
-        signals = self.chunks / came.pieces * weight[0] / self._blocks_each
+        signals = self.chunks / place.pieces * weight[0] / self._blocks_each
         start_us = payload * weight[0] / (self.rates[blocks] * 1e3)
         start_us += signals * self.constants.signal_us
         times: list[list[tuple[int, float]]] = []
@@ -190,7 +192,7 @@ class CallMessages:
                 size = payload * subflow.share * weight[hop >= subflow.src_links]
                 times[-1].append((self.links[link], size / (self.rates[link] * 1e3)))
         latency_us = self.plan.routes.by_ends[ends].latency_us
-        message = Message(self.name(came), times, latency_us, ready_us)
+        message = Message(self.name(place), times, latency_us, ready_us)
         self.messages.append(message)
         return message
 
@@ -203,12 +205,15 @@ class CallMessages:
         return moment
 
 
-Arrivals = dict[tuple[At, Came], list[Message]]
+Arrivals = dict[tuple[SimulatedRank, OrderPlace], list[Message]]
 """The messages that must have arrived before a receiver (key) takes that place of its order."""
 
 
 def gather(
-    made: CallMessages, payload: float, exchange: Exchange, after: Mapping[At, Sequence[Message]]
+    made: CallMessages,
+    payload: float,
+    exchange: Exchange,
+    after: Mapping[SimulatedRank, Sequence[Message]],
 ) -> Arrivals:
     """Every rank sends the same ``payload`` bytes to all others, in the order in which they consume.
 
@@ -216,43 +221,43 @@ def gather(
     an entry all is there from the start. Hierarchical: the receiver hands them on to its neighbours.
     """
     arrivals: Arrivals = defaultdict(list)
-    for came, src, dst, weight in made.exchanges(-1):
-        within = came.step == 0
-        if exchange == "hierarchical" and not within and came.turn:
+    for place, src, dst, weight in made.exchanges(-1):
+        within = place.step == 0
+        if exchange == "hierarchical" and not within and place.turn:
             continue  # comes from the neighbour that this step's turn 0 goes to
-        message = made.send(src, dst, payload, weight, came)
+        message = made.send(src, dst, payload, weight, place)
         if src in after:
             parts = after[src]
-            message.after(parts[-(-(came.piece + 1) * len(parts) // came.pieces) - 1])
-        arrivals[dst, came].append(message)
+            message.after(parts[-(-(place.piece + 1) * len(parts) // place.pieces) - 1])
+        arrivals[dst, place].append(message)
         if exchange == "direct" or within:
             continue
         for turn in range(1, made.plan.ranks_per_node):
-            peer = At(dst.site, (dst.local - turn) % made.plan.ranks_per_node)
-            onward = made.send(dst, peer, payload, (weight[1],) * 2, came, within=True)
+            peer = SimulatedRank(dst.site, (dst.local - turn) % made.plan.ranks_per_node)
+            onward = made.send(dst, peer, payload, (weight[1],) * 2, place, within=True)
             onward.after(message)
-            arrivals[peer, came._replace(turn=turn)].append(onward)
+            arrivals[peer, place._replace(turn=turn)].append(onward)
     return arrivals
 
 
 def scatter(
-    made: CallMessages, payload: float, exchange: Exchange, done_us: Mapping[Came, float]
+    made: CallMessages, payload: float, exchange: Exchange, done_us: Mapping[OrderPlace, float]
 ) -> Arrivals:
     """Every rank sends each other ``payload`` bytes of partial results, when they are computed.
 
     Hierarchical: to the neighbour of the owner's local rank, which adds all of its node's up.
     """
     arrivals: Arrivals = defaultdict(list)
-    sums: dict[tuple[At, int, int, int], Message] = {}
-    for came, src, dst, weight in made.exchanges(1):
-        ready_us = done_us[came]
-        if exchange == "hierarchical" and came.step and came.turn:
-            adder = At(src.site, dst.local)
-            message = made.send(src, adder, payload, (weight[0],) * 2, came, ready_us, within=True)
-            sums[adder, dst.site, came.step, came.piece].after(message)
+    sums: dict[tuple[SimulatedRank, int, int, int], Message] = {}
+    for place, src, dst, weight in made.exchanges(1):
+        ready_us = done_us[place]
+        if exchange == "hierarchical" and place.step and place.turn:
+            adder = SimulatedRank(src.site, dst.local)
+            message = made.send(src, adder, payload, (weight[0],) * 2, place, ready_us, within=True)
+            sums[adder, dst.site, place.step, place.piece].after(message)
             continue
-        message = made.send(src, dst, payload, weight, came, ready_us)
-        if came.step and not came.turn:
-            sums[src, dst.site, came.step, came.piece] = message
-        arrivals[dst, came].append(message)
+        message = made.send(src, dst, payload, weight, place, ready_us)
+        if place.step and not place.turn:
+            sums[src, dst.site, place.step, place.piece] = message
+        arrivals[dst, place].append(message)
     return arrivals

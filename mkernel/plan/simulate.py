@@ -15,7 +15,15 @@ from pydantic import Field
 
 from mkernel.errors import Unsupported
 from mkernel.plan import waves
-from mkernel.plan.messages import MESSAGES, Arrivals, At, CallMessages, Came, gather, scatter
+from mkernel.plan.messages import (
+    MESSAGES,
+    Arrivals,
+    CallMessages,
+    OrderPlace,
+    SimulatedRank,
+    gather,
+    scatter,
+)
 from mkernel.plan.model import AttentionShape, Exchange, GemmShape, LaunchPlan
 from mkernel.plan.predict import payloads
 from mkernel.topology.cost import MachineConstants
@@ -66,7 +74,7 @@ class Traced(NamedTuple):
     result: Simulation
     call: CallMessages
     busy: list[list[Busy]]
-    computed: Mapping[At, list[tuple[str, float, float]]]
+    computed: Mapping[SimulatedRank, list[tuple[str, float, float]]]
 
 
 def simulate(
@@ -103,9 +111,9 @@ def trace(
     made = CallMessages(plan, constants, _chunks(plan), detail)
     sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size)
     device = _Device(plan, made.chunks if one_kernel_per_chunk else None)
-    after: dict[At, Sequence[Message]] = {}
+    after: dict[SimulatedRank, Sequence[Message]] = {}
     arrivals: Arrivals = {}
-    done_us: dict[Came, float] = {}
+    done_us: dict[OrderPlace, float] = {}
     if sent.scatter:
         done_us = device.without_waiting(made)
         library = plan.path == "library"
@@ -164,12 +172,14 @@ def _uses(made: CallMessages, busy: Sequence[float], end_us: float) -> tuple[Lin
     return tuple(sorted(uses, key=lambda use: (-use.utilization, use.site, use.name)))
 
 
-def _sums(made: CallMessages, at: At, arrivals: Arrivals, computed_us: float) -> list[Message]:
+def _sums(
+    made: CallMessages, at: SimulatedRank, arrivals: Arrivals, computed_us: float
+) -> list[Message]:
     """The moments at which parts of a rank's sums are complete; its own terms are computed last."""
     parts: list[list[Message]] = [[] for _ in range(_PARTS)]
-    for (dst, came), messages in arrivals.items():
+    for (dst, place), messages in arrivals.items():
         if dst == at:
-            parts[-(-(came.piece + 1) * _PARTS // came.pieces) - 1] += messages
+            parts[-(-(place.piece + 1) * _PARTS // place.pieces) - 1] += messages
     return [made.join(messages, computed_us) for messages in parts]
 
 
@@ -234,43 +244,43 @@ class _Device:
         tiles = math.ceil(share * self._grid[0] - 1e-9) * self._grid[1]
         return -(-tiles // self.cores) * self.tile_us
 
-    def _places(self, made: CallMessages) -> list[tuple[Came, float]]:
+    def _places(self, made: CallMessages) -> list[tuple[OrderPlace, float]]:
         """Pieces of other ranks in order, each with its share of a rank's work."""
         return [
-            (Came(number, turn, piece, pieces), step.size / self._world / pieces)
+            (OrderPlace(number, turn, piece, pieces), step.size / self._world / pieces)
             for number, step, turn in made.turns()
             for pieces in (made.pieces(step),)
             for piece in range(pieces)
         ]
 
-    def without_waiting(self, made: CallMessages) -> dict[Came, float]:
+    def without_waiting(self, made: CallMessages) -> dict[OrderPlace, float]:
         """When the pieces for other ranks are computed; the own one comes last."""
         places = self._places(made)
         steps = [*((share, 0.0) for _, share in places), (1 / self._world, 0.0)]
         ends = self._ends(steps, own=len(places))
         self.busy_us = ends[-1]
-        return {came: end for (came, _), end in zip(places, ends, strict=False)}
+        return {place: end for (place, _), end in zip(places, ends, strict=False)}
 
     def steps(
         self,
         made: CallMessages,
-        at: At,
+        at: SimulatedRank,
         arrivals: Arrivals,
-        done_us: Mapping[Came, float],
+        done_us: Mapping[OrderPlace, float],
         comm_us: float,
     ) -> list[tuple[str, float, float]]:
         """(name, start, end) of what a rank computes, in order."""
         places = self._places(made)
-        names = [made.name(came) for came, _ in places]
+        names = [made.name(place) for place, _ in places]
         if done_us:
             ends = [*done_us.values(), self.busy_us]
             names.append("own")
         else:
             there = [
-                max((one.arrived_us for one in arrivals.get((at, came), ())), default=0.0)
+                max((one.arrived_us for one in arrivals.get((at, place), ())), default=0.0)
                 if self.overlaps
                 else comm_us
-                for came, _ in places
+                for place, _ in places
             ]
             own = 0.0 if self.overlaps else comm_us
             shares = [(share, ready) for (_, share), ready in zip(places, there, strict=True)]

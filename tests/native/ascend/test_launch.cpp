@@ -35,7 +35,7 @@ struct Reduce {
     [[nodiscard]] std::uint32_t rows_of_out() const { return g.grid_rows(); }
     [[nodiscard]] std::uint32_t source(std::uint32_t) const { return 0; }
     [[nodiscard]] std::uint32_t row_of_a(std::uint32_t rank, std::uint32_t row) const {
-        return g.place(rank, 0).row + row;
+        return g.area(rank, 0).row + row;
     }
     static constexpr bool kSums = true;
 };

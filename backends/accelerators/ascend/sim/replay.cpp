@@ -67,7 +67,7 @@ struct PipeState {
     bool queued = false;  // an event for its head is in the event queue
 };
 
-struct Core {
+struct CoreState {
     std::uint32_t rank = 0, index = 0;
     Role role = Role::cube;
     std::vector<Record> records;
@@ -98,7 +98,7 @@ struct Signal {
     std::vector<std::size_t> waiting;  // cores
 };
 
-struct Rank {
+struct RankState {
     std::uint32_t node = 0;
     Resource memory, egress, ingress;
     std::vector<TraceBaseline> baselines;
@@ -153,7 +153,7 @@ class Simulation {
             start(KernelName::compute, machine_.launch_ns);
         }
         settle();
-        for (const Core& core : cores_) {
+        for (const CoreState& core : cores_) {
             if (!core.started) continue;
             const KernelName kernel = kernel_of(core.role);
             auto found = std::find_if(
@@ -188,12 +188,12 @@ class Simulation {
             }
             seen[header.rank] = true;
             compute_first_ = header.compute_first != 0;
-            Rank& rank = ranks_[header.rank];
+            RankState& rank = ranks_[header.rank];
             rank.node = header.node;
             rank.baselines = reader.take<TraceBaseline>(header.baselines);
             for (std::uint32_t i = 0; i < header.cores; ++i) {
                 const auto head = reader.take<TraceCore>();
-                Core& core = cores_.emplace_back();
+                CoreState& core = cores_.emplace_back();
                 core.rank = header.rank;
                 if (static_cast<int>(head.role) >= kRoles) {
                     throw ReplayError("a trace holds an unknown kind of core");
@@ -205,7 +205,7 @@ class Simulation {
             }
         }
         // Whatever the order of the blobs, the order of cores, which decides ties, is the same.
-        std::sort(cores_.begin(), cores_.end(), [](const Core& a, const Core& b) {
+        std::sort(cores_.begin(), cores_.end(), [](const CoreState& a, const CoreState& b) {
             return std::tie(a.rank, a.role, a.index) < std::tie(b.rank, b.role, b.index);
         });
     }
@@ -221,21 +221,21 @@ class Simulation {
 
     // Compute-only: what the compute kernels tell their own rank.
     void count_own_signals() {
-        for (const Core& core : cores_) {
+        for (const CoreState& core : cores_) {
             if (kernel_of(core.role) != KernelName::compute) continue;
             for (const Record& record : core.records) {
                 if (record.kind != Kind::tnotify || record.peer != core.rank) continue;
                 ranks_[core.rank].signal(record.signal).own += record.amount;
             }
         }
-        for (Rank& rank : ranks_) {
+        for (RankState& rank : ranks_) {
             for (auto& [index, signal] : rank.signals) signal.own += signal.value;
         }
     }
 
     // Compute-only: what other ranks or the comm kernel would raise counts as present. What the two
     // parts of the compute kernel tell each other stays.
-    [[nodiscard]] bool left_out(const Core& core, const Record& record) {
+    [[nodiscard]] bool left_out(const CoreState& core, const Record& record) {
         if (view_ != View::compute_only) return false;
         if (record.kind != Kind::twait) return record.peer != core.rank;
         return ranks_[core.rank].signal(record.signal).own < record.amount;
@@ -277,8 +277,8 @@ class Simulation {
                     break;
             }
         }
-        const Core* cause = nullptr;
-        for (const Core& core : cores_) {
+        const CoreState* cause = nullptr;
+        for (const CoreState& core : cores_) {
             if (!core.started) continue;
             last_ns_ = std::max(last_ns_, core.done_ns());
             if (core.complete()) continue;
@@ -309,7 +309,7 @@ class Simulation {
 
     // S: issues until it meets a signal, a fence that is not drained, or the end.
     bool scalar(std::size_t which) {
-        Core& core = cores_[which];
+        CoreState& core = cores_[which];
         bool progress = false;
         while (!core.parked && !core.scalar_queued && core.next < core.records.size()) {
             const Record& record = core.records[core.next];
@@ -375,7 +375,7 @@ class Simulation {
 
     // One instruction of a pipe. False if there is none, it is held, or it waits for its event.
     bool step(std::size_t which, std::uint32_t pipe_index) {
-        Core& core = cores_[which];
+        CoreState& core = cores_[which];
         PipeState& pipe = core.pipes[pipe_index];
         if (pipe.queue.empty() || pipe.queued) return false;
         const Issued head = pipe.queue.front();
@@ -423,12 +423,12 @@ class Simulation {
         return true;
     }
 
-    static std::deque<double>& flag(Core& core, const Record& record) {
+    static std::deque<double>& flag(CoreState& core, const Record& record) {
         return core
             .flags[static_cast<int>(record.pipe)][static_cast<int>(record.other)][record.event];
     }
 
-    void occupy(Core& core, PipeState& pipe, const Record& record, double start, double end,
+    void occupy(CoreState& core, PipeState& pipe, const Record& record, double start, double end,
                 double latency) {
         pipe.free_ns = end;
         pipe.done_ns = std::max(pipe.done_ns, end + latency);
@@ -437,19 +437,19 @@ class Simulation {
 
     // The head of a pipe that moves bytes, at its turn.
     void transfer(std::size_t which, std::uint32_t pipe_index) {
-        Core& core = cores_[which];
+        CoreState& core = cores_[which];
         PipeState& pipe = core.pipes[pipe_index];
         const Record& record = *pipe.queue.front().record;
         const double start = now_ns_;
         const auto bytes = static_cast<double>(record.amount);
-        Rank& rank = ranks_[core.rank];
+        RankState& rank = ranks_[core.rank];
         double rate = machine_.load_rate;
         double latency = machine_.memory_ns;
         double end = rank.memory.take(start, bytes, machine_.memory_rate);
         if (record.kind == Kind::tstore) rate = machine_.store_rate;
         if (record.kind == Kind::tput) {
             rate = machine_.put_rate;
-            Rank& peer = ranks_[record.peer];
+            RankState& peer = ranks_[record.peer];
             end = std::max(end, peer.memory.take(start, bytes, machine_.memory_rate));
             if (record.peer != core.rank) {
                 latency = machine_.link_ns;
@@ -464,7 +464,7 @@ class Simulation {
     }
 
     void signal_instruction(std::size_t which) {
-        Core& core = cores_[which];
+        CoreState& core = cores_[which];
         const Record& record = core.records[core.next];
         core.scalar_ns = std::max(core.scalar_ns, now_ns_);
         if (record.kind == Kind::twait) {
@@ -511,7 +511,7 @@ class Simulation {
         }
     }
 
-    void keep(const Core& core, const Record& record, double start, double duration) {
+    void keep(const CoreState& core, const Record& record, double start, double duration) {
         if (!keep_spans_) return;
         result_.spans.push_back({.rank = core.rank,
                                  .role = core.role,
@@ -524,7 +524,7 @@ class Simulation {
                                  .duration_ns = duration});
     }
 
-    std::string stuck(const Core& core) {
+    std::string stuck(const CoreState& core) {
         std::string text = "the modelled schedule never ends: rank " + std::to_string(core.rank) +
                            " " + core_name(core.role, core.index);
         if (core.parked) {
@@ -551,8 +551,8 @@ class Simulation {
     const Machine& machine_;
     View view_;
     bool keep_spans_;
-    std::vector<Rank> ranks_;
-    std::vector<Core> cores_;
+    std::vector<RankState> ranks_;
+    std::vector<CoreState> cores_;
     std::map<std::pair<std::uint32_t, std::uint32_t>, Resource> links_;
     std::map<std::uint32_t, Resource> nic_out_, nic_in_;  // by node
     std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;

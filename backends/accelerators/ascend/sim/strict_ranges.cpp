@@ -14,20 +14,20 @@ using isa::Tile;
 
 namespace {
 
-struct Span {
+struct ByteRange {
     std::uint32_t begin = 0, end = 0;
-    [[nodiscard]] bool holds(const Span& other) const {
+    [[nodiscard]] bool holds(const ByteRange& other) const {
         return begin <= other.begin && other.end <= end;
     }
 };
 
-Span whole(const Tile& tile) {
+ByteRange whole(const Tile& tile) {
     return {tile.offset, tile.offset + tile.bytes()};
 }
 
 // The bytes from the first to the last that an operand touches. A write may touch all of its tile,
 // since what lies outside the valid part is unspecified; the layout of L0 is not known.
-Span touched(const Operand& operand) {
+ByteRange touched(const Operand& operand) {
     const Tile& tile = operand.tile;
     if (operand.write || (tile.buffer != Buffer::L1 && tile.buffer != Buffer::UB)) {
         return whole(tile);
@@ -44,7 +44,7 @@ Span touched(const Operand& operand) {
             tile.offset + ((line + lines - 1) * pitch + from + length) * size};
 }
 
-std::string words(Buffer buffer, const Span& span) {
+std::string words(Buffer buffer, const ByteRange& span) {
     return std::string(name_of(buffer)) + "[" + std::to_string(span.begin) + ", " +
            std::to_string(span.end) + ")";
 }
@@ -176,7 +176,7 @@ void Ranges::cut(Segments& segments, std::uint32_t at) {
 
 std::string Ranges::tile_access(const Order& order, const Access& now, const Operand& operand) {
     const Tile& tile = operand.tile;
-    const Span span = touched(operand), all = whole(tile);
+    const ByteRange span = touched(operand), all = whole(tile);
     if (span.begin == span.end) return {};
     Segments& segments = buffers_[static_cast<int>(tile.buffer)];
     cut(segments, span.begin);
@@ -192,7 +192,7 @@ std::string Ranges::tile_access(const Order& order, const Access& now, const Ope
     bool pieces = false, sticks_out = false;
     for (auto it = segments.lower_bound(span.begin); it != last; ++it) {
         auto& [begin, segment] = *it;
-        const Span here{begin, segment.end};
+        const ByteRange here{begin, segment.end};
         const Written* written = segment.written.get();
         if (written != nullptr && pending(*written)) {
             return std::string(operand.write ? "overwrites " : "reads ") +
@@ -218,7 +218,7 @@ std::string Ranges::tile_access(const Order& order, const Access& now, const Ope
         covered = segment.end;
         pieces = pieces || (only != nullptr && only != written);
         only = written;
-        const Span theirs = whole(written->tile);
+        const ByteRange theirs = whole(written->tile);
         sticks_out = sticks_out || !(theirs.holds(all) || all.holds(theirs));
     }
 

@@ -28,7 +28,7 @@
 namespace mkernel::ascend::gemm_reduce {
 
 // Where an output tile lies in C as its owners together hold it: rows of A, columns of B.
-struct Place {
+struct Area {
     std::uint32_t row = 0, column = 0, rows = 0, columns = 0;
 };
 
@@ -71,7 +71,7 @@ struct Geometry {
         return chunk_begin(owner, chunk + 1);
     }
 
-    [[nodiscard]] constexpr Place place(std::uint32_t owner, std::uint32_t tile) const {
+    [[nodiscard]] constexpr Area area(std::uint32_t owner, std::uint32_t tile) const {
         const std::uint32_t row = tile / n_tiles() * tile_m, column = tile % n_tiles() * tile_n;
         const std::uint32_t below = grid_rows() - row, right = n - column;
         return {(replicated ? 0 : owner * grid_rows()) + row, column,
@@ -80,7 +80,7 @@ struct Geometry {
     // Elements of the grid before a tile.
     [[nodiscard]] constexpr std::uint64_t before(std::uint32_t tile) const {
         if (tile == grid_tiles()) return std::uint64_t{grid_rows()} * n;
-        const Place at = place(0, tile);
+        const Area at = area(0, tile);
         return std::uint64_t{at.row} * n + std::uint64_t{at.rows} * at.column;
     }
 
@@ -149,14 +149,14 @@ struct Args : CallArgs {
     }
     // Tile of `owner` in the user's output: any owner's where it is replicated, else the own ones.
     [[nodiscard]] constexpr isa::GlobalView output(std::uint32_t tile) const {
-        const Place at = geometry.place(0, tile);
+        const Area at = geometry.area(0, tile);
         return out.sub(at.row, at.column, at.rows, at.columns);
     }
 
   private:
     [[nodiscard]] constexpr isa::GlobalView dense(std::byte* base, isa::DType dtype,
                                                   std::uint32_t tile) const {
-        const Place at = geometry.place(0, tile);
+        const Area at = geometry.area(0, tile);
         return {base, dtype, at.rows, at.columns, at.columns, 1};
     }
 };

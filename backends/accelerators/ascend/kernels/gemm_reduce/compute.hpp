@@ -52,7 +52,7 @@ class Compute {
 
   private:
     void compute(std::uint32_t owner, std::uint32_t chunk, std::uint32_t tile) {
-        const Place at = g_.place(owner, tile);
+        const Area at = g_.area(owner, tile);
         const isa::GlobalView to =
             g_.world == 1
                 ? args_.output(tile)
