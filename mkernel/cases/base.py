@@ -28,7 +28,7 @@ from mkernel.world.lifecycle import current
 
 TOLERANCE: dict[DtypeName, float] = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
 EVERY_RANK = -1
-"""As a generator's ``part``: data that all ranks share."""
+"""The ``part`` of a generator whose data all ranks share."""
 
 Memory = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of an output."""
@@ -181,8 +181,8 @@ class Case(Oracle):
             return self.call(tensors, self.poisoned(tensors), view=view, trace=trace)
 
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """By output that is a sum over ranks: the sum of what the ranks add to it, without signs, in
-        float64. What is lost where each of them is rounded is a share of it."""
+        """For each output that is a sum over ranks, the sum of what the ranks add to it, without signs,
+        in float64. Where each of these is rounded, what is lost is a share of it."""
         return {}
 
     def tolerances(self) -> dict[str, float]:

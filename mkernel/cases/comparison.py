@@ -38,7 +38,7 @@ class Comparison:
     why: str = ""
 
     def __add__(self, other: Comparison) -> Comparison:
-        """Of two calls: the worse one's error and words, and all elements."""
+        """Two calls together: the worse one's error and words, and the elements of both."""
         worse = max(self, other, key=lambda each: badness(each.error))
         return Comparison(worse.error, self.elements + other.elements, worse.why)
 

@@ -90,8 +90,9 @@ class _MoeCase(Case):
         return torch.rand(tokens, self.sizes["top_k"], generator=own, device=self.device) + 0.5
 
     def _rows(self, owner: int, world_size: int, iteration: int) -> tuple[torch.Tensor, ...]:
-        """Of the rows of an owner's experts, in the documented order: source rank, token, slot; and
-        how many each expert has. Stable sorting by expert keeps (source, token, slot) order."""
+        """Where the rows of an owner's experts come from, in the documented order: their source ranks,
+        tokens and slots; and how many rows each expert has. Stable sorting by expert keeps the order of
+        source, token and slot."""
         tokens, top_k = self.sizes["tokens"], self.sizes["top_k"]
         own = self.sizes["experts"] // world_size
         ids = torch.cat([self._ids(source, iteration) for source in range(world_size)])

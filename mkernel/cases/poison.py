@@ -31,7 +31,7 @@ _BITS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.int32: (torch.int32, 0x5AD5A5A5),
     torch.int64: (torch.int64, 0x5AFD_A5A5_5A5A_A5A5),
 }
-"""By dtype: the integer dtype of its size, and the bits of poison. The NaNs are quiet: copies that
+"""For each dtype the integer dtype of its size, and the bits of poison. The NaNs are quiet: copies that
 signal or quieten NaNs leave them as they are."""
 
 

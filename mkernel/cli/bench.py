@@ -238,7 +238,7 @@ def _say_where(console: Console, accelerator: str, devices: int, ranks: int, lis
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Where to tell of rows that are done: a line that changes, or lines of stderr in a pipe."""
+    """Tells of rows that are done on a line that changes, or in a pipe on lines of stderr."""
     if console.is_terminal:
         with console.status("starting ranks") as status:
             yield status.update

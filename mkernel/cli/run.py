@@ -360,7 +360,7 @@ def _plan(
 
 
 def _layout(case: Case) -> Literal["row", "column"]:
-    """As the op finds it: a weight of one row or column is in both layouts, and is called row."""
+    """The layout that the op finds: a weight of one row or column is in both, and is called row."""
     sizes = case.sizes
     inner, outer = ("k", "n") if isinstance(case, GemmCase) else ("hidden", "features")
     thin = 1 in (sizes.get(inner, 1), sizes.get(outer, 1))

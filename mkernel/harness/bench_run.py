@@ -91,7 +91,7 @@ def report(
     provenance: dict[str, Any],
     nodes: int = 1,
 ) -> Report:
-    """From what each rank sent back."""
+    """The report of a run, made from what each rank sent back."""
     kinds = {each: named(each).kind for each in spec.contenders}
     rows: list[Row] = []
     timing: dict[Mode, Timing] = {}
@@ -126,7 +126,7 @@ def report(
 
 
 def conditions(accelerator: str) -> Conditions:
-    """Of a run on an accelerator backend of this machine."""
+    """What the figures of a run on this accelerator backend depend on."""
     if not registry.accelerator(accelerator).capabilities().library_ops:
         return Conditions(environment=dict(ENVIRONMENT))
     constants = constants_for(accelerator, load_settings().constants)

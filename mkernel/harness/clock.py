@@ -41,7 +41,7 @@ class Calibration:
 
 
 def calibrated(samples: Sequence[Sample]) -> Calibration:
-    """From at least one sample, by the fastest answer."""
+    """The calibration that the fastest of at least one answer gives."""
     before, device, after = min(samples, key=lambda sample: sample[2] - sample[0])
     return Calibration(device - (before + after) // 2, (after - before + 1) // 2)
 
@@ -51,7 +51,7 @@ class Meeting:
 
     Args:
         store: of these ranks alone, or with a prefix of their own.
-        seal: for what they propose; default: whoever reaches the store is trusted.
+        seal: closes what they propose; by default whoever reaches the store is trusted.
     """
 
     def __init__(self, store: Store, rank: int, size: int, seal: Seal | None = None) -> None:

@@ -19,7 +19,8 @@ MOST_DRAWS = 10_000
 ROWS = (4, 32_944)
 COLUMNS = (256, 16_384)
 MOST_ELEMENTS = 1 << 29
-"""Of a matrix, all ranks' rows of A or of the result together: 1 GiB of bfloat16."""
+"""A matrix has at most so many elements, all ranks' rows of A or of the result together: 1 GiB of
+bfloat16."""
 MOST_PRODUCTS = 1 << 41
 """M x N x K: a few milliseconds of a large GPU."""
 

@@ -1,4 +1,4 @@
-"""From all ranks' times and errors to the figures of a row. Pure; the formulae are in ``results``."""
+"""Turns all ranks' times and errors into the figures of a row; the formulae are in ``results``."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def figures(
     comm: float | None,
     sequential: float | None,
 ) -> Figures:
-    """Of one contender, from its slowest rank's time in each iteration and the parts' medians."""
+    """A contender's figures, from its slowest rank's time in each iteration and the parts' medians."""
     median = statistics.median(slowest_us)
     p10, p90 = np.percentile(slowest_us, (10, 90))
     rho = eta = None

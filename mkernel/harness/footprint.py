@@ -11,9 +11,9 @@ from mkernel.plan.model import DTYPE_BYTES, DtypeName, OpName
 from mkernel.topology.sources.files import read_int, read_text
 
 _REFERENCE_BYTES = 8
-"""Of an element of the float64 result that each rank compares with."""
+"""Bytes of an element of the float64 result that each rank compares with."""
 _LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Of the control group that is seen from inside a container, versions 2 and 1."""
+"""Files of the limit of a container's control group as seen from inside, versions 2 and 1."""
 
 
 def check_fits(
@@ -78,7 +78,7 @@ def least_bytes(
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Of this machine's memory and of its container's limit; None where neither is known."""
+    """The lesser of this machine's free memory and its container's limit; None: neither is known."""
     found = [read_int(root / limit) for limit in _LIMITS]
     for line in (read_text(root / "proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")

@@ -66,7 +66,7 @@ class Problem:
         return _PARTS[kind](self.case)
 
     def memory(self, kind: Kind) -> dict[str, Memory]:
-        """Of a rank's outputs."""
+        """The memory that a rank's outputs take."""
         return self.oracle(kind).results(self.world)
 
     def empty(self, kind: Kind) -> Tensors:

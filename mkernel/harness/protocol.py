@@ -121,7 +121,7 @@ class Leads:
         self._next: dict[str, float] = {}
 
     def before(self, who: str) -> float:
-        """Of the contender's next turn."""
+        """How long the device is held before the contender's next turn."""
         return self._next.get(who, SHORTEST_LEAD_S)
 
     def queued(self, who: str, seconds: float) -> None:

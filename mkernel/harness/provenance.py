@@ -48,7 +48,7 @@ def devices(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """As /proc/cpuinfo names it."""
+    """This machine's CPU, as /proc/cpuinfo names it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

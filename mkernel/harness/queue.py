@@ -77,7 +77,7 @@ class Queue(Protocol):
         """Wait until all is done."""
 
     def seconds(self) -> float:
-        """From the start to the end. After :meth:`synchronize`."""
+        """The time from the start to the end. After :meth:`synchronize`."""
 
     def held_until(self) -> int:
         """When the last hold really ended, nanoseconds of CLOCK_MONOTONIC, by a calibration of its

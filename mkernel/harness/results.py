@@ -173,7 +173,7 @@ class Report(Model):
 
 
 def write(report: Model, path: Path) -> None:
-    """As JSON. InputFileError where the file cannot be written."""
+    """Write a report as JSON. InputFileError where the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(report.model_dump_json(indent=1) + "\n")

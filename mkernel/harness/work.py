@@ -58,7 +58,7 @@ class Work(ABC):
 
     @abstractmethod
     def limits(self) -> dict[str, float]:
-        """As :meth:`Contender.limits`. After the first :meth:`prepare`."""
+        """The contender's limits. After the first :meth:`prepare`."""
 
     @abstractmethod
     def close(self) -> None:
