@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mkernel.conformance.check import Check
 from mkernel.conformance.nic_checks import DATA_CHECKS
-from mkernel.conformance.nic_device_faults import DEVICE_FAULT_CHECKS
+from mkernel.conformance.nic_device_checks import DEVICE_FAULT_CHECKS
 from mkernel.conformance.nic_life_checks import LIFE_CHECKS
 from mkernel.harness.nic_ranks import NicSubject
 
