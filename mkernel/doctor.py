@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, SecretStr
 
+from mkernel.backends.contracts.status import Status
+from mkernel.printable import one_line
 from mkernel.settings import MASK, PREFIX, Settings, load, load_as, variable
 from mkernel.topology.model import Model
 from mkernel.topology.sources.files import read_text
@@ -72,35 +74,33 @@ def auto_rows() -> list[Row]:
     rows = []
     for name, ask in (("accelerator", _auto_accelerator), ("nic, verbs", _auto_nic)):
         try:
-            usable, detail, remedy = ask()
+            status = ask()
         except Exception as error:
-            usable, detail, remedy = False, _sentence(error), "name one, or see below"
-        rows.append(Row(kind="auto", name=name, usable=usable, detail=detail, remedy=remedy))
+            status = Status(False, one_line(error), "name one, or see below")
+        rows.append(_row("auto", name, status))
     return rows
 
 
-def _auto_accelerator() -> tuple[bool, str, str]:
+def _auto_accelerator() -> Status:
     from mkernel import selection
 
     verdicts = selection.accelerator_verdicts()
     taken = next((verdict for verdict in verdicts if verdict.usable), None)
     others = "; ".join(f"not {v.name}: {v.detail}" for v in verdicts if v is not taken)
     if taken is None:
-        return False, others, "name one: accelerator=, --accelerator or MKERNEL_ACCELERATOR"
-    return True, f"{taken.name} ({taken.detail})" + (f"; {others}" if others else ""), ""
+        return Status(False, others, "name one: accelerator=, --accelerator or MKERNEL_ACCELERATOR")
+    return Status(True, f"{taken.name} ({taken.detail})" + (f"; {others}" if others else ""))
 
 
-def _auto_nic() -> tuple[bool, str, str]:
+def _auto_nic() -> Status:
     from mkernel import selection
 
     nic = selection.chosen_nic()
     verbs = selection.chosen_verbs(nic)
     if verbs != selection.SOFT:
-        return True, f"{nic} on {verbs}", ""
-    return (
-        True,
-        f"{nic} on {verbs}: no RDMA port is usable; it joins processes of one host only",
-        "",
+        return Status(True, f"{nic} on {verbs}")
+    return Status(
+        True, f"{nic} on {verbs}: no RDMA port is usable; it joins processes of one host only"
     )
 
 
@@ -115,6 +115,11 @@ def nic_rows() -> list[Row]:
     return list(_backend_rows("nic", "NICS", _ask_nic))
 
 
+def _row(kind: Kind, name: str, status: Status) -> Row:
+    remedy = status.remedy
+    return Row(kind=kind, name=name, usable=status.usable, detail=status.detail, remedy=remedy)
+
+
 def _backend_rows(
     kind: Literal["accelerator", "nic"], group: str, ask: Callable[[Any, str], Iterator[Row]]
 ) -> Iterator[Row]:
@@ -123,35 +128,21 @@ def _backend_rows(
 
         names = registry.names(getattr(registry, group))
     except Exception as error:
-        detail = f"backends cannot be listed: {_sentence(error)}"
-        yield Row(kind=kind, name="-", usable=False, detail=detail, remedy="reinstall mkernel")
+        detail = f"backends cannot be listed: {one_line(error)}"
+        yield _row(kind, "-", Status(False, detail, "reinstall mkernel"))
         return
     if not names:
-        yield Row(
-            kind=kind,
-            name="-",
-            usable=False,
-            detail=f"no {kind} backend is installed",
-            remedy="reinstall mkernel",
-        )
+        detail = f"no {kind} backend is installed"
+        yield _row(kind, "-", Status(False, detail, "reinstall mkernel"))
     for name in names:
         try:
             yield from ask(getattr(registry, kind)(name), name)
         except Exception as error:  # noqa: PERF203 - one that fails must not hide the others
-            yield Row(
-                kind=kind, name=name, usable=False, detail=_sentence(error), remedy=_REINSTALL
-            )
+            yield _row(kind, name, Status(False, one_line(error), _REINSTALL))
 
 
 def _ask_accelerator(backend: AcceleratorBackend, name: str) -> Iterator[Row]:
-    status = backend.status()
-    yield Row(
-        kind="accelerator",
-        name=name,
-        usable=status.usable,
-        detail=status.detail,
-        remedy=status.remedy,
-    )
+    yield _row("accelerator", name, backend.status())
 
 
 def _ask_nic(backend: NicBackend, name: str) -> Iterator[Row]:
@@ -160,30 +151,16 @@ def _ask_nic(backend: NicBackend, name: str) -> Iterator[Row]:
         try:
             status = backend.status(provider)
         except Exception as error:  # one provider's fault must not hide the others
-            yield Row(
-                kind="nic", name=path, usable=False, detail=_sentence(error), remedy=_REINSTALL
-            )
+            yield _row("nic", path, Status(False, one_line(error), _REINSTALL))
             continue
-        yield Row(
-            kind="nic",
-            name=path,
-            usable=status.usable,
-            detail=status.detail,
-            remedy=status.remedy,
-        )
+        yield _row("nic", path, status)
         for what, verdict in backend.details(provider):
-            yield Row(
-                kind="fabric",
-                name=f"{path}: {what}",
-                usable=verdict.usable,
-                detail=verdict.detail,
-                remedy=verdict.remedy,
-            )
+            yield _row("fabric", f"{path}: {what}", verdict)
 
 
 def machine_rows(root: Path = Path("/")) -> list[Row]:
     """Libraries, build tools, CPU, shared memory. ``root``: of /usr, /proc, …"""
-    checks: tuple[tuple[Kind, str, Callable[[], tuple[bool, str, str]]], ...] = (
+    checks: tuple[tuple[Kind, str, Callable[[], Status]], ...] = (
         ("library", "torch", _torch),
         ("build", "C++ compiler", _compiler),
         ("build", "libibverbs headers", lambda: _verbs_headers(root)),
@@ -193,18 +170,10 @@ def machine_rows(root: Path = Path("/")) -> list[Row]:
     rows = []
     for kind, name, check in checks:
         try:
-            usable, detail, remedy = check()
+            status = check()
         except Exception as error:
-            usable, detail, remedy = False, _sentence(error), ""
-        rows.append(
-            Row(
-                kind=kind,
-                name=name,
-                usable=usable,
-                detail=detail,
-                remedy="" if usable else remedy,
-            )
-        )
+            status = Status(False, one_line(error))
+        rows.append(_row(kind, name, status))
     return rows
 
 
@@ -222,52 +191,45 @@ def software_rows(root: Path = Path("/")) -> list[Row]:
             found = registry.accelerator(name).software(root)
         except Exception:
             continue
-        rows += [
-            Row(
-                kind="software",
-                name=what,
-                usable=status.usable,
-                detail=status.detail,
-                remedy=status.remedy,
-            )
-            for what, status in found
-        ]
+        rows += [_row("software", what, status) for what, status in found]
     return rows
 
 
-def _torch() -> tuple[bool, str, str]:
+def _torch() -> Status:
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        return False, "not installed", "pip install torch"
+        return Status(False, "not installed", "pip install torch")
     try:
         import torch
     except Exception as error:
-        return False, f"{version} does not import: {_sentence(error)}", "reinstall torch"
+        return Status(False, f"{version} does not import: {one_line(error)}", "reinstall torch")
     runtimes = [
         f"{name} {value}"
         for name, value in vars(torch.version).items()
         if isinstance(value, str) and not name.startswith("__") and name != "git_version"
     ]
-    return True, f"{torch.__version__} ({', '.join(runtimes) or 'for CPUs only'})", ""
+    return Status(True, f"{torch.__version__} ({', '.join(runtimes) or 'for CPUs only'})")
 
 
-def _compiler() -> tuple[bool, str, str]:
+def _compiler() -> Status:
     for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
         found = shutil.which(name)
         if found:
-            return True, f"{found} (needed only to build)", ""
-    return False, "none found; needed only to build", "install g++ or clang++"
+            return Status(True, f"{found} (needed only to build)")
+    return Status(False, "none found; needed only to build", "install g++ or clang++")
 
 
-def _verbs_headers(root: Path) -> tuple[bool, str, str]:
+def _verbs_headers(root: Path) -> Status:
     for folder in ("usr/include", "usr/local/include"):
         if (root / folder / "infiniband/verbs.h").is_file():
-            return True, f"/{folder}/infiniband/verbs.h", ""
-    return False, "infiniband/verbs.h not found; needed only to build", "install libibverbs-dev"
+            return Status(True, f"/{folder}/infiniband/verbs.h")
+    return Status(
+        False, "infiniband/verbs.h not found; needed only to build", "install libibverbs-dev"
+    )
 
 
-def _cpu(root: Path) -> tuple[bool, str, str]:
+def _cpu(root: Path) -> Status:
     wanted = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd")
     flags: set[str] = set()
     for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
@@ -277,10 +239,10 @@ def _cpu(root: Path) -> tuple[bool, str, str]:
             break
     count = os.cpu_count() or 0
     named = ", ".join(flag for flag in wanted if flag in flags) or "no vector extension found"
-    return True, f"{count} CPUs; {named}", ""
+    return Status(True, f"{count} CPUs; {named}")
 
 
-def _shared_memory(root: Path) -> tuple[bool, str, str]:
+def _shared_memory(root: Path) -> Status:
     """Ranks of a node share memory through memfd, or through /dev/shm."""
     if hasattr(os, "memfd_create"):
         try:
@@ -293,12 +255,12 @@ def _shared_memory(root: Path) -> tuple[bool, str, str]:
                 mmap.mmap(handle, mmap.PAGESIZE).close()
             finally:
                 os.close(handle)
-            return True, "memfd works", ""
+            return Status(True, "memfd works")
     shm = root / "dev/shm"
     if shm.is_dir() and os.access(shm, os.W_OK):
         free = shutil.disk_usage(shm).free
-        return True, f"/dev/shm is writable, {free / 2**20:.0f} MiB free", ""
-    return False, "neither memfd nor a writable /dev/shm", "mount a tmpfs at /dev/shm"
+        return Status(True, f"/dev/shm is writable, {free / 2**20:.0f} MiB free")
+    return Status(False, "neither memfd nor a writable /dev/shm", "mount a tmpfs at /dev/shm")
 
 
 def setting_rows(settings: Settings | None = None) -> list[SettingRow]:
@@ -363,9 +325,3 @@ def _walk(
             environment=variable(where),
             description=field.description or "",
         )
-
-
-def _sentence(error: BaseException) -> str:
-    """One line about an error."""
-    text = " ".join(str(error).split())
-    return text[:300] or type(error).__name__

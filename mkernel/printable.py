@@ -19,3 +19,8 @@ def _shown(character: str) -> str:
     if character.isprintable():
         return character
     return character.encode("unicode_escape").decode("ascii")
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """An error's text in one line; its type where it has none."""
+    return " ".join(str(error).split())[:most] or type(error).__name__

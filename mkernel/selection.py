@@ -15,6 +15,7 @@ from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.printable import one_line
 from mkernel.settings import AUTO, Settings
 from mkernel.topology.model import Accelerator, Nic
 from mkernel.topology.rails import most_served
@@ -137,13 +138,13 @@ def _misfit(
     """Why ``auto`` never takes a backend for such a world; None: it may. ``device``: of a machine
     elsewhere, else this one's."""
     if isinstance(backend, Exception):
-        return _sentence(backend)
+        return one_line(backend)
     if backend.preference <= 0:
         return "is chosen by name only"
     try:
         claims = backend.capabilities_on(device.kind) if device else backend.capabilities()
     except Exception as error:  # a backend that breaks must not keep others from being chosen
-        return _sentence(error)
+        return one_line(error)
     misfit = claims.misfit(device) if device is not None else None
     if misfit is None and op is not None and op not in claims.ops:
         misfit = f"does not provide {op!r}"
@@ -156,7 +157,7 @@ def _status(name: str) -> Status:
     try:
         return registry.accelerator(name).status()
     except Exception as error:  # it must not raise; one that does cannot be used
-        return Status(False, _sentence(error))
+        return Status(False, one_line(error))
 
 
 def _by_preference() -> list[tuple[str, AcceleratorBackend | Exception]]:
@@ -282,7 +283,3 @@ def _reason(status: Status) -> str:
         if status.remedy and not status.usable
         else status.detail
     )
-
-
-def _sentence(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
