@@ -1,4 +1,4 @@
-"""Ranks of a world as the GPUs of one process: regions, control blocks, streams, and the sums that
+"""Ranks of a world as the GPUs of one process: workspaces, control blocks, streams, and the sums that
 the collectives promise."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from device_buffers import Buffer
 
-# Offsets in a region, as device/region.cuh lays it out.
+# Offsets in a workspace, as device/workspace.cuh lays it out.
 PEERS_WORDS = slice(512, 768)  # what peers finished and started
 FLAGS = slice(64 << 10, 1 << 20)
 DATA = 33 << 20
@@ -26,7 +26,7 @@ class Ranks:
     world: int
     staging_bytes: int = 1 << 20
     timeout_s: float = DEADLINE_S
-    regions: list[Buffer] = field(init=False)
+    workspaces: list[Buffer] = field(init=False)
     controls: list[Any] = field(init=False)
     streams: list[torch.cuda.Stream] = field(init=False)
 
@@ -34,9 +34,9 @@ class Ranks:
         from mkernel.backends.accelerators.hopper import _hopper
 
         everyone = range(self.world)
-        self.regions = [Buffer(rank, everyone, DATA + self.staging_bytes) for rank in everyone]
-        for region in self.regions:
-            region.bytes()[:8].view(torch.int64).fill_(1)  # the epoch
+        self.workspaces = [Buffer(rank, everyone, DATA + self.staging_bytes) for rank in everyone]
+        for workspace in self.workspaces:
+            workspace.bytes()[:8].view(torch.int64).fill_(1)  # the epoch
         self.controls = [_hopper.ControlBlock() for _ in everyone]
         self.streams = [torch.cuda.Stream(rank) for rank in everyone]
         # Loaded at its first launch, which must not be while a kernel of that GPU waits.
@@ -52,8 +52,10 @@ class Ranks:
         """The native handle of one rank's next call."""
         from mkernel.backends.accelerators.hopper import _hopper
 
-        regions = [region.address(rank) for region in self.regions]
-        world = _hopper.DeviceWorld(regions, rank, self.controls[rank].address, self.timeout_s, 7)
+        workspaces = [workspace.address(rank) for workspace in self.workspaces]
+        world = _hopper.DeviceWorld(
+            workspaces, rank, self.controls[rank].address, self.timeout_s, 7
+        )
         return _hopper.Collective(world, self.staging_bytes, blocks=blocks)
 
     def stream(self, rank: int) -> int:
@@ -75,7 +77,9 @@ class Ranks:
                 time.sleep(0.0005)
 
     def epochs(self) -> list[int]:
-        return [int(region.bytes()[:8].view(torch.int64).item()) for region in self.regions]
+        return [
+            int(workspace.bytes()[:8].view(torch.int64).item()) for workspace in self.workspaces
+        ]
 
     def check_outcomes(self) -> None:
         """No wait of any rank failed."""

@@ -252,7 +252,7 @@ def test_waits_that_pass_too_soon_are_noticed(world: int, which: str) -> None:
     run(made)
     made.refresh(1)
     for words in (FLAGS, PEERS_WORDS):
-        ranks.regions[0].bytes()[words].view(torch.int64).fill_(1 << 40)
+        ranks.workspaces[0].bytes()[words].view(torch.int64).fill_(1 << 40)
     ranks.synchronize()
 
     def late(rank: int) -> None:

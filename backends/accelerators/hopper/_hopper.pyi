@@ -81,7 +81,7 @@ class Tiling:
 
 class DeviceWorld:
     def __init__(
-        self, regions: list[int], rank: int, control: int, timeout_s: float, call: int
+        self, workspaces: list[int], rank: int, control: int, timeout_s: float, call: int
     ) -> None: ...
     def of_call(self, number: int, timeout_s: float) -> DeviceWorld: ...
 

@@ -159,10 +159,10 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         self._open_session().format(memory)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """A region, shared by all plans of a world; its flags are its own, so no signals."""
-        from mkernel.backends.accelerators.hopper.dispatch import region_bytes
+        """A workspace, shared by all plans of a world; its flags are its own, so no signals."""
+        from mkernel.backends.accelerators.hopper.dispatch import workspace_bytes
 
-        return Workspace(nbytes=region_bytes(plan), signals=0, shared=True)
+        return Workspace(nbytes=workspace_bytes(plan), signals=0, shared=True)
 
     def launch(self, call: Call) -> HopperLaunch:
         """Queue the call on torch's current stream, after the world's previous one."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
 _FIRST_EPOCH = 1
-_EPOCH_OFFSETS = (0, *range(128, 256, 8))  # of Control's epoch and epochs (device/region.cuh)
+_EPOCH_OFFSETS = (0, *range(128, 256, 8))  # of Control's epoch and epochs (device/workspace.cuh)
 _LONGEST_PAUSE_S = 0.001
 _ALREADY = nullcontext()
 
@@ -89,7 +89,9 @@ class DeviceSession:
         self._current = torch.cuda.device(index)  # entered around calls; made once
         self._order: _hopper.CallOrder = made.CallOrder(index)
         self._context = DispatchContext(index, self._order, self.control.address)
-        self._calls: dict[str, Executor] = {}  # by the plan's digest: it has one region in a world
+        self._calls: dict[
+            str, Executor
+        ] = {}  # by the plan's digest: it has one workspace in a world
         self._used = False
 
     def close(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""What every kernel of a call is told of the world: its regions, this rank, and how long to wait."""
+"""What every kernel of a call is told of the world: its workspaces, this rank, and how long to wait."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_node(plan: LaunchPlan) -> int:
 def device_world(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
     """The world as the kernels of this call see it."""
     world: _hopper.DeviceWorld = native().DeviceWorld(
-        _regions(call), call.rank, context.control, call.timeout_s, call_id(call)
+        _workspaces(call), call.rank, context.control, call.timeout_s, call_id(call)
     )
     return world
 
@@ -44,8 +44,8 @@ def call_id(call: Call) -> int:
     return call.number & 0xFFFFFFFF
 
 
-def _regions(call: Call) -> list[int]:
-    """Every rank's region, by rank."""
+def _workspaces(call: Call) -> list[int]:
+    """Every rank's workspace, by rank."""
     return [
         call.workspace if rank == call.rank else call.peers[rank].workspace
         for rank in range(call.plan.world_size)

@@ -1,4 +1,4 @@
-"""Which executor runs an op, and how much of the region its plans need."""
+"""Which executor runs an op, and how much of the workspace its plans need."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Op:
     """How an op is run on its fused path.
 
     Attributes:
-        region_bytes: bytes of the symmetric region that a plan needs on each rank.
+        workspace_bytes: bytes of the symmetric workspace that a plan needs on each rank.
         executor: makes a plan's executor, of its first call.
     """
 
-    region_bytes: Callable[[LaunchPlan], int]
+    workspace_bytes: Callable[[LaunchPlan], int]
     executor: Callable[[Call, DispatchContext], Executor]
 
 
@@ -42,10 +42,10 @@ OPS: dict[str, Op] = {
 }
 
 
-def region_bytes(plan: LaunchPlan) -> int:
-    """Bytes of the region that a plan needs on each rank. Unsupported."""
+def workspace_bytes(plan: LaunchPlan) -> int:
+    """Bytes of the workspace that a plan needs on each rank. Unsupported."""
     op = _op(plan.op)
-    return library.region_bytes(plan) if plan.path == "library" else op.region_bytes(plan)
+    return library.workspace_bytes(plan) if plan.path == "library" else op.workspace_bytes(plan)
 
 
 def executor_for(call: Call, context: DispatchContext) -> Executor:

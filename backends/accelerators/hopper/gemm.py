@@ -1,4 +1,4 @@
-"""The GEMM ops on one rank: what a plan needs of the region, and how a call is queued.
+"""The GEMM ops on one rank: what a plan needs of the workspace, and how a call is queued.
 
 Data flow of the views:
   AllGather+GEMM   pipelined: copy engines (a second stream) or blocks of the kernel push the rows
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
 ALIGNMENT = 16
-_NO_DATA = 1 << 20  # a region whose data area is empty
+_NO_DATA = 1 << 20  # a workspace whose data area is empty
 _ELEMENT_BYTES = tuning.ELEMENT_BYTES
 
 
@@ -39,7 +39,7 @@ _ELEMENT_BYTES = tuning.ELEMENT_BYTES
 
 
 def gather_bytes(plan: LaunchPlan) -> int:
-    """Bytes of the region that AllGather+GEMM needs. Unsupported."""
+    """Bytes of the workspace that AllGather+GEMM needs. Unsupported."""
     world = one_node(plan)
     if world == 1:
         return _NO_DATA
@@ -48,7 +48,7 @@ def gather_bytes(plan: LaunchPlan) -> int:
 
 
 def reduce_bytes(plan: LaunchPlan) -> int:
-    """Bytes of the region that a reduction needs, in any view. Unsupported."""
+    """Bytes of the workspace that a reduction needs, in any view. Unsupported."""
     world = one_node(plan)
     if world == 1:
         return _NO_DATA
@@ -158,7 +158,7 @@ class AllGatherExecutor:
     def _copy_gathered(
         self, call: Call, a: torch.Tensor, gathered: torch.Tensor, stream: int
     ) -> None:
-        """Own rows from ``a``, the others' from the region, where they lie until all have copied."""
+        """Own rows from ``a``, the others' from the workspace, where they lie until all have copied."""
         to, shard = gathered.data_ptr(), a.numel() * _ELEMENT_BYTES
         before, ranks = call.rank * shard, call.plan.world_size
         after = before + shard

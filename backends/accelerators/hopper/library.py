@@ -39,8 +39,8 @@ wait."""
 ONE_SHOT_MOST = 8 << 20
 
 
-def region_bytes(plan: LaunchPlan) -> int:
-    """Bytes of the region that a plan on this path needs. Unsupported."""
+def workspace_bytes(plan: LaunchPlan) -> int:
+    """Bytes of the workspace that a plan on this path needs. Unsupported."""
     one_node(plan)
     offset: int = native().DATA_OFFSET
     return offset + _staging(plan)

@@ -125,7 +125,7 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
 def gather(
     rows: int, n: int, k: int, world: int, chunk: int, processors: int, flags: int, copied: int
 ) -> GatherTuning:
-    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned. A region has ``flags`` flags;
+    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned. A workspace has ``flags`` flags;
     copy engines take at most ``copied`` chunks."""
     tiles = tiling(rows, world, n, k, processors)
     chunk = max(chunk, _up(rows, flags // world))

@@ -23,7 +23,7 @@ STARTS = (
     "push_rows", "all_gather_gemm", "gemm_reduce", "rendezvous", "copy", "reduce_scatter",
     "all_reduce",
 )  # fmt: skip
-REGIONS = (1 << 21, 1 << 30)
+WORKSPACES = (1 << 21, 1 << 30)
 MAIN = 5
 
 
@@ -98,7 +98,7 @@ def run(
     call = last_rank(made, view, gathered=gathered, symmetric=symmetric, offset=offset)
     queued.clear()
     dispatch.OPS[made.op].executor(call, CONTEXT).start(call, MAIN)
-    assert dispatch.OPS[made.op].region_bytes(made) >= 1 << 20
+    assert dispatch.OPS[made.op].workspace_bytes(made) >= 1 << 20
     return list(queued)
 
 
@@ -122,8 +122,8 @@ def last_rank(
         tensors[name] = flat[offset : offset + rows * columns].view(rows, columns)
     return Call(
         plan=made, rank=world - 1, tensors=tensors, epoch=1, number=1, pad=0,
-        workspace=REGIONS[world - 1], signal_base=0,
-        peers={0: PeerMemory(0, REGIONS[0])} if world > 1 else {}, region=0, fifo=0, timeout_s=1.0,
+        workspace=WORKSPACES[world - 1], signal_base=0,
+        peers={0: PeerMemory(0, WORKSPACES[0])} if world > 1 else {}, region=0, fifo=0, timeout_s=1.0,
         view=view, symmetric={"out": (1 << 31, 1 << 32)} if symmetric else {},
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ def test_all_gather_gemm(queued: list[str]) -> None:
     assert run(queued, alone, "sequential") == ["all_gather_gemm"]
 
 
-def test_what_lies_in_the_region_is_copied_before_any_rank_goes_on(queued: list[str]) -> None:
+def test_what_lies_in_the_workspace_is_copied_before_any_rank_goes_on(queued: list[str]) -> None:
     small = planned("all_gather_gemm", 512, 256, 256)
     copies = ["pipelined", "copy", "copy", "rendezvous"]  # the last rank: no rows after its
     assert run(queued, small, gathered=True) == copies

@@ -73,9 +73,9 @@ class Fabric:
         self._sent: dict[int, bytes] = {}
 
     def DeviceWorld(
-        self, regions: list[int], rank: int, control: int, timeout_s: float, call: int
+        self, workspaces: list[int], rank: int, control: int, timeout_s: float, call: int
     ) -> int:
-        assert regions == [region_of(each) for each in range(self.world)]
+        assert workspaces == [workspace_of(each) for each in range(self.world)]
         assert control == 64
         return rank
 
@@ -157,7 +157,7 @@ def width(name: str) -> int:
     return dtype.itemsize
 
 
-def region_of(rank: int) -> int:
+def workspace_of(rank: int) -> int:
     return (rank + 1) << 30
 
 
@@ -232,8 +232,8 @@ def run(
         for number in numbers:
             call = Call(
                 plan=made, rank=rank, tensors=everyone[rank], epoch=1, number=number, pad=0,
-                workspace=region_of(rank), signal_base=0,
-                peers={p: PeerMemory(0, region_of(p)) for p in range(world) if p != rank},
+                workspace=workspace_of(rank), signal_base=0,
+                peers={p: PeerMemory(0, workspace_of(p)) for p in range(world) if p != rank},
                 region=0, fifo=0, timeout_s=float(number & 7), view=view, symmetric=shared,
             )  # fmt: skip
             calls = calls or library.LibraryExecutor(call, DispatchContext(0, order, 64))
@@ -315,7 +315,7 @@ def test_compute_only_exchanges_nothing(fabric: Any, op: str) -> None:
 
 
 @every_op
-def test_a_plan_has_the_region_of_its_path(
+def test_a_plan_has_the_workspace_of_its_path(
     fabric: Any, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
     made = fabric(4)
@@ -324,13 +324,13 @@ def test_a_plan_has_the_region_of_its_path(
     there = dispatch.Op(lambda plan: 7, lambda call, context: fused)
     monkeypatch.setattr(dispatch, "OPS", {op: there})
     monkeypatch.setitem(capabilities.FUNCTIONS, op, "all_gather")
-    assert dispatch.region_bytes(planned(op, 256, 64, 64, 4, path="fused")) == 7
-    needed = dispatch.region_bytes(planned(op, 256, 64, 64, 4))
-    assert needed == library.region_bytes(planned(op, 256, 64, 64, 4)) > DATA_OFFSET
-    assert library.region_bytes(planned(op, 64, 64, 64, 1)) == DATA_OFFSET
+    assert dispatch.workspace_bytes(planned(op, 256, 64, 64, 4, path="fused")) == 7
+    needed = dispatch.workspace_bytes(planned(op, 256, 64, 64, 4))
+    assert needed == library.workspace_bytes(planned(op, 256, 64, 64, 4)) > DATA_OFFSET
+    assert library.workspace_bytes(planned(op, 64, 64, 64, 1)) == DATA_OFFSET
     several = planned(op, 256, 64, 64, 4).model_copy(update={"nodes": 2, "ranks_per_node": 2})
     with pytest.raises(Unsupported, match="one node"):
-        library.region_bytes(several)
+        library.workspace_bytes(several)
 
 
 def test_a_call_goes_the_way_of_its_plan(fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How the GEMM kernels are scheduled, and what plans need of the region, without a GPU."""
+"""How the GEMM kernels are scheduled, and what plans need of the workspace, without a GPU."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def made() -> Any:
         pytest.skip(f"this build has no kernels for Hopper: {error}")
 
 
-def test_the_region_holds_all_shards(made: Any) -> None:
+def test_the_workspace_holds_all_shards(made: Any) -> None:
     whole = made.all_gather_gemm_bytes(4, made.AllGatherSchedule(1024, 1024), 512)
     assert whole == made.DATA_OFFSET + 4 * 1024 * 512 * 2
     with pytest.raises(ValueError, match="flags"):

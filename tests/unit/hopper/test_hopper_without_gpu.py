@@ -105,7 +105,7 @@ def test_ops_are_those_that_the_build_has(fake: Any, monkeypatch: pytest.MonkeyP
     assert dispatch.executor_for(call, context) is made
     assert started == [call]
     with pytest.raises(Unsupported, match="no kernel of gemm_all_reduce; it has: all_gather_gemm"):
-        dispatch.region_bytes(SimpleNamespace(op="gemm_all_reduce"))  # type: ignore[arg-type]
+        dispatch.workspace_bytes(SimpleNamespace(op="gemm_all_reduce"))  # type: ignore[arg-type]
 
 
 def test_outside_of_a_world_nothing_is_there() -> None:

@@ -1,13 +1,13 @@
-// How a call of a kernel ends, and with it why memory of the region may be used again.
+// How a call of a kernel ends, and with it why memory of the workspace may be used again.
 //
 // The rule: a call is over on a rank only when every rank of the world has said that it needs nothing
-// of that call any more. So whatever lies in the region's data area, and any flag, is free for the
+// of that call any more. So whatever lies in the workspace's data area, and any flag, is free for the
 // next call from its first instruction, whatever op that is and in whatever order the copy engines
 // start; and whatever a peer wrote into this rank's memory in this call has arrived.
 //
 // Brief calls are the exception, for exchanges in which a rank waits for something of every peer and
-// for all that peers write into its memory, and that fit the brief part of the region: their rank goes
-// on at once (`finish_brief_call`), which saves a round trip. What keeps a fast rank from overwriting
+// for all that peers write into its memory, and that fit the brief part of the workspace: their rank
+// goes on at once (`finish_brief_call`), which saves a round trip. What keeps a fast rank from overwriting
 // what a slow peer still reads:
 //   data   calls of even and of odd epochs have memory of their own. Who is in call e has heard of
 //          every peer in call e - 1; each was then done with call e - 2, the last one of e's memory.
@@ -25,20 +25,21 @@ namespace mkernel::hopper {
 
 // Tells every peer that this rank is in call `epoch`: what it read or wrote before is done. One
 // thread of the grid.
-__device__ inline void announce_start(const Region& region, std::uint64_t epoch) {
+__device__ inline void announce_start(const Workspace& workspace, std::uint64_t epoch) {
     ptx::fence_system();
-    for (int step = 1; step < region.world; ++step) {
-        const int peer = (region.rank + step) % region.world;
-        ptx::store_relaxed(&region.control(peer).started[region.rank], epoch);
+    for (int step = 1; step < workspace.world; ++step) {
+        const int peer = (workspace.rank + step) % workspace.world;
+        ptx::store_relaxed(&workspace.control(peer).started[workspace.rank], epoch);
     }
 }
 
 // Whether every peer has announced the call. One thread.
-__device__ inline bool wait_for_starts(const Region& region, const Waiter& waiter,
+__device__ inline bool wait_for_starts(const Workspace& workspace, const Waiter& waiter,
                                        std::uint64_t epoch) {
-    for (int step = 1; step < region.world; ++step) {
-        const auto peer = static_cast<std::uint32_t>((region.rank + step) % region.world);
-        if (!waiter.until(&region.control().started[peer], epoch, {kControlWord, peer, kNoChunk})) {
+    for (int step = 1; step < workspace.world; ++step) {
+        const auto peer = static_cast<std::uint32_t>((workspace.rank + step) % workspace.world);
+        if (!waiter.until(&workspace.control().started[peer], epoch,
+                          {kControlWord, peer, kNoChunk})) {
             return false;
         }
     }
@@ -55,28 +56,28 @@ __device__ inline void move_on(Control& control, std::uint64_t epoch) {
 // The end of a call; one thread of every block, after all the block's threads are done and its bulk
 // stores complete (`wait_group 0`). The last block tells the peers, waits for them, and moves the
 // epoch on.
-__device__ inline void finish_call(const Region& region, const Waiter& waiter,
+__device__ inline void finish_call(const Workspace& workspace, const Waiter& waiter,
                                    std::uint64_t epoch) {
-    if (region.world == 1) return;
-    Control& control = region.control();
+    if (workspace.world == 1) return;
+    Control& control = workspace.control();
     ptx::fence_async_proxy();
     ptx::fence_system();
     if (atomicAdd(&control.blocks_done, 1u) != gridDim.x * gridDim.y * gridDim.z - 1) return;
     ptx::fence_system();
-    for (int step = 1; step < region.world; ++step) {
-        const int peer = (region.rank + step) % region.world;
-        ptx::store_relaxed(&region.control(peer).finished[region.rank], epoch);
+    for (int step = 1; step < workspace.world; ++step) {
+        const int peer = (workspace.rank + step) % workspace.world;
+        ptx::store_relaxed(&workspace.control(peer).finished[workspace.rank], epoch);
     }
-    for (int step = 1; step < region.world; ++step) {
-        const auto peer = static_cast<std::uint32_t>((region.rank + step) % region.world);
+    for (int step = 1; step < workspace.world; ++step) {
+        const auto peer = static_cast<std::uint32_t>((workspace.rank + step) % workspace.world);
         if (!waiter.until(&control.finished[peer], epoch, {kControlWord, peer, kNoChunk})) break;
     }
     move_on(control, epoch);
 }
 
 // The same of a brief call: waits for nobody.
-__device__ inline void finish_brief_call(const Region& region, std::uint64_t epoch) {
-    Control& control = region.control();
+__device__ inline void finish_brief_call(const Workspace& workspace, std::uint64_t epoch) {
+    Control& control = workspace.control();
     __threadfence();
     if (atomicAdd(&control.blocks_done, 1u) != gridDim.x * gridDim.y * gridDim.z - 1) return;
     move_on(control, epoch);

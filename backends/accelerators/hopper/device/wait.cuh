@@ -11,7 +11,7 @@
 #pragma once
 
 #include "backends/accelerators/hopper/device/host_control.hpp"
-#include "backends/accelerators/hopper/device/region.cuh"
+#include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/ptx/sync.cuh"
 
 namespace mkernel::hopper {
@@ -27,8 +27,8 @@ inline constexpr std::uint32_t kNoChunk = 0xFFFFFFFFu;
 
 class Waiter {
   public:
-    __device__ Waiter(const Region& region, const WaitLimits& limits, runtime::Waiter kernel)
-        : control_(&region.control()), limits_(limits), kernel_(kernel) {}
+    __device__ Waiter(const Workspace& workspace, const WaitLimits& limits, runtime::Waiter kernel)
+        : control_(&workspace.control()), limits_(limits), kernel_(kernel) {}
 
     __device__ bool until(const std::uint64_t* word, std::uint64_t wanted, Awaited what) const {
         if (ptx::load_acquire(word) >= wanted) return true;

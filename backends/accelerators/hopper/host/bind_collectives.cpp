@@ -22,7 +22,7 @@ using collectives::Outs;
 
 Collective collective(const DeviceWorld& world, std::uint64_t staging_bytes, std::uint64_t staging,
                       std::uint32_t blocks) {
-    return {.region = region_of(world),
+    return {.workspace = workspace_of(world),
             .limits = limits_of(world),
             .staging = staging,
             .staging_bytes = staging_bytes,
@@ -31,7 +31,7 @@ Collective collective(const DeviceWorld& world, std::uint64_t staging_bytes, std
 
 // One address: the rank's own; as many as ranks: symmetric.
 Outs outs(const Collective& call, const std::vector<std::uint64_t>& addresses) {
-    const auto world = static_cast<std::size_t>(call.region.world);
+    const auto world = static_cast<std::size_t>(call.workspace.world);
     if (addresses.size() != 1 && addresses.size() != world) {
         throw py::value_error("out has " + std::to_string(addresses.size()) +
                               " addresses; expected 1 or " + std::to_string(world));
@@ -39,7 +39,7 @@ Outs outs(const Collective& call, const std::vector<std::uint64_t>& addresses) {
     Outs made;
     made.symmetric = world > 1 && addresses.size() == world;
     if (!made.symmetric) {
-        made.at[call.region.rank] = reinterpret_cast<void*>(addresses[0]);
+        made.at[call.workspace.rank] = reinterpret_cast<void*>(addresses[0]);
         return made;
     }
     for (std::size_t i = 0; i < world; ++i) made.at[i] = reinterpret_cast<void*>(addresses[i]);

@@ -36,13 +36,13 @@ void require_aligned(const std::string& name, std::uint64_t address) {
             "an address that is a multiple of " + std::to_string(kAlignment));
 }
 
-DeviceWorld world_of(const std::vector<std::uint64_t>& regions, int rank, std::uint64_t control,
+DeviceWorld world_of(const std::vector<std::uint64_t>& workspaces, int rank, std::uint64_t control,
                      double timeout_s, std::uint32_t call) {
-    const auto ranks = static_cast<int>(regions.size());
+    const auto ranks = static_cast<int>(workspaces.size());
     require(ranks >= 1 && ranks <= kMaxRanks, "ranks", ranks, "1 to " + std::to_string(kMaxRanks));
     require(rank >= 0 && rank < ranks, "rank", rank, "0 to " + std::to_string(ranks - 1));
-    for (const std::uint64_t region : regions) require_aligned("region", region);
-    return {regions, rank, control, timeout_s, call};
+    for (const std::uint64_t workspace : workspaces) require_aligned("workspace", workspace);
+    return {workspaces, rank, control, timeout_s, call};
 }
 
 // The product of these tensors.
@@ -107,7 +107,7 @@ void bind_data(py::module_& module) {
         .value("deep", Tiling::deep)
         .value("narrow", Tiling::narrow);
     py::class_<DeviceWorld>(module, "DeviceWorld")
-        .def(py::init(&world_of), "regions"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a)
+        .def(py::init(&world_of), "workspaces"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a)
         .def(
             "of_call",
             [](DeviceWorld world, std::uint32_t number, double timeout_s) {

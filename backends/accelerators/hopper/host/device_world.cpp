@@ -2,14 +2,14 @@
 
 namespace mkernel::hopper {
 
-Region region_of(const DeviceWorld& world) {
-    Region region{};
-    for (std::size_t rank = 0; rank < world.regions.size(); ++rank) {
-        region.base[rank] = reinterpret_cast<char*>(world.regions[rank]);
+Workspace workspace_of(const DeviceWorld& world) {
+    Workspace workspace{};
+    for (std::size_t rank = 0; rank < world.workspaces.size(); ++rank) {
+        workspace.base[rank] = reinterpret_cast<char*>(world.workspaces[rank]);
     }
-    region.rank = world.rank;
-    region.world = static_cast<int>(world.regions.size());
-    return region;
+    workspace.rank = world.rank;
+    workspace.world = static_cast<int>(world.workspaces.size());
+    return workspace;
 }
 
 WaitLimits limits_of(const DeviceWorld& world) {

@@ -85,8 +85,8 @@ std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool g
 
 void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
                const AllGatherSchedule& schedule, std::uint64_t stream) {
-    const Region region = region_of(world);
-    if (region.world == 1) return;
+    const Workspace workspace = workspace_of(world);
+    if (workspace.world == 1) return;
     if (schedule.flags() > kEpochCopies) {
         throw std::length_error("copy engines take at most " + std::to_string(kEpochCopies) +
                                 " parts of a rank's rows, not " + std::to_string(schedule.flags()));
@@ -100,8 +100,8 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
     const auto copy = [&](int peer, int first, int count, std::uint64_t at, std::uint64_t width) {
         const std::uint64_t own = first * row_bytes + at;
         const std::uint64_t before =
-            static_cast<std::uint64_t>(region.rank) * schedule.rows * row_bytes;
-        char* const to = region.data(peer) + before + own;
+            static_cast<std::uint64_t>(workspace.rank) * schedule.rows * row_bytes;
+        char* const to = workspace.data(peer) + before + own;
         const char* const from = reinterpret_cast<const char*>(rows) + own;
         const auto status =
             width == row_bytes
@@ -112,18 +112,19 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
         copied(status, count * width, peer);
     };
     const auto raise = [&](int peer, int first, int count) {
-        std::uint64_t* const flags = region.flags(peer) + region.rank * schedule.flags() + first;
+        std::uint64_t* const flags =
+            workspace.flags(peer) + workspace.rank * schedule.flags() + first;
         const std::size_t nbytes = count * sizeof(std::uint64_t);
-        copied(cudaMemcpyAsync(flags, region.control().epochs, nbytes, cudaMemcpyDeviceToDevice,
+        copied(cudaMemcpyAsync(flags, workspace.control().epochs, nbytes, cudaMemcpyDeviceToDevice,
                                cuda::stream_at(stream)),
                nbytes, peer);
     };
-    for (int step = 1; step < region.world - 1; ++step) {
-        const int peer = (region.rank + region.world - step) % region.world;
+    for (int step = 1; step < workspace.world - 1; ++step) {
+        const int peer = (workspace.rank + workspace.world - step) % workspace.world;
         copy(peer, 0, schedule.rows, 0, row_bytes);
         raise(peer, 0, schedule.flags());
     }
-    const int last = (region.rank + 1) % region.world;
+    const int last = (workspace.rank + 1) % workspace.world;
     const std::uint64_t each =
         slice_columns(static_cast<int>(row_bytes / kElementBytes), schedule.slices) * kElementBytes;
     for (int first = 0, flag = 0; first < schedule.rows; first += schedule.chunk_rows) {
@@ -140,13 +141,14 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
 void all_gather_gemm(const DeviceWorld& world, const Product& product,
                      const AllGatherSchedule& schedule, bool wait, std::uint64_t stream) {
     AllGatherGemmArgs args{};
-    args.region = region_of(world);
-    const int ranks = args.region.world;
+    args.workspace = workspace_of(world);
+    const int ranks = args.workspace.world;
     args.own = map_of_rows(product.a, schedule.rows, product.k, product.half);
     args.gathered = args.own;
     if (ranks > 1) {
-        args.gathered = map_of_rows(reinterpret_cast<std::uint64_t>(args.region.data(world.rank)),
-                                    ranks * schedule.rows, product.k, product.half);
+        args.gathered =
+            map_of_rows(reinterpret_cast<std::uint64_t>(args.workspace.data(world.rank)),
+                        ranks * schedule.rows, product.k, product.half);
     }
     args.b = map_of_b(product);
     args.out = map_of_layers(product.out, ranks, schedule.rows, product.n, product.half);
@@ -174,8 +176,8 @@ void all_gather_gemm(const DeviceWorld& world, const Product& product,
 void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceSchedule& schedule,
                  std::uint64_t stream) {
     GemmReduceArgs args{};
-    args.region = region_of(world);
-    const int ranks = args.region.world;
+    args.workspace = workspace_of(world);
+    const int ranks = args.workspace.world;
     args.a = map_of_rows(product.a, schedule.m, product.k, product.half);
     args.b = map_of_b(product);
     const auto layers = [&](std::uint64_t address, int count, int rows, int box_rows) {
@@ -186,7 +188,7 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     const int out_rows = schedule.everywhere ? schedule.m : schedule.rows;
     args.symmetric = !schedule.outs.empty();
     for (int rank = 0; rank < ranks && ranks > 1; ++rank) {
-        const auto inbox = reinterpret_cast<std::uint64_t>(args.region.data(rank));
+        const auto inbox = reinterpret_cast<std::uint64_t>(args.workspace.data(rank));
         const std::uint64_t outbox = inbox + area;
         const std::uint64_t gathered = outbox + (schedule.by_outbox ? area : 0);
         args.inboxes[rank] = layers(inbox, ranks - 1, schedule.rows, kPieceRows);
@@ -223,7 +225,7 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
 }
 
 void rendezvous(const DeviceWorld& world, std::uint64_t stream) {
-    rendezvous(region_of(world), limits_of(world), cuda::stream_at(stream));
+    rendezvous(workspace_of(world), limits_of(world), cuda::stream_at(stream));
 }
 
 }  // namespace mkernel::hopper

@@ -37,20 +37,20 @@ struct AllGatherSchedule {
     [[nodiscard]] int flags() const { return count() * slices; }  // of one rank
 };
 
-// Bytes of a region's data area, and its flags, that a call needs. std::length_error where flags run
+// Bytes of a workspace's data area, and its flags, that a call needs. std::length_error where flags run
 // out.
 std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k);
 // `gathers`: AllReduce into an out that is not symmetric.
 std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool gathers);
 
-// Copies the own rows into every peer's region, the rank before this one first, and the epoch into
+// Copies the own rows into every peer's workspace, the rank before this one first, and the epoch into
 // the flags behind them: whole shards, but the last peer's chunk by chunk or slice by slice, since only
 // the end of the last shard is ever waited for. On the copy engines; `stream` must come after the end
 // of the previous call. At most kEpochCopies flags.
 void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
                const AllGatherSchedule& schedule, std::uint64_t stream);
 
-// `wait` false: take the other ranks' rows as they lie in the region.
+// `wait` false: take the other ranks' rows as they lie in the workspace.
 void all_gather_gemm(const DeviceWorld& world, const Product& product,
                      const AllGatherSchedule& schedule, bool wait, std::uint64_t stream);
 

@@ -19,8 +19,8 @@ void take_over(const CallOnce& call, DeviceWorld& world, Product& product) {
 
 // Whether another rank is on it.
 bool shares_device(int device, const DeviceWorld& world) {
-    for (int rank = 0; rank < static_cast<int>(world.regions.size()); ++rank) {
-        if (rank != world.rank && cuda::device_of(world.regions[rank]) == device) return true;
+    for (int rank = 0; rank < static_cast<int>(world.workspaces.size()); ++rank) {
+        if (rank != world.rank && cuda::device_of(world.workspaces[rank]) == device) return true;
     }
     return false;
 }
@@ -39,7 +39,7 @@ PipelinedGather::PipelinedGather(int device, CallOrder& order, DeviceWorld world
 void PipelinedGather::start(const CallOnce& call) {
     const cuda::DeviceScope scope(device_);
     take_over(call, world_, product_);
-    const bool several = world_.regions.size() > 1;
+    const bool several = world_.workspaces.size() > 1;
     const std::uint64_t row_bytes = static_cast<std::uint64_t>(product_.k) * kElementBytes;
     const bool copied = several && schedule_.push_blocks == 0;
     if (!copied || copies_first_) {

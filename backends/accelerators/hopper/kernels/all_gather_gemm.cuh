@@ -1,12 +1,12 @@
 // AllGather+GEMM, and with one rank a plain GEMM: C [M, N] = concat(a over ranks) @ b (+ bias).
 //
 // Data flow of one call on rank r:
-//   a (own rows) ──copy engine, or the first `push_blocks` blocks──▶ rows r of every peer's region,
+//   a (own rows) ──copy engine, or the first `push_blocks` blocks──▶ rows r of every peer's workspace,
 //            chunk by chunk, rank r - 1 first; behind each chunk its flag there is set to the epoch.
 //            Where copies take about as long as the product, the last peer gets its chunk in slices of
 //            K, each with a flag: tiles begin with the first and need not wait for the last
 //   own a, b ──loader──▶ tiles of the own rows, at once
-//   region   ──loader──▶ tiles of rank r + 1's rows, then r + 2's, ...: as soon as the flags of the
+//   workspace  ──loader──▶ tiles of rank r + 1's rows, then r + 2's, ...: as soon as the flags of the
 //                        chunks that a tile's rows lie in hold the epoch. Where the others' rows come
 //                        long before the own tiles are done, they take turns: see ArrivalOrder
 //   tiles    ──storer──▶ out
@@ -18,18 +18,18 @@
 #include <cuda_runtime.h>
 
 #include "backends/accelerators/hopper/device/host_control.hpp"
-#include "backends/accelerators/hopper/device/region.cuh"
+#include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"
 
 namespace mkernel::hopper {
 
 struct AllGatherGemmArgs {
     CUtensorMap own;       // a [rows, K]
-    CUtensorMap gathered;  // [W * rows, K] in the region; the own rows are never read there
+    CUtensorMap gathered;  // [W * rows, K] in the workspace; the own rows are never read there
     CUtensorMap b;
     CUtensorMap out;   // [W, rows, N]
     const void* bias;  // [N], of the element type; or null
-    Region region;
+    Workspace workspace;
     WaitLimits limits;
     Raster raster;      // of one rank's rows
     int columns_ahead;  // tile columns of the own rows that come before all others' tiles

@@ -14,8 +14,8 @@ namespace mkernel::hopper {
 // Calls body(shard, row within it, column) for each of this block's tiles, in order.
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const AllGatherGemmArgs& args, Body&& body) {
-    const ArrivalOrder order(args.raster, args.columns_ahead, args.region.world);
-    const int tiles = args.raster.tiles() * args.region.world;
+    const ArrivalOrder order(args.raster, args.columns_ahead, args.workspace.world);
+    const int tiles = args.raster.tiles() * args.workspace.world;
     const int clusters = (static_cast<int>(gridDim.x) - args.push_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
     for (int index = (static_cast<int>(blockIdx.x) - args.push_blocks) / C::kCluster; index < tiles;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void for_each_tile(const AllGatherGemmArgs& args, Bod
         int cluster_row = 0;
         int column = 0;
         order.at(index, step, cluster_row, column);
-        body((args.region.rank + step) % args.region.world,
+        body((args.workspace.rank + step) % args.workspace.world,
              (cluster_row * C::kCluster + block) * kTileM, column * C::kTileN);
     }
 }
@@ -36,7 +36,7 @@ __device__ inline void wait_for_rows(const AllGatherGemmArgs& args, const Waiter
     for (int chunk = row / args.chunk_rows; chunk <= last / args.chunk_rows; ++chunk) {
         const int part = chunk * args.slices + slice;
         const int flag = shard * args.chunks * args.slices + part;
-        if (!waiter.until(args.region.flags(args.region.rank) + flag, epoch,
+        if (!waiter.until(args.workspace.flags(args.workspace.rank) + flag, epoch,
                           {static_cast<std::uint32_t>(flag), static_cast<std::uint32_t>(shard),
                            static_cast<std::uint32_t>(part)})) {
             break;
@@ -61,18 +61,19 @@ __device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, Share
     ring.init();
 
     const std::uint64_t row_bytes = static_cast<std::uint64_t>(args.k) * kElementBytes;
-    const Region& region = args.region;
+    const Workspace& workspace = args.workspace;
     for (int task = static_cast<int>(blockIdx.x) * kPushers + pusher;
-         task < (region.world - 1) * args.chunks; task += args.push_blocks * kPushers) {
-        const int peer = (region.rank + region.world - 1 - task / args.chunks) % region.world;
+         task < (workspace.world - 1) * args.chunks; task += args.push_blocks * kPushers) {
+        const int peer =
+            (workspace.rank + workspace.world - 1 - task / args.chunks) % workspace.world;
         const int chunk = task % args.chunks;
         const int first = chunk * args.chunk_rows;
         const int count = min(args.chunk_rows, args.rows - first);
-        char* to = region.data(peer) +
-                   (static_cast<std::uint64_t>(region.rank) * args.rows + first) * row_bytes;
+        char* to = workspace.data(peer) +
+                   (static_cast<std::uint64_t>(workspace.rank) * args.rows + first) * row_bytes;
         ring.copy(to, args.rows_to_push + first * row_bytes, count * row_bytes, 0, 1);
         ring.complete();
-        ptx::store_release(region.flags(peer) + region.rank * args.chunks + chunk, epoch);
+        ptx::store_release(workspace.flags(peer) + workspace.rank * args.chunks + chunk, epoch);
     }
 }
 
@@ -81,8 +82,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     all_gather_gemm(const __grid_constant__ AllGatherGemmArgs args) {
     Shared<C>& shared = shared_memory<C>();
     open_block(shared);
-    const Waiter waiter(args.region, args.limits, runtime::Waiter::compute_kernel);
-    const std::uint64_t epoch = args.region.world > 1 ? args.region.control().epoch : 0;
+    const Waiter waiter(args.workspace, args.limits, runtime::Waiter::compute_kernel);
+    const std::uint64_t epoch = args.workspace.world > 1 ? args.workspace.control().epoch : 0;
     const int steps = (args.k + kTileK - 1) / kTileK;
 
     const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             Cursor<C::kStages> cursor;
             for_each_tile<C>(args, [&](int shard, int row, int column) {
                 const Operands<C, kNMajorB> operands{&args.b, column};
-                if (shard == args.region.rank) {
+                if (shard == args.workspace.rank) {
                     operands.load(shared, cursor, &args.own, row, 0, steps);
                     return;
                 }
@@ -138,13 +139,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
     }
     close_block<C>();
-    if (threadIdx.x == 0) finish_call(args.region, waiter, epoch);
+    if (threadIdx.x == 0) finish_call(args.workspace, waiter, epoch);
 }
 
 template <class Element>
 cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant variant, int blocks,
                                    cudaStream_t stream) {
-    const int tiles = args.raster.tiles() * args.region.world;
+    const int tiles = args.raster.tiles() * args.workspace.world;
     const auto start = [&]<class C>() {
         return launch_blocks<C>(variant.n_major_b ? all_gather_gemm<C, Element, true>
                                                   : all_gather_gemm<C, Element, false>,

@@ -13,7 +13,7 @@ namespace mkernel::hopper::collectives {
 namespace {
 
 struct Args {
-    Region region;
+    Workspace workspace;
     WaitLimits limits;
     const char* src;
     char* outs[kMaxRanks];
@@ -25,41 +25,41 @@ struct Args {
     bool symmetric;
     bool brief;
 
-    // The slot of source `writer` at rank `of`. `slots`: where the slots start in every region.
+    // The slot of source `writer` at rank `of`. `slots`: where the slots start in every workspace.
     __device__ char* slot_at(std::uint64_t slots, int of, int writer) const {
-        return region.base[of] + slots + writer * slot;
+        return workspace.base[of] + slots + writer * slot;
     }
     // The second exchange's.
     __device__ char* result_slot_at(std::uint64_t slots, int of, int writer) const {
-        return slot_at(slots, of, region.world + writer);
+        return slot_at(slots, of, workspace.world + writer);
     }
     // Where this rank's part of the outs goes for rank `to`, in the first and the second exchange. An
     // element of a source has kNarrower times the bytes of one of a result.
     __device__ char* sent_to(std::uint64_t slots, int to) const {
-        return in_out(to) ? outs[to] + region.rank * part : slot_at(slots, to, region.rank);
+        return in_out(to) ? outs[to] + workspace.rank * part : slot_at(slots, to, workspace.rank);
     }
     template <std::uint32_t kNarrower>
     __device__ char* result_sent_to(std::uint64_t slots, int to) const {
-        return in_out(to) ? outs[to] + region.rank * part / kNarrower
-                          : result_slot_at(slots, to, region.rank);
+        return in_out(to) ? outs[to] + workspace.rank * part / kNarrower
+                          : result_slot_at(slots, to, workspace.rank);
     }
-    __device__ bool in_out(int to) const { return symmetric || to == region.rank; }
-    __device__ int peer(int step) const { return (region.rank + step) % region.world; }
+    __device__ bool in_out(int to) const { return symmetric || to == workspace.rank; }
+    __device__ int peer(int step) const { return (workspace.rank + step) % workspace.world; }
     __device__ std::uint64_t bytes_of(int part_of) const {
         const std::uint64_t at = min(part_of * part, total);
         return min(part, total - at);
     }
-    __device__ std::uint32_t flags_of(std::uint32_t chunk) const { return chunk * region.world; }
+    __device__ std::uint32_t flags_of(std::uint32_t chunk) const { return chunk * workspace.world; }
 };
 
 __global__ __launch_bounds__(kThreads,
                              2) void all_gather_kernel(const __grid_constant__ Args args) {
     __shared__ Transfers transfers;
     ptx::wait_for_grid_before();
-    Exchange exchange(args.region, args.limits, args.brief);
+    Exchange exchange(args.workspace, args.limits, args.brief);
     const std::uint64_t slots = exchange.slots(args.staging);
-    const int rank = args.region.rank;
-    const int world = args.region.world;
+    const int rank = args.workspace.rank;
+    const int world = args.workspace.world;
     const auto send = [&](std::uint32_t index) {
         const Chunk chunk = chunk_of(args.cut, index, args.part);
         const bool aligned = set_transfers(transfers, world, [&](int i) {
@@ -96,10 +96,10 @@ __global__ __launch_bounds__(kThreads,
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
     __shared__ Transfers transfers;
     ptx::wait_for_grid_before();
-    Exchange exchange(args.region, args.limits, args.brief);
+    Exchange exchange(args.workspace, args.limits, args.brief);
     const std::uint64_t slots = exchange.slots(args.staging);
-    const int rank = args.region.rank;
-    const int world = args.region.world;
+    const int rank = args.workspace.rank;
+    const int world = args.workspace.world;
     const auto send = [&](std::uint32_t index) {
         const Chunk chunk = chunk_of(args.cut, index, args.total);
         const bool aligned = set_transfers(transfers, world - 1, [&](int i) {
@@ -140,10 +140,10 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
     __shared__ Transfers transfers;
     ptx::wait_for_grid_before();
-    Exchange exchange(args.region, args.limits, args.brief);
+    Exchange exchange(args.workspace, args.limits, args.brief);
     const std::uint64_t slots = exchange.slots(args.staging);
-    const int rank = args.region.rank;
-    const int world = args.region.world;
+    const int rank = args.workspace.rank;
+    const int world = args.workspace.world;
     const auto send = [&](std::uint32_t index) {
         const bool aligned = set_transfers(transfers, world - 1, [&](int i) {
             const int to = args.peer(i + 1);
@@ -235,7 +235,7 @@ Chunking cut(std::uint64_t bytes, int world, std::uint32_t exchanges) {
 void check_call(const Collective& call, const void* src, const Outs& out,
                 std::uint64_t staging_needed, std::uint64_t src_element,
                 std::uint64_t out_element) {
-    const int world = call.region.world;
+    const int world = call.workspace.world;
     if (call.staging % 16 != 0) {
         throw std::invalid_argument("staging = " + std::to_string(call.staging) +
                                     "; expected a multiple of 16");
@@ -252,7 +252,7 @@ void check_call(const Collective& call, const void* src, const Outs& out,
     };
     check_address(src, "src", src_element);
     for (int rank = 0; rank < world; ++rank) {
-        if (rank == call.region.rank || out.symmetric)
+        if (rank == call.workspace.rank || out.symmetric)
             check_address(out.at[rank], "out", out_element);
     }
 }
@@ -261,7 +261,7 @@ void check_call(const Collective& call, const void* src, const Outs& out,
 Args make_args(const Collective& call, const void* src, const Outs& out, std::uint64_t total,
                std::uint64_t part, std::uint64_t slot, std::uint32_t exchanges, Chunking cut) {
     Args args{};
-    args.region = call.region;
+    args.workspace = call.workspace;
     args.limits = call.limits;
     args.src = static_cast<const char*>(src);
     for (int rank = 0; rank < kMaxRanks; ++rank) args.outs[rank] = static_cast<char*>(out.at[rank]);
@@ -271,7 +271,7 @@ Args make_args(const Collective& call, const void* src, const Outs& out, std::ui
     args.part = part;
     args.cut = cut;
     args.symmetric = out.symmetric;
-    const std::uint64_t slots = std::uint64_t{exchanges} * call.region.world;
+    const std::uint64_t slots = std::uint64_t{exchanges} * call.workspace.world;
     args.brief =
         !out.symmetric && slots * args.slot <= kBriefBytes && slots * cut.chunks <= kBriefFlags;
     return args;
@@ -334,7 +334,7 @@ Kernel one_shot_of(Element element) {
 bool is_trivial(const Collective& call, const void* src, const Outs& out, std::uint64_t bytes,
                 cudaStream_t stream) {
     if (bytes == 0) return true;
-    if (call.region.world > 1) return false;
+    if (call.workspace.world > 1) return false;
     cuda::check(cudaMemcpyAsync(out.at[0], src, bytes, cudaMemcpyDefault, stream),
                 "cudaMemcpyAsync");
     return true;
@@ -359,7 +359,7 @@ std::uint64_t all_reduce_staging(int world, Element element, std::uint64_t eleme
 
 void all_gather(const Collective& call, const void* src, std::uint64_t shard_bytes, const Outs& out,
                 cudaStream_t stream) {
-    const int world = call.region.world;
+    const int world = call.workspace.world;
     check_call(call, src, out, all_gather_staging(world, shard_bytes, out.symmetric), 1, 1);
     if (is_trivial(call, src, out, shard_bytes, stream)) return;
     const Args args = make_args(call, src, out, world * shard_bytes, shard_bytes, shard_bytes, 1,
@@ -369,9 +369,9 @@ void all_gather(const Collective& call, const void* src, std::uint64_t shard_byt
 
 void reduce_scatter(const Collective& call, Element element, const void* src,
                     std::uint64_t part_elements, void* out, cudaStream_t stream) {
-    const int world = call.region.world;
+    const int world = call.workspace.world;
     Outs outs;
-    outs.at[call.region.rank] = out;
+    outs.at[call.workspace.rank] = out;
     check_call(call, src, outs, reduce_scatter_staging(world, element, part_elements),
                source_bytes(element), kResultBytes);
     const std::uint64_t part = part_elements * source_bytes(element);
@@ -382,7 +382,7 @@ void reduce_scatter(const Collective& call, Element element, const void* src,
 
 void all_reduce(const Collective& call, Element element, const void* src, std::uint64_t elements,
                 const Outs& out, Way way, cudaStream_t stream) {
-    const int world = call.region.world;
+    const int world = call.workspace.world;
     check_call(call, src, out, all_reduce_staging(world, element, elements, way, out.symmetric),
                source_bytes(element), kResultBytes);
     const std::uint64_t total = elements * source_bytes(element);

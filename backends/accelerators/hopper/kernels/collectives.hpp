@@ -1,7 +1,7 @@
 // Collectives without a fused product: what runs beside a library's matrix product where fusing does
 // not pay, mostly for small sizes. No NCCL, no multicast, no host on the way.
 //
-// Everything is a push. A rank stores its bytes straight into a slot of each peer's region, chunk by
+// Everything is a push. A rank stores its bytes straight into a slot of each peer's workspace, chunk by
 // chunk, raises the chunk's flag there, and consumes its own slots as their flags come:
 //   all_gather      src ──▶ slot [rank] of every peer ──▶ its out. Or straight into every rank's out,
 //                   where that is symmetric memory: one pass less, one hand-shake more
@@ -29,17 +29,17 @@
 #include <cstdint>
 
 #include "backends/accelerators/hopper/device/host_control.hpp"
-#include "backends/accelerators/hopper/device/region.cuh"
+#include "backends/accelerators/hopper/device/workspace.cuh"
 
 namespace mkernel::hopper::collectives {
 
 // What is added up. Results are 16-bit; what must not be rounded twice comes in float32.
 enum class Element : std::uint32_t { bfloat16, float16, float32_to_bfloat16, float32_to_float16 };
 
-// One call on one rank. Calls of a region run one after another on each rank, the same calls with
+// One call on one rank. Calls of a workspace run one after another on each rank, the same calls with
 // the same sizes, `staging` and ways on all ranks.
 struct Collective {
-    Region region;
+    Workspace workspace;
     WaitLimits limits;
     std::uint64_t staging = 0;        // where its slots lie in the data area; a multiple of 16
     std::uint64_t staging_bytes = 0;  // how many bytes they may take

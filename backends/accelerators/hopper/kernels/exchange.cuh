@@ -31,22 +31,22 @@ __device__ inline Chunk chunk_of(const Chunking& cut, std::uint32_t index,
 class Exchange {
   public:
     // `brief`: as in device/call.cuh.
-    __device__ Exchange(const Region& region, const WaitLimits& limits, bool brief)
-        : region_(region),
-          waiter_(region, limits, runtime::Waiter::comm_kernel),
-          epoch_(region.control().epoch),
+    __device__ Exchange(const Workspace& workspace, const WaitLimits& limits, bool brief)
+        : workspace_(workspace),
+          waiter_(workspace, limits, runtime::Waiter::comm_kernel),
+          epoch_(workspace.control().epoch),
           brief_(brief) {}
 
-    // Where the call's slots start in every rank's region. `staging`: offset in the data area.
+    // Where the call's slots start in every rank's workspace. `staging`: offset in the data area.
     __device__ std::uint64_t slots(std::uint64_t staging) const {
         return brief_ ? kBriefOffset + epoch_ % 2 * kBriefBytes : kDataOffset + staging;
     }
 
     // Whether every peer is in this call, so that its symmetric buffers may be written.
     __device__ bool meet() {
-        if (blockIdx.x == 0 && threadIdx.x == 0) announce_start(region_, epoch_);
+        if (blockIdx.x == 0 && threadIdx.x == 0) announce_start(workspace_, epoch_);
         return all([&](std::uint32_t peer) {
-            return waiter_.until(&region_.control().started[peer], epoch_,
+            return waiter_.until(&workspace_.control().started[peer], epoch_,
                                  {kControlWord, peer, kNoChunk});
         });
     }
@@ -55,7 +55,7 @@ class Exchange {
     __device__ void raise(std::uint32_t first_flag) {
         __syncthreads();
         if (is_peer(threadIdx.x)) {
-            ptx::store_release(flags(static_cast<int>(threadIdx.x)) + first_flag + region_.rank,
+            ptx::store_release(flags(static_cast<int>(threadIdx.x)) + first_flag + workspace_.rank,
                                epoch_);
         }
     }
@@ -63,7 +63,7 @@ class Exchange {
     // Whether the chunk has come from every peer.
     __device__ bool await(std::uint32_t first_flag, std::uint32_t chunk) {
         return all([&](std::uint32_t peer) {
-            return waiter_.until(flags(region_.rank) + first_flag + peer, epoch_,
+            return waiter_.until(flags(workspace_.rank) + first_flag + peer, epoch_,
                                  {first_flag + peer, peer, chunk});
         });
     }
@@ -73,19 +73,19 @@ class Exchange {
         __syncthreads();
         if (threadIdx.x != 0) return;
         if (brief_) {
-            finish_brief_call(region_, epoch_);
+            finish_brief_call(workspace_, epoch_);
         } else {
-            finish_call(region_, waiter_, epoch_);
+            finish_call(workspace_, waiter_, epoch_);
         }
     }
 
   private:
     __device__ std::uint64_t* flags(int of) const {
-        return brief_ ? region_.brief_flags(of) : region_.flags(of);
+        return brief_ ? workspace_.brief_flags(of) : workspace_.flags(of);
     }
     __device__ bool is_peer(std::uint32_t rank) const {
-        return rank < static_cast<std::uint32_t>(region_.world) &&
-               rank != static_cast<std::uint32_t>(region_.rank);
+        return rank < static_cast<std::uint32_t>(workspace_.world) &&
+               rank != static_cast<std::uint32_t>(workspace_.rank);
     }
 
     // One thread waits for one peer; what the peers wrote is then visible to the whole block.
@@ -95,7 +95,7 @@ class Exchange {
         return __syncthreads_and(come) != 0;
     }
 
-    const Region& region_;
+    const Workspace& workspace_;
     Waiter waiter_;
     std::uint64_t epoch_;
     bool brief_;

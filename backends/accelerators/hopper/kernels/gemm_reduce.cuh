@@ -15,7 +15,7 @@
 // tiles of a panel are computed after the other owners' tiles of the next. Puts keep a pace
 // (tile/store.cuh says why), except those of a block's last tile: it has no more loads to hold up.
 //
-// Region, each [W - 1, rows, N]: inbox, by source: (s - r - 1) mod W; then, where the call uses them,
+// Workspace, each [W - 1, rows, N]: inbox, by source: (s - r - 1) mod W; then, where the call uses them,
 // outbox and gathered, by owner: (o - r - 1) mod W. Flag of a tile of source s at rank r: ((s - r - 1)
 // mod W) * tiles of an owner + its number, row-major; the second flags, of owner s, follow those of all
 // sources.
@@ -25,7 +25,7 @@
 #include <cuda_runtime.h>
 
 #include "backends/accelerators/hopper/device/host_control.hpp"
-#include "backends/accelerators/hopper/device/region.cuh"
+#include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"
 
@@ -42,7 +42,7 @@ struct GemmReduceArgs {
     CUtensorMap out;                  // [1, rows or M, N], whole slices
     CUtensorMap out_pieces;           // the same memory, in pieces
     const void* bias;                 // [N], added once, by the owner; or null
-    Region region;
+    Workspace workspace;
     WaitLimits limits;
     Raster raster;      // of an owner's rows and all columns
     int panel_rows;     // of clusters

@@ -22,7 +22,7 @@ struct OwnedTile {
 // Calls body(OwnedTile) for each of this block's tiles, in order.
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&& body) {
-    const int world = args.region.world;
+    const int world = args.workspace.world;
     OwnerOrder order(args.raster, args.panel_rows, args.panel_columns, world);
     const int tiles = world * args.raster.tiles();
     const int clusters = static_cast<int>(gridDim.x) / C::kCluster;
@@ -33,36 +33,36 @@ __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&&
         int column = 0;
         order.at(index, step, cluster_row, column);
         const int row = cluster_row * C::kCluster + block;
-        body(OwnedTile{(args.region.rank + step) % world, row * kTileM, column * C::kTileN,
+        body(OwnedTile{(args.workspace.rank + step) % world, row * kTileM, column * C::kTileN,
                        row * args.raster.columns + column, index + clusters >= tiles});
     }
 }
 
 // Flags of tiles: see gemm_reduce.cuh.
 struct TileFlags {
-    const Region& region;
+    const Workspace& workspace;
     int tiles;  // of an owner
 
     // The place of `other` among the ranks but `at`, counted from at + 1 on.
     __device__ int slot(int other, int at) const {
-        return (other - at - 1 + region.world) % region.world;
+        return (other - at - 1 + workspace.world) % workspace.world;
     }
     // What `source` sets at `at`; `second`: when the sum, not the part, is there.
     __device__ int number(int source, int at, int tile, bool second) const {
-        return ((second ? region.world - 1 : 0) + slot(source, at)) * tiles + tile;
+        return ((second ? workspace.world - 1 : 0) + slot(source, at)) * tiles + tile;
     }
     __device__ bool wait(const Waiter& waiter, std::uint64_t epoch, int source, int tile,
                          bool second) const {
-        const int flag = number(source, region.rank, tile, second);
+        const int flag = number(source, workspace.rank, tile, second);
         const bool come =
-            waiter.until(region.flags(region.rank) + flag, epoch,
+            waiter.until(workspace.flags(workspace.rank) + flag, epoch,
                          {static_cast<std::uint32_t>(flag), static_cast<std::uint32_t>(source),
                           static_cast<std::uint32_t>(tile)});
         ptx::fence_async_proxy();
         return come;
     }
     __device__ void set(std::uint64_t epoch, int at, int tile, bool second) const {
-        ptx::store_release(region.flags(at) + number(region.rank, at, tile, second), epoch);
+        ptx::store_release(workspace.flags(at) + number(workspace.rank, at, tile, second), epoch);
     }
 };
 
@@ -71,13 +71,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     gemm_reduce(const __grid_constant__ GemmReduceArgs args) {
     Shared<C>& shared = shared_memory<C>();
     open_block(shared);
-    const Waiter waiter(args.region, args.limits, runtime::Waiter::compute_kernel);
-    const int rank = args.region.rank;
-    const int world = args.region.world;
-    const std::uint64_t epoch = world > 1 ? args.region.control().epoch : 0;
+    const Waiter waiter(args.workspace, args.limits, runtime::Waiter::compute_kernel);
+    const int rank = args.workspace.rank;
+    const int world = args.workspace.world;
+    const std::uint64_t epoch = world > 1 ? args.workspace.control().epoch : 0;
     const int steps = (args.k + kTileK - 1) / kTileK;
     const int sources = args.alone ? 0 : world - 1;
-    const TileFlags flags{args.region, args.raster.tiles() * C::kCluster};
+    const TileFlags flags{args.workspace, args.raster.tiles() * C::kCluster};
 
     switch (take_role()) {
         case Role::loader: {
@@ -96,14 +96,14 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         case Role::storer: {
             Storer<C> storer(shared);
             const bool pushes = args.everywhere && sources > 0;
-            if (pushes && args.symmetric && blockIdx.x == 0) announce_start(args.region, epoch);
+            if (pushes && args.symmetric && blockIdx.x == 0) announce_start(args.workspace, epoch);
             bool may_push = !args.symmetric;
             std::uint32_t stored = 0;
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 const bool own = tile.owner == rank;
                 const int out_row = (args.everywhere ? rank * args.rows : 0) + tile.row;
                 if (own && pushes) {
-                    if (!may_push) may_push = wait_for_starts(args.region, waiter, epoch);
+                    if (!may_push) may_push = wait_for_starts(args.workspace, waiter, epoch);
                     const int pace = tile.last ? 0 : args.pace;
                     storer.put(pace, [&](const void* piece, int x, int y) {
                         ptx::store_box(&args.out_pieces, piece, tile.column + x, out_row + y, 0);
@@ -205,13 +205,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
     }
     close_block<C>();
-    if (threadIdx.x == 0) finish_call(args.region, waiter, epoch);
+    if (threadIdx.x == 0) finish_call(args.workspace, waiter, epoch);
 }
 
 template <class Element>
 cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, int blocks,
                                cudaStream_t stream) {
-    const int tiles = args.raster.tiles() * args.region.world;
+    const int tiles = args.raster.tiles() * args.workspace.world;
     const auto start = [&]<class C>() {
         return launch_blocks<C>(
             variant.n_major_b ? gemm_reduce<C, Element, true> : gemm_reduce<C, Element, false>,

@@ -7,17 +7,18 @@ namespace mkernel::hopper {
 
 namespace {
 
-__global__ void rendezvous_kernel(Region region, WaitLimits limits) {
+__global__ void rendezvous_kernel(Workspace workspace, WaitLimits limits) {
     if (threadIdx.x != 0) return;
-    const Waiter waiter(region, limits, runtime::Waiter::comm_kernel);
-    finish_call(region, waiter, region.control().epoch);
+    const Waiter waiter(workspace, limits, runtime::Waiter::comm_kernel);
+    finish_call(workspace, waiter, workspace.control().epoch);
 }
 
 }  // namespace
 
-void rendezvous(const Region& region, const WaitLimits& limits, cudaStream_t stream) {
-    if (region.world == 1) return;
-    cuda::launch_small("launching rendezvous", rendezvous_kernel, 1, 32, 0, stream, region, limits);
+void rendezvous(const Workspace& workspace, const WaitLimits& limits, cudaStream_t stream) {
+    if (workspace.world == 1) return;
+    cuda::launch_small("launching rendezvous", rendezvous_kernel, 1, 32, 0, stream, workspace,
+                       limits);
 }
 
 }  // namespace mkernel::hopper

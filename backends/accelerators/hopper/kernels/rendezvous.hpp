@@ -1,15 +1,15 @@
 // A call that does nothing but end, on all ranks: what follows a call whose results are copied out of
-// the region. The copies are done on every rank before any rank's next call writes there.
+// the workspace. The copies are done on every rank before any rank's next call writes there.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "backends/accelerators/hopper/device/host_control.hpp"
-#include "backends/accelerators/hopper/device/region.cuh"
+#include "backends/accelerators/hopper/device/workspace.cuh"
 
 namespace mkernel::hopper {
 
 // Uses up an epoch. On the current device's `stream`; may be captured. CudaError.
-void rendezvous(const Region& region, const WaitLimits& limits, cudaStream_t stream);
+void rendezvous(const Workspace& workspace, const WaitLimits& limits, cudaStream_t stream);
 
 }  // namespace mkernel::hopper

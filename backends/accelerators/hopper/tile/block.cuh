@@ -2,7 +2,7 @@
 //
 // A block computes output tiles of 128 x kTileN, one after the other. Three warpgroups: of the first,
 // one thread each of its warps loads operands, stores results and, where the op needs it, carries
-// finished tiles to peers and from the region into the output; the other two warpgroups multiply, 64
+// finished tiles to peers and from the workspace into the output; the other two warpgroups multiply, 64
 // rows each. What joins loader, multipliers and storer are two rings in shared memory, which run on
 // across tiles:
 //

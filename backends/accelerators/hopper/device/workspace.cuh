@@ -1,4 +1,4 @@
-// The symmetric region of a world as kernels see it: one allocation of the same size on each GPU of
+// The symmetric workspace of a world as kernels see it: one allocation of the same size on each GPU of
 // the node, every rank's mapped here. Passed to kernels by value.
 //
 // Layout, the same on every rank:
@@ -13,7 +13,7 @@
 // Epochs. `Control::epoch` is the number of the running call, 1 for the first; the call's last block moves
 // it on, so that a replayed graph counts as well as a launch does. Every flag and word that a peer
 // waits for is *set* to the epoch by its one writer, and waits are for `>= epoch`: nothing is ever
-// cleared, and the plans that share a region may follow each other in any order, since calls of a
+// cleared, and the plans that share a workspace may follow each other in any order, since calls of a
 // world run one after another on every rank.
 #pragma once
 
@@ -39,7 +39,7 @@ inline constexpr int kEpochCopies = 16;
 
 // Local to a rank, but for `finished` and `started`, whose entry [r] rank r writes.
 struct Control {
-    std::uint64_t epoch;  // set to 1 by the owner before any peer maps the region, as `epochs`
+    std::uint64_t epoch;  // set to 1 by the owner before any peer maps the workspace, as `epochs`
     std::uint32_t blocks_done;  // of the running call; back to 0 at its end
     std::uint32_t failed;       // 1: a wait of this rank failed; all others give up at once
     std::uint32_t reserved[28];
@@ -51,7 +51,7 @@ struct Control {
 };
 static_assert(sizeof(Control) <= kBriefFlagsOffset);
 
-struct Region {
+struct Workspace {
     char* base[kMaxRanks];  // [rank] is this rank's own
     std::int32_t rank;
     std::int32_t world;
