@@ -29,7 +29,8 @@ class Agreement:
             places: of tensors in symmetric memory. Peers write to them, so that they must lie at the
                 same place everywhere.
         """
-        number, key = self._failure.call[0] + 1, _key(plan, places)
+        number = self._failure.call[0] + 1
+        key = _key(plan, places) if places else plan.digest()
         known = key in self._agreed
         # Until a rank has agreed its heartbeat shows no plan: its message in the agreement names it.
         self._failure.call = (number, key if known else "")
@@ -73,8 +74,6 @@ class Agreement:
 
 def _key(plan: LaunchPlan, places: Mapping[str, Place]) -> str:
     """What all ranks must share of a call: the plan, and where its symmetric tensors lie."""
-    if not places:
-        return plan.digest()
     return plan.digest() + "".join(
         f" {name}@{number}+{offset}" for name, (number, offset) in places.items()
     )

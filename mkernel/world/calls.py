@@ -89,7 +89,34 @@ class Calls:
         while running and running[0].wait(0.0):
             running.popleft()
         with self._accelerator.on(tensors):
-            launch = self._launch(plan, tensors, options, view, trace=trace, wait=wait)
+            places = self._heap.places(tensors)
+            number = self._agreement.enter(plan, places)
+            state = self._heap.of_plan(plan)
+            state.epoch += 1
+            launch = self._accelerator.launch(
+                Call(
+                    plan=plan,
+                    rank=self._rank,
+                    tensors=tensors,
+                    epoch=state.epoch,
+                    number=number,
+                    pad=self._pad,
+                    workspace=state.buffer.local.address,
+                    signal_base=state.signal_base,
+                    peers=state.peers,
+                    region=state.buffer.region,
+                    fifo=self._fifo,
+                    timeout_s=self._failure.timeout_s,
+                    view=view,
+                    trace=trace,
+                    timed=wait or view != "pipelined",
+                    options=options,
+                    group=self._group,
+                    symmetric={
+                        name: self._heap.everywhere(place) for name, place in places.items()
+                    },
+                )
+            )
         running.append(launch)
         if not (wait or trace or view != "pipelined") and self._queues:
             return CallRecord(LaunchTimes(), None, launch.results())
@@ -98,43 +125,6 @@ class Calls:
             self.flush()
         times, recorded = instrumented.times(launch), instrumented.trace(launch)
         return CallRecord(times, recorded, launch.results())
-
-    def _launch(
-        self,
-        plan: LaunchPlan,
-        tensors: Mapping[str, torch.Tensor],
-        options: Mapping[str, Any],
-        view: View,
-        *,
-        trace: bool,
-        wait: bool,
-    ) -> Launch:
-        places = self._heap.places(tensors)
-        number = self._agreement.enter(plan, places)
-        state = self._heap.of_plan(plan)
-        state.epoch += 1
-        return self._accelerator.launch(
-            Call(
-                plan=plan,
-                rank=self._rank,
-                tensors=tensors,
-                epoch=state.epoch,
-                number=number,
-                pad=self._pad,
-                workspace=state.buffer.local.address,
-                signal_base=state.signal_base,
-                peers=state.peers,
-                region=state.buffer.region,
-                fifo=self._fifo,
-                timeout_s=self._failure.timeout_s,
-                view=view,
-                trace=trace,
-                timed=wait or view != "pipelined",
-                options=options,
-                group=self._group,
-                symmetric={name: self._heap.everywhere(place) for name, place in places.items()},
-            )
-        )
 
     def synchronize(self) -> None:
         """Return once every call that this rank has made is over.

@@ -100,7 +100,7 @@ def join(
         prefix: of this world's keys there; no other world has it.
 
     Raises:
-        What :func:`init` raises of ranks that do not fit together.
+        The errors of :func:`init` about ranks that do not fit together.
     """
     one, two = (PrefixStore(prefix, store) for store in stores)
     key = world_key(

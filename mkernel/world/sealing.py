@@ -17,7 +17,7 @@ from mkernel.errors import Untrusted
 OVERHEAD_BYTES = 16
 """How much longer a sealed message is than its contents."""
 _MAX_BYTES = 1 << 24
-"""Of one message; topologies of big nodes are the longest ones."""
+"""The longest message that is opened; topologies of big nodes are the longest ones that ranks write."""
 
 
 class Seal:

@@ -1,4 +1,4 @@
-"""Who lives, who failed: one thread a rank, out of band of the data path.
+"""The watchdog sees which ranks live and which failed: one thread a rank, beside the data path.
 
 Each rank reports a heartbeat (with the call it is in) and looks for three things: an abort notice,
 the death of a process on this host (pidfd, at once), the silence of a rank on another host. The
