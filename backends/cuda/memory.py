@@ -116,7 +116,7 @@ class DeviceMemory(SymmetricMemory):
         from mkernel.backends.cuda import _cuda
 
         try:
-            return self._alive().export_dmabuf()
+            return int(self._alive().export_dmabuf())
         except _cuda.CudaError as error:
             raise OSError(f"no dmabuf: {error}") from error
 

@@ -179,7 +179,8 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         session = self._session
         if session is None or not session.control.failed:
             return None
-        return session.control.outcome()
+        code, diagnosis = session.control.outcome()
+        return code, diagnosis
 
     def _open_session(self) -> DeviceSession:
         if self._session is None:

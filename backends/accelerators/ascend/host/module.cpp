@@ -197,12 +197,14 @@ PYBIND11_MODULE(_ascend, module) {
 #undef MKERNEL_FIELD
     module.def(
         "replay",
-        [](const std::vector<std::string>& traces, const sim::Machine& machine,
+        [](const std::vector<py::bytes>& traces, const sim::Machine& machine,
            const std::string& view, bool keep_spans) {
+            std::vector<std::string> copies;
+            for (const auto& trace : traces) copies.emplace_back(std::string_view(trace));
             ReplayResult result;
             {
                 const py::gil_scoped_release release;
-                result = replay(traces, machine, view, keep_spans);
+                result = replay(copies, machine, view, keep_spans);
             }
             return std::tuple(std::get<0>(result), std::get<1>(result),
                               py::bytes(std::get<2>(result)));
