@@ -32,6 +32,8 @@ _WORD_S = 3.0
 """A lost connection is mostly the echo of a failure elsewhere; word of that failure may take so
 long."""
 _LOOK_S = 0.02
+_JOIN_S = 10.0
+"""The worker's thread has only its own memory to free when it is joined."""
 
 
 class StreamsLaunch(Launch, InstrumentedLaunch):
@@ -152,6 +154,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[StreamsLaunch | None] | None = None
+        self._thread: threading.Thread | None = None
         self._latest: StreamsLaunch | None = None
 
     def start(self, call: Call, op: Op, device: Device, words: Words | None) -> StreamsLaunch:
@@ -160,9 +163,10 @@ class Worker:
         launch = StreamsLaunch(call, op, device, words)
         if self._queue is None or (self._latest is not None and self._latest.stuck):
             self._queue = queue.SimpleQueue()
-            threading.Thread(
+            self._thread = threading.Thread(
                 target=_serve, args=(self._queue,), name="mkernel-streams", daemon=True
-            ).start()
+            )
+            self._thread.start()
         self._latest = launch
         self._queue.put(launch)
         return launch
@@ -172,10 +176,17 @@ class Worker:
         return self._latest is None or self._latest.ended(timeout_s)
 
     def stop(self) -> None:
-        """End the thread after the launches that it has. ``start`` makes another one."""
-        if self._queue is not None:
-            self._queue.put(None)
-            self._queue = None
+        """End the thread after the launches that it has. ``start`` makes another one.
+
+        Waits for the thread where nothing runs on it: a thread that frees tensors while the interpreter
+        ends takes the process down.
+        """
+        if self._queue is None or self._thread is None:
+            return
+        self._queue.put(None)
+        if self.idle(0):
+            self._thread.join(_JOIN_S)
+        self._queue = self._thread = None
 
 
 def _serve(launches: queue.SimpleQueue[StreamsLaunch | None]) -> None:
