@@ -9,7 +9,17 @@ from collections.abc import Mapping
 import torch
 
 from mkernel.backends.contracts.instrumented import View
-from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Memory, Outcome, Rows, every_row
+from mkernel.cases.base import (
+    EVERY_RANK,
+    NOWHERE,
+    TOLERANCE,
+    Case,
+    Into,
+    Memory,
+    Outcome,
+    Rows,
+    every_row,
+)
 from mkernel.ops import ring_attention
 
 LSE_TOLERANCE = 1e-5
@@ -27,7 +37,9 @@ class RingAttentionCase(Case):
     op = "ring_attention"
     row_axis = 2
 
-    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+    ) -> dict[str, torch.Tensor]:
         """q, k, v at the rank's positions."""
         mine = self.positions(rank, world_size)
         return {

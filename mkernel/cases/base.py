@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +35,10 @@ Memory = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of an output."""
 Rows = Callable[[int], "torch.Tensor | slice"]
 """Given how many rows an output has, says which of them are compared: ascending indices, or a slice."""
+Into = Mapping[str, torch.Tensor]
+"""Tensors by name whose memory may be drawn into."""
+NOWHERE: Into = MappingProxyType({})
+"""New memory is drawn into."""
 
 
 def every_row(count: int) -> slice:
@@ -79,8 +84,14 @@ class Oracle(ABC):
     """Whether the caller gives the memory of the outputs."""
 
     @abstractmethod
-    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """The tensors that ``rank`` passes in an iteration."""
+    def inputs(
+        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+    ) -> dict[str, torch.Tensor]:
+        """The tensors that ``rank`` passes in an iteration.
+
+        ``into``: tensors of an earlier iteration, by name; data may be drawn into their memory. Whether
+        it was shows in the addresses.
+        """
 
     @abstractmethod
     def results(self, world_size: int) -> dict[str, Memory]:
@@ -206,12 +217,28 @@ class Case(Oracle):
         return torch.Generator(self.device).manual_seed(state)
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether random data is drawn by the CPU."""
+        return self.device == "cpu"
+
+    @property
     def given(self) -> Mapping[str, torch.Tensor] | None:
         """The user's own whole tensors (option ``tensors``) that replace random data."""
         return self.options.get("tensors")
 
-    def normal(self, iteration: int, which: int, part: int, *shape: int) -> torch.Tensor:
-        """Standard normal data in the case's dtype."""
-        chance = self.generator(iteration, which, part)
-        data = torch.randn(shape, generator=chance, device=self.device)
-        return data.to(getattr(torch, self.dtype))
+    def normal(
+        self,
+        iteration: int,
+        which: int,
+        part: int,
+        *shape: int,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Standard normal data in the case's dtype, row-major; on devices in ``into``, which has this
+        shape, where it is given."""
+        chance, dtype = self.generator(iteration, which, part), getattr(torch, self.dtype)
+        if self.on_cpu:  # it draws halves from few random bits
+            return torch.randn(shape, generator=chance).to(dtype)
+        if into is None:
+            into = torch.empty(shape, dtype=dtype, device=self.device)
+        return into.normal_(generator=chance)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from mkernel.backends.contracts.instrumented import View
-from mkernel.cases.base import EVERY_RANK, Case, Memory, Outcome, Rows, every_row
+from mkernel.cases.base import EVERY_RANK, NOWHERE, Case, Into, Memory, Outcome, Rows, every_row
 from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from mkernel.ops.gemm import GemmOp
 
@@ -42,12 +42,26 @@ class GemmCase(Case):
     gemm: ClassVar[GemmOp]
     given_outputs = True
 
-    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+    ) -> dict[str, torch.Tensor]:
         """a and b of ``rank``."""
-        b = self._b(rank, world_size, iteration)
-        if self.layout == "column":
-            b = b.t().contiguous().t()
-        return {"a": self._a(rank, world_size, iteration), "b": b}
+        return {
+            "a": self._a(rank, world_size, iteration, into.get("a")),
+            "b": self.laid_out(self._b(rank, world_size, iteration, into.get("b"))),
+        }
+
+    def laid_out(self, b: torch.Tensor) -> torch.Tensor:
+        """B in the case's layout."""
+        return b.t().contiguous().t() if self.layout == "column" else b
+
+    def random_b(self, iteration: int, part: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """A random B [K, N]; on devices in the case's layout, drawn as it lies in memory."""
+        n, k = self.sizes["n"], self.sizes["k"]
+        if self.layout == "column" and not self.on_cpu:
+            into = None if into is None else into.t()
+            return self.normal(iteration, _B, part, n, k, into=into).t()
+        return self.normal(iteration, _B, part, k, n, into=into)
 
     def results(self, world_size: int) -> dict[str, Memory]:
         """out."""
@@ -76,21 +90,25 @@ class GemmCase(Case):
         )
         return Outcome(done.outputs, done.plan, done.record)
 
-    def _a(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+    def _a(
+        self, rank: int, world_size: int, iteration: int, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows = self.sizes["m"] // (world_size if self.gemm.gathers else 1)
         if self.given is None:
-            return self.normal(iteration, _A, rank, rows, self.sizes["k"])
+            return self.normal(iteration, _A, rank, rows, self.sizes["k"], into=into)
         whole = self.given["a"]
         if self.gemm.gathers:
             return whole[rank * rows : (rank + 1) * rows]
         k = self.sizes["k"]
         return whole[:, rank * k : (rank + 1) * k].contiguous()
 
-    def _b(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+    def _b(
+        self, rank: int, world_size: int, iteration: int, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         n, k = self.sizes["n"], self.sizes["k"]
         shared = self.gemm.gathers and self.options.get("replicate_b", True)
         if self.given is None:
-            return self.normal(iteration, _B, EVERY_RANK if shared else rank, k, n)
+            return self.random_b(iteration, EVERY_RANK if shared else rank, into)
         whole = self.given["b"]
         if not self.gemm.gathers:
             return whole[rank * k : (rank + 1) * k]

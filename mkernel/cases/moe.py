@@ -17,7 +17,17 @@ from collections.abc import Mapping
 import torch
 
 from mkernel.backends.contracts.instrumented import View
-from mkernel.cases.base import EVERY_RANK, TOLERANCE, Case, Memory, Outcome, Rows, every_row
+from mkernel.cases.base import (
+    EVERY_RANK,
+    NOWHERE,
+    TOLERANCE,
+    Case,
+    Into,
+    Memory,
+    Outcome,
+    Rows,
+    every_row,
+)
 from mkernel.ops import moe
 
 ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates")
@@ -133,7 +143,9 @@ class MoeDispatchCase(_MoeCase):
 
     op = "moe_dispatch_gemm"
 
-    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+    ) -> dict[str, torch.Tensor]:
         """x, topk_ids, w, topk_weights of ``rank``."""
         return self._dispatch_inputs(rank, world_size, iteration)
 
@@ -228,7 +240,9 @@ class MoeCombineCase(_MoeCase):
     def _hidden(self) -> int:
         return self.sizes["features"]
 
-    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+    ) -> dict[str, torch.Tensor]:
         """x, topk_ids, w, topk_weights, y of ``rank``."""
         y = self._y(rank, world_size, iteration)
         return {**self._dispatch_inputs(rank, world_size, iteration), "y": y}

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mkernel.cases.base import Memory, Oracle, Rows, every_row
+from mkernel.cases.base import NOWHERE, Into, Memory, Oracle, Rows, every_row
 from mkernel.cases.gemm import GemmCase, own_rows, shares_of_rows
 
-_A, _B, _X = range(3)
+_A, _X = 0, 2  # 1 is B
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,13 @@ class Part(Oracle):
 class Product(Part):
     """a [M, K] @ b [K, N]."""
 
-    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+    ) -> dict[str, torch.Tensor]:
         """a and b."""
-        m, n, k = self._mnk
-        a = self.case.normal(iteration, _A, rank, m, k)
-        b = self.case.normal(iteration, _B, rank, k, n)
-        return {"a": a, "b": b.t().contiguous().t() if self.case.layout == "column" else b}
+        case, (m, _, k) = self.case, self._mnk
+        a = case.normal(iteration, _A, rank, m, k, into=into.get("a"))
+        return {"a": a, "b": case.laid_out(case.random_b(iteration, rank, into.get("b")))}
 
     def results(self, world_size: int) -> dict[str, Memory]:
         """out [M, N]."""
@@ -64,11 +65,13 @@ class Product(Part):
 class Collective(Part):
     """The op's AllGather of rows [M/W, K], or its sum of partial results [M, N]."""
 
-    def inputs(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+    ) -> dict[str, torch.Tensor]:
         """x."""
         m, n, k = self._mnk
         shape = (m // world_size, k) if self.case.gemm.gathers else (m, n)
-        return {"x": self.case.normal(iteration, _X, rank, *shape)}
+        return {"x": self.case.normal(iteration, _X, rank, *shape, into=into.get("x"))}
 
     def results(self, world_size: int) -> dict[str, Memory]:
         """out: [M, K] gathered, [M/W, N] scattered or [M, N]."""

@@ -80,11 +80,11 @@ class Problem:
 
     def fill(self, kind: Kind, held: Inputs, turn: int) -> None:
         """Draw this rank's inputs of a turn, into the memory that holds earlier ones where it fits."""
-        for name, drawn in self.oracle(kind).inputs(self.rank, self.world, turn).items():
-            if name in held and held[name].shape == drawn.shape:
-                held[name].copy_(drawn)
-            else:
+        for name, drawn in self.oracle(kind).inputs(self.rank, self.world, turn, held).items():
+            if name not in held or held[name].shape != drawn.shape:
                 held[name] = drawn.to(self.device)
+            elif held[name].data_ptr() != drawn.data_ptr():
+                held[name].copy_(drawn)
 
     def compared(
         self,
@@ -99,6 +99,8 @@ class Problem:
 
         ``sampled``: of large outputs only some rows are compared, other ones in every turn.
         """
+        if promised is not None and not promised:
+            return {}
         rows = {"rows": partial(self.sampled_rows, turn)} if sampled else {}
         return self.oracle(kind).compared(outputs, self.rank, self.world, turn, promised, **rows)
 

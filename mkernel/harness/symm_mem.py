@@ -72,6 +72,7 @@ class SymmMem(Contender):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
+        self._gathers = problem.gathers
         self._group = _group_name()
         self._multicast = _sees_multicast(problem.device)
         self._sum: torch.Tensor | None = None
@@ -86,7 +87,7 @@ class SymmMem(Contender):
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
-        if self.problem.gathers:
+        if self._gathers:
             # Without the gathered A it would choose multicast for small shapes.
             _, (result,) = ops.fused_all_gather_matmul(
                 a, [b], 0, self._group, return_A=self._multicast
@@ -115,7 +116,9 @@ class Copy(Contender):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        sizes = problem.case.sizes
+        oracle, sizes = problem.oracle("bytes"), problem.case.sizes
+        assert isinstance(oracle, Transfer)
+        self._transfer = oracle
         shape = (
             (sizes["m"] // problem.world, sizes["k"])
             if problem.gathers
@@ -135,11 +138,9 @@ class Copy(Contender):
         return {"x": self._source}
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        oracle, out = self.problem.oracle("bytes"), outputs["out"]
-        assert isinstance(oracle, Transfer)
-        rank, world = self.problem.rank, self.problem.world
+        out, rank, world = outputs["out"], self.problem.rank, self.problem.world
         for peer in pull_order(rank, world):
-            for target, source in oracle.pieces(rank, world, peer):
+            for target, source in self._transfer.pieces(rank, world, peer):
                 out[target].copy_(self._theirs[peer][source], non_blocking=True)
         return outputs
 

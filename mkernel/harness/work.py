@@ -103,13 +103,13 @@ class Loop(Work):
 
     def run(self) -> Sequence[Tensors]:
         before = last = None
-        for call in range(self.calls):
-            inputs, outputs = self._sets[call % 2]
-            before, last = last, self._contender.call(inputs, outputs)
+        call = self._contender.call  # what Python does here is timed
+        for inputs, outputs in self._sets * (self.calls // 2):
+            before, last = last, call(inputs, outputs)
         assert before is not None
         assert last is not None
         # A contender with one result memory has overwritten the result before the last.
-        return (last,) if _address(before) == _address(last) else (before, last)
+        return (last,) if before["out"].data_ptr() == last["out"].data_ptr() else (before, last)
 
     def limits(self) -> dict[str, float]:
         return self._contender.limits()
@@ -211,10 +211,6 @@ _GROWS: Mapping[str, Callable[[int], int]] = MappingProxyType(
 
 def _key(op: str, sizes: Mapping[str, int]) -> tuple[str, tuple[tuple[str, int], ...]]:
     return op, tuple(sorted(sizes.items()))
-
-
-def _address(results: Tensors) -> int:
-    return next(iter(results.values())).data_ptr()
 
 
 def poisoned(contender: Contender, inputs: Inputs, outputs: Tensors, turn: int) -> Tensors:

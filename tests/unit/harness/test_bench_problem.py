@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -118,6 +120,34 @@ def test_every_turn_and_rank_has_its_own_data() -> None:
         assert not torch.equal(seen[0][name], seen[1][name])
         assert not torch.equal(seen[0][name], seen[2][name])
     assert drawn(problems("gemm_all_reduce", layout="column")[0], "op", 1)["b"].stride() == (1, 40)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("kind", ["op", "compute", "communication", "bytes"])
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_devices_draw_where_the_turn_before_drew(op: str, kind: Kind, layout: str) -> None:
+    """In the same memory, which a captured graph reads, and without any other of its size."""
+    made = problems(op, layout=layout)
+    device = torch.device("cpu:0")  # is the CPU, and not taken for it
+    one, two = (
+        replace(each, case=each.case.with_(device=str(device), dtype="bfloat16")) for each in made
+    )
+    held = drawn(one, kind, 1)
+    before = {name: (each, each.clone(), each.data_ptr()) for name, each in held.items()}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "empty", None)
+        patched.setattr(torch.Tensor, "copy_", None)
+        one.fill(kind, held, 2)
+    for name, (tensor, values, address) in before.items():
+        assert held[name] is tensor
+        assert tensor.data_ptr() == address
+        assert not torch.equal(tensor, values)
+        assert torch.equal(tensor, drawn(one, kind, 2)[name])
+        if name == "b":
+            assert tensor.is_contiguous() == (layout == "row")
+    inputs = [drawn(one, kind, 3), drawn(two, kind, 3)]
+    right = by_hand(op, kind, 0, inputs)
+    assert one.compared(kind, {"out": right}, 3)["out"].error < 1e-12
 
 
 def test_rows_are_drawn_from_everywhere() -> None:

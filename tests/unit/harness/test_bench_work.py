@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mkernel.cases import case_of, poison
+from mkernel.cases.parts import Transfer
 from mkernel.harness.contenders import Contender
 from mkernel.harness.draws import MOST_ELEMENTS, MOST_PRODUCTS, drawn
 from mkernel.harness.problem import Inputs, Problem, Tensors
@@ -227,6 +228,8 @@ def test_copies_are_pulled_in_that_order(op: str) -> None:
     made = Copy.__new__(Copy)
     made.problem = mine
     oracle = mine.oracle("bytes")
+    assert isinstance(oracle, Transfer)
+    made._transfer = oracle
     made._theirs = Theirs([oracle.inputs(peer, world, 5)["x"] for peer in range(world)])
     out = made.call({}, mine.empty("bytes"))
     assert mine.compared("bytes", out, 5)["out"].error == 0
