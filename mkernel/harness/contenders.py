@@ -108,7 +108,7 @@ class Mkernel(Contender):
         self._gemm = getattr(mkernel, self.op) if self.op in GEMMS else None
 
     def before(self, inputs: Inputs) -> None:
-        if self.problem.op == "moe_combine":
+        if self.op == "moe_combine":
             inputs["handle"] = mkernel.moe_dispatch_gemm(
                 inputs["x"], inputs["topk_ids"], inputs["w"]
             ).handle
@@ -243,8 +243,10 @@ class Sequential(Contender):
         return ("out",) if self.problem.op == "ring_attention" else None
 
     def before(self, inputs: Inputs) -> None:
-        if self.problem.op == "moe_combine":
+        if self.op == "moe_combine":
             inputs["routing"] = library_ops.Routing(self.problem, inputs["topk_ids"])
+        elif self.op == "ring_attention" and "mask" not in inputs:
+            inputs["mask"] = library_ops.mask(self.problem)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op = self.op

@@ -72,19 +72,22 @@ def combine(problem: Problem, inputs: Inputs) -> Tensors:
     return {"out": inputs["routing"].bring_home(inputs["y"], inputs["topk_weights"])}
 
 
-def attention(problem: Problem, inputs: Inputs) -> Tensors:
-    """All keys and values gathered, then torch's attention."""
-    case = problem.case
+def mask(problem: Problem) -> torch.Tensor | None:
+    """Which of all ranks' keys each query of this one sees; None: all."""
+    case, world = problem.case, problem.world
     assert isinstance(case, RingAttentionCase)
-    q = inputs["q"]
-    groups = case.sizes["heads"] // case.sizes["kv_heads"]
+    if not case.sizes.get("causal"):
+        return None
+    held = torch.cat([case.positions(rank, world) for rank in range(world)])
+    return (held[None, :] <= case.positions(problem.rank, world)[:, None]).to(problem.device)
+
+
+def attention(problem: Problem, inputs: Inputs) -> Tensors:
+    """All keys and values gathered, then torch's attention, whose mask is known before."""
+    sizes = problem.case.sizes
+    groups = sizes["heads"] // sizes["kv_heads"]
     k, v = (_gathered(problem, inputs[name], groups) for name in ("k", "v"))
-    mask = None
-    if case.sizes.get("causal"):
-        held = torch.cat([case.positions(rank, problem.world) for rank in range(problem.world)])
-        mask = held[None, :] <= case.positions(problem.rank, problem.world)[:, None]
-        mask = mask.to(q.device)
-    return {"out": scaled_dot_product_attention(q, k, v, attn_mask=mask)}
+    return {"out": scaled_dot_product_attention(inputs["q"], k, v, attn_mask=inputs["mask"])}
 
 
 def _gathered(problem: Problem, share: torch.Tensor, groups: int) -> torch.Tensor:
