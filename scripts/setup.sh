@@ -38,7 +38,7 @@ echo "making $VENV (the first time takes minutes: torch is large)"
 pip=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" torch==2.13.0
 # The build's requirements stay in the venv: rebuilds need no network and reuse the build folder.
-"${pip[@]}" "scikit-build-core>=0.10" "pybind11>=2.13" ninja
+"${pip[@]}" "scikit-build-core>=0.11" "pybind11>=2.13" ninja
 # What the package and its extras ask for, read from pyproject.toml, so that it is said once.
 "$VENV/bin/python" - > "$VENV/requirements.txt" <<'PY'
 
