@@ -1,16 +1,13 @@
-# Looks for nvcc, and sets MKERNEL_NVCC_FITS. Included by every folder that has kernels: a language and the
-# variables that go with it are known below the folder that enables it.
-include(CheckLanguage)
-if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
-  find_program(MKERNEL_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
+# Looks for nvcc, and sets MKERNEL_NVCC_FITS. Included once, by the root: CMake knows a language and the
+# variables that go with it below the folder that enables it.
+if(NOT CMAKE_CUDA_COMPILER)
+  find_program(MKERNEL_NVCC NAMES $ENV{CUDACXX} nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH
+               PATHS /usr/local/cuda PATH_SUFFIXES bin)
   if(MKERNEL_NVCC)
     set(CMAKE_CUDA_COMPILER ${MKERNEL_NVCC})
   endif()
 endif()
 set(CMAKE_CUDA_ARCHITECTURES 90a-real) # wgmma and setmaxnreg are of this architecture alone
-if(NOT CMAKE_CUDA_COMPILER)
-  check_language(CUDA)
-endif()
 set(MKERNEL_NVCC_FITS OFF)
 if(CMAKE_CUDA_COMPILER)
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
