@@ -41,7 +41,7 @@ tests() { # RANKS_PER_DEVICE
     logs=$(mktemp -d)
     local here=tests/gpu memory="offered_and_leaves_nothing or killed_process_stays or leave_no_memory"
     group ops $here/test_hopper_ops.py &
-    group kit $here/test_gpu_conformance.py -n 4 &
+    group kit $here/test_gpu_conformance.py -n 6 &
     group sanitizers $here/test_hopper_failures.py -k sanitizer &
     group others $here -n 2 --ignore $here/test_hopper_ops.py --ignore $here/test_gpu_conformance.py \
         --ignore $here/test_bench_on_gpus.py -k "not sanitizer and not ($memory)" &

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 # Processes of this session have it in their environment, so that tests may run side by side.
 _SESSION = "PYTEST_SESSION_OF_MKERNEL"
+_SEMAPHORES = "/mp-of-tests-"
 _PATIENCE_S = 30  # for what ends by itself, on a machine that is busy
 
 
@@ -21,6 +23,8 @@ def pytest_configure() -> None:
     """Mark what we start. A shell that starts us in the background has us, and all that we start,
     ignore Ctrl-C."""
     os.environ[_SESSION] = str(os.getpid())
+    # Only their names tell whose semaphores a killed process left; what we start inherits the prefix.
+    multiprocessing.current_process()._config["semprefix"] = f"{_SEMAPHORES}{os.getpid()}"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -43,8 +47,10 @@ def _rank_processes() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    """Names of shared memory, but for what processes of other sessions have mapped."""
+    """Names of shared memory, but for what other sessions have mapped, or named after themselves."""
     names = {entry.name for entry in Path("/dev/shm").iterdir()}
+    theirs = re.compile(rf"sem\.{_SEMAPHORES[1:]}(?!{os.getpid()}-)")
+    names = {name for name in names if not theirs.match(name)}
     return names - _mapped_by_others() if names else names
 
 
