@@ -20,12 +20,12 @@ def stores(port: int) -> tuple[TCPStore, TCPStore]:
 
 
 def shards(
-    seed: int, size: int, rows: int, k: int, n: int, dtype: torch.dtype = torch.float16
+    seed: int, size: int, rows: int, k: int, n: int
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Every rank's rows of ``a``, and ``b``."""
     generator = torch.Generator().manual_seed(seed)
-    a = [torch.randn(rows, k, generator=generator).to(dtype) for _ in range(size)]
-    return a, torch.randn(k, n, generator=generator).to(dtype)
+    a = [torch.randn(rows, k, generator=generator).half() for _ in range(size)]
+    return a, torch.randn(k, n, generator=generator).half()
 
 
 def relative(result: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""MKERNEL_PATH and the path of a call, in worlds on a backend with two paths."""
+"""The plan of a call is that of ``mkernel.plan``; MKERNEL_PATH and a call choose its path."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mkernel.cases import case_of
 from mkernel.errors import PlanMismatch, Unsupported
 from mkernel.harness.contenders import MkernelFused, MkernelLibrary
 from mkernel.harness.problem import Problem
+from mkernel.ops import all_gather_gemm
 from mkernel.ops.gemm_all_reduce import OP
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -54,6 +55,20 @@ def test_the_setting_and_the_call_choose(
     monkeypatch.setenv("MKERNEL_PATH", wanted)
     results = mkernel.launch(calls, ranks_per_node=2, accelerator=BACKEND)
     assert results == [[taken, taken, "fused", "library"]] * 2
+
+
+def plan_is_the_launched_one() -> bool:
+    size = mkernel.world().size
+    a, b, out = torch.ones(64, 32), torch.ones(32, 24), torch.empty(64 * size, 24)
+    launched = all_gather_gemm.OP.call(a, b, out=out).plan
+    asked = mkernel.plan("ag_gemm", m=64 * size, n=24, k=32, dtype="float32")
+    return launched == asked and launched.digest() == asked.digest()
+
+
+def test_plan_is_what_the_launch_uses() -> None:
+    assert all(
+        mkernel.launch(plan_is_the_launched_one, nodes=2, ranks_per_node=2, accelerator="ascend")
+    )
 
 
 def differ() -> str:
