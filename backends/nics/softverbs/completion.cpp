@@ -2,9 +2,8 @@
 
 namespace mkernel::nics::softverbs {
 
-bool Cq::push(const Entry& entry, bool solicited) {
+bool Cq::push(const Entry& entry) {
     const std::uint64_t at = head.load(std::memory_order_relaxed);
-    if (overrun.load(std::memory_order_relaxed)) return false;
     if (at - tail.load(std::memory_order_acquire) >= entries.size()) {
         overrun.store(true, std::memory_order_relaxed);
         return false;
@@ -12,9 +11,8 @@ bool Cq::push(const Entry& entry, bool solicited) {
     entries[at & (entries.size() - 1)] = entry;
     // seq_cst: ordered before the look at `armed`, as the poller arms before it looks again.
     head.store(at + 1, std::memory_order_seq_cst);
-    const int wanted = armed.load(std::memory_order_seq_cst);
-    if (channel != nullptr && (wanted == 1 || (wanted == 2 && solicited)) &&
-        armed.exchange(0, std::memory_order_acq_rel) != 0) {
+    if (channel != nullptr && armed.load(std::memory_order_seq_cst) &&
+        armed.exchange(false, std::memory_order_acq_rel)) {
         ibv_cq* self = this;
         [[maybe_unused]] const ssize_t written =
             ::write(static_cast<Channel*>(channel)->write_end.get(), &self, sizeof(self));

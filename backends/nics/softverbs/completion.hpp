@@ -40,13 +40,13 @@ struct Cq : ibv_cq {
     std::vector<Entry> entries;  // a power of two
     alignas(64) std::atomic<std::uint64_t> head{0};
     alignas(64) std::atomic<std::uint64_t> tail{0};
-    std::atomic<int> armed{0};  // 0; 1 any entry; 2 solicited only
+    std::atomic<bool> armed{false};
     std::atomic<bool> overrun{false};
     std::mutex poll_lock;
     std::uint32_t users = 0;
 
-    // Engine only. False where the queue is full: it is then in error for good.
-    bool push(const Entry& entry, bool solicited);
+    // Engine only; see Context::complete. False where the queue is full: it is then in error for good.
+    bool push(const Entry& entry);
     // Any thread.
     int poll(int count, ibv_wc* out);
     // Under the control lock: voids what belongs to a queue pair that goes away.

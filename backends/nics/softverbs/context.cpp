@@ -36,7 +36,6 @@ Context::Context(ibv_device* opened) : verbs_context{}, config(Config::from_envi
     context.async_fd = async_read.get();
     context.num_comp_vectors = 1;
     context.abi_compat = __VERBS_ABI_IS_EXTENDED;
-    pthread_mutex_init(&context.mutex, nullptr);
     sz = sizeof(verbs_context);
     engine_ = std::thread([this] { run(); });
     pthread_setname_np(engine_.native_handle(), "softverbs");
@@ -47,7 +46,6 @@ Context::~Context() {
     wake();
     engine_.join();
     qps.clear();
-    pthread_mutex_destroy(&context.mutex);
 }
 
 Qp* Context::create_qp(const ibv_qp_init_attr& init) {
@@ -90,6 +88,13 @@ void Context::raise_event(ibv_event_type type, ibv_qp* qp, ibv_cq* cq) {
     if (qp != nullptr) event.element.qp = qp;
     if (cq != nullptr) event.element.cq = cq;
     [[maybe_unused]] const ssize_t written = ::write(async_write.get(), &event, sizeof(event));
+}
+
+bool Context::complete(ibv_cq* queue, const Cq::Entry& entry) {
+    auto& to = *static_cast<Cq*>(queue);
+    if (to.overrun.load(std::memory_order_relaxed) || to.push(entry)) return true;
+    raise_event(IBV_EVENT_CQ_ERR, nullptr, queue);
+    return false;
 }
 
 Context::Struck Context::strike(Cq& queue, std::uint64_t now) {

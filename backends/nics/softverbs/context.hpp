@@ -50,6 +50,8 @@ struct Context : verbs_context {
 
     // Engine, or under the control lock.
     void raise_event(ibv_event_type type, ibv_qp* qp, ibv_cq* cq);
+    // Adds a completion. False where it overruns the queue, which is an event, once.
+    bool complete(ibv_cq* queue, const Cq::Entry& entry);
 
     void wake() { ring_doorbell(port.header()); }
 

@@ -34,7 +34,6 @@ SOFTVERBS_EXPORT ibv_qp* efadv_create_qp_ex(ibv_context* context, ibv_qp_init_at
                                             efadv_qp_init_attr* efa, std::uint32_t length) {
     constexpr std::uint64_t kWrites =
         IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
-    constexpr std::uint64_t kOps = kWrites | IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
     constexpr std::uint32_t kMask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
     auto& own = soft::Context::of(context);
     const auto& cap = init->cap;
@@ -51,7 +50,7 @@ SOFTVERBS_EXPORT ibv_qp* efadv_create_qp_ex(ibv_context* context, ibv_qp_init_at
     // level. This device has neither.
     const bool extra = std::any_of(std::begin(efa->reserved), std::end(efa->reserved),
                                    [](std::uint8_t byte) { return byte != 0; });
-    if (extra || (init->send_ops_flags & ~kOps) != 0 ||
+    if (extra || (init->send_ops_flags & ~kWrites) != 0 ||
         ((init->send_ops_flags & kWrites) != 0 && !own.config.rdma_write)) {
         return errno = EOPNOTSUPP, nullptr;
     }

@@ -49,7 +49,6 @@ class Fabric {
         bool busy = false;
         SrdQp* qp = nullptr;  // null: nobody waits for the answer
         std::uint64_t wr_id = 0;
-        Opcode opcode = Opcode::pad;
         std::uint32_t total = 0;
     };
     struct Outgoing {
@@ -74,7 +73,6 @@ class Fabric {
         std::uint32_t taken = 0;        // bytes taken from the flow
         std::uint32_t outstanding = 0;  // placements still to do
         ibv_wc_status status = IBV_WC_SUCCESS;
-        std::vector<std::byte> payload;  // of a SEND
         std::uint64_t rnr_since = 0;
     };
     struct Incoming {
@@ -124,8 +122,6 @@ class Fabric {
     ibv_wc_status judge(const Incoming& in, const FlowPacket& packet) const;
     void finish(Incoming& in, std::uint64_t message, Arriving& arriving);
     bool retry_unready(Incoming& in, std::uint64_t now, std::uint64_t& wake_at);
-    ibv_wc_status scatter(const SrdQp& qp, const ReceiveRequest& receive,
-                          const std::vector<std::byte>& payload) const;
     void reply(Incoming& in, std::uint64_t message, ibv_wc_status status);
     void drop(Incoming& in);
 

@@ -72,7 +72,7 @@ ibv_wc_status Fabric::judge(const Incoming& in, const FlowPacket& p) const {
     // A wrong queue key is answered as a wrong number.
     const SrdQp* qp = receiver(p.destination);
     if (qp == nullptr || qp->queue_key != p.queue_key) return IBV_WC_REM_INV_RD_REQ_ERR;
-    if (!is_write(p.opcode) || p.total == 0) return IBV_WC_SUCCESS;
+    if (p.total == 0) return IBV_WC_SUCCESS;
     const Mr* mr = context_.regions.find(p.rkey);
     const bool allowed = mr != nullptr && mr->pd == qp->qp_base.pd &&
                          (mr->access & IBV_ACCESS_REMOTE_WRITE) != 0 &&
@@ -91,9 +91,7 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
         const std::byte* at = flow.data + in.tail % kRingBytes;
         FlowPacket p;
         std::memcpy(&p, at, sizeof(p));
-        const std::uint32_t payload = (p.flags & kReference) != 0 ? 0 : p.length;
-        if (p.bytes < sizeof(p) || p.bytes % sizeof(p) != 0 ||
-            p.bytes > kRingBytes - in.tail % kRingBytes || p.bytes - sizeof(p) < payload) {
+        if (!readable(p, in.tail)) {
             in.tail = head;  // not a packet: nothing after it can be read either
             break;
         }
@@ -114,10 +112,10 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
             message.status = judge(in, p);
         }
         message.taken += p.length;
-        Placement placement{&in, p, {at + sizeof(p), at + sizeof(p) + payload}, now};
+        Placement placement{&in, p, {at + sizeof(p), at + sizeof(p) + in_ring(p)}, now};
         if (config.reorder && random_() % 4 == 0) placement.not_before += random_() % hold;
         ++message.outstanding;
-        if (is_write(p.opcode) && random_() % 100 < config.duplicates) {
+        if (random_() % 100 < config.duplicates) {
             ++message.outstanding;
             Placement again = placement;
             if (config.reorder) again.not_before += random_() % hold;
@@ -181,11 +179,9 @@ void Fabric::execute(Placement& placement) {
         if ((p.flags & kReference) != 0) {
             source = in.sender->reference(p.ref_fd, p.ref_inode, p.ref_offset, p.length);
         }
-        const Mr* mr = is_write(p.opcode) ? context_.regions.find(p.rkey) : nullptr;
+        const Mr* mr = context_.regions.find(p.rkey);
         if (receiver(p.destination) == nullptr) {
             message.status = IBV_WC_REM_INV_RD_REQ_ERR;  // destroyed, or in error, since
-        } else if (!is_write(p.opcode)) {
-            message.payload = std::move(placement.payload);
         } else if (p.length == 0) {
             // Nothing to place.
         } else if (source == nullptr) {
@@ -204,7 +200,7 @@ void Fabric::execute(Placement& placement) {
 // Every byte is placed: the receive and the answer.
 void Fabric::finish(Incoming& in, std::uint64_t number, Arriving& message) {
     const FlowPacket& p = message.first;
-    if (message.status == IBV_WC_SUCCESS && takes_receive(p.opcode)) {
+    if (message.status == IBV_WC_SUCCESS && p.opcode == Opcode::write_imm) {
         SrdQp* const qp = receiver(p.destination);
         if (qp == nullptr) {
             message.status = IBV_WC_REM_INV_RD_REQ_ERR;
@@ -212,11 +208,7 @@ void Fabric::finish(Incoming& in, std::uint64_t number, Arriving& message) {
             in.unready.push_back(number);
             return;
         } else {
-            const ReceiveRequest receive = qp->rq_.take();
-            const ibv_wc_status here =
-                is_write(p.opcode) ? IBV_WC_SUCCESS : scatter(*qp, receive, message.payload);
-            if (here != IBV_WC_SUCCESS) message.status = IBV_WC_REM_INV_REQ_ERR;
-            qp->complete_receive(receive, here, p);
+            qp->complete_receive(qp->rq_.take(), IBV_WC_SUCCESS, p);
         }
     }
     reply(in, number, message.status);
@@ -241,24 +233,6 @@ bool Fabric::retry_unready(Incoming& in, std::uint64_t now, std::uint64_t& wake_
     worked = in.unready.size() != waiting.size();
     if (!in.unready.empty()) wake_at = std::min(wake_at, now + kRnrNs);
     return worked;
-}
-
-ibv_wc_status Fabric::scatter(const SrdQp& qp, const ReceiveRequest& receive,
-                              const std::vector<std::byte>& payload) const {
-    std::size_t placed = 0;
-    for (std::uint32_t i = 0; i < receive.pieces && placed < payload.size(); ++i) {
-        const ibv_sge& sge = receive.sge[i];
-        const std::size_t here = std::min<std::size_t>(sge.length, payload.size() - placed);
-        if (here == 0) continue;
-        const Mr* mr = context_.regions.find(sge.lkey);
-        if (mr == nullptr || mr->pd != qp.qp_base.pd ||
-            (mr->access & IBV_ACCESS_LOCAL_WRITE) == 0 || !mr->contains(sge.addr, sge.length)) {
-            return IBV_WC_LOC_PROT_ERR;
-        }
-        place_bytes(context_.config, sge.addr, payload.data() + placed, here);
-        placed += here;
-    }
-    return placed == payload.size() ? IBV_WC_SUCCESS : IBV_WC_LOC_LEN_ERR;
 }
 
 void Fabric::reply(Incoming& in, std::uint64_t message, ibv_wc_status status) {

@@ -80,15 +80,12 @@ void Fabric::close(Outgoing& out) {
 }
 
 ibv_wc_status Fabric::sound(const SrdQp& qp, const SrdRequest& r) const {
-    const std::uint32_t most = is_write(r.opcode) ? context_.config.max_message : kSrdMaxSend;
-    if (r.total > most) return IBV_WC_LOC_LEN_ERR;
-    for (std::uint32_t i = 0; i < r.pieces && !r.inlined; ++i) {
-        if (r.sge[i].length == 0) continue;
-        const Mr* mr = context_.regions.find(r.sge[i].lkey);
-        if (mr == nullptr || mr->pd != qp.qp_base.pd ||
-            !mr->contains(r.sge[i].addr, r.sge[i].length)) {
-            return IBV_WC_LOC_PROT_ERR;
-        }
+    const ibv_sge& source = r.source;
+    if (source.length > context_.config.max_message) return IBV_WC_LOC_LEN_ERR;
+    if (source.length == 0) return IBV_WC_SUCCESS;
+    const Mr* mr = context_.regions.find(source.lkey);
+    if (mr == nullptr || mr->pd != qp.qp_base.pd || !mr->contains(source.addr, source.length)) {
+        return IBV_WC_LOC_PROT_ERR;
     }
     return IBV_WC_SUCCESS;
 }
@@ -102,7 +99,7 @@ bool Fabric::send(SrdQp& qp, std::uint64_t now) {
             const ibv_wc_status status = sound(qp, r);
             if (status != IBV_WC_SUCCESS) {
                 ++qp.sent_;
-                qp.complete_send(r.wr_id, r.opcode, r.total, status, kVendorLocal);
+                qp.complete_send(r.wr_id, r.source.length, status, kVendorLocal);
                 worked = true;
                 continue;
             }
@@ -133,7 +130,7 @@ bool Fabric::begin(SrdQp& qp, const SrdRequest& r, Outgoing& out, std::uint64_t 
     if (!out.dropped && (out.lost_at != 0 || !reach(out, now))) {
         if (out.lost_at == 0) out.lost_at = now;
     }
-    place = {true, &qp, r.wr_id, r.opcode, r.total};
+    place = {true, &qp, r.wr_id, r.source.length};
     qp.message_ = out.next++;
     qp.begun_ = true;
     qp.held_at_ = 0;
@@ -198,7 +195,7 @@ bool Fabric::give_up_held(SrdQp& qp, std::uint64_t now, std::uint64_t& wake_at) 
     qp.held_at_ = 0;
     for (; qp.sent_ < posted; ++qp.sent_) {
         const SrdRequest& r = qp.sq_[qp.sent_ % qp.sq_.size()];
-        qp.complete_send(r.wr_id, r.opcode, r.total, IBV_WC_RESP_TIMEOUT_ERR, kVendorTimeout);
+        qp.complete_send(r.wr_id, r.source.length, IBV_WC_RESP_TIMEOUT_ERR, kVendorTimeout);
     }
     return true;
 }
@@ -210,30 +207,18 @@ void Fabric::publish(Outgoing& out) {
     ring_doorbell(out.remote->header());
 }
 
-// Contiguous room in the flow, or null while it is full.
 std::byte* Fabric::reserve(Outgoing& out, std::uint32_t bytes) {
     Flow& flow = out.remote->flow(out.index);
-    const std::uint64_t free =
-        kRingBytes - (out.head - flow.receiver.tail.load(std::memory_order_acquire));
-    const auto at = static_cast<std::uint32_t>(out.head % kRingBytes);
-    const std::uint32_t to_end = kRingBytes - at;
-    if (bytes <= to_end) return bytes <= free ? flow.data + at : nullptr;
-    if (to_end + bytes > free) return nullptr;
-    // Only the fields that say so: less than a header may be left.
-    FlowPacket pad;
-    pad.bytes = to_end;
-    std::memcpy(flow.data + at, &pad, std::min<std::size_t>(sizeof(pad), to_end));
-    out.head += to_end;
-    return flow.data;
+    return softverbs::reserve<FlowPacket>(
+        flow.data, out.head, flow.receiver.tail.load(std::memory_order_acquire), bytes);
 }
 
 // Whether all of it is in the flow; if not, `cursor_` says how much.
 bool Fabric::transmit(SrdQp& qp, const SrdRequest& r, Outgoing& out, std::uint64_t now) {
+    const ibv_sge& sge = r.source;
     do {
-        const std::uint32_t left = r.total - qp.cursor_;
-        const ibv_sge& sge = r.sge[0];
-        const Mr* mr =
-            is_write(r.opcode) && r.total != 0 ? context_.regions.find(sge.lkey) : nullptr;
+        const std::uint32_t left = sge.length - qp.cursor_;
+        const Mr* mr = sge.length != 0 ? context_.regions.find(sge.lkey) : nullptr;
         const bool reference =
             mr != nullptr && context_.config.by_reference && left >= kReferenceFrom && mr->backing;
         FlowPacket p;
@@ -245,7 +230,7 @@ bool Fabric::transmit(SrdQp& qp, const SrdRequest& r, Outgoing& out, std::uint64
         p.message = qp.message_;
         p.arrival = context_.link.depart(now, p.length);
         p.remote_addr = r.remote_addr + qp.cursor_;
-        p.total = r.total;
+        p.total = sge.length;
         p.offset = qp.cursor_;
         p.rkey = r.rkey;
         p.imm = r.imm;
@@ -254,30 +239,20 @@ bool Fabric::transmit(SrdQp& qp, const SrdRequest& r, Outgoing& out, std::uint64
         p.queue_key = r.queue_key;
         p.opcode = r.opcode;
         p.rnr_retry = qp.rnr_retry;
-        std::byte* to = at + sizeof(p);
         if (reference) {
             p.flags |= kReference;
             p.ref_fd = mr->backing->fd.get();
             p.ref_inode = mr->backing->inode;
             p.ref_offset = mr->backing->offset + sge.addr + qp.cursor_ -
                            reinterpret_cast<std::uint64_t>(mr->addr);
-        } else if (r.inlined) {
-            std::memcpy(to, r.inline_data.data(), p.length);
-        } else if (is_write(r.opcode)) {
-            if (p.length != 0) {
-                std::memcpy(to, reinterpret_cast<const std::byte*>(sge.addr) + qp.cursor_,
-                            p.length);
-            }
-        } else {
-            for (std::uint32_t i = 0; i < r.pieces; ++i) {
-                std::memcpy(to, reinterpret_cast<const void*>(r.sge[i].addr), r.sge[i].length);
-                to += r.sge[i].length;
-            }
+        } else if (p.length != 0) {
+            std::memcpy(at + sizeof(p), reinterpret_cast<const std::byte*>(sge.addr) + qp.cursor_,
+                        p.length);
         }
         std::memcpy(at, &p, sizeof(p));
         out.head += p.bytes;
         qp.cursor_ += p.length;
-    } while (qp.cursor_ < r.total);
+    } while (qp.cursor_ < sge.length);
     return true;
 }
 
@@ -288,7 +263,7 @@ void Fabric::answer(Outgoing& out, InFlight& message, ibv_wc_status status,
     message.busy = false;
     message.qp = nullptr;
     if (qp == nullptr) return;
-    qp->complete_send(message.wr_id, message.opcode, message.total, status, vendor_err);
+    qp->complete_send(message.wr_id, message.total, status, vendor_err);
 }
 
 bool Fabric::take_answers(Outgoing& out) {

@@ -184,7 +184,6 @@ Mr* MrTable::add(std::unique_ptr<Mr> mr) {
     mr->handle = mr->rkey;
     slot.mr = std::move(mr);
     next_ = index + 1;
-    ++used_;
     return slot.mr.get();
 }
 
@@ -193,7 +192,6 @@ bool MrTable::remove(Mr* mr) {
     if (index >= slots_.size() || slots_[index].mr.get() != mr) return false;
     slots_[index].mr.reset();
     next_ = index;
-    --used_;
     return true;
 }
 

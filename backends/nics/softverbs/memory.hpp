@@ -59,7 +59,6 @@ class MrTable {
         Mr* mr = index < slots_.size() ? slots_[index].mr.get() : nullptr;
         return mr != nullptr && mr->rkey == key ? mr : nullptr;
     }
-    [[nodiscard]] std::size_t size() const { return used_; }
 
   private:
     struct Slot {
@@ -68,7 +67,6 @@ class MrTable {
     };
     std::vector<Slot> slots_;
     std::size_t next_ = 0;
-    std::size_t used_ = 0;
 };
 
 }  // namespace mkernel::nics::softverbs

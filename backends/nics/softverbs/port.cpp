@@ -101,7 +101,8 @@ void LocalPort::reset_ring(std::uint32_t index) const {
                 static_cast<off_t>(kRingStride));
 }
 
-RemotePort::RemotePort(const PortAddress& address) : address_(address) {
+RemotePort::RemotePort(const PortAddress& address) {
+    address_ = address;
     const Fd fd(::open(fd_path(address.pid, address.fd).c_str(), O_RDWR | O_CLOEXEC));
     if (fd.get() < 0) raise_errno("the peer's port cannot be opened");
     struct stat info {};

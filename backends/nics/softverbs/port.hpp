@@ -43,11 +43,9 @@ class Mapping {
     std::size_t bytes_ = 0;
 };
 
-class LocalPort {
+// What lies in a port's memory.
+class Port {
   public:
-    // Throws std::system_error.
-    LocalPort();
-
     [[nodiscard]] PortHeader& header() const {
         return *reinterpret_cast<PortHeader*>(map_->data());
     }
@@ -57,32 +55,32 @@ class LocalPort {
     [[nodiscard]] Flow& flow(std::uint32_t index) const {
         return *reinterpret_cast<Flow*>(map_->data() + kFlowsOffset + index * kFlowStride);
     }
+
+  protected:
+    std::shared_ptr<Mapping> map_;
+    PortAddress address_;
+};
+
+class LocalPort : public Port {
+  public:
+    // Throws std::system_error.
+    LocalPort();
+
     [[nodiscard]] PortAddress address() const { return address_; }
     // Gives a ring's memory back and zeroes it.
     void reset_ring(std::uint32_t index) const;
 
   private:
     Fd fd_;
-    std::shared_ptr<Mapping> map_;
-    PortAddress address_;
 };
 
 // A peer's port. Used by one engine only. A port of this very process is not mapped a second time:
 // one address for one word is what lets a race detector follow the two ends.
-class RemotePort {
+class RemotePort : public Port {
   public:
     // Throws std::system_error: ENOENT-like where the process or port is gone.
     explicit RemotePort(const PortAddress& address);
 
-    [[nodiscard]] PortHeader& header() const {
-        return *reinterpret_cast<PortHeader*>(map_->data());
-    }
-    [[nodiscard]] Ring& ring(std::uint32_t index) const {
-        return *reinterpret_cast<Ring*>(map_->data() + kRingsOffset + index * kRingStride);
-    }
-    [[nodiscard]] Flow& flow(std::uint32_t index) const {
-        return *reinterpret_cast<Flow*>(map_->data() + kFlowsOffset + index * kFlowStride);
-    }
     // Whether its process runs. Asks the kernel at most once a millisecond; dead stays dead.
     bool alive(std::uint64_t now);
 
@@ -92,8 +90,6 @@ class RemotePort {
                                std::uint64_t length);
 
   private:
-    PortAddress address_;
-    std::shared_ptr<Mapping> map_;
     Fd pidfd_;
     bool dead_ = false;
     std::uint64_t asked_at_ = 0;

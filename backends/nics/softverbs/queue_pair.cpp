@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <system_error>
 
 #include "backends/nics/softverbs/context.hpp"
@@ -61,8 +60,6 @@ Qp::Qp(Context& context, const ibv_qp_init_attr& init, std::uint32_t number)
     qp_num = handle = number;
     state = IBV_QPS_RESET;
     qp_type = IBV_QPT_RC;
-    pthread_mutex_init(&mutex, nullptr);
-    pthread_cond_init(&cond, nullptr);
     ++static_cast<Cq*>(send_cq)->users;
     ++static_cast<Cq*>(recv_cq)->users;
     context_.port.reset_ring(index_);
@@ -76,8 +73,6 @@ Qp::~Qp() {
     inbound().consumer.state.store(RingState::unused, std::memory_order_seq_cst);
     --static_cast<Cq*>(send_cq)->users;
     --static_cast<Cq*>(recv_cq)->users;
-    pthread_cond_destroy(&cond);
-    pthread_mutex_destroy(&mutex);
 }
 
 Ring& Qp::inbound() const {
@@ -100,47 +95,27 @@ int Qp::enqueue(ibv_send_wr* wr, ibv_send_wr** bad) {
         if (wr->num_sge < 0 || static_cast<std::uint32_t>(wr->num_sge) > cap_.max_send_sge) {
             error = EINVAL;
         }
-        switch (wr->opcode) {
-            case IBV_WR_RDMA_WRITE:
-            case IBV_WR_RDMA_WRITE_WITH_IMM:
-            case IBV_WR_SEND:
-            case IBV_WR_SEND_WITH_IMM:
-                break;
-            default:
-                error = EOPNOTSUPP;
+        if (wr->opcode != IBV_WR_RDMA_WRITE && wr->opcode != IBV_WR_RDMA_WRITE_WITH_IMM) {
+            error = EOPNOTSUPP;
         }
         if (error != 0) break;
         SendRequest& r = sq_[posted % sq_.size()];
-        std::uint64_t total = 0;
-        for (int i = 0; i < wr->num_sge; ++i) {
-            r.sge[i] = wr->sg_list[i];
-            total += wr->sg_list[i].length;
-        }
-        if (total > UINT32_MAX) {
-            error = EINVAL;
-            break;
-        }
+        r.source = wr->num_sge != 0 ? *wr->sg_list : ibv_sge{};
         r.inlined = (wr->send_flags & IBV_SEND_INLINE) != 0;
         if (r.inlined) {
-            if (total > cap_.max_inline_data) {
+            if (r.source.length > cap_.max_inline_data) {
                 error = EINVAL;
                 break;
             }
-            std::byte* to = inline_data_.data() + posted % sq_.size() * cap_.max_inline_data;
-            for (int i = 0; i < wr->num_sge; ++i) {
-                std::memcpy(to, reinterpret_cast<const void*>(r.sge[i].addr), r.sge[i].length);
-                to += r.sge[i].length;
-            }
+            std::copy_n(reinterpret_cast<const std::byte*>(r.source.addr), r.source.length,
+                        inline_data_.data() + posted % sq_.size() * cap_.max_inline_data);
         }
         r.wr_id = wr->wr_id;
         r.remote_addr = wr->wr.rdma.remote_addr;
         r.rkey = wr->wr.rdma.rkey;
         r.imm = wr->imm_data;
-        r.total = static_cast<std::uint32_t>(total);
-        r.pieces = static_cast<std::uint16_t>(wr->num_sge);
+        r.tells = wr->opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
         r.signaled = signal_all_ || (wr->send_flags & IBV_SEND_SIGNALED) != 0;
-        r.solicited = (wr->send_flags & IBV_SEND_SOLICITED) != 0;
-        r.opcode = wr->opcode;
         ++posted;
     }
     if (error != 0 && bad != nullptr) *bad = wr;
@@ -212,8 +187,6 @@ int Qp::to_rtr(const ibv_qp_attr& attr) {
         return error.code().value();
     }
     dest_qp_num_ = attr.dest_qp_num;
-    dest_gid_ = attr.ah_attr.grh.dgid;
-    mtu_ = attr.path_mtu;
     state = IBV_QPS_RTR;
     inbound().consumer.state.store(RingState::responsive, std::memory_order_release);
     state_.store(state, std::memory_order_release);
@@ -239,9 +212,9 @@ void Qp::to_reset() {
     sq_completed_ = sq_sent_ = sq_posted_.load(std::memory_order_relaxed);
     sq_reclaimed_.store(sq_sent_, std::memory_order_relaxed);
     rq_.clear();
-    cursor_ = placed_ = 0;
+    cursor_ = 0;
     local_error_at_ = progress_at_ = rnr_until_ = rnr_count_ = 0;
-    receiving_ = deaf_ = link_dead_ = false;
+    deaf_ = link_dead_ = false;
     Ring& ring = inbound();
     tail_ = ring.producer.head.load(std::memory_order_acquire);
     ring.consumer.nak.store(0, std::memory_order_relaxed);
@@ -268,30 +241,6 @@ void Qp::disconnect() {
     remote_.reset();
 }
 
-void Qp::query(ibv_qp_attr& attr, ibv_qp_init_attr& init) const {
-    attr = {};
-    attr.qp_state = attr.cur_qp_state = state;
-    attr.path_mtu = mtu_;
-    attr.dest_qp_num = dest_qp_num_;
-    attr.qp_access_flags = access_;
-    attr.cap = cap_;
-    attr.ah_attr.is_global = 1;
-    attr.ah_attr.port_num = 1;
-    attr.ah_attr.grh.dgid = dest_gid_;
-    attr.port_num = 1;
-    attr.timeout = timeout_;
-    attr.retry_cnt = retry_cnt_;
-    attr.rnr_retry = rnr_retry_;
-    attr.min_rnr_timer = min_rnr_timer_;
-    init = {};
-    init.qp_context = qp_context;
-    init.send_cq = send_cq;
-    init.recv_cq = recv_cq;
-    init.cap = cap_;
-    init.qp_type = qp_type;
-    init.sq_sig_all = signal_all_ ? 1 : 0;
-}
-
 // ---- the engine
 
 bool Qp::step(std::uint64_t now, std::uint64_t& wake_at) {
@@ -304,13 +253,6 @@ bool Qp::step(std::uint64_t now, std::uint64_t& wake_at) {
     if (state == IBV_QPS_RTS) check_timers(now, wake_at);
     if (state == IBV_QPS_ERR) worked |= flush_queues();
     return worked;
-}
-
-void Qp::push(Cq* queue, const Cq::Entry& entry, bool solicited) {
-    const bool before = queue->overrun.load(std::memory_order_relaxed);
-    if (queue->push(entry, solicited) || before) return;
-    context_.raise_event(IBV_EVENT_CQ_ERR, nullptr, queue);
-    enter_error();
 }
 
 // What falls on the next message; whether it may go.
@@ -330,13 +272,8 @@ bool Qp::flush_queues() {
         worked = true;
     }
     sq_sent_ = sq_completed_;
-    Packet none;
-    if (receiving_) {
-        receiving_ = false;
-        complete_receive(current_, IBV_WC_WR_FLUSH_ERR, IBV_WC_RECV, none);
-    }
     while (!rq_.empty()) {
-        complete_receive(rq_.take(), IBV_WC_WR_FLUSH_ERR, IBV_WC_RECV, none);
+        complete_receive(rq_.take(), IBV_WC_WR_FLUSH_ERR, {});
         worked = true;
     }
     return worked;

@@ -24,6 +24,7 @@ namespace mkernel::nics::softverbs {
 
 struct Context;
 
+inline constexpr std::uint32_t kMaxSge = 1;
 inline constexpr std::uint32_t kMaxInline = 256;
 inline constexpr std::uint32_t kMaxWr = 16384;
 
@@ -32,13 +33,10 @@ struct SendRequest {
     std::uint64_t remote_addr;
     std::uint32_t rkey;
     std::uint32_t imm;
-    std::uint32_t total;
-    std::uint16_t pieces;
+    bool tells;  // has an immediate
     bool inlined;
     bool signaled;
-    bool solicited;
-    ibv_wr_opcode opcode;
-    ibv_sge sge[kMaxSge];
+    ibv_sge source;
 };
 
 struct Qp final : ibv_qp, SlotOwner {
@@ -52,7 +50,6 @@ struct Qp final : ibv_qp, SlotOwner {
 
     // 0 or an errno, as ibv_modify_qp.
     int modify(const ibv_qp_attr& attr, int mask);
-    void query(ibv_qp_attr& attr, ibv_qp_init_attr& init) const;
 
     // Does what can be done now; whether that was anything. `wake_at` is lowered to the moment at
     // which something falls due by itself.
@@ -90,20 +87,17 @@ struct Qp final : ibv_qp, SlotOwner {
     bool execute(const Packet& packet, const std::byte* payload, std::uint64_t now,
                  std::uint64_t& wake_at);
     bool may_write(const Packet& packet) const;
-    bool scatter(const Packet& packet, const std::byte* source);
     // Null where the sender's memory cannot be read.
     const std::byte* source_of(const Packet& packet, const std::byte* payload) const;
     bool relaxed(const Packet& packet) const;
     // Writes what was held back and is due; all of it where `everything` must be there now.
     bool land(std::uint64_t now, std::uint64_t& wake_at, bool everything = false);
     bool have_receive(std::uint64_t now, std::uint64_t& wake_at);
-    void complete_receive(const ReceiveRequest& request, ibv_wc_status status, ibv_wc_opcode opcode,
-                          const Packet& packet);
+    void complete_receive(std::uint64_t wr_id, ibv_wc_status status, const Packet& packet);
     void refuse(ibv_wc_status at_requester, ibv_event_type event);
     void publish_executed();
 
     bool flush_queues();
-    void push(Cq* queue, const Cq::Entry& entry, bool solicited);
 
     Context& context_;
     ibv_qp_cap cap_;
@@ -115,9 +109,7 @@ struct Qp final : ibv_qp, SlotOwner {
     // Attributes.
     unsigned int access_ = 0;
     std::uint32_t dest_qp_num_ = 0;
-    ::ibv_gid dest_gid_{};
     std::uint8_t timeout_ = 0, retry_cnt_ = 0, rnr_retry_ = 0, min_rnr_timer_ = 0;
-    ibv_mtu mtu_ = IBV_MTU_1024;
     std::shared_ptr<RemotePort> remote_;
 
     // Send queue: numbers of requests, each counts up for ever.
@@ -148,10 +140,7 @@ struct Qp final : ibv_qp, SlotOwner {
     std::uint64_t executed_ = 0;  // messages
     std::uint64_t rnr_until_ = 0;
     std::uint64_t rnr_count_ = 0;
-    bool deaf_ = false;         // the peer died in mid-message: nothing more comes
-    ReceiveRequest current_{};  // receive of a SEND in progress
-    bool receiving_ = false;
-    std::uint32_t placed_ = 0;  // bytes of the current message already placed
+    bool deaf_ = false;  // the peer died in mid-message: nothing more comes
     struct Held {
         Packet packet;
         std::vector<std::byte> payload;  // a copy: the sender may have its memory back already

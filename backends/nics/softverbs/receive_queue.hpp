@@ -1,9 +1,9 @@
-// The receive queue of a queue pair of either kind: any thread posts, the engine takes.
+// The receive queue of a queue pair of either kind: any thread posts, the engine takes. A receive is
+// its number alone, because an immediate brings no bytes to its pieces.
 #pragma once
 
 #include <infiniband/verbs.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
@@ -12,17 +12,9 @@
 
 namespace mkernel::nics::softverbs {
 
-inline constexpr std::uint32_t kMaxSge = 4;
-
-struct ReceiveRequest {
-    std::uint64_t wr_id;
-    std::uint32_t pieces;
-    ibv_sge sge[kMaxSge];
-};
-
 class ReceiveQueue {
   public:
-    explicit ReceiveQueue(std::uint32_t depth) : requests_(depth) {}
+    explicit ReceiveQueue(std::uint32_t depth) : wr_ids_(depth) {}
 
     // As ibv_post_recv of a queue pair in `state`, for requests of `least` to `most` pieces.
     int post(ibv_recv_wr* wr, ibv_recv_wr** bad, const std::atomic<int>& state, int least,
@@ -32,17 +24,13 @@ class ReceiveQueue {
         std::uint64_t posted = posted_.load(std::memory_order_relaxed);
         int error = 0;
         for (; wr != nullptr; wr = wr->next) {
-            if (posted - taken_.load(std::memory_order_acquire) >= requests_.size()) error = ENOMEM;
+            if (posted - taken_.load(std::memory_order_acquire) >= wr_ids_.size()) error = ENOMEM;
             if (now == IBV_QPS_RESET || wr->num_sge < least ||
                 wr->num_sge > static_cast<int>(most)) {
                 error = EINVAL;
             }
             if (error != 0) break;
-            ReceiveRequest& r = requests_[posted % requests_.size()];
-            r.wr_id = wr->wr_id;
-            r.pieces = static_cast<std::uint32_t>(wr->num_sge);
-            std::copy_n(wr->sg_list, wr->num_sge, r.sge);
-            ++posted;
+            wr_ids_[posted++ % wr_ids_.size()] = wr->wr_id;
         }
         if (error != 0 && bad != nullptr) *bad = wr;
         // seq_cst: before the look at the engine's `sleeping`.
@@ -53,10 +41,10 @@ class ReceiveQueue {
     [[nodiscard]] bool empty() const {
         return taken_.load(std::memory_order_relaxed) == posted_.load(std::memory_order_seq_cst);
     }
-    // The oldest; there must be one.
-    ReceiveRequest take() {
+    // The oldest one's wr_id; there must be one.
+    std::uint64_t take() {
         const std::uint64_t number = taken_.load(std::memory_order_relaxed);
-        const ReceiveRequest oldest = requests_[number % requests_.size()];
+        const std::uint64_t oldest = wr_ids_[number % wr_ids_.size()];
         taken_.store(number + 1, std::memory_order_release);
         return oldest;
     }
@@ -68,7 +56,7 @@ class ReceiveQueue {
 
   private:
     std::mutex mutex_;
-    std::vector<ReceiveRequest> requests_;
+    std::vector<std::uint64_t> wr_ids_;
     std::atomic<std::uint64_t> posted_{0};
     std::atomic<std::uint64_t> taken_{0};
 };

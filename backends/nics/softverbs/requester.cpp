@@ -15,11 +15,6 @@ constexpr std::uint32_t kVendorTimeout = 0x81;
 constexpr std::uint32_t kVendorNak = 0x82;
 constexpr std::uint32_t kVendorLocal = 0x83;
 
-ibv_wc_opcode completed_as(ibv_wr_opcode opcode) {
-    return opcode == IBV_WR_SEND || opcode == IBV_WR_SEND_WITH_IMM ? IBV_WC_SEND
-                                                                   : IBV_WC_RDMA_WRITE;
-}
-
 }  // namespace
 
 bool Qp::claim() {
@@ -37,11 +32,11 @@ bool Qp::claim() {
 
 bool Qp::sound(const SendRequest& r) {
     local_error_ = IBV_WC_SUCCESS;
-    if (r.total > context_.config.max_message) local_error_ = IBV_WC_LOC_LEN_ERR;
-    for (std::uint32_t i = 0; i < r.pieces && !r.inlined; ++i) {
-        const Mr* mr = context_.regions.find(r.sge[i].lkey);
-        if (r.sge[i].length == 0) continue;
-        if (mr == nullptr || mr->pd != pd || !mr->contains(r.sge[i].addr, r.sge[i].length)) {
+    const ibv_sge& source = r.source;
+    if (source.length > context_.config.max_message) local_error_ = IBV_WC_LOC_LEN_ERR;
+    if (source.length != 0 && !r.inlined) {
+        const Mr* mr = context_.regions.find(source.lkey);
+        if (mr == nullptr || mr->pd != pd || !mr->contains(source.addr, source.length)) {
             local_error_ = IBV_WC_LOC_PROT_ERR;
         }
     }
@@ -74,66 +69,46 @@ bool Qp::send(std::uint64_t now) {
     return worked;
 }
 
-// Contiguous room in the peer's ring, or null while it is full.
 std::byte* Qp::reserve(std::uint32_t bytes) {
     Ring& ring = outbound();
-    const std::uint64_t free =
-        kRingBytes - (head_ - ring.consumer.tail.load(std::memory_order_acquire));
-    const auto at = static_cast<std::uint32_t>(head_ % kRingBytes);
-    const std::uint32_t to_end = kRingBytes - at;
-    if (bytes <= to_end) return bytes <= free ? ring.data + at : nullptr;
-    if (to_end + bytes > free) return nullptr;
-    Packet pad;
-    pad.bytes = to_end;
-    std::memcpy(ring.data + at, &pad, sizeof(pad));
-    head_ += to_end;
-    return ring.data;
+    return softverbs::reserve<Packet>(ring.data, head_,
+                                      ring.consumer.tail.load(std::memory_order_acquire), bytes);
 }
 
 bool Qp::send_message(const SendRequest& r, std::uint64_t now) {
+    const std::uint32_t total = r.source.length;
     do {
-        // The piece of the scatter list that the cursor stands in.
-        std::uint32_t piece = 0;
-        std::uint32_t skipped = 0;
-        std::uint32_t length = 0;
+        const std::uint32_t left = total - cursor_;
         const std::byte* source = nullptr;
         const Backing* backing = nullptr;
         std::uint64_t ref_offset = 0;
-        if (r.total != 0 && r.inlined) {
+        if (r.inlined) {
             source = inline_data_.data() + sq_sent_ % sq_.size() * cap_.max_inline_data + cursor_;
-            length = r.total - cursor_;
-        } else if (r.total != 0) {
-            while (cursor_ - skipped >= r.sge[piece].length) skipped += r.sge[piece++].length;
-            const ibv_sge& sge = r.sge[piece];
-            const Mr* mr = context_.regions.find(sge.lkey);
-            const std::uint32_t inside = cursor_ - skipped;
-            source = reinterpret_cast<const std::byte*>(sge.addr + inside);
-            length = sge.length - inside;
-            if (context_.config.by_reference && length >= kReferenceFrom && mr->backing) {
+        } else if (left != 0) {
+            const Mr* mr = context_.regions.find(r.source.lkey);
+            source = reinterpret_cast<const std::byte*>(r.source.addr + cursor_);
+            if (context_.config.by_reference && left >= kReferenceFrom && mr->backing) {
                 backing = &*mr->backing;
-                ref_offset =
-                    backing->offset + sge.addr + inside - reinterpret_cast<std::uint64_t>(mr->addr);
+                ref_offset = backing->offset + r.source.addr + cursor_ -
+                             reinterpret_cast<std::uint64_t>(mr->addr);
             }
         }
-        length = std::min(length, backing != nullptr ? kMaxReference : kMaxPayload);
+        const std::uint32_t length =
+            std::min(left, backing != nullptr ? kMaxReference : kMaxPayload);
         Packet p;
         p.bytes = static_cast<std::uint32_t>(sizeof(Packet)) +
                   (backing != nullptr ? 0 : align_packet(length));
         std::byte* at = reserve(p.bytes);
         if (at == nullptr) return false;
-        const bool imm = r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM || r.opcode == IBV_WR_SEND_WITH_IMM;
-        const bool write = r.opcode == IBV_WR_RDMA_WRITE || r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
-        p.opcode = write ? (imm ? Opcode::write_imm : Opcode::write)
-                         : (imm ? Opcode::send_imm : Opcode::send);
+        p.opcode = r.tells ? Opcode::write_imm : Opcode::write;
         p.arrival = context_.link.depart(now, length);
         p.remote_addr = r.remote_addr + cursor_;
         p.rkey = r.rkey;
         p.imm = r.imm;
         p.length = length;
-        p.total = r.total;
+        p.total = total;
         if (cursor_ == 0) p.flags |= kFirst;
-        if (cursor_ + length == r.total) p.flags |= kLast;
-        if (r.solicited) p.flags |= kSolicited;
+        if (cursor_ + length == total) p.flags |= kLast;
         if (backing != nullptr) {
             p.flags |= kReference;
             p.ref_fd = backing->fd.get();
@@ -145,7 +120,7 @@ bool Qp::send_message(const SendRequest& r, std::uint64_t now) {
         std::memcpy(at, &p, sizeof(p));
         head_ += p.bytes;
         cursor_ += length;
-    } while (cursor_ < r.total);
+    } while (cursor_ < total);
     return true;
 }
 
@@ -155,13 +130,13 @@ void Qp::complete_send(std::uint64_t number, ibv_wc_status status, std::uint32_t
     Cq::Entry entry{};
     entry.wc.wr_id = r.wr_id;
     entry.wc.status = status;
-    entry.wc.opcode = completed_as(r.opcode);
+    entry.wc.opcode = IBV_WC_RDMA_WRITE;
     entry.wc.vendor_err = vendor_err;
-    entry.wc.byte_len = r.total;
+    entry.wc.byte_len = r.source.length;
     entry.wc.qp_num = qp_num;
     entry.qp = this;
     entry.reclaim_to = number;
-    push(static_cast<Cq*>(send_cq), entry, status != IBV_WC_SUCCESS);
+    if (!context_.complete(send_cq, entry)) enter_error();
 }
 
 void Qp::fail_send(std::uint64_t number, ibv_wc_status status, std::uint32_t vendor_err) {

@@ -32,9 +32,7 @@ bool Qp::receive(std::uint64_t now, std::uint64_t& wake_at) {
         const std::byte* at = ring.data + tail_ % kRingBytes;
         Packet p;
         std::memcpy(&p, at, sizeof(p));
-        const std::uint32_t payload = (p.flags & kReference) != 0 ? 0 : p.length;
-        if (p.bytes < sizeof(Packet) || p.bytes % kPacketAlign != 0 ||
-            p.bytes > kRingBytes - tail_ % kRingBytes || p.bytes - sizeof(Packet) < payload) {
+        if (!readable(p, tail_)) {
             refuse(IBV_WC_REM_INV_REQ_ERR, IBV_EVENT_QP_REQ_ERR);
             break;
         }
@@ -42,10 +40,7 @@ bool Qp::receive(std::uint64_t now, std::uint64_t& wake_at) {
             if (!context_.link.arrived(p.arrival, now, wake_at)) break;
             if (!execute(p, at + sizeof(Packet), now, wake_at)) break;
             context_.link.take(p.arrival, p.length);
-            if ((p.flags & kLast) != 0) {
-                ++executed_;
-                placed_ = 0;
-            }
+            if ((p.flags & kLast) != 0) ++executed_;
             moved += p.length;
         }
         tail_ += p.bytes;
@@ -100,37 +95,34 @@ bool Qp::have_receive(std::uint64_t now, std::uint64_t& wake_at) {
     return false;
 }
 
-void Qp::complete_receive(const ReceiveRequest& request, ibv_wc_status status, ibv_wc_opcode opcode,
-                          const Packet& p) {
+void Qp::complete_receive(std::uint64_t wr_id, ibv_wc_status status, const Packet& p) {
     Cq::Entry entry{};
-    entry.wc.wr_id = request.wr_id;
+    entry.wc.wr_id = wr_id;
     entry.wc.status = status;
-    entry.wc.opcode = opcode;
+    entry.wc.opcode = IBV_WC_RECV_RDMA_WITH_IMM;
     entry.wc.byte_len = p.total;
     entry.wc.qp_num = qp_num;
     entry.wc.src_qp = dest_qp_num_;
-    if (p.opcode == Opcode::write_imm || p.opcode == Opcode::send_imm) {
+    if (p.opcode == Opcode::write_imm) {
         entry.wc.imm_data = p.imm;
         entry.wc.wc_flags = IBV_WC_WITH_IMM;
     }
     entry.qp = this;
-    push(static_cast<Cq*>(recv_cq), entry, (p.flags & kSolicited) != 0 || status != IBV_WC_SUCCESS);
+    if (!context_.complete(recv_cq, entry)) enter_error();
 }
 
 bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
                  std::uint64_t& wake_at) {
-    const bool write = p.opcode == Opcode::write || p.opcode == Opcode::write_imm;
-    const bool send = p.opcode == Opcode::send || p.opcode == Opcode::send_imm;
-    const bool last = (p.flags & kLast) != 0;
-    if ((!write && !send) || (write && (access_ & IBV_ACCESS_REMOTE_WRITE) == 0)) {
+    const bool tells = p.opcode == Opcode::write_imm;
+    if ((p.opcode != Opcode::write && !tells) || (access_ & IBV_ACCESS_REMOTE_WRITE) == 0) {
         refuse(IBV_WC_REM_INV_REQ_ERR, IBV_EVENT_QP_REQ_ERR);
         return false;
     }
-    if (write && !may_write(p)) {
+    if (!may_write(p)) {
         refuse(IBV_WC_REM_ACCESS_ERR, IBV_EVENT_QP_ACCESS_ERR);
         return false;
     }
-    const bool takes = send ? (p.flags & kFirst) != 0 : last && p.opcode == Opcode::write_imm;
+    const bool takes = tells && (p.flags & kLast) != 0;
     if (takes && !have_receive(now, wake_at)) return false;
 
     const std::byte* source = source_of(p, payload);
@@ -140,28 +132,18 @@ bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
         if (!deaf_) refuse(IBV_WC_REM_OP_ERR, IBV_EVENT_QP_REQ_ERR);
         return false;
     }
-    if (write) {
-        if (p.length != 0 && relaxed(p)) {
-            if (held_.size() == kMaxHeld) land(now, wake_at, true);
-            const std::uint64_t hold = context_.config.hold_ns;
-            const bool waits = context_.random() % 4 == 0;
-            held_.push_back(
-                {p, {source, source + p.length}, waits ? now + context_.random() % hold : now});
-        } else if (p.length != 0) {
-            place_bytes(context_.config, p.remote_addr, source, p.length);
-        }
-        if (takes) land(now, wake_at, true);
-        if (takes) complete_receive(rq_.take(), IBV_WC_SUCCESS, IBV_WC_RECV_RDMA_WITH_IMM, p);
-        return true;
+    if (p.length != 0 && relaxed(p)) {
+        if (held_.size() == kMaxHeld) land(now, wake_at, true);
+        const std::uint64_t hold = context_.config.hold_ns;
+        const bool waits = context_.random() % 4 == 0;
+        held_.push_back(
+            {p, {source, source + p.length}, waits ? now + context_.random() % hold : now});
+    } else if (p.length != 0) {
+        place_bytes(context_.config, p.remote_addr, source, p.length);
     }
     if (takes) {
-        current_ = rq_.take();
-        receiving_ = true;
-    }
-    if (!scatter(p, source)) return false;
-    if (last) {
-        receiving_ = false;
-        complete_receive(current_, IBV_WC_SUCCESS, IBV_WC_RECV, p);
+        land(now, wake_at, true);
+        complete_receive(rq_.take(), IBV_WC_SUCCESS, p);
     }
     return true;
 }
@@ -193,46 +175,6 @@ bool Qp::land(std::uint64_t now, std::uint64_t& wake_at, bool everything) {
                }
                return true;
            }) != 0;
-}
-
-// A SEND's bytes into the receive's pieces.
-bool Qp::scatter(const Packet& p, const std::byte* source) {
-    std::uint64_t room = 0;
-    ibv_wc_status status = IBV_WC_SUCCESS;
-    for (std::uint32_t i = 0; i < current_.pieces; ++i) {
-        const ibv_sge& sge = current_.sge[i];
-        room += sge.length;
-        const Mr* mr = context_.regions.find(sge.lkey);
-        if (sge.length != 0 &&
-            (mr == nullptr || mr->pd != pd || (mr->access & IBV_ACCESS_LOCAL_WRITE) == 0 ||
-             !mr->contains(sge.addr, sge.length))) {
-            status = IBV_WC_LOC_PROT_ERR;
-        }
-    }
-    if (p.total > room) status = IBV_WC_LOC_LEN_ERR;
-    if (status != IBV_WC_SUCCESS) {
-        receiving_ = false;
-        complete_receive(current_, status, IBV_WC_RECV, p);
-        refuse(status == IBV_WC_LOC_LEN_ERR ? IBV_WC_REM_INV_REQ_ERR : IBV_WC_REM_OP_ERR,
-               IBV_EVENT_QP_REQ_ERR);
-        return false;
-    }
-    std::uint32_t left = p.length;
-    std::uint32_t skip = placed_;
-    for (std::uint32_t i = 0; i < current_.pieces && left != 0; ++i) {
-        const ibv_sge& sge = current_.sge[i];
-        if (skip >= sge.length) {
-            skip -= sge.length;
-            continue;
-        }
-        const std::uint32_t here = std::min(left, sge.length - skip);
-        place_bytes(context_.config, sge.addr + skip, source, here);
-        source += here;
-        left -= here;
-        placed_ += here;
-        skip = 0;
-    }
-    return true;
 }
 
 }  // namespace mkernel::nics::softverbs

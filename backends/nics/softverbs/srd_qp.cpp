@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 
 #include "backends/nics/softverbs/context.hpp"
 
@@ -30,12 +29,6 @@ void wr_rdma_write(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t remote) {
 void wr_rdma_write_imm(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t remote, __be32 imm) {
     SrdQp::of(qp).begin(Opcode::write_imm, rkey, remote, imm);
 }
-void wr_send(ibv_qp_ex* qp) {
-    SrdQp::of(qp).begin(Opcode::send, 0, 0, 0);
-}
-void wr_send_imm(ibv_qp_ex* qp, __be32 imm) {
-    SrdQp::of(qp).begin(Opcode::send_imm, 0, 0, imm);
-}
 void wr_set_ud_addr(ibv_qp_ex* qp, ibv_ah* ah, std::uint32_t qpn, std::uint32_t queue_key) {
     SrdQp::of(qp).set_address(ah, qpn, queue_key);
 }
@@ -46,12 +39,11 @@ void wr_set_sge(ibv_qp_ex* qp, std::uint32_t lkey, std::uint64_t address, std::u
 void wr_set_sge_list(ibv_qp_ex* qp, std::size_t count, const ibv_sge* list) {
     SrdQp::of(qp).set_sge(count, list);
 }
-void wr_set_inline_data(ibv_qp_ex* qp, void* address, std::size_t length) {
-    const ibv_data_buf buffer{address, length};
-    SrdQp::of(qp).set_inline(1, &buffer);
+void wr_set_inline_data(ibv_qp_ex* qp, void*, std::size_t) {
+    SrdQp::of(qp).refuse_inline();
 }
-void wr_set_inline_data_list(ibv_qp_ex* qp, std::size_t count, const ibv_data_buf* list) {
-    SrdQp::of(qp).set_inline(count, list);
+void wr_set_inline_data_list(ibv_qp_ex* qp, std::size_t, const ibv_data_buf*) {
+    SrdQp::of(qp).refuse_inline();
 }
 
 }  // namespace
@@ -71,8 +63,6 @@ SrdQp::SrdQp(Context& context, const ibv_qp_init_attr_ex& init, std::uint32_t nu
     qp_base.qp_num = qp_base.handle = number;
     qp_base.state = IBV_QPS_RESET;
     qp_base.qp_type = IBV_QPT_DRIVER;
-    pthread_mutex_init(&qp_base.mutex, nullptr);
-    pthread_cond_init(&qp_base.cond, nullptr);
     ibv_qp_ex::wr_start = softverbs::wr_start;
     ibv_qp_ex::wr_complete = softverbs::wr_complete;
     ibv_qp_ex::wr_abort = softverbs::wr_abort;
@@ -87,10 +77,6 @@ SrdQp::SrdQp(Context& context, const ibv_qp_init_attr_ex& init, std::uint32_t nu
     if ((ops & IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM) != 0) {
         ibv_qp_ex::wr_rdma_write_imm = softverbs::wr_rdma_write_imm;
     }
-    if ((ops & IBV_QP_EX_WITH_SEND) != 0) ibv_qp_ex::wr_send = softverbs::wr_send;
-    if ((ops & IBV_QP_EX_WITH_SEND_WITH_IMM) != 0) {
-        ibv_qp_ex::wr_send_imm = softverbs::wr_send_imm;
-    }
     ++static_cast<Cq*>(qp_base.send_cq)->users;
     ++static_cast<Cq*>(qp_base.recv_cq)->users;
 }
@@ -98,8 +84,6 @@ SrdQp::SrdQp(Context& context, const ibv_qp_init_attr_ex& init, std::uint32_t nu
 SrdQp::~SrdQp() {
     --static_cast<Cq*>(qp_base.send_cq)->users;
     --static_cast<Cq*>(qp_base.recv_cq)->users;
-    pthread_cond_destroy(&qp_base.cond);
-    pthread_mutex_destroy(&qp_base.mutex);
 }
 
 // ---- posting: any thread
@@ -121,7 +105,7 @@ void SrdQp::begin(Opcode opcode, std::uint32_t rkey, std::uint64_t remote, std::
     if (staged_ - reclaimed_.load(std::memory_order_acquire) >= room) {
         error_ = ENOMEM;
     } else if ((state != IBV_QPS_RTS && state != IBV_QPS_ERR) || !signaled ||
-               (wr_flags & ~unsigned{IBV_SEND_SIGNALED | IBV_SEND_INLINE}) != 0) {
+               (wr_flags & ~unsigned{IBV_SEND_SIGNALED}) != 0) {
         error_ = EINVAL;
     }
     if (error_ != 0) return;
@@ -132,7 +116,6 @@ void SrdQp::begin(Opcode opcode, std::uint32_t rkey, std::uint64_t remote, std::
     current_->rkey = rkey;
     current_->remote_addr = remote;
     current_->imm = imm;
-    current_->inlined = (wr_flags & IBV_SEND_INLINE) != 0;
 }
 
 void SrdQp::set_address(ibv_ah* ah, std::uint32_t qpn, std::uint32_t key) {
@@ -147,45 +130,15 @@ void SrdQp::set_address(ibv_ah* ah, std::uint32_t qpn, std::uint32_t key) {
     current_->addressed = true;
 }
 
-// The request that data is set for, if such data may be.
-SrdRequest* SrdQp::staging(bool inline_data) {
-    if (error_ == 0 && (current_ == nullptr || current_->inlined != inline_data)) error_ = EINVAL;
-    return error_ == 0 ? current_ : nullptr;
-}
-
+// A write takes one piece.
 void SrdQp::set_sge(std::size_t count, const ibv_sge* list) {
-    SrdRequest* r = staging(false);
-    if (r == nullptr) return;
-    const std::size_t most =
-        is_write(r->opcode) ? kSrdRdmaSge : std::min(kSrdSendSge, cap_.max_send_sge);
-    std::uint64_t total = 0;
-    for (std::size_t i = 0; i < count && i < most; ++i) {
-        r->sge[i] = list[i];
-        total += list[i].length;
-    }
-    if (count > most || total > UINT32_MAX) {
-        error_ = EINVAL;
-        return;
-    }
-    r->pieces = static_cast<std::uint32_t>(count);
-    r->total = static_cast<std::uint32_t>(total);
+    if (error_ == 0 && (current_ == nullptr || count > 1)) error_ = EINVAL;
+    if (error_ == 0 && count == 1) current_->source = *list;
 }
 
-// Inline data goes with SENDs alone.
-void SrdQp::set_inline(std::size_t count, const ibv_data_buf* buffers) {
-    SrdRequest* r = staging(true);
-    if (r == nullptr) return;
-    std::size_t total = 0;
-    for (std::size_t i = 0; i < count && error_ == 0; ++i) {
-        if (is_write(r->opcode) ||
-            buffers[i].length > std::min(kSrdInline, cap_.max_inline_data) - total) {
-            error_ = EINVAL;
-            return;
-        }
-        std::memcpy(r->inline_data.data() + total, buffers[i].addr, buffers[i].length);
-        total += buffers[i].length;
-    }
-    r->total = static_cast<std::uint32_t>(total);
+// Inline data would go with SENDs alone.
+void SrdQp::refuse_inline() {
+    if (error_ == 0) error_ = EINVAL;
 }
 
 int SrdQp::complete() {
@@ -244,22 +197,6 @@ int SrdQp::modify(const ibv_qp_attr& attr, int mask) {
     return 0;
 }
 
-void SrdQp::query(ibv_qp_attr& attr, ibv_qp_init_attr& init) const {
-    attr = {};
-    attr.qp_state = attr.cur_qp_state = qp_base.state;
-    attr.qkey = queue_key;
-    attr.cap = cap_;
-    attr.port_num = 1;
-    attr.rnr_retry = rnr_retry;
-    init = {};
-    init.qp_context = qp_base.qp_context;
-    init.send_cq = qp_base.send_cq;
-    init.recv_cq = qp_base.recv_cq;
-    init.cap = cap_;
-    init.qp_type = qp_base.qp_type;
-    init.sq_sig_all = signal_all_ ? 1 : 0;
-}
-
 void SrdQp::enter_error() {
     qp_base.state = IBV_QPS_ERR;
     state_.store(IBV_QPS_ERR, std::memory_order_release);
@@ -267,42 +204,34 @@ void SrdQp::enter_error() {
 
 // ---- completions: engine
 
-void SrdQp::push(Cq* queue, const Cq::Entry& entry) {
-    const bool before = queue->overrun.load(std::memory_order_relaxed);
-    if (queue->push(entry, entry.wc.status != IBV_WC_SUCCESS) || before) return;
-    context_.raise_event(IBV_EVENT_CQ_ERR, nullptr, queue);
-    enter_error();
-}
-
-void SrdQp::complete_send(std::uint64_t id, Opcode opcode, std::uint32_t bytes,
-                          ibv_wc_status status, std::uint32_t vendor_err) {
+void SrdQp::complete_send(std::uint64_t id, std::uint32_t bytes, ibv_wc_status status,
+                          std::uint32_t vendor_err) {
     Cq::Entry entry{};
     entry.wc.wr_id = id;
     entry.wc.status = status;
-    entry.wc.opcode = is_write(opcode) ? IBV_WC_RDMA_WRITE : IBV_WC_SEND;
+    entry.wc.opcode = IBV_WC_RDMA_WRITE;
     entry.wc.vendor_err = vendor_err;
     entry.wc.byte_len = bytes;
     entry.wc.qp_num = qp_base.qp_num;
     entry.qp = this;
     entry.reclaim_to = 1;
-    push(static_cast<Cq*>(qp_base.send_cq), entry);
+    if (!context_.complete(qp_base.send_cq, entry)) enter_error();
 }
 
-void SrdQp::complete_receive(const ReceiveRequest& receive, ibv_wc_status status,
-                             const FlowPacket& p) {
+void SrdQp::complete_receive(std::uint64_t id, ibv_wc_status status, const FlowPacket& p) {
     Cq::Entry entry{};
-    entry.wc.wr_id = receive.wr_id;
+    entry.wc.wr_id = id;
     entry.wc.status = status;
-    entry.wc.opcode = is_write(p.opcode) ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV;
+    entry.wc.opcode = IBV_WC_RECV_RDMA_WITH_IMM;
     entry.wc.byte_len = p.total;
     entry.wc.qp_num = qp_base.qp_num;
     entry.wc.src_qp = p.source;
-    if (p.opcode == Opcode::write_imm || p.opcode == Opcode::send_imm) {
+    if (p.opcode == Opcode::write_imm) {
         entry.wc.imm_data = p.imm;
         entry.wc.wc_flags = IBV_WC_WITH_IMM;
     }
     entry.qp = this;
-    push(static_cast<Cq*>(qp_base.recv_cq), entry);
+    if (!context_.complete(qp_base.recv_cq, entry)) enter_error();
 }
 
 bool SrdQp::flush() {
@@ -310,12 +239,9 @@ bool SrdQp::flush() {
     const std::uint64_t posted = posted_.load(std::memory_order_seq_cst);
     for (; sent_ < posted; ++sent_, worked = true) {
         const SrdRequest& r = sq_[sent_ % sq_.size()];
-        complete_send(r.wr_id, r.opcode, r.total, IBV_WC_WR_FLUSH_ERR, 0);
+        complete_send(r.wr_id, r.source.length, IBV_WC_WR_FLUSH_ERR, 0);
     }
-    const FlowPacket none;
-    for (; !rq_.empty(); worked = true) {
-        complete_receive(rq_.take(), IBV_WC_WR_FLUSH_ERR, none);
-    }
+    for (; !rq_.empty(); worked = true) complete_receive(rq_.take(), IBV_WC_WR_FLUSH_ERR, {});
     return worked;
 }
 

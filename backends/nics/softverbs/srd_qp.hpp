@@ -1,5 +1,5 @@
 // An SRD queue pair: its queues, its states, and how its requests are put together. What carries them
-// is the fabric.
+// is the fabric. Requests are writes; EFA's limits hold for them.
 //
 // Threads: the wr_* calls and post_recv by any thread (a lock each); everything else by the engine or
 // under the control lock.
@@ -7,7 +7,6 @@
 
 #include <infiniband/verbs.h>
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -24,11 +23,9 @@ struct Context;
 class Fabric;
 
 inline constexpr std::uint32_t kSrdSendSge = 2;
-inline constexpr std::uint32_t kSrdRdmaSge = 1;
 inline constexpr std::uint32_t kSrdReceiveSge = 2;
 inline constexpr std::uint32_t kSrdInline = 32;
 inline constexpr std::uint32_t kSrdMaxWr = 4096;
-inline constexpr std::uint32_t kSrdMaxSend = kFlowPayload;  // bytes of a SEND
 
 struct AddressHandle : ibv_ah {
     PortAddress address;
@@ -42,13 +39,9 @@ struct SrdRequest {
     std::uint32_t imm;
     std::uint32_t qpn;
     std::uint32_t queue_key;
-    std::uint32_t total;
-    std::uint32_t pieces;
     bool addressed;
-    bool inlined;
     Opcode opcode;
-    std::array<ibv_sge, kSrdSendSge> sge;
-    std::array<std::byte, kSrdInline> inline_data;
+    ibv_sge source;
 };
 
 struct SrdQp final : ibv_qp_ex, SlotOwner {
@@ -65,8 +58,8 @@ struct SrdQp final : ibv_qp_ex, SlotOwner {
     void abort();
     void begin(Opcode opcode, std::uint32_t rkey, std::uint64_t remote_addr, std::uint32_t imm);
     void set_address(ibv_ah* ah, std::uint32_t qpn, std::uint32_t queue_key);
-    void set_inline(std::size_t count, const ibv_data_buf* buffers);
     void set_sge(std::size_t count, const ibv_sge* list);
+    void refuse_inline();
 
     int post_recv(ibv_recv_wr* wr, ibv_recv_wr** bad);
     void reclaim(std::uint64_t slots) override {
@@ -75,24 +68,20 @@ struct SrdQp final : ibv_qp_ex, SlotOwner {
 
     // 0 or an errno, as ibv_modify_qp.
     int modify(const ibv_qp_attr& attr, int mask);
-    void query(ibv_qp_attr& attr, ibv_qp_init_attr& init) const;
     void enter_error();
 
     [[nodiscard]] bool receives() const {
         return qp_base.state == IBV_QPS_RTR || qp_base.state == IBV_QPS_RTS;
     }
-    void complete_send(std::uint64_t wr_id, Opcode opcode, std::uint32_t bytes,
-                       ibv_wc_status status, std::uint32_t vendor_err);
-    void complete_receive(const ReceiveRequest& receive, ibv_wc_status status,
-                          const FlowPacket& packet);
+    void complete_send(std::uint64_t wr_id, std::uint32_t bytes, ibv_wc_status status,
+                       std::uint32_t vendor_err);
+    void complete_receive(std::uint64_t wr_id, ibv_wc_status status, const FlowPacket& packet);
 
     std::uint32_t queue_key = 0;
     std::uint8_t rnr_retry = 7;
 
   private:
     friend class Fabric;
-    SrdRequest* staging(bool inline_data);
-    void push(Cq* queue, const Cq::Entry& entry);
     void end_message() {
         ++sent_;
         begun_ = false;

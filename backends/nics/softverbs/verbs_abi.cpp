@@ -63,12 +63,12 @@ bool is_srd(const ibv_qp* qp) {
 int poll_cq(ibv_cq* cq, int count, ibv_wc* wc) {
     return static_cast<soft::Cq*>(cq)->poll(count, wc);
 }
-int req_notify_cq(ibv_cq* cq, int solicited) {
-    static_cast<soft::Cq*>(cq)->armed.store(solicited != 0 ? 2 : 1, std::memory_order_seq_cst);
+int req_notify_cq(ibv_cq* cq, int) {
+    static_cast<soft::Cq*>(cq)->armed.store(true, std::memory_order_seq_cst);
     return 0;
 }
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) {
-    // Plain post_send would carry SENDs alone on SRD; this device has the extended calls for them.
+    // Plain post_send would carry SENDs alone on SRD, which this device does not have.
     if (is_srd(qp)) return *bad = wr, EOPNOTSUPP;
     return static_cast<soft::Qp*>(qp)->post_send(wr, bad);
 }
@@ -199,14 +199,13 @@ SOFTVERBS_EXPORT int ibv_dealloc_pd(ibv_pd* pd) {
     return 0;
 }
 
-SOFTVERBS_EXPORT ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* address, std::size_t length,
-                                          std::uint64_t iova, unsigned int access) {
+SOFTVERBS_EXPORT ibv_mr* ibv_reg_mr(ibv_pd* pd, void* address, std::size_t length, int access) {
     return guarded([&]() -> ibv_mr* {
         auto& context = soft::Context::of(pd->context);
         const auto start = reinterpret_cast<std::uint64_t>(address);
         const bool writes = (access & (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE)) != 0;
         // Remote writing needs local writing, as the kernel has it.
-        if (length == 0 || iova != start || start + length < start ||
+        if (length == 0 || start + length < start ||
             ((access & IBV_ACCESS_REMOTE_WRITE) != 0 && (access & IBV_ACCESS_LOCAL_WRITE) == 0)) {
             return errno = EINVAL, nullptr;
         }
@@ -216,7 +215,7 @@ SOFTVERBS_EXPORT ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* address, std::size_t
         mr->pd = pd;
         mr->addr = address;
         mr->length = length;
-        mr->access = access;
+        mr->access = static_cast<unsigned int>(access);
         mr->backing = soft::find_backing(start, length);
         const soft::Control lock(context);
         if (context.faults.strikes(soft::FaultKind::registration, soft::now_ns())) {
@@ -228,10 +227,6 @@ SOFTVERBS_EXPORT ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* address, std::size_t
         ++static_cast<soft::Pd*>(pd)->users;
         return added;
     });
-}
-SOFTVERBS_EXPORT ibv_mr* ibv_reg_mr(ibv_pd* pd, void* address, std::size_t length, int access) {
-    return ibv_reg_mr_iova2(pd, address, length, reinterpret_cast<std::uint64_t>(address),
-                            static_cast<unsigned int>(access));
 }
 SOFTVERBS_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
     auto& context = soft::Context::of(mr->context);
@@ -323,15 +318,6 @@ SOFTVERBS_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
     }
     context.wake();
     return error;
-}
-SOFTVERBS_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int, ibv_qp_init_attr* init) {
-    const soft::Control lock(soft::Context::of(qp->context));
-    if (is_srd(qp)) {
-        soft::SrdQp::of(qp).query(*attr, *init);
-    } else {
-        static_cast<soft::Qp*>(qp)->query(*attr, *init);
-    }
-    return 0;
 }
 SOFTVERBS_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
     auto& context = soft::Context::of(qp->context);

@@ -32,14 +32,8 @@ inline constexpr std::uint32_t kPacketAlign = 64;
 inline constexpr std::uint64_t kPortMagic =
     0x6d6b5f7265646d33;  // "mk_rdma1" in spirit: the layout's version
 
-enum class Opcode : std::uint8_t { pad = 0, write = 1, write_imm = 2, send = 3, send_imm = 4 };
+enum class Opcode : std::uint8_t { pad = 0, write = 1, write_imm = 2 };
 
-constexpr bool is_write(Opcode opcode) {
-    return opcode == Opcode::write || opcode == Opcode::write_imm;
-}
-constexpr bool takes_receive(Opcode opcode) {
-    return opcode != Opcode::write;
-}
 constexpr std::uint32_t align_packet(std::uint32_t bytes) {
     return (bytes + kPacketAlign - 1) / kPacketAlign * kPacketAlign;
 }
@@ -47,11 +41,10 @@ constexpr std::uint32_t align_packet(std::uint32_t bytes) {
 inline constexpr std::uint8_t kFirst = 1;      // first packet of its message
 inline constexpr std::uint8_t kLast = 2;       // last packet of its message
 inline constexpr std::uint8_t kReference = 4;  // payload lies at (file, offset) of the sender
-inline constexpr std::uint8_t kSolicited = 8;
 
 struct Packet {
     std::uint64_t arrival = 0;      // monotonic ns; see link.hpp
-    std::uint64_t remote_addr = 0;  // of this packet's payload (writes)
+    std::uint64_t remote_addr = 0;  // of this packet's payload
     std::uint64_t ref_inode = 0;
     std::uint64_t ref_offset = 0;
     std::uint32_t bytes = 0;   // header and payload, a multiple of kPacketAlign
@@ -140,6 +133,34 @@ inline bool decode_gid(const ::ibv_gid& gid, PortAddress& address) {
     address.fd = static_cast<std::int32_t>(fd);
     std::memcpy(&address.cookie, gid.raw + 8, 8);
     return address.pid > 0;
+}
+
+// Contiguous room in a ring at `head`, of which the consumer has taken all before `tail`; null while
+// it is full. Moves `head` past a pad where too little is left at the ring's end.
+template <typename Header>
+std::byte* reserve(std::byte* data, std::uint64_t& head, std::uint64_t tail, std::uint32_t bytes) {
+    const std::uint64_t free = kRingBytes - (head - tail);
+    const auto at = static_cast<std::uint32_t>(head % kRingBytes);
+    const std::uint32_t to_end = kRingBytes - at;
+    if (bytes <= to_end) return bytes <= free ? data + at : nullptr;
+    if (to_end + bytes > free) return nullptr;
+    Header pad;
+    pad.bytes = to_end;
+    std::memcpy(data + at, &pad, sizeof(pad));
+    head += to_end;
+    return data;
+}
+
+// Payload bytes that follow a header in its ring.
+template <typename Header>
+std::uint32_t in_ring(const Header& p) {
+    return (p.flags & kReference) != 0 ? 0 : p.length;
+}
+// Whether what lies at `tail` can be a packet.
+template <typename Header>
+bool readable(const Header& p, std::uint64_t tail) {
+    return p.bytes >= sizeof(p) && p.bytes % sizeof(p) == 0 &&
+           p.bytes <= kRingBytes - tail % kRingBytes && p.bytes - sizeof(p) >= in_ring(p);
 }
 
 inline std::uint64_t now_ns() {

@@ -1,6 +1,8 @@
 // What an end of either kind of queue pair has on its device: memory, a domain, a completion queue.
 #pragma once
 
+#include <poll.h>
+
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -38,6 +40,17 @@ struct DeviceEnd {
             std::this_thread::yield();
         } while (monotonic_ns() < deadline);
         return std::nullopt;
+    }
+
+    // The next asynchronous event of the device.
+    [[nodiscard]] std::optional<ibv_event_type> event() const {
+        pollfd wait{context->async_fd, POLLIN, 0};
+        ibv_async_event e{};
+        if (::poll(&wait, 1, 30'000) <= 0 || v->get_async_event(context.get(), &e) != 0) {
+            return std::nullopt;
+        }
+        v->ack_async_event(&e);
+        return e.event_type;
     }
 
     std::shared_ptr<const verbs::Verbs> v;

@@ -2,10 +2,8 @@
 #pragma once
 
 #include <fcntl.h>
-#include <poll.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 
 #include "end.hpp"
@@ -35,7 +33,7 @@ struct End : DeviceEnd {
         ibv_qp_init_attr init{};
         init.qp_type = IBV_QPT_RC;
         init.send_cq = init.recv_cq = cq;
-        init.cap = {limits.sends, limits.receives, 4, 4, 64};
+        init.cap = {limits.sends, limits.receives, 1, 1, 64};
         qp = v->create_qp(pd, &init);
         ::fcntl(context->async_fd, F_SETFL, O_NONBLOCK);
     }
@@ -101,25 +99,14 @@ struct End : DeviceEnd {
         ibv_send_wr* bad = nullptr;
         return ibv_post_send(qp, &wr, &bad);
     }
-    int receive(std::uint64_t id, std::uint32_t length = 0) {
-        ibv_sge s = sge(length);
+    int receive(std::uint64_t id) {
         ibv_recv_wr wr{};
         wr.wr_id = id;
-        wr.sg_list = &s;
-        wr.num_sge = length != 0 ? 1 : 0;
         ibv_recv_wr* bad = nullptr;
         return ibv_post_recv(qp, &wr, &bad);
     }
     bool completes(std::uint64_t id, ibv_wc_status status) const {
         return DeviceEnd::completes(qp, id, status);
-    }
-    std::optional<ibv_event_type> event(double seconds = 30) {
-        pollfd wait{context->async_fd, POLLIN, 0};
-        if (::poll(&wait, 1, static_cast<int>(seconds * 1e3)) <= 0) return std::nullopt;
-        ibv_async_event e{};
-        if (v->get_async_event(context.get(), &e) != 0) return std::nullopt;
-        v->ack_async_event(&e);
-        return e.event_type;
     }
 
     Limits limits;

@@ -15,9 +15,6 @@ namespace mkernel::nics::testing::srd {
 
 inline constexpr std::size_t kBytes = 4 << 20;
 inline constexpr std::uint32_t kKey = 0x1234;
-inline constexpr std::uint64_t kWrites =
-    IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
-inline constexpr std::uint64_t kOps = kWrites | IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
 
 struct Limits {
     std::uint32_t sends = 64;
@@ -45,7 +42,7 @@ struct End : DeviceEnd {
         init.pd = pd;
         init.cap = {limits.sends, limits.receives, 2, 1, 32};
         init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
-        init.send_ops_flags = kOps;
+        init.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
         base = create();
         if (base == nullptr) return;
         qp = efa->qp_to_qp_ex(base);
@@ -115,9 +112,8 @@ struct End : DeviceEnd {
         ibv_wr_set_sge(qp, mr->lkey, memory.address() + from, bytes);
         ibv_wr_set_ud_addr(qp, ah, peer.qpn, kKey);
     }
-    int receive(std::uint64_t id, std::uint32_t length = 0, std::uint64_t offset = 0,
-                int pieces = 1) const {
-        ibv_sge sge{memory.address() + offset, length, mr->lkey};
+    int receive(std::uint64_t id, int pieces = 1) const {
+        ibv_sge sge{memory.address(), 0, mr->lkey};
         ibv_recv_wr wr{};
         wr.wr_id = id;
         wr.sg_list = &sge;

@@ -269,15 +269,6 @@ void a_stalled_device_is_silent() {
 }
 ON_BOTH(a_stalled_device_is_silent)
 
-std::optional<ibv_event_type> event_of(ibv_context* context, const verbs::Verbs& v) {
-    pollfd wait{context->async_fd, POLLIN, 0};
-    ibv_async_event event{};
-    if (::poll(&wait, 1, 30'000) <= 0 || v.get_async_event(context, &event) != 0)
-        return std::nullopt;
-    v.ack_async_event(&event);
-    return event.event_type;
-}
-
 template <typename P>
 void a_queue_pair_breaks() {
     const Setting fault(kFaults, "qp-error@2");
@@ -287,7 +278,7 @@ void a_queue_pair_breaks() {
     }
     CHECK(p.forth(3) == 0 && p.a.completes(3, IBV_WC_WR_FLUSH_ERR));
     if constexpr (std::is_same_v<P, Rc>) {
-        CHECK(event_of(p.a.context.get(), *p.a.v) == IBV_EVENT_QP_FATAL);
+        CHECK(p.a.event() == IBV_EVENT_QP_FATAL);
     }
     CHECK(p.forth(4) == 0 && p.a.completes(4, IBV_WC_WR_FLUSH_ERR));
 }
@@ -301,7 +292,7 @@ void a_queue_overflows() {
         CHECK(p.forth(id) == 0 && p.a.completes(id, IBV_WC_SUCCESS));
     }
     CHECK(p.forth(3) == 0);
-    CHECK(event_of(p.a.context.get(), *p.a.v) == IBV_EVENT_CQ_ERR);
+    CHECK(p.a.event() == IBV_EVENT_CQ_ERR);
     CHECK(!p.a.poll(0.05));
 }
 ON_BOTH(a_queue_overflows)
