@@ -7,6 +7,7 @@ that end a world (:class:`WorldError`) are raised by *every* rank of it, with th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ class MkernelError(Exception):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made again of its message and of its fields, which constructors take by their names."""
+        return self._maker(), self.args
+
+    def _maker(self) -> partial[Any]:
+        return partial(type(self), **{n: v for n, v in vars(self).items() if n != "__notes__"})
 
 
 class NotBuilt(MkernelError, ImportError):
@@ -53,16 +61,7 @@ class ArgumentError(MkernelError, ValueError):
         super().__init__(f"{argument} = {shown} is not legal{reason}; expected {legal}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            _rebuild_argument_error,
-            (type(self), self.argument, self.value, self.legal, self.why),
-        )
-
-
-def _rebuild_argument_error(
-    cls: type[ArgumentError], argument: str, value: Any, legal: str, why: str
-) -> ArgumentError:
-    return cls(argument, value, legal, why=why)
+        return self._maker(), ()
 
 
 class ShapeError(ArgumentError):
@@ -132,7 +131,7 @@ class PlanMismatch(MkernelError, RuntimeError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (PlanMismatch, (self.ranks, self.field, self.values, self.advice))
+        return self._maker(), ()
 
 
 class NoRoute(MkernelError, RuntimeError):
@@ -186,9 +185,6 @@ class Timeout(WorldError, TimeoutError):
         self.diagnosis = diagnosis
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Timeout, (str(self), self.diagnosis))
-
 
 class PeerFailure(WorldError):
     """A rank died, or raised while others depended on it.
@@ -200,9 +196,6 @@ class PeerFailure(WorldError):
     def __init__(self, message: str, peer: int) -> None:
         self.peer = peer
         super().__init__(message)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (PeerFailure, (str(self), self.peer))
 
 
 class NicError(WorldError):
@@ -229,18 +222,6 @@ class NicError(WorldError):
         self.vendor_err = vendor_err
         self.peer = peer
         super().__init__(message)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            _rebuild_nic_error,
-            (str(self), self.status, self.qp, self.wr_id, self.vendor_err, self.peer),
-        )
-
-
-def _rebuild_nic_error(
-    message: str, status: str, qp: int, wr_id: int, vendor_err: int, peer: int
-) -> NicError:
-    return NicError(message, status=status, qp=qp, wr_id=wr_id, vendor_err=vendor_err, peer=peer)
 
 
 class Cancelled(WorldError):

@@ -22,7 +22,7 @@ def stores(port: int) -> tuple[TCPStore, TCPStore]:
 def shards(
     seed: int, size: int, rows: int, k: int, n: int
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Every rank's rows of ``a``, and ``b``."""
+    """Every rank's rows of ``a``, and ``b``, in half."""
     generator = torch.Generator().manual_seed(seed)
     a = [torch.randn(rows, k, generator=generator).half() for _ in range(size)]
     return a, torch.randn(k, n, generator=generator).half()
