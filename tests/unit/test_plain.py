@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -156,17 +156,6 @@ def test_plain_tensors_pass_as_they_are(what: str) -> None:
             assert passed[1] is value
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_what_requires_grad_passes(
-    mode: Callable[[], AbstractContextManager[Any]],
-) -> None:
-    wanted, parameter = wanting_gradients(), torch.nn.Parameter(torch.ones(4, 4))
-    with mode():
-        assert look_at(wanted, after=parameter)[1:] == (wanted, parameter)
-    with pytest.raises(ArgumentError):
-        look_at(PLAIN, after=parameter)
-
-
 def test_a_result_under_way_is_awaited() -> None:
     inner = torch.ones(4, 4)
     coming = AsyncCollectiveTensor(inner)
@@ -222,19 +211,3 @@ def test_a_transform_is_refused_whatever_the_arguments_are(
         return x * 1
 
     inside(body)
-
-
-@pytest.fixture
-def default_device() -> Iterator[None]:
-    torch.set_default_device("cpu")
-    yield
-    torch.set_default_device(None)
-
-
-@pytest.mark.usefixtures("default_device")
-def test_a_default_device_is_harmless() -> None:
-    assert look_at(PLAIN)[1] is PLAIN
-    with torch.device("meta"):
-        assert look_at(PLAIN)[1] is PLAIN
-    with pytest.raises(ArgumentError, match="requires grad"):
-        look_at(wanting_gradients())
