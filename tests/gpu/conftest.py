@@ -13,6 +13,9 @@ from mkernel.harness import gpu_tests
 from mkernel.harness.provenance import devices, provenance
 from mkernel.settings import load
 
+BEGAN = time.monotonic()
+OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mkernel")
@@ -22,56 +25,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--commit", help="of this tree, where there is no git to ask")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
     file = config.getoption("--gpu-report", None)
-    if file is not None and not hasattr(
-        config, "workerinput"
-    ):  # a worker of xdist tells its master
-        config.pluginmanager.register(Reporter(config, file))
-
-
-class Reporter:
-    """Counts the outcomes of a session, and writes them at its end."""
-
-    def __init__(self, config: pytest.Config, file: Path) -> None:
-        self._config, self._file = config, file
-        self._began = time.monotonic()
-        self._counts: Counter[str] = Counter()
-        self._skips: Counter[str] = Counter()
-        self._failures: dict[str, None] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test is what its call was; without one, or where its setup or end failed, what that was."""
-        if hasattr(report, "wasxfail") and report.when == "call":
-            self._counts["xpassed" if report.passed else "xfailed"] += 1
-        elif report.skipped:
-            self._counts["skipped"] += 1
-            self._skips[_reason(report)] += 1
-        elif report.failed:
-            self._counts["failed" if report.when == "call" else "error"] += 1
-            self._failures[report.nodeid] = None
-        elif report.when == "call":
-            self._counts["passed"] += 1
-
-    def pytest_sessionfinish(self) -> None:
-        config = self._config
-        root = config.rootpath
-        found = provenance(root, config.getoption("--commit"))
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        found["hardware"] = {**found["hardware"], **devices(device)}
-        keyword = str(config.getoption("-k") or "")
-        gpu_tests.add(
-            gpu_tests.TestRun(
-                selection=(*map(str, config.args), *(["-k", keyword] if keyword else [])),
-                ranks_per_device=load().ranks_per_device,
-                counts=dict(self._counts),
-                skips=dict(self._skips),
-                failures=tuple(self._failures),
-                provenance=found,
-                seconds=round(time.monotonic() - self._began, 1),
-            ),
-            self._file,
-        )
+    if file is None or hasattr(config, "workerinput"):  # a worker of xdist tells its master
+        return
+    stats = config.pluginmanager.getplugin("terminalreporter").stats
+    failures = [
+        report.nodeid for outcome in ("failed", "error") for report in stats.get(outcome, ())
+    ]
+    found = provenance(config.rootpath, config.getoption("--commit"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found["hardware"] = {**found["hardware"], **devices(device)}
+    keyword = str(config.getoption("-k") or "")
+    gpu_tests.add(
+        gpu_tests.TestRun(
+            selection=(*map(str, config.args), *(["-k", keyword] if keyword else [])),
+            ranks_per_device=load().ranks_per_device,
+            counts={outcome: len(stats[outcome]) for outcome in OUTCOMES if outcome in stats},
+            skips=dict(Counter(_reason(report) for report in stats.get("skipped", ()))),
+            failures=tuple(dict.fromkeys(failures)),
+            provenance=found,
+            seconds=round(time.monotonic() - BEGAN, 1),
+        ),
+        file,
+    )
 
 
 def _reason(report: pytest.TestReport) -> str:
