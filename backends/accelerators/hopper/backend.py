@@ -160,9 +160,9 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
         """A workspace, shared by all plans of a world; its flags are its own, so no signals."""
-        from mkernel.backends.accelerators.hopper.dispatch import workspace_bytes
+        from mkernel.backends.accelerators.hopper.dispatch import executor_of
 
-        return Workspace(nbytes=workspace_bytes(plan), signals=0, shared=True)
+        return Workspace(nbytes=executor_of(plan).workspace_bytes(plan), signals=0, shared=True)
 
     def launch(self, call: Call) -> HopperLaunch:
         """Queue the call on torch's current stream, after the world's previous one."""

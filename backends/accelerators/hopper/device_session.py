@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mkernel.backends.accelerators.hopper import dispatch
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.dispatch import Executor
+from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
@@ -139,7 +138,7 @@ class DeviceSession:
         digest = call.plan.digest()
         calls = self._calls.get(digest)
         if calls is None:
-            calls = self._calls[digest] = dispatch.executor_for(call, self._context)
+            calls = self._calls[digest] = executor_of(call.plan)(call, self._context)
         events = None
         if call.timed and not torch.cuda.is_current_stream_capturing():
             events = (_timer(), _timer())

@@ -35,33 +35,7 @@ _NO_DATA = 1 << 20  # a workspace whose data area is empty
 _ELEMENT_BYTES = tuning.ELEMENT_BYTES
 
 
-# ---- what a plan needs ---------------------------------------------------------------------------
-
-
-def gather_bytes(plan: LaunchPlan) -> int:
-    """Bytes of the workspace that AllGather+GEMM needs. Unsupported."""
-    world = one_node(plan)
-    if world == 1:
-        return _NO_DATA
-    needed: int = native().all_gather_gemm_bytes(world, _schedule(plan)[1], plan.gemm.k)
-    return needed
-
-
-def reduce_bytes(plan: LaunchPlan) -> int:
-    """Bytes of the workspace that a reduction needs, in any view. Unsupported."""
-    world = one_node(plan)
-    if world == 1:
-        return _NO_DATA
-    made, shape = native(), plan.gemm
-    how = _reduction(plan)
-    try:
-        fused: int = made.gemm_reduce_bytes(
-            world, how.rows, shape.n, how.spread.by_outbox, plan.op == "gemm_all_reduce"
-        )
-    except ValueError as error:  # too few flags
-        raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
-    staged: int = made.DATA_OFFSET + _staging(plan)
-    return max(fused, staged)
+# ---- what follows from a plan --------------------------------------------------------------------
 
 
 def _schedule(plan: LaunchPlan) -> tuple[tuning.GatherTuning, _hopper.AllGatherSchedule]:
@@ -125,6 +99,15 @@ class AllGatherExecutor:
         self._pipelined = made.PipelinedGather(
             context.device, context.order, self._world, self._product, schedule
         )
+
+    @staticmethod
+    def workspace_bytes(plan: LaunchPlan) -> int:
+        """Bytes of the workspace that AllGather+GEMM needs. Unsupported."""
+        world = one_node(plan)
+        if world == 1:
+            return _NO_DATA
+        needed: int = native().all_gather_gemm_bytes(world, _schedule(plan)[1], plan.gemm.k)
+        return needed
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
@@ -200,6 +183,23 @@ class ReduceExecutor:
         self._pipelined = made.PipelinedReduce(
             context.device, self._world, self._product, schedule(False)
         )
+
+    @staticmethod
+    def workspace_bytes(plan: LaunchPlan) -> int:
+        """Bytes of the workspace that a reduction needs, in any view. Unsupported."""
+        world = one_node(plan)
+        if world == 1:
+            return _NO_DATA
+        made, shape = native(), plan.gemm
+        how = _reduction(plan)
+        try:
+            fused: int = made.gemm_reduce_bytes(
+                world, how.rows, shape.n, how.spread.by_outbox, plan.op == "gemm_all_reduce"
+            )
+        except ValueError as error:  # too few flags
+            raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
+        staged: int = made.DATA_OFFSET + _staging(plan)
+        return max(fused, staged)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""

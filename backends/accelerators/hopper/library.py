@@ -39,13 +39,6 @@ wait."""
 ONE_SHOT_MOST = 8 << 20
 
 
-def workspace_bytes(plan: LaunchPlan) -> int:
-    """Bytes of the workspace that a plan on this path needs. Unsupported."""
-    one_node(plan)
-    offset: int = native().DATA_OFFSET
-    return offset + _staging(plan)
-
-
 class LibraryExecutor:
     """One plan's calls in a world, on torch's current stream."""
 
@@ -65,6 +58,13 @@ class LibraryExecutor:
             self._element = _element(plan)
             self._elements = shape.m * shape.n
             self._one_shot, self._way = one_shot(plan), _way(plan)
+
+    @staticmethod
+    def workspace_bytes(plan: LaunchPlan) -> int:
+        """Bytes of the workspace that a plan on this path needs. Unsupported."""
+        one_node(plan)
+        offset: int = native().DATA_OFFSET
+        return offset + _staging(plan)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one; ``stream`` is torch's current one."""

@@ -10,9 +10,10 @@ import pytest
 import torch
 from gpu_plans import gpu_plan
 
-from mkernel.backends.accelerators.hopper import dispatch, gemm, native
+from mkernel.backends.accelerators.hopper import gemm, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.dispatch import FUSED
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
@@ -97,8 +98,8 @@ def run(
     """Names of what the last rank queues, in order."""
     call = last_rank(made, view, gathered=gathered, symmetric=symmetric, offset=offset)
     queued.clear()
-    dispatch.OPS[made.op].executor(call, CONTEXT).start(call, MAIN)
-    assert dispatch.OPS[made.op].workspace_bytes(made) >= 1 << 20
+    FUSED[made.op](call, CONTEXT).start(call, MAIN)
+    assert FUSED[made.op].workspace_bytes(made) >= 1 << 20
     return list(queued)
 
 
@@ -164,7 +165,7 @@ def test_reductions(queued: list[str], op: str, collective: str, symmetric: bool
     assert run(queued, planned(op, 512, 256, 256, world=1), "sequential") == ["pipelined"]
 
 
-@pytest.mark.parametrize("op", sorted(dispatch.OPS))
+@pytest.mark.parametrize("op", sorted(FUSED))
 def test_tensors_at_any_element(queued: list[str], op: str) -> None:
     made = planned(op, 512, 256, 256)
     assert run(queued, made, offset=1) == run(queued, made)
@@ -185,7 +186,7 @@ class Told:
         self._left.append(told[:5])
 
 
-@pytest.mark.parametrize("op", sorted(dispatch.OPS))
+@pytest.mark.parametrize("op", sorted(FUSED))
 def test_each_call_tells_its_own_number_deadline_and_tensors(
     queued: list[str], monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
@@ -195,7 +196,7 @@ def test_each_call_tells_its_own_number_deadline_and_tensors(
     monkeypatch.setattr(gemm, "native", lambda: made)
     plan = planned(op, 640, 256, 256)
     first = last_rank(plan, "pipelined", gathered=False, symmetric=False, offset=0)
-    calls = dispatch.OPS[op].executor(first, CONTEXT)
+    calls = FUSED[op](first, CONTEXT)
     for number in (1, 2, (1 << 32) + 3):
         call = last_rank(plan, "pipelined", gathered=False, symmetric=False, offset=0)
         addresses = tuple(call.tensors[name].data_ptr() for name in ("a", "b", "out"))

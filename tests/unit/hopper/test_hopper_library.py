@@ -16,9 +16,11 @@ import pytest
 import torch
 from gpu_plans import gpu_plan
 
-from mkernel.backends.accelerators.hopper import capabilities, device_world, dispatch, library
+from mkernel.backends.accelerators.hopper import capabilities, device_world, library
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.dispatch import FUSED, executor_of
+from mkernel.backends.accelerators.hopper.library import LibraryExecutor
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
@@ -29,7 +31,7 @@ from mkernel.plan.model import LaunchPlan
 
 DATA_OFFSET = 1 << 20
 STREAM = 5
-OPS = capabilities.LIBRARY_OPS
+OPS = capabilities.OPS
 every_op = pytest.mark.parametrize("op", OPS)
 worlds = pytest.mark.parametrize("world", [1, 2, 4])
 
@@ -236,7 +238,7 @@ def run(
                 peers={p: PeerMemory(0, workspace_of(p)) for p in range(world) if p != rank},
                 region=0, fifo=0, timeout_s=float(number & 7), view=view, symmetric=shared,
             )  # fmt: skip
-            calls = calls or library.LibraryExecutor(call, DispatchContext(0, order, 64))
+            calls = calls or LibraryExecutor(call, DispatchContext(0, order, 64))
             calls.start(call, STREAM)
 
     with ThreadPoolExecutor(world) as pool:
@@ -315,36 +317,16 @@ def test_compute_only_exchanges_nothing(fabric: Any, op: str) -> None:
 
 
 @every_op
-def test_a_plan_has_the_workspace_of_its_path(
-    fabric: Any, monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
-    made = fabric(4)
-    monkeypatch.setattr(dispatch, "native", lambda: made)
-    fused: Any = object()
-    there = dispatch.Op(lambda plan: 7, lambda call, context: fused)
-    monkeypatch.setattr(dispatch, "OPS", {op: there})
-    monkeypatch.setitem(capabilities.FUNCTIONS, op, "all_gather")
-    assert dispatch.workspace_bytes(planned(op, 256, 64, 64, 4, path="fused")) == 7
-    needed = dispatch.workspace_bytes(planned(op, 256, 64, 64, 4))
-    assert needed == library.workspace_bytes(planned(op, 256, 64, 64, 4)) > DATA_OFFSET
-    assert library.workspace_bytes(planned(op, 64, 64, 64, 1)) == DATA_OFFSET
-    several = planned(op, 256, 64, 64, 4).model_copy(update={"nodes": 2, "ranks_per_node": 2})
+def test_a_plan_has_the_executor_and_the_workspace_of_its_path(fabric: Any, op: str) -> None:
+    fabric(4)
+    made = planned(op, 256, 64, 64, 4)
+    assert executor_of(made.model_copy(update={"path": "fused"})) is FUSED[op]
+    assert executor_of(made) is LibraryExecutor
+    alone = LibraryExecutor.workspace_bytes(planned(op, 64, 64, 64, 1))
+    assert LibraryExecutor.workspace_bytes(made) > alone == DATA_OFFSET
+    several = made.model_copy(update={"nodes": 2, "ranks_per_node": 2})
     with pytest.raises(Unsupported, match="one node"):
-        library.workspace_bytes(several)
-
-
-def test_a_call_goes_the_way_of_its_plan(fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "native", lambda: fabric(1))
-    fused: Any = object()
-    plain: Any = object()
-    there = dispatch.Op(lambda plan: 7, lambda call, context: fused)
-    monkeypatch.setattr(dispatch, "OPS", {"all_gather_gemm": there})
-    monkeypatch.setitem(capabilities.FUNCTIONS, "all_gather_gemm", "all_gather")
-    monkeypatch.setattr(library, "LibraryExecutor", lambda call, context: plain)
-    context: Any = None
-    for path, calls in (("fused", fused), ("library", plain)):
-        call: Any = SimpleNamespace(plan=planned("all_gather_gemm", 8, 8, 8, 1, path=path))
-        assert dispatch.executor_for(call, context) is calls
+        LibraryExecutor.workspace_bytes(several)
 
 
 @pytest.mark.parametrize(
@@ -357,12 +339,10 @@ def test_a_call_goes_the_way_of_its_plan(fabric: Any, monkeypatch: pytest.Monkey
 def test_the_path_needs_products_in_float32(
     monkeypatch: pytest.MonkeyPatch, version: str, fit: bool
 ) -> None:
-    monkeypatch.setattr(capabilities, "ops", lambda: ("all_gather_gemm", "ring_attention"))
+    monkeypatch.setattr(capabilities, "native", lambda: None)
     monkeypatch.setattr(metadata, "version", lambda name: version)
     assert capabilities.torch_is_fit() == fit
-    assert capabilities.library_ops() == (("all_gather_gemm",) if fit else ())
-    monkeypatch.setattr(capabilities, "ops", lambda: ())
-    assert HopperAccelerator().capabilities().library_ops == ()
+    assert capabilities.library_ops() == (OPS if fit else ())
 
 
 def test_the_version_says_what_torch_itself_says() -> None:

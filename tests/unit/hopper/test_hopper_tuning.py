@@ -164,6 +164,6 @@ def test_plans_of_several_nodes_are_refused() -> None:
     class Plan:
         op, nodes, world_size = "all_gather_gemm", 2, 8
 
-    for needed in (gemm.gather_bytes, gemm.reduce_bytes):
+    for executor in (gemm.AllGatherExecutor, gemm.ReduceExecutor):
         with pytest.raises(Unsupported, match="one node"):
-            needed(Plan())  # type: ignore[arg-type]
+            executor.workspace_bytes(Plan())  # type: ignore[arg-type]

@@ -11,9 +11,10 @@ import torch
 
 from mkernel.backends import cuda
 from mkernel.backends.accelerators.hopper import backend as backend_module
-from mkernel.backends.accelerators.hopper import capabilities, dispatch, native
+from mkernel.backends.accelerators.hopper import capabilities, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_session import HopperLaunch
+from mkernel.backends.accelerators.hopper.dispatch import FUSED
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.runtime import _runtime
 from mkernel.errors import BackendUnavailable, Unsupported
@@ -35,13 +36,13 @@ class FakeDevice:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stands for ``_cuda`` on a host of four devices, and for ``_hopper`` without a kernel."""
+    """Stands for ``_cuda`` on a host of four devices, and for ``_hopper``."""
     made = SimpleNamespace(
         CudaError=CudaError,
         versions=lambda: (13000, 13000),
         devices=lambda: [FakeDevice(index) for index in range(4)],
     )
-    for module in (native, capabilities, dispatch, cuda.native):
+    for module in (native, capabilities, cuda.native):
         monkeypatch.setattr(module, "native", lambda: made)
     monkeypatch.setattr(backend_module, "cuda", lambda: made)
     return made
@@ -83,29 +84,21 @@ def test_a_build_without_nvcc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert HopperAccelerator().capabilities().ops == ()
 
 
-def test_ops_are_those_that_the_build_has(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    made: Any = object()
-    there = dispatch.Op(lambda plan: 10, lambda call, context: started.append(call) or made)
-    absent = dispatch.Op(lambda plan: 10, lambda call, context: made)
-    monkeypatch.setattr(dispatch, "OPS", {"all_gather_gemm": there, "gemm_all_reduce": absent})
-    monkeypatch.setitem(capabilities.FUNCTIONS, "all_gather_gemm", "there")
-    fake.there = None
+@pytest.mark.usefixtures("fake")
+def test_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     claimed = HopperAccelerator().capabilities()
-    assert claimed.ops == ("all_gather_gemm",)
+    assert claimed.ops == tuple(FUSED)
     assert claimed.compute_cores == 100
     assert claimed.stream_ordered
     assert not claimed.multicast
     assert claimed.dtype_pairs() == (("bfloat16", "bfloat16"), ("float16", "float16"))
-    plan: Any = SimpleNamespace(op="all_gather_gemm", path="fused")
+    plan: Any = SimpleNamespace(op="gemm_all_reduce", path="fused")
+    monkeypatch.setattr(FUSED["gemm_all_reduce"], "workspace_bytes", lambda plan: 10)
     workspace = HopperAccelerator().workspace(plan)
     assert (workspace.nbytes, workspace.signals, workspace.shared) == (10, 0, True)
-    call: Any = SimpleNamespace(plan=plan)
-    context: Any = None
-    assert dispatch.executor_for(call, context) is made
-    assert started == [call]
-    with pytest.raises(Unsupported, match="no kernel of gemm_all_reduce; it has: all_gather_gemm"):
-        dispatch.workspace_bytes(SimpleNamespace(op="gemm_all_reduce"))  # type: ignore[arg-type]
+    plan.op = "moe_combine"
+    with pytest.raises(Unsupported, match="no kernel of moe_combine; it has: all_gather_gemm, "):
+        HopperAccelerator().workspace(plan)
 
 
 def test_outside_of_a_world_nothing_is_there() -> None:
