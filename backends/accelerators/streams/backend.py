@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _OPS = {
     "all_gather_gemm": "all_gather_gemm:run",
-    "gemm_reduce_scatter": "gemm_reduce_scatter:run",
-    "gemm_all_reduce": "gemm_all_reduce:run",
+    "gemm_reduce_scatter": "gemm_reduce:scatter",
+    "gemm_all_reduce": "gemm_reduce:all_reduce",
     "moe_dispatch_gemm": "moe:dispatch",
     "moe_combine": "moe:combine",
     "ring_attention": "ring_attention:run",

@@ -1,9 +1,8 @@
-"""Parts of the `streams` backend that need no world: rows, routing tables, softmax, products."""
+"""Parts of the `streams` backend that need no world: softmax, products, scratch, claims."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -14,87 +13,11 @@ from mkernel.backends.accelerators.streams import device as device_module
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.matmul import Factor, float32_sums
 from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
-from mkernel.backends.accelerators.streams.routing import route
-from mkernel.backends.accelerators.streams.rows import chunks, rotation, share
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError
-from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.shapes import SHAPES
 from mkernel.topology.cost import default_constants
-
-
-def test_chunks_cover_all_rows_once() -> None:
-    assert chunks(0, 4) == []
-    assert chunks(7, 3) == [(0, 3), (3, 6), (6, 7)]
-    assert chunks(7, None) == [(0, 7)]
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9])
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_shares_cover_all_rows_once(rows: int, world: int) -> None:
-    shares = [share(rows, world, rank) for rank in range(world)]
-    assert [row for start, end in shares for row in range(start, end)] == list(range(rows))
-    assert max(end - start for start, end in shares) == -(-rows // world)
-
-
-@pytest.mark.parametrize("runs", get_args(Runs))
-@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 3), (2, 2), (2, 4), (3, 2)])
-def test_rotation_pairs_ranks(nodes: int, ranks: int, runs: Runs) -> None:
-    plan: Any = SimpleNamespace(
-        order=ConsumptionOrder(nodes=nodes, ranks_per_node=ranks, runs=runs)
-    )
-    steps = [rotation(plan, rank) for rank in range(nodes * ranks)]
-    for rank, own in enumerate(steps):
-        for step, (source, target) in enumerate(own):
-            assert steps[source][step][1] == rank  # my source sends to me in this step
-            assert steps[target][step][0] == rank
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_routing_tables_agree_between_ranks(seed: int) -> None:
-    world, tokens, top_k, experts = 3, 11, 4, 2
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(world * experts, (world, tokens, top_k), generator=generator)
-    if seed == 0:
-        ids[:] = 5  # one expert gets everything
-    tables = [route(ids, rank, experts, real=True) for rank in range(world)]
-    for here, mine in enumerate(tables):
-        assert int(mine.counts.sum()) == len(mine.row_token) == sum(mine.rows_to)
-        for there, theirs in enumerate(tables):
-            assert mine.tokens_to[there] == theirs.tokens_from[here]
-            assert mine.rows_to[there] == theirs.rows_from[here]
-        # Send (rank, token) through the tables: each output row must get its own token.
-        sent = [
-            torch.stack([torch.full_like(t.outgoing, rank), t.outgoing], 1).split(t.tokens_to)
-            for rank, t in enumerate(tables)
-        ]
-        received = torch.cat([parts[here] for parts in sent])
-        rows = received[mine.row_token]
-        expected = [
-            [source, token]
-            for expert in range(experts)
-            for source in range(world)
-            for token in range(tokens)
-            for slot in range(top_k)
-            if ids[source, token, slot] == here * experts + expert
-        ]
-        assert rows.tolist() == expected
-
-
-def test_rows_come_home_to_their_places() -> None:
-    world, tokens, top_k, experts = 3, 7, 3, 2
-    ids = torch.randint(world * experts, (world, tokens, top_k))
-    tables = [route(ids, rank, experts, real=True) for rank in range(world)]
-    labels = []  # of every output row: (source, place)
-    for here in range(world):
-        flat = (ids // experts == here).view(-1).nonzero().squeeze(1)
-        flat = flat[ids.view(-1)[flat].argsort(stable=True)]
-        labels.append(torch.stack([flat // (tokens * top_k), flat % (tokens * top_k)], 1))
-    back = [rows[t.returning].split(t.rows_to) for rows, t in zip(labels, tables, strict=True)]
-    for home, mine in enumerate(tables):
-        rows = torch.cat([parts[home] for parts in back])[mine.homecoming]
-        assert rows.tolist() == [[home, place] for place in range(tokens * top_k)]
 
 
 @pytest.mark.parametrize("causal", [False, True])

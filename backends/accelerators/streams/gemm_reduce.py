@@ -1,29 +1,59 @@
-"""Partial sums of a @ b: computed for each owner of rows, sent there, added in rank order.
+"""GEMM+ReduceScatter and GEMM+AllReduce: partial sums of a @ b go to the owners of their rows, who add
+them up in rank order; for AllReduce they then send their rows to every rank.
 
-Both ops that reduce use it. Rows of the next ranks first, own rows last, so that messages travel
-while the rest is computed. Partials stay float32 all the way.
+Rows of the next ranks first, own rows last, so that messages travel while the rest is computed.
+Partials stay float32 all the way. Rows are rounded once, by their owner, so every rank of an AllReduce
+holds the same bits. There M needs not divide by W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
+from mkernel.backends.accelerators.streams.exchange import exchange, take
 from mkernel.backends.accelerators.streams.matmul import Factor
-from mkernel.backends.accelerators.streams.rows import chunks, rotation
+from mkernel.backends.accelerators.streams.rows import chunks, rotation, share
 from mkernel.backends.contracts.accelerator import Call
 
 
-def reduced(
+def scatter(call: Call, streams: CallStreams) -> Mapping[str, Any]:
+    """Fills ``out``, this rank's M/W rows."""
+    _reduced(call, streams, _shares(call), call.tensors["out"])
+    return {}
+
+
+def all_reduce(call: Call, streams: CallStreams) -> Mapping[str, Any]:
+    """Fills ``out``."""
+    out, shares = call.tensors["out"], _shares(call)
+    places = [out[slice(*rows)] for rows in shares]
+    own = places[call.rank]
+    _reduced(call, streams, shares, own)
+    landed = places
+    if streams.one_sided:  # others can write to nothing but a landing
+        landed = [
+            rows[: len(place)]
+            for rows, place in zip(streams.landing("results"), places, strict=True)
+        ]
+    arrivals = exchange(call, streams, lambda target: own, landed.__getitem__)
+    if landed is not places:
+        take(streams, arrivals, landed, places)
+    return {}
+
+
+def _shares(call: Call) -> list[tuple[int, int]]:
+    """[start, end) of the rows of each rank."""
+    world = call.plan.world_size
+    return [share(call.plan.gemm.m, world, rank) for rank in range(world)]
+
+
+def _reduced(
     call: Call, streams: CallStreams, shares: Sequence[tuple[int, int]], out: torch.Tensor
 ) -> None:
-    """out = this rank's rows of the sum over ranks of a @ b.
-
-    Args:
-        shares: [start, end) of the rows of each rank. out: [rows of this rank's share, N].
-    """
+    """out [rows of this rank's share, N] = these rows of the sum over ranks of a @ b."""
     a, rank = call.tensors["a"], call.rank
     step = call.plan.rows_per_chunk
     factor = Factor(call.tensors["b"], torch.float32)
