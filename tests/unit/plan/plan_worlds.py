@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import devices
+
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import Planned, explain
-from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+from mkernel.topology.model import Topology
 from mkernel.topology.reshape import split_into_nodes
 
-SIM = Accelerator(id="ascend-sim0", kind="ascend", name="simulator", index=0, emulated=True)
-SOFT = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
-MACHINE = Topology(nodes=(Node(id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0, 1, 2, 3)),)),))
+MACHINE = devices.world(devices.node())
 CAPABILITIES = AcceleratorCapabilities(
     ops=("all_gather_gemm",),
     dtypes=("float16", "bfloat16", "float32"),
@@ -28,7 +28,7 @@ CAPABILITIES = AcceleratorCapabilities(
 
 
 def world(nodes: int, ranks_per_node: int) -> Topology:
-    return split_into_nodes(MACHINE, nodes, ranks_per_node, SIM, SOFT)
+    return split_into_nodes(MACHINE, nodes, ranks_per_node, devices.SIM, devices.SOFT)
 
 
 def explained(

@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
-import typer
-from typer.testing import CliRunner
+from devices import SIM, SOFT, gpu, node
+from devices import nic as port
+from devices import world as worlds
 
 from mkernel.cli.plan import PlanReport, command
 from mkernel.errors import ArgumentError, NoRoute, ShapeError, Unsupported
 from mkernel.topology.cost import default_constants
-from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+from mkernel.topology.model import Topology
 from mkernel.topology.sources.chips import architecture
 
 SHAPE = ("--m", "16384", "--n", "2048", "--k", "8192")
@@ -23,36 +25,9 @@ def machine(
     nic: str = "efa", kind: str = "cuda", nodes: int = 1, name: str = "NVIDIA H100"
 ) -> Topology:
     """Eight accelerators with a NIC each, and a simulator and a soft NIC, as a probe finds them."""
-    return Topology(
-        nodes=tuple(
-            Node.model_validate(
-                {
-                    "id": index,
-                    "hostname": f"h{index}",
-                    "numa": (NumaNode(id=0, cpus=tuple(range(8))),),
-                    "accelerators": (
-                        Accelerator(id="sim0", kind="ascend", name="sim", index=0, emulated=True),
-                        *(
-                            Accelerator.model_validate(
-                                {"id": f"gpu{i}", "kind": kind, "name": name, "index": i}
-                            )
-                            for i in range(8)
-                        ),
-                    ),
-                    "nics": (
-                        Nic(id="soft0", kind="soft", name="soft0", emulated=True),
-                        *(
-                            Nic.model_validate(
-                                {"id": f"n{i}", "kind": nic, "name": f"n{i}", "speed_gbps": 400}
-                            )
-                            for i in range(8)
-                        ),
-                    ),
-                }
-            )
-            for index in range(nodes)
-        )
-    )
+    gpus = (gpu(i, id=f"gpu{i}", kind=kind, name=name) for i in range(8))
+    ports = (port(i, id=f"n{i}", kind=nic) for i in range(8))
+    return worlds(*[node((SIM, *gpus), (SOFT, *ports))] * nodes)
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +39,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, *flags: str, world: Topology | None = None, nodes: int = 16) -> str:
     file = tmp_path / "machine.json"
     file.write_text((world or machine()).model_dump_json())
-    app = typer.Typer()
-    app.command()(command)
     size = ("--nodes", str(nodes), "--ranks-per-node", "8")
-    result = CliRunner().invoke(app, ["ag_gemm", "--topology", str(file), *size, *SHAPE, *flags])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.stdout
+    return commands.run(command, "ag_gemm", "--topology", str(file), *size, *SHAPE, *flags)
 
 
 HOPPER = ("--accelerator", "hopper")
@@ -183,27 +153,21 @@ def test_a_simulator_runs_on_no_device(tmp_path: Path) -> None:
 def test_a_world_has_all_accelerators_of_its_nodes(tmp_path: Path) -> None:
     file = tmp_path / "m.json"
     file.write_text(machine().model_dump_json())
-    app = typer.Typer()
-    app.command()(command)
     for flags, world in (
         ((), (2, 8)),
         (("--nodes", "64"), (64, 8)),
         (("--ranks-per-node", "2"), (2, 2)),
     ):
-        done = CliRunner().invoke(
-            app, ["ag_gemm", "--topology", str(file), *flags, "--m", "65536", "--json"]
-        )
-        made = PlanReport.model_validate_json(done.stdout).plan
+        asked = ("--topology", str(file), *flags, "--m", "65536", "--json")
+        made = PlanReport.model_validate_json(commands.run(command, "ag_gemm", *asked)).plan
         assert (made.nodes, made.ranks_per_node) == world
 
 
 def test_management_ports_are_no_rails(tmp_path: Path) -> None:
     one = machine()
-    ports = tuple(
-        Nic(id=f"ib{i}", kind="infiniband", name=f"ib{i}", speed_gbps=25) for i in range(2)
-    )
-    node = one.nodes[0].model_copy(update={"nics": ports + one.nodes[0].nics})
-    found = report(tmp_path, *HOPPER, world=Topology(nodes=(node,)), nodes=2)
+    slow = tuple(port(i, id=f"ib{i}", kind="infiniband", speed_gbps=25) for i in range(2))
+    more = one.nodes[0].model_copy(update={"nics": slow + one.nodes[0].nics})
+    found = report(tmp_path, *HOPPER, world=worlds(more), nodes=2)
     seats = found.plan.placement.sites[0].seats
     assert [seat.nics for seat in seats] == [(f"n{i}",) for i in range(8)]
     assert found.plan.nic == "efa"
@@ -236,7 +200,7 @@ def test_a_process_group_carries_what_crosses_nodes(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_chips_by_id_and_by_name(name: str, wanted: str | None) -> None:
-    device = Accelerator(id="cuda0", kind="cuda", name=name, index=0)
+    device = gpu(0, name=name)
     assert architecture(device) == wanted
     told = device.model_copy(update={"architecture": "sm_75"})
     assert architecture(told) == "sm_75"

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import typer
-from plan_worlds import CAPABILITIES, SIM, SOFT, make, world
-from typer.testing import CliRunner
+from commands import run
+from devices import SIM, SOFT
+from plan_worlds import CAPABILITIES, make, world
 
 from mkernel.backends import registry
 from mkernel.backends.contracts.status import Status
@@ -66,27 +66,14 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_ACCELERATOR", "ascend")
 
 
-def run(command: Any, *arguments: str, code: int = 0) -> Any:
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code
-    return result
-
-
 def plan_of(text: str) -> LaunchPlan:
     report = plan_command.PlanReport.model_validate_json(text)
     assert report.launchable, report.obstacles
     return report.plan
 
 
-def test_plan_json_is_the_plan_and_nothing_else(tmp_path: Path) -> None:
-    result = run(plan_command.command, "ag_gemm", "--json")
-    file = tmp_path / "plan.json"
-    file.write_text(result.stdout)
-    loaded = plan_of(file.read_text())
+def test_plan_json_is_the_plan_and_nothing_else() -> None:
+    loaded = plan_of(run(plan_command.command, "ag_gemm", "--json"))
     assert (loaded.op, loaded.nodes, loaded.ranks_per_node) == ("all_gather_gemm", 2, 2)
     assert (loaded.nic, loaded.verbs) == ("cx7", "soft")
     assert loaded.digest() == LaunchPlan.model_validate_json(loaded.model_dump_json()).digest()
@@ -95,7 +82,7 @@ def test_plan_json_is_the_plan_and_nothing_else(tmp_path: Path) -> None:
 def test_plan_options_reach_the_planner() -> None:
     options = {"m": 3072, "n": 512, "k": 1024, "nodes": 3, "ranks-per-node": 2, "chunk": 2}
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    text = run(plan_command.command, "ag_gemm", *flags, "--dtype", "bfloat16", "--json").stdout
+    text = run(plan_command.command, "ag_gemm", *flags, "--dtype", "bfloat16", "--json")
     made = plan_of(text)
     assert (made.shape.m, made.shape.n, made.shape.k) == (3072, 512, 1024)
     assert (made.nodes, made.ranks_per_node, made.dtype) == (3, 2, "bfloat16")
@@ -103,7 +90,7 @@ def test_plan_options_reach_the_planner() -> None:
 
 
 def test_plan_for_people() -> None:
-    shown = run(plan_command.command, "ag_gemm").stdout
+    shown = run(plan_command.command, "ag_gemm")
     assert "topology" in shown
     assert "predicted" in shown
 
@@ -111,7 +98,7 @@ def test_plan_for_people() -> None:
 def test_plan_of_a_world_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "world.json"
     file.write_text(world(2, 2).model_dump_json())
-    text = run(plan_command.command, "ag_gemm", "--topology", str(file), "--json").stdout
+    text = run(plan_command.command, "ag_gemm", "--topology", str(file), "--json")
     assert plan_of(text) == make()
 
 
@@ -120,7 +107,7 @@ def test_plan_repeats_the_machine_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text(one.model_dump_json())
     flags = ("--topology", str(file), "--nodes", "3", "--ranks-per-node", "4", "--m", "12000")
-    text = run(plan_command.command, "ag_gemm", *flags, "--json").stdout
+    text = run(plan_command.command, "ag_gemm", *flags, "--json")
     made = plan_of(text)
     assert (made.world_size, made.placement[11].accelerator) == (12, "ascend-sim3")
 
@@ -147,7 +134,7 @@ def test_plan_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_probe_json_has_the_keys_that_tools_rely_on() -> None:
-    data = json.loads(run(probe_command.command, "--json").stdout)
+    data = json.loads(run(probe_command.command, "--json"))
     assert data["accelerators"][-1] == {
         "id": "ascend-sim0",
         "kind": "ascend",
@@ -171,20 +158,20 @@ def test_probe_of_a_recorded_tree_asks_nobody_else(tmp_path: Path) -> None:
     node = tmp_path / "sys/devices/system/node/node0"
     node.mkdir(parents=True)
     (node / "cpulist").write_text("0-63\n")
-    text = run(probe_command.command, "--sysfs-root", str(tmp_path), "--json").stdout
+    text = run(probe_command.command, "--sysfs-root", str(tmp_path), "--json")
     data = json.loads(text)
     assert (data["accelerators"], data["nics"]) == ([], [])
     assert len(data["topology"]["nodes"][0]["numa"][0]["cpus"]) == 64
-    shown = run(probe_command.command, "--sysfs-root", str(tmp_path)).stdout
+    shown = run(probe_command.command, "--sysfs-root", str(tmp_path))
     assert "CPUs 0-63" in shown
     assert "note:" in shown
 
 
 def test_probe_output_can_be_planned_for(tmp_path: Path) -> None:
     file = tmp_path / "probe.json"
-    file.write_text(run(probe_command.command, "--json").stdout)
+    file.write_text(run(probe_command.command, "--json"))
     flags = ("--topology", str(file), "--ranks-per-node", "1", "--json")
-    made = plan_of(run(plan_command.command, "ag_gemm", *flags).stdout)
+    made = plan_of(run(plan_command.command, "ag_gemm", *flags))
     assert made.world_size == 2
 
 

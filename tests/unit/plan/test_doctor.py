@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from commands import run
 
 from mkernel import doctor
 from mkernel.backends import registry
@@ -153,27 +153,16 @@ def test_a_check_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert rows["libibverbs headers"].usable
 
 
-def run(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(command.command)
-    return CliRunner().invoke(app, list(arguments))
-
-
 def test_exit_codes_and_json(install: Install) -> None:
     install({"ascend": FakeAccelerator(GOOD)}, {"cx7": FakeNic(usable=("soft",))})
-    result = run("--json")
-    assert result.exit_code == 0
-    assert doctor.Report.model_validate_json(result.stdout).healthy
+    text = run(command.command, "--json")
+    assert doctor.Report.model_validate_json(text).healthy
     install({"ascend": FakeAccelerator(GOOD)}, {"cx7": FakeNic()})
-    result = run()
-    assert result.exit_code == 1
-    assert "cx7 on soft" in result.stdout
+    assert "cx7 on soft" in run(command.command, code=1)
 
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    import os
-
     for name in [key for key in os.environ if key.upper().startswith("MKERNEL_")]:
         monkeypatch.delenv(name)
     return monkeypatch
@@ -222,11 +211,10 @@ def test_a_group_given_as_one_value(clean: pytest.MonkeyPatch) -> None:
 def test_secrets_never_show(clean: pytest.MonkeyPatch) -> None:
     clean.setenv("MKERNEL_JOB_SECRET", "hunter2")
     for arguments in (("--settings",), ("--settings", "--json")):
-        result = run(*arguments)
-        assert result.exit_code == 0
-        assert "hunter2" not in result.stdout
-        assert doctor.MASK in result.stdout
-    rows = json.loads(run("--settings", "--json").stdout)["settings"]
+        text = run(command.command, *arguments)
+        assert "hunter2" not in text
+        assert doctor.MASK in text
+    rows = json.loads(run(command.command, "--settings", "--json"))["settings"]
     assert {row["source"] for row in rows if row["name"] == "job_secret"} == {"environment"}
 
 
@@ -247,7 +235,7 @@ def test_names_details_and_advice_are_whole_at_any_width(
         {"a-backend-with-a-long-name": FakeNic(usable=("soft",))},
     )
     monkeypatch.setenv("COLUMNS", str(width))
-    shown = run().stdout
+    shown = run(command.command)
     assert max(map(len, shown.splitlines())) <= width
     unbroken = "".join(shown.split())
     for row in doctor.examine().rows:

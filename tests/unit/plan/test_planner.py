@@ -3,9 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from devices import SOFT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_worlds import CAPABILITIES, SOFT, make, world
+from plan_worlds import CAPABILITIES, make, world
 
 from mkernel.errors import (
     ArgumentError,

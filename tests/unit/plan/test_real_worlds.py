@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import typer
+from commands import run
 from machine_files import machine_file
-from typer.testing import CliRunner
 
 from mkernel.cli.plan import PlanReport, command
 from mkernel.topology.cost import default_constants
@@ -19,15 +18,10 @@ NDV4 = pytest.mark.parametrize("name", ["ndv4.nccl", "nccl-azure-ndv4.xml"])
 
 def planned(file: Path, *flags: str, nodes: int = 16) -> PlanReport:
     """What ``hopper`` would do there, between nodes too: a prediction only."""
-    app = typer.Typer()
-    app.command()(command)
     size = ("--nodes", str(nodes), "--ranks-per-node", "8", "--m", "131072", "--k", "8192")
     flags = ("--accelerator", "hopper", "--n", "28672", "--json", *flags)
     arguments = ["ag_gemm", "--topology", str(file), *size, *flags]
-    result = CliRunner().invoke(app, arguments)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    report = PlanReport.model_validate_json(result.stdout)
+    report = PlanReport.model_validate_json(run(command, *arguments))
     assert not report.launchable
     assert any("no path between nodes" in obstacle for obstacle in report.obstacles)
     return report

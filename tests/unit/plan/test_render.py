@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import pytest
+from devices import gpu, nic, node
+from devices import world as many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_worlds import MACHINE, make, world
 from rich.console import Console, RenderableType
 
 from mkernel.plan import render
-from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+from mkernel.topology.model import Topology
 
 
 def lines(renderable: RenderableType) -> list[str]:
@@ -34,33 +36,21 @@ def test_both_fit_into_15_lines_and_say_what_matters(nodes: int, ranks: int) -> 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
 def test_any_machine_fits_into_15_lines(accelerators: int, nics: int, nodes: int) -> None:
-    made = tuple(
-        Node(
-            id=index,
-            hostname="h",
-            numa=(NumaNode(id=0, cpus=(0, 1)),),
-            accelerators=tuple(
-                Accelerator(id=f"a{i}", kind="cuda", name=f"model {i}", index=i)
-                for i in range(accelerators)
-            ),
-            nics=tuple(
-                Nic(id=f"n{i}", kind="cx", name=f"n{i}", speed_gbps=i + 1) for i in range(nics)
-            ),
-        )
-        for index in range(nodes)
+    one = node(
+        tuple(gpu(i, name=f"model {i}") for i in range(accelerators)),
+        tuple(nic(i, speed_gbps=i + 1) for i in range(nics)),
     )
-    assert len(lines(render.topology(Topology(nodes=made)))) <= 15
+    assert len(lines(render.topology(many(*[one] * nodes)))) <= 15
 
 
 def test_names_are_not_markup() -> None:
-    node = MACHINE.nodes[0].model_copy(update={"hostname": "[bold]h[/nothing]"})
-    assert "[bold]h[/nothing]" in lines(render.topology(Topology(nodes=(node,))))[1]
+    named = MACHINE.nodes[0].model_copy(update={"hostname": "[bold]h[/nothing]"})
+    assert "[bold]h[/nothing]" in lines(render.topology(Topology(nodes=(named,))))[1]
 
 
 def test_a_nic_that_is_down_is_shown_as_such() -> None:
-    nic = Nic(id="mlx5_0", kind="cx", name="mlx5_0", active=False, speed_gbps=400, numa_node=1)
-    node = MACHINE.nodes[0].model_copy(update={"nics": (nic,)})
-    text = "\n".join(lines(render.topology(Topology(nodes=(node,)))))
+    down = node(nics=(nic(0, active=False, numa_node=1),))
+    text = "\n".join(lines(render.topology(many(down))))
     assert "mlx5_0: NIC (cx) 400 Gb/s DOWN · NUMA 1" in text
 
 

@@ -4,9 +4,10 @@ from itertools import pairwise
 from typing import Any, cast, get_args
 
 import pytest
+from devices import SOFT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_worlds import CAPABILITIES, SOFT, make, world
+from plan_worlds import CAPABILITIES, make, world
 
 from mkernel.plan.model import Exchange, LaunchPlan, OpName
 from mkernel.plan.order import Runs

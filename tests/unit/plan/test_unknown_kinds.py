@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from devices import gpu, nic, node, world
 from plan_worlds import CAPABILITIES, make
 from pydantic import ValidationError
 
@@ -14,24 +15,20 @@ from mkernel.probe.matrix import matrix
 from mkernel.probe.report import report
 from mkernel.topology.cost import default_constants
 from mkernel.topology.discover import Discovery
-from mkernel.topology.model import Accelerator, FabricLink, Nic, Node, NumaNode, Topology
+from mkernel.topology.model import Accelerator, FabricLink, Topology
 from mkernel.topology.paths import NodePaths
 from mkernel.topology.placement import visible
 
 
 def chip(index: int) -> Accelerator:
-    return Accelerator(id=f"tpu{index}", kind="tpu", name="chip", index=index, architecture="v9")
+    return gpu(index, id=f"tpu{index}", kind="tpu", architecture="v9")
 
 
-def node(number: int, nic: str = "rose") -> Node:
-    return Node(
-        id=number,
-        hostname=f"h{number}",
-        numa=(NumaNode(id=0, cpus=(0, 1)),),
-        accelerators=(chip(0), chip(1)),
-        nics=(Nic(id="rose0", kind=nic, name="rose0", speed_gbps=800),),
-        fabric=(FabricLink(kind="ici", ends=("tpu0", "tpu1"), count=4, gbs=200),),
-    )
+ONE = node(
+    (chip(0), chip(1)),
+    (nic(0, id="rose0", kind="rose", speed_gbps=800),),
+    fabric=(FabricLink(kind="ici", ends=("tpu0", "tpu1"), count=4, gbs=200),),
+)
 
 
 def test_a_plan_of_them(tmp_path: Path) -> None:
@@ -51,7 +48,7 @@ def test_a_plan_of_them(tmp_path: Path) -> None:
     made = make(
         capabilities=claims,
         accelerator="third",
-        topology=Topology(nodes=(node(0), node(1))),
+        topology=world(ONE, ONE),
         nic="rose",
     )
     assert made.chunking is not None
@@ -64,13 +61,12 @@ def test_a_plan_of_them(tmp_path: Path) -> None:
 
 
 def test_a_machine_of_them() -> None:
-    one = node(0)
-    assert NodePaths(one).between(*one.accelerators).kind == "ICI"
-    assert "ICI" in matrix(one)
-    machine = Topology(nodes=(one,))
+    assert NodePaths(ONE).between(*ONE.accelerators).kind == "ICI"
+    assert "ICI" in matrix(ONE)
+    machine = world(ONE)
     assert Topology.model_validate_json(machine.model_dump_json()) == machine
     assert report(Discovery(topology=machine))
-    left = visible(one.accelerators, {"TPU_VISIBLE_CHIPS": "1"}, {"tpu": "TPU_VISIBLE_CHIPS"})
+    left = visible(ONE.accelerators, {"TPU_VISIBLE_CHIPS": "1"}, {"tpu": "TPU_VISIBLE_CHIPS"})
     assert left == (chip(1),)
 
 

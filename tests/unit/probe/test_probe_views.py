@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import commands
 import pytest
-import typer
+from devices import SOFT, bridges, gpu, nic, node
 from rich.console import Console
-from typer.testing import CliRunner
 
 from mkernel.cli import probe
 from mkernel.errors import ArgumentError, Unsupported
@@ -20,53 +20,25 @@ from mkernel.probe import picture
 from mkernel.probe.layout import Branch, layout
 from mkernel.probe.matrix import matrix
 from mkernel.probe.tree import tree
-from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Node, NumaNode, Topology
-
-
-def path(switch: int, slot: int) -> tuple[str, ...]:
-    bus = f"{switch:02x}"
-    return (f"pci0000:{bus}", f"0000:{bus}:01.0", f"0001:{bus}:00.0", f"0002:{bus}:{slot:02x}.0")
+from mkernel.topology.model import Bridge, FabricLink, Node, NumaNode, Topology
 
 
 def machine(nvlink: bool = True) -> Node:
     """Two sockets; below the switch of each a GPU, an RDMA NIC and an Ethernet one."""
-    gpus, nics, bridges = [], [], []
+    gpus, nics, ports = [], [], []
     for s in range(2):
-        where: dict[str, Any] = {"numa_node": s, "pcie_gbs": 63.015}
-        gpus.append(
-            Accelerator(
-                id=f"cuda{s}",
-                kind="cuda",
-                name="H200",
-                index=s,
-                pci=f"0000:{16 * s + 1:02x}:00.0",
-                pci_path=path(s, 0),
-                **where,
-            )
-        )
-        for slot, (name, kind) in enumerate((("mlx5_", "cx"), ("eth", "ethernet")), start=1):
-            described = {
-                "id": f"{name}{s}",
-                "kind": kind,
-                "name": f"{name}{s}",
-                "speed_gbps": 400.0,
-            }
-            place = {
-                "pci": f"0000:{16 * s + 1 + slot:02x}:00.0",
-                "pci_path": path(s, slot),
-                **where,
-            }
-            active = not (s and kind == "cx")
-            nics.append(Nic.model_validate({**described, **place, "active": active}))
-        bridges += [Bridge(id=each, pcie_gbs=31.508) for each in path(s, 1)[1:]]
+        link: dict[str, Any] = {"numa_node": s, "pcie_gbs": 63.015}
+        gpus.append(gpu(s, s, name="H200", **link))
+        nics.append(nic(s, s, active=s == 0, **link))
+        nics.append(nic(8 + s, s, id=f"eth{s}", kind="ethernet", **link))
+        ports += [Bridge(id=each, pcie_gbs=31.508) for each in bridges(s, 16 + s)[1:]]
     links = [FabricLink(kind="nvlink", ends=(g.id, "switch"), count=18, gbs=450.0) for g in gpus]
-    return Node(
-        id=0,
+    return node(
+        tuple(gpus),
+        tuple(nics),
         hostname="host-a",
         numa=(NumaNode(id=0, cpus=(0, 1), memory_bytes=1 << 34), NumaNode(id=1, cpus=(2, 3))),
-        accelerators=tuple(gpus),
-        nics=tuple(nics),
-        bridges=tuple(bridges),
+        bridges=tuple(ports),
         fabric=tuple(links) if nvlink else (),
     )
 
@@ -91,9 +63,9 @@ def test_bridges_without_a_fork_are_left_out() -> None:
 
 
 def test_a_lone_device_hangs_on_its_numa_node_by_its_narrowest_link() -> None:
-    node = machine()
-    alone = node.model_copy(
-        update={"nics": (), "accelerators": node.accelerators[:1], "fabric": ()}
+    whole = machine()
+    alone = whole.model_copy(
+        update={"nics": (), "accelerators": whole.accelerators[:1], "fabric": ()}
     )
     (first, second) = layout(alone)
     assert (first.branches, second.leaves, second.branches) == ([], [], [])
@@ -101,10 +73,9 @@ def test_a_lone_device_hangs_on_its_numa_node_by_its_narrowest_link() -> None:
 
 
 def test_devices_of_unknown_place_have_a_branch() -> None:
-    soft = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
-    node = machine().model_copy(update={"nics": (soft,)})
-    assert names(layout(node))[-1] == ["NUMA unknown", None, ["soft0"], []]
-    assert names(layout(node, ethernet=False)) == names(layout(node))
+    made = machine().model_copy(update={"nics": (SOFT,)})
+    assert names(layout(made))[-1] == ["NUMA unknown", None, ["soft0"], []]
+    assert names(layout(made, ethernet=False)) == names(layout(made))
 
 
 def test_the_tree_names_everything_once() -> None:
@@ -122,13 +93,13 @@ def test_the_tree_names_everything_once() -> None:
 
 
 def test_the_tree_of_direct_links_and_refused_pairs() -> None:
-    node = machine().model_copy(
+    made = machine().model_copy(
         update={
             "fabric": (FabricLink(kind="hccs", ends=("cuda0", "cuda1"), count=1, gbs=28.0),),
             "no_p2p": (("cuda0", "cuda1"),),
         }
     )
-    text = shown(Topology(nodes=(node,)))
+    text = shown(Topology(nodes=(made,)))
     assert "1 pair with 1 HCCS to each other, 28 GB/s" in text
     assert "cuda0 and cuda1 have no access to each other's memory" in text
 
@@ -142,8 +113,8 @@ def test_many_nodes_are_counted() -> None:
 
 
 def test_names_are_no_markup() -> None:
-    node = machine().model_copy(update={"hostname": "[bold]h[/nothing]"})
-    assert "[bold]h[/nothing]" in shown(Topology(nodes=(node,)))
+    made = machine().model_copy(update={"hostname": "[bold]h[/nothing]"})
+    assert "[bold]h[/nothing]" in shown(Topology(nodes=(made,)))
 
 
 def test_the_matrix_is_as_nvidia_smis() -> None:
@@ -167,16 +138,15 @@ def test_links_that_nobody_counted() -> None:
     links = tuple(
         FabricLink(kind="nvlink", ends=(f"cuda{i}", "switch"), gbs=450.0) for i in range(2)
     )
-    node = machine().model_copy(update={"fabric": links})
-    text = matrix(node)
+    made = machine().model_copy(update={"fabric": links})
+    text = matrix(made)
     assert text.splitlines()[1].split()[:3] == ["cuda0", "X", "NVL"]
     assert "NVL   NVLinks, nobody knows how many" in text
-    assert "2 accelerators with NVLink to switches, 450 GB/s" in shown(Topology(nodes=(node,)))
+    assert "2 accelerators with NVLink to switches, 450 GB/s" in shown(Topology(nodes=(made,)))
 
 
 def test_the_matrix_of_nothing() -> None:
-    empty = Node(id=0, hostname="h", numa=())
-    assert matrix(empty) == "no accelerator and no RDMA NIC"
+    assert matrix(node(numa=())) == "no accelerator and no RDMA NIC"
 
 
 @pytest.mark.parametrize("nvlink", [True, False])
@@ -195,30 +165,24 @@ def test_the_picture_names_devices_and_colours_links(tmp_path: Path, nvlink: boo
 
 
 @pytest.mark.parametrize(
-    "node",
+    "odd",
     [
-        Node(id=0, hostname="h", numa=()),
-        Node(id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0,)),)),
+        node(numa=()),
+        node(),
         machine().model_copy(
             update={"fabric": (FabricLink(kind="hccs", ends=("cuda0", "cuda1"), count=1),)}
         ),
     ],
     ids=["nothing", "no device", "a bow"],
 )
-def test_odd_machines_can_be_drawn(tmp_path: Path, node: Node) -> None:
+def test_odd_machines_can_be_drawn(tmp_path: Path, odd: Node) -> None:
     pytest.importorskip("matplotlib")
-    picture.write(node, tmp_path / "topo.png")
+    picture.write(odd, tmp_path / "topo.png")
     assert (tmp_path / "topo.png").read_bytes().startswith(b"\x89PNG")
 
 
 def run(*arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(probe.command)
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0
-    return result.stdout
+    return commands.run(probe.command, *arguments)
 
 
 @pytest.fixture

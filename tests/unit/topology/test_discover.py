@@ -3,18 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from devices import SIM, SOFT, nic, node, world
 from sysfs_tree import SysfsTree
 
 from mkernel.errors import ArgumentError, InputFileError
 from mkernel.topology.discover import discover, load
-from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
-
-SIM = Accelerator(id="ascend-sim0", kind="ascend", name="simulator", index=0, emulated=True)
-SOFT = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
-
-
-def cx(**fields: object) -> Nic:
-    return Nic.model_validate({"id": "mlx5_0", "kind": "cx", "name": "mlx5_0", **fields})
+from mkernel.topology.model import Topology
 
 
 def recorded(tmp_path: Path) -> SysfsTree:
@@ -28,25 +22,25 @@ def recorded(tmp_path: Path) -> SysfsTree:
 def test_a_recorded_machine(tmp_path: Path) -> None:
     recorded(tmp_path)
     found = discover(tmp_path, accelerators=[SIM], nics=[SOFT])
-    (node,) = found.topology.nodes
-    assert (node.hostname, node.cpus) == ("node-a", (0, 1, 2, 3))
-    assert [a.id for a in node.accelerators] == ["ascend-sim0"]
-    assert [n.id for n in node.nics] == ["mlx5_0", "soft0"]
+    (one,) = found.topology.nodes
+    assert (one.hostname, one.cpus) == ("node-a", (0, 1, 2, 3))
+    assert [a.id for a in one.accelerators] == ["ascend-sim0"]
+    assert [n.id for n in one.nics] == ["mlx5_0", "soft0"]
     assert Topology.model_validate_json(found.topology.model_dump_json()) == found.topology
 
 
 def test_the_same_pci_address_is_the_same_device(tmp_path: Path) -> None:
     recorded(tmp_path)
-    found = discover(tmp_path, nics=[cx(id="cx-a", name="a", pci="0000:00:05.0", speed_gbps=400)])
+    found = discover(tmp_path, nics=[nic(9, name="a", pci="0000:00:05.0")])
     assert [n.id for n in found.topology.nodes[0].nics] == ["mlx5_0"]
     assert found.notes == ()
 
 
 def test_a_contradiction_is_reported_not_averaged(tmp_path: Path) -> None:
     recorded(tmp_path)
-    found = discover(tmp_path, nics=[cx(pci="0000:00:05.0", speed_gbps=200, numa_node=1)])
-    (nic,) = found.topology.nodes[0].nics
-    assert (nic.speed_gbps, nic.numa_node) == (400.0, 0)
+    found = discover(tmp_path, nics=[nic(0, pci="0000:00:05.0", speed_gbps=200, numa_node=1)])
+    (kept,) = found.topology.nodes[0].nics
+    assert (kept.speed_gbps, kept.numa_node) == (400.0, 0)
     fields = [note.message.split()[1] for note in found.notes]
     assert sorted(fields) == ["numa_node", "speed_gbps"]
 
@@ -68,8 +62,7 @@ def test_this_machine_does_not_crash() -> None:
 
 
 def test_load_takes_a_topology_or_a_probe_report(tmp_path: Path) -> None:
-    node = Node(id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0,)),), accelerators=(SIM,))
-    topology = Topology(nodes=(node,))
+    topology = world(node((SIM,)))
     for text in (topology.model_dump_json(), f'{{"topology": {topology.model_dump_json()}}}'):
         (tmp_path / "t.json").write_text(text)
         assert load(tmp_path / "t.json") == topology

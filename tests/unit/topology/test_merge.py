@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from devices import gpu, nic, node
 
 from mkernel.topology.merge import merge
-from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Node, NumaNode
+from mkernel.topology.model import Bridge, FabricLink, Nic, NumaNode
 from mkernel.topology.sources.findings import Findings
-
-
-def cx(**fields: object) -> Nic:
-    return Nic.model_validate({"id": "mlx5_0", "kind": "cx", "name": "mlx5_0", **fields})
-
-
-def gpu(index: int, **fields: object) -> Accelerator:
-    described = {"id": f"cuda{index}", "kind": "cuda", "name": "H200", "index": index, **fields}
-    return Accelerator.model_validate(described)
 
 
 def merged(*sources: Findings) -> Findings:
     whole = merge(sources)
-    numa = whole.numa or (NumaNode(id=0, cpus=()),)
-    Node(  # what is merged is a node, with unique ids and known ends
-        id=0,
-        hostname="h",
-        numa=numa,
-        accelerators=whole.accelerators,
-        nics=whole.nics,
-        bridges=whole.bridges,
-        fabric=whole.fabric,
-        no_p2p=whole.no_p2p,
-    )
+    parts = {name: getattr(whole, name) for name in ("numa", "bridges", "fabric", "no_p2p")}
+    node(whole.accelerators, whole.nics, **parts)  # a node, with unique ids and known ends
     return whole
 
 
@@ -39,16 +22,18 @@ def nics(*each: Nic) -> Findings:
 
 
 def test_gaps_are_filled() -> None:
-    found = merged(nics(cx(numa_node=1)), nics(cx(pci="0000:00:05.0", speed_gbps=100)))
-    (nic,) = found.nics
-    assert (nic.pci, nic.numa_node, nic.speed_gbps) == ("0000:00:05.0", 1, 100)
+    found = merged(
+        nics(nic(0, numa_node=1, speed_gbps=None)), nics(nic(0, pci="0000:00:05.0", speed_gbps=100))
+    )
+    (one,) = found.nics
+    assert (one.pci, one.numa_node, one.speed_gbps) == ("0000:00:05.0", 1, 100)
     assert found.notes == ()
 
 
 def test_a_contradiction_keeps_the_earlier_and_names_both() -> None:
     address = "0000:00:05.0"
     found = merged(
-        nics(cx(pci=address, speed_gbps=400)), nics(cx(id="a", pci=address, speed_gbps=200))
+        nics(nic(0, pci=address, speed_gbps=400)), nics(nic(0, id="a", pci=address, speed_gbps=200))
     )
     assert [nic.speed_gbps for nic in found.nics] == [400]
     assert [note.message for note in found.notes] == [
@@ -57,13 +42,13 @@ def test_a_contradiction_keeps_the_earlier_and_names_both() -> None:
 
 
 def test_same_id_on_another_address_is_another_device() -> None:
-    found = merged(nics(cx(pci="0000:00:05.0")), nics(cx(pci="0000:00:06.0")))
+    found = merged(nics(nic(0, pci="0000:00:05.0")), nics(nic(0, pci="0000:00:06.0")))
     assert [nic.id for nic in found.nics] == ["mlx5_0", "mlx5_0-2"]
     assert len(found.notes) == 1
 
 
 def test_ports_of_one_device_stay_apart() -> None:
-    one, two = cx(id="a:1", pci="0000:00:05.0"), cx(id="a:2", pci="0000:00:05.0", port=2)
+    one, two = nic(0, id="a:1", pci="0000:00:05.0"), nic(0, id="a:2", pci="0000:00:05.0", port=2)
     assert merged(nics(one), nics(two, two)).nics == (one, two)
 
 
@@ -75,7 +60,7 @@ def test_two_gpus_of_one_model_stay_apart() -> None:
 def test_an_unknown_vendor_becomes_a_known_one() -> None:
     address = "0000:00:05.0"
     for kinds in (("infiniband", "cx"), ("cx", "infiniband")):
-        found = merged(*(nics(cx(kind=kind, pci=address)) for kind in kinds))
+        found = merged(*(nics(nic(0, kind=kind, pci=address)) for kind in kinds))
         assert [nic.kind for nic in found.nics] == ["cx"]
         assert found.notes == ()
 
@@ -97,7 +82,7 @@ SYSFS = ("pci0000:38", "0000:38:01.0", "0000:39:00.0", "0000:3a:00.0")
 def test_a_path_that_leaves_bridges_out_is_no_contradiction(
     first: tuple[str, ...], second: tuple[str, ...], kept: tuple[str, ...], contradict: bool
 ) -> None:
-    one, two = (nics(cx(pci="0000:3b:00.0", pci_path=path)) for path in (first, second))
+    one, two = (nics(nic(0, pci="0000:3b:00.0", pci_path=path)) for path in (first, second))
     found = merged(one, two)
     assert found.nics[0].pci_path == kept
     assert bool(found.notes) is contradict

@@ -3,12 +3,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from devices import SIM, bridges, gpu, nic, node, world
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mkernel.errors import ArgumentError
 from mkernel.topology.kinds import node_kinds
-from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+from mkernel.topology.model import Nic, Node, NumaNode
 from mkernel.topology.paths import CLASSES, classify, distance
 from mkernel.topology.placement import (
     Pinning,
@@ -22,65 +23,35 @@ from mkernel.topology.placement import (
 )
 
 
-def gpu(index: int, path: tuple[str, ...] = (), numa: int | None = None) -> Accelerator:
-    return Accelerator(
-        id=f"cuda{index}",
-        kind="cuda",
-        name="gpu",
-        index=index,
-        pci=f"0000:{index:02x}:00.0" if path else None,
-        pci_path=path,
-        numa_node=numa,
-    )
-
-
-def nic(index: int, path: tuple[str, ...] = (), numa: int | None = None, **more: object) -> Nic:
-    return Nic.model_validate(
-        {
-            "id": f"mlx5_{index}",
-            "kind": "cx",
-            "name": f"mlx5_{index}",
-            "pci": f"0000:{index + 128:02x}:00.0" if path else None,
-            "pci_path": path,
-            "numa_node": numa,
-            **more,
-        }
-    )
-
-
-def switch(number: int, slot: int) -> tuple[str, ...]:
-    """Bridges above slot ``slot`` of switch ``number``: root port, upstream, downstream port."""
-    bus = f"{number:02x}"
-    return (f"pci0000:{bus}", f"0000:{bus}:01.0", f"0001:{bus}:00.0", f"0002:{bus}:{slot:02x}.0")
-
-
 def test_path_classes() -> None:
-    base = gpu(0, switch(0, 0), numa=0)
-    host = "pci0000:00"
-    assert classify(base, nic(0, switch(0, 1), numa=0)) == "PIX"
+    base = gpu(0, 0, numa_node=0)
+    assert classify(base, nic(0, 0, numa_node=0)) == "PIX"
     for below in (("0003:00:00.0",), ("0003:00:00.0", "0003:00:01.0")):
-        assert classify(base, nic(0, (*switch(0, 1), *below), numa=0)) == "PXB"
-    assert classify(base, nic(0, (host, "0000:00:02.0"), numa=0)) == "PHB"
-    assert classify(base, nic(0, switch(1, 0), numa=0)) == "NODE"
-    assert classify(base, nic(0, switch(1, 0), numa=1)) == "SYS"
+        further = nic(0, 0, pci_path=(*bridges(0, 1), *below), numa_node=0)
+        assert classify(base, further) == "PXB"
+    on_the_host = nic(0, 0, pci_path=("pci0000:00", "0000:00:02.0"), numa_node=0)
+    assert classify(base, on_the_host) == "PHB"
+    assert classify(base, nic(0, 1, numa_node=0)) == "NODE"
+    assert classify(base, nic(0, 1, numa_node=1)) == "SYS"
     assert classify(base, nic(0)) == "NODE"
     assert classify(base, base) == "LOC"
 
 
-locations = st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans())
+places = st.tuples(st.integers(0, 2), st.booleans())
+"""A switch, two of them on a NUMA node, and whether it is known."""
 
 
-def located(spec: tuple[int, int, bool]) -> tuple[tuple[str, ...], int | None]:
-    number, slot, known = spec
-    return (switch(number, slot), number // 2) if known else ((), number // 2)
-
-
-@given(st.lists(locations, min_size=1, max_size=8), st.lists(locations, max_size=12))
+@given(st.lists(places, min_size=1, max_size=8), st.lists(places, max_size=12))
 def test_affinity_is_near_complete_and_balanced(
-    gpu_specs: list[tuple[int, int, bool]], nic_specs: list[tuple[int, int, bool]]
+    gpu_places: list[tuple[int, bool]], nic_places: list[tuple[int, bool]]
 ) -> None:
-    gpus = [gpu(i, *located(spec)) for i, spec in enumerate(gpu_specs)]
-    nics = [nic(i, *located(spec)) for i, spec in enumerate(nic_specs)]
+    gpus, nics = (
+        [
+            made(i, switch if known else None, numa_node=switch // 2)
+            for i, (switch, known) in enumerate(where)
+        ]
+        for made, where in ((gpu, gpu_places), (nic, nic_places))
+    )
     affinity = assign_nics(gpus, nics)
     assert list(affinity) == [one.id for one in gpus]
     load = Counter(n.id for own in affinity.values() for n in own)
@@ -112,14 +83,6 @@ def test_equally_near_nics_are_shared_evenly(gpus: int, nics: int) -> None:
     assert max(load.values()) - min(load.values()) <= 1
 
 
-def test_four_nics_under_each_gpus_own_switch() -> None:
-    gpus = [gpu(i, switch(i, 0), numa=i // 4) for i in range(8)]
-    nics = [nic(i, switch(i // 4, 1 + i % 4), numa=i // 16) for i in range(32)]
-    affinity = assign_nics(gpus, nics)
-    for index, one in enumerate(gpus):
-        assert affinity[one.id] == tuple(nics[4 * index : 4 * index + 4])
-
-
 def test_an_accelerator_with_a_choice_leaves_the_only_nic_to_the_other() -> None:
     """Needs moving an earlier decision: a greedy assignment puts both on NIC 0."""
     assert balance({0: [0, 1], 1: [0]}) == {0: 1, 1: 0}
@@ -142,18 +105,13 @@ def test_balance_has_the_least_possible_highest_load(options: list[list[int]]) -
     assert worst == least
 
 
-def world(*nodes: Node) -> Topology:
-    return Topology(nodes=nodes)
-
-
-def node(index: int, gpus: int = 2, nics: tuple[Nic, ...] = (nic(0, numa=1),)) -> Node:
+def two_sockets(gpus: int = 2, nics: tuple[Nic, ...] = (nic(0, numa_node=1),)) -> Node:
     numa = (NumaNode(id=0, cpus=(0, 1)), NumaNode(id=1, cpus=(2, 3)))
-    accelerators = tuple(gpu(i) for i in range(gpus))
-    return Node(id=index, hostname=f"h{index}", numa=numa, accelerators=accelerators, nics=nics)
+    return node(tuple(gpu(i) for i in range(gpus)), nics, numa=numa)
 
 
 def test_ranks_are_placed_node_by_node() -> None:
-    placed = place(world(node(0), node(1)), 2)
+    placed = place(world(two_sockets(), two_sockets()), 2)
     assert [(p.rank, p.node, p.local_rank, p.accelerator) for p in placed] == [
         (0, 0, 0, "cuda0"),
         (1, 0, 1, "cuda1"),
@@ -164,44 +122,44 @@ def test_ranks_are_placed_node_by_node() -> None:
 
 
 def test_the_proxy_runs_near_its_nic() -> None:
-    near, unknown = nic(0, numa=1), nic(0, numa=None)
-    assert place(world(node(0, nics=(near,))), 1)[0].proxy_cpus == (2, 3)
-    assert place(world(node(0, nics=(unknown,))), 1)[0].proxy_cpus == (0, 1, 2, 3)
+    near, unknown = nic(0, numa_node=1), nic(0, numa_node=None)
+    assert place(world(two_sockets(nics=(near,))), 1)[0].proxy_cpus == (2, 3)
+    assert place(world(two_sockets(nics=(unknown,))), 1)[0].proxy_cpus == (0, 1, 2, 3)
 
 
 def test_without_nics_nothing_of_them_is_placed() -> None:
-    (placed,) = place(world(node(0)), 1, nics=False)
+    (placed,) = place(world(two_sockets()), 1, nics=False)
     assert (placed.nics, placed.proxy_cpus) == ((), ())
 
 
 def test_down_and_plain_ethernet_nics_are_not_used() -> None:
     nics = (nic(0, active=False), nic(1, kind="ethernet"), nic(2))
-    assert [n.id for n in usable_nics(node(0, nics=nics))] == ["mlx5_2"]
-    assert place(world(node(0, nics=nics)), 1)[0].nics == ("mlx5_2",)
+    assert [n.id for n in usable_nics(two_sockets(nics=nics))] == ["mlx5_2"]
+    assert place(world(two_sockets(nics=nics)), 1)[0].nics == ("mlx5_2",)
 
 
 def test_an_accelerator_nearest_to_no_nic_takes_one_over() -> None:
     """Three NICs below cuda0's switch: cuda1 gets one of them for itself."""
-    gpus = [gpu(0, switch(0, 0), numa=0), gpu(1, switch(1, 0), numa=0)]
-    nics = [nic(i, switch(0, 1 + i), numa=0) for i in range(3)]
+    gpus = [gpu(0, 0, numa_node=0), gpu(1, 1, numa_node=0)]
+    nics = [nic(i, 0, numa_node=0) for i in range(3)]
     affinity = assign_nics(gpus, nics)
     assert [len(own) for own in affinity.values()] == [2, 1]
     assert not set(affinity["cuda0"]) & set(affinity["cuda1"])
 
 
 def test_a_world_that_leaves_accelerators_out_leaves_their_nics_out() -> None:
-    near = tuple(nic(i, switch(i // 2, 1 + i % 2), numa=0) for i in range(8))
-    one = node(0, nics=near).model_copy(
-        update={"accelerators": tuple(gpu(i, switch(i, 0), numa=0) for i in range(4))}
+    near = tuple(nic(i, i // 2, numa_node=0) for i in range(8))
+    one = two_sockets(nics=near).model_copy(
+        update={"accelerators": tuple(gpu(i, i, numa_node=0) for i in range(4))}
     )
     assert place(world(one), 1)[0].nics == ("mlx5_0", "mlx5_1")
-    anywhere = node(0, gpus=4, nics=tuple(nic(i) for i in range(2)))
+    anywhere = two_sockets(gpus=4, nics=tuple(nic(i) for i in range(2)))
     assert [p.nics for p in place(world(anywhere), 2)] == [("mlx5_0",), ("mlx5_1",)]
 
 
 def test_equal_nodes_are_placed_once() -> None:
-    other = node(2, nics=(nic(3),))
-    placed = place(world(node(0), node(1), other, node(3)), 2)
+    other = two_sockets(nics=(nic(3),))
+    placed = place(world(two_sockets(), two_sockets(), other, two_sockets()), 2)
     assert [site.nodes for site in placed.sites] == [((0, 1), (3, 3)), ((2, 2),)]
     assert [p.nics for p in placed] == [("mlx5_0",)] * 4 + [("mlx5_3",)] * 2 + [("mlx5_0",)] * 2
     assert [p.rank for p in placed] == list(range(len(placed)))
@@ -212,7 +170,7 @@ def test_equal_nodes_are_placed_once() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
 def test_kinds_hold_every_node_once(of: list[int]) -> None:
-    nodes = tuple(node(i, gpus=1 + kind) for i, kind in enumerate(of))
+    nodes = tuple(two_sockets(gpus=1 + kind) for i, kind in enumerate(of))
     kinds = node_kinds(world(*nodes))
     assert len(kinds.prototypes) == len(set(of))
     for kind, prototype in enumerate(kinds.prototypes):
@@ -224,7 +182,7 @@ def test_kinds_hold_every_node_once(of: list[int]) -> None:
 def test_pinning_is_honoured() -> None:
     nics = tuple(nic(i) for i in range(3))
     pinning = Pinning(accelerators=("cuda2", "cuda0"), nics={"cuda2": ("mlx5_1",)})
-    placed = place(world(node(0, gpus=3, nics=nics)), 2, pinning=pinning)
+    placed = place(world(two_sockets(gpus=3, nics=nics)), 2, pinning=pinning)
     assert [p.accelerator for p in placed] == ["cuda2", "cuda0"]
     assert placed[0].nics == ("mlx5_1",)
     assert set(placed[1].nics) == {"mlx5_0", "mlx5_2"}
@@ -242,7 +200,7 @@ def test_pinning_is_honoured() -> None:
 )
 def test_pinning_to_what_is_not_there_is_refused(pinning: Pinning, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        place(world(node(0)), 2, pinning=pinning)
+        place(world(two_sockets()), 2, pinning=pinning)
 
 
 VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "ascend": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -262,20 +220,19 @@ VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "ascend": "ASCEND_RT_VISIBLE_DEVICE
     ],
 )
 def test_visible_devices(value: str | None, shown: list[int]) -> None:
-    simulator = Accelerator(id="sim0", kind="ascend", name="sim", index=0, emulated=True)
     environment = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
-    left = visible([*(gpu(i) for i in range(4)), simulator], environment, VARIABLES)
-    assert sorted(one.id for one in left) == sorted([*(f"cuda{i}" for i in shown), "sim0"])
+    left = visible([*(gpu(i) for i in range(4)), SIM], environment, VARIABLES)
+    assert sorted(one.id for one in left) == sorted([*(f"cuda{i}" for i in shown), SIM.id])
     assert [one.index for one in left if one.kind == "cuda"] == shown
-    hidden = visible([simulator], {"ASCEND_RT_VISIBLE_DEVICES": ""}, VARIABLES)
-    assert hidden == (simulator,), "a simulator is not the driver's to hide"
+    hidden = visible([SIM], {"ASCEND_RT_VISIBLE_DEVICES": ""}, VARIABLES)
+    assert hidden == (SIM,), "a simulator is not the driver's to hide"
 
 
 def test_too_few_accelerators_name_the_node() -> None:
     with pytest.raises(ArgumentError, match=r"at most 1, the number of accelerators of node 1"):
-        place(world(node(0), node(1, gpus=1)), 2)
+        place(world(two_sockets(), two_sockets(gpus=1)), 2)
     with pytest.raises(ArgumentError, match="ranks_per_node"):
-        place(world(node(0)), 0)
+        place(world(two_sockets()), 0)
 
 
 def test_classes_are_listed_once() -> None:

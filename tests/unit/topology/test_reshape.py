@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from devices import SIM, SOFT, gpu, nic, node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mkernel.errors import ArgumentError
-from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Node, NumaNode, Topology
+from mkernel.topology.model import Bridge, FabricLink, NumaNode, Topology
 from mkernel.topology.reshape import oversubscribe, replicate, split_into_nodes
-
-SIM = Accelerator(id="ascend-sim", kind="ascend", name="simulator", index=0, emulated=True)
-SOFT = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
 
 
 def machine(cpus: tuple[int, ...] = (4, 4), gpus: int = 0, nics: int = 0) -> Topology:
@@ -18,16 +16,10 @@ def machine(cpus: tuple[int, ...] = (4, 4), gpus: int = 0, nics: int = 0) -> Top
         part = tuple(range(first, first + count))
         numa.append(NumaNode(id=number, cpus=part, memory_bytes=1000 * count))
         first += count
-    node = Node(
-        id=0,
-        hostname="h",
-        numa=tuple(numa),
-        accelerators=tuple(
-            Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(gpus)
-        ),
-        nics=tuple(Nic(id=f"mlx5_{i}", kind="cx", name=f"mlx5_{i}") for i in range(nics)),
+    accelerators = tuple(gpu(i) for i in range(gpus))
+    return Topology(
+        nodes=(node(accelerators, tuple(nic(i) for i in range(nics)), numa=tuple(numa)),)
     )
-    return Topology(nodes=(node,))
 
 
 @settings(deadline=None)
@@ -40,11 +32,11 @@ def test_every_node_is_complete(cpus: list[int], nodes: int, ranks: int) -> None
     whole = machine(tuple(cpus))
     world = split_into_nodes(whole, nodes, ranks, SIM, SOFT)
     assert len(world.nodes) == nodes
-    for node in world.nodes:
-        assert [a.id for a in node.accelerators] == [f"ascend-sim{i}" for i in range(ranks)]
-        assert [a.index for a in node.accelerators] == list(range(ranks))
-        assert [n.name for n in node.nics] == ["soft0"]
-        assert node.emulated == (nodes > 1)
+    for one in world.nodes:
+        assert [a.id for a in one.accelerators] == [f"ascend-sim{i}" for i in range(ranks)]
+        assert [a.index for a in one.accelerators] == list(range(ranks))
+        assert [n.name for n in one.nics] == ["soft0"]
+        assert one.emulated == (nodes > 1)
     everything = whole.nodes[0].cpus
     if len(everything) >= nodes * ranks:
         dealt = [cpu for node in world.nodes for cpu in node.cpus]
@@ -63,17 +55,16 @@ def test_shares_follow_numa_nodes_and_carry_memory() -> None:
     assert two.nics[0].numa_node == two.accelerators[1].numa_node == 1
 
 
-def test_a_numbered_prototype_is_renumbered() -> None:
-    prototype = SIM.model_copy(update={"id": "ascend-sim0"})
-    (node,) = split_into_nodes(machine(), 1, 2, prototype, None).nodes
-    assert [a.id for a in node.accelerators] == ["ascend-sim0", "ascend-sim1"]
-    assert node.nics == ()
+def test_a_prototype_is_numbered_whether_it_was_or_not() -> None:
+    for prototype in (SIM, SIM.model_copy(update={"id": "ascend-sim"})):
+        (made,) = split_into_nodes(machine(), 1, 2, prototype, None).nodes
+        assert [a.id for a in made.accelerators] == ["ascend-sim0", "ascend-sim1"]
+        assert made.nics == ()
 
 
 def test_real_devices_are_dealt_out() -> None:
     whole = machine(gpus=4, nics=4)
-    gpu, nic = whole.nodes[0].accelerators[0], whole.nodes[0].nics[0]
-    one, two = split_into_nodes(whole, 2, 2, gpu, nic).nodes
+    one, two = split_into_nodes(whole, 2, 2, gpu(0), nic(0)).nodes
     assert [a.id for a in one.accelerators + two.accelerators] == [f"cuda{i}" for i in range(4)]
     assert [n.id for n in one.nics] == ["mlx5_0", "mlx5_1"]
     assert [n.id for n in two.nics] == ["mlx5_2", "mlx5_3"]
@@ -87,7 +78,7 @@ def test_real_nics_are_shared_where_there_are_fewer_than_nodes() -> None:
 
 def test_too_few_real_devices() -> None:
     with pytest.raises(ArgumentError, match="at most 3, the number of cuda accelerators of h"):
-        split_into_nodes(machine(gpus=3), 2, 2, machine(gpus=1).nodes[0].accelerators[0], None)
+        split_into_nodes(machine(gpus=3), 2, 2, gpu(0), None)
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "name"), [(0, 1, "nodes"), (1, -1, "ranks_per_node")])

@@ -3,9 +3,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from devices import gpu, nic, node, rails, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import gpu, nic, node, rails, world
 
 from mkernel.errors import NoRoute
 from mkernel.topology.cost import MachineConstants, default_constants, transfer_us

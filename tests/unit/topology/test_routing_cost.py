@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from devices import SIM, SOFT, node, world
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,34 +17,31 @@ from mkernel.topology.cost import (
     load_constants,
     transfer_us,
 )
-from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+from mkernel.topology.model import Nic, Topology
 from mkernel.topology.placement import place
 from mkernel.topology.reshape import split_into_nodes
 from mkernel.topology.routing import routes
 
 CONSTANTS = default_constants("ascend")
-SIM = Accelerator(id="sim", kind="ascend", name="simulator", index=0, emulated=True)
-MACHINE = Topology(nodes=(Node(id=0, hostname="h", numa=(NumaNode(id=0, cpus=(0, 1)),)),))
+MACHINE = world(node())
 
 
 def soft(**fields: object) -> Nic:
-    base = {"id": "soft0", "kind": "soft", "name": "soft0", "emulated": True}
-    return Nic.model_validate({**base, **fields})
+    return SOFT.model_copy(update=fields)
 
 
 def pair(left: tuple[Nic, ...], right: tuple[Nic, ...]) -> Topology:
     nodes = split_into_nodes(MACHINE, 2, 2, SIM, None).nodes
-    changed = [
-        n.model_copy(update={"nics": nics}) for n, nics in zip(nodes, (left, right), strict=True)
-    ]
-    return Topology(nodes=tuple(changed))
+    return world(
+        *(n.model_copy(update={"nics": own}) for n, own in zip(nodes, (left, right), strict=True))
+    )
 
 
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_every_ordered_pair_has_its_route(nodes: int, ranks: int) -> None:
-    world = split_into_nodes(MACHINE, nodes, ranks, SIM, soft())
-    placed = place(world, ranks)
-    table = routes(world, placed, CONSTANTS)
+    split = split_into_nodes(MACHINE, nodes, ranks, SIM, SOFT)
+    placed = place(split, ranks)
+    table = routes(split, placed, CONSTANTS)
     total = nodes * ranks
     assert sum(one.pairs for one in table.classes) == total * (total - 1)
     found = [table.route(placed, a, b) for a in range(total) for b in range(total) if a != b]
@@ -58,11 +56,11 @@ def test_every_ordered_pair_has_its_route(nodes: int, ranks: int) -> None:
 
 def test_bandwidth_is_the_slower_port_or_the_constant() -> None:
     fast, slow = soft(speed_gbps=400), soft(speed_gbps=100)
-    world = pair((fast,), (slow,))
-    found = routes(world, place(world, 2), CONSTANTS)
+    unequal = pair((fast,), (slow,))
+    found = routes(unequal, place(unequal, 2), CONSTANTS)
     assert {r.bandwidth_gbs for r in found.classes if r.kind == "nic"} == {12.5}
-    world = pair((soft(),), (soft(),))
-    found = routes(world, place(world, 2), CONSTANTS)
+    unrated = pair((SOFT,), (SOFT,))
+    found = routes(unrated, place(unrated, 2), CONSTANTS)
     assert {r.bandwidth_gbs for r in found.classes if r.kind == "nic"} == {CONSTANTS.nic_gbs}
     assert {r.bandwidth_gbs for r in found.classes if r.kind == "p2p"} == {CONSTANTS.p2p_gbs}
 
@@ -84,15 +82,15 @@ def test_bandwidth_is_the_slower_port_or_the_constant() -> None:
 def test_a_missing_path_names_both_ends(
     left: tuple[Nic, ...], right: tuple[Nic, ...], missing: str
 ) -> None:
-    world = pair(left, right)
-    ends = r"rank 0 \(node 0, sim0\) has no route to rank 2 \(node 1, sim0\): "
+    apart = pair(left, right)
+    ends = r"rank 0 \(node 0, ascend-sim0\) has no route to rank 2 \(node 1, ascend-sim0\): "
     with pytest.raises(NoRoute, match=ends + ".*" + missing):
-        routes(world, place(world, 2), CONSTANTS)
+        routes(apart, place(apart, 2), CONSTANTS)
 
 
 def test_a_down_nic_is_no_obstacle_inside_a_node() -> None:
-    world = Topology(nodes=(pair((soft(active=False),), ()).nodes[0],))
-    assert {r.kind for r in routes(world, place(world, 2), CONSTANTS).classes} == {"p2p"}
+    alone = Topology(nodes=(pair((soft(active=False),), ()).nodes[0],))
+    assert {r.kind for r in routes(alone, place(alone, 2), CONSTANTS).classes} == {"p2p"}
 
 
 def test_alpha_beta_by_hand() -> None:

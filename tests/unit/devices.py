@@ -1,10 +1,13 @@
-"""Synthetic nodes for tests of placement, routing and simulation: switches with GPUs and NICs."""
+"""Synthetic devices and nodes: GPUs and NICs below switches, simulated ones, and worlds of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
+
+SIM = Accelerator(id="ascend-sim0", kind="ascend", name="simulator", index=0, emulated=True)
+SOFT = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
 
 
 def bridges(switch: int, slot: int) -> tuple[str, ...]:
@@ -14,21 +17,21 @@ def bridges(switch: int, slot: int) -> tuple[str, ...]:
 
 
 def gpu(index: int, switch: int | None = None, **more: Any) -> Accelerator:
-    """GPU ``index`` below a switch; None: nobody knows where."""
-    path = () if switch is None else bridges(switch, index)
-    return Accelerator(
-        id=f"cuda{index}",
-        kind="cuda",
-        name="gpu",
-        index=index,
-        pci=None if switch is None else f"0000:{index:02x}:00.0",
-        pci_path=path,
+    """GPU ``index`` below a switch; None: nobody knows where. ``more``: fields, in place of these."""
+    fields = {
+        "id": f"cuda{index}",
+        "kind": "cuda",
+        "name": "gpu",
+        "index": index,
+        "pci": None if switch is None else f"0000:{index:02x}:00.0",
+        "pci_path": () if switch is None else bridges(switch, index),
         **more,
-    )
+    }
+    return Accelerator.model_validate(fields)
 
 
 def nic(index: int, switch: int | None = None, **more: Any) -> Nic:
-    """NIC ``index``, 400 Gb/s, below a switch; None: nobody knows where."""
+    """NIC ``index``, 400 Gb/s, below a switch; as :func:`gpu`."""
     fields = {
         "id": f"mlx5_{index}",
         "kind": "cx",
@@ -41,10 +44,13 @@ def nic(index: int, switch: int | None = None, **more: Any) -> Nic:
     return Nic.model_validate(fields)
 
 
-def node(accelerators: tuple[Accelerator, ...], nics: tuple[Nic, ...], **more: Any) -> Node:
+def node(
+    accelerators: tuple[Accelerator, ...] = (), nics: tuple[Nic, ...] = (), **more: Any
+) -> Node:
     """A node of one NUMA node with four CPUs."""
     numa = (NumaNode(id=0, cpus=(0, 1, 2, 3)),)
-    return Node(id=0, hostname="h", numa=numa, accelerators=accelerators, nics=nics, **more)
+    fields = {"id": 0, "hostname": "h", "numa": numa, **more}
+    return Node(accelerators=accelerators, nics=nics, **fields)
 
 
 def rails(count: int = 8, nics_each: int = 1) -> Node:
