@@ -20,11 +20,12 @@ std::vector<DeviceInfo> devices() {
     return found;
 }
 
-Versions versions() {
-    Versions found{};
-    check(cudaDriverGetVersion(&found.driver), "cudaDriverGetVersion");
-    check(cudaRuntimeGetVersion(&found.runtime), "cudaRuntimeGetVersion");
-    return found;
+std::pair<int, int> versions() {
+    int driver = 0;
+    int runtime = 0;
+    check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
+    return {driver, runtime};
 }
 
 int device_of(std::uint64_t address) {

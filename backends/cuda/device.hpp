@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/cuda/error.hpp"
@@ -22,12 +23,9 @@ struct DeviceInfo {
 // The devices that this process may use, in CUDA's order. CudaError without driver or device.
 std::vector<DeviceInfo> devices();
 
-// Version of the installed driver and of the runtime in this module, as 1000 * major + 10 * minor;
+// Versions of the installed driver and of the runtime in this module, as 1000 * major + 10 * minor;
 // driver 0: none installed.
-struct Versions {
-    int driver, runtime;
-};
-Versions versions();
+std::pair<int, int> versions();
 
 // The device, in CUDA's order, whose memory `address` is; also where another process allocated it.
 int device_of(std::uint64_t address);

@@ -24,10 +24,7 @@ void bind_devices(py::module_& module) {
         .def_readonly("multiprocessors", &DeviceInfo::multiprocessors)
         .def_readonly("pci", &DeviceInfo::pci);
     module.def("devices", &devices);
-    module.def("versions", [] {
-        const Versions found = versions();
-        return py::make_tuple(found.driver, found.runtime);
-    });
+    module.def("versions", &versions);
 }
 
 void bind_memory(py::module_& module) {
@@ -44,28 +41,13 @@ void bind_memory(py::module_& module) {
 }
 
 void bind_copies(py::module_& module) {
-    module.def(
-        "copy",
-        [](std::uint64_t dst, std::uint64_t src, std::uint64_t nbytes, std::uint64_t stream) {
-            copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes,
-                 stream_at(stream));
-        },
-        "dst"_a, "src"_a, "nbytes"_a, py::kw_only(), "stream"_a,
-        py::call_guard<py::gil_scoped_release>());
+    module.def("copy", &copy, "dst"_a, "src"_a, "nbytes"_a, py::kw_only(), "stream"_a,
+               py::call_guard<py::gil_scoped_release>());
     py::class_<MappedPages>(module, "MappedPages")
         .def(py::init<std::uint64_t, std::size_t>(), "address"_a, "nbytes"_a);
-    module.def(
-        "write_word",
-        [](std::uint64_t address, std::uint64_t value, std::uint64_t stream) {
-            write_word(address, value, stream_at(stream));
-        },
-        "address"_a, "value"_a, py::kw_only(), "stream"_a);
-    module.def(
-        "wait_word",
-        [](int device, std::uint64_t address, std::uint64_t value, std::uint64_t stream) {
-            wait_word(device, address, value, stream_at(stream));
-        },
-        "device"_a, "address"_a, "value"_a, py::kw_only(), "stream"_a);
+    module.def("write_word", &write_word, "address"_a, "value"_a, py::kw_only(), "stream"_a);
+    module.def("wait_word", &wait_word, "device"_a, "address"_a, "value"_a, py::kw_only(),
+               "stream"_a);
 }
 
 }  // namespace

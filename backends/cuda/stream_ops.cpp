@@ -1,5 +1,6 @@
 #include "backends/cuda/stream_ops.hpp"
 
+#include "backends/cuda/device.hpp"
 #include "backends/cuda/driver.hpp"
 #include "backends/cuda/error.hpp"
 
@@ -35,20 +36,24 @@ MappedPages::~MappedPages() {
     cudaHostUnregister(address_);
 }
 
-void copy(void* dst, const void* src, std::uint64_t nbytes, cudaStream_t stream) {
-    check(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+void copy(std::uint64_t dst, std::uint64_t src, std::uint64_t nbytes, std::uint64_t stream) {
+    check(cudaMemcpyAsync(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes,
+                          cudaMemcpyDefault, stream_at(stream)),
+          "cudaMemcpyAsync");
 }
 
-void write_word(std::uint64_t address, std::uint64_t value, cudaStream_t stream) {
+void write_word(std::uint64_t address, std::uint64_t value, std::uint64_t stream) {
     // By default it comes with a fence of the whole system.
-    check(driver().stream_write_value(stream, address, value, CU_STREAM_WRITE_VALUE_DEFAULT),
+    check(driver().stream_write_value(stream_at(stream), address, value,
+                                      CU_STREAM_WRITE_VALUE_DEFAULT),
           "cuStreamWriteValue64");
 }
 
-void wait_word(int device, std::uint64_t address, std::uint64_t value, cudaStream_t stream) {
+void wait_word(int device, std::uint64_t address, std::uint64_t value, std::uint64_t stream) {
     unsigned flags = CU_STREAM_WAIT_VALUE_GEQ;
     if (reorders_remote_writes(device)) flags |= CU_STREAM_WAIT_VALUE_FLUSH;
-    check(driver().stream_wait_value(stream, address, value, flags), "cuStreamWaitValue64");
+    check(driver().stream_wait_value(stream_at(stream), address, value, flags),
+          "cuStreamWaitValue64");
 }
 
 }  // namespace mkernel::cuda

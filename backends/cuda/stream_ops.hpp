@@ -1,8 +1,6 @@
 // What streams do without a multiprocessor: copies by copy engines, and signals, which are words in memory
-// that streams write and wait for.
+// that streams write and wait for. Addresses and streams are plain integers.
 #pragma once
-
-#include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -25,15 +23,15 @@ class MappedPages {
 
 // Copies `nbytes` on `stream`, of the current device, between any two addresses that it can reach. The
 // ranges must not overlap. Returns at once; any thread; may be captured. CudaError.
-void copy(void* dst, const void* src, std::uint64_t nbytes, cudaStream_t stream);
+void copy(std::uint64_t dst, std::uint64_t src, std::uint64_t nbytes, std::uint64_t stream);
 
 // Write `value` to the word at `address` after all that was put on `stream` before: whoever sees the
 // value sees what that wrote, too. Returns at once. CudaError.
-void write_word(std::uint64_t address, std::uint64_t value, cudaStream_t stream);
+void write_word(std::uint64_t address, std::uint64_t value, std::uint64_t stream);
 
 // `stream`, of device `device`, goes on once the word at `address` is `value` or later (as a signed
 // difference). It has no deadline: whoever gives up must write such a value. Returns at once.
 // CudaError.
-void wait_word(int device, std::uint64_t address, std::uint64_t value, cudaStream_t stream);
+void wait_word(int device, std::uint64_t address, std::uint64_t value, std::uint64_t stream);
 
 }  // namespace mkernel::cuda

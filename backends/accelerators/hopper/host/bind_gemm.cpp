@@ -45,11 +45,15 @@ DeviceWorld world_of(const std::vector<std::uint64_t>& workspaces, int rank, std
     return {workspaces, rank, control, timeout_s, call};
 }
 
-// The product of these tensors.
-Product with_tensors(Product product, std::uint64_t a, std::uint64_t b, std::uint64_t out) {
+void require_tensors(std::uint64_t a, std::uint64_t b, std::uint64_t out) {
     require_aligned("a", a);
     require_aligned("b", b);
     require_aligned("out", out);
+}
+
+// The product of these tensors.
+Product with_tensors(Product product, std::uint64_t a, std::uint64_t b, std::uint64_t out) {
+    require_tensors(a, b, out);
     product.a = a;
     product.b = b;
     product.out = out;
@@ -123,8 +127,7 @@ void bind_data(py::module_& module) {
     py::class_<AllGatherSchedule>(module, "AllGatherSchedule")
         .def(py::init(&all_gather_schedule), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
              "columns_ahead"_a = 0, "slices"_a = 1)
-        .def_readonly("push_blocks", &AllGatherSchedule::push_blocks)
-        .def_property_readonly("count", &AllGatherSchedule::count);
+        .def_readonly("push_blocks", &AllGatherSchedule::push_blocks);
     py::class_<ReduceSchedule>(module, "ReduceSchedule")
         .def(py::init(&reduce_schedule), py::kw_only(), "m"_a, "rows"_a, "panel_rows"_a,
              "panel_columns"_a, "pace"_a = 0, "by_outbox"_a = false, "everywhere"_a,
@@ -136,9 +139,7 @@ void bind_data(py::module_& module) {
 
 CallOnce call_once(std::uint32_t number, double timeout_s, std::uint64_t a, std::uint64_t b,
                    std::uint64_t out, std::uint64_t stream) {
-    require_aligned("a", a);
-    require_aligned("b", b);
-    require_aligned("out", out);
+    require_tensors(a, b, out);
     return {number, timeout_s, a, b, out, stream};
 }
 

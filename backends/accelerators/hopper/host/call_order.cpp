@@ -8,10 +8,11 @@ namespace mkernel::hopper {
 namespace {
 
 // Identifies the capture that `stream` is part of; 0: none.
-unsigned long long capture_of(cudaStream_t stream) {
+unsigned long long capture_of(std::uint64_t stream) {
     cudaStreamCaptureStatus status{};
     unsigned long long id = 0;
-    cuda::check(cudaStreamGetCaptureInfo(stream, &status, &id), "cudaStreamGetCaptureInfo");
+    cuda::check(cudaStreamGetCaptureInfo(cuda::stream_at(stream), &status, &id),
+                "cudaStreamGetCaptureInfo");
     return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
@@ -22,14 +23,17 @@ cudaEvent_t make_event() {
     return event;
 }
 
-void order(cudaEvent_t event, cudaStream_t after, cudaStream_t stream) {
-    cuda::check(cudaEventRecord(event, after), "cudaEventRecord");
-    cuda::check(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
+void record(cudaEvent_t event, std::uint64_t stream) {
+    cuda::check(cudaEventRecord(event, cuda::stream_at(stream)), "cudaEventRecord");
+}
+
+void wait(std::uint64_t stream, cudaEvent_t event) {
+    cuda::check(cudaStreamWaitEvent(cuda::stream_at(stream), event, 0), "cudaStreamWaitEvent");
 }
 
 }  // namespace
 
-CallOrder::CallOrder(int device) : device_(device) {
+CallOrder::CallOrder(int device) {
     const cuda::DeviceScope scope(device);
     int least = 0;
     int greatest = 0;
@@ -49,35 +53,34 @@ CallOrder::~CallOrder() {
     cudaStreamDestroy(side_);
 }
 
-void CallOrder::begin(cudaStream_t stream) {
+void CallOrder::begin(std::uint64_t stream) {
     capturing_ = capture_of(stream);
     if (capturing_ != 0) {
-        if (capturing_ == capture_) {
-            cuda::check(cudaStreamWaitEvent(stream, captured_, 0), "cudaStreamWaitEvent");
-        }
+        if (capturing_ == capture_) wait(stream, captured_);
         return;
     }
-    if (calls_ != 0 && stream != last_stream_) {
-        cuda::check(cudaStreamWaitEvent(stream, event_of(calls_), 0), "cudaStreamWaitEvent");
-    }
+    if (calls_ != 0 && stream != last_stream_) wait(stream, event_of(calls_));
 }
 
-cudaStream_t CallOrder::fork(cudaStream_t stream) {
-    order(forked_, stream, side_);
-    return side_;
+std::uint64_t CallOrder::fork(std::uint64_t stream) {
+    const auto side = reinterpret_cast<std::uint64_t>(side_);
+    record(forked_, stream);
+    wait(side, forked_);
+    return side;
 }
 
-void CallOrder::join(cudaStream_t stream) {
-    order(joined_, side_, stream);
+void CallOrder::join(std::uint64_t stream) {
+    record(joined_, reinterpret_cast<std::uint64_t>(side_));
+    wait(stream, joined_);
 }
 
-std::uint64_t CallOrder::end(cudaStream_t stream) {
+std::uint64_t CallOrder::end(std::uint64_t stream) {
     if (capturing_ != 0) {
-        cuda::check(cudaEventRecord(captured_, stream), "cudaEventRecord");
+        record(captured_, stream);
         capture_ = capturing_;
         return 0;
     }
-    cuda::check(cudaEventRecord(event_of(calls_ + 1), stream), "cudaEventRecord");
+    record(event_of(calls_ + 1), stream);
     last_stream_ = stream;
     return ++calls_;
 }

@@ -3,7 +3,7 @@
 //
 // `begin(stream)`, the call's work, `end(stream)`. While a stream is being captured into a graph, calls
 // are ordered among those of that capture; how a graph's replays and other calls follow one another
-// is for the user to order, by streams. One thread at a time.
+// is for the user to order, by streams. One thread at a time. Streams are plain integers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,15 +21,15 @@ class CallOrder {
     ~CallOrder();
 
     // What is queued on `stream` from here on comes after the previous call.
-    void begin(cudaStream_t stream);
+    void begin(std::uint64_t stream);
 
     // A second stream of the call, for copy engines: after all that is queued on `stream`.
-    cudaStream_t fork(cudaStream_t stream);
+    std::uint64_t fork(std::uint64_t stream);
     // `stream` goes on only after what was queued on the second one.
-    void join(cudaStream_t stream);
+    void join(std::uint64_t stream);
 
     // The call's number, for `finished`; 0 while capturing: nothing runs that could end.
-    std::uint64_t end(cudaStream_t stream);
+    std::uint64_t end(std::uint64_t stream);
 
     // Whether that call's work is over. CudaError where the device has failed.
     [[nodiscard]] bool finished(std::uint64_t call) const;
@@ -40,14 +40,13 @@ class CallOrder {
 
     cudaEvent_t& event_of(std::uint64_t call) { return events_[call % kEvents]; }
 
-    int device_;
     cudaStream_t side_ = nullptr;
     cudaEvent_t forked_ = nullptr, joined_ = nullptr, captured_ = nullptr;
     std::array<cudaEvent_t, kEvents> events_{};
     std::uint64_t calls_ = 0;
-    cudaStream_t last_stream_ = nullptr;  // of call number `calls_`
-    unsigned long long capturing_ = 0;    // that the call under way is part of; 0: none
-    unsigned long long capture_ = 0;      // that `captured_` belongs to; 0: none
+    std::uint64_t last_stream_ = 0;     // of call number `calls_`
+    unsigned long long capturing_ = 0;  // that the call under way is part of; 0: none
+    unsigned long long capture_ = 0;    // that `captured_` belongs to; 0: none
 };
 
 }  // namespace mkernel::hopper

@@ -47,16 +47,15 @@ void PipelinedGather::start(const CallOnce& call) {
         all_gather_gemm(world_, product_, schedule_, several, call.stream);
         return;
     }
-    const auto stream = cuda::stream_at(call.stream);
-    const auto beside = reinterpret_cast<std::uint64_t>(order_.fork(stream));
+    const std::uint64_t beside = order_.fork(call.stream);
     try {
         push_rows(world_, call.a, row_bytes, schedule_, beside);
         all_gather_gemm(world_, product_, schedule_, true, call.stream);
     } catch (...) {
-        order_.join(stream);
+        order_.join(call.stream);
         throw;
     }
-    order_.join(stream);
+    order_.join(call.stream);
 }
 
 PipelinedReduce::PipelinedReduce(int device, DeviceWorld world, Product product,
