@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mkernel import api
 from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch, _ascend
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.gemm import GemmOp
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
+from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.accelerators.ascend.trace import RECORD, Kind, Records, Role
 from mkernel.backends.contracts.accelerator import Call
@@ -25,21 +27,20 @@ from mkernel.backends.contracts.instrumented import ModelledRun, Track, View
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
-from mkernel.plan.model import (
-    Chunking,
-    GemmShape,
-    LaunchPlan,
-    OpName,
-    Prediction,
-    Resources,
-)
+from mkernel.plan.chunking import cut
+from mkernel.plan.model import GemmTile, LaunchPlan, OpName, Resources
 from mkernel.plan.order import ConsumptionOrder
-from mkernel.topology.placement import Seat, Site, WorldPlacement
-from mkernel.topology.routes import Rail, RouteClass, RouteTable, pair_classes
 
-TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+USUAL_TILE = GemmTile()
 LIMIT = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
 """Relative Frobenius error allowed, by output dtype."""
+
+VIEWS_IN_ANY_ORDER: tuple[View, ...] = (
+    "pipelined", "compute_only", "pipelined", "sequential", "compute_only", "compute_only",
+    "pipelined", "compute_only", "sequential", "sequential", "compute_only", "compute_only",
+    "compute_only", "pipelined", "sequential",
+)  # fmt: skip
+"""Of calls one after another: any run of calls without communication, any view after it."""
 
 PATIENCE_S = 60.0
 """How long to wait for what must end, however busy the machine is."""
@@ -48,8 +49,23 @@ SIGNAL_BASE = 17
 REGION = 5
 
 
-def up(a: int, b: int) -> int:
-    return -(-a // b)
+def planned(
+    op: OpName,
+    sizes: Mapping[str, int],
+    *,
+    compute_blocks: int = 24,
+    comm_blocks: int = 48,
+    **options: Any,
+) -> LaunchPlan:
+    """The planner's plan of a call on simulated chips, which takes ``options``; but for the cores, and
+    for the order, which is that of one node."""
+    made = api.plan(op, accelerator="ascend", nic="cx7", verbs="soft", **sizes, **options)
+    return made.model_copy(
+        update={
+            "order": ConsumptionOrder(nodes=1, ranks_per_node=made.world_size),
+            "resources": Resources(compute_blocks=compute_blocks, comm_blocks=comm_blocks),
+        }
+    )
 
 
 def make_plan(
@@ -58,68 +74,14 @@ def make_plan(
     k: int,
     *,
     op: OpName = "all_gather_gemm",
-    nodes: int = 1,
-    ranks_per_node: int = 1,
-    dtype: str = "float16",
-    out_dtype: str = "float32",
-    b_layout: str = "row",
     tiles_per_chunk: int = 4,
-    compute_blocks: int = 24,
-    comm_blocks: int = 48,
-    tile_m: int = 128,
-    tile_n: int = 256,
-    tile_k: int | None = None,
-    step_k: int | None = None,
+    tile: GemmTile = USUAL_TILE,
+    **options: Any,
 ) -> LaunchPlan:
-    world = nodes * ranks_per_node
-    wide = dtype == "float32"
-    tile_k = tile_k or (128 if wide else 256)
-    step_k = step_k or (32 if wide else 64)
-    rows = m if op == "gemm_all_reduce" else m // world
-    tiles = up(rows, tile_m) * (up(k, tile_k) if op == "all_gather_gemm" else up(n, tile_n))
-    if op == "gemm_all_reduce":
-        tiles = up(tiles, world)
-    seats = tuple(Seat(accelerator=f"ascend-sim{i}") for i in range(ranks_per_node))
-    placement = WorldPlacement(sites=(Site(nodes=((0, nodes - 1),), seats=seats),))
-    rail = Rail(src_nic="soft0", dst_nic="soft0", bandwidth_gbs=14.0)
-    classes = [
-        RouteClass(
-            **ends._asdict(),
-            pairs=pairs,
-            kind="p2p" if ends.within else "nic",
-            rails=() if ends.within else (rail,),
-            bandwidth_gbs=14.0,
-            latency_us=1.0,
-        )
-        for ends, pairs in pair_classes(placement).items()
-    ]
-    return LaunchPlan(
-        op=op,
-        shape=GemmShape(m=m, n=n, k=k),
-        dtype=dtype,
-        out_dtype=out_dtype,
-        b_layout=b_layout,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        accelerator="ascend",
-        nic="cx7" if nodes > 1 else None,
-        verbs="soft" if nodes > 1 else None,
-        placement=placement,
-        routes=RouteTable(classes=tuple(classes)),
-        chunking=Chunking(
-            tile_m=tile_m,
-            tile_n=tile_n,
-            tile_k=tile_k,
-            step_k=step_k,
-            tiles_per_chunk=tiles_per_chunk,
-            chunks_per_rank=up(tiles, tiles_per_chunk),
-        ),
-        order=ConsumptionOrder(nodes=1, ranks_per_node=world),
-        resources=Resources(compute_blocks=compute_blocks, comm_blocks=comm_blocks),
-        prediction=Prediction(
-            compute_us=1, comm_us=1, sequential_us=2, pipelined_us=1, constants="none"
-        ),
-    )
+    """A GEMM op's plan, cut by hand; ``options`` as :func:`planned` takes them."""
+    made = planned(op, {"m": m, "n": n, "k": k}, **options)
+    chunking = cut(op, made.gemm, made.world_size, made.dtype, tiles_per_chunk, tile)
+    return made.model_copy(update={"chunking": chunking})
 
 
 def geometry(plan: LaunchPlan) -> Any:
@@ -327,6 +289,14 @@ class World:
         self._launches.append(started)
         return started
 
+    def alone(
+        self, rank: int, tensors: Mapping[str, torch.Tensor], **how: Any
+    ) -> tuple[AbortCode, Diagnosis]:
+        """How a first call ends for which no other rank comes."""
+        self.epoch = 1
+        assert self.launch(rank, tensors, timeout_s=0.3, **how).wait(PATIENCE_S)
+        return self.outcome(rank)
+
     def tensors(self, seed: int) -> list[dict[str, torch.Tensor]]:
         """Fresh random inputs and NaN-filled outputs of every rank."""
         plan, made = self.plan, []
@@ -334,14 +304,16 @@ class World:
         rows_of_a = part if plan.op == "all_gather_gemm" else plan.shape.m
         rows_of_out = part if plan.op == "gemm_reduce_scatter" else plan.shape.m
         generator = torch.Generator().manual_seed(seed)
-        dtype = TORCH[plan.dtype]
+        dtype = TORCH_DTYPES[plan.dtype]
         for _ in range(plan.world_size):
             a = torch.randn(rows_of_a, plan.shape.k, generator=generator).to(dtype)
             if plan.b_layout == "row":
                 b = torch.randn(plan.shape.k, plan.shape.n, generator=generator).to(dtype)
             else:
                 b = torch.randn(plan.shape.n, plan.shape.k, generator=generator).to(dtype).t()
-            out = torch.full((rows_of_out, plan.shape.n), float("nan"), dtype=TORCH[plan.out_dtype])
+            out = torch.full(
+                (rows_of_out, plan.shape.n), float("nan"), dtype=TORCH_DTYPES[plan.out_dtype]
+            )
             made.append({"a": a, "b": b, "out": out})
         return made
 

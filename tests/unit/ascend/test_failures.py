@@ -17,6 +17,7 @@ from mkernel.backends.accelerators.ascend import AscendAccelerator, _ascend
 from mkernel.backends.runtime._runtime import AbortCode, Waiter
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
+from mkernel.plan.model import GemmTile
 
 from .rig import PATIENCE_S, SIGNAL_BASE, World, geometry, make_plan
 
@@ -107,9 +108,9 @@ def test_wrong_tensors_are_refused() -> None:
 def test_wrong_plans_are_refused() -> None:
     backend = AscendAccelerator()
     with pytest.raises(ValueError, match="takes 589824 bytes of L1, which has 524288"):
-        backend.workspace(make_plan(512, 512, 512, tile_m=128, tile_k=256, tile_n=448))
+        backend.workspace(make_plan(512, 512, 512, tile=GemmTile(columns=448)))
     with pytest.raises(ValueError, match="tile_m must be a multiple of 16"):
-        backend.workspace(make_plan(512, 512, 512, tile_m=100))
+        backend.workspace(make_plan(512, 512, 512, tile=GemmTile(rows=100)))
     plan = make_plan(512, 512, 512)
     chunking = plan.chunking.model_copy(update={"chunks_per_rank": 3})
     with pytest.raises(ValueError, match="chunks_per_rank = 3"):

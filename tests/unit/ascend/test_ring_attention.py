@@ -9,23 +9,24 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import AscendLaunch, _ascend
+from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES
 from mkernel.backends.accelerators.ascend.ring_attention import RingAttentionOp
 from mkernel.backends.contracts.instrumented import View
+from mkernel.backends.runtime._runtime import AbortCode
 from mkernel.errors import ShapeError
 from mkernel.ops.ring_attention import zigzag_positions
-from mkernel.plan.model import AttentionShape, LaunchPlan
+from mkernel.plan.model import LaunchPlan
 
 from .rig import (
     LIMIT,
     PATIENCE_S,
     SIGNAL_BASE,
-    TORCH,
+    VIEWS_IN_ANY_ORDER,
     World,
     distance,
-    make_plan,
     modelled_views,
+    planned,
     same_bits,
-    up,
 )
 
 LSE_LIMIT = 1e-5
@@ -44,25 +45,25 @@ def attention_plan(
     causal: bool = False,
     chunk: int | None = None,
     dtype: str = "float16",
-    **world: Any,
+    **options: Any,
 ) -> LaunchPlan:
-    """``rows``: positions of one rank. ``world``: as :func:`.rig.make_plan` takes it."""
-    plan = make_plan(24, 8, 8, dtype=dtype, out_dtype=dtype, **{"comm_blocks": 4, **world})
-    return plan.model_copy(
-        update={
-            "op": "ring_attention",
-            "shape": AttentionShape(
-                batch=batch,
-                heads=heads,
-                kv_heads=kv_heads,
-                sequence=rows * plan.world_size,
-                head_dim=head_dim,
-                causal=causal,
-            ),
-            "chunking": None,
-            "rows_per_chunk": chunk or up(rows, 3),
-        }
+    """``rows``: positions of one rank. ``options``: as :func:`.rig.planned` takes them."""
+    world = options.get("nodes", 1) * options.get("ranks_per_node", 1)
+    made = planned(
+        "ring_attention",
+        {
+            "batch": batch,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "sequence": rows * world,
+            "head_dim": head_dim,
+            "causal": causal,
+        },
+        dtype=dtype,
+        out_dtype=dtype,
+        **{"comm_blocks": 4, **options},
     )
+    return made.model_copy(update={"rows_per_chunk": chunk or -(-rows // 3)})
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Attention(World):
         return torch.arange(rank * rows, (rank + 1) * rows)
 
     def tensors(self, seed: int) -> Tensors:
-        shape, dtype = self.plan.shape, TORCH[self.plan.dtype]
+        shape, dtype = self.plan.shape, TORCH_DTYPES[self.plan.dtype]
         generator = torch.Generator().manual_seed(seed)
         self.whole = {
             name: torch.randn(
@@ -167,10 +168,7 @@ def test_ragged(rows: int, head_dim: int, chunk: int, causal: bool) -> None:
 
 def test_views_in_any_order() -> None:
     with Attention(attention_plan(192, causal=True, nodes=2, ranks_per_node=2)) as world:
-        world.check(
-            epochs=9,
-            views=("pipelined", "compute_only", "pipelined", "sequential", "compute_only"),
-        )
+        world.check(epochs=len(VIEWS_IN_ANY_ORDER), views=VIEWS_IN_ANY_ORDER)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -250,22 +248,17 @@ def test_waits_for_every_chunk() -> None:
     with Attention(plan) as world:
         world.poison()
         tensors = world.tensors(seed=3)
-        world.epoch = 1
         for chunk in range(geometry.chunks):
             world.add(1, geometry.arrived(1, 0, chunk))
-        assert world.launch(1, tensors[1], timeout_s=0.5).wait(PATIENCE_S)
+        world.alone(1, tensors[1])
         assert not world.errors_of(tensors, 1)[0] <= 0.1
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     plan = attention_plan(96, ranks_per_node=2)
     with Attention(plan) as world:
-        world.epoch = 1
-        launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=0.3)
-        assert launch.wait(PATIENCE_S)
-        code, seen = world.outcome(0)
-        assert code.name == "timeout"
-        assert seen.peer == 1
+        code, seen = world.alone(0, world.tensors(seed=1)[0])
+        assert (code, seen.peer) == (AbortCode.timeout, 1)
         assert seen.signal == SIGNAL_BASE + RingAttentionOp().geometry(plan).arrived(
             1, 1, seen.chunk
         )

@@ -23,6 +23,16 @@ from .rig import A3, changed, slices_follow_each_other
 from .rig import traces as recorded
 
 OPS = AscendAccelerator().capabilities().ops
+REDUCING = ("gemm_reduce_scatter", "gemm_all_reduce")
+INSTRUCTIONS = {
+    "all_gather_gemm": {"TPUT", "TMATMUL"},
+    "gemm_reduce_scatter": {"TADD", "TPUT", "TMATMUL"},
+    "gemm_all_reduce": {"TADD", "TPUT", "TMATMUL"},
+    "moe_dispatch_gemm": {"SCALAR", "TPUT", "TMATMUL"},
+    "moe_combine": {"SCALAR", "TPUT", "TROWEXPANDMUL"},
+    "ring_attention": {"TEXP", "TROWSUM", "TMATMUL", "TPUT"},
+}
+"""Some of what the pipes of each op do."""
 WORLDS = ((1, 4), (2, 2), (1, 1))  # nodes, ranks of each
 
 
@@ -70,6 +80,16 @@ def test_views_of_every_op(op: str, nodes: int, ranks: int) -> None:
     assert found.speedup == pytest.approx(found.sequential_ms / found.pipelined_ms)
     assert (found.speedup > 1) == (nodes * ranks > 1), found
     assert (found.comm_only_ms > 0) == (nodes * ranks > 1), found
+    assert (found.compute_only_ms < found.pipelined_ms) == (nodes * ranks > 1), found
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_follow_each_other_in_the_sequential_view(op: str) -> None:
+    """On all ranks: communication first, but where it sends what compute made."""
+    kernels = run(op, 1, 4, "sequential").kernels
+    first = "compute" if op in REDUCING else "comm"
+    starts = [span.start_us for span in kernels if span.kernel != first]
+    assert min(starts) >= max(span.end_us for span in kernels if span.kernel == first)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +130,7 @@ def test_the_timeline_of_every_op(op: str, nodes: int, tmp_path: Path) -> None:
     assert ("AIV S NIC_PUT" in seen) == (nodes == 2)
     assert any("chunk" in args for key, each in seen.items() if "TWAIT" in key for args in each)
     assert seen.keys() & {"AIV TPUT", "AIV VECTOR"}
+    assert {key.split()[-1] for key in seen} >= INSTRUCTIONS[op]
     products = op != "moe_combine"
     assert ({"AIC TMATMUL", "AIC M TMATMUL", "AIC FIX TSTORE"} <= seen.keys()) == products
 

@@ -1,4 +1,4 @@
-"""AllGather+GEMM against float64: worlds, dtypes, layouts, ragged shapes, epochs, schedules."""
+"""The GEMM ops against float64: worlds, dtypes, layouts, ragged shapes, epochs, schedules."""
 
 from __future__ import annotations
 
@@ -9,35 +9,48 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.backends.contracts.instrumented import View
+from mkernel.backends.runtime._runtime import AbortCode
+from mkernel.plan.model import GemmTile, OpName
 
-from .rig import PATIENCE_S, REGION, SIGNAL_BASE, World, geometry, make_plan
+from .rig import (
+    PATIENCE_S,
+    REGION,
+    SIGNAL_BASE,
+    VIEWS_IN_ANY_ORDER,
+    World,
+    geometry,
+    make_plan,
+    same_bits,
+)
+
+REDUCING: tuple[OpName, ...] = ("gemm_reduce_scatter", "gemm_all_reduce")
+OPS: tuple[OpName, ...] = ("all_gather_gemm", *REDUCING)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_one_node(ranks: int) -> None:
-    with World(make_plan(256 * ranks, 320, 512, ranks_per_node=ranks)) as world:
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("nodes", "ranks"), [(1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 1), (2, 2), (3, 2), (2, 4)]
+)
+def test_worlds(op: OpName, nodes: int, ranks: int) -> None:
+    plan = make_plan(200 * nodes * ranks, 320, 512, op=op, nodes=nodes, ranks_per_node=ranks)
+    with World(plan) as world:
         world.check(epochs=5)
-        assert not world.puts
+        assert bool(world.puts) == (nodes > 1)
 
 
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2), (3, 2), (4, 1), (2, 4)])
-def test_across_nodes(nodes: int, ranks: int) -> None:
-    with World(
-        make_plan(256 * nodes * ranks, 320, 512, nodes=nodes, ranks_per_node=ranks)
-    ) as world:
-        world.check(epochs=5)
-
-
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("b_layout", ["row", "column"])
 @pytest.mark.parametrize("out_dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_dtypes(dtype: str, out_dtype: str, b_layout: str) -> None:
-    plan = make_plan(512, 512, 1024, nodes=2, dtype=dtype, out_dtype=out_dtype, b_layout=b_layout)
+def test_dtypes(op: OpName, dtype: str, out_dtype: str, b_layout: str) -> None:
+    plan = make_plan(
+        512, 264, 520, op=op, nodes=2, dtype=dtype, out_dtype=out_dtype, b_layout=b_layout
+    )
     with World(plan) as world:
         world.check(epochs=2)
 
 
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("b_layout", ["row", "column"])
 @pytest.mark.parametrize(
     ("m_local", "n", "k", "tiles_per_chunk"),
@@ -51,24 +64,30 @@ def test_dtypes(dtype: str, out_dtype: str, b_layout: str) -> None:
         (16, 4096, 16, 1),
     ],
 )
-def test_ragged(m_local: int, n: int, k: int, tiles_per_chunk: int, b_layout: str) -> None:
+def test_ragged(
+    op: OpName, m_local: int, n: int, k: int, tiles_per_chunk: int, b_layout: str
+) -> None:
+    m = m_local * 4 - (3 if op == "gemm_all_reduce" else 0)
     plan = make_plan(
-        m_local * 4,
-        n,
-        k,
-        nodes=2,
-        ranks_per_node=2,
-        b_layout=b_layout,
+        m, n, k, op=op, nodes=2, ranks_per_node=2, b_layout=b_layout,
         tiles_per_chunk=tiles_per_chunk,
-    )
+    )  # fmt: skip
     with World(plan) as world:
         world.check(epochs=3)
 
 
-def test_ragged_float32() -> None:
-    plan = make_plan(2 * 131, 260, 396, nodes=2, dtype="float32", tiles_per_chunk=3)
+@pytest.mark.parametrize("op", OPS)
+def test_ragged_float32(op: OpName) -> None:
+    plan = make_plan(2 * 131, 260, 396, op=op, nodes=2, dtype="float32", tiles_per_chunk=3)
     with World(plan) as world:
         world.check(epochs=3)
+
+
+def test_ranks_without_tiles() -> None:
+    """One output tile, eight ranks: seven own nothing, and all get the sum."""
+    plan = make_plan(5, 40, 64, op="gemm_all_reduce", nodes=2, ranks_per_node=4)
+    with World(plan) as world:
+        world.check(epochs=4)
 
 
 def test_strided_arguments() -> None:
@@ -91,8 +110,10 @@ def test_strided_arguments() -> None:
             assert margin[:, -32:].isnan().all()
 
 
-def test_results_do_not_depend_on_the_schedule() -> None:
-    """Bit-identical whatever the cores, blocks, chunks, host threads and routes."""
+@pytest.mark.parametrize("op", OPS)
+def test_bits_depend_on_nothing_but_the_inputs(op: OpName) -> None:
+    """The same whatever the cores, blocks, chunks, host threads and routes; every rank of an
+    all-reduce has the same."""
     variants: list[tuple[int, dict[str, Any]]] = [
         (1, {}),
         (2, {}),
@@ -102,46 +123,36 @@ def test_results_do_not_depend_on_the_schedule() -> None:
         (2, {"tiles_per_chunk": 1}),
         (2, {"tiles_per_chunk": 3, "comm_blocks": 3}),
         (2, {"tiles_per_chunk": 64}),
-        (2, {"step_k": 128, "tile_n": 128}),
-        (2, {"tile_m": 64, "tile_k": 128}),
+        (2, {"tile": GemmTile(step_bytes=256, columns=128)}),
+        (2, {"tile": GemmTile(rows=64, depth_bytes=256)}),
         (2, {"nodes": 2, "ranks_per_node": 2}),
         (2, {"nodes": 4, "ranks_per_node": 1}),
     ]
-    want: list[torch.Tensor] | None = None
+    results = []
     for slots, options in variants:
-        plan = make_plan(4 * 300, 520, 1032, **{"ranks_per_node": 4, **options})
+        plan = make_plan(4 * 300, 520, 520, op=op, **{"ranks_per_node": 4, **options})
         with World(plan, slots=slots) as world:
-            got = world.call(world.tensors(seed=11))
-        want = want or got
-        for rank in range(4):
-            assert torch.equal(got[rank], want[rank]), f"rank {rank}: {slots} slots, {options}"
+            results.append(world.call(world.tensors(seed=11)))
+    assert same_bits(results)
+    if op == "gemm_all_reduce":
+        assert all(torch.equal(results[0][0], out) for out in results[0])
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 6, 7, 11, 24])
 def test_any_number_of_blocks(blocks: int) -> None:
     plan = make_plan(
-        6 * 140,
-        272,
-        520,
-        nodes=2,
-        ranks_per_node=3,
-        tiles_per_chunk=2,
-        compute_blocks=blocks,
-        comm_blocks=2 * blocks,
-    )
+        6 * 140, 272, 520, nodes=2, ranks_per_node=3, tiles_per_chunk=2,
+        compute_blocks=blocks, comm_blocks=2 * blocks,
+    )  # fmt: skip
     with World(plan) as world:
         world.check(epochs=3)
 
 
-@pytest.mark.parametrize("view", ["sequential", "pipelined"])
-def test_views_share_epochs(view: View) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_views_in_any_order(op: OpName) -> None:
     """Calls that communicate stay right after calls that do not, whichever parity each had."""
-    plan = make_plan(4 * 256, 256, 512, nodes=2, ranks_per_node=2)
-    with World(plan) as world:
-        for skipped in (1, 2, 1, 3):
-            for _ in range(skipped):
-                world.call(world.tensors(seed=1), view="compute_only")
-            world.check(epochs=3, views=(view,))
+    with World(make_plan(512, 512, 512, op=op, nodes=2, ranks_per_node=2)) as world:
+        world.check(epochs=len(VIEWS_IN_ANY_ORDER), views=VIEWS_IN_ANY_ORDER)
 
 
 def test_times() -> None:
@@ -197,3 +208,26 @@ def test_the_check_catches_a_kernel_that_skips_its_waits() -> None:
         tensors = world.tensors(seed=77)
         world.call(tensors, view="compute_only")
         assert world.errors(tensors)[0] > 0.1
+
+
+@pytest.mark.parametrize("op", REDUCING)
+def test_waits_for_every_rank_s_part(op: OpName) -> None:
+    """With a part counted as arrived that is not, the result is wrong: the wait is what makes it
+    right."""
+    plan = make_plan(256, 256, 128, op=op, ranks_per_node=2, tiles_per_chunk=1)
+    with World(plan) as world:
+        world.poison()
+        tensors = world.tensors(seed=3)
+        for chunk in range(geometry(plan).chunks):
+            world.add(1, geometry(plan).arrived(1, 0, chunk))
+        world.alone(1, tensors[1])
+        assert not world.errors(tensors)[1] <= 0.1
+
+
+@pytest.mark.parametrize("op", REDUCING)
+def test_a_rank_that_does_not_come_is_named(op: OpName) -> None:
+    plan = make_plan(256, 256, 128, op=op, ranks_per_node=2)
+    with World(plan) as world:
+        code, seen = world.alone(0, world.tensors(seed=1)[0])
+        assert (code, seen.peer) == (AbortCode.timeout, 1)
+        assert seen.signal >= SIGNAL_BASE
