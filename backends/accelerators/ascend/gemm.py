@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mkernel.backends.accelerators.ascend.gathered import unpack_gathered
+import torch
+
 from mkernel.backends.accelerators.ascend.op import Blocks, Matrix, Prepared, matrix, native
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import Unsupported
@@ -95,7 +97,25 @@ class GemmOp:
 
 
 def _gather(call: Call, geometry: _ascend.AgGemmGeometry) -> Mapping[str, Any]:
-    unpack_gathered(call, geometry)
+    """Fill ``call.tensors["gathered"]`` [M, K]: own rows from ``a``, others from their slots.
+
+    May run after the kernels have released the slots: a peer writes this epoch's parity again in epoch
+    e + 2, which it reaches only after epoch e + 1, for which it needs rows that this rank sends after
+    this call has returned.
+    """
+    own, cut = call.tensors["a"], call.plan.chunking
+    assert cut is not None, "the launch checked it"
+    for source, part in enumerate(torch.split(call.tensors["gathered"], len(own))):
+        if source == call.rank:
+            part.copy_(own)
+            continue
+        address = call.workspace + geometry.slot_offset(call.epoch & 1, source)
+        memory = (ctypes.c_byte * part.nbytes).from_address(address)
+        slot, done = torch.frombuffer(memory, dtype=part.dtype), 0
+        for rows in torch.split(part, cut.tile_m):
+            for tile in torch.split(rows, cut.tile_k, dim=1):  # each dense, one after another
+                tile.copy_(slot[done : done + tile.numel()].view_as(tile))
+                done += tile.numel()
     return {}
 
 
