@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import typer
 from torch.distributed import HashStore
@@ -41,26 +43,32 @@ _FOLDER = tempfile.TemporaryDirectory()
 _FILE = Path(_FOLDER.name) / "topology"
 
 
-def bootstrap(data: bytes) -> None:
-    """A signed message, read as each of those that ranks write."""
+def bootstrap(data: bytes) -> list[str]:
+    """A signed message, read as each of those that ranks write; which of them it is taken for."""
     _STORE.set("heartbeat/1", Seal(b"").close("heartbeat/1", data or b" "))
     try:
         value = _BOOTSTRAP.peek("heartbeat/1")
     except Untrusted:
-        return
+        return []
+    taken = ["JSON"]
     with contextlib.suppress(Untrusted):
         assert isinstance(Notice.from_json(value).error(), WorldError)
+        taken.append("Notice")
     with contextlib.suppress(Untrusted):
         peer = Peer.from_hello(1, value)
         assert (peer.host, peer.pid) == (value["host"], value["pid"])
+        taken.append("Peer")
     with contextlib.suppress(Untrusted):
         _WATCHDOG._left.clear()
         _WATCHDOG._last = {1: (0, 0.0)}
         assert _WATCHDOG._has_left(1) == (value is not None and value["state"] == "left")
-    for model in (Address, Key):
+        taken.append("heartbeat")
+    for model, text in itertools.product((Address, Key), (value, json.dumps(value))):
         with contextlib.suppress(ArgumentError):
-            parsed = _parse(model, "text", json.dumps(value))
+            parsed = _parse(model, "text", text)
             assert model.model_validate_json(parsed.model_dump_json()) == parsed
+            taken.append(model.__name__)
+    return taken
 
 
 def topology(data: bytes) -> None:
@@ -91,9 +99,6 @@ def _no_launch(*_arguments: object, **_options: object) -> NoReturn:
     raise _Launched
 
 
-cli_run.launch = bench_run.launch = _no_launch
-
-
 def arguments(data: bytes) -> None:
     """A line an argument of the command line, or ``NAME=value`` of a setting. What starts with ``@`` is
     a file that holds the rest. Ranks are not started.
@@ -112,6 +117,8 @@ def arguments(data: bytes) -> None:
     with (
         _environment(settings),
         _little(),
+        mock.patch.object(cli_run, "launch", _no_launch),
+        mock.patch.object(bench_run, "launch", _no_launch),
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(said),
         contextlib.suppress(_Launched, MkernelError, _UsageError),
@@ -170,7 +177,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {
+TARGETS: dict[str, Callable[[bytes], object]] = {
     "bootstrap": bootstrap,
     "topology": topology,
     "arguments": arguments,
