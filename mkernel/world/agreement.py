@@ -14,9 +14,7 @@ from mkernel.world.memory import Place
 class Agreement:
     """The calls that all ranks of one world have agreed on."""
 
-    def __init__(self, rank: int, size: int, exchange: Exchange, failure: FailureMonitor) -> None:
-        self._rank = rank
-        self._size = size
+    def __init__(self, exchange: Exchange, failure: FailureMonitor) -> None:
         self._exchange = exchange
         self._failure = failure
         self._agreed: set[str] = set()
@@ -46,7 +44,7 @@ class Agreement:
             name: {"buffer": buffer, "offset": offset} for name, (buffer, offset) in places.items()
         }
         self._exchange.publish(f"plans/{key}", told)
-        self._exchange.publish(f"plan/{number}/{self._rank}", key)
+        self._exchange.publish(f"plan/{number}/{self._exchange.rank}", key)
 
         def check(missing: set[int]) -> None:
             self._failure.check_peers(missing)
@@ -57,7 +55,7 @@ class Agreement:
                     self._refuse(rank, key, told["plan"])
 
         keys = self._exchange.collect(f"plan/{number}", check=check)
-        for rank in range(self._size):
+        for rank in range(self._exchange.size):
             if keys[rank] != keys[0]:
                 self._refuse(rank, keys[0], keys[rank], first_rank=0)
         self._agreed.add(key)
@@ -65,7 +63,7 @@ class Agreement:
     def _refuse(self, rank: int, ours: str, theirs: str, first_rank: int | None = None) -> None:
         mine, other = (self._exchange.peek(f"plans/{key}") for key in (ours, theirs))
         found = first_difference(mine, other) or ("digest", ours, theirs)
-        one = self._rank if first_rank is None else first_rank
+        one = self._exchange.rank if first_rank is None else first_rank
         error = PlanMismatch((one, rank), found[0], (found[1], found[2]))
         if first_rank is None:  # the other rank is already past its agreement: end its waits
             self._failure.tell(error)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from mkernel.backends.contracts import instrumented
-from mkernel.backends.contracts.accelerator import Call, Launch
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import Instrumented, LaunchTimes, View
 from mkernel.errors import Timeout, Unsupported, WorldError
 from mkernel.plan.model import LaunchPlan
 from mkernel.world.agreement import Agreement
+from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.join import DRAIN_S, Membership
 
@@ -36,31 +36,20 @@ class CallRecord(NamedTuple):
 
 
 class Calls:
-    """Runs the calls of one world on one rank, one after another.
+    """Runs the calls of one world on one rank, one after another."""
 
-    Args:
-        running: calls that may still be under way, in their order. Whoever raises what broke them
-            empties it.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        membership: Membership,
-        agreement: Agreement,
-        failure: FailureMonitor,
-        running: deque[Launch],
-    ) -> None:
-        self._rank = rank
+    def __init__(self, membership: Membership, exchange: Exchange, failure: FailureMonitor) -> None:
+        self._rank = exchange.rank
         self._accelerator = membership.accelerator
         self._heap = membership.heap
         self._pad = membership.heap.pad
         self._group = membership.group
         self._session = membership.session
         self._fifo = membership.session.fifo if membership.session else 0
-        self._agreement = agreement
+        self._exchange = exchange
+        self._agreement = Agreement(exchange, failure)
         self._failure = failure
-        self._running = running
+        self._running = failure.running
         # Without order a put may still be repeated after the peer has seen it. On an ordered NIC the
         # peer's release, which came after the data, says that its source may be written again.
         self._ordered = membership.session is None or membership.session.capabilities().ordered
@@ -122,7 +111,7 @@ class Calls:
             return CallRecord(LaunchTimes(), None, launch.results())
         self._await_all()
         if not self._ordered:
-            self.flush()
+            self._flush()
         times, recorded = instrumented.times(launch), instrumented.trace(launch)
         return CallRecord(times, recorded, launch.results())
 
@@ -136,10 +125,27 @@ class Calls:
         self._await_all()
         self._failure.raise_if_broken()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Wait for the puts that are still under way, and raise what broke them."""
         if self._session is not None and not self._session.flush(self._failure.timeout_s):
             self._failure.raise_unflushed()
+
+    def end(self, error: BaseException | None) -> None:
+        """Return once no rank calls any more; at once where the world is broken.
+
+        Args:
+            error: why this rank stops early, told to the others; None: a normal end.
+
+        Raises:
+            WorldError: what broke a call that was only queued, where nothing raised it before.
+        """
+        if error is not None and self._failure.notice is None:
+            self._failure.tell(error)
+        if error is None and self._running:
+            self.synchronize()
+        if self._failure.notice is None:
+            self._flush()
+            self._exchange.barrier()  # no rank unmaps while another still writes
 
     def _await_all(self) -> None:
         """Wait for the calls under way, and raise what broke them."""

@@ -14,9 +14,9 @@ Check = Callable[[set[int]], None]
 class Exchange:
     """What one rank tells the others and learns from them, by key."""
 
-    def __init__(self, rank: int, size: int, failure: FailureMonitor) -> None:
-        self._rank = rank
-        self._size = size
+    def __init__(self, failure: FailureMonitor) -> None:
+        self.rank = failure.rank
+        self.size = failure.size
         self._failure = failure
         self._bootstrap = failure.bootstrap
         self._barriers = 0
@@ -39,7 +39,7 @@ class Exchange:
         """
         return self._bootstrap.collect(
             key,
-            range(self._size) if ranks is None else ranks,
+            range(self.size) if ranks is None else ranks,
             self._failure.timeout_s,
             check or self._failure.check_peers,
         )
@@ -47,5 +47,5 @@ class Exchange:
     def barrier(self) -> None:
         """Return once every rank has called it. Timeout, PeerFailure."""
         number, self._barriers = self._barriers, self._barriers + 1
-        self.publish(f"barrier/{number}/{self._rank}", True)
+        self.publish(f"barrier/{number}/{self.rank}", True)
         self.collect(f"barrier/{number}")

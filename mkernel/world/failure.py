@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed import Store
 
-from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.backends.contracts.accelerator import AcceleratorBackend, Launch
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.runtime import _runtime
 from mkernel.errors import Diagnosis, MkernelError, PeerFailure, Timeout, WorldError
@@ -44,7 +45,10 @@ class FailureMonitor:
         stores: two clients of the world's store. Only the watchdog and alarms use the second, so that
             no request delays them.
         key: seals the world's messages.
-        forget_calls: called when an error is raised that tells what broke the calls under way.
+
+    Attributes:
+        running: calls that may still be under way, in their order. Empty once an error is raised that
+            tells what broke them.
     """
 
     def __init__(
@@ -54,14 +58,13 @@ class FailureMonitor:
         timeout_s: float,
         stores: tuple[Store, Store],
         key: bytes,
-        forget_calls: Callable[[], None],
     ) -> None:
-        self._rank = rank
-        self._size = size
+        self.rank = rank
+        self.size = size
         self.timeout_s = timeout_s
         self.bootstrap = Bootstrap(stores[0], key, self.tell)
         self._alarm = Bootstrap(stores[1], key)
-        self._forget_calls = forget_calls
+        self.running: deque[Launch] = deque()
         self._noticed = threading.Event()
         self._watchdog: Watchdog | None = None
         self._pad = 0
@@ -76,7 +79,7 @@ class FailureMonitor:
         """Start the watchdog."""
         self._watchdog = Watchdog(
             self._alarm,
-            self._rank,
+            self.rank,
             peers,
             heartbeat_s,
             self._status,
@@ -100,7 +103,7 @@ class FailureMonitor:
 
     def tell(self, error: BaseException) -> None:
         """Let every other rank know that this one failed."""
-        notice = Notice.from_error(self._rank, error)
+        notice = Notice.from_error(self.rank, error)
         if self._watchdog is not None:
             notice = self._watchdog.raise_alarm(notice)
         else:
@@ -145,7 +148,7 @@ class FailureMonitor:
     def raise_if_broken(self) -> None:
         """Raise the world's failure where there is one."""
         if self.notice is not None:
-            self._forget_calls()
+            self.running.clear()
             raise self.notice.error()
 
     def raise_recorded(self) -> None:
@@ -166,7 +169,7 @@ class FailureMonitor:
         first = self.notice
         if not isinstance(error, Exception) or not echo or first is None:
             return
-        if first != Notice.from_error(self._rank, error):
+        if first != Notice.from_error(self.rank, error):
             raise first.error() from error
 
     def _recorded(self) -> _Record | None:
@@ -180,7 +183,7 @@ class FailureMonitor:
         if self.notice is not None:
             return None
         found = self._recorded()
-        return None if found is None else Notice.from_error(self._rank, self._local_error(*found))
+        return None if found is None else Notice.from_error(self.rank, self._local_error(*found))
 
     def _attribute(self, code: _runtime.AbortCode, who: _runtime.Diagnosis) -> WorldError:
         """The one error that every rank of a broken world raises."""
@@ -188,7 +191,7 @@ class FailureMonitor:
             self.tell(self._local_error(code, who))
         notice = self.notice
         assert notice is not None
-        self._forget_calls()
+        self.running.clear()
         return notice.error()
 
     def _local_error(self, code: _runtime.AbortCode, who: _runtime.Diagnosis) -> WorldError:
@@ -196,11 +199,11 @@ class FailureMonitor:
         if nic is not None:
             return nic
         if code == _runtime.AbortCode.peer_failure:
-            text = f"rank {self._rank} lost its connection to rank {who.peer} in call {who.op}"
+            text = f"rank {self.rank} lost its connection to rank {who.peer} in call {who.op}"
             return PeerFailure(text, who.peer)
         if code == _runtime.AbortCode.timeout:
             diagnosis = Diagnosis(
-                rank=self._rank,
+                rank=self.rank,
                 waiter=who.waiter.name,
                 core=who.core,
                 signal=who.signal,
@@ -214,7 +217,7 @@ class FailureMonitor:
             return Timeout(
                 f"{diagnosis}; nothing came within {self.timeout_s:g} s: is that rank in the same "
                 f"call? {self._who_is_behind()}(MKERNEL_TIMEOUT_S raises the limit)"
-                + (f"; all that waited on rank {self._rank} then: {waiting}" if waiting else ""),
+                + (f"; all that waited on rank {self.rank} then: {waiting}" if waiting else ""),
                 diagnosis,
             )
         return Timeout(f"the NIC did not complete its puts within {self.timeout_s:g} s")
@@ -223,9 +226,9 @@ class FailureMonitor:
         """The first rank that has not reached this call, in words. The rank that is waited for may
         itself wait for another."""
         call = self.call[0]
-        for rank in range(self._size):
+        for rank in range(self.size):
             with contextlib.suppress(MkernelError):
-                told = self._alarm.peek(f"heartbeat/{rank}") if rank != self._rank else None
+                told = self._alarm.peek(f"heartbeat/{rank}") if rank != self.rank else None
                 if told is not None and told["call"] < call:
                     return f"Rank {rank} is still in call {told['call']}. "
         return ""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import cached_property
 
 from torch.distributed import ProcessGroup
 
@@ -27,7 +28,7 @@ from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore
 from mkernel.world.identity import Backends, Identity
 from mkernel.world.memory import SymmetricHeap
-from mkernel.world.process_group import open_group
+from mkernel.world.process_group import group_store, open_group
 from mkernel.world.watchdog import Peer, host_identity
 
 DRAIN_S = 5.0
@@ -49,7 +50,6 @@ class Membership:
 
     Args:
         failure: is told of each part as it opens, so that a failure meanwhile ends its waits.
-        group_store: makes the store through which a process group's ranks exchange addresses.
     """
 
     accelerator: AcceleratorBackend
@@ -65,18 +65,33 @@ class Membership:
         settings: Settings,
         exchange: Exchange,
         failure: FailureMonitor,
-        group_store: Callable[[], GroupStore],
     ) -> None:
         self._me = identity
         self._backends = backends
         self._settings = settings
         self._exchange = exchange
         self._failure = failure
-        self._group_store = group_store
         self._undo = contextlib.ExitStack()
 
     def join(self) -> None:
-        """Meet the other ranks and open everything that calls need. Collective."""
+        """Meet the other ranks and open everything that calls need. Collective.
+
+        What fails is told to the others and closes what is open; raised is the first cause.
+        """
+        try:
+            self._open()
+        except BaseException as error:
+            self._failure.tell(error)
+            self.leave()
+            self._failure.raise_first_cause(error)
+            raise
+
+    @cached_property
+    def group_store(self) -> GroupStore:
+        """The store through which a process group of these ranks may exchange addresses."""
+        return group_store(self._failure)
+
+    def _open(self) -> None:
         peers = self._meet()
         self._one_host = len({peer.host for peer in peers.values()}) == 1
         self._check_hosts(peers)
@@ -104,7 +119,7 @@ class Membership:
                 accelerator,
                 self._me.rank,
                 self._me.size,
-                self._group_store(),
+                self.group_store,
                 self._settings.timeout_s,
                 one_host=self._one_host,
                 undo=self._undo,

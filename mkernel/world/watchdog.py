@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from mkernel.errors import (
@@ -52,12 +52,7 @@ class Notice:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-safe form."""
-        return {
-            "kind": self.kind,
-            "rank": self.rank,
-            "message": self.message,
-            "details": self.details,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Notice:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import hmac
-from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed import Store
 
-from mkernel.backends.contracts.accelerator import AcceleratorBackend, Launch
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.plan.model import LaunchPlan
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
-from mkernel.world.agreement import Agreement
 from mkernel.world.calls import CallRecord, Calls
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore
 from mkernel.world.identity import Backends, Identity
 from mkernel.world.join import Membership
-from mkernel.world.process_group import group_store
 from mkernel.world.sealing import Seal
 
 
@@ -61,28 +57,11 @@ class World:
         self.planned: dict[Hashable, LaunchPlan] = {}
         self.checked: dict[Hashable, Any] = {}
         self._key = key
-        self._running: deque[Launch] = deque()
-        self._failure = FailureMonitor(
-            self.rank, self.size, settings.timeout_s, stores, key, self._running.clear
-        )
-        self._exchange = Exchange(self.rank, self.size, self._failure)
-        self._membership = Membership(
-            identity, backends, settings, self._exchange, self._failure, lambda: self.group_store
-        )
-        try:
-            self._membership.join()
-        except BaseException as error:
-            self._failure.tell(error)
-            self._membership.leave()
-            self._failure.raise_first_cause(error)
-            raise
-        self._calls = Calls(
-            self.rank,
-            self._membership,
-            Agreement(self.rank, self.size, self._exchange, self._failure),
-            self._failure,
-            self._running,
-        )
+        self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)
+        self._exchange = Exchange(self._failure)
+        self._membership = Membership(identity, backends, settings, self._exchange, self._failure)
+        self._membership.join()
+        self._calls = Calls(self._membership, self._exchange, self._failure)
 
     # ---- what it consists of -------------------------------------------------------------------
 
@@ -111,10 +90,10 @@ class World:
         """The NIC session to other nodes; None in a world of one node."""
         return self._membership.session
 
-    @cached_property
+    @property
     def group_store(self) -> GroupStore:
         """The store through which a process group of this world's ranks may exchange addresses."""
-        return group_store(self._failure)
+        return self._membership.group_store
 
     def seal(self, purpose: str) -> Seal:
         """For messages of this world's ranks that take a way of their own."""
@@ -173,12 +152,6 @@ class World:
             WorldError: what broke a call that was only queued, where nothing raised it before.
         """
         try:
-            if error is not None and self._failure.notice is None:
-                self._failure.tell(error)
-            if error is None and self._running:
-                self._calls.synchronize()
-            if self._failure.notice is None:
-                self._calls.flush()
-                self._exchange.barrier()  # no rank unmaps while another still writes
+            self._calls.end(error)
         finally:
             self._membership.leave()

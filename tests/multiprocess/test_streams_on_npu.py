@@ -152,7 +152,7 @@ def queued() -> tuple[bool, bool, bool]:
     idle = npu_backend.Npu.idle
     idle.clear()
     found = [product(0)]
-    running = [launch.wait(0.2) for launch in mkernel.world()._running] == [False]
+    running = [launch.wait(0.2) for launch in mkernel.world()._failure.running] == [False]
     freed = threading.Timer(0.5, idle.set)
     freed.start()
     found.append(product(1))
