@@ -88,7 +88,8 @@ def plan(
         topology = machine.emulated_topology(
             whole, backends, nodes, ranks_per_node, settings.ranks_per_device
         )
-    claims = registry.accelerator(backends.accelerator).capabilities()
+    backend = registry.accelerator(backends.accelerator)
+    claims = backend.capabilities()
     selection.require_op(backends.accelerator, claims, canonical(op))
     return _plan(
         op,
@@ -107,4 +108,5 @@ def plan(
         path=path or settings.path,
         pinning=settings.pinning,
         constants=constants_for(claims.constants or backends.accelerator, settings.constants),
+        schedule=backend.schedule,
     )

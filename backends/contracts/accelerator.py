@@ -15,6 +15,7 @@ from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Works
 from mkernel.backends.contracts.status import Status
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
+from mkernel.plan.schedule import Schedule
 from mkernel.settings import BackendSettings
 from mkernel.topology.model import Accelerator, KindName
 
@@ -124,6 +125,14 @@ class AcceleratorBackend(ABC):
     def capabilities_on(self, kind: KindName) -> AcceleratorCapabilities:
         """What it would claim on a machine with devices of this kind: to plan for one elsewhere."""
         return self.capabilities()
+
+    @classmethod
+    def schedule(cls, plan: LaunchPlan) -> Schedule | None:
+        """The backend's own part of a plan, from all that the plan has decided before: what a launch
+        does beyond the common part. A pure function, without a device; ranks compare the result, and
+        ``workspace`` and ``launch`` read it. None: there is nothing more to decide, or nothing that
+        could be launched."""
+        return None
 
     def group_options(self, timeout: timedelta) -> Any:
         """Options of torch.distributed for the process group, where the capabilities ask for one; None:

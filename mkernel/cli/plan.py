@@ -9,6 +9,7 @@ from typing import Annotated, get_args
 import typer
 
 from mkernel import selection
+from mkernel.backends import registry
 from mkernel.cli import sizes
 from mkernel.cli.plan_world import planned_world
 from mkernel.cli.terminal import Terminal
@@ -170,6 +171,7 @@ def command(
         path=path or settings.path,
         pinning=settings.pinning,
         exchange=exchange,
+        schedule=registry.accelerator(backends.accelerator).schedule,
     )
     made, considered = planned(nodes=len(world.nodes), topology=world)
     obstacles += plan_obstacles(made, claims)

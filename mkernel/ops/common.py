@@ -101,4 +101,5 @@ def _plan_for(
         path=path or world.settings.path,
         pinning=world.settings.pinning,
         constants=constants_for(name, world.settings.constants),
+        schedule=world.accelerator.schedule,
     )

@@ -12,17 +12,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from mkernel.plan.order import ConsumptionOrder
+from mkernel.plan.schedule import AnySchedule, Schedule
 from mkernel.topology.model import Model
 from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.routes import Route, RouteTable
 
 DtypeName = Literal["float16", "bfloat16", "float32"]
+_Schedule = TypeVar("_Schedule", bound=Schedule)
 PathName = Literal["fused", "library"]
 """How a GEMM op runs: one kernel that communicates while it computes; or a library's product and a
 collective of the backend's own, one after the other."""
@@ -170,6 +172,10 @@ class LaunchPlan(Model):
     )
     order: ConsumptionOrder
     resources: Resources
+    schedule: AnySchedule | None = Field(
+        None,
+        description="the backend's own decisions; None: it has none, or cannot launch the plan",
+    )
     prediction: Prediction | None = Field(
         description="None: there are no constants of the chips, only of others, which decided"
     )
@@ -186,17 +192,31 @@ class LaunchPlan(Model):
             raise TypeError(f"a plan of {self.op} has no GEMM shape")
         return self.shape
 
+    def part(self, of: type[_Schedule]) -> _Schedule:
+        """The backend's own decisions. TypeError where they are not of this class: the plan was made
+        without its backend, or for another one."""
+        if not isinstance(self.schedule, of):
+            raise TypeError(
+                f"a plan of {self.op} on {self.accelerator} has the schedule {self.schedule!r}, no "
+                f"{of.__name__}; plan with the backend's `schedule`"
+            )
+        return self.schedule
+
     def route(self, src: int, dst: int) -> Route:
         """The route of the ordered pair. KeyError if ``src == dst`` or out of range."""
         return self.routes.route(self.placement, src, dst)
 
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON (hex); equal exactly when all decisions are equal."""
+        """SHA-256 of :meth:`decisions` (hex); equal exactly when all of them are."""
         return self._digest
+
+    def decisions(self) -> dict[str, Any]:
+        """Everything that ranks must share, as JSON: the plan without its prediction."""
+        return self.model_dump(mode="json", exclude={"prediction"})
 
     @cached_property
     def _digest(self) -> str:
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(self.decisions(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:

@@ -31,6 +31,7 @@ from mkernel.plan.model import (
 )
 from mkernel.plan.ops import canonical
 from mkernel.plan.order import ConsumptionOrder, Runs
+from mkernel.plan.schedule import Schedule
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.tune import tune
 from mkernel.topology.cost import MachineConstants, default_constants
@@ -43,6 +44,15 @@ from mkernel.topology.sources.chips import architecture
 
 if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities
+
+
+Scheduler = Callable[[LaunchPlan], Schedule | None]
+"""Gives a plan its backend's part: a pure function of what the plan has decided so far."""
+
+
+def no_schedule(plan: LaunchPlan) -> None:
+    """Of a backend whose launches follow from the common part of a plan."""
+    return
 
 
 class Planned(NamedTuple):
@@ -73,6 +83,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
     path: str = "auto",
     pinning: Pinning = NOT_PINNED,
     exchange: str = "auto",
+    schedule: Scheduler = no_schedule,
 ) -> Planned:
     """The plan of one op in one world, and what else was considered; cached by its inputs.
 
@@ -100,6 +111,8 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
         pinning: what the user decided of the placement.
         exchange: between nodes, ``direct`` or ``hierarchical``; ``auto``: of what the backend provides
             the one that is predicted to be faster.
+        schedule: gives a plan its backend's part
+            (:meth:`mkernel.backends.contracts.accelerator.AcceleratorBackend.schedule`).
 
     Raises:
         UnknownOp, Unsupported: no such op, or the backend does not claim it, or not on that path.
@@ -184,6 +197,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
         constants
         if constants is not None
         else default_constants(capabilities.constants or accelerator),
+        schedule,
     )
 
 
@@ -252,6 +266,7 @@ def _planned(
     choice: _Choice,
     resources: Resources,
     constants: MachineConstants,
+    schedule: Scheduler,
 ) -> Planned:
     """The plan of checked inputs. Decisions are made one after another, each with the defaults of
     those that follow: path, exchange, chunks of tiles, communication blocks; then, by simulation, rows
@@ -342,6 +357,7 @@ def _planned(
             made, by_rows, choice.orders, constants, choice.one_kernel_per_chunk
         )
         alternatives += considered
+    made = made.model_copy(update={"schedule": schedule(made)})
     if not _hold(constants, kinds, placement):
         made = made.model_copy(update={"prediction": None})
         alternatives = tuple(one.model_copy(update={"predicted_us": None}) for one in alternatives)

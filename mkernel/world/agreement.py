@@ -39,7 +39,7 @@ class Agreement:
 
     def _agree(self, plan: LaunchPlan, key: str, places: Mapping[str, Place]) -> None:
         number, self._agreements = self._agreements, self._agreements + 1
-        told = plan.model_dump(mode="json")
+        told = plan.decisions()
         told["symmetric"] = {
             name: {"buffer": buffer, "offset": offset} for name, (buffer, offset) in places.items()
         }

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mkernel.backends.accelerators.hopper import tuning
 from mkernel.backends.accelerators.hopper.capabilities import library_ops, ops
 from mkernel.backends.accelerators.hopper.native import missing
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
@@ -22,6 +23,7 @@ from mkernel.backends.cuda.software import software
 from mkernel.errors import BackendUnavailable
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
+from mkernel.plan.schedule import Schedule
 from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
@@ -125,6 +127,11 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 architectures=(f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
             )
         return self._capabilities
+
+    @classmethod
+    def schedule(cls, plan: LaunchPlan) -> Schedule | None:
+        """Tiles, chunks, who pushes them; on the library path, what is sent and how."""
+        return tuning.schedule(plan)
 
     # ---- a world's life, and its calls -----------------------------------------------------------
 

@@ -22,6 +22,11 @@ from mkernel.backends.accelerators.hopper.device_world import (
     one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.schedule import (
+    GatherSchedule,
+    ReduceSchedule,
+    TilingName,
+)
 from mkernel.backends.accelerators.hopper.transfer import measured_engines
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import Unsupported
@@ -38,28 +43,10 @@ _ELEMENT_BYTES = tuning.ELEMENT_BYTES
 # ---- what follows from a plan --------------------------------------------------------------------
 
 
-def _schedule(plan: LaunchPlan) -> tuple[tuning.GatherTuning, _hopper.AllGatherSchedule]:
-    made, shape, world = native(), plan.gemm, plan.world_size
-    rows = shape.m // world
-    how = tuning.gather(
-        rows,
-        shape.n,
-        shape.k,
-        world,
-        plan.rows_per_chunk or rows,
-        plan.resources.compute_blocks,
-        made.MAX_FLAGS,
-        made.MAX_COPIED_CHUNKS,
-    )
-    return how, made.AllGatherSchedule(
+def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _hopper.AllGatherSchedule]:
+    how, rows = plan.part(GatherSchedule), plan.gemm.m // plan.world_size
+    return how, native().AllGatherSchedule(
         rows, how.chunk_rows, how.push_blocks, how.columns_ahead, how.slices
-    )
-
-
-def _reduction(plan: LaunchPlan) -> tuning.ReduceTuning:
-    shape = plan.gemm
-    return tuning.reduce(
-        plan.op, shape.m, shape.n, shape.k, plan.world_size, plan.resources.compute_blocks
     )
 
 
@@ -89,11 +76,11 @@ class AllGatherExecutor:
     def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
-        how, schedule = _schedule(plan)
+        how, schedule = _gather(plan)
         self._context = context
         self._several = plan.world_size > 1
         self._world = device_world(call, context)
-        self._product = _product(plan, how.tiling)
+        self._product = _product(plan, how.tiling, how.band)
         rows = plan.gemm.m // plan.world_size
         self._whole, self._schedule = made.AllGatherSchedule(rows, rows), schedule
         self._pipelined = made.PipelinedGather(
@@ -106,7 +93,7 @@ class AllGatherExecutor:
         world = one_node(plan)
         if world == 1:
             return _NO_DATA
-        needed: int = native().all_gather_gemm_bytes(world, _schedule(plan)[1], plan.gemm.k)
+        needed: int = native().all_gather_gemm_bytes(world, _gather(plan)[1], plan.gemm.k)
         return needed
 
     def start(self, call: Call, stream: int) -> None:
@@ -160,10 +147,10 @@ class ReduceExecutor:
     def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
-        how = _reduction(plan)
+        how = plan.part(ReduceSchedule)
         self._context = context
         self._world = device_world(call, context)
-        self._product = _product(plan, how.tiling)
+        self._product = _product(plan, how.tiling, how.band)
         self._everywhere = plan.op == "gemm_all_reduce"
 
         def schedule(alone: bool) -> _hopper.ReduceSchedule:
@@ -172,8 +159,8 @@ class ReduceExecutor:
                 rows=how.rows,
                 panel_rows=how.panel_rows,
                 panel_columns=how.panel_columns,
-                pace=how.spread.pace,
-                by_outbox=how.spread.by_outbox,
+                pace=how.pace,
+                by_outbox=how.by_outbox,
                 everywhere=self._everywhere,
                 alone=alone,
             )
@@ -191,10 +178,10 @@ class ReduceExecutor:
         if world == 1:
             return _NO_DATA
         made, shape = native(), plan.gemm
-        how = _reduction(plan)
+        how = plan.part(ReduceSchedule)
         try:
             fused: int = made.gemm_reduce_bytes(
-                world, how.rows, shape.n, how.spread.by_outbox, plan.op == "gemm_all_reduce"
+                world, how.rows, shape.n, how.by_outbox, plan.op == "gemm_all_reduce"
             )
         except ValueError as error:  # too few flags
             raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
@@ -231,7 +218,9 @@ class ReduceExecutor:
             [call.workspace], 0, context.control, call.timeout_s, call_id(call)
         )
         tiling = tuning.tiling(shape.m, 1, shape.n, shape.k, plan.resources.compute_blocks)
-        product = _product(plan, tiling).of(a.data_ptr(), b.data_ptr(), partial.data_ptr())
+        product = _product(plan, tiling, tuning.BAND).of(
+            a.data_ptr(), b.data_ptr(), partial.data_ptr()
+        )
         schedule = made.AllGatherSchedule(shape.m, shape.m)
         made.all_gather_gemm(context.device, alone, product, schedule, False, stream)
         together = made.Collective(
@@ -262,7 +251,7 @@ def _copy(dst: int, src: int, nbytes: int, stream: int) -> None:
         made.copy(dst, src, nbytes, engine, max(best.blocks, 1), stream=stream)
 
 
-def _product(plan: LaunchPlan, tiling: tuning.TilingName) -> _hopper.Product:
+def _product(plan: LaunchPlan, tiling: TilingName, band: int) -> _hopper.Product:
     """The plan's product, without tensors yet."""
     made = native()
     product: _hopper.Product = made.Product(
@@ -271,7 +260,7 @@ def _product(plan: LaunchPlan, tiling: tuning.TilingName) -> _hopper.Product:
         half=plan.dtype == "float16",
         n_major=plan.b_layout == "row",
         tiling=getattr(made.Tiling, tiling),
-        band=tuning.BAND,
+        band=band,
         blocks=plan.resources.compute_blocks,
     )
     return product

@@ -4,8 +4,6 @@
   GEMM+ReduceScatter  mm ──▶ partial results (scratch) ──▶ reduce_scatter ──▶ out
   GEMM+AllReduce      mm ──▶ partial results (scratch) ──▶ all_reduce ──▶ out
 Scratch comes from torch's allocator on the call's stream, so a captured graph owns its own.
-
-All that a rank decides here follows from the plan, so that all ranks take the same way.
 """
 
 from __future__ import annotations
@@ -21,22 +19,12 @@ from mkernel.backends.accelerators.hopper.device_world import (
     one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
-
-SCATTERED_ELEMENTS = 1 << 12
-"""Products of up to so many elements are rounded here. The library may cut a product along K and
-round the parts, an error that scatters where there are few elements."""
-
-ONE_SHOT_BYTES = 1 << 20
-"""Up to so many bytes of partial results, times W - 2, it is faster to send all of them to every
-rank than to send sums in an exchange of their own: (W-1)(W-2)/W times the bytes, but 5 us less to
-wait."""
-ONE_SHOT_MOST = 8 << 20
 
 
 class LibraryExecutor:
@@ -45,7 +33,8 @@ class LibraryExecutor:
     def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
-        shape = plan.gemm
+        shape, how = plan.gemm, plan.part(LibrarySchedule)
+        self._product = _torch_dtype(how.product)
         self._world_size = plan.world_size
         self._gathers = plan.op == "all_gather_gemm"
         self._scatters = plan.op == "gemm_reduce_scatter"
@@ -53,11 +42,10 @@ class LibraryExecutor:
         if self._gathers:
             self._between, self._dtype = (shape.m, shape.k), _torch_dtype(plan.dtype)
         else:
-            sent = paths.partial_dtype(shape, plan.dtype)
-            self._between, self._dtype = (shape.m, shape.n), _torch_dtype(sent)
+            self._between, self._dtype = (shape.m, shape.n), self._product
             self._element = _element(plan)
             self._elements = shape.m * shape.n
-            self._one_shot, self._way = one_shot(plan), _way(plan)
+            self._one_shot, self._way = how.way == "one_shot", _way(plan)
 
     @staticmethod
     def workspace_bytes(plan: LaunchPlan) -> int:
@@ -73,7 +61,7 @@ class LibraryExecutor:
         if self._gathers:
             self._gather_then_product(call, stream)
         elif self._world_size == 1:
-            _multiply(a, b, out)
+            self._multiply(a, b, out)
         else:
             self._product_then_sum(call, stream)
 
@@ -98,7 +86,7 @@ class LibraryExecutor:
                 native().all_gather(
                     self._together(call), a.data_ptr(), a.nbytes, outs or [whole.data_ptr()], stream
                 )
-        _multiply(whole, call.tensors["b"], call.tensors["out"])
+        self._multiply(whole, call.tensors["b"], call.tensors["out"])
 
     def _product_then_sum(self, call: Call, stream: int) -> None:
         tensors = call.tensors
@@ -117,20 +105,13 @@ class LibraryExecutor:
             outs = list(call.symmetric.get("out", ())) or outs
         made.all_reduce(together, element, source, elements, outs, self._way, stream)
 
-
-def one_shot(plan: LaunchPlan) -> bool:
-    """Whether an all-reduce sends everything to everyone at once."""
-    nbytes = plan.gemm.m * plan.gemm.n * DTYPE_BYTES[paths.partial_dtype(plan.gemm, plan.dtype)]
-    return nbytes <= ONE_SHOT_MOST and nbytes * (plan.world_size - 2) <= ONE_SHOT_BYTES
-
-
-def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    if out.numel() > SCATTERED_ELEMENTS:
-        _mm(a, b, out)
-        return
-    whole = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    _mm(a, b, whole)
-    out.copy_(whole)
+    def _multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        if self._product == out.dtype:
+            _mm(a, b, out)
+            return
+        whole = torch.empty(out.shape, dtype=self._product, device=out.device)
+        _mm(a, b, whole)
+        out.copy_(whole)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -158,9 +139,9 @@ def _staging(plan: LaunchPlan) -> int:
     return needed
 
 
-def _way(plan: LaunchPlan) -> _hopper.Way:
-    ways = native().Way
-    way: _hopper.Way = ways.one_shot if one_shot(plan) else ways.two_shot
+def _way(plan: LaunchPlan) -> _hopper.Way | None:
+    name = plan.part(LibrarySchedule).way
+    way: _hopper.Way | None = None if name is None else getattr(native().Way, name)
     return way
 
 
@@ -171,7 +152,7 @@ def _torch_dtype(name: DtypeName) -> torch.dtype:
 
 def _element(plan: LaunchPlan) -> _hopper.Element:
     """The native name of the elements that are added up and of the results."""
-    sent = paths.partial_dtype(plan.gemm, plan.dtype)
+    sent = plan.part(LibrarySchedule).product
     name = plan.dtype if sent == plan.dtype else f"{sent}_to_{plan.dtype}"
     element: _hopper.Element = getattr(native().Element, name)
     return element

@@ -1,6 +1,6 @@
-"""How the GEMM kernels are tuned: tile sizes, chunks, who pushes them, bands.
+"""How the GEMM ops are scheduled: tile sizes, chunks, who pushes them, bands, exchanges.
 
-Pure functions of a plan's sizes, the same on every rank. The numbers here and in transfer/engines.json
+Pure functions of a plan's sizes. The numbers here and in transfer/engines.json
 were measured on four H200 with bfloat16 and NVLink; they change times, never results.
 """
 
@@ -10,9 +10,17 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.schedule import (
+    GatherSchedule,
+    LibrarySchedule,
+    ReduceSchedule,
+    TilingName,
+    Way,
+)
 from mkernel.backends.accelerators.hopper.transfer import Choice, measured_engines
-
-TilingName = Literal["wide", "deep", "narrow"]
+from mkernel.plan import paths
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, LaunchPlan
 
 ELEMENT_BYTES = 2
 TILE_ROWS = 128
@@ -51,6 +59,16 @@ LATE = 1.25
 """Rows may come later than copies alone take, by this factor: the link has other traffic, and ranks
 start apart."""
 
+SCATTERED_ELEMENTS = 1 << 12
+"""Whole products of up to so many elements are rounded by a copy of their own. The library may cut a
+product along K and round the parts, an error that scatters where there are few elements."""
+
+ONE_SHOT_BYTES = 1 << 20
+"""Up to so many bytes of partial results, times W - 2, it is faster to send all of them to every
+rank than to send sums in an exchange of their own: (W-1)(W-2)/W times the bytes, but 5 us less to
+wait."""
+ONE_SHOT_MOST = 8 << 20
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -85,29 +103,20 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 the tile's puts must fit."""
 
 
-@dataclass(frozen=True)
-class GatherTuning:
-    """How AllGather+GEMM is run. ``push_blocks`` 0: copy engines move the chunks.
-    ``columns_ahead``: tile columns of the own rows that are computed before the others' rows; 0:
-    all. ``slices``: copy engines move the chunk that comes last in so many slices of K."""
-
-    tiling: TilingName
-    chunk_rows: int
-    push_blocks: int
-    columns_ahead: int = 0
-    slices: int = 1
-
-
-@dataclass(frozen=True)
-class ReduceTuning:
-    """How a GEMM with a reduction is run. One rank owns ``rows`` rows of the sum. A panel has
-    ``panel_rows`` rows of clusters and ``panel_columns`` columns of tiles."""
-
-    tiling: TilingName
-    rows: int
-    panel_rows: int
-    panel_columns: int
-    spread: Spread
+def schedule(plan: LaunchPlan) -> GatherSchedule | ReduceSchedule | LibrarySchedule | None:
+    """How a plan runs; None: it has several nodes, and cannot."""
+    if plan.nodes > 1:
+        return None
+    made, shape, world = native(), plan.gemm, plan.world_size
+    processors = plan.resources.compute_blocks
+    if plan.path == "library":
+        return library(plan.op, shape, plan.dtype, world)
+    if plan.op != "all_gather_gemm":
+        return reduce(plan.op, shape.m, shape.n, shape.k, world, processors)
+    rows = shape.m // world
+    chunk = plan.rows_per_chunk or rows
+    flags, copied = made.MAX_FLAGS, made.MAX_COPIED_CHUNKS
+    return gather(rows, shape.n, shape.k, world, chunk, processors, flags, copied)
 
 
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
@@ -124,13 +133,13 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
 
 def gather(
     rows: int, n: int, k: int, world: int, chunk: int, processors: int, flags: int, copied: int
-) -> GatherTuning:
+) -> GatherSchedule:
     """A rank has ``rows`` rows, in chunks of ``chunk`` as planned. A workspace has ``flags`` flags;
     copy engines take at most ``copied`` chunks."""
     tiles = tiling(rows, world, n, k, processors)
     chunk = max(chunk, _up(rows, flags // world))
     if world == 1:
-        return GatherTuning(tiles, rows, 0)
+        return GatherSchedule(tiling=tiles, chunk_rows=rows, push_blocks=0, band=BAND)
     engines, nbytes = measured_engines(), rows * k * ELEMENT_BYTES
     by_engines = engines.choose("put", nbytes, 0, flagged=True)
     by_blocks = engines.choose("put", nbytes, PUSH_BLOCKS, flagged=True)
@@ -151,7 +160,14 @@ def gather(
         if chunk == rows:  # they publish it in parts
             least = _up(PUSHED_BYTES, k * ELEMENT_BYTES)
             chunk = min(rows, PUSHED_ROWS, max(least, _up(rows, PUSHERS)))
-    return GatherTuning(tiles, chunk, blocks, ahead, slices)
+    return GatherSchedule(
+        tiling=tiles,
+        chunk_rows=chunk,
+        push_blocks=blocks,
+        columns_ahead=ahead,
+        slices=slices,
+        band=BAND,
+    )
 
 
 class _Tiles:
@@ -192,7 +208,7 @@ def _columns_ahead(work: _Tiles, there_us: float, processors: int) -> int:
     return ahead if ahead < work.columns else 0
 
 
-def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> ReduceTuning:
+def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> ReduceSchedule:
     """``k`` is one rank's share. Rows of an all-reduce are dealt out in whole tiles of a cluster,
     so the last owners may have fewer, or none."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
@@ -207,7 +223,29 @@ def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> Redu
         panel_rows = _up(panel_rows, _up(panel_rows, max(1, BAND // owners)))
         clusters = processors * TILE_ROWS // height
         panel_columns = max(1, clusters // (owners * panel_rows))
-    return ReduceTuning(tiles, rows, panel_rows, panel_columns, spread)
+    return ReduceSchedule(
+        tiling=tiles,
+        rows=rows,
+        panel_rows=panel_rows,
+        panel_columns=panel_columns,
+        pace=spread.pace,
+        by_outbox=spread.by_outbox,
+        band=BAND,
+    )
+
+
+def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibrarySchedule:
+    """The same of the library path."""
+    whole = op == "all_gather_gemm" or world == 1
+    product = paths.partial_dtype(shape, dtype)
+    if whole:
+        product = "float32" if shape.m * shape.n <= SCATTERED_ELEMENTS else dtype
+    way: Way | None = None
+    if op == "gemm_all_reduce" and not whole:
+        nbytes = shape.m * shape.n * DTYPE_BYTES[product]
+        brief = nbytes <= ONE_SHOT_MOST and nbytes * (world - 2) <= ONE_SHOT_BYTES
+        way = "one_shot" if brief else "two_shot"
+    return LibrarySchedule(product=product, way=way)
 
 
 def _up(value: int, by: int) -> int:

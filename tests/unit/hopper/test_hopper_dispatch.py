@@ -83,7 +83,9 @@ def planned(
     op: str, m: int, n: int, k: int, world: int = 2, chunk: int | None = None
 ) -> LaunchPlan:
     sizes = {"m": m, "n": n, "k": k}
-    return gpu_plan(HopperAccelerator(), op, world, sizes, dtype="bfloat16", chunk=chunk)
+    return gpu_plan(
+        HopperAccelerator(), op, world, sizes, dtype="bfloat16", chunk=chunk, path="fused"
+    )
 
 
 def run(

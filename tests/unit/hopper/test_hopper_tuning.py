@@ -7,13 +7,20 @@ from typing import Any
 import pytest
 
 from mkernel.backends.accelerators.hopper import gemm, native, tuning
+from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, TilingName
 from mkernel.errors import BackendUnavailable, Unsupported
 
 FLAGS, COPIED, PROCESSORS = 122_880, 16, 132
 
 
-def gathered(rows: int, n: int, k: int, world: int, chunk: int) -> tuning.GatherTuning:
+def gathered(rows: int, n: int, k: int, world: int, chunk: int) -> GatherSchedule:
     return tuning.gather(rows, n, k, world, chunk, PROCESSORS, FLAGS, COPIED)
+
+
+def by_copy_engines(tiling: TilingName, rows: int, slices: int = 1) -> GatherSchedule:
+    return GatherSchedule(
+        tiling=tiling, chunk_rows=rows, push_blocks=0, slices=slices, band=tuning.BAND
+    )
 
 
 def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
@@ -24,7 +31,7 @@ def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
 
 
 def test_large_shards_are_copied_and_small_ones_pushed() -> None:
-    large = tuning.GatherTuning("narrow", 1024, 0, slices=tuning.SLICES)
+    large = by_copy_engines("narrow", 1024, slices=tuning.SLICES)
     assert gathered(1024, 1024, 16_384, 4, 1024) == large
     assert gathered(256, 1024, 4096, 4, 256).push_blocks == tuning.PUSH_BLOCKS
     assert gathered(3, 1024, 4096, 4, 3).chunk_rows == 3
@@ -39,7 +46,7 @@ def test_blocks_push_only_where_the_product_does_not_miss_them() -> None:
 
 def test_rows_are_copied_where_slices_bring_the_end_forward() -> None:
     """Blocks would have the 8 MiB there sooner, but whole: a tile of all of K is left to do."""
-    copied = tuning.GatherTuning("narrow", 1024, 0, slices=tuning.SLICES)
+    copied = by_copy_engines("narrow", 1024, slices=tuning.SLICES)
     assert gathered(1024, 1024, 4096, 4, 1024) == copied
     assert gathered(1024, 1024, 4096, 4, 512).push_blocks == tuning.PUSH_BLOCKS  # as planned
 
@@ -62,7 +69,7 @@ def test_own_columns_go_ahead_until_the_others_rows_are_there() -> None:
 
 
 def test_a_planned_chunk_is_kept_while_there_are_flags() -> None:
-    assert gathered(4096, 1024, 4096, 4, 1024) == tuning.GatherTuning("wide", 1024, 0)
+    assert gathered(4096, 1024, 4096, 4, 1024) == by_copy_engines("wide", 1024)
     many = gathered(4096, 1024, 4096, 4, 255)  # more chunks than copy engines take
     assert (many.chunk_rows, many.push_blocks) == (255, tuning.PUSH_BLOCKS)
     for rows, world in ((1 << 20, 4), (100_003, 8), (30_720, 4)):

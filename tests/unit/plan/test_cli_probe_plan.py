@@ -10,6 +10,7 @@ from devices import SIM, SOFT
 from plan_worlds import CAPABILITIES, make, world
 
 from mkernel.backends import registry
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.status import Status
 from mkernel.cli import plan as plan_command
 from mkernel.cli import probe as probe_command
@@ -35,6 +36,8 @@ class FakeAscend:
 
     def capabilities_on(self, kind: str) -> Any:
         return CAPABILITIES
+
+    schedule = AcceleratorBackend.schedule
 
 
 class FakeCx7:

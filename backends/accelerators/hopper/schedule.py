@@ -1,0 +1,56 @@
+"""What a launch on Hopper does that is no common part of a plan: the schedules of its kernels."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mkernel.plan.model import DtypeName
+from mkernel.plan.schedule import Schedule
+
+TilingName = Literal["wide", "deep", "narrow"]
+Way = Literal["one_shot", "two_shot"]
+
+
+class GatherSchedule(Schedule):
+    """How the fused AllGather+GEMM runs. A rank's rows travel in chunks of ``chunk_rows``, moved by
+    the kernel's first ``push_blocks`` blocks or, where that is 0, by copy engines; these move the
+    chunk that comes last in ``slices`` of K. ``columns_ahead`` tile columns of the own rows are
+    computed before the others' rows; 0: all. ``band`` rows of clusters share columns of B in L2."""
+
+    kind: Literal["hopper.all_gather_gemm"] = "hopper.all_gather_gemm"
+    tiling: TilingName
+    chunk_rows: int = Field(ge=1)
+    push_blocks: int = Field(ge=0)
+    columns_ahead: int = Field(0, ge=0)
+    slices: int = Field(1, ge=1)
+    band: int = Field(ge=1)
+
+
+class ReduceSchedule(Schedule):
+    """How a fused GEMM with a reduction runs. One rank owns ``rows`` rows of the sum. An owner's
+    tiles are cut into panels of ``panel_rows`` rows of clusters and ``panel_columns`` columns of
+    tiles; the own tiles of a panel are computed after the other owners' tiles of the next.
+    ``pace``: least clock cycles between two puts of a block. ``by_outbox``: puts come from memory,
+    not straight from the block that made the tile: smoother, and worth its memory traffic where the
+    link is nearly full. ``band`` is as above."""
+
+    kind: Literal["hopper.gemm_reduce"] = "hopper.gemm_reduce"
+    tiling: TilingName
+    rows: int = Field(ge=1)
+    panel_rows: int = Field(ge=1)
+    panel_columns: int = Field(ge=1)
+    pace: int = Field(ge=0)
+    by_outbox: bool
+    band: int = Field(ge=1)
+
+
+class LibrarySchedule(Schedule):
+    """How a library's product and a collective run. ``product``: the dtype that the product is
+    rounded to, in which partial results travel; the output keeps its own. ``way``: of an all-reduce,
+    everything to everyone at once, or sums in an exchange of their own; None: there is none."""
+
+    kind: Literal["hopper.library"] = "hopper.library"
+    product: DtypeName
+    way: Way | None = None

@@ -1,0 +1,43 @@
+"""A backend's own part of a plan."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, SerializeAsAny
+
+from mkernel.topology.model import Model
+
+
+class Schedule(Model):
+    """What a backend's launches of one plan do that no other backend knows of: tile sizes, who moves
+    the bytes, in which pieces.
+
+    A subclass gives ``kind`` a default of its own, such as ``"mine.gemm"``. JSON is read as the
+    class of its kind, once the module of that class has been imported.
+    """
+
+    kind: str
+
+    _of_kind: ClassVar[dict[str, type[Schedule]]] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        Schedule._of_kind[cls.model_fields["kind"].default] = cls
+
+    @staticmethod
+    def read(value: Any) -> Any:
+        """A schedule, of its own class, from what JSON gave. ValueError: nobody knows its kind."""
+        if not isinstance(value, dict):
+            return value
+        found = Schedule._of_kind.get(str(value.get("kind")))
+        if found is None:
+            known = ", ".join(sorted(Schedule._of_kind)) or "none"
+            raise ValueError(
+                f"no backend that is loaded has schedules of kind {value.get('kind')!r}; known: {known}"
+            )
+        return found.model_validate(value)
+
+
+AnySchedule = Annotated[SerializeAsAny[Schedule], BeforeValidator(Schedule.read)]
+"""A field that holds a schedule of any kind, and keeps its class through JSON."""
