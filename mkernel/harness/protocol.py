@@ -34,7 +34,7 @@ from torch import distributed
 
 from mkernel.harness.clock import Meeting, wait_until
 from mkernel.harness.problem import Tensors
-from mkernel.harness.queue import CudaQueue, Queue
+from mkernel.harness.queue import CudaQueue
 
 Call = Callable[[], Sequence[Tensors]]
 Clock = Literal["hidden", "counted", "host"]
@@ -134,7 +134,7 @@ class Leads:
 class HiddenLaunch(Stopwatch):
     """Device time between two events around the call, which is queued while the device is held."""
 
-    def __init__(self, queue: Queue, meeting: Meeting) -> None:
+    def __init__(self, queue: CudaQueue, meeting: Meeting) -> None:
         self._queue, self._meeting = queue, meeting
         self._leads = Leads()
         self._together = False
@@ -180,7 +180,7 @@ class CountedLaunch(Stopwatch):
     ``until_done``: the host's time until the device is at the end, not the device's between two events.
     """
 
-    def __init__(self, queue: Queue, meeting: Meeting, until_done: bool) -> None:
+    def __init__(self, queue: CudaQueue, meeting: Meeting, until_done: bool) -> None:
         self._queue, self._meeting, self._until_done = queue, meeting, until_done
 
     def time(self, who: str, call: Call, late: bool = False) -> Timed:

@@ -7,7 +7,7 @@ built, or not for this device, ranks start behind a spin and a barrier instead.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed
@@ -42,53 +42,9 @@ class Cache:
         torch.sum(self._read, 0, out=self._sum)
 
 
-class Queue(Protocol):
-    """A device's stream as a stopwatch uses it. Only ``wait_for_end``, ``synchronize``, ``calibrate``
-    and ``held_until`` wait for the device."""
-
-    def flush(self) -> None:
-        """Nothing of the turn before is in the cache, and nothing there waits to be written back."""
-
-    def calibrate(self) -> bool:
-        """Compare the device's clock with the host's, when all before is done; False: it has none."""
-
-    def hold(self, instant_ns: int) -> None:
-        """What follows starts at an instant of CLOCK_MONOTONIC. After :meth:`calibrate`."""
-
-    def spin(self, seconds: float) -> None:
-        """What follows starts so much later."""
-
-    def barrier(self) -> None:
-        """What follows starts when all ranks are here."""
-
-    def start(self) -> None:
-        """The time begins."""
-
-    def end(self) -> None:
-        """The time ends."""
-
-    def wait_for_end(self) -> None:
-        """Wait until the stream is at :meth:`end`."""
-
-    def copy(self, result: torch.Tensor) -> torch.Tensor:
-        """The result as it is when all before is done."""
-
-    def synchronize(self) -> None:
-        """Wait until all is done."""
-
-    def seconds(self) -> float:
-        """The time from the start to the end. After :meth:`synchronize`."""
-
-    def held_until(self) -> int:
-        """When the last hold really ended, nanoseconds of CLOCK_MONOTONIC, by a calibration of its
-        own: what it was held by may have drifted or been off. After :meth:`synchronize`."""
-
-    def settings(self) -> dict[str, Any]:
-        """Bytes of the flush; how well the clock is known."""
-
-
 class CudaQueue:
-    """The current stream of the current device."""
+    """The current stream of the current device, as a stopwatch uses it. Only ``wait_for_end``,
+    ``synchronize``, ``calibrate`` and ``held_until`` wait for the device."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._cache = Cache(device, torch.cuda.get_device_properties(device).L2_cache_size)
@@ -101,9 +57,11 @@ class CudaQueue:
         self._errors_ns: list[int] = []
 
     def flush(self) -> None:
+        """Nothing of the turn before is in the cache, and nothing there waits to be written back."""
         self._cache.flush()
 
     def calibrate(self) -> bool:
+        """Compare the device's clock with the host's, when all before is done; False: it has none."""
         if self._clock is None:
             return False
         samples = self._clock.read(CLOCK_SAMPLES, self._timeout_s, stream=_stream())
@@ -112,6 +70,7 @@ class CudaQueue:
         return True
 
     def hold(self, instant_ns: int) -> None:
+        """What follows starts at an instant of CLOCK_MONOTONIC. After :meth:`calibrate`."""
         assert self._clock is not None
         assert self._calibration is not None
         left_s = max(0, instant_ns - time.monotonic_ns()) / 1e9
@@ -120,31 +79,41 @@ class CudaQueue:
         )
 
     def spin(self, seconds: float) -> None:
+        """What follows starts so much later."""
         _cuda._sleep(int(seconds * _SPIN_HZ))
 
     def barrier(self) -> None:
+        """What follows starts when all ranks are here."""
         distributed.all_reduce(self._one)
 
     def start(self) -> None:
+        """The time begins."""
         self._start.record()
 
     def end(self) -> None:
+        """The time ends."""
         self._end.record()
 
     def wait_for_end(self) -> None:
+        """Wait until the stream is at :meth:`end`."""
         self._end.synchronize()
 
     def copy(self, result: torch.Tensor) -> torch.Tensor:
+        """The result as it is when all before is done."""
         return result.clone()
 
     def synchronize(self) -> None:
+        """Wait until all is done."""
         torch.cuda.synchronize()
 
     def seconds(self) -> float:
+        """The time from the start to the end. After :meth:`synchronize`."""
         milliseconds: float = self._start.elapsed_time(self._end)
         return milliseconds / 1e3
 
     def held_until(self) -> int:
+        """When the last hold really ended, nanoseconds of CLOCK_MONOTONIC, by a calibration of its
+        own: what it was held by may have drifted or been off. After :meth:`synchronize`."""
         assert self._clock is not None
         passed = self._clock.passed
         self.calibrate()
@@ -152,6 +121,7 @@ class CudaQueue:
         return self._calibration.on_host(passed)
 
     def settings(self) -> dict[str, Any]:
+        """Bytes of the flush; how well the clock is known."""
         found: dict[str, Any] = {
             "flush_bytes": self._cache.nbytes,
             "read_bytes": self._cache.nbytes,

@@ -46,6 +46,9 @@ class Work(ABC):
 
     calls = 1
 
+    def __init__(self, contender: Contender) -> None:
+        self._contender = contender
+
     @abstractmethod
     def prepare(self, turn: int) -> list[Wanted]:
         """Fresh inputs and poisoned outputs, queued on the current stream; what the results of the
@@ -56,20 +59,20 @@ class Work(ABC):
         """The calls of a turn, queued on the current stream; the results that are the last of
         :meth:`prepare`'s."""
 
-    @abstractmethod
     def limits(self) -> dict[str, float]:
-        """The contender's limits. After the first :meth:`prepare`."""
+        """The contender's limits."""
+        return self._contender.limits()
 
-    @abstractmethod
     def close(self) -> None:
         """After the last turn, with the device idle. Collective."""
+        self._contender.close()
 
 
 class OneCall(Work):
     """One call on the contender's own inputs, into a new output."""
 
     def __init__(self, contender: Contender) -> None:
-        self._contender = contender
+        super().__init__(contender)
         self._inputs = contender.inputs()
         self._outputs: Tensors = {}
 
@@ -80,12 +83,6 @@ class OneCall(Work):
     def run(self) -> Sequence[Tensors]:
         return (self._contender.call(self._inputs, self._outputs),)
 
-    def limits(self) -> dict[str, float]:
-        return self._contender.limits()
-
-    def close(self) -> None:
-        self._contender.close()
-
 
 class Loop(Work):
     """Calls one behind another, without a wait of the host."""
@@ -93,7 +90,7 @@ class Loop(Work):
     calls = LOOP_CALLS
 
     def __init__(self, contender: Contender) -> None:
-        self._contender = contender
+        super().__init__(contender)
         self._sets = [(contender.inputs(), contender.outputs()) for _ in range(2)]
 
     def prepare(self, turn: int) -> list[Wanted]:
@@ -110,12 +107,6 @@ class Loop(Work):
         assert last is not None
         # A contender with one result memory has overwritten the result before the last.
         return (last,) if before["out"].data_ptr() == last["out"].data_ptr() else (before, last)
-
-    def limits(self) -> dict[str, float]:
-        return self._contender.limits()
-
-    def close(self) -> None:
-        self._contender.close()
 
 
 class Replay(Loop):
