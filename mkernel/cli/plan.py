@@ -189,11 +189,10 @@ def command(
         )
         found = traced.result
         if trace_file:
-            from mkernel.harness.timeline import simulated as timeline
-            from mkernel.harness.trace_file import write_trace
+            from mkernel.harness import timeline
 
             try:
-                write_trace(timeline(traced), trace_file)
+                timeline.write_trace(timeline.simulated(traced), trace_file)
             except OSError as error:
                 raise _unwritable("--trace", trace_file, error) from error
     points: list[growth.Point] = []

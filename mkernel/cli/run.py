@@ -21,13 +21,12 @@ from mkernel.cases.moe import ROUTINGS
 from mkernel.cli import sizes
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
-from mkernel.harness import inputs, timeline
+from mkernel.harness import inputs, rank, timeline
 from mkernel.harness import run_report as report
-from mkernel.harness import trace_file as files
-from mkernel.harness import views as rank
 from mkernel.harness.footprint import check_fits
-from mkernel.harness.run_spec import RunSpec
-from mkernel.harness.views import VIEWS, RankResult
+from mkernel.harness.guard import Progress as TurnDone
+from mkernel.harness.spec import VIEWS, Job
+from mkernel.harness.turns import Turns
 from mkernel.launch import check_ranks, launch
 from mkernel.ops.validate import DTYPES, dtype_name
 from mkernel.plan import ops, render
@@ -145,8 +144,15 @@ def command(  # one option a parameter: this is the command line
     )
     console = Terminal(quiet=json, highlight=False)
     mixes = registry.accelerator(backends.accelerator).capabilities().mixed_dtypes
-    spec = _spec(name, sized, wanted, mixes, paths, output, warmup, iterations)
-    case = spec.case
+    case = _case(name, sized, wanted, mixes)
+    job = Job(
+        cases=(case,),
+        contenders=VIEWS,
+        warmup=warmup,
+        iterations=iterations,
+        files=tuple(path.resolve() for path in paths),
+        output=output.resolve() if output else None,
+    )
     check_fits(name, case.sizes, world_size, case.dtype, case.out_dtype)
     topology = machine.emulated_topology(
         machine.machine_topology(backends),
@@ -155,7 +161,7 @@ def command(  # one option a parameter: this is the command line
         ranks_per_node,
         settings.ranks_per_device,
     )
-    plan = _plan(spec, topology, backends, nodes, ranks_per_node)
+    plan = _plan(case, topology, backends, nodes, ranks_per_node)
     console.print(render.topology(topology))
     console.print(render.plan(plan))
     if output is not None:
@@ -163,10 +169,11 @@ def command(  # one option a parameter: this is the command line
     if trace is not None and not trace.parent.is_dir():
         raise InputFileError(f"--trace {trace}: no such folder: {trace.parent}; make it first")
 
-    with _progress(console, rank.steps(spec)) as step:
+    turns = len(VIEWS) * (warmup + iterations) + 1
+    with _progress(console, turns) as step:
         results = launch(
             rank.run,
-            spec,
+            job,
             nodes=nodes,
             ranks_per_node=ranks_per_node,
             accelerator=backends.accelerator,
@@ -175,11 +182,12 @@ def command(  # one option a parameter: this is the command line
             timeout_s=timeout,
             on_report=step,
         )
-    _same_plan(plan, results)
-    modelled = _model(backends.accelerator, results)
-    outcome = report.build(spec, plan, topology, results, modelled)
+    ranks = report.views(results)
+    _same_plan(plan, ranks)
+    modelled = _model(backends.accelerator, ranks)
+    outcome = report.build(job, plan, topology, results, modelled)
     pipelined = [call["pipelined"] for call in modelled]
-    drawn = timeline.modelled(pipelined) if modelled else timeline.wall(results)
+    drawn = timeline.modelled(pipelined) if modelled else timeline.wall(ranks)
     if trace is not None:
         _write_trace(drawn, trace)
     if output is not None:
@@ -280,16 +288,7 @@ def _from_files(
     )
 
 
-def _spec(
-    op: OpName,
-    sized: _Sized,
-    wanted: _Wanted,
-    mixes: bool,
-    paths: tuple[Path, ...],
-    output: Path | None,
-    warmup: int,
-    iterations: int,
-) -> RunSpec:
+def _case(op: OpName, sized: _Sized, wanted: _Wanted, mixes: bool) -> Case:
     """``mixes``: whether the accelerator's results may differ from its inputs in dtype."""
     case = case_of(op)
     gemm, moe, attention = issubclass(case, GemmCase), op.startswith("moe"), op == "ring_attention"
@@ -310,20 +309,14 @@ def _spec(
     if wanted.scale is not None:
         options["scale"] = wanted.scale
     default = "float32" if gemm and mixes else sized.dtype
-    return RunSpec(
-        case=case(
-            sizes=sized.sizes,
-            dtype=sized.dtype,
-            out_dtype=_dtype("--out-dtype", wanted.out_dtype or default),
-            layout=wanted.layout or "row",
-            chunk=wanted.chunk,
-            seed=wanted.seed,
-            options=options,
-        ),
-        files=tuple(path.resolve() for path in paths),
-        output=output.resolve() if output else None,
-        warmup=warmup,
-        iterations=iterations,
+    return case(
+        sizes=sized.sizes,
+        dtype=sized.dtype,
+        out_dtype=_dtype("--out-dtype", wanted.out_dtype or default),
+        layout=wanted.layout or "row",
+        chunk=wanted.chunk,
+        seed=wanted.seed,
+        options=options,
     )
 
 
@@ -338,10 +331,9 @@ def _one_of(option: str, value: str | None, legal: Sequence[str]) -> None:
 
 
 def _plan(
-    spec: RunSpec, topology: Topology, backends: Backends, nodes: int, ranks_per_node: int
+    case: Case, topology: Topology, backends: Backends, nodes: int, ranks_per_node: int
 ) -> LaunchPlan:
     """What the ranks will plan too."""
-    case = spec.case
     return api.plan(
         case.op,
         dtype=case.dtype,
@@ -385,25 +377,26 @@ def _progress(console: Console, total: int) -> Iterator[Any]:
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("starting ranks", total=total)
 
-        def step(_rank: int, view: str) -> None:
-            progress.update(task, advance=1, description=view.replace("_", " "))
+        def step(_rank: int, turn: TurnDone) -> None:
+            progress.update(task, advance=1, description=turn.done.replace("_", " "))
 
         yield step
         progress.update(task, completed=total, description="done")
 
 
-def _same_plan(plan: LaunchPlan, results: Sequence[RankResult]) -> None:
+def _same_plan(plan: LaunchPlan, ranks: Sequence[Mapping[str, Turns]]) -> None:
     """What was printed is what was launched."""
-    for number, result in enumerate(results):
-        if result.digest != plan.digest():
-            raise PlanMismatch((0, number), "digest", (plan.digest(), result.digest))
+    for number, found in enumerate(ranks):
+        digest = found["pipelined"].digest
+        if digest != plan.digest():
+            raise PlanMismatch((0, number), "digest", (plan.digest(), digest))
 
 
-def _model(accelerator: str, results: Sequence[RankResult]) -> list[report.Views]:
+def _model(accelerator: str, ranks: Sequence[Mapping[str, Turns]]) -> list[report.Views]:
     """Each call of the ranks' traced iteration in three views; none where time is not modelled."""
     backend = registry.accelerator(accelerator)
     calls = []
-    for traces in zip(*(result.traces for result in results), strict=True):
+    for traces in zip(*(found["pipelined"].traces for found in ranks), strict=True):
         runs = {view: instrumented.model(backend, traces, view) for view in VIEWS}
         calls.append({view: run for view, run in runs.items() if run is not None})
     return [views for views in calls if len(views) == len(VIEWS)]
@@ -411,13 +404,13 @@ def _model(accelerator: str, results: Sequence[RankResult]) -> list[report.Views
 
 def _write_trace(run: timeline.Timeline, file: Path) -> None:
     try:
-        files.write_trace(run, file)
+        timeline.write_trace(run, file)
     except OSError as error:
         raise InputFileError(f"--trace {file}: cannot be written: {error.strerror}") from error
 
 
 def _write_pictures(run: timeline.Timeline, output: Path, console: Console) -> None:
-    files.write_trace(run, output / "trace.json")
+    timeline.write_trace(run, output / "trace.json")
     try:
         timeline.write_timeline(run, output / "timeline.png")
     except ImportError:

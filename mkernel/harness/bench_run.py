@@ -8,7 +8,7 @@ from typing import Any
 
 from mkernel.backends import registry
 from mkernel.errors import ArgumentError
-from mkernel.harness import bench_rank, figures
+from mkernel.harness import figures, rank
 from mkernel.harness.contenders import named
 from mkernel.harness.environment import variables
 from mkernel.harness.guard import ContenderHung, Hung, Progress
@@ -64,8 +64,8 @@ def run(
     try:
         with variables(ENVIRONMENT):  # ranks inherit what keeps multicast memory off
             results = launch(
-                bench_rank.run,
-                spec,
+                rank.run,
+                spec.job(),
                 port,
                 nodes=nodes,
                 ranks_per_node=ranks // nodes,
@@ -84,7 +84,7 @@ def run(
 
 def report(
     spec: BenchSpec,
-    results: Sequence[bench_rank.RankResult],
+    results: Sequence[rank.RankResult],
     ranks: int,
     accelerator: str,
     name: str,

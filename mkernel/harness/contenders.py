@@ -15,7 +15,8 @@ import torch
 from torch import distributed
 
 import mkernel
-from mkernel.cases.base import TOLERANCE
+from mkernel.backends.contracts.instrumented import View
+from mkernel.cases.base import TOLERANCE, Outcome
 from mkernel.errors import ArgumentError
 from mkernel.harness import library_ops
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
@@ -136,6 +137,31 @@ class Mkernel(Contender):
 
     def close(self) -> None:
         mkernel.synchronize()  # raises what the device found of the last calls
+
+
+class InView(Contender):
+    """The op in one view of it: a contender of ``mkernel run`` alone.
+
+    Attributes:
+        outcome: of the last call. trace: whether the backend records the next one's instructions.
+    """
+
+    outcome: Outcome
+    trace = False
+
+    def __init__(self, problem: Problem, view: View) -> None:
+        super().__init__(problem)
+        self._view = view
+
+    def promised(self) -> tuple[str, ...] | None:
+        return () if self._view == "compute_only" else None
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        self.outcome = self.problem.case.call(inputs, outputs, view=self._view, trace=self.trace)
+        return dict(self.outcome.outputs)
+
+    def limits(self) -> dict[str, float]:
+        return self.problem.case.tolerances()
 
 
 class MkernelSymmetric(Mkernel):

@@ -13,6 +13,7 @@ import torch
 from numpy.lib import format as numpy_format
 from safetensors import SafetensorError, safe_open
 
+from mkernel.cases import Case
 from mkernel.errors import ArgumentError, DtypeError, InputFileError, ShapeError
 from mkernel.ops.validate import DTYPES, describe, dtype_name
 from mkernel.printable import printable
@@ -70,6 +71,13 @@ def load(op: str, files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
             raise ShapeError(name, describe(tensor), f"{keys[name]}, all at least 1")
     _CHECKS[next(iter(keys))](tensors)
     return tensors
+
+
+def opened(case: Case, files: tuple[Path, ...]) -> Case:
+    """The case with the files' tensors, where there are files. Raises what :func:`load` raises."""
+    if not files:
+        return case
+    return case.with_(options={**case.options, "tensors": load(case.op, files)})
 
 
 def sizes(

@@ -19,8 +19,7 @@ from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.machine import Machine
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.harness.run_report import Clock, modelled_clock
-from mkernel.harness.spec import GEMMS, Shape, size_text
-from mkernel.harness.views import VIEWS
+from mkernel.harness.spec import GEMMS, VIEWS, Shape, size_text
 from mkernel.plan.model import DtypeName, OpName
 from mkernel.topology.model import Model
 

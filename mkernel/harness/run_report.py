@@ -15,9 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mkernel.backends.contracts.instrumented import ModelledRun, View
-from mkernel.harness.run_spec import RunSpec
+from mkernel.cases import Comparison
+from mkernel.harness.rank import RankResult
+from mkernel.harness.spec import VIEWS, Job
+from mkernel.harness.turns import Turns
 from mkernel.harness.verdict import Verification, verify
-from mkernel.harness.views import VIEWS, RankResult
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.model import Model, Topology
 
@@ -116,27 +118,44 @@ def spread(samples: Sequence[Sequence[float]]) -> float:
     return float(max(each) - min(each))
 
 
+def views(results: Sequence[RankResult]) -> list[dict[str, Turns]]:
+    """Each rank's turns by view."""
+    return [result.rows["kernel"][0] for result in results]
+
+
+def _all_checks(found: Mapping[str, Turns]) -> dict[str, Comparison]:
+    """The comparisons of all views of a rank, added up."""
+    total = Turns()
+    for turns in found.values():
+        total.add(turns.checks)
+    return total.checks
+
+
 def build(
-    spec: RunSpec,
+    job: Job,
     plan: LaunchPlan,
     topology: Topology,
     results: Sequence[RankResult],
     modelled: Sequence[Views],
 ) -> RunReport:
     """The report of a finished job from its ranks' results."""
-    times = {view: 1e3 * slowest([r.seconds[view] for r in results]) for view in VIEWS}
-    comm = 1e3 * slowest([r.comm_seconds[-spec.iterations :] for r in results])
-    noise = 1e3 * max(spread([r.seconds[view] for r in results]) for view in VIEWS)
-    verification = verify(spec.case.tolerances(), [r.checks for r in results])
+    ranks = views(results)
+    times = {view: 1e3 * slowest([each[view].seconds for each in ranks]) for view in VIEWS}
+    comm = 1e3 * slowest(
+        [[parts.get("comm", 0.0) for parts in each["sequential"].parts] for each in ranks]
+    )
+    noise = 1e3 * max(spread([each[view].seconds for each in ranks]) for view in VIEWS)
+    (case,) = job.cases
+    verification = verify(case.tolerances(), [_all_checks(each) for each in ranks])
     return RunReport(
-        op=spec.case.op,
+        op=case.op,
         passed=verification.passed,
         verification=verification,
         wall=clock(times["compute_only"], comm, times["sequential"], times["pipelined"], noise),
         modelled=modelled_clock(modelled) if modelled else None,
         modelled_machine=modelled[0]["pipelined"].machine if modelled else None,
         nic_bytes=sum(r.nic_bytes for r in results),
-        iterations=spec.iterations,
+        iterations=job.iterations,
         plan=plan,
         topology=topology,
     )

@@ -1,14 +1,18 @@
-"""What a benchmark is asked to do, as data that travels to the ranks."""
+"""What is asked for: a benchmark's request, which its results keep, and the job of the ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
+from mkernel.backends.contracts.instrumented import View
+from mkernel.cases import Case, case_of
 from mkernel.plan.model import DtypeName, OpName
 from mkernel.plan.shapes import MAX_DIMENSION, size_names
 from mkernel.settings import MAX_TIMEOUT_S, MIN_TIMEOUT_S
@@ -17,6 +21,7 @@ from mkernel.topology.model import Finite, Model, Name
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 Mode = Literal["kernel", "eager", "graph", "first"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+VIEWS: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
 LOOP_CALLS = 20
 """Calls of a turn in the modes ``eager`` and ``graph``."""
 
@@ -32,7 +37,7 @@ MODE_TEXT: Mapping[Mode, str] = MappingProxyType(
 )
 
 
-def size_text(op: OpName, sizes: Mapping[str, int]) -> str:
+def size_text(op: str, sizes: Mapping[str, int]) -> str:
     """``M x N x K``; for ops that are no GEMM ``name=value ...``."""
     if op in GEMMS:
         return " x ".join(str(sizes[name]) for name in ("m", "n", "k"))
@@ -123,3 +128,55 @@ class BenchSpec(Model):
     seed: int = Field(0, ge=0)
     launches: bool = False
     timeout_s: float = Field(60.0, ge=MIN_TIMEOUT_S, le=MAX_TIMEOUT_S)
+
+    def job(self) -> Job:
+        """What its ranks do."""
+        cases = tuple(
+            case_of(shape.op)(
+                sizes=shape.named_sizes,
+                dtype=self.dtype,
+                out_dtype=self.dtype,
+                layout=shape.layout or self.layout,
+                seed=self.seed,
+                options={"replicate_b": False},
+            )
+            for shape in self.shapes
+        )
+        return Job(
+            cases,
+            self.contenders,
+            self.warmup,
+            self.iterations,
+            self.modes,
+            self.launches,
+            self.timeout_s,
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What rank processes measure and check; travels to them.
+
+    Attributes:
+        cases: the problems, one a row.
+        contenders: who takes turns at each, in the order of the first iteration.
+        warmup, iterations, modes, launches, timeout_s: as in :class:`BenchSpec`.
+        files: input files that replace random data (see :func:`mkernel.harness.inputs.load`).
+        output: folder for the outputs of the traced call, or None.
+    """
+
+    cases: tuple[Case, ...]
+    contenders: tuple[str, ...]
+    warmup: int
+    iterations: int
+    modes: tuple[Mode, ...] = ("kernel",)
+    launches: bool = False
+    timeout_s: float = 60.0
+    files: tuple[Path, ...] = ()
+    output: Path | None = None
+
+    @property
+    def views(self) -> bool:
+        """Whether it is the op's views that take turns, as in ``mkernel run``: from a barrier, without
+        peers, all elements checked, and with one more call that is traced."""
+        return self.contenders == VIEWS

@@ -1,4 +1,5 @@
-"""When each rank communicated and computed, on one of two clocks that are never mixed.
+"""When each rank communicated and computed, on one of two clocks that are never mixed; as a picture,
+and as a Perfetto trace (Trace Event Format; open it at ui.perfetto.dev).
 
 *Modelled*, where the backend models time: every core of one pipelined call. Else *wall*: only how long
 a call's communication and compute took in all is known, not when, so each view's last timed call
@@ -7,12 +8,15 @@ is drawn as two bars from its start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mkernel.backends.contracts.instrumented import ModelledRun, Span, Track
-from mkernel.harness.views import VIEWS, RankResult
+from mkernel.harness.spec import VIEWS
+from mkernel.harness.turns import Turns
 from mkernel.plan.simulate import Traced
 
 _COLOURS = {"call": "#d0d0d0", "compute": "#2a6fbb", "comm": "#d9822b"}
@@ -95,22 +99,22 @@ def simulated(found: Traced) -> Timeline:
     )
 
 
-def wall(results: Sequence[RankResult]) -> Timeline:
-    """The views' last timed calls one after another: the call, and its comm and compute."""
+def wall(ranks: Sequence[Mapping[str, Turns]]) -> Timeline:
+    """Each rank's views' last timed calls one after another: the call, and its comm and compute."""
     tracks = {
         (rank, kind): Track(rank, f"{kind} (wall)", kind, [])
-        for rank in range(len(results))
+        for rank in range(len(ranks))
         for kind in ("call", "compute", "comm")
     }
     start = end = 0.0
     for view in VIEWS:
-        for rank, result in enumerate(results):
-            took = {"call": result.seconds[view][-1], **result.kernels.get(view, {})}
+        for rank, found in enumerate(ranks):
+            took = {"call": found[view].seconds[-1], **found[view].parts[-1]}
             for kind, seconds in took.items():
                 if seconds > 0 and (rank, kind) in tracks:
                     name = f"{view.replace('_', ' ')}: {kind}"
                     tracks[rank, kind].spans.append(Span(name, 1e6 * start, 1e6 * seconds))
-        longest = max(result.seconds[view][-1] for result in results)
+        longest = max(found[view].seconds[-1] for found in ranks)
         end = start + longest
         start += _GAP * longest
     return Timeline(
@@ -163,3 +167,37 @@ def write_timeline(run: Timeline, path: Path) -> None:
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def write_trace(run: Timeline, path: Path) -> None:
+    """One process a rank, one thread a track or pipe; microseconds of the timeline's clock."""
+    content = {
+        "displayTimeUnit": "ns",
+        "otherData": {"clock": run.clock},
+        "traceEvents": list(_events(run)),
+    }
+    path.write_text(json.dumps(content))
+
+
+def _events(run: Timeline) -> Iterator[dict[str, Any]]:
+    for rank in sorted({track.rank for track in run.tracks}):
+        name = f"rank {rank} ({run.label})"
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
+    for thread, track in enumerate((*run.tracks, *run.pipes)):
+        where = {"pid": track.rank, "tid": thread}
+        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": track.name}}
+        for span in track.spans:
+            yield {
+                "ph": "X",
+                "name": span.name,
+                "cat": track.kernel,
+                **where,
+                "ts": span.start_us,
+                "dur": span.duration_us,
+                "args": _arguments(span),
+            }
+
+
+def _arguments(span: Span) -> dict[str, int]:
+    named = {"chunk": span.chunk, "peer": span.peer}
+    return {name: value for name, value in named.items() if value is not None}

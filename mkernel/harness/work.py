@@ -8,7 +8,7 @@ and its outputs poisoned just before it, also those that a captured graph reads 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from mkernel.cases import poison
 from mkernel.harness.contenders import Contender
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.protocol import Clock
-from mkernel.harness.spec import LOOP_CALLS, Mode, Shape
+from mkernel.harness.spec import LOOP_CALLS, Mode
 
 PARTS = ("communication", "bytes")
 """Kinds of work that only mode ``kernel`` times: what they give is T_m."""
@@ -179,8 +179,9 @@ class FirstCall(Work):
 class Unseen:
     """Sizes that the ranks' processes have not worked on: the same ones on every rank."""
 
-    def __init__(self, shapes: Sequence[Shape]) -> None:
-        self._seen = {_key(each.op, each.named_sizes) for each in shapes}
+    def __init__(self, asked: Iterable[tuple[str, Mapping[str, int]]]) -> None:
+        """``asked``: the ops and sizes that were asked for."""
+        self._seen = {_key(op, sizes) for op, sizes in asked}
 
     def like(self, problem: Problem) -> Problem:
         """The problem with the least rows, tokens or positions above its own that no one asked for

@@ -126,7 +126,7 @@ VENDORS_ALLOWED = {
     "mkernel/harness/protocol.py": {"cuda"},
     "mkernel/harness/provenance.py": {"cuda", "nccl"},
     "mkernel/harness/queue.py": {"cuda"},
-    "mkernel/harness/bench_rank.py": {"cuda", "nccl"},
+    "mkernel/harness/rank.py": {"cuda", "nccl"},
     "mkernel/harness/bench_run.py": {"cuda"},
     "mkernel/harness/spec.py": {"cuda"},
     "mkernel/harness/symm_mem.py": {"cuda", "nccl", "nvls"},

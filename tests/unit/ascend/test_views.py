@@ -14,9 +14,8 @@ from mkernel.backends.accelerators.ascend import AscendAccelerator
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.instrumented import ModelledRun, View
 from mkernel.harness import timeline
-from mkernel.harness import trace_file as files
 from mkernel.harness.run_report import Clock, modelled_clock
-from mkernel.harness.views import VIEWS
+from mkernel.harness.spec import VIEWS
 from mkernel.plan.shapes import sizes_or_defaults
 
 from .rig import A3, changed, slices_follow_each_other
@@ -110,7 +109,7 @@ def test_the_timeline_of_every_op(op: str, nodes: int, tmp_path: Path) -> None:
     found = run(op, nodes, 4 // nodes)
     for track in (*found.tracks, *found.pipes):
         assert slices_follow_each_other(track, found.total_us), (track.rank, track.name)
-    files.write_trace(timeline.modelled([found]), tmp_path / "trace.json")
+    timeline.write_trace(timeline.modelled([found]), tmp_path / "trace.json")
     content = json.loads((tmp_path / "trace.json").read_text())
     assert content["otherData"]["clock"].startswith("modelled")
     threads = {

@@ -96,7 +96,7 @@ def test_a_result_that_the_next_call_overwrites_is_not_checked() -> None:
 
 def test_first_calls_are_of_shapes_that_nobody_saw() -> None:
     neighbour = SHAPE.model_copy(update={"m": 33})
-    unseen = Unseen([SHAPE, neighbour])
+    unseen = Unseen((each.op, each.named_sizes) for each in (SHAPE, neighbour))
     made = [work("first", kind, problem(), unseen) for kind in (Honest, OneMemory)]
     rows = []
     for turn in range(3):

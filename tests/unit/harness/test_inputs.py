@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from mkernel.cases import case_of
 from mkernel.errors import ArgumentError, DtypeError, InputFileError, ShapeError
-from mkernel.harness.inputs import load, sizes
-from mkernel.harness.run_spec import RunSpec
+from mkernel.harness.inputs import load, opened, sizes
 
 OP = "all_gather_gemm"
 A, B = torch.arange(32.0).reshape(8, 4).half(), torch.arange(24.0).reshape(4, 6).half()
@@ -39,7 +38,7 @@ def test_a_job_opens_its_files(tmp_path: Path) -> None:
         each = sizes(OP, {"a": A, "b": B}, 2, replicate_b=replicate)
         assert each == {"m": 8, "n": 6 if replicate else 3, "k": 4}
         case = case_of(OP)(each, "float16", "float32", options={"replicate_b": replicate})
-        job = RunSpec(case, (written(tmp_path, a=A, b=B),), None, 0, 1).opened()
+        job = opened(case, (written(tmp_path, a=A, b=B),))
         parts = [job.inputs(rank, 2, 1) for rank in range(2)]
         assert torch.equal(torch.cat([part["a"] for part in parts]), A)
         assert all(tensor.is_contiguous() for part in parts for tensor in part.values())

@@ -11,9 +11,8 @@ from mkernel.backends.contracts.instrumented import KernelSpan, ModelledRun, Spa
 from mkernel.cases import Comparison, case_of
 from mkernel.harness import run_report as report
 from mkernel.harness import timeline
-from mkernel.harness import trace_file as files
+from mkernel.harness.turns import Turns
 from mkernel.harness.verdict import verify
-from mkernel.harness.views import RankResult
 
 
 def test_formulae() -> None:
@@ -117,19 +116,18 @@ def test_why_a_result_is_wrong_stays_with_the_rank_and_the_call_that_was() -> No
     assert report._found(found) == "out on rank 1 has 3 of 10 elements that were never written"
 
 
-def measured(rank: int) -> RankResult:
-    seconds = {"compute_only": [9.0, 2e-6], "sequential": [9.0, 8e-6], "pipelined": [9.0, 5e-6]}
-    kernels = {
-        "compute_only": {"compute": 1e-6},
-        "sequential": {"compute": 1e-6 * (rank + 1), "comm": 3e-6},
-        "pipelined": {"compute": 1e-6, "comm": 4e-6},
+def measured(rank: int) -> dict[str, Turns]:
+    last = {
+        "compute_only": (2e-6, {"compute": 1e-6}),
+        "sequential": (8e-6, {"compute": 1e-6 * (rank + 1), "comm": 3e-6}),
+        "pipelined": (5e-6, {"compute": 1e-6, "comm": 4e-6}),
     }
-    return RankResult(seconds=seconds, kernels=kernels)
+    return {view: Turns([9.0, took], parts=[{}, parts]) for view, (took, parts) in last.items()}
 
 
 def test_a_wall_timeline_is_called_wall(tmp_path: Path) -> None:
     drawn = timeline.wall([measured(0), measured(1)])
-    files.write_trace(drawn, tmp_path / "trace.json")
+    timeline.write_trace(drawn, tmp_path / "trace.json")
     text = (tmp_path / "trace.json").read_text()
     assert "modelled" not in text
     trace = json.loads(text)
@@ -150,7 +148,7 @@ def test_a_modelled_timeline_is_called_modelled(tmp_path: Path) -> None:
     track = Track(0, "AIV 0", "comm", [Span("x", 0, 4)])
     pipe = Track(0, "AIV 0 MTE3", "comm", [Span("y", 0, 4, chunk=7)])
     run = ModelledRun("a machine", "pipelined", 4.0, (), (track,), (pipe,))
-    files.write_trace(timeline.modelled([run]), tmp_path / "trace.json")
+    timeline.write_trace(timeline.modelled([run]), tmp_path / "trace.json")
     text = (tmp_path / "trace.json").read_text()
     assert "modelled, a machine; not measured" in text
     events = json.loads(text)["traceEvents"]

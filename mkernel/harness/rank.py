@@ -1,0 +1,169 @@
+"""One rank of ``mkernel run`` and ``mkernel bench``: at every problem and in every mode contenders
+take turns (:mod:`mkernel.harness.turns`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import distributed
+from torch.distributed import PrefixStore, TCPStore
+
+from mkernel.cases import Case
+from mkernel.cases.gemm import GemmCase
+from mkernel.errors import ArgumentError
+from mkernel.harness import provenance
+from mkernel.harness.clock import Meeting
+from mkernel.harness.guard import Guard, Progress
+from mkernel.harness.inputs import opened
+from mkernel.harness.problem import Problem, Tensors
+from mkernel.harness.protocol import HostStopwatch, Stopwatch, stopwatch
+from mkernel.harness.spec import Job, Mode, size_text
+from mkernel.harness.turns import Row, Turns
+from mkernel.harness.work import Unseen, clock
+from mkernel.launch import report
+from mkernel.world.lifecycle import current
+from mkernel.world.world import World
+
+_GEMM_KEY = {"out": "c"}
+"""The file's name of a GEMM's result; other outputs are called as in their op."""
+
+
+@dataclass
+class RankResult:
+    """What a rank sends back.
+
+    Attributes:
+        rows: by mode, in the order of the job's cases, by contender. timing: of each mode.
+        platform: the accelerators of this host; empty for views, whose report says nothing of them.
+        carrier: what carries bytes between nodes; empty for one node. nic_bytes: put through the NIC by
+            views.
+    """
+
+    rows: dict[Mode, list[dict[str, Turns]]] = field(default_factory=dict)
+    timing: dict[Mode, dict[str, Any]] = field(default_factory=dict)
+    platform: dict[str, Any] = field(default_factory=dict)
+    carrier: str = ""
+    nic_bytes: int = 0
+
+
+def run(job: Job, port: int = 0) -> RankResult:
+    """Measure and check one rank's part of every row. Collective.
+
+    ``port``: of a store on this host, for agreements on when turns start; views need none.
+    """
+    world = current()
+    if job.views:
+        device = torch.device(world.accelerator.device)
+        watch = HostStopwatch(world.barrier, lambda: None)
+        result = _measured(job, device, None, lambda mode: watch)
+        if world.nic is not None and world.nic.flush(world.settings.timeout_s):
+            result.nic_bytes = world.nic.statistics().put_bytes
+        return result
+    device = _device(world)
+    guard = Guard()
+    made = not distributed.is_initialized()
+    with guard.step("the process group", job.timeout_s):
+        store = _store(port, job.timeout_s)
+        if made:
+            _join(world, device, job.timeout_s)
+        starts = PrefixStore("starts", store)
+        meeting = Meeting(starts, world.rank, world.size, world.seal("starts"))
+    try:
+        result = _measured(
+            job,
+            device,
+            guard,
+            lambda mode: stopwatch(device, clock(mode, job.launches), meeting, job.timeout_s),
+        )
+        result.platform = provenance.devices(device)
+        result.carrier = _carrier(world)
+        return result
+    finally:
+        guard.close()
+        if made:
+            distributed.destroy_process_group()
+
+
+def _measured(
+    job: Job, device: torch.device, guard: Guard | None, watch_for: Callable[[Mode], Stopwatch]
+) -> RankResult:
+    """The rows of all modes, and how these are timed."""
+    world, result = current(), RankResult()
+    unseen, turn = Unseen((each.op, each.sizes) for each in job.cases), 0
+    for mode in job.modes:
+        watch = watch_for(mode)
+        result.rows[mode] = []
+        for each in job.cases:
+            case = opened(each, job.files)
+            if not job.views:
+                case = case.with_(device=str(device))
+            problem = Problem(case, world.rank, world.size, device)
+            row = Row(job, mode, problem, watch, guard, unseen, turn)
+            result.rows[mode].append(row.measure())
+            turn = row.turn
+            if job.views:
+                _save(row.traced(), case, job, world.rank)
+            elif world.rank == 0:
+                report(Progress(f"{mode} {case.op} {size_text(case.op, case.sizes)}"))
+        result.timing[mode] = watch.settings()
+    return result
+
+
+def _save(outputs: Tensors, case: Case, job: Job, rank: int) -> None:
+    if job.output is None:
+        return
+    keys = _GEMM_KEY if isinstance(case, GemmCase) else {}
+    # Copies that share no memory, as the file format asks.
+    packed = {
+        keys.get(name, name): each.cpu().clone(memory_format=torch.contiguous_format)
+        for name, each in outputs.items()
+    }
+    save_file(packed, job.output / f"rank{rank}.safetensors")
+
+
+def _device(world: World) -> torch.device:
+    """The rank's device: the one that its backend chose, or, where a backend uses whatever tensors
+    lie on, one for each rank: all are on this machine."""
+    kind = world.accelerator.device
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(kind)
+    if world.accelerator.capabilities().process_group:
+        count, index = module.device_count(), world.rank
+        if index >= count:
+            raise ArgumentError("--ranks", index + 1, f"at most {count}, the number of GPUs")
+        module.set_device(index)
+    return torch.device(kind, module.current_device())
+
+
+def _carrier(world: World) -> str:
+    if world.identity.nodes == 1:
+        return ""
+    return world.backends.nic or world.accelerator.capabilities().carrier
+
+
+def _store(port: int, timeout_s: float) -> TCPStore:
+    # The guard's word comes first: it knows whose turn it was.
+    return TCPStore(
+        "127.0.0.1", port, timeout=timedelta(seconds=3 * timeout_s), wait_for_workers=False
+    )
+
+
+def _join(world: World, device: torch.device, timeout_s: float) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Else a thread of NCCL's group polls the store, which is Python code, until the process ends.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=world.group_store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=3 * timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
