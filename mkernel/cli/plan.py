@@ -10,8 +10,8 @@ import typer
 
 from mkernel import selection
 from mkernel.backends import registry
-from mkernel.cli import sizes
 from mkernel.cli.plan_world import planned_world
+from mkernel.cli.sizes import Given, with_sizes
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.launchable import plan_obstacles, world_obstacles
@@ -44,22 +44,10 @@ class PlanReport(Model):
     scaling: tuple[growth.Point, ...] = ()
 
 
+@with_sizes
 def command(
     op: Annotated[str, typer.Argument(metavar="OP", help="An op or its alias, as `ag_gemm`.")],
-    m: sizes.M = None,
-    n: sizes.N = None,
-    k: sizes.K = None,
-    tokens: sizes.Tokens = None,
-    hidden: sizes.Hidden = None,
-    features: sizes.Features = None,
-    experts: sizes.Experts = None,
-    top_k: sizes.TopK = None,
-    batch: sizes.Batch = None,
-    heads: sizes.Heads = None,
-    kv_heads: sizes.KvHeads = None,
-    sequence: sizes.Sequence = None,
-    head_dim: sizes.HeadDim = None,
-    causal: sizes.Causal = False,
+    given: Given,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
     nodes: Annotated[
         int | None,
@@ -121,25 +109,7 @@ def command(
 ) -> None:
     """Print the launch plan of an op: placement, routes, chunks, order, predicted time."""
     name = ops.canonical(op)  # before a backend is loaded: a typo should not wait for that
-    wanted = sizes_or_defaults(
-        name,
-        {
-            "m": m,
-            "n": n,
-            "k": k,
-            "tokens": tokens,
-            "hidden": hidden,
-            "features": features,
-            "experts": experts,
-            "top_k": top_k,
-            "batch": batch,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "sequence": sequence,
-            "head_dim": head_dim,
-            "causal": causal,
-        },
-    )
+    wanted = sizes_or_defaults(name, given)
     settings = load_settings()
     check_world(
         1 if nodes is None else nodes,

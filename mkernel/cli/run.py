@@ -18,7 +18,7 @@ from mkernel.backends.contracts import instrumented
 from mkernel.cases import Case, case_of
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import ROUTINGS
-from mkernel.cli import sizes
+from mkernel.cli.sizes import Given, with_sizes
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
 from mkernel.harness import inputs, rank, timeline
@@ -40,8 +40,10 @@ from mkernel.world.identity import Backends
 _LAYOUTS = ("row", "column")
 
 
+@with_sizes
 def command(  # one option a parameter: this is the command line
     op: Annotated[str, typer.Argument(help="an op, or an alias such as ag_gemm")],
+    given: Given,
     nodes: Annotated[
         int | None, typer.Option(help="emulated nodes [2; with real devices 1]")
     ] = None,
@@ -56,20 +58,6 @@ def command(  # one option a parameter: this is the command line
     verbs: Annotated[
         str | None, typer.Option(help="soft, system, a library's path, or auto [MKERNEL_VERBS]")
     ] = None,
-    m: sizes.M = None,
-    n: sizes.N = None,
-    k: sizes.K = None,
-    tokens: sizes.Tokens = None,
-    hidden: sizes.Hidden = None,
-    features: sizes.Features = None,
-    experts: sizes.Experts = None,
-    top_k: sizes.TopK = None,
-    batch: sizes.Batch = None,
-    heads: sizes.Heads = None,
-    kv_heads: sizes.KvHeads = None,
-    sequence: sizes.Sequence = None,
-    head_dim: sizes.HeadDim = None,
-    causal: sizes.Causal = False,
     scale: Annotated[
         float | None, typer.Option(help="attention: of the scores [head_dim^-0.5]")
     ] = None,
@@ -122,18 +110,11 @@ def command(  # one option a parameter: this is the command line
     settings = load_settings()
     if timeout is not None:
         check_timeout("--timeout", timeout)
-    _check_ranks(
-        1 if nodes is None else nodes, 1 if ranks_per_node is None else ranks_per_node, settings
-    )
+    _check_ranks(nodes, ranks_per_node, settings)
     backends, nodes, ranks_per_node = _chosen(
         settings, name, nodes, ranks_per_node, accelerator, nic, verbs
     )
     _check_ranks(nodes, ranks_per_node, settings)
-    given = {
-        "m": m, "n": n, "k": k, "tokens": tokens, "hidden": hidden, "features": features,
-        "experts": experts, "top_k": top_k, "batch": batch, "heads": heads, "kv_heads": kv_heads,
-        "sequence": sequence, "head_dim": head_dim, "causal": causal,
-    }  # fmt: skip
     wanted = _Wanted(dtype, out_dtype, layout, routing, scale, replicate_b, chunk, seed)
     paths = tuple(input or ())
     world_size = nodes * ranks_per_node
@@ -254,10 +235,8 @@ class _Sized:
     replicate_b: bool
 
 
-def _random(
-    op: OpName, given: Mapping[str, int | bool | None], wanted: _Wanted, world_size: int
-) -> _Sized:
-    chosen = sizes_or_defaults(op, dict(given))
+def _random(op: OpName, given: Given, wanted: _Wanted, world_size: int) -> _Sized:
+    chosen = sizes_or_defaults(op, given)
     replicate = wanted.replicate_b is not False
     if not replicate and op == "all_gather_gemm":
         chosen["n"] = inputs.columns_of_b(chosen["n"], world_size)
@@ -267,7 +246,7 @@ def _random(
 def _from_files(
     op: OpName,
     paths: tuple[Path, ...],
-    given: Mapping[str, int | bool | None],
+    given: Given,
     wanted: _Wanted,
     world_size: int,
 ) -> _Sized:
