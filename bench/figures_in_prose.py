@@ -19,7 +19,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
@@ -91,7 +93,7 @@ def _against_the_best(name: str, op: str) -> list[str]:
     least and most."""
     rows = [row for row in _launches_hidden(name) if row["shape"]["op"] == op]
     ratios = [1 / row["to_best"] for row in rows if row["to_best"] is not None]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    mean = geometric_mean(ratios)
     faster = sum(ratio > 1 for ratio in ratios)
     return [str(len(ratios)), str(faster), *(f"{x:.2f}" for x in (mean, min(ratios), max(ratios)))]
 
@@ -99,7 +101,7 @@ def _against_the_best(name: str, op: str) -> list[str]:
 def _mean_speed_up(name: str, mode: str) -> str:
     """Geometric mean over shapes of the best peer's time over mkernel's."""
     ratios = [row["to_best"] for row in result(name)["rows"] if row["mode"] == mode]
-    return f"{math.exp(-sum(map(math.log, ratios)) / len(ratios)):.2f}"
+    return f"{1 / geometric_mean(ratios):.2f}"
 
 
 def _as_users_meet_it() -> list[str]:
@@ -203,8 +205,8 @@ def _two_ranks() -> list[str]:
     return [str(math.ceil(100 * worst))]
 
 
-def _machine(*values: Callable[[Machine], float]) -> Callable[[], list[str]]:
-    return lambda: [f"{value(load_machine()):g}" for value in values]
+def _machine(*names: str) -> Callable[[], list[str]]:
+    return lambda: [f"{attrgetter(name)(load_machine()):g}" for name in names]
 
 
 ASCEND = "docs/ascend.md"
@@ -259,16 +261,9 @@ SENTENCES = (
     Sentence(
         ASCEND,
         "| cores, clock, cube: 16 x 16 x 16 multiply-adds a cycle | {}, {}, {} GHz, {} |",
-        _machine(
-            lambda m: m.aic_cores,
-            lambda m: m.aiv_cores,
-            lambda m: m.clock_ghz,
-            lambda m: m.cube.macs_per_cycle_16bit,
-        ),
+        _machine("aic_cores", "aiv_cores", "clock_ghz", "cube.macs_per_cycle_16bit"),
     ),
-    Sentence(
-        ASCEND, "| a rank's egress and ingress | {} GB/s |", _machine(lambda m: m.fabric.egress_gbs)
-    ),
+    Sentence(ASCEND, "| a rank's egress and ingress | {} GB/s |", _machine("fabric.egress_gbs")),
     Sentence(
         ASCEND,
         "{} bytes a cycle, whatever the instruction | {} GB/s a core |",
@@ -281,23 +276,21 @@ SENTENCES = (
         ASCEND,
         "| launch {} us, memory {} us, link {} us, signal {} us, issue {} ns, a scalar load or store"
         " {} ns, NIC |",
-        _machine(
-            lambda m: m.chip.launch_us,
-            lambda m: m.pipes.memory_latency_ns / 1e3,
-            lambda m: m.fabric.link_latency_us,
-            lambda m: m.fabric.signal_latency_us,
-            lambda m: m.pipes.issue_ns,
-            lambda m: m.pipes.scalar_ns,
-        ),
+        lambda: [
+            *_machine("chip.launch_us")(),
+            f"{load_machine().pipes.memory_latency_ns / 1e3:g}",
+            *_machine("fabric.link_latency_us", "fabric.signal_latency_us")(),
+            *_machine("pipes.issue_ns", "pipes.scalar_ns")(),
+        ],
     ),
     Sentence(
         ASCEND,
         "| MTE1, FIX, MTE3 rates | {}, {}, {} GB/s |",
-        _machine(lambda m: m.pipes.mte1_gbs, lambda m: m.pipes.fix_gbs, lambda m: m.pipes.mte3_gbs),
+        _machine("pipes.mte1_gbs", "pipes.fix_gbs", "pipes.mte3_gbs"),
     ),
-    Sentence(ASCEND, "one peer | {} GB/s |", _machine(lambda m: m.fabric.link_gbs)),
-    Sentence(ASCEND, "to L1, one core | {} GB/s |", _machine(lambda m: m.pipes.mte2_gbs)),
-    Sentence(ASCEND, "through L2 | {} GB/s |", _machine(lambda m: m.chip.memory_gbs)),
+    Sentence(ASCEND, "one peer | {} GB/s |", _machine("fabric.link_gbs")),
+    Sentence(ASCEND, "to L1, one core | {} GB/s |", _machine("pipes.mte2_gbs")),
+    Sentence(ASCEND, "through L2 | {} GB/s |", _machine("chip.memory_gbs")),
     Sentence(ASCEND, "the model was {} to {} % too slow, {} % in the mean", _before_the_fit),
     *(
         Sentence(
@@ -357,25 +350,15 @@ ELSEWHERE: dict[str, tuple[tuple[str, str], ...]] = {
 """Of a page: text with a figure, and where that figure is from."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """``page`` has ``stands`` in ``sentence``, and its source has ``source``."""
-
-    sentence: Sentence
-    stands: tuple[str, ...]
-    source: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return (
-            f"{self.sentence.page} says {', '.join(self.stands)}; the source has"
-            f" {', '.join(self.source)}: {self.sentence.text}"
-        )
-
-
-def difference(sentence: Sentence, page: str) -> Difference | None:
-    """None where the page has what the source has."""
+def difference(sentence: Sentence, page: str) -> str | None:
+    """Says what the page has and what the source has; None where it is the same."""
     stands, source = sentence.found(page).groups(), tuple(sentence.figures())
-    return None if stands == source else Difference(sentence, stands, source)
+    if stands == source:
+        return None
+    return (
+        f"{sentence.page} says {', '.join(stands)}; the source has {', '.join(source)}: "
+        f"{sentence.text}"
+    )
 
 
 def written(sentence: Sentence, page: str) -> str:
@@ -407,13 +390,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    different = [each for one in SENTENCES if (each := difference(one, text(one.page)))]
-    for each in different:
-        print(each)
-        if given.write:
-            page = written(each.sentence, text(each.sentence.page))
-            (ROOT / each.sentence.page).write_text(page)
-    return 1 if different and not given.write else 0
+    differs = False
+    for sentence in SENTENCES:
+        if found := difference(sentence, text(sentence.page)):
+            print(found)
+            differs = True
+            if given.write:
+                page = written(sentence, text(sentence.page))
+                (ROOT / sentence.page).write_text(page)
+    return 1 if differs and not given.write else 0
 
 
 if __name__ == "__main__":

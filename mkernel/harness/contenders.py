@@ -206,20 +206,19 @@ class MkernelLibrary(MkernelFused):
     path = "library"
 
 
-def no_parts(problem: Problem) -> str | None:
-    """Why an op's parts are not timed alone, or None."""
-    return None if problem.op in GEMMS else "parts are timed alone for the GEMM ops only"
+class PartAlone(Contender):
+    """A part of a GEMM op. Those of other ops are not timed alone."""
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return None if problem.op in GEMMS else "parts are timed alone for the GEMM ops only"
 
 
-class Gemm(Contender):
+class Gemm(PartAlone):
     """torch.matmul alone: cuBLAS on CUDA devices. Its time is T_c."""
 
     name = "gemm"
     kind = "compute"
-
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        return no_parts(problem)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         torch.matmul(inputs["a"], inputs["b"], out=outputs["out"])
@@ -229,15 +228,11 @@ class Gemm(Contender):
         return _widened(self.problem.case.tolerances(), 2.0)
 
 
-class Collective(Contender):
+class Collective(PartAlone):
     """torch.distributed alone: NCCL on CUDA devices, gloo on a CPU. Its time counts as T_m."""
 
     name = "comm"
     kind = "communication"
-
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        return no_parts(problem)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         return {"out": collective(self.op, inputs["x"], outputs["out"])}

@@ -22,15 +22,11 @@ def check_fits(
     world_size: int,
     dtype: DtypeName,
     out_dtype: DtypeName,
-    argument: str | None = None,
     available: int | None = None,
 ) -> None:
     """ArgumentError where a checked run of an op on this machine needs more memory than there is.
 
-    Args:
-        sizes: those of the op's plan.
-        argument: what gave the sizes; None: the options of their names.
-        available: bytes; None: :func:`available_bytes`.
+    ``sizes``: those of the op's plan. ``available``: bytes; None: :func:`available_bytes`.
     """
     available = available_bytes() if available is None else available
     least = least_bytes(op, sizes, world_size, dtype, out_dtype)
@@ -38,7 +34,7 @@ def check_fits(
         return
     named = {f"--{name.replace('_', '-')}": int(size) for name, size in sizes.items()}
     raise ArgumentError(
-        argument or ", ".join(named),
+        ", ".join(named),
         ", ".join(map(str, named.values())),
         f"what fits into the {_text(available)} that this machine has available",
         why=f"inputs, results and their float64 check take at least {_text(least)} on "

@@ -4,7 +4,6 @@ part of the page."""
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from mkernel.errors import InputFileError
 from mkernel.harness.results import write
-from mkernel.topology.model import Model
+from mkernel.topology.model import Model, first_error
 
 FILE = "gpu_tests.json"
 FORMAT: Literal["mkernel-gpu-tests-1"] = "mkernel-gpu-tests-1"
@@ -82,12 +81,10 @@ def read(path: Path) -> TestRuns | None:
     if not path.exists():
         return None
     try:
-        return TestRuns.model_validate(json.loads(path.read_text()))
+        return TestRuns.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputFileError(f"{path}: {where}: {first['msg']}") from error
-    except (OSError, ValueError) as error:
+        raise InputFileError(f"{path}: {first_error(error)}") from error
+    except OSError as error:
         raise InputFileError(f"{path}: {error}") from error
 
 

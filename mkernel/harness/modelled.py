@@ -4,7 +4,7 @@ run and no tensor exists; every time here is *modelled*, but those that were pub
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -133,15 +133,11 @@ def compare(machine: Machine, on_row: OnRow = lambda row: None) -> ComparisonRep
         title=table.title,
         machine=machine,
         rows=tuple(rows),
-        mean_error=_mean(errors),
+        mean_error=statistics.fmean(errors),
         worst_error=max(errors),
-        mean_error_of_checks=_mean(checks),
-        geometric_mean_speedup=math.exp(_mean([math.log(row.speedup) for row in rows])),
+        mean_error_of_checks=statistics.fmean(checks),
+        geometric_mean_speedup=statistics.geometric_mean(row.speedup for row in rows),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _ours(

@@ -94,11 +94,6 @@ class HostStopwatch(Stopwatch):
         ``barrier``: returns when all ranks have their results."""
         self._start, self._barrier = start, barrier
 
-    @classmethod
-    def at_instants(cls, meeting: Meeting) -> HostStopwatch:
-        """Ranks start at instants that they agree on."""
-        return cls(lambda: wait_until(meeting.agree(HOST_LEAD_S)), distributed.barrier)
-
     def time(self, who: str, call: Call, late: bool = False) -> Timed:
         started = self._start()
         if late:
@@ -220,7 +215,7 @@ def stopwatch(
     ``timeout_s``: within which the device must come to what it was given before a turn.
     """
     if device.type != "cuda":
-        return HostStopwatch.at_instants(meeting)
+        return HostStopwatch(lambda: wait_until(meeting.agree(HOST_LEAD_S)), distributed.barrier)
     queue = CudaQueue(device, timeout_s)
     if clock == "hidden":
         return HiddenLaunch(queue, meeting)

@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from mkernel.cases.parts import Transfer
-from mkernel.harness.contenders import Contender, no_parts
+from mkernel.harness.contenders import Contender, PartAlone
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 
@@ -107,7 +107,7 @@ def pull_order(rank: int, world: int) -> tuple[int, ...]:
     return tuple((rank + step) % world for step in range(1, world + 1))
 
 
-class Copy(Contender):
+class Copy(PartAlone):
     """The collective's bytes pulled by copy engines out of peers' memory, one peer after another: T_m
     without a library. AllGather is done with them; the sums would still have to be added up."""
 
@@ -132,7 +132,7 @@ class Copy(Contender):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        return no_parts(problem) or _unusable(problem)
+        return super().unusable(problem) or _unusable(problem)
 
     def inputs(self) -> Inputs:
         return {"x": self._source}

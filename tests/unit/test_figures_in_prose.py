@@ -32,7 +32,7 @@ SENTENCE = prose.Sentence("page", "it takes {} s, {} times as long", lambda: ("1
 def test_another_figure_is_a_difference_and_is_mended(page: str) -> None:
     found = prose.difference(SENTENCE, page)
     assert found is not None
-    assert "the source has 1.5, 2" in str(found)
+    assert "the source has 1.5, 2" in found
     assert prose.written(SENTENCE, page) == "it takes 1.5 s, 2 times as long"
 
 
