@@ -15,12 +15,11 @@ def test_two_numa_nodes_with_memory(tmp_path: Path) -> None:
     tree.numa(0, "0-1,4", kib=2048)
     tree.numa(1, "2-3", kib=None)
     found = cpu.read(tmp_path)
-    nodes, notes = found.numa, found.notes
-    assert [(n.id, n.cpus, n.memory_bytes) for n in nodes] == [
+    assert [(n.id, n.cpus, n.memory_bytes) for n in found.numa] == [
         (0, (0, 1, 4), 2048 * 1024),
         (1, (2, 3), None),
     ]
-    assert notes == ()
+    assert found.notes == ()
 
 
 def test_nodes_are_in_numeric_order(tmp_path: Path) -> None:
@@ -46,24 +45,21 @@ def test_memory_only_node_is_kept(tmp_path: Path) -> None:
     tree.numa(0, "0")
     tree.numa(1, "")
     found = cpu.read(tmp_path)
-    nodes, notes = found.numa, found.notes
-    assert [n.cpus for n in nodes] == [(0,), ()]
-    assert notes == ()
+    assert [n.cpus for n in found.numa] == [(0,), ()]
+    assert found.notes == ()
 
 
 def test_without_numa_nodes_all_cpus_are_node_0(tmp_path: Path) -> None:
     SysfsTree(tmp_path).write("sys/devices/system/cpu/online", "0-3")
     found = cpu.read(tmp_path)
-    nodes, notes = found.numa, found.notes
-    assert [(n.id, n.cpus) for n in nodes] == [(0, (0, 1, 2, 3))]
-    assert "no NUMA nodes" in notes[0].message
+    assert [(n.id, n.cpus) for n in found.numa] == [(0, (0, 1, 2, 3))]
+    assert "no NUMA nodes" in found.notes[0].message
 
 
 def test_an_empty_tree_is_only_a_note(tmp_path: Path) -> None:
     found = cpu.read(tmp_path)
-    nodes, notes = found.numa, found.notes
-    assert nodes == ()
-    assert "no usable CPU" in notes[-1].message
+    assert found.numa == ()
+    assert "no usable CPU" in found.notes[-1].message
 
 
 def test_garbage_is_reported_and_ignored(tmp_path: Path) -> None:
@@ -74,9 +70,8 @@ def test_garbage_is_reported_and_ignored(tmp_path: Path) -> None:
     tree.write("sys/devices/system/node/node3x/cpulist", "9")
     (tmp_path / "sys/devices/system/node/node4").mkdir()
     found = cpu.read(tmp_path)
-    nodes, notes = found.numa, found.notes
-    assert [(n.id, n.cpus) for n in nodes] == [(0, (0, 1)), (1, ()), (2, ()), (4, ())]
-    assert len(notes) == 2
+    assert [(n.id, n.cpus) for n in found.numa] == [(0, (0, 1)), (1, ()), (2, ()), (4, ())]
+    assert len(found.notes) == 2
 
 
 def test_a_cpu_in_two_nodes_is_reported(tmp_path: Path) -> None:
@@ -84,9 +79,8 @@ def test_a_cpu_in_two_nodes_is_reported(tmp_path: Path) -> None:
     tree.numa(0, "0-1")
     tree.numa(1, "1-2")
     found = cpu.read(tmp_path)
-    nodes, notes = found.numa, found.notes
-    assert [n.cpus for n in nodes] == [(0, 1), (2,)]
-    assert "CPU 1" in notes[0].message
+    assert [n.cpus for n in found.numa] == [(0, 1), (2,)]
+    assert "CPU 1" in found.notes[0].message
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))

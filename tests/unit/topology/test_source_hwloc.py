@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mkernel.errors import InputFileError
 from mkernel.topology.discover import Discovery, read
 
 HOST = '<object type="Bridge" bridge_type="0-1" bridge_pci="0000:[00-ff]">{}</object>'
@@ -215,35 +214,3 @@ def test_a_matrix_that_does_not_fit_is_a_note(
     tmp_path: Path, objects: str, values: str, noted: str
 ) -> None:
     assert noted in linked(tmp_path, matrix(objects, values)).notes[0].message
-
-
-@pytest.mark.parametrize("version", ["", 'version="1.11"', 'version="4.0"'])
-def test_other_versions_are_refused(tmp_path: Path, version: str) -> None:
-    with pytest.raises(InputFileError, match=r"expected 2\.x or 3\.x"):
-        found(tmp_path, "", version=version)
-
-
-@pytest.mark.parametrize(
-    ("inside", "named"),
-    [
-        (function("01:00.0", "") + function("0000:01:00.0", ""), "0000:01:00.0 occurs twice"),
-        (
-            '<object type="Bridge" bridge_type="1-1" pci_busid="01:00.0">'
-            + function("01:00.0", "")
-            + "</object>",
-            "0000:01:00.0 occurs twice",
-        ),
-        (function("x", ""), "pci_busid 'x' is no PCI address"),
-    ],
-)
-def test_bus_ids_must_be_addresses_and_unique(tmp_path: Path, inside: str, named: str) -> None:
-    with pytest.raises(InputFileError, match="line 1") as error:
-        found(tmp_path, HOST.format(inside))
-    assert named in str(error.value)
-
-
-def test_an_empty_topology_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "machine.xml"
-    file.write_text('<topology version="2.0"/>')
-    with pytest.raises(InputFileError, match="holds no <object>"):
-        read(file)

@@ -17,8 +17,8 @@ def test_a_port_with_everything(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     tree.rdma("mlx5_0", tree.pci(f"{SWITCH}/0000:03:00.0", numa="1\n"))
     found = infiniband.read(tmp_path)
-    (nic,), notes = found.nics, found.notes
-    assert notes == ()
+    (nic,) = found.nics
+    assert found.notes == ()
     assert (nic.id, nic.name, nic.kind, nic.port) == ("mlx5_0", "mlx5_0", "cx", 1)
     assert (nic.pci, nic.numa_node, nic.speed_gbps) == ("0000:03:00.0", 1, 400.0)
     assert nic.pci_path == ("pci0000:00", "0000:00:01.0", "0000:01:00.0", "0000:02:00.0")
@@ -50,9 +50,9 @@ def test_numa_node_that_says_nothing(tmp_path: Path, numa: str | None, noted: bo
     tree = SysfsTree(tmp_path)
     tree.rdma("mlx5_0", tree.pci("pci0000:00/0000:00:05.0", numa=numa))
     found = infiniband.read(tmp_path)
-    (nic,), notes = found.nics, found.notes
+    (nic,) = found.nics
     assert nic.numa_node is None
-    assert bool(notes) is noted
+    assert bool(found.notes) is noted
 
 
 def test_each_port_is_a_nic(tmp_path: Path) -> None:
@@ -72,18 +72,18 @@ def test_a_port_without_files_counts_as_down(tmp_path: Path) -> None:
     function = tree.pci("pci0000:00/0000:00:05.0")
     tree.rdma("mlx5_0", function, state=None, rate=None, link_layer=None)
     found = infiniband.read(tmp_path)
-    (nic,), notes = found.nics, found.notes
+    (nic,) = found.nics
     assert (nic.active, nic.speed_gbps, nic.link_layer) == (False, None, None)
-    assert "no state" in notes[0].message
+    assert "no state" in found.notes[0].message
 
 
 def test_a_virtual_device_has_no_pci_address(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     tree.rdma("rxe0", None, link_layer="Ethernet\n")
     found = infiniband.read(tmp_path)
-    (nic,), notes = found.nics, found.notes
+    (nic,) = found.nics
     assert (nic.kind, nic.pci, nic.pci_path) == ("infiniband", None, ())
-    assert "no PCI address" in notes[0].message
+    assert "no PCI address" in found.notes[0].message
 
 
 def test_broken_entries_are_notes(tmp_path: Path) -> None:
@@ -94,9 +94,8 @@ def test_broken_entries_are_notes(tmp_path: Path) -> None:
     (base / "out0").symlink_to("../../../../..")
     (base / "bare0").mkdir()
     found = infiniband.read(tmp_path)
-    nics, notes = found.nics, found.notes
-    assert nics == ()
-    named = {note.message.split(":")[0] for note in notes}
+    assert found.nics == ()
+    named = {note.message.split(":")[0] for note in found.notes}
     assert named == {"gone0", "loop0", "out0", "bare0"}
 
 
@@ -122,9 +121,8 @@ def test_absolute_links_stay_in_the_tree(tmp_path: Path) -> None:
 
 def test_no_device_is_a_note(tmp_path: Path) -> None:
     found = infiniband.read(tmp_path)
-    nics, notes = found.nics, found.notes
-    assert nics == ()
-    assert "no RDMA device" in notes[0].message
+    assert found.nics == ()
+    assert "no RDMA device" in found.notes[0].message
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mkernel.errors import InputFileError
 from mkernel.topology.discover import Discovery, read
 from mkernel.topology.model import Node
 
@@ -194,31 +193,6 @@ def test_a_large_machine_has_no_limit_of_nodes(tmp_path: Path) -> None:
     )
     seen = node(tmp_path, switches)
     assert (len(seen.accelerators), len(seen.nics), len(seen.bridges)) == (64, 704, 64)
-
-
-@pytest.mark.parametrize(
-    ("inside", "named"),
-    [
-        (
-            '<pci busid="0000:01:00.0"/><pci busid="01:00.0"/>',
-            "0000:01:00.0 occurs twice; first in",
-        ),
-        ('<pci busid="01:00.0"><pci busid="01:00.0"/></pci>', "0000:01:00.0 occurs twice"),
-        ('<pci busid="nonsense"/>', "busid 'nonsense' is no PCI address"),
-        ("<pci/>", "busid '' is no PCI address"),
-    ],
-)
-def test_bus_ids_must_be_addresses_and_unique(tmp_path: Path, inside: str, named: str) -> None:
-    with pytest.raises(InputFileError, match="line 1") as error:
-        found(tmp_path, inside)
-    assert named in str(error.value)
-
-
-def test_an_empty_system_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "system.xml"
-    file.write_text('<system version="1"/>')
-    with pytest.raises(InputFileError, match="holds no <cpu>"):
-        read(file)
 
 
 def test_a_broken_affinity_is_a_note(tmp_path: Path) -> None:

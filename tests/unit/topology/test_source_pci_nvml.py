@@ -127,17 +127,15 @@ def test_gpus_with_their_place_on_pcie(tmp_path: Path) -> None:
 def test_a_driver_that_fails_is_a_note(tmp_path: Path, call: str) -> None:
     library = FakeNvml([("GPU", "0000:3b:00.0")], fail={call, "shutdown"})
     found = nvml.read(tmp_path, library)
-    gpus, notes = found.accelerators, found.notes
-    assert gpus == ()
-    assert f"{call} failed" in notes[0].message
+    assert found.accelerators == ()
+    assert f"{call} failed" in found.notes[0].message
 
 
 def test_one_lost_gpu_does_not_hide_the_others(tmp_path: Path) -> None:
     library = FakeNvml([("A", "0000:3b:00.0"), ("B", "0000:5d:00.0")], fail={"handle0"})
     found = nvml.read(tmp_path, library)
-    gpus, notes = found.accelerators, found.notes
-    assert [gpu.id for gpu in gpus] == ["cuda1"]
-    assert "GPU 0" in notes[0].message
+    assert [gpu.id for gpu in found.accelerators] == ["cuda1"]
+    assert "GPU 0" in found.notes[0].message
 
 
 def test_an_absent_module_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +144,8 @@ def test_an_absent_module_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(nvml.importlib, "import_module", gone)
     found = nvml.read()
-    gpus, notes = found.accelerators, found.notes
-    assert gpus == ()
-    assert "nvidia-ml-py does not import" in notes[0].message
+    assert found.accelerators == ()
+    assert "nvidia-ml-py does not import" in found.notes[0].message
 
 
 TWO = [("A", "0000:01:00.0"), ("B", "0000:02:00.0")]
