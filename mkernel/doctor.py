@@ -71,14 +71,10 @@ def examine() -> Report:
 
 def auto_rows() -> list[Row]:
     """What stands for ``auto`` here, and why: of the accelerator; of NIC and verbs between nodes."""
-    rows = []
-    for name, ask in (("accelerator", _auto_accelerator), ("nic, verbs", _auto_nic)):
-        try:
-            status = ask()
-        except Exception as error:
-            status = Status(False, one_line(error), "name one, or see below")
-        rows.append(_row("auto", name, status))
-    return rows
+    return [
+        _asked("auto", name, ask, "name one, or see below")
+        for name, ask in (("accelerator", _auto_accelerator), ("nic, verbs", _auto_nic))
+    ]
 
 
 def _auto_accelerator() -> Status:
@@ -118,6 +114,15 @@ def nic_rows() -> list[Row]:
 def _row(kind: Kind, name: str, status: Status) -> Row:
     remedy = status.remedy
     return Row(kind=kind, name=name, usable=status.usable, detail=status.detail, remedy=remedy)
+
+
+def _asked(kind: Kind, name: str, ask: Callable[[], Status], remedy: str = "") -> Row:
+    """The answer as a row; ``remedy`` is for an asking that fails."""
+    try:
+        status = ask()
+    except Exception as error:
+        status = Status(False, one_line(error), remedy)
+    return _row(kind, name, status)
 
 
 def _backend_rows(
@@ -167,14 +172,7 @@ def machine_rows(root: Path = Path("/")) -> list[Row]:
         ("cpu", platform.machine() or "CPU", lambda: _cpu(root)),
         ("memory", "shared memory", lambda: _shared_memory(root)),
     )
-    rows = []
-    for kind, name, check in checks:
-        try:
-            status = check()
-        except Exception as error:
-            status = Status(False, one_line(error))
-        rows.append(_row(kind, name, status))
-    return rows
+    return [_asked(kind, name, check) for kind, name, check in checks]
 
 
 def software_rows(root: Path = Path("/")) -> list[Row]:

@@ -12,8 +12,7 @@ from mkernel import selection
 from mkernel.backends import registry
 from mkernel.cli.plan_world import planned_world
 from mkernel.cli.sizes import Given, with_sizes
-from mkernel.cli.terminal import Terminal
-from mkernel.errors import ArgumentError, Unsupported
+from mkernel.cli.terminal import Terminal, draw, unwritable
 from mkernel.launchable import plan_obstacles, world_obstacles
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
@@ -164,7 +163,7 @@ def command(
             try:
                 timeline.write_trace(timeline.simulated(traced), trace_file)
             except OSError as error:
-                raise _unwritable("--trace", trace_file, error) from error
+                raise unwritable("--trace", trace_file, error) from error
     points: list[growth.Point] = []
     if scaling_file:
         points = list(
@@ -175,11 +174,8 @@ def command(
                 claims.one_kernel_per_chunk,
             )
         )
-        _draw(
-            points,
-            f"{made.op}, {made.accelerator}, {made.ranks_per_node} ranks a node",
-            scaling_file,
-        )
+        title = f"{made.op}, {made.accelerator}, {made.ranks_per_node} ranks a node"
+        draw("--scaling", scaling_file, "", partial(growth.write, points, title, scaling_file))
     if as_json:
         report = PlanReport(
             plan=made,
@@ -214,18 +210,3 @@ def _wanted_claims(
 
 def _first(world: Topology, count: int) -> Topology:
     return world if count == len(world.nodes) else Topology(nodes=world.nodes[:count])
-
-
-def _draw(points: list[growth.Point], title: str, file: Path) -> None:
-    try:
-        growth.write(points, title, file)
-    except ImportError as error:
-        raise Unsupported(
-            f"--scaling needs matplotlib: pip install 'mkernel-fused[bench]' ({error})"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise _unwritable("--scaling", file, error) from error
-
-
-def _unwritable(option: str, file: Path, error: Exception) -> ArgumentError:
-    return ArgumentError(option, file, "a file that can be written", why=str(error))

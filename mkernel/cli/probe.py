@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,14 +11,14 @@ from rich.text import Text
 
 from mkernel.cli import terminal
 from mkernel.cli.terminal import Terminal
-from mkernel.errors import ArgumentError, Unsupported
+from mkernel.errors import ArgumentError
 from mkernel.probe import picture
 from mkernel.probe.matrix import matrix
 from mkernel.probe.report import report
 from mkernel.probe.tree import tree
 from mkernel.settings import load as load_settings
 from mkernel.topology.discover import Discovery, discover, read
-from mkernel.topology.model import Accelerator, Nic, Node, Note
+from mkernel.topology.model import Accelerator, Nic, Note
 from mkernel.topology.sources import formats
 
 
@@ -95,7 +96,7 @@ def command(
     found = _discovery(tuple(from_file or ()), sysfs_root)
     first = found.topology.nodes[0]
     if plot is not None:
-        _draw(first, plot)
+        terminal.draw("--plot", plot, ", .svg, .png or .pdf", partial(picture.write, first, plot))
     if as_json:
         typer.echo(report(found).model_dump_json(indent=2, by_alias=True))
         return
@@ -139,16 +140,3 @@ def _measure(file: Path, ranks: int, as_json: bool) -> None:
         typer.echo(text)
     else:
         Terminal(soft_wrap=True, highlight=False).print(f"wrote {file}")
-
-
-def _draw(node: Node, file: Path) -> None:
-    try:
-        picture.write(node, file)
-    except ImportError as error:
-        raise Unsupported(
-            f"--plot needs matplotlib: pip install 'mkernel-fused[bench]' ({error})"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ArgumentError(
-            "--plot", file, "a file that can be written, .svg, .png or .pdf", why=str(error)
-        ) from error

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from mkernel.errors import ArgumentError, Unsupported
 from mkernel.printable import printable
 
 
@@ -38,6 +40,27 @@ class Terminal(Console):
 def write(text: str) -> None:
     """Plain text on stdout, as it is but for control characters, with one line break at its end."""
     sys.stdout.write(_lines(text.rstrip("\n")) + "\n")
+
+
+def draw(option: str, file: Path, formats: str, write_picture: Callable[[], None]) -> None:
+    """Writes a picture that an option asks for.
+
+    Raises:
+        Unsupported: matplotlib is missing. ArgumentError: the file cannot be written.
+    """
+    try:
+        write_picture()
+    except ImportError as error:
+        raise Unsupported(
+            f"{option} needs matplotlib: pip install 'mkernel-fused[bench]' ({error})"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise unwritable(option, file, error, formats) from error
+
+
+def unwritable(option: str, file: Path, error: Exception, formats: str = "") -> ArgumentError:
+    """The file that an option names cannot be written."""
+    return ArgumentError(option, file, f"a file that can be written{formats}", why=str(error))
 
 
 def _lines(text: str) -> str:

@@ -95,14 +95,17 @@ def row_chunk(shape: Shape, world: int, chunk: int | None, chunks: int) -> int:
 
     By default a rank's rows make ``chunks`` chunks; 1 where nothing overlaps and chunks only cost.
     """
+    rows = rows_of_a_rank(shape, world)
+    return min(rows, chunk or -(-rows // chunks))
+
+
+def rows_of_a_rank(shape: Shape, world: int) -> int:
+    """Rows (positions, tokens) that each rank has."""
     if isinstance(shape, GemmShape):
-        rows = -(-shape.m // world)
-    elif isinstance(shape, AttentionShape):
-        rows = shape.sequence // world
-    else:
-        rows = shape.tokens
-    wanted = chunk or -(-rows // chunks)
-    return min(rows, wanted)
+        return -(-shape.m // world)
+    if isinstance(shape, AttentionShape):
+        return shape.sequence // world
+    return shape.tokens
 
 
 def other_row_chunks(shape: Shape, world: int, default: int, chunks: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Literal, NamedTuple, ParamSpec, cast
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, cast
 
 from mkernel.errors import ArgumentError, DtypeError, Unsupported
 from mkernel.plan import arguments, chunking, paths, predict
@@ -20,7 +20,6 @@ from mkernel.plan.model import (
     DtypeName,
     Exchange,
     GemmShape,
-    GemmTile,
     LaunchPlan,
     OpName,
     PathChoice,
@@ -30,7 +29,7 @@ from mkernel.plan.model import (
     Shape,
 )
 from mkernel.plan.ops import canonical
-from mkernel.plan.order import ConsumptionOrder, Runs
+from mkernel.plan.order import ConsumptionOrder
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.tune import tune
@@ -179,19 +178,13 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
         else _Between(nic, verbs)
         if nodes > 1
         else _Between(),
+        capabilities,
         _Choice(
-            capabilities.chunk_unit,
-            capabilities.row_chunks if capabilities.overlaps else 1,
             chunk,
             cast(PathChoice, path),
             library,
-            capabilities.compute_cores,
             arguments.exchanges(exchange, name, nodes, accelerator, capabilities),
             comm_blocks,
-            capabilities.comm_cores,
-            capabilities.one_kernel_per_chunk,
-            capabilities.orders,
-            capabilities.tile,
         ),
         resources,
         constants
@@ -235,22 +228,14 @@ class _Between(NamedTuple):
 
 @dataclass(frozen=True)
 class _Choice:
-    """How the caller and the backend want chunks; the path that the caller wants, whether the backend
-    has a library path, and how many cores that has; the exchanges to choose from; how many blocks the
-    caller wants for communication, and how many cores there are for them."""
+    """The chunk and the path that the caller wants, and whether there is a library path; the exchanges
+    to choose from; how many blocks the caller wants for communication."""
 
-    unit: Literal["tiles", "rows"]
-    row_chunks: int
     chunk: int | None
     path: PathChoice
     library: bool
-    cores: int
     exchanges: tuple[Exchange, ...]
     comm_blocks: int | None
-    comm_cores: int
-    one_kernel_per_chunk: bool
-    orders: tuple[Runs, ...]
-    tile: GemmTile
 
 
 @lru_cache(maxsize=256)
@@ -263,6 +248,7 @@ def _planned(
     places: _Places,
     accelerator: str,
     between: _Between,
+    claims: AcceleratorCapabilities,
     choice: _Choice,
     resources: Resources,
     constants: MachineConstants,
@@ -280,11 +266,14 @@ def _planned(
     table = routes(kinds, placement, constants, group=group)
     links = SharedLinks(table, placement)
     tiles, rows = None, None
-    if choice.unit == "rows" or not isinstance(shape, GemmShape):
-        rows = chunking.row_chunk(shape, len(placement), choice.chunk, choice.row_chunks)
+    row_chunks = claims.row_chunks if claims.overlaps else 1
+    if claims.chunk_unit == "rows" or not isinstance(shape, GemmShape):
+        rows = chunking.row_chunk(shape, len(placement), choice.chunk, row_chunks)
     else:
-        tiles = chunking.cut(op, shape, len(placement), dtype, choice.chunk, choice.tile)
-    path, prediction = _predicted(choice, op, shape, dtype, len(placement), resources, constants)
+        tiles = chunking.cut(op, shape, len(placement), dtype, choice.chunk, claims.tile)
+    path, prediction = _predicted(
+        choice, op, shape, dtype, len(placement), resources, claims.compute_cores, constants
+    )
     exchange, alternatives = choice.exchanges[0], _path_alternatives(path, prediction)
     measured = prediction is not None
     if prediction is None:
@@ -303,7 +292,7 @@ def _planned(
         )
         alternatives += considered
         if tiles is not None and choice.chunk is None and isinstance(shape, GemmShape):
-            more = chunking.others(tiles, op, shape, len(placement), dtype, choice.tile)
+            more = chunking.others(tiles, op, shape, len(placement), dtype, claims.tile)
             cuts: list[Chunking] = [tiles, *more]
             cut, considered = choose(
                 "chunk",
@@ -316,7 +305,7 @@ def _planned(
         if choice.comm_blocks is None:
             resources, considered = choose(
                 "communication",
-                [resources, *_more_blocks(resources, choice.comm_cores)],
+                [resources, *_more_blocks(resources, claims.comm_cores)],
                 lambda option: predicted(exchange, tiles, option).pipelined_us,
                 lambda option: f"{option.comm_blocks} blocks",
             )
@@ -340,21 +329,19 @@ def _planned(
         exchange=exchange,
         chunking=tiles,
         rows_per_chunk=rows,
-        order=ConsumptionOrder(nodes=nodes, ranks_per_node=ranks_per_node, runs=choice.orders[0]),
+        order=ConsumptionOrder(nodes=nodes, ranks_per_node=ranks_per_node, runs=claims.orders[0]),
         resources=resources,
         prediction=prediction,
     )
     if len(placement) > 1 and path == "fused" and not measured:
         by_rows: list[int] = []
-        if rows is not None and choice.chunk is None and choice.row_chunks > 1:
-            found = chunking.other_row_chunks(shape, len(placement), rows, choice.row_chunks)
+        if rows is not None and choice.chunk is None and row_chunks > 1:
+            found = chunking.other_row_chunks(shape, len(placement), rows, row_chunks)
             by_rows = [rows, *found]
-            if (
-                choice.one_kernel_per_chunk
-            ):  # what costs a kernel must gain something: the fewest first
+            if claims.one_kernel_per_chunk:  # each must gain what it costs: the fewest first
                 by_rows.sort(reverse=True)
         made, considered = tune(
-            made, by_rows, choice.orders, constants, choice.one_kernel_per_chunk
+            made, by_rows, claims.orders, constants, claims.one_kernel_per_chunk
         )
         alternatives += considered
     made = made.model_copy(update={"schedule": schedule(made)})
@@ -401,6 +388,7 @@ def _predicted(
     dtype: DtypeName,
     world: int,
     resources: Resources,
+    cores: int,
     constants: MachineConstants,
 ) -> tuple[PathName, Prediction | None]:
     """The path, and its times where both paths' are known. A tie goes to the fused one."""
@@ -409,7 +397,7 @@ def _predicted(
         return wanted, None
     if not paths.fusable(op, shape, dtype, world):
         wanted = "library"
-    both = paths.predict(op, shape, dtype, world, resources.compute_blocks, choice.cores, constants)
+    both = paths.predict(op, shape, dtype, world, resources.compute_blocks, cores, constants)
     if both is None:
         return wanted, None
     fused, library = both

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from mkernel.errors import Unsupported
 from mkernel.plan import waves
+from mkernel.plan.chunking import rows_of_a_rank
 from mkernel.plan.messages import (
     MESSAGES,
     Arrivals,
@@ -24,7 +25,7 @@ from mkernel.plan.messages import (
     gather,
     scatter,
 )
-from mkernel.plan.model import AttentionShape, Exchange, GemmShape, LaunchPlan
+from mkernel.plan.model import Exchange, GemmShape, LaunchPlan
 from mkernel.plan.predict import payloads
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.link_queues import Busy, Message, run
@@ -189,14 +190,7 @@ def _chunks(plan: LaunchPlan) -> int:
         return plan.chunking.chunks_per_rank
     if plan.rows_per_chunk is None:
         return 1
-    shape = plan.shape
-    if isinstance(shape, GemmShape):
-        rows = -(-shape.m // plan.world_size)
-    elif isinstance(shape, AttentionShape):
-        rows = shape.sequence // plan.world_size
-    else:
-        rows = shape.tokens
-    return max(1, -(-rows // plan.rows_per_chunk))
+    return max(1, -(-rows_of_a_rank(plan.shape, plan.world_size) // plan.rows_per_chunk))
 
 
 class _Device:
