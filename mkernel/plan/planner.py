@@ -178,8 +178,8 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
         else _Between(nic, verbs)
         if nodes > 1
         else _Between(),
-        capabilities,
         _Choice(
+            capabilities,
             chunk,
             cast(PathChoice, path),
             library,
@@ -228,9 +228,10 @@ class _Between(NamedTuple):
 
 @dataclass(frozen=True)
 class _Choice:
-    """The chunk and the path that the caller wants, and whether there is a library path; the exchanges
-    to choose from; how many blocks the caller wants for communication."""
+    """What the backend claims; the chunk and the path that the caller wants, and whether there is a
+    library path; the exchanges to choose from; how many blocks the caller wants for communication."""
 
+    claims: AcceleratorCapabilities
     chunk: int | None
     path: PathChoice
     library: bool
@@ -248,7 +249,6 @@ def _planned(
     places: _Places,
     accelerator: str,
     between: _Between,
-    claims: AcceleratorCapabilities,
     choice: _Choice,
     resources: Resources,
     constants: MachineConstants,
@@ -266,14 +266,13 @@ def _planned(
     table = routes(kinds, placement, constants, group=group)
     links = SharedLinks(table, placement)
     tiles, rows = None, None
+    claims = choice.claims
     row_chunks = claims.row_chunks if claims.overlaps else 1
     if claims.chunk_unit == "rows" or not isinstance(shape, GemmShape):
         rows = chunking.row_chunk(shape, len(placement), choice.chunk, row_chunks)
     else:
         tiles = chunking.cut(op, shape, len(placement), dtype, choice.chunk, claims.tile)
-    path, prediction = _predicted(
-        choice, op, shape, dtype, len(placement), resources, claims.compute_cores, constants
-    )
+    path, prediction = _predicted(choice, op, shape, dtype, len(placement), resources, constants)
     exchange, alternatives = choice.exchanges[0], _path_alternatives(path, prediction)
     measured = prediction is not None
     if prediction is None:
@@ -388,7 +387,6 @@ def _predicted(
     dtype: DtypeName,
     world: int,
     resources: Resources,
-    cores: int,
     constants: MachineConstants,
 ) -> tuple[PathName, Prediction | None]:
     """The path, and its times where both paths' are known. A tie goes to the fused one."""
@@ -397,6 +395,7 @@ def _predicted(
         return wanted, None
     if not paths.fusable(op, shape, dtype, world):
         wanted = "library"
+    cores = choice.claims.compute_cores
     both = paths.predict(op, shape, dtype, world, resources.compute_blocks, cores, constants)
     if both is None:
         return wanted, None
