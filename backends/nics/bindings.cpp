@@ -24,7 +24,6 @@ PYBIND11_MODULE(_nics, m) {
         .def_readonly("sysfs", &nics::verbs::DeviceInfo::sysfs)
         .def_readonly("firmware", &nics::verbs::DeviceInfo::firmware)
         .def_readonly("vendor_id", &nics::verbs::DeviceInfo::vendor_id)
-        .def_readonly("vendor_part_id", &nics::verbs::DeviceInfo::vendor_part_id)
         .def_readonly("port", &nics::verbs::DeviceInfo::port)
         .def_readonly("active", &nics::verbs::DeviceInfo::active)
         .def_readonly("link_layer", &nics::verbs::DeviceInfo::link_layer)
@@ -99,8 +98,7 @@ PYBIND11_MODULE(_nics, m) {
         .def_readonly("signals_sent", &nics::ProxyStatistics::signals_sent)
         .def_readonly("signals_raised", &nics::ProxyStatistics::signals_raised)
         .def_readonly("queue_depth", &nics::ProxyStatistics::queue_depth)
-        .def_readonly("stalls", &nics::ProxyStatistics::stalls)
-        .def_readonly("sleeps", &nics::ProxyStatistics::sleeps);
+        .def_readonly("stalls", &nics::ProxyStatistics::stalls);
 
     py::class_<nics::Session>(m, "Session")
         .def("capabilities", [](nics::Session& s) { return s.nic().capabilities(); })
@@ -156,16 +154,18 @@ PYBIND11_MODULE(_nics, m) {
 
     m.def(
         "library_path",
-        [](const std::string& library) { return nics::verbs::Verbs::load(library)->path(); },
+        [](const std::string& library) {
+            return nics::verbs::Verbs::load(library)->library().path();
+        },
         py::arg("library"), Unlocked());
 
     m.def(
         "efa_capabilities",
         [](const std::string& library, const std::string& efa_library, const std::string& device) {
             const auto verbs = nics::verbs::Verbs::load(library);
-            const auto efa = nics::verbs::Efadv::load(*verbs, efa_library);
+            const nics::verbs::Efadv efa(*verbs, efa_library);
             const auto context = nics::verbs::open_device(verbs, device);
-            return nics::efa::query(*efa, context.get(), device).device_caps;
+            return nics::efa::query(efa, context.get(), device).device_caps;
         },
         py::arg("library"), py::arg("efa_library"), py::arg("device"), Unlocked());
     m.attr("EFA_RDMA_WRITE") = nics::verbs::kEfaRdmaWrite;

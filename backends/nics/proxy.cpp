@@ -209,7 +209,6 @@ void Proxy::sleep() {
                 if (count < wait.size()) wait[count++] = {fd, POLLIN, 0};
             }
         }
-        bump(sleeps_, 1);
         ::poll(wait.data(), count, waiting_.size() != 0 ? kWaitingSleepMs : kMaxSleepMs);
     }
     fifo_.end_sleep();
@@ -225,8 +224,7 @@ ProxyStatistics Proxy::statistics() const {
             get(signals_sent_),
             get(signals_raised_),
             fifo_.depth() + get(set_aside_),
-            get(stalls_),
-            get(sleeps_)};
+            get(stalls_)};
 }
 
 }  // namespace mkernel::nics

@@ -31,7 +31,6 @@ struct ProxyStatistics {
     std::uint64_t signals_raised = 0;  // arrivals added to the pad
     std::uint64_t queue_depth = 0;     // commands not yet handed to the NIC
     std::uint64_t stalls = 0;          // commands set aside because their peer's queue was full
-    std::uint64_t sleeps = 0;          // times it went to sleep
 };
 
 class Proxy final : private SignalSink {
@@ -83,7 +82,7 @@ class Proxy final : private SignalSink {
     alignas(64) std::uint64_t flushed_ = 0;
 
     std::atomic<std::uint64_t> puts_{0}, put_bytes_{0}, signals_sent_{0}, signals_raised_{0};
-    std::atomic<std::uint64_t> stalls_{0}, sleeps_{0}, set_aside_{0};
+    std::atomic<std::uint64_t> stalls_{0}, set_aside_{0};
 
     std::thread thread_;
 };

@@ -41,9 +41,9 @@ efadv_device_attr query(const verbs::Efadv& efa, ibv_context* context, const std
 SrdNic::SrdNic(std::shared_ptr<const verbs::Verbs> verbs, const std::string& library,
                const std::vector<verbs::PortName>& ports, const verbs::Options& options)
     : VerbsNic(std::move(verbs), ports, options, {.in_order = false, .receives_have_sge = true}),
-      efa_(verbs::Efadv::load(*verbs_, library)) {
+      efa_(*verbs_, library) {
     for (const auto& rail : rails_) {
-        const efadv_device_attr device = query(*efa_, rail->context.get(), rail->name);
+        const efadv_device_attr device = query(efa_, rail->context.get(), rail->name);
         if ((device.device_caps & verbs::kEfaRdmaWrite) == 0) {
             throw SetupError(rail->name +
                              " has no RDMA write, which `efa` needs: its device capabilities are " +
@@ -84,9 +84,9 @@ void SrdNic::open(Lane& each, Endpoint& mine) {
     init.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
     efadv_qp_init_attr srd{};
     srd.driver_qp_type = EFADV_QP_DRIVER_TYPE_SRD;
-    lane.qp = rail.own(efa_->create_qp_ex(rail.context.get(), &init, &srd, sizeof(srd)), lane.queue,
+    lane.qp = rail.own(efa_.create_qp_ex(rail.context.get(), &init, &srd, sizeof(srd)), lane.queue,
                        lane.rank);
-    lane.extended = efa_->qp_to_qp_ex(lane.qp.get());
+    lane.extended = efa_.qp_to_qp_ex(lane.qp.get());
 
     mine.psn = std::random_device{}() & 0xffffff;
     const auto to = [&](ibv_qp_state state, int mask) {
@@ -114,12 +114,13 @@ void SrdNic::join(Lane& each, const Endpoint& remote) {
     attr.port_num = rail.port_number;
     attr.grh.dgid = rail.remote_gid(lane.rank, remote);
     attr.grh.sgid_index = static_cast<std::uint8_t>(rail.gid.index);
-    ibv_ah* ah = efa_->create_ah(rail.pd.get(), &attr);
+    ibv_ah* ah = efa_.create_ah(rail.pd.get(), &attr);
     if (ah == nullptr) {
         throw SetupError(rail.name + ": no address handle for peer " + std::to_string(lane.rank) +
                          " at GID " + remote.gid + ": " + reason(errno));
     }
-    lane.handle = {ah, [e = efa_, c = rail.context, p = rail.pd](ibv_ah* a) { e->destroy_ah(a); }};
+    lane.handle = {
+        ah, [destroy = efa_.destroy_ah, c = rail.context, p = rail.pd](ibv_ah* a) { destroy(a); }};
     lane.remote_qpn = remote.qp_num;
     lane.remote_key = remote.psn;
 }

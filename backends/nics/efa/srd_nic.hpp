@@ -42,7 +42,7 @@ class SrdNic final : public verbs::VerbsNic {
     bool hand_over(Lane& lane) override;
     void sent(Lane& lane, std::uint64_t number) override;
 
-    std::shared_ptr<const verbs::Efadv> efa_;
+    const verbs::Efadv efa_;
     bool bounded_rnr_ = true;  // every rail can be told how often to retry
 };
 

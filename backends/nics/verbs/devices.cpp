@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <map>
 
 #include "backends/nics/nic.hpp"
 
@@ -38,46 +39,12 @@ const char* gid_type_name(std::uint32_t type) {
 }
 
 double speed_gbps(const ibv_port_attr& port) {
-    double lanes = 0;
-    switch (port.active_width) {
-        case 1:
-            lanes = 1;
-            break;
-        case 2:
-            lanes = 4;
-            break;
-        case 4:
-            lanes = 8;
-            break;
-        case 8:
-            lanes = 12;
-            break;
-        case 16:
-            lanes = 2;
-            break;
-        default:
-            return 0;
-    }
-    switch (port.active_speed) {
-        case 1:
-            return lanes * 2.5;  // SDR
-        case 2:
-            return lanes * 5;  // DDR
-        case 4:
-            return lanes * 10;  // QDR
-        case 8:
-            return lanes * 10;  // FDR10
-        case 16:
-            return lanes * 14;  // FDR
-        case 32:
-            return lanes * 25;  // EDR
-        case 64:
-            return lanes * 50;  // HDR
-        case 128:
-            return lanes * 100;  // NDR
-        default:
-            return 0;
-    }
+    static const std::map<int, double> kLanes{{1, 1}, {2, 4}, {4, 8}, {8, 12}, {16, 2}};
+    static const std::map<int, double> kLaneGbps{{1, 2.5}, {2, 5},   {4, 10},   {8, 10}, {16, 14},
+                                                 {32, 25}, {64, 50}, {128, 100}};  // SDR to NDR
+    const auto lanes = kLanes.find(port.active_width);
+    const auto gbps = kLaneGbps.find(port.active_speed);
+    return lanes != kLanes.end() && gbps != kLaneGbps.end() ? lanes->second * gbps->second : 0;
 }
 
 bool zero(const ::ibv_gid& gid) {
@@ -140,7 +107,6 @@ std::vector<DeviceInfo> list_devices(const Verbs& verbs) {
                 info.sysfs = list.devices[i]->ibdev_path;
                 info.firmware.assign(device.fw_ver, strnlen(device.fw_ver, sizeof(device.fw_ver)));
                 info.vendor_id = device.vendor_id;
-                info.vendor_part_id = device.vendor_part_id;
                 info.port = number;
                 info.active = attributes.state == IBV_PORT_ACTIVE;
                 info.link_layer = link_layer_name(attributes.link_layer);
@@ -183,8 +149,8 @@ std::shared_ptr<ibv_context> open_device(std::shared_ptr<const Verbs> verbs,
         }
         known += (known.empty() ? "" : ", ") + each;
     }
-    throw SetupError("no RDMA device named " + name + " in " + verbs->library() + "; there " +
-                     (known.empty() ? "are none" : "is: " + known));
+    throw SetupError("no RDMA device named " + name + " in " + verbs->library().name() +
+                     "; there " + (known.empty() ? "are none" : "is: " + known));
 }
 
 GidChoice choose_gid(const Verbs& verbs, ibv_context* context, std::uint8_t port,

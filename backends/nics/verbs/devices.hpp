@@ -18,7 +18,6 @@ struct DeviceInfo {
     std::string sysfs;  // the device's folder under /sys/class/infiniband, or empty
     std::string firmware;
     std::uint32_t vendor_id = 0;
-    std::uint32_t vendor_part_id = 0;
     std::uint8_t port = 1;
     bool active = false;
     std::string state;       // DOWN, INIT, ARMED, ACTIVE, ...

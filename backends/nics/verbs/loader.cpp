@@ -3,85 +3,45 @@
 #include <dlfcn.h>
 #include <link.h>
 
-#include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
+#include <map>
 
 namespace mkernel::nics::verbs {
-namespace {
+
+Library::Library(const std::string& name) : name_(name) {
+    // RTLD_LOCAL: two providers that export the same names may live in one process.
+    handle_ = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle_ == nullptr) {
+        const char* why = dlerror();
+        throw LoadError(name + " cannot be loaded: " + (why != nullptr ? why : "unknown error"));
+    }
+}
+
+Library::~Library() {
+    dlclose(handle_);
+}
+
+std::string Library::path() const {
+    link_map* map = nullptr;
+    if (dlinfo(handle_, RTLD_DI_LINKMAP, &map) != 0 || map == nullptr) return name_;
+    std::error_code error;
+    const auto real = std::filesystem::canonical(map->l_name, error);
+    return error ? name_ : real.string();
+}
 
 // The system's library exports two generations of most names: ask for the one whose structures the
 // header describes. A provider without symbol versions answers the plain look-up.
-template <typename Function>
-void find(void* handle, const char* name, const char* version, Function& slot) {
-    void* symbol = dlvsym(handle, name, version);
-    if (symbol == nullptr) symbol = dlsym(handle, name);
-    slot = reinterpret_cast<Function>(symbol);
+Library::Symbol Library::find(const char* function, const char* version) const {
+    void* found = version != nullptr ? dlvsym(handle_, function, version) : nullptr;
+    return {found != nullptr ? found : dlsym(handle_, function)};
 }
 
-template <typename Function>
-void need(void* handle, const std::string& library, const char* name, Function& slot) {
-    find(handle, name, "IBVERBS_1.1", slot);
-    if (slot == nullptr) {
-        throw LoadError(
-            library + " lacks " + name + "; it is not a verbs library, or older than rdma-core 17",
-            false);
-    }
-}
-
-}  // namespace
-
-std::shared_ptr<const Verbs> Verbs::load(const std::string& library) {
-    // RTLD_LOCAL: two providers that export the same names may live in one process.
-    void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) {
-        const char* why = dlerror();
-        const std::string text = why != nullptr ? why : "unknown error";
-        throw LoadError(library + " cannot be loaded: " + text,
-                        text.find("No such file") != std::string::npos);
-    }
-    std::shared_ptr<Verbs> verbs(new Verbs);
-    verbs->library_ = library;
-    verbs->handle_ = handle;
-    Verbs& v = *verbs;
-    need(handle, library, "ibv_get_device_list", v.get_device_list);
-    need(handle, library, "ibv_free_device_list", v.free_device_list);
-    need(handle, library, "ibv_get_device_name", v.get_device_name);
-    need(handle, library, "ibv_open_device", v.open_device);
-    need(handle, library, "ibv_close_device", v.close_device);
-    need(handle, library, "ibv_query_device", v.query_device);
-    need(handle, library, "ibv_query_port", v.query_port_compat_);
-    need(handle, library, "ibv_query_gid", v.query_gid);
-    need(handle, library, "ibv_alloc_pd", v.alloc_pd);
-    need(handle, library, "ibv_dealloc_pd", v.dealloc_pd);
-    need(handle, library, "ibv_reg_mr", v.reg_mr);
-    need(handle, library, "ibv_dereg_mr", v.dereg_mr);
-    need(handle, library, "ibv_create_comp_channel", v.create_comp_channel);
-    need(handle, library, "ibv_destroy_comp_channel", v.destroy_comp_channel);
-    need(handle, library, "ibv_create_cq", v.create_cq);
-    need(handle, library, "ibv_destroy_cq", v.destroy_cq);
-    need(handle, library, "ibv_get_cq_event", v.get_cq_event);
-    need(handle, library, "ibv_ack_cq_events", v.ack_cq_events);
-    need(handle, library, "ibv_create_qp", v.create_qp);
-    need(handle, library, "ibv_modify_qp", v.modify_qp);
-    need(handle, library, "ibv_destroy_qp", v.destroy_qp);
-    need(handle, library, "ibv_get_async_event", v.get_async_event);
-    need(handle, library, "ibv_ack_async_event", v.ack_async_event);
-    find(handle, "_ibv_query_gid_ex", "IBVERBS_1.11", v.query_gid_ex);
-    find(handle, "ibv_reg_dmabuf_mr", "IBVERBS_1.12", v.reg_dmabuf_mr);
-    return verbs;
-}
-
-std::string Verbs::path() const {
-    link_map* map = nullptr;
-    if (dlinfo(handle_, RTLD_DI_LINKMAP, &map) != 0 || map == nullptr) return library_;
-    std::error_code error;
-    const auto real = std::filesystem::canonical(map->l_name, error);
-    return error ? library_ : real.string();
-}
-
-Verbs::~Verbs() {
-    if (handle_ != nullptr) dlclose(handle_);
+Library::Symbol Library::need(const char* function, const char* version, const char* why) const {
+    const Symbol found = find(function, version);
+    if (found.address == nullptr) throw LoadError(name_ + " lacks " + function + "; " + why);
+    return found;
 }
 
 int Verbs::query_port(ibv_context* context, std::uint8_t port, ibv_port_attr* attributes) const {
@@ -94,82 +54,43 @@ int Verbs::query_port(ibv_context* context, std::uint8_t port, ibv_port_attr* at
 }
 
 const char* status_name(ibv_wc_status status) {
-    switch (status) {
-        case IBV_WC_SUCCESS:
-            return "SUCCESS";
-        case IBV_WC_LOC_LEN_ERR:
-            return "LOC_LEN_ERR";
-        case IBV_WC_LOC_QP_OP_ERR:
-            return "LOC_QP_OP_ERR";
-        case IBV_WC_LOC_EEC_OP_ERR:
-            return "LOC_EEC_OP_ERR";
-        case IBV_WC_LOC_PROT_ERR:
-            return "LOC_PROT_ERR";
-        case IBV_WC_WR_FLUSH_ERR:
-            return "WR_FLUSH_ERR";
-        case IBV_WC_MW_BIND_ERR:
-            return "MW_BIND_ERR";
-        case IBV_WC_BAD_RESP_ERR:
-            return "BAD_RESP_ERR";
-        case IBV_WC_LOC_ACCESS_ERR:
-            return "LOC_ACCESS_ERR";
-        case IBV_WC_REM_INV_REQ_ERR:
-            return "REM_INV_REQ_ERR";
-        case IBV_WC_REM_ACCESS_ERR:
-            return "REM_ACCESS_ERR";
-        case IBV_WC_REM_OP_ERR:
-            return "REM_OP_ERR";
-        case IBV_WC_RETRY_EXC_ERR:
-            return "RETRY_EXC_ERR";
-        case IBV_WC_RNR_RETRY_EXC_ERR:
-            return "RNR_RETRY_EXC_ERR";
-        case IBV_WC_LOC_RDD_VIOL_ERR:
-            return "LOC_RDD_VIOL_ERR";
-        case IBV_WC_REM_INV_RD_REQ_ERR:
-            return "REM_INV_RD_REQ_ERR";
-        case IBV_WC_REM_ABORT_ERR:
-            return "REM_ABORT_ERR";
-        case IBV_WC_INV_EECN_ERR:
-            return "INV_EECN_ERR";
-        case IBV_WC_INV_EEC_STATE_ERR:
-            return "INV_EEC_STATE_ERR";
-        case IBV_WC_FATAL_ERR:
-            return "FATAL_ERR";
-        case IBV_WC_RESP_TIMEOUT_ERR:
-            return "RESP_TIMEOUT_ERR";
-        case IBV_WC_GENERAL_ERR:
-            return "GENERAL_ERR";
-        case IBV_WC_TM_ERR:
-            return "TM_ERR";
-        case IBV_WC_TM_RNDV_INCOMPLETE:
-            return "TM_RNDV_INCOMPLETE";
-    }
-    return "UNKNOWN_STATUS";
+    static constexpr const char* kNames[] = {"SUCCESS",
+                                             "LOC_LEN_ERR",
+                                             "LOC_QP_OP_ERR",
+                                             "LOC_EEC_OP_ERR",
+                                             "LOC_PROT_ERR",
+                                             "WR_FLUSH_ERR",
+                                             "MW_BIND_ERR",
+                                             "BAD_RESP_ERR",
+                                             "LOC_ACCESS_ERR",
+                                             "REM_INV_REQ_ERR",
+                                             "REM_ACCESS_ERR",
+                                             "REM_OP_ERR",
+                                             "RETRY_EXC_ERR",
+                                             "RNR_RETRY_EXC_ERR",
+                                             "LOC_RDD_VIOL_ERR",
+                                             "REM_INV_RD_REQ_ERR",
+                                             "REM_ABORT_ERR",
+                                             "INV_EECN_ERR",
+                                             "INV_EEC_STATE_ERR",
+                                             "FATAL_ERR",
+                                             "RESP_TIMEOUT_ERR",
+                                             "GENERAL_ERR",
+                                             "TM_ERR",
+                                             "TM_RNDV_INCOMPLETE"};
+    static_assert(std::size(kNames) == IBV_WC_TM_RNDV_INCOMPLETE + 1);
+    return status < std::size(kNames) ? kNames[status] : "UNKNOWN_STATUS";
 }
 
 const char* event_name(ibv_event_type event) {
-    switch (event) {
-        case IBV_EVENT_CQ_ERR:
-            return "CQ_ERR";
-        case IBV_EVENT_QP_FATAL:
-            return "QP_FATAL";
-        case IBV_EVENT_QP_REQ_ERR:
-            return "QP_REQ_ERR";
-        case IBV_EVENT_QP_ACCESS_ERR:
-            return "QP_ACCESS_ERR";
-        case IBV_EVENT_DEVICE_FATAL:
-            return "DEVICE_FATAL";
-        case IBV_EVENT_PORT_ACTIVE:
-            return "PORT_ACTIVE";
-        case IBV_EVENT_PORT_ERR:
-            return "PORT_ERR";
-        case IBV_EVENT_GID_CHANGE:
-            return "GID_CHANGE";
-        case IBV_EVENT_WQ_FATAL:
-            return "WQ_FATAL";
-        default:
-            return "OTHER_EVENT";
-    }
+#define EVENT(name) {IBV_EVENT_##name, #name}
+    static const std::map<ibv_event_type, const char*> kNames = {
+        EVENT(CQ_ERR),        EVENT(QP_FATAL),     EVENT(QP_REQ_ERR),
+        EVENT(QP_ACCESS_ERR), EVENT(DEVICE_FATAL), EVENT(PORT_ACTIVE),
+        EVENT(PORT_ERR),      EVENT(GID_CHANGE),   EVENT(WQ_FATAL)};
+#undef EVENT
+    const auto found = kNames.find(event);
+    return found != kNames.end() ? found->second : "OTHER_EVENT";
 }
 
 }  // namespace mkernel::nics::verbs
