@@ -317,9 +317,10 @@ int main(int argc, char** argv) {
     // The corpus itself first.
     for (std::uint64_t n = 0; n < corpus.size() || monotonic_ns() < end; ++n) {
         if (!world) {
-            // Every other world cuts puts into many messages.
+            // Some worlds cut puts into many messages.
+            static constexpr const char* kMessages[] = {"100", "4096", "1048576"};
             const testing::Setting message("MKERNEL_SOFTVERBS_MAX_MESSAGE",
-                                           random() % 2 != 0 ? "4096" : "1048576");
+                                           kMessages[random() % 3]);
             world.emplace(argv[3], argv[1]);
         }
         PutCommand c = corpus[n < corpus.size() ? n : random() % corpus.size()];

@@ -36,7 +36,7 @@ struct End : DeviceEnd {
     explicit End(const Limits& limits = {})
         : DeviceEnd("soft0", kBytes, limits.shared, limits.cqe,
                     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE),
-          efa(verbs::Efadv::load(*v, library)) {
+          efa(std::make_unique<const verbs::Efadv>(*v, library)) {
         init.qp_type = IBV_QPT_DRIVER;
         init.send_cq = init.recv_cq = cq;
         init.pd = pd;
@@ -125,7 +125,7 @@ struct End : DeviceEnd {
         return DeviceEnd::completes(base, id, status);
     }
 
-    std::shared_ptr<const verbs::Efadv> efa;
+    std::unique_ptr<const verbs::Efadv> efa;
     ibv_qp_init_attr_ex init{};
     ibv_qp* base = nullptr;
     ibv_qp_ex* qp = nullptr;

@@ -128,27 +128,6 @@ TEST(every_group_is_raised_once_when_all_of_it_has_come) {
     }
 }
 
-TEST(what_no_sender_sends_is_broken) {
-    const auto outcome = [](std::initializer_list<std::uint32_t> immediates) {
-        Arrivals arrivals(2, kReceives);
-        Arrivals::Signal signal;
-        auto last = Arrivals::Outcome::pending;
-        for (const std::uint32_t immediate : immediates) {
-            last = arrivals.take(1, immediate, signal);
-        }
-        return last;
-    };
-    using enum Arrivals::Outcome;
-    const std::uint32_t one = pack_group(Kind::part, 3, 1);
-    const std::uint32_t two = pack_group(Kind::part, 3, 2);
-    CHECK(outcome({one}) == pending);
-    CHECK(outcome({one, one}) == broken);                                // more than it said
-    CHECK(outcome({two, one}) == broken);                                // says two things
-    CHECK(outcome({pack_group(static_cast<Kind>(3), 0, 1)}) == broken);  // no such kind
-    CHECK(outcome({pack_group(Kind::signal, 0, 1), pack_group(Kind::value, 0, 1),
-                   pack_group(Kind::part, 0, 2)}) == broken);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {

@@ -44,27 +44,6 @@ TEST(capacity_is_a_power_of_two) {
     CHECK(Fifo(1000).device().capacity == 1024);
 }
 
-TEST(empty_memory_is_an_empty_ring) {
-    Bench b(4);
-    PutCommand c;
-    CHECK(!b.fifo.ready());
-    CHECK(!b.fifo.pop(c));
-    CHECK(b.fifo.depth() == 0);
-}
-
-TEST(a_lap_does_not_show_the_last_one_again) {
-    Bench b(4);
-    PutCommand c;
-    for (std::uint64_t i = 0; i < 1000; ++i) {
-        CHECK(b.push(i) == WaitResult::ok);
-        CHECK(b.fifo.depth() == 1);
-        CHECK(b.fifo.pop(c) && c.bytes == i && whole(c));
-        CHECK(!b.fifo.pop(c));  // the old command lies there still, with the other parity
-        b.fifo.release();
-    }
-    CHECK(b.fifo.popped() == 1000);
-}
-
 TEST(many_producers_many_laps) {
     constexpr std::uint32_t kProducers = 4;
     constexpr std::uint64_t kEach = 50'000;

@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 from nic_ranks import DEADLINE_S, Rank, join, local_ranks
 
+from mkernel.backends.nics.efa import EfaNic
 from mkernel.backends.runtime import _runtime as runtime
 from mkernel.errors import NicError
 from mkernel.harness.nic_ranks import CLOSE_S, within
@@ -57,6 +58,17 @@ def test_forbidden_access_fails_both_sides(change, offset: int) -> None:
     assert not a.session.flush(DEADLINE_S)
     with pytest.raises(NicError, match="REM_ACCESS_ERR"):
         a.session.put(1, 0, 0, 0, 8, 0, 1)
+    closes_at_once(a)
+    closes_at_once(b)
+
+
+def test_over_srd_a_wrong_key_fails_its_sender() -> None:
+    a, b = Rank(0, backend=EfaNic()), Rank(1, backend=EfaNic())
+    join([a, b], spoiled_rkey)
+    a.session.put(1, 0, 0, 0, 8, 0, 1)
+    failure = failed(a)
+    assert (failure.status, failure.peer) == ("REM_ACCESS_ERR", 1)
+    assert b.count(0) == 0
     closes_at_once(a)
     closes_at_once(b)
 

@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from nic_ranks import Rank, settings
+from nic_ranks import Rank, local_ranks, settings
 
 from mkernel.backends.nics.cx7 import Cx7Nic
+from mkernel.backends.nics.efa import EfaNic
 from mkernel.errors import ArgumentError, BackendUnavailable, MkernelError, NicError
 
 
@@ -147,6 +148,25 @@ def test_registration_is_checked() -> None:
     rank.close()
 
 
+@pytest.mark.parametrize(
+    ("argument", "values"),
+    [
+        ("signal", (1, 0, 0, 0, 8, 1 << 23, 1)),
+        ("signal", (1, 0, 0, 0, 8, -1, 1)),
+        ("value", (1, 0, 0, 0, 8, 0, 1 << 23)),
+        ("value", (1, 0, 0, 0, 8, 0, -1)),
+        ("local", (1, 0, -1, 0, 8, 0, 1)),
+        ("nbytes", (1, 0, 0, 0, 1 << 63, 0, 1)),
+    ],
+)
+def test_illegal_arguments_are_named(argument: str, values: tuple[int, ...]) -> None:
+    with local_ranks() as (a, _):
+        with pytest.raises(ArgumentError) as caught:
+            a.session.put(*values)
+        assert caught.value.argument == argument
+        assert a.session.failure() is None
+
+
 def test_soft_is_usable_and_probed() -> None:
     nic = Cx7Nic()
     assert nic.status("soft").usable
@@ -184,3 +204,9 @@ def test_unknown_devices_and_gids_are_named() -> None:
         Cx7Nic().open("soft0", "soft", 0, settings(gid_index=9))
     with pytest.raises(BackendUnavailable, match="port"):
         Cx7Nic().open("soft0:2", "soft", 0, settings())
+
+
+def test_a_device_without_rdma_writes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_RDMA_WRITE", "0")
+    with pytest.raises(BackendUnavailable, match="no RDMA write"):
+        EfaNic().open("soft0", "soft", 0, settings())
