@@ -7,7 +7,7 @@ and are validated when they arrive, because they come from another process.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -96,24 +96,12 @@ class NativeSession(NicSession):
 
     def capabilities(self) -> NicCapabilities:
         """Of the opened device and provider."""
-        c = self._native.capabilities()
-        return NicCapabilities(
-            ordered=c.ordered,
-            max_message_bytes=c.max_message_bytes,
-            max_inline_bytes=c.max_inline_bytes,
-            immediate_data=c.immediate_data,
-            max_sge=c.max_sge,
-            atomics=c.atomics,
-            dmabuf=c.dmabuf,
-        )
+        return NicCapabilities.model_validate(self._native.capabilities(), from_attributes=True)
 
     def address(self, peer: int) -> str:
         """Make queue pairs for ``peer``; the text that it hands to its own ``connect``."""
         ends = self._setup(lambda: self._native.add_peer(peer))
-        lanes = [
-            Lane.model_validate({field: getattr(end, field) for field in Lane.model_fields})
-            for end in ends
-        ]
+        lanes = [Lane.model_validate(end, from_attributes=True) for end in ends]
         return Address(nic=self._nic, rank=self._rank, peer=peer, lanes=lanes).model_dump_json()
 
     def connect(self, peer: int, address: str) -> None:
@@ -130,7 +118,7 @@ class NativeSession(NicSession):
 
     def register(self, region: int, address: int, nbytes: int) -> str:
         """Register host memory under a world-wide region number; returns the key for the peers."""
-        return self._register(region, address, nbytes, device=False)
+        return self._register(region, address, nbytes, device=False, dmabuf=-1, offset=0)
 
     def register_device(
         self, region: int, address: int, nbytes: int, dmabuf: int = -1, offset: int = 0
@@ -138,25 +126,12 @@ class NativeSession(NicSession):
         """The same for device memory, by dmabuf or through peermem. NicError: neither is open."""
         return self._register(region, address, nbytes, device=True, dmabuf=dmabuf, offset=offset)
 
-    def _register(
-        self,
-        region: int,
-        address: int,
-        nbytes: int,
-        *,
-        device: bool,
-        dmabuf: int = -1,
-        offset: int = 0,
-    ) -> str:
+    def _register(self, region: int, address: int, nbytes: int, **device: Any) -> str:
         if not 0 <= region < MAX_REGIONS:
             raise ArgumentError("region", region, f"0 to {MAX_REGIONS - 1}")
         if nbytes < 1:
             raise ArgumentError("nbytes", nbytes, "at least 1")
-        key = self._setup(
-            lambda: self._native.register(
-                region, address, nbytes, device=device, dmabuf=dmabuf, offset=offset
-            )
-        )
+        key = self._setup(lambda: self._native.register(region, address, nbytes, **device))
         return Key(
             rank=self._rank, region=region, address=key.address, nbytes=key.bytes, rkeys=key.rkeys
         ).model_dump_json()

@@ -11,7 +11,7 @@ import ctypes
 import os
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -563,21 +563,19 @@ def flush(subject: NicSubject) -> None:
     subject.run(_flush, 2, subject.scale(300, 20), environment=subject.slow_link(0.002))
 
 
-def _checks() -> Iterable[Check]:
-    yield Check(
+DATA_CHECKS: tuple[Check, ...] = (
+    Check(
         "visibility",
         "when a put's signal is seen, every byte of the put is there",
         visibility,
-    )
-    yield Check("worlds", "so it is among eight processes that all put to each other", worlds)
-    yield Check("sizes", "a put of any size, 0 included, writes just its bytes", sizes)
-    yield Check("alignment", "local and remote offsets need no alignment", alignment)
-    yield Check("in-flight", "puts beyond every queue's depth arrive, each once", in_flight)
-    yield Check("fifo", "commands that a kernel pushes into the FIFO are carried out", fifo)
-    yield Check("signal-values", "a put adds its whole value to its signal", signal_values)
-    yield Check("counter-wrap", "signals are 64-bit counters, however many puts", counter_wrap)
-    yield Check("order", "puts to one peer show in order, where the NIC claims it", order)
-    yield Check("flush", "after flush a put's source may be overwritten", flush)
-
-
-DATA_CHECKS: tuple[Check, ...] = tuple(_checks())
+    ),
+    Check("worlds", "so it is among eight processes that all put to each other", worlds),
+    Check("sizes", "a put of any size, 0 included, writes just its bytes", sizes),
+    Check("alignment", "local and remote offsets need no alignment", alignment),
+    Check("in-flight", "puts beyond every queue's depth arrive, each once", in_flight),
+    Check("fifo", "commands that a kernel pushes into the FIFO are carried out", fifo),
+    Check("signal-values", "a put adds its whole value to its signal", signal_values),
+    Check("counter-wrap", "signals are 64-bit counters, however many puts", counter_wrap),
+    Check("order", "puts to one peer show in order, where the NIC claims it", order),
+    Check("flush", "after flush a put's source may be overwritten", flush),
+)

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -460,25 +460,21 @@ def statistics(subject: NicSubject) -> None:
     subject.run(_statistics, 2, subject.scale(5000, 1000))
 
 
-def _checks() -> Iterable[Check]:
-    yield Check(
+LIFE_CHECKS: tuple[Check, ...] = (
+    Check(
         "capabilities",
         "status, probe, open and capabilities answer as the contract says, also when refusing",
         capabilities,
-    )
-    yield Check(
+    ),
+    Check(
         "registration",
         "regions may be added at any time, and only they can be read and written",
         registration,
-    )
-    yield Check("churn", "regions may go and come while puts of others run", churn)
-    yield Check("statistics", "puts, bytes and signals are counted exactly", statistics)
-    yield Check(
-        "killed-peer", "a killed peer becomes a NicError in time, and close works", killed_peer
-    )
-    yield Check("close", "close takes at most a second in mid-traffic and is final", close)
-    yield Check("reopen", "sessions can be opened again and again and leave nothing", reopen)
-    yield Check("idle-cpu", "an idle session uses less than 10% of a core", idle_cpu)
-
-
-LIFE_CHECKS: tuple[Check, ...] = tuple(_checks())
+    ),
+    Check("churn", "regions may go and come while puts of others run", churn),
+    Check("statistics", "puts, bytes and signals are counted exactly", statistics),
+    Check("killed-peer", "a killed peer becomes a NicError in time, and close works", killed_peer),
+    Check("close", "close takes at most a second in mid-traffic and is final", close),
+    Check("reopen", "sessions can be opened again and again and leave nothing", reopen),
+    Check("idle-cpu", "an idle session uses less than 10% of a core", idle_cpu),
+)

@@ -67,6 +67,11 @@ struct DeviceEnd {
         v->destroy_cq(cq);
         v->dealloc_pd(pd);
     }
+    int set_state(ibv_qp* qp, ibv_qp_state state) const {
+        ibv_qp_attr attr{};
+        attr.qp_state = state;
+        return v->modify_qp(qp, &attr, IBV_QP_STATE);
+    }
     // The next completion is this one.
     bool completes(const ibv_qp* qp, std::uint64_t id, ibv_wc_status status) const {
         const auto wc = poll();

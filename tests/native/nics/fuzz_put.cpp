@@ -222,7 +222,9 @@ class World {
         broken = result == PutResult::failed;
         if (sound(c, limits_) == broken) return broken ? "refused" : "taken";
         if (broken) {
-            if (from_.failure()->status != "INVALID_PUT") return "failed otherwise";
+            const auto failure = from_.failure();
+            if (failure->status != "INVALID_PUT") return "failed otherwise";
+            if (failure->peer != c.peer) return "failed, and names another peer";
             return compare();
         }
         from_.ring();

@@ -76,11 +76,7 @@ struct End : DeviceEnd {
                             IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
                                 IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
     }
-    int to(ibv_qp_state state) {
-        ibv_qp_attr a{};
-        a.qp_state = state;
-        return v->modify_qp(qp, &a, IBV_QP_STATE);
-    }
+    int to(ibv_qp_state state) const { return set_state(qp, state); }
     [[nodiscard]] ibv_send_wr write(ibv_sge& sge, const End& peer, std::uint64_t id) const {
         ibv_send_wr wr{};
         wr.wr_id = id;

@@ -69,12 +69,12 @@ struct End : DeviceEnd {
         a.qkey = kKey;
         CHECK(v->modify_qp(base, &a,
                            IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY) == 0);
-        a.qp_state = IBV_QPS_RTR;
-        CHECK(v->modify_qp(base, &a, IBV_QP_STATE) == 0);
+        CHECK(to(IBV_QPS_RTR) == 0);
         a.qp_state = IBV_QPS_RTS;
         a.rnr_retry = static_cast<std::uint8_t>(rnr_retry);
         CHECK(v->modify_qp(base, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_RNR_RETRY) == 0);
     }
+    int to(ibv_qp_state state) const { return set_state(base, state); }
     [[nodiscard]] Address address() const {
         Address a;
         v->query_gid(context.get(), 1, 0, &a.gid);

@@ -372,12 +372,10 @@ TEST(a_closed_peer_times_out) {
 TEST(error_state_flushes_everything) {
     Pair p;
     CHECK(p.b.receive(1) == 0 && p.b.receive(2) == 0);
-    ibv_qp_attr a{};
-    a.qp_state = IBV_QPS_ERR;
-    CHECK(p.b.v->modify_qp(p.b.base, &a, IBV_QP_STATE) == 0);
+    CHECK(p.b.to(IBV_QPS_ERR) == 0);
     CHECK(p.b.completes(1, IBV_WC_WR_FLUSH_ERR) && p.b.completes(2, IBV_WC_WR_FLUSH_ERR));
     CHECK(p.write(3, 8, 1) == 0 && p.a.completes(3, IBV_WC_REM_INV_RD_REQ_ERR));
-    CHECK(p.a.v->modify_qp(p.a.base, &a, IBV_QP_STATE) == 0);
+    CHECK(p.a.to(IBV_QPS_ERR) == 0);
     CHECK(p.write(4, 8) == 0 && p.a.completes(4, IBV_WC_WR_FLUSH_ERR));
 }
 
@@ -388,9 +386,7 @@ TEST(what_comes_late_finds_no_queue_pair) {
     Pair p;
     CHECK(p.write(1, kBytes) == 0);
     CHECK(!p.a.poll(0.02));
-    ibv_qp_attr a{};
-    a.qp_state = IBV_QPS_ERR;
-    CHECK(p.b.v->modify_qp(p.b.base, &a, IBV_QP_STATE) == 0);
+    CHECK(p.b.to(IBV_QPS_ERR) == 0);
     CHECK(p.a.completes(1, IBV_WC_REM_INV_RD_REQ_ERR));
 }
 
@@ -399,9 +395,7 @@ TEST(a_message_in_flight_is_flushed) {
     Pair p;
     CHECK(p.write(1, 8, 1) == 0);
     CHECK(!p.a.poll(0.05));
-    ibv_qp_attr a{};
-    a.qp_state = IBV_QPS_ERR;
-    CHECK(p.a.v->modify_qp(p.a.base, &a, IBV_QP_STATE) == 0);
+    CHECK(p.a.to(IBV_QPS_ERR) == 0);
     CHECK(p.a.completes(1, IBV_WC_WR_FLUSH_ERR));
     CHECK(p.b.receive(2) == 0 && p.b.completes(2, IBV_WC_SUCCESS));
     CHECK(!p.a.poll(0.05));
@@ -670,12 +664,10 @@ TEST(what_is_abandoned_frees_its_place) {
     Limits private_memory;
     private_memory.shared = false;
     Pair p(private_memory, private_memory);
-    ibv_qp_attr error{};
-    error.qp_state = IBV_QPS_ERR;
     for (std::uint64_t turn = 0; turn < 1100; ++turn) {
         CHECK(p.write(1, kBytes) == 0);
         if (turn % 2 == 0) {
-            CHECK(p.a.v->modify_qp(p.a.base, &error, IBV_QP_STATE) == 0);
+            CHECK(p.a.to(IBV_QPS_ERR) == 0);
             const auto wc = p.a.poll();
             CHECK(wc && (wc->status == IBV_WC_WR_FLUSH_ERR || wc->status == IBV_WC_SUCCESS));
         }

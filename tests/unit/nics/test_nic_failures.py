@@ -73,24 +73,6 @@ def test_over_srd_a_wrong_key_fails_its_sender() -> None:
     closes_at_once(b)
 
 
-@pytest.mark.parametrize("command", [(1, 7, 0, 0, 100, 0, 1), (2, 0, 0, 0, 100, 0, 1)])
-def test_commands_outside_what_is_bound_are_refused(command: tuple[int, ...]) -> None:
-    """Which commands those are, ``fuzz_put`` knows; here, how the session tells of it."""
-    with local_ranks() as (a, b):
-        before = b.fill(b.memory.nbytes)
-        a.session.put(*command)
-        failure = failed(a)
-        assert failure.status == "INVALID_PUT"
-        assert failure.peer == command[0]
-        assert b.read(b.memory.nbytes) == before
-
-
-def test_a_signal_that_the_peer_lacks_fails_there() -> None:
-    with local_ranks() as (a, b):
-        a.session.put(1, 0, 0, 0, 0, 1 << 20, 1)
-        assert failed(b).status == "INVALID_PUT"
-
-
 def test_an_aborted_world_is_left_alone() -> None:
     with local_ranks() as (a, b):
         runtime.pad_abort(a.pad, runtime.AbortCode.cancelled)

@@ -11,18 +11,7 @@ from nic_ranks import Rank, local_ranks, settings
 
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.efa import EfaNic
-from mkernel.errors import ArgumentError, BackendUnavailable, MkernelError, NicError
-
-
-def test_close_is_harmless_twice_and_final() -> None:
-    rank = Rank(0)
-    rank.session.close()
-    rank.session.close()
-    with pytest.raises(MkernelError, match="closed"):
-        rank.session.address(1)
-    assert rank.session.failure() is None
-    assert rank.session.statistics().puts == 0
-    rank.close()
+from mkernel.errors import ArgumentError, BackendUnavailable, NicError
 
 
 def test_order_of_use_is_checked() -> None:
