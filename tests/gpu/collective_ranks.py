@@ -88,33 +88,23 @@ class Ranks:
             assert code.name == "none", (rank, code, who.signal, who.peer, who.seen, who.wanted)
 
 
-@dataclass
-class Sums:
-    """What reductions promise: float32 sums in the owner's order, rounded once."""
-
-    sources: list[torch.Tensor]  # on one device
-    owned: int  # elements of each rank but perhaps the last ones
-    rounded_to: torch.dtype
-
-    def whole(self) -> torch.Tensor:
-        world, total = len(self.sources), self.sources[0].numel()
-        parts = []
-        for owner in range(world):
-            part = slice(min(owner * self.owned, total), min((owner + 1) * self.owned, total))
-            sum_ = self.sources[owner][part].float()
-            for step in range(1, world):
-                sum_ = sum_ + self.sources[(owner + step) % world][part].float()
-            parts.append(sum_.to(self.rounded_to))
-        return torch.cat(parts)
+def sums(sources: list[torch.Tensor], owned: int, rounded_to: torch.dtype) -> torch.Tensor:
+    """What reductions promise: float32 sums in the owner's order, rounded once. The sources lie on one
+    device. ``owned``: elements of each rank but perhaps the last ones."""
+    world, total = len(sources), sources[0].numel()
+    parts = []
+    for owner in range(world):
+        part = slice(min(owner * owned, total), min((owner + 1) * owned, total))
+        sum_ = sources[owner][part].float()
+        for step in range(1, world):
+            sum_ = sum_ + sources[(owner + step) % world][part].float()
+        parts.append(sum_.to(rounded_to))
+    return torch.cat(parts)
 
 
 def owned_elements(world: int, elements: int) -> int:
     """Elements that a rank owns in an all_reduce, in whole 16 bytes."""
     return ((elements + world - 1) // world + 7) // 8 * 8
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @dataclass
@@ -211,8 +201,8 @@ class Work:
             return torch.cat(home)
         if self.name == "all_reduce":
             owned = owned_elements(self.ranks.world, self.elements)
-            return Sums(home, owned, self.out_dtype).whole()
-        whole = Sums(home, self.elements, self.out_dtype).whole()
+            return sums(home, owned, self.out_dtype)
+        whole = sums(home, self.elements, self.out_dtype)
         return whole[rank * self.elements : (rank + 1) * self.elements]
 
     def wrong_ranks(self) -> list[int]:
@@ -223,6 +213,6 @@ class Work:
             around[self.out_offset : self.out_offset + self.outs[rank].numel()] = self.wanted(
                 rank
             ).to(around.device)
-            if not same_bits(around, self.seen[rank]):
+            if not torch.equal(around.view(torch.uint8), self.seen[rank].view(torch.uint8)):
                 wrong.append(rank)
         return wrong

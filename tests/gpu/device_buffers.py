@@ -30,6 +30,10 @@ def takes_ranks(count: int) -> pytest.MarkDecorator:
     return needs_gpus(-(-count // load().ranks_per_device))
 
 
+several = pytest.mark.parametrize("world", [2, pytest.param(4, marks=takes_ranks(4))])
+"""Of tests that need two ranks anyway."""
+
+
 class Buffer:
     """Zeroed memory of GPU ``owner`` that all of ``devices`` can address."""
 

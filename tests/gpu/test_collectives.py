@@ -27,9 +27,9 @@ worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=needs_gpus(4
 every_way = pytest.mark.parametrize("which", WAYS)
 
 
-def work(ranks: Ranks, which: str, elements: int, dtype: torch.dtype = torch.bfloat16) -> Work:
+def work(ranks: Ranks, which: str, elements: int, **fields: Any) -> Work:
     name, way, symmetric = WAYS[which]
-    return Work(ranks, name, elements, dtype, way, symmetric)
+    return Work(ranks, name, elements, way=way, symmetric=symmetric, **fields)
 
 
 def run(done: Work, blocks: tuple[int, ...] = (0,)) -> None:
@@ -42,9 +42,8 @@ def run(done: Work, blocks: tuple[int, ...] = (0,)) -> None:
 def judge_sizes(world: int, which: str, sizes: tuple[int, ...], **fields: Any) -> None:
     """One call of each size is right."""
     ranks = Ranks(world, 64 * MIB)
-    name, way, symmetric = WAYS[which]
     for elements in sizes:
-        made = Work(ranks, name, elements, way=way, symmetric=symmetric, **fields)
+        made = work(ranks, which, elements, **fields)
         run(made)
         assert made.wrong_ranks() == [], f"{elements} elements"
 
@@ -145,11 +144,10 @@ def test_a_hundred_calls_of_skewed_ranks(world: int) -> None:
 @worlds
 def test_a_slow_reader_is_not_overrun(world: int, which: str) -> None:
     """The last rank reads with one block, byte by byte, when the others are in the next call."""
-    name, way, _ = WAYS[which]
-    slots = 2 if way == "two_shot" else world  # of a shard, a part or the whole
+    slots = 2 if "two_shot" in which else world  # of a shard, a part or the whole
     ranks = Ranks(world, BRIEF)
     elements = BRIEF // slots // 2
-    calls = [Work(ranks, name, elements, way=way, out_offset=3) for _ in range(4)]
+    calls = [work(ranks, which, elements, out_offset=3) for _ in range(4)]
     for seed, made in enumerate(calls):
         made.refresh(seed)
     run(work(ranks, which, 8))  # loads the kernels, see Ranks

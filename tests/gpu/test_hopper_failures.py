@@ -11,13 +11,12 @@ from pathlib import Path
 
 import hopper_ranks
 import pytest
-from device_buffers import takes_ranks
+from device_buffers import several, takes_ranks
 from hopper_ranks import OPS, Shape
 from survivors import judge_absence, judge_survivors
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
 
-several = pytest.mark.parametrize("world", [2, pytest.param(4, marks=takes_ranks(4))])
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 
 

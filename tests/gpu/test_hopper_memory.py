@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from device_buffers import needs_gpus, takes_ranks
+from device_buffers import needs_gpus, several
 from memory_ranks import ranks
 
 from mkernel.backends.cuda.memory import DeviceMemory
 
 MIB = 1 << 20
 pytestmark = needs_gpus(2)
-worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=takes_ranks(4))])
 
 
 def pattern(writer: int, owner: int) -> list[int]:
     return [1000 * writer + 100 * owner + place for place in range(50)]
 
 
-@worlds
+@several
 def test_every_rank_writes_to_every_other(world: int) -> None:
     nbytes = 3 * MIB + 8  # not whole pages
     with ranks(world) as made:

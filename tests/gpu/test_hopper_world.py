@@ -7,14 +7,13 @@ import os
 import pytest
 import torch
 import world_ranks
-from device_buffers import needs_gpus, takes_ranks
+from device_buffers import needs_gpus, several, takes_ranks
 
 import mkernel
 from mkernel.errors import MkernelError
 from mkernel.launch import host_store
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
-several = pytest.mark.parametrize("world", [2, pytest.param(4, marks=takes_ranks(4))])
 
 
 @several

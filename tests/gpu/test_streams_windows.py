@@ -8,7 +8,7 @@ import hopper_ranks
 import pytest
 import streams_ranks
 import torch
-from device_buffers import needs_gpus, takes_ranks
+from device_buffers import needs_gpus, several, takes_ranks
 from hopper_ranks import OPS, Shape
 from survivors import judge_absence, judge_survivors
 
@@ -16,7 +16,6 @@ import mkernel
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
 
-several = pytest.mark.parametrize("world", [2, pytest.param(4, marks=takes_ranks(4))])
 MIXED = [Shape(op, m, n, 320) for op in OPS for m, n in ((64, 264), (1024, 520), (2048, 4096))]
 
 

@@ -27,7 +27,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     ReduceSchedule,
     TilingName,
 )
-from mkernel.backends.accelerators.hopper.transfer import measured_engines
+from mkernel.backends.accelerators.hopper.transfer.engines import measured_engines
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan

@@ -18,7 +18,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     TilingName,
     Way,
 )
-from mkernel.backends.accelerators.hopper.transfer import Choice, measured_engines
+from mkernel.backends.accelerators.hopper.transfer.engines import Choice, measured_engines
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, LaunchPlan
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mkernel.backends.accelerators.hopper.transfer import Engines, load_engines, measured_engines
+from mkernel.backends.accelerators.hopper.transfer.engines import Engines, measured_engines
 from mkernel.errors import InputFileError
 
 
@@ -90,10 +90,5 @@ def test_a_bad_file_is_named(change: dict[str, Any], message: str, tmp_path: Pat
     file = tmp_path / "times.json"
     file.write_text(json.dumps({**MEASURED.model_dump(mode="json"), **change}))
     with pytest.raises(InputFileError, match=message) as raised:
-        load_engines(file)
+        Engines.from_file(file, "engine times")
     assert str(file) in str(raised.value)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputFileError, match=r"nowhere\.json"):
-        load_engines(tmp_path / "nowhere.json")

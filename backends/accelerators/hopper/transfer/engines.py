@@ -97,12 +97,7 @@ class Engines(Model):
         return best
 
 
-def load_engines(path: str | Path) -> Engines:
-    """A file of times. InputFileError names the bad field."""
-    return Engines.from_file(Path(path), "engine times")
-
-
 @cache
 def measured_engines() -> Engines:
     """The times that come with mkernel."""
-    return load_engines(Path(__file__).with_name("engines.json"))
+    return Engines.from_file(Path(__file__).with_name("engines.json"), "engine times")
