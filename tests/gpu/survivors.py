@@ -64,7 +64,7 @@ def judge_absence(accelerator: str, shape: Shape, world: int, absent_s: float) -
         mkernel.launch(
             hopper_ranks.absent, shape, victim, absent_s,
             ranks_per_node=world, accelerator=accelerator, timeout_s=3,
-            on_report=lambda rank, payload: told.update({rank: payload}),
+            on_report=told.__setitem__,
         )  # fmt: skip
     assert sorted(told) == list(range(victim))
     for kind, seconds, message, alive in told.values():

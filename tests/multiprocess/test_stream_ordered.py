@@ -148,7 +148,7 @@ def test_a_time_out_surfaces(where: str) -> None:
     with pytest.raises(MkernelError):
         mkernel.launch(
             raised_by, where, ranks_per_node=2, accelerator=BACKEND, timeout_s=DEADLINE_S,
-            on_report=lambda rank, payload: seen.update({rank: payload}),
+            on_report=seen.__setitem__,
         )  # fmt: skip
     kind, seconds, text = seen[0]
     assert kind == "Timeout"
@@ -179,7 +179,7 @@ def test_a_dead_rank_surfaces_at_the_next_call_and_aborts_the_kernels() -> None:
     with pytest.raises(PeerFailure):
         mkernel.launch(
             dies, ranks_per_node=3, accelerator=BACKEND, timeout_s=DEADLINE_S,
-            on_report=lambda rank, payload: seen.update({rank: payload}),
+            on_report=seen.__setitem__,
         )  # fmt: skip
     assert sorted(seen) == [0, 2]
     for kind, seconds, codes in seen.values():
@@ -214,7 +214,7 @@ def test_what_a_kernel_recorded_reaches_every_rank_by_the_heartbeat() -> None:
     with pytest.raises(Timeout):
         mkernel.launch(
             recorded, ranks_per_node=3, accelerator=BACKEND, timeout_s=DEADLINE_S,
-            on_report=lambda rank, payload: seen.update({rank: payload}),
+            on_report=seen.__setitem__,
         )  # fmt: skip
     assert sorted(seen) == [0, 1, 2]
     for diagnosis in seen.values():
