@@ -6,31 +6,24 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import Done, mkernel, mkernel_alone
+from command_line import Done, mkernel
 
 from mkernel.harness import results
 from mkernel.harness.spec import GEMMS
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
+GEMMS_BY_ALIAS = "ag_gemm,gemm_rs,gemm_ar"
+OTHERS = {
+    "moe_dispatch_gemm": "tokens=160 hidden=24 features=128 experts=4 top_k=2",
+    "moe_combine": "tokens=160 features=128 experts=4 top_k=2",
+    "ring_attention": "heads=4 kv_heads=2 sequence=384 head_dim=16 causal=1",
+}
 SMALL = ["--ranks", "2", "--shapes", "256x128x192", "--iterations", "3", "--warmup", "1"]
 
 
 def bench(*arguments: str) -> Done:
     return mkernel("bench", *arguments)
-
-
-def test_a_process_of_its_own_measures(tmp_path: Path) -> None:
-    """The other tests run the command in theirs."""
-    file = tmp_path / "x.json"
-    done = mkernel_alone(
-        "bench", "gemm_ar", *SMALL, "--accelerator", "streams", "--json", str(file)
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "PASSED" in done.stdout
-    report = results.read(file)
-    assert report is not None
-    assert report.passed
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -124,28 +117,24 @@ def test_wrong_peers_get_no_figure(tmp_path: Path, fault: str) -> None:
 @pytest.mark.parametrize(
     ("op", "fault"),
     [
-        ("ag_gemm,gemm_rs,gemm_ar", "ReturnsPrevious"),
-        ("ag_gemm,gemm_rs,gemm_ar", "ReportsEarly"),
-        ("ag_gemm,gemm_rs,gemm_ar", "GivesUpWaiting"),
-        ("ag_gemm,gemm_rs,gemm_ar", "WrongEveryFifth"),
-        ("ag_gemm,gemm_rs,gemm_ar", "LeavesElement"),
+        *((GEMMS_BY_ALIAS, fault) for fault in ("ReportsEarly", "GivesUpWaiting")),
         ("ag_gemm", "SkipsWaits"),
+        *(
+            (op, fault)
+            for op in (GEMMS_BY_ALIAS, *OTHERS)
+            for fault in ("ReturnsPrevious", "WrongEveryFifth", "LeavesElement")
+        ),
     ],
 )
-def test_a_backend_that_does_not_wait_fails(tmp_path: Path, op: str, fault: str) -> None:
+def test_a_faulty_backend_has_no_right_row(tmp_path: Path, op: str, fault: str) -> None:
+    """Whether it does not wait, or one turn of several is wrong: every turn of every op is checked."""
     file = tmp_path / "x.json"
-    done = bench(op, *SMALL, "--dtype", "float16", "--peers", "none", "--json", str(file),
+    done = bench(op, *SMALL, "--shapes", OTHERS.get(op, "256x128x192"), "--dtype", "float16",
+                 "--peers", "none", "--json", str(file),
                  "--accelerator", f"mkernel.conformance.faults:{fault}")  # fmt: skip
     assert done.returncode == 1
     for row in json.loads(file.read_text())["rows"]:
         assert row["entries"]["mkernel"]["state"] == "wrong", row["shape"]["op"]
-
-
-OTHERS = {
-    "moe_dispatch_gemm": "tokens=160 hidden=24 features=128 experts=4 top_k=2",
-    "moe_combine": "tokens=160 features=128 experts=4 top_k=2",
-    "ring_attention": "heads=4 kv_heads=2 sequence=384 head_dim=16 causal=1",
-}
 
 
 @pytest.mark.parametrize(
@@ -175,18 +164,6 @@ def test_every_op_has_a_peer_and_is_right(tmp_path: Path, where: list[str]) -> N
     page = bench("--render", str(tmp_path)).stdout
     assert "tokens=160 hidden=24" in page
     assert ("2 emulated nodes" in page) == ("--nodes" in where)
-
-
-@pytest.mark.parametrize("op", OTHERS)
-@pytest.mark.parametrize("fault", ["ReturnsPrevious", "WrongEveryFifth", "LeavesElement"])
-def test_every_turn_of_every_op_is_checked(tmp_path: Path, op: str, fault: str) -> None:
-    file = tmp_path / "x.json"
-    done = bench(op, "--ranks", "2", "--shapes", OTHERS[op], "--iterations", "3", "--warmup", "1",
-                 "--dtype", "float16", "--peers", "none", "--json", str(file),
-                 "--accelerator", f"mkernel.conformance.faults:{fault}")  # fmt: skip
-    assert done.returncode == 1
-    (row,) = json.loads(file.read_text())["rows"]
-    assert row["entries"]["mkernel"]["state"] == "wrong"
 
 
 @pytest.mark.parametrize("op", ["moe_combine", "ring_attention"])

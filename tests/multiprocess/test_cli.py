@@ -29,11 +29,12 @@ SMALL = [*ASCEND, "--m", "256", "--n", "128", "--k", "256", "--warmup", "0", "--
     ("arguments", "code"),
     [
         (["run", "ag_gemm", *SMALL], 0),
+        (["bench", "gemm_ar", "--accelerator", "streams", "--ranks", "2", "--iterations", "1"], 0),
         (["run", "ag_gemm", *SMALL, "--accelerator", "mkernel.conformance.faults:ReturnsZeros"], 1),
         (["run", "conv"], 2),
         (["run", "ag_gemm", "--nodes", "0"], 2),
     ],
-    ids=["passed", "failed", "refused", "usage"],
+    ids=["passed", "measured", "failed", "refused", "usage"],
 )
 def test_a_process_says_what_these_tests_see(arguments: list[str], code: int) -> None:
     """The other tests run the command in their own process."""

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from mkernel.backends.accelerators.ascend import reference
 from mkernel.backends.accelerators.ascend.machine import load_machine
@@ -24,13 +23,7 @@ MODEL = ("--accelerator", "ascend", "--model-only")
 
 
 def run(*arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(bench.command)
-    done = CliRunner().invoke(app, [*MODEL, *arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0
-    return done.output
+    return commands.run(bench.command, *MODEL, *arguments)
 
 
 @pytest.fixture
@@ -113,21 +106,15 @@ def test_wrong_options_are_named(
 
 
 def test_options_of_the_model_need_the_model() -> None:
-    app = typer.Typer()
-    app.command()(bench.command)
-    done = CliRunner().invoke(app, ["--table", "a3"])
-    assert isinstance(done.exception, ArgumentError)
-    assert "--model-only" in str(done.exception)
+    with pytest.raises(ArgumentError, match="--model-only"):
+        commands.run(bench.command, "--table", "a3")
 
 
 def test_no_figures_of_shared_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_RANKS_PER_DEVICE", "2")
-    app = typer.Typer()
-    app.command()(bench.command)
-    small = ["--shapes", "64x64x64", "--peers", "none", "--iterations", "1"]
-    done = CliRunner().invoke(app, ["ag_gemm", "--accelerator", "streams", "--ranks", "2", *small])
-    assert isinstance(done.exception, ArgumentError)
-    assert "MKERNEL_RANKS_PER_DEVICE = 2" in str(done.exception)
+    small = ("--shapes", "64x64x64", "--peers", "none", "--iterations", "1")
+    with pytest.raises(ArgumentError, match="MKERNEL_RANKS_PER_DEVICE = 2"):
+        commands.run(bench.command, "ag_gemm", "--accelerator", "streams", "--ranks", "2", *small)
 
 
 def test_every_op_by_its_own_sizes(tmp_path: Path) -> None:

@@ -36,19 +36,18 @@ def test_a_clean_tree_is_its_commit(tree: Path) -> None:
     assert found["dirty"] is False
 
 
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("change", ["changed", "staged", "removed"])
 @pytest.mark.parametrize("where", [".", "sub"])
-def test_a_change_to_a_tracked_file_is_dirty(tree: Path, staged: bool, where: str) -> None:
+def test_a_change_to_a_tracked_file_is_dirty(tree: Path, change: str, where: str) -> None:
     """Whichever folder of the tree is asked from."""
-    (tree / "sub" / "source.py").write_text("2\n")
-    if staged:
+    source = tree / "sub" / "source.py"
+    source.write_text("2\n")
+    if change == "removed":
+        source.unlink()
+        (source.parent / "new.py").write_text("1\n")  # the folder stays
+    if change == "staged":
         git(tree, "add", "-A")
     assert provenance(tree / where)["dirty"] is True
-
-
-def test_a_file_that_was_removed_is_dirty(tree: Path) -> None:
-    (tree / "sub" / "source.py").unlink()
-    assert provenance(tree)["dirty"] is True
 
 
 def test_results_and_untracked_files_are_not(tree: Path) -> None:

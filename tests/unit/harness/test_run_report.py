@@ -32,25 +32,23 @@ def test_the_slowest_rank_of_the_median_iteration_counts() -> None:
     assert report.spread(samples) == 7.0
 
 
-def test_communication_ends_when_the_bytes_have_arrived() -> None:
-    """Not when the kernel that sent them has returned."""
-    kernels = tuple(
-        KernelSpan(rank, kernel, start, end)
-        for rank in (0, 1)
-        for kernel, start, end in (("comm", 1.0, 5.0), ("compute", 350.0 + rank, 400.0))
-    )
-    run = ModelledRun("a machine", "sequential", 400.0, kernels, ())
-    assert report._comm_us(run) == 350.0
-
-
-def test_communication_lasts_to_the_end_where_compute_comes_first() -> None:
-    kernels = tuple(
-        KernelSpan(rank, kernel, start, end)
-        for rank in (0, 1)
-        for kernel, start, end in (("compute", 1.0, 350.0), ("comm", 349.0 + rank, 400.0))
-    )
-    run = ModelledRun("a machine", "sequential", 400.0, kernels, ())
-    assert report._comm_us(run) == 51.0
+@pytest.mark.parametrize(
+    ("first", "then", "found"),
+    [
+        (("comm", 1.0, 5.0), ("compute", 350.0, 400.0), 350.0),
+        (("compute", 1.0, 350.0), ("comm", 349.0, 400.0), 51.0),
+    ],
+    ids=["until the bytes have arrived", "to the end where compute comes first"],
+)
+def test_communication_lasts(
+    first: tuple[str, float, float], then: tuple[str, float, float], found: float
+) -> None:
+    """Where it comes first, not until the kernel that sent the bytes has returned."""
+    kernel, start, end = then
+    kernels = [KernelSpan(rank, *first) for rank in (0, 1)]
+    kernels += [KernelSpan(rank, kernel, start + rank, end) for rank in (0, 1)]
+    run = ModelledRun("a machine", "sequential", 400.0, tuple(kernels), ())
+    assert report._comm_us(run) == found
 
 
 def test_an_efficiency_below_the_noise_is_not_shown() -> None:
