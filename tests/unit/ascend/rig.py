@@ -6,7 +6,7 @@ import ctypes
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.gemm import GemmOp
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
-from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.accelerators.ascend.trace import RECORD, Kind, Records, Role
 from mkernel.backends.contracts.accelerator import Call
@@ -27,13 +26,19 @@ from mkernel.backends.contracts.instrumented import ModelledRun, Track, View
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
+from mkernel.cases import case_of, poison
+from mkernel.cases.base import Case
+from mkernel.cases.comparison import Comparison
 from mkernel.plan.chunking import cut
 from mkernel.plan.model import GemmTile, LaunchPlan, OpName, Resources
 from mkernel.plan.order import ConsumptionOrder
 
 USUAL_TILE = GemmTile()
-LIMIT = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
-"""Relative Frobenius error allowed, by output dtype."""
+SCALE = 0.11
+"""Of attention's scores."""
+
+Tensors = list[dict[str, torch.Tensor]]
+"""Of each rank, by name."""
 
 VIEWS_IN_ANY_ORDER: tuple[View, ...] = (
     "pipelined", "compute_only", "pipelined", "sequential", "compute_only", "compute_only",
@@ -87,6 +92,17 @@ def make_plan(
 def geometry(plan: LaunchPlan) -> Any:
     """Where a GEMM plan's slots and signals lie."""
     return GemmOp().geometry(plan)
+
+
+def case_for(plan: LaunchPlan, **options: Any) -> Case:
+    """Inputs and truth of a plan's calls."""
+    return case_of(plan.op)(
+        sizes=plan.shape.model_dump(exclude={"kind"}),
+        dtype=plan.dtype,
+        out_dtype=plan.out_dtype,
+        layout=plan.b_layout,
+        options=options,
+    )
 
 
 class _Slot(ctypes.Structure):
@@ -172,6 +188,8 @@ class World:
     epoch: int = 0
 
     def __post_init__(self) -> None:
+        self.options = {"scale": SCALE} if self.plan.op == "ring_attention" else {}
+        self.case = case_for(self.plan, replicate_b=False, **self.options)
         self.backend = AscendAccelerator(slots=self.slots, strict=self.strict)
         need = self.backend.workspace(self.plan)
         assert SIGNAL_BASE + need.signals <= SIGNALS
@@ -283,7 +301,7 @@ class World:
                 timeout_s=timeout_s,
                 view=view,
                 trace=trace,
-                options=options or {},
+                options=options or self.options,
             )
         )
         self._launches.append(started)
@@ -297,59 +315,49 @@ class World:
         assert self.launch(rank, tensors, timeout_s=0.3, **how).wait(PATIENCE_S)
         return self.outcome(rank)
 
-    def tensors(self, seed: int) -> list[dict[str, torch.Tensor]]:
-        """Fresh random inputs and NaN-filled outputs of every rank."""
-        plan, made = self.plan, []
-        part = plan.shape.m // plan.world_size
-        rows_of_a = part if plan.op == "all_gather_gemm" else plan.shape.m
-        rows_of_out = part if plan.op == "gemm_reduce_scatter" else plan.shape.m
-        generator = torch.Generator().manual_seed(seed)
-        dtype = TORCH_DTYPES[plan.dtype]
-        for _ in range(plan.world_size):
-            a = torch.randn(rows_of_a, plan.shape.k, generator=generator).to(dtype)
-            if plan.b_layout == "row":
-                b = torch.randn(plan.shape.k, plan.shape.n, generator=generator).to(dtype)
-            else:
-                b = torch.randn(plan.shape.n, plan.shape.k, generator=generator).to(dtype).t()
-            out = torch.full(
-                (rows_of_out, plan.shape.n), float("nan"), dtype=TORCH_DTYPES[plan.out_dtype]
-            )
-            made.append({"a": a, "b": b, "out": out})
-        return made
+    def tensors(self, seed: int) -> Tensors:
+        """Fresh random inputs and poisoned outputs of every rank."""
+        self.seed = seed
+        outputs = self.case.results(self.plan.world_size)
+        return [
+            {
+                **self.case.inputs(rank, self.plan.world_size, seed),
+                **{name: poison.full(*memory, "cpu") for name, memory in outputs.items()},
+            }
+            for rank in range(self.plan.world_size)
+        ]
 
-    def call(
-        self, tensors: list[dict[str, torch.Tensor]], *, view: View = "pipelined"
-    ) -> list[torch.Tensor]:
+    def call(self, tensors: Tensors, *, view: View = "pipelined") -> list[torch.Tensor]:
         """One epoch on all ranks; the outputs."""
         self.epoch += 1
         launches = [self.launch(r, t, view=view) for r, t in enumerate(tensors)]
         for rank, launch in enumerate(launches):
             assert launch.wait(PATIENCE_S), f"rank {rank} did not return"
             assert self.outcome(rank)[0] == AbortCode.none, self.outcome(rank)
-        return [t["out"] for t in tensors]
+        return [own[name] for own in tensors for name in self.case.results(self.plan.world_size)]
 
-    def epochs(
-        self, count: int, views: tuple[View, ...] = ("pipelined",)
-    ) -> Iterator[tuple[int, list[dict[str, torch.Tensor]]]]:
-        """Calls one after another, each with fresh inputs; outputs and workspaces start as NaN. The
-        epoch and the tensors of each that has results to judge."""
+    def check(self, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
+        """Calls one after another, each with fresh inputs, on workspaces that start as NaN: results
+        are right on every rank, but in a view without communication."""
         self.poison()
-        for i in range(count):
+        for i in range(epochs):
             tensors = self.tensors(seed=1000 + i)
             view = views[i % len(views)]
             self.call(tensors, view=view)
             if view != "compute_only":
-                yield self.epoch, tensors
+                for rank, found in enumerate(self.compared(tensors)):
+                    assert self.case.passed(found), f"rank {rank}, epoch {self.epoch}: {found}"
 
-    def check(self, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
-        """:meth:`epochs`, each with right results on every rank."""
-        for epoch, tensors in self.epochs(epochs, views):
-            for rank, worst in enumerate(self.errors(tensors)):
-                assert worst <= LIMIT[self.plan.out_dtype], f"rank {rank}, epoch {epoch}: {worst}"
+    def compared(self, tensors: Tensors) -> list[dict[str, Comparison]]:
+        """Every rank's outputs beside float64."""
+        return [
+            self.case.compared(own, rank, self.plan.world_size, self.seed)
+            for rank, own in enumerate(tensors)
+        ]
 
-    def errors(self, tensors: list[dict[str, torch.Tensor]]) -> list[float]:
-        """How far every rank's outputs are off."""
-        return errors(self.plan, tensors)
+    def errors(self, tensors: Tensors) -> list[float]:
+        """How far every rank's ``out`` is off."""
+        return [found["out"].error for found in self.compared(tensors)]
 
 
 A3 = load_machine()
@@ -421,21 +429,3 @@ def same_bits(results: Sequence[Sequence[torch.Tensor]]) -> bool:
     return all(
         torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)
     )
-
-
-def errors(plan: LaunchPlan, tensors: list[dict[str, torch.Tensor]]) -> list[float]:
-    """Relative Frobenius error of every rank's output of a GEMM op against float64."""
-    if plan.op == "all_gather_gemm":
-        a = np.concatenate([t["a"].double().numpy() for t in tensors])
-        wanted = [a @ t["b"].double().numpy() for t in tensors]
-    else:
-        whole = sum(t["a"].double().numpy() @ t["b"].double().numpy() for t in tensors)
-        wanted = [whole] * plan.world_size
-    if plan.op == "gemm_reduce_scatter":
-        wanted = np.split(whole, plan.world_size)
-    return [distance(t["out"], want) for t, want in zip(tensors, wanted, strict=True)]
-
-
-def distance(got: torch.Tensor, want: np.ndarray[Any, Any]) -> float:
-    """Relative Frobenius error."""
-    return float(np.linalg.norm(got.double().numpy() - want) / max(np.linalg.norm(want), 1e-30))

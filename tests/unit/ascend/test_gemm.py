@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -32,7 +31,7 @@ OPS: tuple[OpName, ...] = ("all_gather_gemm", *REDUCING)
     ("nodes", "ranks"), [(1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 1), (2, 2), (3, 2), (2, 4)]
 )
 def test_worlds(op: OpName, nodes: int, ranks: int) -> None:
-    plan = make_plan(200 * nodes * ranks, 320, 512, op=op, nodes=nodes, ranks_per_node=ranks)
+    plan = make_plan(136 * nodes * ranks, 320, 512, op=op, nodes=nodes, ranks_per_node=ranks)
     with World(plan) as world:
         world.check(epochs=5)
         assert bool(world.puts) == (nodes > 1)
@@ -202,7 +201,7 @@ def test_the_check_catches_a_kernel_that_skips_its_waits() -> None:
         world.poison()
         tensors = world.tensors(seed=2)
         world.call(tensors, view="compute_only")
-        assert math.isnan(world.errors(tensors)[0])
+        assert not world.errors(tensors)[0] <= 0.1
         # And with staging of an earlier call instead of NaN: stale data is no answer either.
         world.check(epochs=2)
         tensors = world.tensors(seed=77)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,17 +14,17 @@ from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.runtime._runtime import AbortCode
+from mkernel.cases.base import Case
 from mkernel.errors import DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import CombineShape, LaunchPlan, OpName
 
 from .rig import (
     A3,
-    LIMIT,
     PATIENCE_S,
     SIGNAL_BASE,
     VIEWS_IN_ANY_ORDER,
     World,
-    distance,
+    case_for,
     planned,
     same_bits,
     traces,
@@ -64,59 +63,27 @@ def combine_plan(plan: LaunchPlan, *, features: int | None = None, chunk: int = 
     return plan.model_copy(update={**update, "dtype": plan.out_dtype})
 
 
-def routed(plan: LaunchPlan, kind: str, seed: int) -> list[torch.Tensor]:
-    """topk_ids of every rank."""
-    shape = plan.shape
-    generator = torch.Generator().manual_seed(seed)
-    size = (plan.world_size, shape.tokens, shape.top_k)
-    if kind == "one":
-        ids = torch.full(size, seed % shape.experts)
-    elif kind == "few":
-        ids = torch.randint(max(1, shape.experts // 3), size, generator=generator)
-    else:
-        ids = torch.randint(shape.experts, size, generator=generator)
-    return [*ids]
+def case_with(plan: LaunchPlan, ids: torch.Tensor) -> Case:
+    """The case of a dispatch whose ``topk_ids`` are given [W, T, k]."""
+    drawn = case_for(plan)
+    every = [drawn.inputs(rank, plan.world_size, 0) for rank in range(plan.world_size)]
+    whole = {name: torch.cat([own[name] for own in every]) for name in every[0]}
+    return drawn.with_(options={"tensors": {**whole, "topk_ids": ids.flatten(0, 1)}})
 
 
-def inputs(plan: LaunchPlan, kind: str = "any", seed: int = 0, ids: Any = None) -> list[Tensors]:
-    """x, topk_ids (int32 on odd ranks), w and topk_weights of every rank."""
-    shape, generator = plan.shape, torch.Generator().manual_seed(seed + 77)
-    every = routed(plan, kind, seed) if ids is None else ids
-    dtype, made = TORCH_DTYPES[plan.dtype], []
-    for rank in range(plan.world_size):
-        x = torch.randn(shape.tokens, shape.hidden, generator=generator).to(dtype)
-        w = torch.randn(
-            shape.experts // plan.world_size, shape.hidden, shape.features, generator=generator
-        ).to(dtype)
-        if plan.b_layout == "column":
-            w = w.transpose(1, 2).contiguous().transpose(1, 2)
-        weights = torch.randn(shape.tokens, shape.top_k, generator=generator)
-        narrow = every[rank].to(torch.int32 if rank % 2 else torch.int64)
-        made.append({"x": x, "topk_ids": narrow, "w": w, "topk_weights": weights})
-    return made
+def inputs(plan: LaunchPlan, case: Case, seed: int = 0) -> list[Tensors]:
+    """What every rank passes; ``topk_ids`` int32 on odd ranks."""
+    every = [case.inputs(rank, plan.world_size, seed) for rank in range(plan.world_size)]
+    for own in every[1::2]:
+        own["topk_ids"] = own["topk_ids"].to(torch.int32)
+    return every
 
 
-def places(plan: LaunchPlan, given: list[Tensors], owner: int) -> list[tuple[int, int, int, int]]:
-    """(expert, source, token, slot) of the rows of an owner, in the documented order."""
-    own = plan.shape.experts // plan.world_size
-    found = []
-    for source, each in enumerate(given):
-        for token, slots in enumerate(each["topk_ids"].tolist()):
-            for slot, expert in enumerate(slots):
-                if expert // own == owner:
-                    found.append((expert - owner * own, source, token, slot))
-    return sorted(found)
-
-
-def expected(plan: LaunchPlan, given: list[Tensors], owner: int) -> np.ndarray[Any, Any]:
-    """float64 outputs of an owner."""
-    rows = places(plan, given, owner)
-    parts = []
-    for expert, w in enumerate(given[owner]["w"]):
-        tokens = [given[source]["x"][token] for each, source, token, _ in rows if each == expert]
-        if tokens:
-            parts.append(torch.stack(tokens).double() @ w.double())
-    return np.concatenate(parts) if parts else np.zeros((0, plan.shape.features))
+def judge(plan: LaunchPlan, case: Case, seed: int, got: Results) -> None:
+    """What every rank got beside float64."""
+    for rank, own in enumerate(got):
+        found = case.compared(own, rank, plan.world_size, seed, promised=own.keys())
+        assert case.passed(found), f"rank {rank}: {found}"
 
 
 def run(
@@ -133,17 +100,6 @@ def run(
         assert launch.wait(PATIENCE_S), f"rank {rank} did not return"
         assert world.outcome(rank)[0] == AbortCode.none, world.outcome(rank)
     return [dict(launch.results()) for launch in launches]
-
-
-def judge_dispatch(plan: LaunchPlan, given: list[Tensors], got: Results) -> None:
-    for rank, each in enumerate(got):
-        rows = places(plan, given, rank)
-        counts = np.bincount([row[0] for row in rows], minlength=len(given[rank]["w"]))
-        assert each["counts"].dtype == torch.int64
-        assert each["counts"].tolist() == counts.tolist()
-        assert each["outputs"].shape == (len(rows), plan.shape.features)
-        worst = distance(each["outputs"], expected(plan, given, rank))
-        assert worst <= LIMIT[plan.out_dtype], f"rank {rank}: {worst}"
 
 
 def bring_home(
@@ -164,44 +120,32 @@ def bring_home(
     return outs
 
 
-def judge_home(
-    plan: LaunchPlan, given: list[Tensors], y: list[torch.Tensor], outs: list[torch.Tensor]
-) -> None:
-    want = [np.zeros(out.shape) for out in outs]
-    for owner in range(plan.world_size):
-        for row, (_, source, token, slot) in enumerate(places(plan, given, owner)):
-            weight = float(given[source]["topk_weights"][token, slot])
-            want[source][token] += weight * y[owner][row].double().numpy()
-    for rank, out in enumerate(outs):
-        worst = distance(out, want[rank])
-        assert worst <= LIMIT[plan.out_dtype], f"rank {rank}: {worst}"
-
-
 def check(
     plan: LaunchPlan,
-    kinds: tuple[str, ...] = ("any",),
+    routings: tuple[str, ...] = ("duplicates",),
     views: tuple[View, ...] = ("pipelined",),
     **options: Any,
 ) -> None:
-    """A dispatch and its combine for each kind of routing, on poisoned workspaces."""
+    """A dispatch and its combine for each routing, on poisoned workspaces."""
     with World(plan, **options) as out_world, World(combine_plan(plan), **options) as home_world:
         out_world.poison()
         home_world.poison()
-        for epoch, kind in enumerate(kinds):
+        for epoch, routing in enumerate(routings):
             view = views[epoch % len(views)]
-            given = inputs(plan, kind, seed=epoch)
+            case = case_for(plan, routing=routing)
+            given = inputs(plan, case, seed=epoch)
             sent = run(out_world, given, view=view)
-            y = [each["outputs"] for each in sent]
-            outs = bring_home(home_world, given, sent, y, view)
+            outs = bring_home(home_world, given, sent, [own["outputs"] for own in sent], view)
+            assert all(own["counts"].dtype == torch.int64 for own in sent)
             if view != "compute_only":
-                judge_dispatch(plan, given, sent)
-                judge_home(home_world.plan, given, y, outs)
+                got = [{**own, "out": out} for own, out in zip(sent, outs, strict=True)]
+                judge(plan, case, epoch, got)
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 2), (1, 3), (1, 8), (2, 2), (3, 1)])
 def test_worlds(nodes: int, ranks: int) -> None:
     plan = moe_plan(nodes=nodes, ranks_per_node=ranks, comm_blocks=8)
-    check(plan, ("any", "one", "few", "any"))
+    check(plan, ("duplicates", "one_expert", "some_empty", "uniform"))
 
 
 @pytest.mark.parametrize("out_dtype", ["float16", "bfloat16", "float32"])
@@ -221,13 +165,13 @@ def test_dtypes(dtype: str, out_dtype: str) -> None:
 )
 def test_ragged(sizes: dict[str, int]) -> None:
     """Partial tiles, chunks and bands of columns; more chunks than blocks."""
-    check(moe_plan(ranks_per_node=3, comm_blocks=3, **sizes), ("any", "few"))
+    check(moe_plan(ranks_per_node=3, comm_blocks=3, **sizes), ("duplicates", "some_empty"))
 
 
 def test_views_in_any_order() -> None:
     plan = moe_plan(nodes=2, ranks_per_node=2)
-    kinds = ("any", "one", "few", "any", "any", "few", "any", "any", "one", "any", "few")
-    check(plan, (*kinds, "any", "any", "one", "few"), VIEWS_IN_ANY_ORDER)
+    routings = ("duplicates", "one_expert", "some_empty", "uniform", "duplicates")
+    check(plan, 3 * routings, VIEWS_IN_ANY_ORDER)
 
 
 def layer(
@@ -239,7 +183,7 @@ def layer(
         out_world.poison()
         home_world.poison()
         for epoch in range(epochs):
-            given = inputs(plan, seed=seed + epoch)
+            given = inputs(plan, case_for(plan), seed + epoch)
             sent = run(out_world, given)
             y = [each["outputs"] for each in sent]
             found += y + bring_home(home_world, given, sent, y, "pipelined")
@@ -287,7 +231,9 @@ def test_a_missing_wait_for_another_core_is_reported(role: Any, wait: int) -> No
     plan = moe_plan(ranks_per_node=2, chunk=40, compute_blocks=4)
     with World(plan, strict=_ascend.Strict(skip_role=role, skip_waits=[wait])) as world:
         world.epoch = 1
-        launches = [world.launch(rank, each) for rank, each in enumerate(inputs(plan))]
+        launches = [
+            world.launch(rank, each) for rank, each in enumerate(inputs(plan, case_for(plan)))
+        ]
         said = [complaint(launch) for launch in launches]
         wanted = "no signal orders the two cores; a TNOTIFY or a TWAIT is missing"
         assert any(wanted in text for text in said), said
@@ -298,25 +244,28 @@ def test_a_handle_is_good_for_many_combines() -> None:
     plan = moe_plan(ranks_per_node=3)
     home = combine_plan(plan, features=24)
     with World(plan) as out_world, World(home) as home_world:
-        every = [inputs(plan, kind, seed=9) for kind in ("any", "one", "few")]
-        sent = [run(out_world, given) for given in every]
+        routings = ("duplicates", "one_expert", "some_empty")
+        sent = [run(out_world, inputs(plan, case_for(plan, routing=each), 9)) for each in routings]
         for number in (1, 0, 2, 0):
-            y = [torch.randn(len(each["outputs"]), 24).half() for each in sent[number]]
-            outs = bring_home(home_world, every[number], sent[number], y, "pipelined")
-            judge_home(home, every[number], y, outs)
+            case = case_for(home, routing=routings[number])
+            given = inputs(home, case, 9)
+            y = [own["y"] for own in given]
+            outs = bring_home(home_world, given, sent[number], y, "pipelined")
+            judge(home, case, 9, [{"out": out} for out in outs])
 
 
 def test_numbers_that_name_no_expert_have_no_rows() -> None:
     """Ops refuse them; kernels, which get them from other ranks too, write nothing for them."""
     plan = moe_plan(ranks_per_node=3)
-    ids = routed(plan, "any", seed=4)
+    ids = torch.stack([own["topk_ids"] for own in inputs(plan, case_for(plan), 4)])
     wrong = torch.tensor([-1, plan.shape.experts, 2**31 - 1, -(2**31)])
     for rank, each in enumerate(ids):
         each[rank::3, 1] = wrong[torch.arange(len(each[rank::3])) % 4]
-    given = inputs(plan, ids=ids)
+    case = case_with(plan, ids)
+    given = inputs(plan, case)
     with World(plan) as out_world, World(combine_plan(plan)) as home_world:
         sent = run(out_world, given)
-        judge_dispatch(plan, given, sent)
+        judge(plan, case, 0, sent)
         y = [each["outputs"] for each in sent]
         outs = bring_home(home_world, given, sent, y, "pipelined")
         for token_ids, each in zip(ids, outs, strict=True):
@@ -330,10 +279,9 @@ def test_a_token_travels_once_to_a_rank(nodes: int) -> None:
     """All of a token's experts on one rank: a chunk holds it once."""
     plan = moe_plan(nodes=nodes, ranks_per_node=2 // nodes, experts=4, top_k=3, chunk=40)
     hidden, tokens = plan.shape.hidden, plan.shape.tokens
-    ids = [torch.tensor([[4 - 4 * rank, 5 - 4 * rank, 7 - 4 * rank]] * tokens) for rank in (0, 1)]
+    case = case_with(plan, torch.tensor([[[4, 5, 7]] * tokens, [[0, 1, 3]] * tokens]))
     with World(plan) as world:
-        given = inputs(plan, ids=ids)
-        judge_dispatch(plan, given, run(world, given))
+        judge(plan, case, 0, run(world, inputs(plan, case)))
         if nodes > 1:
             sizes = sorted(put.nbytes for _, put in world.puts if put.nbytes)
             assert sizes == [tokens * 3 * 4] * 2 + [tokens * hidden * 2] * 2
@@ -352,16 +300,16 @@ def test_waits_for_every_chunk(source: int) -> None:
         world.add(last, shape.ids(1, source))
         for chunk in range(shape.chunks):
             world.add(last, shape.arrived(1, source, chunk))
-        given = inputs(plan)
-        launch = world.launch(last, given[last], timeout_s=0.5)
+        case = case_for(plan)
+        launch = world.launch(last, inputs(plan, case)[last], timeout_s=0.5)
         assert launch.wait(PATIENCE_S)
-        assert len(launch.results()["outputs"]) < len(places(plan, given, last))
+        assert len(launch.results()["outputs"]) < len(case.reference(last, 2, 0)["outputs"])
 
 
 @pytest.mark.parametrize("view", ["pipelined", "sequential"])
 def test_a_rank_that_does_not_come_is_named(view: View) -> None:
     plan = moe_plan(ranks_per_node=2)
-    given = inputs(plan)
+    given = inputs(plan, case_for(plan))
     with World(plan) as world:
         code, seen = world.alone(0, given[0], view=view)
         assert (code, seen.peer) == (AbortCode.timeout, 1)
@@ -376,7 +324,7 @@ def test_a_rank_that_does_not_come_is_named(view: View) -> None:
 
 def test_arguments_that_do_not_fit_the_plan_are_named() -> None:
     plan = moe_plan()
-    given = inputs(plan)[0]
+    given = inputs(plan, case_for(plan))[0]
     wrong: list[tuple[type[Exception], str, Callable[[Tensors], torch.Tensor]]] = [
         (ShapeError, "x", lambda t: t["x"][1:]),
         (DtypeError, "x", lambda t: t["x"].float()),
@@ -407,7 +355,7 @@ def test_recording_without_running_gives_the_trace_of_a_run(nodes: int) -> None:
     """The call has the record's routing here."""
     plan = moe_plan(nodes=nodes, ranks_per_node=4 // nodes)
     home = combine_plan(plan)
-    given = inputs(plan, ids=[*balanced_ids(plan)])
+    given = inputs(plan, case_with(plan, balanced_ids(plan)))
 
     def compare(world: World, tensors: list[Tensors], states: list[Any]) -> Results:
         world.epoch = 1
