@@ -76,4 +76,17 @@ struct GlobalView {
     }
 };
 
+// The whole of UB as the two halves that a TPUT of rows takes.
+struct RowBuffers {
+    RowBuffers(DType dtype, std::uint32_t width)
+        : ping{.buffer = Buffer::UB,
+               .dtype = dtype,
+               .rows = capacity_of(Buffer::UB) / 2 / (width * bytes_of(dtype)),
+               .cols = width},
+          pong(ping) {
+        pong.offset = capacity_of(Buffer::UB) / 2;
+    }
+    Tile ping, pong;
+};
+
 }  // namespace mkernel::ascend::isa

@@ -21,6 +21,12 @@ constexpr std::uint32_t divide_up(std::uint32_t a, std::uint32_t b) {
     return (a + b - 1) / b;
 }
 
+// How many of `total` the part from `from` on has, of parts of `most`.
+constexpr std::uint32_t part_of(std::uint32_t total, std::uint32_t from, std::uint32_t most) {
+    const std::uint32_t left = total - from;
+    return left < most ? left : most;
+}
+
 constexpr std::uint64_t slot_aligned(std::uint64_t bytes) {
     return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }

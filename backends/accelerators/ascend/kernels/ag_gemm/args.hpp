@@ -48,12 +48,10 @@ struct Geometry {
         return end < tiles() ? end : tiles();
     }
     [[nodiscard]] constexpr std::uint32_t rows_of(std::uint32_t row_group) const {
-        const std::uint32_t left = m_local - row_group * tile_m;
-        return left < tile_m ? left : tile_m;
+        return part_of(m_local, row_group * tile_m, tile_m);
     }
     [[nodiscard]] constexpr std::uint32_t depth_of(std::uint32_t k_tile) const {
-        const std::uint32_t left = k - k_tile * tile_k;
-        return left < tile_k ? left : tile_k;
+        return part_of(k, k_tile * tile_k, tile_k);
     }
 
     // Bytes from the start of a slot to tile (row_group, k_tile).

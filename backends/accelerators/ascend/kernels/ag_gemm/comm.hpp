@@ -60,15 +60,11 @@ class Comm {
 
     // The chunk's tiles from the user's tensor into the own rank's slot of a workspace.
     void copy_tiles(std::uint32_t peer, std::byte* workspace, std::uint32_t chunk) {
-        const std::uint32_t bytes = g_.tile_m * g_.tile_k * isa::bytes_of(g_.dtype);
-        const isa::Tile ping{
-            .buffer = isa::Buffer::UB, .dtype = g_.dtype, .rows = g_.tile_m, .cols = g_.tile_k};
-        isa::Tile pong = ping;
-        pong.offset = bytes;
+        const isa::RowBuffers buffers(g_.dtype, g_.tile_k);
         for (std::uint32_t t = chunk * g_.tiles_per_chunk; t < g_.chunk_end(chunk); ++t) {
             const std::uint32_t row_group = t / g_.k_tiles(), k_tile = t % g_.k_tiles();
             core_.tput(peer, args_.staged(workspace, args_.rank, row_group, k_tile),
-                       args_.own_tile(row_group, k_tile), ping, pong);
+                       args_.own_tile(row_group, k_tile), buffers.ping, buffers.pong);
         }
     }
 

@@ -44,7 +44,7 @@ class Compute {
         const std::int64_t row =
             std::int64_t{source} * g_.m_local + std::int64_t{row_group} * g_.tile_m;
         const std::uint32_t column = n_tile * g_.tile_n;
-        const std::uint32_t left = g_.n - column, columns = left < g_.tile_n ? left : g_.tile_n;
+        const std::uint32_t columns = part_of(g_.n, column, g_.tile_n);
         const isa::GlobalView out = args_.out.sub(row, column, g_.rows_of(row_group), columns);
         return product_.tile(out, args_.b.sub(0, column, g_.k, columns),
                              [&](std::uint32_t k_tile) -> isa::GlobalView {

@@ -80,14 +80,21 @@ class Product {
         return true;
     }
 
+    // The same where all of A [out.rows, k] is at hand.
+    void tile(const isa::GlobalView& out, const isa::GlobalView& b, const isa::GlobalView& a) {
+        tile(out, b, [&](std::uint32_t k_tile) {
+            const std::uint32_t from = k_tile * t_.tile_k;
+            return a.sub(0, from, a.rows, part_of(a.cols, from, t_.tile_k));
+        });
+    }
+
   private:
     using Pipe = isa::Pipe;
     using Tile = isa::Tile;
 
     void multiply_step(const Tile& sum, const Tile& a, const Tile& b, std::uint32_t at,
                        bool first) {
-        const std::uint32_t left = a.valid_cols - at;
-        const std::uint32_t depth = left < t_.step_k ? left : t_.step_k;
+        const std::uint32_t depth = part_of(a.valid_cols, at, t_.step_k);
         const std::uint32_t size = isa::bytes_of(dtype_);
         const Tile l0a{.buffer = isa::Buffer::L0A,
                        .dtype = dtype_,

@@ -73,9 +73,8 @@ struct Geometry {
 
     [[nodiscard]] constexpr Area area(std::uint32_t owner, std::uint32_t tile) const {
         const std::uint32_t row = tile / n_tiles() * tile_m, column = tile % n_tiles() * tile_n;
-        const std::uint32_t below = grid_rows() - row, right = n - column;
         return {(replicated ? 0 : owner * grid_rows()) + row, column,
-                below < tile_m ? below : tile_m, right < tile_n ? right : tile_n};
+                part_of(grid_rows(), row, tile_m), part_of(n, column, tile_n)};
     }
     // Elements of the grid before a tile.
     [[nodiscard]] constexpr std::uint64_t before(std::uint32_t tile) const {

@@ -57,10 +57,8 @@ class Compute {
             g_.world == 1
                 ? args_.output(tile)
                 : args_.partial(args_.workspace + g_.outbox(args_.parity(), owner), owner, tile);
-        product_.tile(to, args_.b.sub(0, at.column, g_.k, at.columns), [&](std::uint32_t k_tile) {
-            const std::uint32_t from = k_tile * g_.tile_k, left = g_.k - from;
-            return args_.a.sub(at.row, from, at.rows, left < g_.tile_k ? left : g_.tile_k);
-        });
+        product_.tile(to, args_.b.sub(0, at.column, g_.k, at.columns),
+                      args_.a.sub(at.row, 0, at.rows, g_.k));
         if (g_.world == 1) return;
         core_.fence();
         core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.computed(owner, chunk), 1);

@@ -58,8 +58,7 @@ class Partials {
         }
         const std::uint32_t step = band_rows();
         for (std::uint32_t row = 0; row < out.rows; row += step) {
-            const std::uint32_t left = out.rows - row;
-            band(tile, row, left < step ? left : step, out, copy_of_out);
+            band(tile, row, part_of(out.rows, row, step), out, copy_of_out);
         }
         for (std::uint32_t half = 0; half < 2; ++half) {
             core_.wait_flag(Pipe::V, Pipe::MTE2, half);
@@ -71,14 +70,8 @@ class Partials {
     // Copies a tile, here or to a same-node rank, through the whole of UB: what was issued before
     // must be complete.
     void copy(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from) {
-        const std::uint32_t size = isa::bytes_of(from.dtype);
-        isa::Tile ping{.buffer = isa::Buffer::UB,
-                       .dtype = from.dtype,
-                       .rows = isa::capacity_of(isa::Buffer::UB) / 2 / (g_.tile_n * size),
-                       .cols = g_.tile_n};
-        isa::Tile pong = ping;
-        pong.offset = ping.bytes();
-        core_.tput(peer, to, from, ping, pong);
+        const isa::RowBuffers rows(from.dtype, g_.tile_n);
+        core_.tput(peer, to, from, rows.ping, rows.pong);
     }
 
   private:

@@ -42,7 +42,7 @@ class Comm {
 
   private:
     bool send_ids(std::uint32_t target) {
-        const RowBuffers words(isa::DType::int32, 1);
+        const isa::RowBuffers words(isa::DType::int32, 1);
         core_.tput(target, args_.slot_ids(slot(target)), args_.own_ids, words.ping, words.pong);
         return publish(target, g_.ids(args_.parity(), args_.rank), 0,
                        std::uint64_t{g_.routing.places()} * sizeof(std::int32_t));
@@ -92,7 +92,7 @@ class Comm {
     const Args& args_;
     const Geometry& g_;
     Words<Core> ids_;
-    RowBuffers rows_;
+    isa::RowBuffers rows_;
     Released<Core> released_;
 };
 

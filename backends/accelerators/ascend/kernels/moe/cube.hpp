@@ -39,10 +39,8 @@ class Cube {
                 more = true;
                 const std::uint32_t own = words_.count(g_.first(args_.rank, 0, expert)) - begin;
                 const std::uint32_t tile = (own / g_.tile_m + round) % tiles;
-                const std::uint32_t row = begin + tile * g_.tile_m, left = end - row;
-                if (!row_tile(expert, row, left < g_.tile_m ? left : g_.tile_m, number)) {
-                    return false;
-                }
+                const std::uint32_t row = begin + tile * g_.tile_m;
+                if (!row_tile(expert, row, part_of(end, row, g_.tile_m), number)) return false;
                 number += g_.n_tiles();
             }
         }
@@ -59,15 +57,11 @@ class Cube {
             if (number % core_.count() != core_.index()) continue;
             if (!filled && !wait_filled(expert, row, rows)) return false;
             filled = true;
-            const std::uint32_t column = n_tile * g_.tile_n, left = g_.features - column;
-            const std::uint32_t columns = left < g_.tile_n ? left : g_.tile_n;
+            const std::uint32_t column = n_tile * g_.tile_n;
+            const std::uint32_t columns = part_of(g_.features, column, g_.tile_n);
             product_.tile(args_.out.sub(row, column, rows, columns),
                           args_.weights(expert).sub(0, column, g_.hidden, columns),
-                          [&](std::uint32_t k_tile) {
-                              const std::uint32_t from = k_tile * g_.tile_k, on = g_.hidden - from;
-                              return args_.grouped.sub(row, from, rows,
-                                                       on < g_.tile_k ? on : g_.tile_k);
-                          });
+                          args_.grouped.sub(row, 0, rows, g_.hidden));
         }
         return true;
     }

@@ -78,17 +78,4 @@ class Words {
     std::uint64_t step_;
 };
 
-// The whole of UB as the two halves that a TPUT of rows takes.
-struct RowBuffers {
-    RowBuffers(isa::DType dtype, std::uint32_t width)
-        : ping{.buffer = isa::Buffer::UB,
-               .dtype = dtype,
-               .rows = isa::capacity_of(isa::Buffer::UB) / 2 / (width * isa::bytes_of(dtype)),
-               .cols = width},
-          pong(ping) {
-        pong.offset = isa::capacity_of(isa::Buffer::UB) / 2;
-    }
-    isa::Tile ping, pong;
-};
-
 }  // namespace mkernel::ascend::moe

@@ -74,7 +74,7 @@ class Vector {
     const Args& args_;
     const Geometry& g_;
     Words<Core> words_;
-    RowBuffers buffers_;
+    isa::RowBuffers buffers_;
 };
 
 MKERNEL_ASCEND_KERNEL(aiv, moe, vector, Vector, Args)

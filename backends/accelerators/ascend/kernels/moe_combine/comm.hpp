@@ -60,7 +60,7 @@ class Comm {
     const Args& args_;
     const Geometry& g_;
     moe::Words<Core> words_;
-    moe::RowBuffers buffers_;
+    isa::RowBuffers buffers_;
     Released<Core> released_;
 };
 

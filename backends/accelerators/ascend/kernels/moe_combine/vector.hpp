@@ -39,8 +39,7 @@ class Vector {
                 if (item++ % core_.count() != core_.index()) continue;
                 if (!here && !wait_chunk(chunk)) return false;
                 here = true;
-                const std::uint32_t left = g_.token(chunk + 1) - token;
-                band(token, left < band_rows() ? left : band_rows());
+                band(token, part_of(g_.token(chunk + 1), token, band_rows()));
             }
         }
         for (std::uint32_t half = 0; half < 2; ++half) {
@@ -75,8 +74,7 @@ class Vector {
 
     void band(std::uint32_t token, std::uint32_t rows) {
         for (std::uint32_t column = 0; column < g_.features; column += pitch()) {
-            const std::uint32_t left = g_.features - column;
-            const std::uint32_t columns = left < pitch() ? left : pitch();
+            const std::uint32_t columns = part_of(g_.features, column, pitch());
             const Tile sum = buffer(0 + sum_half_, isa::DType::float32, rows, columns);
             const Tile wide = buffer(4, isa::DType::float32, rows, columns);
             core_.wait_flag(Pipe::MTE3, Pipe::V, sum_half_);

@@ -85,8 +85,7 @@ struct Geometry {
         return chunk % chunks_per_piece() * rows_per_chunk;
     }
     [[nodiscard]] constexpr std::uint32_t chunk_rows(std::uint32_t chunk) const {
-        const std::uint32_t left = piece_rows() - chunk_start(chunk);
-        return left < rows_per_chunk ? left : rows_per_chunk;
+        return part_of(piece_rows(), chunk_start(chunk), rows_per_chunk);
     }
     // Whether any query of `reader` sees a key of `source`'s chunk.
     [[nodiscard]] constexpr bool needs(std::uint32_t reader, std::uint32_t source,

@@ -61,20 +61,14 @@ class Comm {
 
     // The chunk from the user's tensors into the own rank's slot of a workspace.
     void copy(std::uint32_t peer, std::byte* workspace, std::uint32_t chunk) {
-        const auto half =
-            static_cast<std::uint32_t>(isa::capacity_of(isa::Buffer::UB) / 2 / g_.row_bytes());
-        const isa::Tile ping{.buffer = isa::Buffer::UB,
-                             .dtype = g_.dtype,
-                             .rows = half / 2 * 2,  // so that the other half is aligned
-                             .cols = g_.head_dim};
-        isa::Tile pong = ping;
-        pong.offset = ping.bytes();
+        const isa::RowBuffers buffers(g_.dtype, g_.head_dim);
         const std::uint32_t piece = g_.piece_of(chunk), at = g_.chunk_start(chunk),
                             rows = g_.chunk_rows(chunk);
         for (const bool values : {false, true}) {
             for (std::uint32_t plane = 0; plane < g_.planes(); ++plane) {
                 core_.tput(peer, args_.keys(workspace, args_.rank, piece, values, plane, at, rows),
-                           args_.own_keys(piece, values, plane, at, rows), ping, pong);
+                           args_.own_keys(piece, values, plane, at, rows), buffers.ping,
+                           buffers.pong);
             }
         }
     }

@@ -68,16 +68,11 @@ class Cube {
     }
 
     void multiply(const isa::GlobalView& out, const isa::GlobalView& a, const isa::GlobalView& b) {
-        const Tiling tiling = g_.tiling();
-        for (std::uint32_t column = 0; column < out.cols; column += tiling.tile_n) {
-            const std::uint32_t left = out.cols - column,
-                                columns = left < tiling.tile_n ? left : tiling.tile_n;
-            product_.tile(
-                out.sub(0, column, out.rows, columns), b.sub(0, column, b.rows, columns),
-                [&](std::uint32_t k_tile) {
-                    const std::uint32_t from = k_tile * tiling.tile_k, rest = a.cols - from;
-                    return a.sub(0, from, a.rows, rest < tiling.tile_k ? rest : tiling.tile_k);
-                });
+        const std::uint32_t most = g_.tiling().tile_n;
+        for (std::uint32_t column = 0; column < out.cols; column += most) {
+            const std::uint32_t columns = part_of(out.cols, column, most);
+            product_.tile(out.sub(0, column, out.rows, columns), b.sub(0, column, b.rows, columns),
+                          a);
         }
     }
 

@@ -71,8 +71,7 @@ class Steps {
             found.source = source;
             found.piece = tile / g_.key_tiles_per_piece();
             found.at = tile % g_.key_tiles_per_piece() * g_.tile_keys();
-            const std::uint32_t left = g_.piece_rows() - found.at;
-            found.keys = left < g_.tile_keys() ? left : g_.tile_keys();
+            found.keys = part_of(g_.piece_rows(), found.at, g_.tile_keys());
             if (!sees(found)) continue;
             item_.first = false;
             return found;
@@ -84,11 +83,10 @@ class Steps {
         const std::uint32_t tile = g_.pieces() * tiles - 1 - next_item_ / planes;
         start_ = tile % tiles * g_.tile_queries();
         piece_ = tile / tiles;
-        const std::uint32_t left = g_.piece_rows() - start_;
         item_ = {.item = items_++,
                  .plane = next_item_ % planes,
                  .row = piece_ * g_.piece_rows() + start_,
-                 .queries = left < g_.tile_queries() ? left : g_.tile_queries(),
+                 .queries = part_of(g_.piece_rows(), start_, g_.tile_queries()),
                  .first = true};
         next_item_ += g_.cubes;
         place_ = 0;

@@ -104,7 +104,7 @@ class Vector {
         }
         const std::uint32_t most = band_rows();
         for (std::uint32_t row = 0, half = 0; row < count; row += most, half ^= 1) {
-            const std::uint32_t rows = count - row < most ? count - row : most;
+            const std::uint32_t rows = part_of(count, row, most);
             const Tile scores = band_tile(half * kScores, isa::DType::float32, rows, step.keys);
             if (row >= 2 * most) core_.wait_flag(Pipe::MTE3, Pipe::MTE2, half);
             core_.tload(scores, from.sub(first + row, 0, rows, step.keys));
