@@ -10,20 +10,31 @@
 #include <utility>
 #include <vector>
 
+#include "backends/accelerators/ascend/host/ops.hpp"
 #include "backends/accelerators/ascend/isa/tile.hpp"
+
+// A dtype is a string in Python.
+template <>
+struct pybind11::detail::type_caster<mkernel::ascend::isa::DType> {
+    using DType = mkernel::ascend::isa::DType;
+    PYBIND11_TYPE_CASTER(DType, const_name("str"));
+
+    bool load(handle source, bool) {
+        const auto name = source.cast<std::string>();
+        for (const auto dtype : {DType::float16, DType::bfloat16, DType::float32}) {
+            if (name != name_of(dtype)) continue;
+            value = dtype;
+            return true;
+        }
+        throw value_error("dtype = " + name + "; expected float16, bfloat16 or float32");
+    }
+};
 
 namespace mkernel::ascend {
 
 template <class T>
 T* pointer(std::uint64_t address) {
     return reinterpret_cast<T*>(address);
-}
-
-inline isa::DType dtype_named(const std::string& name) {
-    for (const auto dtype : {isa::DType::float16, isa::DType::bfloat16, isa::DType::float32}) {
-        if (name == isa::name_of(dtype)) return dtype;
-    }
-    throw pybind11::value_error("dtype = " + name + "; expected float16, bfloat16 or float32");
 }
 
 // Address, strides of rows and columns in elements. For a record, whose tensors are never touched,
@@ -38,6 +49,25 @@ inline isa::GlobalView view(const Matrix& matrix, isa::DType dtype, std::uint32_
             cols,
             std::get<1>(matrix),
             std::get<2>(matrix)};
+}
+
+// A member of a geometry, and how Python calls it.
+template <class Geometry, class Value>
+struct Field {
+    const char* name;
+    Value Geometry::*member;
+};
+
+// A geometry's constructor, from its members by keyword. Refuses what the op's kernels cannot run.
+template <class Geometry, class... Values>
+void bind_init(pybind11::class_<Geometry> bound, Field<Geometry, Values>... fields) {
+    const auto make = [fields...](Values... values) {
+        Geometry made;
+        ((made.*fields.member = values), ...);
+        host::check(made);
+        return made;
+    };
+    bound.def(pybind11::init(make), pybind11::kw_only(), pybind11::arg(fields.name)...);
 }
 
 // A geometry's class, with what every op's shows.

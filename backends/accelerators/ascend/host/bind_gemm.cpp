@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "backends/accelerators/ascend/host/bind.hpp"
-#include "backends/accelerators/ascend/host/ops.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -11,54 +10,14 @@ using namespace py::literals;
 namespace mkernel::ascend {
 namespace {
 
-ag_gemm::Geometry ag_geometry(std::uint32_t world, std::uint32_t m_local, std::uint32_t n,
-                              std::uint32_t k, const std::string& dtype, std::uint32_t tile_m,
-                              std::uint32_t tile_n, std::uint32_t tile_k, std::uint32_t step_k,
-                              std::uint32_t tiles_per_chunk) {
-    const ag_gemm::Geometry made{.world = world,
-                                 .m_local = m_local,
-                                 .n = n,
-                                 .k = k,
-                                 .tile_m = tile_m,
-                                 .tile_n = tile_n,
-                                 .tile_k = tile_k,
-                                 .step_k = step_k,
-                                 .tiles_per_chunk = tiles_per_chunk,
-                                 .dtype = dtype_named(dtype)};
-    host::check(made);
-    return made;
-}
-
-gemm_reduce::Geometry reduce_geometry(std::uint32_t world, std::uint32_t m, std::uint32_t n,
-                                      std::uint32_t k, const std::string& dtype,
-                                      const std::string& out_dtype, bool replicated,
-                                      std::uint32_t tile_m, std::uint32_t tile_n,
-                                      std::uint32_t tile_k, std::uint32_t step_k,
-                                      std::uint32_t tiles_per_chunk) {
-    const gemm_reduce::Geometry made{.world = world,
-                                     .m = m,
-                                     .n = n,
-                                     .k = k,
-                                     .tile_m = tile_m,
-                                     .tile_n = tile_n,
-                                     .tile_k = tile_k,
-                                     .step_k = step_k,
-                                     .tiles_per_chunk = tiles_per_chunk,
-                                     .replicated = replicated,
-                                     .dtype = dtype_named(dtype),
-                                     .out_dtype = dtype_named(out_dtype)};
-    host::check(made);
-    return made;
-}
-
 std::shared_ptr<host::Kernels> ag_kernels(const ag_gemm::Geometry& g, const Matrix& a,
-                                          const Matrix& b, const Matrix& out,
-                                          const std::string& out_dtype, host::Order order) {
+                                          const Matrix& b, const Matrix& out, isa::DType out_dtype,
+                                          host::Order order) {
     ag_gemm::Args args;
     args.geometry = g;
     args.a = view(a, g.dtype, g.m_local, g.k);
     args.b = view(b, g.dtype, g.k, g.n);
-    args.out = view(out, dtype_named(out_dtype), g.m_local * g.world, g.n);
+    args.out = view(out, out_dtype, g.m_local * g.world, g.n);
     return host::kernels_of(args, std::move(order));
 }
 
@@ -76,17 +35,25 @@ std::shared_ptr<host::Kernels> reduce_kernels(const gemm_reduce::Geometry& g, co
 }  // namespace
 
 void bind_gemm(py::module_& module) {
-    bind_geometry<ag_gemm::Geometry>(module, "AgGemmGeometry")
-        .def(py::init(&ag_geometry), py::kw_only(), "world"_a, "m_local"_a, "n"_a, "k"_a, "dtype"_a,
-             "tile_m"_a, "tile_n"_a, "tile_k"_a, "step_k"_a, "tiles_per_chunk"_a)
-        .def("summary", &ag_gemm::Geometry::summary, "parity"_a, "source"_a)
-        .def("slot_offset", &ag_gemm::Geometry::slot_offset, "parity"_a, "source"_a);
+    using Gather = ag_gemm::Geometry;
+    auto gather = bind_geometry<Gather>(module, "AgGemmGeometry");
+    gather.def("summary", &Gather::summary, "parity"_a, "source"_a)
+        .def("slot_offset", &Gather::slot_offset, "parity"_a, "source"_a);
+    bind_init(gather, Field{"world", &Gather::world}, Field{"m_local", &Gather::m_local},
+              Field{"n", &Gather::n}, Field{"k", &Gather::k}, Field{"dtype", &Gather::dtype},
+              Field{"tile_m", &Gather::tile_m}, Field{"tile_n", &Gather::tile_n},
+              Field{"tile_k", &Gather::tile_k}, Field{"step_k", &Gather::step_k},
+              Field{"tiles_per_chunk", &Gather::tiles_per_chunk});
 
-    bind_geometry<gemm_reduce::Geometry>(module, "GemmReduceGeometry")
-        .def(py::init(&reduce_geometry), py::kw_only(), "world"_a, "m"_a, "n"_a, "k"_a, "dtype"_a,
-             "out_dtype"_a, "replicated"_a, "tile_m"_a, "tile_n"_a, "tile_k"_a, "step_k"_a,
-             "tiles_per_chunk"_a)
-        .def("summed", &gemm_reduce::Geometry::summed, "tile"_a);
+    using Reduce = gemm_reduce::Geometry;
+    auto reduce = bind_geometry<Reduce>(module, "GemmReduceGeometry");
+    reduce.def("summed", &Reduce::summed, "tile"_a);
+    bind_init(reduce, Field{"world", &Reduce::world}, Field{"m", &Reduce::m},
+              Field{"n", &Reduce::n}, Field{"k", &Reduce::k}, Field{"dtype", &Reduce::dtype},
+              Field{"out_dtype", &Reduce::out_dtype}, Field{"replicated", &Reduce::replicated},
+              Field{"tile_m", &Reduce::tile_m}, Field{"tile_n", &Reduce::tile_n},
+              Field{"tile_k", &Reduce::tile_k}, Field{"step_k", &Reduce::step_k},
+              Field{"tiles_per_chunk", &Reduce::tiles_per_chunk});
 
     // `order`: whose rows to consume; for whom to compute. The own rank first.
     module.def("ag_gemm", &ag_kernels, py::kw_only(), "geometry"_a, "a"_a, "b"_a, "out"_a,

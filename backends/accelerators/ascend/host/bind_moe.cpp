@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "backends/accelerators/ascend/host/bind.hpp"
-#include "backends/accelerators/ascend/host/ops.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -14,7 +13,7 @@ namespace {
 
 moe::Geometry dispatch_geometry(std::uint32_t world, std::uint32_t tokens, std::uint32_t top_k,
                                 std::uint32_t experts, std::uint32_t hidden, std::uint32_t features,
-                                std::uint32_t rows_per_chunk, bool far, const std::string& dtype,
+                                std::uint32_t rows_per_chunk, bool far, isa::DType dtype,
                                 std::uint32_t tile_m, std::uint32_t tile_n, std::uint32_t tile_k,
                                 std::uint32_t step_k) {
     const moe::Geometry made{
@@ -28,7 +27,7 @@ moe::Geometry dispatch_geometry(std::uint32_t world, std::uint32_t tokens, std::
         .tile_n = tile_n,
         .tile_k = tile_k,
         .step_k = step_k,
-        .dtype = dtype_named(dtype)};
+        .dtype = dtype};
     host::check(made);
     return made;
 }
@@ -36,16 +35,15 @@ moe::Geometry dispatch_geometry(std::uint32_t world, std::uint32_t tokens, std::
 moe_combine::Geometry combine_geometry(std::uint32_t world, std::uint32_t tokens,
                                        std::uint32_t top_k, std::uint32_t experts,
                                        std::uint32_t features, std::uint32_t rows_per_chunk,
-                                       bool far, const std::string& dtype,
-                                       const std::string& out_dtype) {
+                                       bool far, isa::DType dtype, isa::DType out_dtype) {
     const moe_combine::Geometry made{
         .routing = {.world = world, .tokens = tokens, .top_k = top_k, .experts = experts},
         .world = world,
         .features = features,
         .rows_per_chunk = rows_per_chunk,
         .far = far,
-        .dtype = dtype_named(dtype),
-        .out_dtype = dtype_named(out_dtype)};
+        .dtype = dtype,
+        .out_dtype = out_dtype};
     host::check(made);
     return made;
 }
@@ -58,7 +56,7 @@ isa::GlobalView table(std::uint64_t address, std::uint32_t rows, std::uint64_t c
 
 std::shared_ptr<host::Kernels> dispatch_kernels(
     const moe::Geometry& g, std::uint64_t x, const std::pair<std::uint64_t, std::int64_t>& topk_ids,
-    const Matrix& w, std::uint64_t grouped, std::uint64_t out, const std::string& out_dtype,
+    const Matrix& w, std::uint64_t grouped, std::uint64_t out, isa::DType out_dtype,
     std::uint64_t tables, std::uint64_t routing, host::Order order) {
     moe::Args args;
     const std::uint32_t rows = g.routing.most_rows(), experts = g.routing.experts;
@@ -70,7 +68,7 @@ std::shared_ptr<host::Kernels> dispatch_kernels(
     args.w = view(w, g.dtype, by_rows ? experts * g.hidden : g.hidden,
                   by_rows ? g.features : experts * g.features);
     args.grouped = view({grouped, g.hidden, 1}, g.dtype, rows, g.hidden);
-    args.out = view({out, g.features, 1}, dtype_named(out_dtype), rows, g.features);
+    args.out = view({out, g.features, 1}, out_dtype, rows, g.features);
     args.tables = table(tables, 1, g.table_words());
     args.routing = table(routing, g.world, g.routing.places());
     return host::kernels_of(args, std::move(order));

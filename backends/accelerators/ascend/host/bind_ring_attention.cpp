@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "backends/accelerators/ascend/host/bind.hpp"
-#include "backends/accelerators/ascend/host/ops.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -13,23 +12,6 @@ namespace mkernel::ascend {
 namespace {
 
 using ring_attention::Geometry;
-
-Geometry geometry(std::uint32_t world, std::uint32_t batch, std::uint32_t heads,
-                  std::uint32_t kv_heads, std::uint32_t rows, std::uint32_t head_dim, bool causal,
-                  const std::string& dtype, std::uint32_t rows_per_chunk, std::uint32_t cubes) {
-    const Geometry made{.world = world,
-                        .batch = batch,
-                        .heads = heads,
-                        .kv_heads = kv_heads,
-                        .rows = rows,
-                        .head_dim = head_dim,
-                        .causal = causal,
-                        .rows_per_chunk = rows_per_chunk,
-                        .cubes = cubes,
-                        .dtype = dtype_named(dtype)};
-    host::check(made);
-    return made;
-}
 
 // Tensors by address, contiguous.
 std::shared_ptr<host::Kernels> kernels(const Geometry& g, std::uint64_t q, std::uint64_t k,
@@ -52,10 +34,13 @@ std::shared_ptr<host::Kernels> kernels(const Geometry& g, std::uint64_t q, std::
 }  // namespace
 
 void bind_ring_attention(py::module_& module) {
-    bind_geometry<Geometry>(module, "RingAttentionGeometry")
-        .def(py::init(&geometry), py::kw_only(), "world"_a, "batch"_a, "heads"_a, "kv_heads"_a,
-             "rows"_a, "head_dim"_a, "causal"_a, "dtype"_a, "rows_per_chunk"_a, "cubes"_a)
-        .def("needs", &Geometry::needs, "reader"_a, "source"_a, "chunk"_a);
+    auto geometry = bind_geometry<Geometry>(module, "RingAttentionGeometry");
+    geometry.def("needs", &Geometry::needs, "reader"_a, "source"_a, "chunk"_a);
+    bind_init(geometry, Field{"world", &Geometry::world}, Field{"batch", &Geometry::batch},
+              Field{"heads", &Geometry::heads}, Field{"kv_heads", &Geometry::kv_heads},
+              Field{"rows", &Geometry::rows}, Field{"head_dim", &Geometry::head_dim},
+              Field{"causal", &Geometry::causal}, Field{"dtype", &Geometry::dtype},
+              Field{"rows_per_chunk", &Geometry::rows_per_chunk}, Field{"cubes", &Geometry::cubes});
     module.attr("MAX_HEAD_DIM") = ring_attention::kMaxHeadDim;
     module.def("ring_attention", &kernels, py::kw_only(), "geometry"_a, "q"_a, "k"_a, "v"_a,
                "out"_a, "lse"_a, "scale"_a, "order"_a);

@@ -110,21 +110,24 @@ py::bytes record(std::shared_ptr<host::Kernels> kernels, std::uint32_t rank,
 }
 
 // (total, [(rank, kernel, start, end)], spans as bytes); times in ns.
-using ReplayResult =
-    std::tuple<double, std::vector<std::tuple<std::uint32_t, std::string, double, double>>,
-               std::string>;
-
-ReplayResult replay(const std::vector<std::string>& traces, const sim::Machine& machine,
-                    const std::string& view_name, bool keep_spans) {
-    const sim::Replay run = sim::replay(traces, machine, view_named(view_name), keep_spans);
-    ReplayResult result{run.total_ns, {}, {}};
-    for (const auto& kernel : run.kernels) {
-        std::get<1>(result).emplace_back(kernel.rank, name_of(kernel.kernel), kernel.start_ns,
-                                         kernel.end_ns);
+using KernelTimes = std::vector<std::tuple<std::uint32_t, std::string, double, double>>;
+std::tuple<double, KernelTimes, py::bytes> replay(const std::vector<py::bytes>& traces,
+                                                  const sim::Machine& machine,
+                                                  const std::string& view, bool keep_spans) {
+    std::vector<std::string> copies;
+    for (const auto& trace : traces) copies.emplace_back(std::string_view(trace));
+    sim::Replay run;
+    {
+        const py::gil_scoped_release release;
+        run = sim::replay(copies, machine, view_named(view), keep_spans);
     }
-    std::get<2>(result).assign(reinterpret_cast<const char*>(run.spans.data()),
-                               run.spans.size() * sizeof(sim::Span));
-    return result;
+    KernelTimes kernels;
+    for (const auto& each : run.kernels) {
+        kernels.emplace_back(each.rank, name_of(each.kernel), each.start_ns, each.end_ns);
+    }
+    return {run.total_ns, std::move(kernels),
+            py::bytes(reinterpret_cast<const char*>(run.spans.data()),
+                      run.spans.size() * sizeof(sim::Span))};
 }
 
 }  // namespace
@@ -195,27 +198,12 @@ PYBIND11_MODULE(_ascend, module) {
     MKERNEL_FIELD(nic_rate);
     MKERNEL_FIELD(nic_ns);
 #undef MKERNEL_FIELD
-    module.def(
-        "replay",
-        [](const std::vector<py::bytes>& traces, const sim::Machine& machine,
-           const std::string& view, bool keep_spans) {
-            std::vector<std::string> copies;
-            for (const auto& trace : traces) copies.emplace_back(std::string_view(trace));
-            ReplayResult result;
-            {
-                const py::gil_scoped_release release;
-                result = replay(copies, machine, view, keep_spans);
-            }
-            return std::tuple(std::get<0>(result), std::get<1>(result),
-                              py::bytes(std::get<2>(result)));
-        },
-        "traces"_a, "machine"_a, "view"_a, "keep_spans"_a);
+    module.def("replay", &replay, "traces"_a, "machine"_a, "view"_a, "keep_spans"_a);
 
     module.def("matrix_unit", [] { return std::string(sim::matrix_unit().name); });
     module.def(
         "set_slots", [](unsigned slots) { sim::Scheduler::process().set_slots(slots); }, "slots"_a,
         py::call_guard<py::gil_scoped_release>());
-    module.def("slots", [] { return sim::Scheduler::process().slots(); });
 
     // At interpreter exit: end what still runs, join the host threads of the simulated cores.
     py::module_::import("atexit").attr("register")(py::cpp_function([] {

@@ -117,11 +117,6 @@ void Scheduler::set_slots(unsigned slots) {
     dispatch();
 }
 
-unsigned Scheduler::slots() {
-    const std::lock_guard lock(mutex_);
-    return slots_;
-}
-
 namespace {
 std::mutex g_process_mutex;
 Scheduler* g_scheduler = nullptr;  // deliberately not destroyed by static destructors

@@ -37,7 +37,6 @@ class Scheduler {
     void yield(int priority);
 
     void set_slots(unsigned slots);
-    [[nodiscard]] unsigned slots();
 
     // The process's scheduler. A forked child gets a fresh one. Lives until `shutdown_process`.
     static Scheduler& process();
