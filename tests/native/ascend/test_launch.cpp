@@ -53,10 +53,6 @@ class World {
         }
     }
 
-    std::shared_ptr<host::Launch> start(std::uint32_t rank, std::uint64_t epoch, host::View view) {
-        return host::Launch::start(prepared(rank, epoch, view));
-    }
-
     host::Call prepared(std::uint32_t rank, std::uint64_t epoch, host::View view) {
         const auto& g = op_.g;
         host::Call call = test::call_of(memory_, rank, epoch, view);
@@ -80,14 +76,9 @@ class World {
             for (float& x : b_[r]) x = uniform(random);
             for (float& x : out_[r]) x = NAN;
         }
-        test::run_all(op_.g.world, [&](std::uint32_t r) { return start(r, epoch, view); });
+        test::run_all(*this, epoch, view);
         if (view == host::View::compute_only) return;
         for (std::uint32_t r = 0; r < op_.g.world; ++r) CHECK(error(r) < 1e-5);
-    }
-
-    void leave_one_out() {
-        test::run_all_but_one(op_.g.world,
-                              [&](std::uint32_t r) { return start(r, 1, host::View::pipelined); });
     }
 
   private:
@@ -193,13 +184,6 @@ void reduce_geometry_covers_every_tile_once(bool replicated) {
 }
 
 template <class Op>
-void calls(const Op& op) {
-    World<Op> world(op);
-    std::uint64_t epoch = 0;
-    for (const host::View view : test::kViews) world.call(++epoch, view);
-}
-
-template <class Op>
 void every_wait_is_needed(const char* name, const Op& op) {
     test::every_wait_is_needed(
         name, [&] { return std::make_unique<World<Op>>(op); },
@@ -215,18 +199,19 @@ int main() {
     sim::Scheduler::process().set_slots(3);
     for (const bool replicated : {false, true}) reduce_geometry_covers_every_tile_once(replicated);
     for (const std::uint32_t ranks : {1u, 2u, 4u}) {
-        calls(AllGather{geometry(ranks)});
+        test::all_views(World<AllGather>({geometry(ranks)}));
         for (const bool replicated : {false, true}) {
-            calls(Reduce{reduce_geometry(ranks, replicated)});
+            test::all_views(World<Reduce>({reduce_geometry(ranks, replicated)}));
         }
     }
     every_wait_is_needed("AllGather", AllGather{geometry(3)});
     for (const bool replicated : {false, true}) {
         every_wait_is_needed("Reduce", Reduce{reduce_geometry(3, replicated)});
     }
-    World<AllGather>({geometry(3)}).leave_one_out();
-    World<Reduce>({reduce_geometry(3, false)}).leave_one_out();
-    World<Reduce>({reduce_geometry(3, true)}).leave_one_out();
+    test::run_all_but_one(World<AllGather>({geometry(3)}));
+    for (const bool replicated : {false, true}) {
+        test::run_all_but_one(World<Reduce>({reduce_geometry(3, replicated)}));
+    }
     sim::Scheduler::shutdown_process();
     return test::finish();
 }

@@ -214,6 +214,16 @@ struct Rank {
 
 class World {
   public:
+    // One of a layer's calls: the dispatch, or the combine.
+    struct Half {
+        World& world;
+        std::uint32_t which;
+        host::Call prepared(std::uint32_t rank, std::uint64_t epoch, host::View view) {
+            return world.prepared(which, rank, epoch, view);
+        }
+        [[nodiscard]] const test::WorldMemory& memory() const { return world.memory_[which]; }
+    };
+
     explicit World(std::uint32_t world)
         : g_(geometry(world, false)),
           memory_{{world, kSignals, g_.workspace_bytes()},
@@ -221,7 +231,8 @@ class World {
         for (std::uint32_t i = 0; i < world; ++i) ranks_.emplace_back(world);
     }
 
-    void layer(std::uint64_t epoch, host::View view) {
+    // A layer: a dispatch and its combine.
+    void call(std::uint64_t epoch, host::View view) {
         std::mt19937 random(static_cast<unsigned>(epoch));
         std::uniform_real_distribution<float> uniform(-1, 1);
         ids_ = ids_of_all(g_.world, 0);
@@ -234,8 +245,10 @@ class World {
                 for (float& each : *values) each = NAN;
             }
         }
-        run(0, epoch, view);
-        run(1, epoch, view);
+        for (const std::uint32_t which : {0u, 1u}) {
+            Half half{*this, which};
+            test::run_all(half, epoch, view);
+        }
         if (view == host::View::compute_only) return;
         test::Error error;
         for (std::uint32_t home = 0; home < g_.world; ++home) {
@@ -255,10 +268,6 @@ class World {
         call.kernels = kernels(which, rank);
         call.blocks = {.comm = 3, .cube = which == 0 ? 3u : 0u, .vector = kVectorBlocks};
         return call;
-    }
-
-    [[nodiscard]] const test::WorldMemory& memory(std::uint32_t which) const {
-        return memory_[which];
     }
 
   private:
@@ -306,41 +315,25 @@ class World {
         return host::kernels_of(args, order);
     }
 
-    // `which`: the dispatch, or the combine.
-    void run(std::uint32_t which, std::uint64_t epoch, host::View view) {
-        test::run_all(g_.world, [&](std::uint32_t rank) {
-            return host::Launch::start(prepared(which, rank, epoch, view));
-        });
-    }
-
     moe::Geometry g_;
     test::WorldMemory memory_[2];  // of the dispatch's plan, of the combine's
     std::vector<Rank> ranks_;
     std::vector<std::int32_t> ids_;
 };
 
-void layers() {
-    for (const std::uint32_t world : {1u, 3u}) {
-        World ranks(world);
-        std::uint64_t epoch = 0;
-        for (const host::View view : test::kViews) ranks.layer(++epoch, view);
-    }
-}
-
 // One of the two calls of a layer, of ranks that have been through a layer.
-class Half {
+class LaterHalf : public World {
   public:
-    Half(std::uint32_t world, std::uint32_t which) : world_(world), which_(which) {
-        world_.layer(1, host::View::pipelined);
+    LaterHalf(std::uint32_t world, std::uint32_t which) : World(world), half_{*this, which} {
+        call(1, host::View::pipelined);
     }
     host::Call prepared(std::uint32_t rank, std::uint64_t epoch, host::View view) {
-        return world_.prepared(which_, rank, 1 + epoch, view);
+        return half_.prepared(rank, 1 + epoch, view);
     }
-    [[nodiscard]] const test::WorldMemory& memory() const { return world_.memory(which_); }
+    [[nodiscard]] const test::WorldMemory& memory() const { return half_.memory(); }
 
   private:
-    World world_;
-    std::uint32_t which_;
+    Half half_;
 };
 
 // A vector block spreads its chunks one after the other. So a cube block that waits for a later chunk
@@ -377,13 +370,13 @@ bool spread_before_another(const std::vector<sim::Record>& records, std::size_t 
 
 void every_wait_is_needed() {
     test::every_wait_is_needed(
-        "dispatch", [] { return std::make_unique<Half>(kRanks, 0); },
+        "dispatch", [] { return std::make_unique<LaterHalf>(kRanks, 0); },
         [](const auto& records, std::size_t at) {
             return records[at].signal >= geometry(kRanks, false).released(0) ||
                    spread_before_another(records, at);
         });
     test::every_wait_is_needed(
-        "combine", [] { return std::make_unique<Half>(kRanks, 1); },
+        "combine", [] { return std::make_unique<LaterHalf>(kRanks, 1); },
         [](const auto& records, std::size_t at) {
             return records[at].signal >= combine_geometry(kRanks, false).released(0);
         });
@@ -409,7 +402,7 @@ void every_sync_is_needed(const char* name, std::uint32_t world, std::uint32_t n
 
 int main() {
     tables_say_what_the_ids_say();
-    layers();
+    for (const std::uint32_t ranks : {1u, 3u}) test::all_views(World(ranks));
     every_wait_is_needed();
     every_sync_is_needed("one node", 3, 3);
     every_sync_is_needed("two nodes", 4, 2);

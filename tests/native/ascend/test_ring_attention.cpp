@@ -135,14 +135,9 @@ class World {
                 for (float& each : *values) each = NAN;
             }
         }
-        test::run_all(g_.world, [&](std::uint32_t rank) { return start(rank, epoch, view); });
+        test::run_all(*this, epoch, view);
         if (view == host::View::compute_only) return;
         for (std::uint32_t rank = 0; rank < g_.world; ++rank) CHECK(error(rank) < 1e-5);
-    }
-
-    void leave_one_out() {
-        test::run_all_but_one(
-            g_.world, [&](std::uint32_t rank) { return start(rank, 1, host::View::pipelined); });
     }
 
     [[nodiscard]] const test::WorldMemory& memory() const { return memory_; }
@@ -165,10 +160,6 @@ class World {
     }
 
   private:
-    std::shared_ptr<host::Launch> start(std::uint32_t rank, std::uint64_t epoch, host::View view) {
-        return host::Launch::start(prepared(rank, epoch, view));
-    }
-
     static GlobalView view_of(std::vector<float>& values, std::uint32_t cols) {
         return {reinterpret_cast<std::byte*>(values.data()),
                 DType::float32,
@@ -216,12 +207,6 @@ class World {
     test::WorldMemory memory_;
     std::vector<Rank> ranks_;
 };
-
-void calls(std::uint32_t ranks, bool causal) {
-    World world(ranks, causal);
-    std::uint64_t epoch = 0;
-    for (const host::View view : test::kViews) world.call(++epoch, view);
-}
 
 // --- mutations ----------------------------------------------------------------------------------
 
@@ -277,9 +262,9 @@ int main() {
     }
     sim::Scheduler::process().set_slots(3);
     for (const std::uint32_t ranks : {1u, 3u}) {
-        for (const bool causal : {false, true}) calls(ranks, causal);
+        for (const bool causal : {false, true}) test::all_views(World(ranks, causal));
     }
-    World(3, true).leave_one_out();
+    test::run_all_but_one(World(3, true));
     for (const bool causal : {false, true}) {
         const Geometry g = geometry(3, causal);
         // A core that sends several chunks sends the last one last.

@@ -184,6 +184,22 @@ void conversions_there_and_back() {
     }
 }
 
+// 11 bits of precision: a step is 2^-9 from 2 on, 2^-10 below; ties go to even.
+void halves_are_rounded() {
+    Bench bench(4, 37);
+    float* const values = bench.at(0);
+    for (std::uint32_t i = 0; i < kRows * kCols; ++i) {
+        values[i] = (i % 3 == 0 ? 1.0f : 2.0f) * (1 + static_cast<float>(i) * 0x1p-12f);
+    }
+    bench.core.tcvt(bench.tile(1, DType::float16), bench.tile(0));
+    CHECK(bench.wrong(
+              Kind::tcvt, [&] { bench.core.tcvt(bench.tile(2), bench.tile(1, DType::float16)); },
+              [&](std::uint32_t i, std::uint32_t j) {
+                  const float value = values[i * kCols + j], step = value < 2 ? 0x1p-10f : 0x1p-9f;
+                  return std::nearbyint(value / step) * step;
+              }) == 0);
+}
+
 void refusals() {
     Bench bench;
     sim::Core& core = bench.core;
@@ -262,6 +278,7 @@ int main() {
     rows_are_reduced(kRows - 2, 19);
     hidden_rows();
     conversions_there_and_back();
+    halves_are_rounded();
     refusals();
     order_is_followed();
     return test::finish();

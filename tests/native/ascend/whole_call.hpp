@@ -37,12 +37,6 @@ struct WorldMemory {
     std::shared_ptr<sim::Races> races;
 };
 
-// The views of a plan's calls, epoch 1 first.
-inline constexpr host::View kViews[] = {
-    host::View::pipelined,    host::View::pipelined, host::View::sequential,
-    host::View::compute_only, host::View::pipelined, host::View::compute_only,
-    host::View::sequential,   host::View::pipelined, host::View::pipelined};
-
 // All of a rank's call but its kernels and their blocks. Even epochs are traced, those from 4 on
 // strict.
 inline host::Call call_of(const WorldMemory& world, std::uint32_t rank, std::uint64_t epoch,
@@ -82,12 +76,41 @@ struct Error {
     double off = 0, all = 0;
 };
 
-// `start(rank)` launches a rank's call.
-template <class Start>
-void run_all(std::uint32_t world, const Start& start) {
+// Below, a `World` has the members memory(), prepared(rank, epoch, view) and, for `all_views`,
+// call(epoch, view).
+
+// One call of all ranks, to its end.
+template <class World>
+void run_all(World& world, std::uint64_t epoch, host::View view) {
     std::vector<std::shared_ptr<host::Launch>> launches;
-    for (std::uint32_t rank = 0; rank < world; ++rank) launches.push_back(start(rank));
+    for (std::uint32_t rank = 0; rank < world.memory().ranks.size(); ++rank) {
+        launches.push_back(host::Launch::start(world.prepared(rank, epoch, view)));
+    }
     for (auto& launch : launches) CHECK(launch->wait(150'000'000'000));
+}
+
+// Calls in the views of a plan's, epoch 1 first; even epochs are traced, those from 4 on strict.
+template <class World>
+void all_views(World&& world) {
+    using host::View;
+    std::uint64_t epoch = 0;
+    for (const View view :
+         {View::pipelined, View::pipelined, View::sequential, View::compute_only, View::pipelined,
+          View::compute_only, View::sequential, View::pipelined, View::pipelined}) {
+        world.call(++epoch, view);
+    }
+}
+
+// Rank 0 never starts: the others wait for it until they are cancelled.
+template <class World>
+void run_all_but_one(World&& world) {
+    std::vector<std::shared_ptr<host::Launch>> launches;
+    for (std::uint32_t rank = 1; rank < world.memory().ranks.size(); ++rank) {
+        launches.push_back(host::Launch::start(world.prepared(rank, 1, host::View::pipelined)));
+    }
+    CHECK(!launches[0]->wait(20'000'000));
+    host::Launch::cancel_all();
+    for (auto& launch : launches) CHECK(launch->wait(60'000'000'000));
 }
 
 // What a core of a traced call issued: of a kernel's cores of that role the one of this index.
@@ -166,8 +189,7 @@ inline bool again(const std::vector<sim::Record>& records, std::size_t at) {
 // TWAITs of rank 0's first cores of each kernel and kind in a third call, left out in turn, are races
 // that strict simulation of all ranks together reports; but for those that say again what the core has
 // waited for, and those that are `implied`, given what the core issued and the wait's place in it:
-// something else orders the same. `make()` gives a new world, with the members memory() and
-// prepared(rank, epoch, view). In each call every rank waits for all others, so none is needed for what
+// something else orders the same. `make()` gives a new world. In each call every rank waits for all others, so none is needed for what
 // a rank has released: that alone orders two calls.
 template <class Make>
 void every_wait_is_needed(
@@ -205,16 +227,6 @@ void every_wait_is_needed(
         }
     }
     CHECK(left_out > kFirstCores);
-}
-
-// Rank 0 never starts: the others wait for it until they are cancelled.
-template <class Start>
-void run_all_but_one(std::uint32_t world, const Start& start) {
-    std::vector<std::shared_ptr<host::Launch>> launches;
-    for (std::uint32_t rank = 1; rank < world; ++rank) launches.push_back(start(rank));
-    CHECK(!launches[0]->wait(20'000'000));
-    host::Launch::cancel_all();
-    for (auto& launch : launches) CHECK(launch->wait(60'000'000'000));
 }
 
 }  // namespace mkernel::ascend::test
