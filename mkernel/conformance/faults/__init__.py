@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +25,12 @@ from mkernel.conformance.faults.altering import (
     calls,
     claims,
     ended,
+    from_before,
+    from_previous,
     inputs,
     results,
 )
-from mkernel.conformance.faults.launching import Deaf, ReportsEarly, Timeless
-from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, overriding, planted
+from mkernel.conformance.faults.rows import Row, checks_by_name, planted
 from mkernel.errors import Unsupported
 from mkernel.plan.model import AttentionShape, LaunchPlan
 
@@ -63,10 +65,9 @@ def _drop_last_row(tensor: torch.Tensor) -> None:
         tensor[-1].zero_()
 
 
-def _drop_last_chunk(call: Ended) -> None:
-    for name, tensor in call.outputs.items():
-        if len(tensor) > 128:
-            tensor[-64:] = call.before[name][-64:]
+def _drop_last_chunk(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    if len(tensor) > 128:
+        tensor[-64:] = before[-64:]
 
 
 def _zero_one_element(tensor: torch.Tensor) -> None:
@@ -121,21 +122,19 @@ def _round_partials(ended: Ended) -> None:
 # ---- repetition ----------------------------------------------------------------------------------
 
 
-def _keep_results(every: int = 1) -> Plant:
-    """In every so-many-th call of a plan, the results are the previous call's."""
-
-    def keep(call: Ended) -> None:
-        for tensor, older in call.previous():
-            if older.shape == tensor.shape and call.call.epoch % every == 0:
-                tensor.copy_(older)
-
-    return ended(keep)
+def _every(number: int) -> Callable[[Ended], bool]:
+    """Every so-many-th call of a plan."""
+    return lambda ended: ended.call.epoch % number == 0
 
 
-def _keep_last_rows(call: Ended) -> None:
-    for tensor, older in call.previous():
-        if len(tensor) and len(older):
-            tensor[-1] = older[-1]
+def _keep_result(tensor: torch.Tensor, older: torch.Tensor) -> None:
+    if older.shape == tensor.shape:
+        tensor.copy_(older)
+
+
+def _keep_last_row(tensor: torch.Tensor, older: torch.Tensor) -> None:
+    if len(tensor) and len(older):
+        tensor[-1] = older[-1]
 
 
 class _CachesWeights(Altered):
@@ -147,17 +146,10 @@ class _CachesWeights(Altered):
         return replace(call, tensors={**call.tensors, **found})
 
 
-def _zero_after_another_plan(call: Ended) -> None:
-    plan = call.call.plan.digest()
-    if call.kept.get("last", plan) != plan:
-        for tensor in call.all:
-            tensor.zero_()
-    call.kept["last"] = plan
-
-
-def _keep_row(call: Ended) -> None:
-    for name, tensor in call.outputs.items():
-        tensor[-1] = call.before[name][-1]
+def _after_another_plan(ended: Ended) -> bool:
+    plan = ended.call.plan.digest()
+    before, ended.kept["last"] = ended.kept.get("last", plan), plan
+    return bool(before != plan)
 
 
 def _keep_nearest(call: Ended) -> None:
@@ -167,16 +159,6 @@ def _keep_nearest(call: Ended) -> None:
             gaps = (tensor.double() - before.double()).abs().nan_to_num(nan=float("inf"))
             at = int(gaps.argmin())
             tensor.view(-1)[at] = before.reshape(-1)[at]
-
-
-def _keep_numbers(call: Ended) -> None:
-    for name, tensor in call.outputs.items():
-        tensor.copy_(torch.where(call.before[name].isnan(), tensor, call.before[name]))
-
-
-def _add_to_outputs(call: Ended) -> None:
-    for name, tensor in call.outputs.items():
-        tensor.add_(call.before[name])
 
 
 def _reuse_one_buffer(call: Ended) -> None:
@@ -190,28 +172,15 @@ def _reuse_one_buffer(call: Ended) -> None:
 # ---- bits ----------------------------------------------------------------------------------------
 
 
-def _nudge_every_third(call: Ended) -> None:
-    plan = call.call.plan.digest()
-    call.kept[plan] = call.kept.get(plan, 0) + 1
-    if call.kept[plan] % 3 == 0:
-        for tensor in call.all:
-            _nudge(tensor)
+def _third_call(ended: Ended) -> bool:
+    plan = ended.call.plan.digest()
+    ended.kept[plan] = ended.kept.get(plan, 0) + 1
+    return bool(ended.kept[plan] % 3 == 0)
 
 
-def _nudge_odd_chunks(ended: Ended) -> None:
+def _in_odd_chunks(ended: Ended) -> bool:
     chunking = ended.call.plan.chunking
-    if chunking is not None and chunking.tiles_per_chunk % 2:
-        _nudge(ended.outputs["out"])
-
-
-def _nudge_several_nodes(ended: Ended) -> None:
-    if ended.call.plan.nodes > 1:
-        _nudge(ended.outputs["out"])
-
-
-def _nudge_rank_1(ended: Ended) -> None:
-    if ended.call.rank == 1:
-        _nudge(ended.outputs["out"])
+    return chunking is not None and chunking.tiles_per_chunk % 2 == 1
 
 
 # ---- order and memory ----------------------------------------------------------------------------
@@ -222,10 +191,6 @@ def _swap_ranks(ended: Ended) -> None:
     if out is not None and "a" in ended.call.tensors and world > 1 and len(out) >= world:
         rows = len(out) // world
         out[: 2 * rows] = torch.cat([out[rows : 2 * rows], out[:rows]])
-
-
-def _reverse_rows(ended: Ended) -> None:
-    ended.outputs["out"].copy_(ended.outputs["out"].flip(0))
 
 
 def _gather_by_arrival(ended: Ended) -> None:
@@ -252,11 +217,6 @@ def _write_past_the_end(ended: Ended) -> None:
 
 def _experts(call: Call) -> int:
     return int(call.plan.shape.model_dump()["experts"])
-
-
-def _cap(ended: Ended) -> None:
-    for rows in ended.by_expert():
-        rows[20:] = 0
 
 
 def _replace_twins(call: Call, ids: torch.Tensor) -> torch.Tensor:
@@ -336,17 +296,9 @@ def _default_scale(call: Call) -> Call:
 # ---- views and lives -----------------------------------------------------------------------------
 
 
-def _zero_sequential(ended: Ended) -> None:
-    if ended.call.view == "sequential":
-        for tensor in ended.all:
-            tensor.zero_()
-
-
-def _zero_in_later_worlds(ended: Ended) -> None:
+def _in_later_worlds(ended: Ended) -> bool:
     ended.kept["worlds"] = ended.kept.get("worlds", 0) + (ended.call.number == 1)
-    if ended.kept["worlds"] > 1:
-        for tensor in ended.all:
-            tensor.zero_()
+    return bool(ended.kept["worlds"] > 1)
 
 
 def _launch_and_leave_a_thread(self: Honest, call: Call) -> Any:
@@ -367,16 +319,16 @@ TABLE: tuple[Row, ...] = (
             claims(lambda honest: {"ops": ("moe_dispatch_gemm",)})),
     planted(_Counting, "ChangesItsMind", "Claims something else each time.", "capabilities"),
     planted(Honest, "NoDevice", "Says that it is usable, and finds no device.", "capabilities",
-            overriding(probe=lambda self: ())),
+            probe=lambda self: ()),
     planted(Honest, "ClaimsTooMuch", "Claims an op that it does not run.", "shapes",
-            overriding(workspace=_does_not_run_attention)),
+            workspace=_does_not_run_attention),
     planted(Altered, "ReturnsZeros", "Every result is zero.", "shapes", results(torch.Tensor.zero_)),
     planted(Altered, "DropsLastRow",
             "The last row of an odd number of rows is zero: a partial tile is forgotten.", "shapes",
             results(_drop_last_row)),
     planted(Altered, "DropsLastChunk",
             "The last 64 rows of large results are those that were there before.", "shapes",
-            ended(_drop_last_chunk, looks_before=True)),
+            from_before(_drop_last_chunk)),
     planted(Altered, "OneWrongElement",
             "One element of every result is zero, far too few for a relative error of the whole.",
             "shapes", results(_zero_one_element)),
@@ -402,15 +354,15 @@ TABLE: tuple[Row, ...] = (
             inputs("a", change=lambda call, a: torch.nan_to_num(a, nan=0.0, posinf=6e4))),
     planted(Altered, "WrongEveryFifth",
             "Every fifth call of a plan returns the previous call's result.", "repeated-calls",
-            _keep_results(every=5)),
+            from_previous(_keep_result, when=_every(5))),
     planted(Altered, "OnePlanOnly",
             "Plans of one op share what a workspace holds: a change of plan returns zeros.",
-            "repeated-calls", ended(_zero_after_another_plan)),
+            "repeated-calls", results(torch.Tensor.zero_, when=_after_another_plan)),
     planted(Altered, "ReturnsPrevious",
             "From a plan's second call on, returns the previous call's result.", "stale-data",
-            _keep_results()),
+            from_previous(_keep_result)),
     planted(Altered, "KeepsSomeRows", "One row of each result is the previous call's.",
-            "stale-data", ended(_keep_last_rows)),
+            "stale-data", from_previous(_keep_last_row)),
     planted(_CachesWeights, "CachesWeights", "Keeps the weights of a plan's first call.",
             "stale-data"),
     planted(launching.SharesStaging, "SharesStaging",
@@ -419,32 +371,34 @@ TABLE: tuple[Row, ...] = (
                                    "ops": ("all_gather_gemm", "gemm_all_reduce")})),
     planted(Altered, "LeavesRowUnwritten",
             "The last row of each output is what was there before.", "poison",
-            ended(_keep_row, looks_before=True)),
+            from_before(lambda tensor, before: tensor[-1].copy_(before[-1]))),
     planted(Altered, "LeavesElement",
             "The element that this changes least is what was there before: in a large output only "
             "what was put there on purpose tells it from a right one.", "poison",
-            ended(_keep_nearest, looks_before=True)),
+            ended(_keep_nearest)),
     planted(Altered, "WritesOverNanOnly",
             "Takes any number in the output for a result that is there already.", "poison",
-            ended(_keep_numbers, looks_before=True)),
+            from_before(lambda tensor, before: tensor.copy_(
+                torch.where(before.isnan(), tensor, before)))),
     planted(Altered, "AddsToOutput",
             "Adds to what is in the output instead of overwriting it, as if it had been zeroed.",
-            "poison", ended(_add_to_outputs, looks_before=True)),
+            "poison", from_before(torch.Tensor.add_)),
     planted(Altered, "ReusesOutputs", "Grouped outputs of every dispatch lie in one buffer.",
             "kept-results", ended(_reuse_one_buffer)),
     planted(Altered, "NoisyLastBit",
             "The last bit of one element differs in every third call of a plan.", "determinism",
-            ended(_nudge_every_third)),
+            results(_nudge, when=_third_call)),
     planted(Altered, "DependsOnChunk", "Odd chunks give another last bit.", "chunk-invariance",
-            ended(_nudge_odd_chunks), wraps="ascend"),
+            results(_nudge, when=_in_odd_chunks), wraps="ascend"),
     planted(Altered, "DependsOnSplit", "A world of several nodes gives another last bit.",
-            "split-invariance", ended(_nudge_several_nodes), wraps="ascend"),
+            "split-invariance", results(_nudge, when=lambda ended: ended.call.plan.nodes > 1),
+            wraps="ascend"),
     planted(Altered, "RanksDiffer", "One rank's copy of a result has another last bit.",
-            "replicas", ended(_nudge_rank_1)),
+            "replicas", results(_nudge, when=lambda ended: ended.call.rank == 1)),
     planted(Altered, "SwapsRanks", "Rows of ranks 0 and 1 change places.", "rank-order",
             ended(_swap_ranks)),
     planted(Altered, "ReversesRows", "A rank's scattered rows come out backwards.", "rank-order",
-            ended(_reverse_rows), ops=("gemm_reduce_scatter",)),
+            results(lambda tensor: tensor.copy_(tensor.flip(0))), ops=("gemm_reduce_scatter",)),
     planted(Altered, "GathersByArrival",
             "The gathered A is in the order of consumption instead of rank.", "gathered",
             ended(_gather_by_arrival)),
@@ -456,7 +410,7 @@ TABLE: tuple[Row, ...] = (
     planted(Altered, "WritesPastTheEnd", "Writes one element behind the output.", "bounds",
             ended(_write_past_the_end)),
     planted(Altered, "Capacity", "An expert takes no more than 20 rows; the rest is zero.",
-            "routing", ended(_cap)),
+            "routing", ended(lambda ended: [rows[20:].zero_() for rows in ended.by_expert()])),
     planted(Altered, "UniqueExperts",
             "An expert twice in one token's list counts as the next expert of its rank.",
             "routing", inputs("topk_ids", change=_replace_twins)),
@@ -482,40 +436,40 @@ TABLE: tuple[Row, ...] = (
     planted(launching.SkipsWaits, "SkipsWaits",
             "Computes on the rows of other ranks that lie there: those of the call before.",
             "waits stale-data", wraps="ascend"),
-    planted(ReportsEarly, "ReportsEarly", "Says at once that a call of a GEMM op has ended.",
+    planted(launching.ReportsEarly, "ReportsEarly", "Says at once that a call of a GEMM op has ended.",
             "waits mismatched-call"),
-    planted(ReportsEarly, "AttentionReportsEarly",
+    planted(launching.ReportsEarly, "AttentionReportsEarly",
             "Says at once that ring attention has ended.", "waits", has="q"),
-    planted(ReportsEarly, "CombineReportsEarly", "Says at once that a combine has ended.",
+    planted(launching.ReportsEarly, "CombineReportsEarly", "Says at once that a combine has ended.",
             "waits", has="y"),
     planted(launching.SendsLate, "SendsLate",
             "Rank 0 returns with the right result while others still wait for its rows.",
             "input-reuse", wraps="ascend"),
-    planted(ReportsEarly, "GivesUpWaiting",
+    planted(launching.ReportsEarly, "GivesUpWaiting",
             "Waits for other ranks, but no longer than 20 ms. What is not there by then never comes.",
             "paused-ranks waits", limit_s=0.02),
     planted(Altered, "SequentialIsWrong",
             "The sequential view computes before the data is there.", "views",
-            ended(_zero_sequential)),
+            results(torch.Tensor.zero_, when=lambda ended: ended.call.view == "sequential")),
     planted(Honest, "TellsNoTimes", "Launches tell no times.", "views",
-            overriding(launch=lambda self, call: Timeless(self.inner.launch(call)))),
+            launch=lambda self, call: launching.Timeless(self.inner.launch(call))),
     planted(Honest, "AcceptsAnything", "In rank processes it claims every alignment.",
             "wrong-calls",
             claims(lambda honest: {"alignment_bytes": 1} if "RANK" in os.environ else {}),
             wraps="ascend"),
     planted(Altered, "OneWorldOnly", "From a process's second world on, results are zero.",
-            "two-worlds", ended(_zero_in_later_worlds)),
+            "two-worlds", results(torch.Tensor.zero_, when=_in_later_worlds)),
     planted(launching.BrokenForGood, "BrokenForGood",
             "Once a world has failed all results are zero, in new worlds too.", "after-failure"),
     planted(launching.LeaksMemory, "LeaksMemory", "Never frees symmetric memory.", "leaks"),
     planted(Honest, "LeaksThreads", "Starts a thread for every world, and leaves it.", "leaks",
-            overriding(launch=_launch_and_leave_a_thread)),
+            launch=_launch_and_leave_a_thread),
     planted(Honest, "IgnoresAbort", "A call of a broken world goes on for 8 seconds.",
             "killed-rank",
-            overriding(launch=lambda self, call: Deaf(self.inner.launch(call), call))),
+            launch=lambda self, call: launching.Deaf(self.inner.launch(call), call)),
     planted(Honest, "IgnoresDeadline", "Waits ten times as long as it may.", "absent-rank",
-            overriding(launch=lambda self, call: self.inner.launch(
-                replace(call, timeout_s=10 * call.timeout_s))), wraps="ascend"),
+            launch=lambda self, call: self.inner.launch(
+                replace(call, timeout_s=10 * call.timeout_s)), wraps="ascend"),
 )
 
 HONEST: tuple[Row, ...] = (

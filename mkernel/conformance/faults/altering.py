@@ -83,7 +83,7 @@ class Ended:
 
     Attributes:
         outputs: tensors that the caller gave. results: what the launch returned (MoE).
-        before: what was in ``outputs`` before the call, where the fault asks for it.
+        before: what was in ``outputs`` before the call.
         kept: what the fault remembers from call to call.
     """
 
@@ -126,8 +126,6 @@ class Altered(Honest):
 
     ops: ClassVar[tuple[str, ...]] = ()
     """The ops whose calls are changed; empty: all."""
-    looks_before: ClassVar[bool] = False
-    """Whether :attr:`Ended.before` is filled."""
 
     kept: ClassVar[dict[Any, Any]]
     """What a fault remembers in this process, from one world to the next too."""
@@ -142,7 +140,7 @@ class Altered(Honest):
         if self.ops and call.plan.op not in self.ops:
             return self.inner.launch(call)
         given = {name: call.tensors[name] for name in OUTPUTS if name in call.tensors}
-        before = {name: given[name].clone() for name in given} if self.looks_before else {}
+        before = {name: tensor.clone() for name, tensor in given.items()}
         inner = self.inner.launch(self.change(call))
 
         def after(results: dict[str, Any]) -> None:
@@ -184,11 +182,33 @@ def inputs(*names: str, change: Callable[[Call, torch.Tensor], torch.Tensor]) ->
     return calls(changed)
 
 
-def ended(change: Callable[[Ended], Any], looks_before: bool = False) -> Plant:
+def ended(change: Callable[[Ended], Any]) -> Plant:
     """Something happens to every call that has ended."""
-    return {"alter": lambda self, call: change(call), "looks_before": looks_before}
+    return {"alter": lambda self, call: change(call)}
 
 
-def results(change: Callable[[torch.Tensor], Any]) -> Plant:
-    """Something happens to every result that is not empty."""
-    return ended(lambda call: [change(tensor) for tensor in call.all if tensor.numel()])
+def _always(ended: Ended) -> bool:
+    return True
+
+
+def results(
+    change: Callable[[torch.Tensor], Any], when: Callable[[Ended], bool] = _always
+) -> Plant:
+    """Something happens to every result that is not empty, in some calls."""
+    return ended(
+        lambda call: when(call) and [change(tensor) for tensor in call.all if tensor.numel()]
+    )
+
+
+def from_before(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Plant:
+    """Something of what an output held before the call comes into it."""
+    return ended(
+        lambda call: [change(tensor, call.before[name]) for name, tensor in call.outputs.items()]
+    )
+
+
+def from_previous(
+    change: Callable[[torch.Tensor, torch.Tensor], Any], when: Callable[[Ended], bool] = _always
+) -> Plant:
+    """Something of the plan's previous results comes into these, in some calls."""
+    return ended(lambda call: [change(*pair) for pair in call.previous() if when(call)])

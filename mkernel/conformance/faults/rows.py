@@ -24,13 +24,11 @@ class Row:
 
     Attributes:
         name: how the fault is asked for, as ``module:name`` with the table's module.
-        breaks: the broken promise, in a sentence.
         checks: each of them must fail on it. A row that breaks nothing names checks that must pass.
-        backend: an honest backend with that promise broken.
+        backend: an honest backend with that promise broken; its docstring says which one.
     """
 
     name: str
-    breaks: str
     checks: tuple[str, ...]
     backend: type[Any]
 
@@ -38,16 +36,14 @@ class Row:
 def planted(
     base: type[Any], name: str, breaks: str, checks: str, *plants: Plant, **attributes: Any
 ) -> Row:
-    """A row whose backend is ``base`` with what is planted. ``checks``: names, separated by spaces."""
+    """A row whose backend is ``base`` with what is planted, and with other attributes and methods.
+
+    ``breaks``: the broken promise, in a sentence. ``checks``: names, separated by spaces.
+    """
     every = {"__doc__": breaks, "__module__": __name__, **attributes}
     for plant in plants:
         every.update(plant)
-    return Row(name, breaks, tuple(checks.split()), type(name, (base,), every))
-
-
-def overriding(**methods: Callable[..., Any]) -> Plant:
-    """Methods in place of the honest ones."""
-    return methods
+    return Row(name, tuple(checks.split()), type(name, (base,), every))
 
 
 def checks_by_name(module: str, table: Iterable[Row]) -> dict[str, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics.efa import EfaNic
 from mkernel.backends.runtime import _runtime
-from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, overriding, planted
+from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, planted
 from mkernel.conformance.nic_faults import sessions
 from mkernel.conformance.nic_faults.flags import HOLD_NS, Flags
 from mkernel.conformance.nic_faults.wrappers import DataLater, Opener, Put, Relayed, Session
@@ -169,9 +169,9 @@ _ON_RC: tuple[Row, ...] = (
     planted(Opener, "CountsSignalsOnly", "A put without a signal does not count.", "statistics",
             _answers("statistics", lambda found: replace(found, puts=found.signals_sent))),
     planted(Opener, "StatusRaises", "Status of a provider that is not there raises.",
-            "capabilities", overriding(status=_raise_if_unusable)),
+            "capabilities", status=_raise_if_unusable),
     planted(Opener, "OpensAnything", "Open takes any device name.", "capabilities",
-            overriding(open=_open_anything)),
+            open=_open_anything),
     planted(Opener, "ClaimsNothing", "Capabilities give a message size of 0.", "capabilities",
             _answers("capabilities",
                      lambda found: found.model_copy(update={"max_message_bytes": 0}))),
