@@ -7,12 +7,15 @@ world's size where the op cuts M, causal sequences of twice the world's size.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from mkernel.cases import Case, case_of
 from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.conformance.ranks import each_case
 from mkernel.plan.model import DtypeName
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -62,6 +65,42 @@ def typical(
     return _case(
         subject, op, {**plain, **sizes}, given, result, layout, chunk=chunk, options=options
     )
+
+
+def typical_of_each(subject: AcceleratorSubject, world: tuple[int, int]) -> list[Case]:
+    """The typical case of every op that is claimed."""
+    return [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+
+
+def wider(case: Case, by: int) -> Case:
+    """The case with more columns."""
+    names = {"ring_attention": "head_dim", **dict.fromkeys(MOE, "features")}
+    name = names.get(case.op, "n")
+    return case.with_(sizes={**case.sizes, name: case.sizes[name] + by})
+
+
+def judge_typical(
+    subject: AcceleratorSubject,
+    look: Callable[..., Iterable[str]],
+    *arguments: Any,
+    worlds: Sequence[tuple[int, int]],
+) -> None:
+    """Have the ranks of some worlds ``look(case, *arguments)`` what is wrong with the typical cases."""
+    for world in worlds:
+        cases = typical_of_each(subject, world)
+        subject.judge(each_case, look, cases, *arguments, world=world)
+
+
+def with_tensors(case: Case, **tensors: torch.Tensor) -> Case:
+    """The case with whole tensors of these values, in its dtype."""
+    kind = getattr(torch, case.dtype)
+    return case.with_(options={"tensors": {name: each.to(kind) for name, each in tensors.items()}})
+
+
+def whole_mnk(case: Case, world_size: int) -> tuple[int, int, int]:
+    """M, N and K of the whole tensors of a GEMM op's case."""
+    m, n, k = (case.sizes[name] for name in "mnk")
+    return m, n, k if case.op == "all_gather_gemm" else k * world_size
 
 
 def grid(subject: AcceleratorSubject, op: str, world_size: int) -> Iterator[Case]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore
@@ -195,13 +196,15 @@ def _differs(
     return f"has {count} of {got.numel()} elements that are wrong" if count else ""
 
 
-def judge_all(
-    cases: Sequence[Case], calls: int, views: Sequence[View] = ("pipelined",)
+def each_case(
+    look: Callable[..., Iterable[str]], cases: Sequence[Case], *arguments: Any
 ) -> list[str]:
-    """Call every case some times with fresh inputs, ranks a little apart; what was wrong."""
-    found = []
-    for case in cases:
-        judge = Judge(case)
-        for iteration in range(calls):
-            found += judge(iteration, views[iteration % len(views)])
-    return found
+    """What ``look(case, *arguments)`` finds wrong on this rank, one case after another."""
+    return [found for case in cases for found in look(case, *arguments)]
+
+
+def judge_calls(case: Case, calls: int) -> Iterator[str]:
+    """Call a case some times with fresh inputs; what was wrong."""
+    judge = Judge(case)
+    for iteration in range(calls):
+        yield from judge(iteration)

@@ -7,8 +7,8 @@ import torch
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import typical
-from mkernel.conformance.ranks import judge_all
+from mkernel.conformance.grid import typical, with_tensors
+from mkernel.conformance.ranks import each_case, judge_calls
 
 _OP = "ring_attention"
 
@@ -21,7 +21,7 @@ def _judge(subject: AcceleratorSubject, variants: list[dict[str, int]]) -> None:
             typical(subject, _OP, size, {**sizes, "sequence": sizes.get("sequence", 24) * size})
             for sizes in variants
         ]
-        subject.judge(judge_all, cases, 2, world=world)
+        subject.judge(each_case, judge_calls, cases, 2, world=world)
 
 
 def causal(subject: AcceleratorSubject) -> None:
@@ -45,7 +45,7 @@ def lse(subject: AcceleratorSubject) -> None:
             for causal in (False, True)
         ]
         cases.append(_large(typical(subject, _OP, size)))
-        subject.judge(judge_all, cases, 1, world=world)
+        subject.judge(each_case, judge_calls, cases, 1, world=world)
 
 
 def _large(case: Case) -> Case:
@@ -54,13 +54,12 @@ def _large(case: Case) -> Case:
         case.sizes[n] for n in ("batch", "heads", "kv_heads", "sequence", "head_dim")
     )
     random = torch.Generator().manual_seed(case.seed)
-    kind = getattr(torch, case.dtype)
-    tensors = {
-        "q": (8 * torch.randn(batch, heads, length, width, generator=random)).to(kind),
-        "k": (8 * torch.randn(batch, kv, length, width, generator=random)).to(kind),
-        "v": torch.randn(batch, kv, length, width, generator=random).to(kind),
-    }
-    return case.with_(options={"tensors": tensors})
+    return with_tensors(
+        case,
+        q=8 * torch.randn(batch, heads, length, width, generator=random),
+        k=8 * torch.randn(batch, kv, length, width, generator=random),
+        v=torch.randn(batch, kv, length, width, generator=random),
+    )
 
 
 CHECKS = (

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import AcceleratorSubject, blame
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import typical
-from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
+from mkernel.conformance.grid import (
+    judge_typical,
+    typical,
+    typical_of_each,
+    whole_mnk,
+    with_tensors,
+)
+from mkernel.conformance.ranks import Judge, describe, each_case, seconds_apart, where
 from mkernel.harness.outcome import CheckSkipped
 
 
@@ -32,23 +37,18 @@ def _results(case: Case, iteration: int) -> dict[str, torch.Tensor]:
 
 def determinism(subject: AcceleratorSubject) -> None:
     """The same call again, ranks apart in another way, another plan's calls in between."""
-    world = subject.largest()
-    cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
-    subject.judge(rank_repeats, cases, 4 if subject.quick else 12, world=world)
+    calls = 4 if subject.quick else 12
+    judge_typical(subject, rank_repeats, calls, worlds=[subject.largest()])
 
 
-def rank_repeats(cases: Sequence[Case], calls: int) -> list[str]:
+def rank_repeats(case: Case, calls: int) -> Iterator[str]:
     """Compare every repetition with the first."""
-    found = []
-    for case in cases:
-        other = case.with_(seed=case.seed + 1)
-        first = _results(case, 0)
-        for number in range(1, calls):
-            _results(other, number)
-            seconds_apart(case, number, 0.01)
-            again = _results(case, 0)
-            found += _unequal(case, first, again, f"repetition {number}")
-    return found
+    other = case.with_(seed=case.seed + 1)
+    first = _results(case, 0)
+    for number in range(1, calls):
+        _results(other, number)
+        seconds_apart(case, number, 0.01)
+        yield from _unequal(case, first, _results(case, 0), f"repetition {number}")
 
 
 def _unequal(
@@ -66,20 +66,16 @@ def chunk_invariance(subject: AcceleratorSubject) -> None:
     if not subject.capabilities.chunk_invariant:
         raise CheckSkipped("chunk_invariant is not claimed")
     world = subject.largest()
-    ops = [op for op in subject.claimed() if op != "moe_combine"]
-    cases = [typical(subject, op, world[0] * world[1]) for op in ops]
-    subject.judge(rank_chunks, cases, (1, 2, 3, 7, 64), world=world)
+    cases = [case for case in typical_of_each(subject, world) if case.op != "moe_combine"]
+    subject.judge(each_case, rank_chunks, cases, (1, 2, 3, 7, 64), world=world)
 
 
-def rank_chunks(cases: Sequence[Case], chunks: Sequence[int]) -> list[str]:
+def rank_chunks(case: Case, chunks: Sequence[int]) -> Iterator[str]:
     """Compare every chunk size with the planner's choice."""
-    found = []
-    for case in cases:
-        first = _results(case, 0)
-        for chunk in chunks:
-            again = _results(case.with_(chunk=chunk), 0)
-            found += _unequal(case, first, again, f"chunks of {chunk}")
-    return found
+    first = _results(case, 0)
+    for chunk in chunks:
+        again = _results(case.with_(chunk=chunk), 0)
+        yield from _unequal(case, first, again, f"chunks of {chunk}")
 
 
 def split_invariance(subject: AcceleratorSubject) -> None:
@@ -97,7 +93,7 @@ def split_invariance(subject: AcceleratorSubject) -> None:
             continue
         compared = True
         paths = ["fused", *["library" for _ in {op} & {*subject.capabilities.library_ops}]]
-        for case in [_given(typical(subject, op, 4), op, path) for path in paths]:
+        for case in [_given(typical(subject, op, 4), path) for path in paths]:
             kept: dict[tuple[int, int], torch.Tensor] = {}
             for world in worlds:
                 parts = subject.launch(rank_result, case, world=world)
@@ -115,17 +111,13 @@ def split_invariance(subject: AcceleratorSubject) -> None:
         raise CheckSkipped("needs two worlds of one size to compare; one fits this machine")
 
 
-def _given(case: Case, op: str, path: str) -> Case:
+def _given(case: Case, path: str) -> Case:
     """The case on one path, with whole tensors that do not depend on the world."""
-    m, n, k = (case.sizes[name] for name in "mnk")
-    k *= 1 if op == "all_gather_gemm" else 4
+    m, n, k = whole_mnk(case, 4)
     random = torch.Generator().manual_seed(case.seed)
-    kind = getattr(torch, case.dtype)
-    tensors: dict[str, Any] = {
-        "a": torch.randn(m, k, generator=random).to(kind),
-        "b": torch.randn(k, n, generator=random).to(kind),
-    }
-    return case.with_(options={"tensors": tensors, "path": path})
+    a, b = torch.randn(m, k, generator=random), torch.randn(k, n, generator=random)
+    given = with_tensors(case, a=a, b=b)
+    return given.with_(options={**given.options, "path": path})
 
 
 def rank_result(case: Case) -> torch.Tensor:

@@ -17,7 +17,7 @@ import mkernel
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import WORLD_TIMEOUT_S, AcceleratorSubject
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import typical
+from mkernel.conformance.grid import typical, typical_of_each
 from mkernel.conformance.ranks import Judge, meeting_place, where
 from mkernel.errors import PeerFailure, Unsupported, WorldError
 from mkernel.world.world import World
@@ -44,7 +44,7 @@ def _next_world(last: World, port: int) -> World:
 def two_worlds(subject: AcceleratorSubject) -> None:
     """Calls, another world, the same and other calls, and a third."""
     for world in subject.usual_worlds():
-        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+        cases = typical_of_each(subject, world)
         with meeting_place() as port:
             subject.judge(rank_two_worlds, cases, port, world=world)
 
@@ -101,7 +101,7 @@ def rank_after_failure(case: Case, port: int) -> list[str]:
 def leaks(subject: AcceleratorSubject) -> None:
     """Worlds come and go; descriptors, threads and shared memory do not pile up."""
     for world in subject.usual_worlds():
-        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+        cases = typical_of_each(subject, world)
         with meeting_place() as port:
             subject.judge(rank_leaks, cases, port, world=world)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -11,8 +11,8 @@ from mkernel.cases import Case
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.checks.bits import same_bits
-from mkernel.conformance.grid import typical
-from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
+from mkernel.conformance.grid import judge_typical, typical
+from mkernel.conformance.ranks import Judge, describe, each_case, seconds_apart, where
 
 _GUARD_BYTES = 4096
 
@@ -48,77 +48,66 @@ class Guarded:
         return same_bits(self._whole, self._before)
 
 
-def _cases(subject: AcceleratorSubject, size: int) -> list[Case]:
-    layouts = subject.capabilities.b_layouts
-    return [
-        typical(subject, op, size, layout=layout) for op in subject.claimed() for layout in layouts
-    ]
-
-
 def inputs(subject: AcceleratorSubject) -> None:
     """Inputs are slices of larger tensors."""
-    world = subject.largest()
-    cases = _cases(subject, world[0] * world[1])
-    subject.judge(rank_memory, cases, subject.capabilities.alignment_bytes, True, world=world)
+    _judge(subject, watch_inputs=True)
 
 
 def bounds(subject: AcceleratorSubject) -> None:
     """Outputs are slices of larger tensors, and sizes leave partial tiles."""
-    world = subject.largest()
-    cases = _cases(subject, world[0] * world[1])
-    subject.judge(rank_memory, cases, subject.capabilities.alignment_bytes, False, world=world)
+    _judge(subject, watch_inputs=False)
 
 
-def rank_memory(cases: Sequence[Case], alignment: int, watch_inputs: bool) -> list[str]:
-    """Two calls each on guarded tensors; what was changed, and results."""
-    found = []
-    for case in cases:
-        judge = Judge(case)
-        for iteration in range(2):
-            plain = judge.inputs(iteration)
-            given = {name: Guarded(tensor, alignment) for name, tensor in plain.items()}
-            outputs = {
-                name: Guarded(tensor, alignment) for name, tensor in case.poisoned(plain).items()
-            }
-            outcome = case.call(
-                {name: each.tensor for name, each in given.items()},
-                {name: each.tensor for name, each in outputs.items()},
-            )
-            mkernel.world().barrier()
-            text = f"{describe(case)}, {where()}, call {iteration}"
-            found += judge.problems(outcome, iteration)
-            if watch_inputs:
-                found += [f"{text}: wrote to {n}" for n, each in given.items() if not each.intact()]
-            else:
-                found += [
-                    f"{text}: wrote outside of {name}"
-                    for name, each in outputs.items()
-                    if not each.guards_intact()
-                ]
-    return found
+def _judge(subject: AcceleratorSubject, watch_inputs: bool) -> None:
+    world, claims = subject.largest(), subject.capabilities
+    cases = [
+        typical(subject, op, world[0] * world[1], layout=layout)
+        for op in subject.claimed()
+        for layout in claims.b_layouts
+    ]
+    subject.judge(each_case, rank_memory, cases, claims.alignment_bytes, watch_inputs, world=world)
+
+
+def rank_memory(case: Case, alignment: int, watch_inputs: bool) -> Iterator[str]:
+    """Two calls on guarded tensors; what was changed, and results."""
+    judge = Judge(case)
+    for iteration in range(2):
+        plain = judge.inputs(iteration)
+        given = {name: Guarded(tensor, alignment) for name, tensor in plain.items()}
+        outputs = {
+            name: Guarded(tensor, alignment) for name, tensor in case.poisoned(plain).items()
+        }
+        outcome = case.call(
+            {name: each.tensor for name, each in given.items()},
+            {name: each.tensor for name, each in outputs.items()},
+        )
+        mkernel.world().barrier()
+        text = f"{describe(case)}, {where()}, call {iteration}"
+        yield from judge.problems(outcome, iteration)
+        for name, each in (given if watch_inputs else outputs).items():
+            if watch_inputs and not each.intact():
+                yield f"{text}: wrote to {name}"
+            elif not watch_inputs and not each.guards_intact():
+                yield f"{text}: wrote outside of {name}"
 
 
 def input_reuse(subject: AcceleratorSubject) -> None:
     """Inputs are overwritten as soon as the call has returned; slower ranks must not see it."""
-    for world in subject.usual_worlds():
-        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
-        subject.judge(rank_reuses, cases, 3 if subject.quick else 12, world=world)
+    calls = 3 if subject.quick else 12
+    judge_typical(subject, rank_reuses, calls, worlds=subject.usual_worlds())
 
 
-def rank_reuses(cases: Sequence[Case], calls: int) -> list[str]:
+def rank_reuses(case: Case, calls: int) -> Iterator[str]:
     """Call, overwrite, and only then judge."""
-    found = []
-    for case in cases:
-        judge = Judge(case)
-        for iteration in range(calls):
-            given = judge.inputs(iteration)
-            outputs = case.poisoned(given)
-            seconds_apart(case, iteration, 0.005)
-            outcome = case.call(given, outputs)
-            for tensor in given.values():
-                tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
-            found += judge.problems(outcome, iteration)
-    return found
+    judge = Judge(case)
+    for iteration in range(calls):
+        given = judge.inputs(iteration)
+        outputs = case.poisoned(given)
+        seconds_apart(case, iteration, 0.005)
+        outcome = case.call(given, outputs)
+        for tensor in given.values():
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+        yield from judge.problems(outcome, iteration)
 
 
 CHECKS = (

@@ -10,7 +10,7 @@ from mkernel.cases.moe import ROUTINGS
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import typical
-from mkernel.conformance.ranks import Judge, judge_all, where
+from mkernel.conformance.ranks import Judge, each_case, judge_calls, where
 from mkernel.ops import moe as op
 
 
@@ -28,7 +28,7 @@ def routing(subject: AcceleratorSubject) -> None:
             for kind in ROUTINGS
             for top_k in ((1, 2, 8) if subject.quick else range(1, 9))
         ]  # fmt: skip
-        subject.judge(judge_all, cases, 2, world=world)
+        subject.judge(each_case, judge_calls, cases, 2, world=world)
 
 
 def expert_order(subject: AcceleratorSubject) -> None:

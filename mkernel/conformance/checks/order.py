@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -10,8 +10,8 @@ import mkernel
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import GEMMS, typical
-from mkernel.conformance.ranks import Judge, describe, where
+from mkernel.conformance.grid import GEMMS, typical, whole_mnk, with_tensors
+from mkernel.conformance.ranks import Judge, describe, each_case, where
 
 _BASE = 100
 """Row numbers are written in two digits of this base, which every dtype holds exactly."""
@@ -23,39 +23,33 @@ def rank_order(subject: AcceleratorSubject) -> None:
         cases = [
             _numbered(subject, op, world[0] * world[1]) for op in subject.claimed() if op in GEMMS
         ]
-        subject.judge(rank_rows, cases, world=world)
+        subject.judge(each_case, rank_rows, cases, world=world)
 
 
 def _numbered(subject: AcceleratorSubject, op: str, size: int) -> Case:
     """A holds row numbers in its first two columns (of the first rank's K), B is a unit matrix."""
     case = typical(subject, op, size, {"n": subject.aligned(8), "k": subject.aligned(8)})
-    m, n, k = (case.sizes[name] for name in "mnk")
-    whole_k = k if op == "all_gather_gemm" else k * size
-    kind = getattr(torch, case.dtype)
+    m, n, k = whole_mnk(case, size)
     rows = torch.arange(m)
-    a, b = torch.zeros(m, whole_k), torch.zeros(whole_k, n)
+    a, b = torch.zeros(m, k), torch.zeros(k, n)
     a[:, 0], a[:, 1] = rows % _BASE, rows // _BASE
     b[:2, :2] = torch.eye(2)
-    return case.with_(options={"tensors": {"a": a.to(kind), "b": b.to(kind)}})
+    return with_tensors(case, a=a, b=b)
 
 
-def rank_rows(cases: Sequence[Case]) -> list[str]:
+def rank_rows(case: Case) -> Iterator[str]:
     """Decode the row numbers."""
-    found = []
-    world = mkernel.world()
-    for case in cases:
-        got = case.run(Judge(case).inputs(0)).outputs["out"].cpu().double()
-        numbers = got[:, 0] + _BASE * got[:, 1]
-        first = world.rank * len(got) if case.op == "gemm_reduce_scatter" else 0
-        wanted = torch.arange(first, first + len(got), dtype=torch.float64)
-        wrong = (numbers != wanted).nonzero().flatten().tolist()
-        if wrong:
-            at = wrong[0]
-            found.append(
-                f"{describe(case)}, {where()}: {len(wrong)} rows are not in their place; row {at} "
-                f"holds number {numbers[at]:g} instead of {wanted[at]:g}"
-            )
-    return found
+    got = case.run(Judge(case).inputs(0)).outputs["out"].cpu().double()
+    numbers = got[:, 0] + _BASE * got[:, 1]
+    first = mkernel.world().rank * len(got) if case.op == "gemm_reduce_scatter" else 0
+    wanted = torch.arange(first, first + len(got), dtype=torch.float64)
+    wrong = (numbers != wanted).nonzero().flatten().tolist()
+    if wrong:
+        at = wrong[0]
+        yield (
+            f"{describe(case)}, {where()}: {len(wrong)} rows are not in their place; row {at} "
+            f"holds number {numbers[at]:g} instead of {wanted[at]:g}"
+        )
 
 
 def gathered(subject: AcceleratorSubject) -> None:

@@ -13,24 +13,21 @@ from mkernel.cases import Case
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import GEMMS, typical
+from mkernel.conformance.grid import judge_typical, typical_of_each, wider
 from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
 from mkernel.harness.outcome import CheckSkipped
 
 
 def repeated_calls(subject: AcceleratorSubject) -> None:
     """Two plans of every op in turn, ranks apart by some milliseconds."""
-    world = subject.largest()
-    size = world[0] * world[1]
-    pairs = [(typical(subject, op, size), _wider(subject, op, size)) for op in subject.claimed()]
-    subject.judge(rank_alternates, pairs, 12 if subject.quick else 40, world=world)
+    calls = 12 if subject.quick else 40
+    subject.judge(rank_alternates, _pairs(subject), calls, world=subject.largest())
 
 
-def _wider(subject: AcceleratorSubject, op: str, size: int) -> Case:
-    name = "n" if op in GEMMS else "head_dim" if op == "ring_attention" else "features"
-    case = typical(subject, op, size)
-    step = subject.step()
-    return case.with_(sizes={**case.sizes, name: case.sizes[name] + 3 * step})
+def _pairs(subject: AcceleratorSubject) -> list[tuple[Case, Case]]:
+    """The typical case of every op, and a wider one."""
+    cases = typical_of_each(subject, subject.largest())
+    return [(case, wider(case, 3 * subject.step())) for case in cases]
 
 
 def rank_alternates(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]:
@@ -51,48 +48,39 @@ def rank_alternates(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]
 
 def stale_data(subject: AcceleratorSubject) -> None:
     """No row of a result is what an earlier call should have given there."""
-    for world in subject.usual_worlds():
-        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
-        subject.judge(rank_stale, cases, 4 if subject.quick else 12, world=world)
+    calls = 4 if subject.quick else 12
+    judge_typical(subject, rank_stale, calls, worlds=subject.usual_worlds())
 
 
-def rank_stale(cases: Sequence[Case], calls: int) -> list[str]:
+def rank_stale(case: Case, calls: int) -> Iterator[str]:
     """Judge calls, and look for rows of earlier ones."""
-    found = []
-    for case in cases:
-        judge = Judge(case)
-        for iteration in range(calls):
-            outcome = case.run(judge.inputs(iteration))
-            wrong = judge.problems(outcome, iteration)
-            found += judge.stale_rows(outcome, iteration) or wrong
-    return found
+    judge = Judge(case)
+    for iteration in range(calls):
+        outcome = case.run(judge.inputs(iteration))
+        wrong = judge.problems(outcome, iteration)
+        yield from judge.stale_rows(outcome, iteration) or wrong
 
 
 def poison(subject: AcceleratorSubject) -> None:
     """Outputs full of poison, of a number, of infinity, and allocations full of NaN: all is
     overwritten."""
-    for world in subject.usual_worlds():
-        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
-        subject.judge(rank_poison, cases, world=world)
+    judge_typical(subject, rank_poison, worlds=subject.usual_worlds())
 
 
-def rank_poison(cases: Sequence[Case]) -> list[str]:
+def rank_poison(case: Case) -> Iterator[str]:
     """Every element of every output is written in every call."""
-    found = []
-    for case in cases:
-        judge = Judge(case)
-        for iteration, value in enumerate((None, 77.0, float("inf"))):
-            inputs = judge.inputs(iteration)
-            outputs = case.poisoned(inputs)
-            if value is not None:
-                for output in outputs.values():
-                    output.fill_(value)
-            with uninitialised_is_nan():
-                outcome = case.call(inputs, outputs)
-            found += judge.problems(outcome, iteration)
-            if value is not None:
-                found += _untouched(case, outputs, value, iteration)
-    return found
+    judge = Judge(case)
+    for iteration, value in enumerate((None, 77.0, float("inf"))):
+        inputs = judge.inputs(iteration)
+        outputs = case.poisoned(inputs)
+        if value is not None:
+            for output in outputs.values():
+                output.fill_(value)
+        with uninitialised_is_nan():
+            outcome = case.call(inputs, outputs)
+        yield from judge.problems(outcome, iteration)
+        if value is not None:
+            yield from _untouched(case, outputs, value, iteration)
 
 
 def _untouched(
@@ -109,37 +97,28 @@ def _untouched(
 
 def kept_results(subject: AcceleratorSubject) -> None:
     """A result stays what it is while later calls run."""
-    world = subject.largest()
-    cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
-    subject.judge(rank_keeps, cases, world=world)
+    judge_typical(subject, rank_keeps, worlds=[subject.largest()])
 
 
-def rank_keeps(cases: Sequence[Case]) -> list[str]:
+def rank_keeps(case: Case) -> Iterator[str]:
     """Keep the first call's results, call again, look at them."""
-    found = []
-    for case in cases:
-        judge = Judge(case)
-        first = case.run(judge.inputs(0))
-        copies = {name: tensor.clone() for name, tensor in first.outputs.items()}
-        for iteration in range(1, 4):
-            case.run(judge.inputs(iteration))
-        found += [
-            f"{describe(case)}, {where()}: {name} of the first call changed in later calls"
-            for name, copy in copies.items()
-            if not torch.equal(first.outputs[name], copy)
-        ]
-        mkernel.world().barrier()
-    return found
+    judge = Judge(case)
+    first = case.run(judge.inputs(0))
+    copies = {name: tensor.clone() for name, tensor in first.outputs.items()}
+    for iteration in range(1, 4):
+        case.run(judge.inputs(iteration))
+    for name, copy in copies.items():
+        if not torch.equal(first.outputs[name], copy):
+            yield f"{describe(case)}, {where()}: {name} of the first call changed in later calls"
+    mkernel.world().barrier()
 
 
 def queued_calls(subject: AcceleratorSubject) -> None:
     """Many calls of two plans, none waited for, then all results."""
     if not subject.capabilities.stream_ordered:
         raise CheckSkipped("not claimed: stream_ordered")
-    world = subject.largest()
-    size = world[0] * world[1]
-    pairs = [(typical(subject, op, size), _wider(subject, op, size)) for op in subject.claimed()]
-    subject.judge(rank_queues, pairs, 8 if subject.quick else 40, world=world)
+    calls = 8 if subject.quick else 40
+    subject.judge(rank_queues, _pairs(subject), calls, world=subject.largest())
 
 
 def rank_queues(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]:

@@ -10,8 +10,16 @@ import mkernel
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import GEMMS, draws, grid, typical
-from mkernel.conformance.ranks import Judge, describe, judge_all, where
+from mkernel.conformance.grid import (
+    GEMMS,
+    draws,
+    grid,
+    judge_typical,
+    typical,
+    whole_mnk,
+    with_tensors,
+)
+from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, where
 from mkernel.ops import moe as moe_op
 from mkernel.plan.model import DtypeName
 
@@ -24,32 +32,23 @@ def shapes(subject: AcceleratorSubject) -> None:
         cases = []
         for op in subject.claimed():
             cases += [*grid(subject, op, size), *draws(subject, op, size, count)]
-        subject.judge(judge_all, cases, 1 if subject.quick else 2, world=world)
+        subject.judge(each_case, judge_calls, cases, 1 if subject.quick else 2, world=world)
 
 
 def dtypes(subject: AcceleratorSubject) -> None:
     """Every dtype of inputs with every dtype of outputs and every layout."""
-    cases: list[Case] = []
-    for op in subject.claimed():
-        pairs = _attention_pairs(subject) if op == "ring_attention" else _pairs(subject)
-        layouts = subject.capabilities.b_layouts if op not in _NO_LAYOUT else (None,)
-        for dtype, out_dtype in pairs:
-            cases += [
-                typical(subject, op, 2, dtype=dtype, out_dtype=out_dtype, layout=layout)
-                for layout in layouts
-            ]
-    subject.judge(judge_all, cases, 1, world=(1, 2))
+    claims = subject.capabilities
+    cases = [
+        typical(subject, op, 2, dtype=dtype, out_dtype=out_dtype, layout=layout)
+        for op in subject.claimed()
+        for dtype, out_dtype in claims.dtype_pairs()
+        if op != "ring_attention" or dtype == out_dtype
+        for layout in (claims.b_layouts if op not in _NO_LAYOUT else (None,))
+    ]
+    subject.judge(each_case, judge_calls, cases, 1, world=(1, 2))
 
 
 _NO_LAYOUT = ("ring_attention", "moe_combine")
-
-
-def _pairs(subject: AcceleratorSubject) -> list[tuple[DtypeName, DtypeName]]:
-    return list(subject.capabilities.dtype_pairs())
-
-
-def _attention_pairs(subject: AcceleratorSubject) -> list[tuple[DtypeName, DtypeName]]:
-    return [(dtype, out) for dtype, out in _pairs(subject) if dtype == out]
 
 
 def worlds(subject: AcceleratorSubject) -> None:
@@ -57,9 +56,7 @@ def worlds(subject: AcceleratorSubject) -> None:
     wanted = [(1, 1), (1, 3), (2, 1), (1, 4), (2, 2)]
     if not subject.quick:
         wanted += [(1, 2), (3, 1), (3, 2), (4, 1), (1, 8)]
-    for world in subject.worlds(*wanted):
-        cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
-        subject.judge(judge_all, cases, 2, world=world)
+    judge_typical(subject, judge_calls, 2, worlds=subject.worlds(*wanted))
 
 
 def many_chunks(subject: AcceleratorSubject) -> None:
@@ -79,7 +76,7 @@ def many_chunks(subject: AcceleratorSubject) -> None:
             cases.append(
                 typical(subject, op, size, sizes, chunk=None if op == "moe_combine" else 1)
             )
-        subject.judge(judge_all, cases, 2, world=world)
+        subject.judge(each_case, judge_calls, cases, 2, world=world)
 
 
 # ---- accumulation --------------------------------------------------------------------------------
@@ -99,10 +96,8 @@ def accumulation(subject: AcceleratorSubject) -> None:
         experts = "moe_combine" in claims.ops
         subject.judge(rank_accumulation, cases, claims.dtypes if experts else (), world=world)
         if "ring_attention" in claims.ops:
-            subject.judge(
-                judge_all, [_level_attention(subject, dtype) for dtype in claims.dtypes], 1,
-                world=(1, 2),
-            )  # fmt: skip
+            cases = [_level_attention(subject, dtype) for dtype in claims.dtypes]
+            subject.judge(each_case, judge_calls, cases, 1, world=(1, 2))
 
 
 def _cancelling(
@@ -130,8 +125,7 @@ def _cancelling(
 
     each = [terms(k, 120 // ranks) for _ in range(ranks)] if apart else [terms(k * ranks, 120)]
     a, b = torch.cat([a for a, _ in each], 1), torch.cat([b for _, b in each])
-    kind = getattr(torch, dtype)
-    return case.with_(options={"tensors": {"a": a.to(kind), "b": b.to(kind)}})
+    return with_tensors(case, a=a, b=b)
 
 
 def _level_attention(subject: AcceleratorSubject, dtype: DtypeName) -> Case:
@@ -140,14 +134,13 @@ def _level_attention(subject: AcceleratorSubject, dtype: DtypeName) -> Case:
     batch, heads, kv, length, width = (
         case.sizes[n] for n in ("batch", "heads", "kv_heads", "sequence", "head_dim")
     )
-    kind = getattr(torch, dtype)
-    v = (torch.arange(length) % 2).to(kind).reshape(1, 1, length, 1)
-    tensors = {
-        "q": torch.zeros(batch, heads, length, width, dtype=kind),
-        "k": torch.ones(batch, kv, length, width, dtype=kind),
-        "v": v.expand(batch, kv, length, width).contiguous(),
-    }
-    return case.with_(options={"tensors": tensors})
+    v = (torch.arange(length) % 2).reshape(1, 1, length, 1)
+    return with_tensors(
+        case,
+        q=torch.zeros(batch, heads, length, width),
+        k=torch.ones(batch, kv, length, width),
+        v=v.expand(batch, kv, length, width).contiguous(),
+    )
 
 
 def rank_accumulation(cases: list[Case], combine_dtypes: tuple[str, ...]) -> list[str]:
@@ -198,15 +191,12 @@ def nonfinite(subject: AcceleratorSubject) -> None:
     cases = []
     for op in subject.claimed(*GEMMS):
         case = typical(subject, op, world[0] * world[1])
-        m, n, k = (case.sizes[name] for name in "mnk")
-        whole_k = k if op == "all_gather_gemm" else k * world[0] * world[1]
+        m, n, k = whole_mnk(case, world[0] * world[1])
         random = torch.Generator().manual_seed(subject.seed)
-        kind = getattr(torch, case.dtype)
-        a = torch.randn(m, whole_k, generator=random).to(kind)
+        a = torch.randn(m, k, generator=random)
         a[3, 5], a[-1, -2] = float("nan"), float("inf")
-        b = torch.randn(whole_k, n, generator=random).to(kind)
-        cases.append(case.with_(options={"tensors": {"a": a, "b": b}}))
-    subject.judge(judge_all, cases, 1, world=world)
+        cases.append(with_tensors(case, a=a, b=torch.randn(k, n, generator=random)))
+    subject.judge(each_case, judge_calls, cases, 1, world=world)
 
 
 CHECKS = (

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from mkernel.backends.contracts.instrumented import Instrumented, View
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import WORLD_TIMEOUT_S, AcceleratorSubject, blame
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import typical
+from mkernel.conformance.grid import judge_typical, typical_of_each
 from mkernel.conformance.ranks import Judge, describe, meeting_place, seconds_apart
 from mkernel.harness.outcome import CheckSkipped
 from mkernel.launch import report
@@ -33,7 +33,7 @@ def waits(subject: AcceleratorSubject) -> None:
     for world in subject.usual_worlds():
         size = world[0] * world[1]
         late = range(size) if not subject.quick else (size - 1,)
-        cases = [typical(subject, op, size) for op in subject.claimed()]
+        cases = typical_of_each(subject, world)
         with meeting_place() as port:
             told = subject.launch(rank_late, cases, tuple(late), port, world=world)
         for number, (case, last) in enumerate((case, last) for case in cases for last in late):
@@ -94,7 +94,7 @@ def _stay_away(others: TCPStore, number: int, size: int) -> None:
 def paused_ranks(subject: AcceleratorSubject) -> None:
     """In every call one rank is stopped for a while, and the others run ahead."""
     world = subject.largest()
-    cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+    cases = typical_of_each(subject, world)
     with _Wakes(subject.seed) as wakes:
         told = subject.launch(
             rank_paused, cases, 6 if subject.quick else 30, world=world, on_report=wakes.add
@@ -158,9 +158,7 @@ def views(subject: AcceleratorSubject) -> None:
     """Pipelined and sequential calls give the truth, in any order; compute-only ones return."""
     if not isinstance(subject.backend, Instrumented):
         raise CheckSkipped("not instrumented: calls run as the product does, and tell no times")
-    world = subject.largest()
-    cases = [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
-    subject.judge(rank_views, cases, world=world)
+    judge_typical(subject, rank_views, worlds=[subject.largest()])
 
 
 _VIEWS: tuple[View, ...] = (
@@ -168,19 +166,17 @@ _VIEWS: tuple[View, ...] = (
 )  # fmt: skip
 
 
-def rank_views(cases: Sequence[Case]) -> list[str]:
+def rank_views(case: Case) -> Iterator[str]:
     """One call in each of the views above."""
-    found = []
-    for case in cases:
-        judge = Judge(case)
-        for iteration, view in enumerate(_VIEWS):
-            seconds_apart(case, iteration, 0.01)
-            outcome = case.run(judge.inputs(iteration), view=view)
-            if view != "compute_only":
-                found += [f"view {view}: {text}" for text in judge.problems(outcome, iteration)]
-            if not outcome.record.times.seconds:
-                found.append(f"{describe(case)}: view {view} tells no times")
-    return found
+    judge = Judge(case)
+    for iteration, view in enumerate(_VIEWS):
+        seconds_apart(case, iteration, 0.01)
+        outcome = case.run(judge.inputs(iteration), view=view)
+        if view != "compute_only":
+            for text in judge.problems(outcome, iteration):
+                yield f"view {view}: {text}"
+        if not outcome.record.times.seconds:
+            yield f"{describe(case)}: view {view} tells no times"
 
 
 CHECKS = (
