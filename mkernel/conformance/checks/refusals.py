@@ -11,10 +11,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import mkernel
-from mkernel.cases import Case, case_of
+from mkernel.cases import Case
 from mkernel.conformance.accelerator import OPS, AcceleratorSubject
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import GEMMS, typical
+from mkernel.conformance.grid import GEMMS, typical, typical_of_each, wider
 from mkernel.conformance.ranks import Judge, describe, where
 from mkernel.errors import (
     ArgumentError,
@@ -26,6 +26,7 @@ from mkernel.errors import (
     Unsupported,
 )
 from mkernel.harness.outcome import CheckFailed
+from mkernel.launch import report
 from mkernel.plan.model import DTYPE_BYTES
 
 _Inputs = dict[str, torch.Tensor]
@@ -35,14 +36,11 @@ _Wrong = tuple[str, type[MkernelError], Callable[[], object]]
 def wrong_calls(subject: AcceleratorSubject) -> None:
     """Every way to call wrongly that the claims leave, one after another in one world."""
     world = subject.largest()
-    size = world[0] * world[1]
-    cases = [typical(subject, op, size) for op in subject.claimed() if op != "moe_combine"]
-    refused = [_unclaimed(subject, op, size) for op in OPS if op not in subject.capabilities.ops]
+    # A combine alone needs a dispatch's handle.
+    cases = [case for case in typical_of_each(subject, world) if case.op != "moe_combine"]
+    unclaimed = {*OPS} - {*subject.capabilities.ops, "moe_combine"}
+    refused = [typical(subject, op, world[0] * world[1]) for op in OPS if op in unclaimed]
     subject.judge(rank_wrong_calls, cases, refused, subject.capabilities, world=world)
-
-
-def _unclaimed(subject: AcceleratorSubject, op: str, size: int) -> Case:
-    return typical(subject, op, size)
 
 
 def rank_wrong_calls(cases: Sequence[Case], refused: Sequence[Case], claims: Any) -> list[str]:
@@ -61,16 +59,9 @@ def rank_wrong_calls(cases: Sequence[Case], refused: Sequence[Case], claims: Any
                     launch.reset_mock()
         found += judge(2)
     for case in refused:
-        if case.op == "moe_combine":
-            continue  # it needs a dispatch's handle
-        judge = Judge(case)
-        call = _caller(case, judge.inputs(0))
+        call = partial(case.run, Judge(case).inputs(0))
         found += _refused(f"{case.op}, which is not claimed, {where()}", Unsupported, call)
     return found
-
-
-def _caller(case: Case, inputs: _Inputs) -> Callable[[], object]:
-    return lambda: case.run(inputs)
 
 
 def _refused(what: str, expected: type[MkernelError], call: Callable[[], object]) -> Iterator[str]:
@@ -90,7 +81,7 @@ def _wrong(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
     elif case.op == "moe_dispatch_gemm":
         yield from _wrong_dispatch(case, given)
     else:
-        yield from _wrong_attention(case, given)
+        yield from _wrong_attention(given)
 
 
 class _Overriding(torch.Tensor):
@@ -101,8 +92,8 @@ class _Overriding(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def _not_plain(call: Callable[..., object], given: _Inputs, **options: Any) -> Iterator[_Wrong]:
-    """The right call ``call(**given, **options)`` with one tensor that is more or less than memory."""
+def _not_plain(call: Callable[..., object], given: _Inputs) -> Iterator[_Wrong]:
+    """The right call ``call(**given)`` with one tensor that is more or less than memory."""
     for name, tensor in given.items():
         changed = {
             "of a subclass": tensor.as_subclass(_Overriding),
@@ -112,66 +103,46 @@ def _not_plain(call: Callable[..., object], given: _Inputs, **options: Any) -> I
         if tensor.is_floating_point():
             changed["that requires grad"] = tensor.detach().requires_grad_()
         for what, value in changed.items():
-            arguments = {**given, name: value, **options}
-            yield f"{name} {what}", ArgumentError, partial(call, **arguments)
+            yield f"{name} {what}", ArgumentError, partial(call, **{**given, name: value})
 
 
 def _wrong_gemm(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
     a, b = given["a"], given["b"]
-    call = getattr(mkernel, case.op)
+    call = partial(getattr(mkernel, case.op), out_dtype=getattr(torch, case.out_dtype))
     wide = torch.cat([a, a], 1)[:, : a.shape[1]]
-    shape = case.run(given).outputs["out"].shape
-    options = {"out_dtype": getattr(torch, case.out_dtype)}
-    written = torch.empty(shape, dtype=options["out_dtype"], device=a.device)
+    written = case.run(given).outputs["out"]
     yield from _not_plain(call, {"a": a, "b": b, "out": written})
-    yield (
-        "K differs",
-        ShapeError,
-        lambda: call(wide.contiguous()[:, :-8].contiguous(), b, **options),
-    )
-    yield "float64", DtypeError, lambda: call(a.double(), b.double(), **options)
-    yield "a with gaps between rows", LayoutError, lambda: call(wide, b, **options)
-    yield "a in three dimensions", ShapeError, lambda: call(a[None], b, **options)
-    yield "chunk of 0", ArgumentError, lambda: call(a, b, chunk=0, **options)
+    yield "K differs", ShapeError, lambda: call(wide[:, :-8].contiguous(), b)
+    yield "float64", DtypeError, lambda: call(a.double(), b.double())
+    yield "a with gaps between rows", LayoutError, lambda: call(wide, b)
+    yield "a in three dimensions", ShapeError, lambda: call(a[None], b)
+    yield "chunk of 0", ArgumentError, lambda: call(a, b, chunk=0)
     for other in ("float16", "bfloat16", "float32"):
         kind = getattr(torch, other)
         if other != case.dtype:
-            yield "mixed dtypes", DtypeError, partial(call, a, b.to(kind), **options)
+            yield "mixed dtypes", DtypeError, partial(call, a, b.to(kind))
         if other not in claims.dtypes:
-            yield (
-                f"{other}, which is not claimed",
-                DtypeError,
-                partial(call, a.to(kind), b.to(kind), **options),
-            )
+            yield f"{other}, not claimed", DtypeError, partial(call, a.to(kind), b.to(kind))
         if (case.dtype, other) not in claims.dtype_pairs():
-            yield (
-                f"{other} output, which is not claimed",
-                DtypeError,
-                partial(call, a, b, out_dtype=kind),
-            )
-    out = torch.empty(shape[0] + 1, shape[1], dtype=options["out_dtype"], device=a.device)
-    yield "out of another shape", ShapeError, lambda: call(a, b, out=out)
+            yield f"{other} output, not claimed", DtypeError, partial(call, a, b, out_dtype=kind)
+    yield "out of another shape", ShapeError, lambda: call(a, b, out=written[:-1].clone())
     ragged = b[:, :-1].contiguous()
     if claims.alignment_bytes > DTYPE_BYTES[case.dtype]:
-        yield "N that is not aligned", ShapeError, lambda: call(a, ragged, **options)
+        yield "N that is not aligned", ShapeError, lambda: call(a, ragged)
     if "column" not in claims.b_layouts:
         turned = b.t().contiguous().t()
-        yield "column-major b, not claimed", LayoutError, lambda: call(a, turned, **options)
+        yield "column-major b, not claimed", LayoutError, lambda: call(a, turned)
     if "row" not in claims.b_layouts:
-        yield "row-major b, not claimed", LayoutError, lambda: call(a, b.contiguous(), **options)
+        yield "row-major b, not claimed", LayoutError, lambda: call(a, b.contiguous())
     if case.op == "gemm_reduce_scatter" and mkernel.world().size > 1:
-        yield "M that ranks cannot share", ShapeError, lambda: call(a[1:], b, **options)
+        yield "M that ranks cannot share", ShapeError, lambda: call(a[1:], b)
 
 
 def _wrong_dispatch(case: Case, given: _Inputs) -> Iterator[_Wrong]:
     x, ids, w, weights = (given[name] for name in ("x", "topk_ids", "w", "topk_weights"))
-    options = {"out_dtype": getattr(torch, case.out_dtype)}
-
-    def call(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> object:
-        return mkernel.moe_dispatch_gemm(x, ids, w, **options)
-
-    sent = mkernel.moe_dispatch_gemm(x, ids, w, **options)
-    yield from _not_plain(mkernel.moe_dispatch_gemm, {"x": x, "topk_ids": ids, "w": w}, **options)
+    call = partial(mkernel.moe_dispatch_gemm, out_dtype=getattr(torch, case.out_dtype))
+    sent = call(x, ids, w)
+    yield from _not_plain(call, {"x": x, "topk_ids": ids, "w": w})
     yield "H differs", ShapeError, lambda: call(x, ids, w[:, :-8].contiguous())
     yield "fewer lists than tokens", ShapeError, lambda: call(x, ids[1:], w)
     yield "expert numbers of float", DtypeError, lambda: call(x, ids.float(), w)
@@ -180,23 +151,16 @@ def _wrong_dispatch(case: Case, given: _Inputs) -> Iterator[_Wrong]:
         yield "a negative expert", ArgumentError, lambda: call(x, ids - 10000, w)
     yield "mixed dtypes", DtypeError, lambda: call(x, ids, w.double())
     y = sent.outputs
-    yield from _not_plain(
-        mkernel.moe_combine, {"y": y, "topk_weights": weights}, handle=sent.handle
-    )
+    combine = partial(mkernel.moe_combine, handle=sent.handle)
+    yield from _not_plain(combine, {"y": y, "topk_weights": weights})
     long = torch.cat([y, y[:1]]) if len(y) else y.new_zeros(1, y.shape[1])
-    yield (
-        "a row too many to combine",
-        ShapeError,
-        lambda: mkernel.moe_combine(long, sent.handle, weights),
-    )
-    yield (
-        "weights of another shape",
-        ShapeError,
-        lambda: mkernel.moe_combine(y, sent.handle, weights[1:]),
-    )
+    combined = partial(combine, topk_weights=weights)
+    yield "a row too many to combine", ShapeError, lambda: combined(y=long)
+    fewer = partial(combine, y=y, topk_weights=weights[1:])
+    yield "weights of another shape", ShapeError, fewer
 
 
-def _wrong_attention(case: Case, given: _Inputs) -> Iterator[_Wrong]:
+def _wrong_attention(given: _Inputs) -> Iterator[_Wrong]:
     q, k, v = (given[name] for name in "qkv")
     call = mkernel.ring_attention
     yield from _not_plain(call, {"q": q, "k": k, "v": v})
@@ -208,15 +172,8 @@ def _wrong_attention(case: Case, given: _Inputs) -> Iterator[_Wrong]:
     three = torch.cat([k, k[:, :1]], 1)
     yield "heads that do not divide", ShapeError, lambda: call(q, three, three)
     if q.shape[2] > 1:
-        odd = slice(0, 1)
-        yield (
-            "a causal sequence that cannot be split",
-            ShapeError,
-            lambda: call(
-                q[:, :, odd].contiguous(), k[:, :, odd].contiguous(), v[:, :, odd].contiguous(),
-                causal=True,
-            ),
-        )  # fmt: skip
+        one = (tensor[:, :, :1].contiguous() for tensor in (q, k, v))
+        yield "a causal sequence that cannot be split", ShapeError, partial(call, *one, causal=True)
 
 
 # ---- ranks that do not agree ---------------------------------------------------------------------
@@ -228,14 +185,12 @@ def mismatched_call(subject: AcceleratorSubject) -> None:
     for op in subject.claimed()[: 1 if subject.quick else None]:
         if op == "moe_combine":
             continue
-        case, other = typical(subject, op, 2), _other(subject, op)
+        case = typical(subject, op, 2)
+        other = wider(case, subject.step())
         subject.judge(rank_first_differs, case, other, world=world)
         told: dict[int, str] = {}
         try:
-            subject.launch(
-                rank_later_differs, case, other, world=world,
-                on_report=partial(_note, told),
-            )  # fmt: skip
+            subject.launch(rank_later_differs, case, other, world=world, on_report=told.__setitem__)
         except MkernelError as error:
             if not isinstance(error, PlanMismatch):
                 told.setdefault(-1, f"{type(error).__name__}: {error}")
@@ -249,24 +204,11 @@ def mismatched_call(subject: AcceleratorSubject) -> None:
             )
 
 
-def _note(told: dict[int, str], rank: int, text: str) -> None:
-    told[rank] = text
-
-
-def _other(subject: AcceleratorSubject, op: str) -> Case:
-    case = typical(subject, op, 2)
-    name = {"ring_attention": "head_dim", "moe_dispatch_gemm": "features"}.get(op, "n")
-    return case.with_(sizes={**case.sizes, name: case.sizes[name] + subject.step()})
-
-
 def rank_first_differs(case: Case, other: Case) -> list[str]:
     """New plans that differ: all refuse, and the world goes on."""
     mine = other if mkernel.world().rank else case
-    found = list(
-        _refused(
-            "ranks with different new plans", PlanMismatch, _caller(mine, Judge(mine).inputs(0))
-        )
-    )
+    call = partial(mine.run, Judge(mine).inputs(0))
+    found = list(_refused("ranks with different new plans", PlanMismatch, call))
     return found or Judge(case)(1)
 
 
@@ -277,23 +219,16 @@ def rank_later_differs(case: Case, other: Case) -> None:
     world.barrier()
     mine = case if world.rank else other
     try:
-        case_of(mine.op)
         mine.run(Judge(mine).inputs(1))
     except PlanMismatch:
-        _say("")
+        report("")
         raise
     except MkernelError as error:
         text = f"{type(error).__name__}: {error}"
         # The rank that was in its call already hears from the others what they found.
-        _say("" if world.rank != 0 and "PlanMismatch" in text else text)
+        report("" if world.rank != 0 and "PlanMismatch" in text else text)
         raise
-    _say("nothing")
-
-
-def _say(text: str) -> None:
-    from mkernel.launch import report
-
-    report(text)
+    report("nothing")
 
 
 CHECKS = (
