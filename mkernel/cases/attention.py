@@ -4,23 +4,21 @@ scores, default D^-0.5. Option ``tensors``: the user's whole ``q``, ``k`` and ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from mkernel.backends.contracts.instrumented import View
 from mkernel.cases.base import (
     EVERY_RANK,
     NOWHERE,
     TOLERANCE,
     Case,
-    Into,
     Memory,
     Outcome,
     Rows,
+    Tensors,
     every_row,
 )
 from mkernel.ops import ring_attention
+from mkernel.ops.common import Execution
 
 LSE_TOLERANCE = 1e-5
 """Relative Frobenius error of the log-sum-exp. It is float32 whatever the inputs are: products of
@@ -38,7 +36,7 @@ class RingAttentionCase(Case):
     row_axis = 2
 
     def inputs(
-        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+        self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
         """q, k, v at the rank's positions."""
         mine = self.positions(rank, world_size)
@@ -74,15 +72,7 @@ class RingAttentionCase(Case):
         out = (*shape, self.sizes["head_dim"]), getattr(torch, self.dtype)
         return {"out": out, "lse": (shape, torch.float32)}
 
-    def call(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        outputs: Mapping[str, torch.Tensor],
-        *,
-        view: View = "pipelined",
-        trace: bool = False,
-        wait: bool = True,
-    ) -> Outcome:
+    def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Call the op."""
         done = ring_attention.call(
             tensors["q"],
@@ -91,9 +81,7 @@ class RingAttentionCase(Case):
             causal=bool(self.sizes.get("causal")),
             scale=self.options.get("scale"),
             chunk=self.chunk,
-            view=view,
-            trace=trace,
-            wait=wait,
+            **execution,
         )
         return Outcome(done.outputs, done.plan, done.record)
 

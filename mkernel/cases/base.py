@@ -18,11 +18,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from typing_extensions import Unpack
 
-from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import poison
 from mkernel.cases.comparison import Comparison, compare_exact, compare_rows
 from mkernel.cases.poison import uninitialised_is_nan
+from mkernel.ops.common import Execution
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.world.calls import CallRecord
 from mkernel.world.lifecycle import current
@@ -35,9 +36,9 @@ Memory = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of an output."""
 Rows = Callable[[int], "torch.Tensor | slice"]
 """Given how many rows an output has, says which of them are compared: ascending indices, or a slice."""
-Into = Mapping[str, torch.Tensor]
-"""Tensors by name whose memory may be drawn into."""
-NOWHERE: Into = MappingProxyType({})
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors by name."""
+NOWHERE: Tensors = MappingProxyType({})
 """New memory is drawn into."""
 
 
@@ -51,7 +52,7 @@ class Outcome:
     """One finished call: the outputs to be judged (by name), the plan, times and trace. ``then``: of
     the call that belongs to it and came after (a dispatch's combine)."""
 
-    outputs: Mapping[str, torch.Tensor]
+    outputs: Tensors
     plan: LaunchPlan
     record: CallRecord
     then: CallRecord | None = None
@@ -85,7 +86,7 @@ class Oracle(ABC):
 
     @abstractmethod
     def inputs(
-        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+        self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
         """The tensors that ``rank`` passes in an iteration.
 
@@ -114,7 +115,7 @@ class Oracle(ABC):
 
     def compared(
         self,
-        outputs: Mapping[str, torch.Tensor],
+        outputs: Tensors,
         rank: int,
         world_size: int,
         iteration: int,
@@ -160,7 +161,7 @@ class Case(Oracle):
     options: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
 
-    def poisoned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def poisoned(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """The outputs that the caller gives, full of poison. Where the op allocates them, freed memory
         of their sizes holds poison instead."""
         results = self.results(current().size)
@@ -171,25 +172,19 @@ class Case(Oracle):
         return {}
 
     @abstractmethod
-    def call(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        outputs: Mapping[str, torch.Tensor],
-        *,
-        view: View = "pipelined",
-        trace: bool = False,
-        wait: bool = True,
-    ) -> Outcome:
-        """Call the op in the current world, with ``outputs`` as made by :meth:`poisoned`.
-        Collective. Without ``wait`` a stream-ordered accelerator's call may still be under way."""
+    def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
+        """Call the op."""
 
-    def run(
-        self, tensors: Mapping[str, torch.Tensor], *, view: View = "pipelined", trace: bool = False
-    ) -> Outcome:
+    def call(self, tensors: Tensors, outputs: Tensors, **execution: Unpack[Execution]) -> Outcome:
+        """Call the op in the current world, with ``outputs`` as made by :meth:`poisoned`.
+        Collective. With ``wait=False`` a stream-ordered accelerator's call may still be under way."""
+        return self.called(tensors, outputs, {"wait": True, **execution})
+
+    def run(self, tensors: Tensors, **execution: Unpack[Execution]) -> Outcome:
         """Poison the outputs and call the op in the current world, with torch filling what it
         allocates uninitialised with NaN. Collective."""
         with uninitialised_is_nan():
-            return self.call(tensors, self.poisoned(tensors), view=view, trace=trace)
+            return self.call(tensors, self.poisoned(tensors), **execution)
 
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
         """For each output that is a sum over ranks, the sum of what the ranks add to it, without signs,

@@ -5,14 +5,14 @@ random data; A is then cut by rows (AllGather) or K (the others), B by columns o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 
-from mkernel.backends.contracts.instrumented import View
-from mkernel.cases.base import EVERY_RANK, NOWHERE, Case, Into, Memory, Outcome, Rows, every_row
+from mkernel.cases.base import EVERY_RANK, NOWHERE, Case, Memory, Outcome, Rows, Tensors, every_row
 from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from mkernel.ops.common import Execution
 from mkernel.ops.gemm import GemmOp
 
 _A, _B = 0, 1
@@ -43,7 +43,7 @@ class GemmCase(Case):
     given_outputs = True
 
     def inputs(
-        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+        self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
         """a and b of ``rank``."""
         return {
@@ -68,25 +68,15 @@ class GemmCase(Case):
         rows = self.sizes["m"] // (world_size if self.gemm.scatters else 1)
         return {"out": ((rows, self.sizes["n"]), getattr(torch, self.out_dtype))}
 
-    def call(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        outputs: Mapping[str, torch.Tensor],
-        *,
-        view: View = "pipelined",
-        trace: bool = False,
-        wait: bool = True,
-    ) -> Outcome:
+    def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Call the op into ``out``."""
         done = self.gemm.call(
             tensors["a"],
             tensors["b"],
             out=outputs["out"],
             chunk=self.chunk,
-            view=view,
-            trace=trace,
-            wait=wait,
             path=self.options.get("path"),
+            **execution,
         )
         return Outcome(done.outputs, done.plan, done.record)
 

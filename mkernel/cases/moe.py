@@ -12,23 +12,21 @@ cut by rows, experts by their number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from mkernel.backends.contracts.instrumented import View
 from mkernel.cases.base import (
     EVERY_RANK,
     NOWHERE,
     TOLERANCE,
     Case,
-    Into,
     Memory,
     Outcome,
     Rows,
+    Tensors,
     every_row,
 )
 from mkernel.ops import moe
+from mkernel.ops.common import Execution
 
 ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates")
 
@@ -144,7 +142,7 @@ class MoeDispatchCase(_MoeCase):
     op = "moe_dispatch_gemm"
 
     def inputs(
-        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+        self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
         """x, topk_ids, w, topk_weights of ``rank``."""
         return self._dispatch_inputs(rank, world_size, iteration)
@@ -156,15 +154,7 @@ class MoeDispatchCase(_MoeCase):
         rows = tokens * self.sizes["top_k"]
         return {"outputs": ((rows, width), dtype), "out": ((tokens, width), dtype)}
 
-    def call(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        outputs: Mapping[str, torch.Tensor],
-        *,
-        view: View = "pipelined",
-        trace: bool = False,
-        wait: bool = True,
-    ) -> Outcome:
+    def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Both calls."""
         dtype = getattr(torch, self.out_dtype)
         sent = moe.dispatch(
@@ -173,9 +163,7 @@ class MoeDispatchCase(_MoeCase):
             tensors["w"],
             out_dtype=dtype,
             chunk=self.chunk,
-            view=view,
-            trace=trace,
-            wait=wait,
+            **execution,
         )
         grouped, handle = sent.outputs["outputs"], sent.outputs["handle"]
         home = moe.combine(
@@ -183,9 +171,7 @@ class MoeDispatchCase(_MoeCase):
             handle,
             tensors["topk_weights"],
             out_dtype=dtype,
-            view=view,
-            trace=trace,
-            wait=wait,
+            **execution,
         )
         found = {"outputs": grouped, "counts": sent.outputs["counts"], "out": home.outputs["out"]}
         return Outcome(found, sent.plan, sent.record, then=home.record)
@@ -241,7 +227,7 @@ class MoeCombineCase(_MoeCase):
         return self.sizes["features"]
 
     def inputs(
-        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+        self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
         """x, topk_ids, w, topk_weights, y of ``rank``."""
         y = self._y(rank, world_size, iteration)
@@ -256,26 +242,16 @@ class MoeCombineCase(_MoeCase):
         shape = (self.sizes["tokens"], self._features())
         return {"out": (shape, getattr(torch, self.out_dtype))}
 
-    def call(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        outputs: Mapping[str, torch.Tensor],
-        *,
-        view: View = "pipelined",
-        trace: bool = False,
-        wait: bool = True,
-    ) -> Outcome:
+    def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """A pipelined dispatch for its handle, then the combine; the record is the combine's."""
-        sent = moe.dispatch(tensors["x"], tensors["topk_ids"], tensors["w"], wait=wait)
+        sent = moe.dispatch(tensors["x"], tensors["topk_ids"], tensors["w"], wait=execution["wait"])
         handle = sent.outputs["handle"]
         done = moe.combine(
             tensors["y"],
             handle,
             tensors["topk_weights"],
             out_dtype=getattr(torch, self.out_dtype),
-            view=view,
-            trace=trace,
-            wait=wait,
+            **execution,
         )
         return Outcome(done.outputs, done.plan, done.record)
 

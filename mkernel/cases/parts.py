@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mkernel.cases.base import NOWHERE, Into, Memory, Oracle, Rows, every_row
+from mkernel.cases.base import NOWHERE, Memory, Oracle, Rows, Tensors, every_row
 from mkernel.cases.gemm import GemmCase, own_rows, shares_of_rows
 
 _A, _X = 0, 2  # 1 is B
@@ -42,7 +42,7 @@ class Product(Part):
     """a [M, K] @ b [K, N]."""
 
     def inputs(
-        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+        self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
         """a and b."""
         case, (m, _, k) = self.case, self._mnk
@@ -66,7 +66,7 @@ class Collective(Part):
     """The op's AllGather of rows [M/W, K], or its sum of partial results [M, N]."""
 
     def inputs(
-        self, rank: int, world_size: int, iteration: int, into: Into = NOWHERE
+        self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
         """x."""
         m, n, k = self._mnk

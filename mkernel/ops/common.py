@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 
 from mkernel import selection
+from mkernel.backends.contracts.instrumented import View
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
 from mkernel.plan.planner import plan
 from mkernel.topology.cost import constants_for
@@ -15,6 +16,18 @@ from mkernel.world.calls import CallRecord
 from mkernel.world.world import World
 
 T = TypeVar("T")
+
+
+class Execution(TypedDict, total=False):
+    """How a call is run, beyond what the public ops offer.
+
+    ``view``: default the product's. ``trace``: keep an instruction record; default not. ``wait``: to
+    the call's end, also with a stream-ordered accelerator, so that the record has times; default not.
+    """
+
+    view: View
+    trace: bool
+    wait: bool
 
 
 class Done(NamedTuple):
@@ -64,42 +77,26 @@ def plan_for(
     key = (op, *sizes.items(), dtype, out_dtype, b_layout, repr(chunk), path)
     found = world.planned.get(key)
     if found is None:
-        found = world.planned[key] = _plan_for(
-            world, op, sizes, dtype, out_dtype, b_layout=b_layout, chunk=chunk, path=path
+        capabilities = world.accelerator.capabilities()
+        selection.require_op(world.backends.accelerator, capabilities, op)
+        name = capabilities.constants or world.backends.accelerator
+        found = world.planned[key] = plan(
+            op,
+            sizes,
+            dtype=dtype,
+            out_dtype=out_dtype,
+            b_layout=b_layout,
+            nodes=world.identity.nodes,
+            ranks_per_node=world.identity.ranks_per_node,
+            accelerator=world.backends.accelerator,
+            capabilities=capabilities,
+            nic=world.backends.nic,
+            verbs=world.backends.verbs,
+            topology=world.topology,
+            chunk=chunk,
+            path=path or world.settings.path,
+            pinning=world.settings.pinning,
+            constants=constants_for(name, world.settings.constants),
+            schedule=world.accelerator.schedule,
         )
     return found
-
-
-def _plan_for(
-    world: World,
-    op: str,
-    sizes: Mapping[str, int],
-    dtype: DtypeName,
-    out_dtype: DtypeName,
-    *,
-    b_layout: Literal["row", "column"],
-    chunk: int | None,
-    path: PathChoice | None,
-) -> LaunchPlan:
-    capabilities = world.accelerator.capabilities()
-    selection.require_op(world.backends.accelerator, capabilities, op)
-    name = capabilities.constants or world.backends.accelerator
-    return plan(
-        op,
-        sizes,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        b_layout=b_layout,
-        nodes=world.identity.nodes,
-        ranks_per_node=world.identity.ranks_per_node,
-        accelerator=world.backends.accelerator,
-        capabilities=capabilities,
-        nic=world.backends.nic,
-        verbs=world.backends.verbs,
-        topology=world.topology,
-        chunk=chunk,
-        path=path or world.settings.path,
-        pinning=world.settings.pinning,
-        constants=constants_for(name, world.settings.constants),
-        schedule=world.accelerator.schedule,
-    )

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch.autograd.graph import increment_version
+from typing_extensions import Unpack
 
-from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ShapeError
 from mkernel.ops import validate
-from mkernel.ops.common import Done, checked, plan_for, tensor_signature
+from mkernel.ops.common import Done, Execution, checked, plan_for, tensor_signature
 from mkernel.ops.plain import plain
 from mkernel.plan.model import LaunchPlan, PathChoice
 from mkernel.world.lifecycle import current
@@ -99,15 +99,12 @@ class GemmOp:
         out_dtype: torch.dtype | None = None,
         chunk: int | None = None,
         gathered: bool | torch.Tensor = False,
-        view: View = "pipelined",
-        trace: bool = False,
-        wait: bool = False,
         path: PathChoice | None = None,
+        **execution: Unpack[Execution],
     ) -> Done:
         """One call in the current world. Outputs: ``out``, and ``gathered`` if asked.
 
-        The public op is this with the default view and no trace. ``wait``: to its end, also with a
-        stream-ordered accelerator, so that the record has times. ``path``: instead of the setting's.
+        ``path``: instead of the setting's.
         """
         world = current()
         a, b, out, gathered = plain(self.name, _ARGUMENTS, (a, b, out, gathered))
@@ -139,7 +136,7 @@ class GemmOp:
             else:
                 overwritten.append(gathered)
             outputs["gathered"] = gathered
-        record = world.run(plan, {"a": a, "b": b, **outputs}, view=view, trace=trace, wait=wait)
+        record = world.run(plan, {"a": a, "b": b, **outputs}, **execution)
         if overwritten:  # autograd may have saved them for a backward, and must hear of it
             increment_version(overwritten)
         return Done(plan, record, outputs)

@@ -45,11 +45,7 @@ def gemm_reduce_scatter(
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
             tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
-        NotInitialized: no world. Unsupported: the accelerator does not provide this op.
-        PlanMismatch: another rank called with other shapes, dtypes or options.
-        PeerFailure, Timeout, NicError, Cancelled: the world broke; every rank raises the same kind.
-            A stream-ordered accelerator raises it at the next call, :func:`mkernel.synchronize` or
-            :func:`mkernel.finalize`.
+        NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
     result: torch.Tensor = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk).outputs["out"]
     return result

@@ -13,14 +13,14 @@ Combine: y rows ──▶ back to their tokens' ranks; out[t] = sum over slots, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from typing_extensions import Unpack
 
-from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.ops import validate
-from mkernel.ops.common import Done, plan_for
+from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.plain import plain
 from mkernel.ops.untraced import untraced
 from mkernel.plan.model import LaunchPlan
@@ -69,9 +69,7 @@ def dispatch(
     *,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
-    view: View = "pipelined",
-    trace: bool = False,
-    wait: bool = False,
+    **execution: Unpack[Execution],
 ) -> Done:
     """:func:`moe_dispatch_gemm` with its plan and record. Outputs: ``outputs``, ``counts``,
     ``handle``."""
@@ -85,7 +83,7 @@ def dispatch(
         validate.on_device(name, tensor, device)
         validate.row_major(name, tensor)
     if not isinstance(w, torch.Tensor) or w.dim() != 3 or 0 in w.shape:
-        raise ShapeError("w", _shape(w), "[E/W, H, I], all at least 1")
+        raise ShapeError("w", validate.describe(w), "[E/W, H, I], all at least 1")
     validate.on_device("w", w, device)
     dtype = validate.dtype_name("x.dtype", x.dtype, capabilities.dtypes)
     validate.same_dtype("w.dtype", w, "x", x)
@@ -104,7 +102,7 @@ def dispatch(
             raise ArgumentError(
                 "topk_ids", f"... {wrong} ...", f"expert numbers 0 to {experts - 1}"
             )
-    b_layout = "row" if w.is_contiguous() else "column"
+    b_layout: Literal["row", "column"] = "row" if w.is_contiguous() else "column"
     if b_layout == "column" and not w.transpose(1, 2).is_contiguous():
         raise LayoutError("w", validate.describe(w), "contiguous [E/W, H, I] or [E/W, I, H]")
     if b_layout not in capabilities.b_layouts:
@@ -121,11 +119,11 @@ def dispatch(
         },
         dtype,
         out_name,
-        b_layout="row" if b_layout == "row" else "column",
+        b_layout=b_layout,
         chunk=chunk,
     )
     tensors = {"x": x, "topk_ids": topk_ids, "w": w}
-    record = world.run(plan, tensors, view=view, trace=trace, wait=wait)
+    record = world.run(plan, tensors, **execution)
     outputs, counts = record.results["outputs"], record.results["counts"]
     handle = MoeHandle(plan, len(outputs), record.results["state"], world)
     return Done(plan, record, {"outputs": outputs, "counts": counts, "handle": handle})
@@ -172,9 +170,7 @@ def combine(
     topk_weights: torch.Tensor,
     *,
     out_dtype: torch.dtype | None = None,
-    view: View = "pipelined",
-    trace: bool = False,
-    wait: bool = False,
+    **execution: Unpack[Execution],
 ) -> Done:
     """:func:`moe_combine` with its plan and record. Output: ``out``."""
     world = current()
@@ -189,7 +185,7 @@ def combine(
     shape = handle.plan.shape.model_dump()
     tokens, top_k = shape["tokens"], shape["top_k"]
     if not isinstance(y, torch.Tensor) or y.dim() != 2 or y.shape[1] == 0:
-        raise ShapeError("y", _shape(y), "[R, D] with D of at least 1")
+        raise ShapeError("y", validate.describe(y), "[R, D] with D of at least 1")
     if len(y) != handle.rows:
         raise ShapeError(
             "y", validate.describe(y), f"[{handle.rows}, D], a row for each that the dispatch gave"
@@ -218,9 +214,7 @@ def combine(
     )
     out = torch.empty((tokens, y.shape[1]), dtype=validate.DTYPES[out_name], device=y.device)
     tensors = {"y": y, "topk_weights": topk_weights.to(torch.float32).contiguous(), "out": out}
-    record = world.run(
-        plan, tensors, options={"state": handle.state}, view=view, trace=trace, wait=wait
-    )
+    record = world.run(plan, tensors, options={"state": handle.state}, **execution)
     return Done(plan, record, {"out": out})
 
 
@@ -252,7 +246,3 @@ def moe_combine(
     """
     result: torch.Tensor = combine(y, handle, topk_weights, out_dtype=out_dtype).outputs["out"]
     return result
-
-
-def _shape(value: object) -> str:
-    return validate.describe(value) if isinstance(value, torch.Tensor) else type(value).__name__

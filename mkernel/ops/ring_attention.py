@@ -14,11 +14,11 @@ import math
 from typing import Literal, overload
 
 import torch
+from typing_extensions import Unpack
 
-from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ArgumentError, LayoutError, ShapeError
 from mkernel.ops import validate
-from mkernel.ops.common import Done, plan_for
+from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.plain import plain
 from mkernel.ops.untraced import untraced
 from mkernel.world.lifecycle import current
@@ -49,9 +49,7 @@ def call(
     causal: bool = False,
     scale: float | None = None,
     chunk: int | None = None,
-    view: View = "pipelined",
-    trace: bool = False,
-    wait: bool = False,
+    **execution: Unpack[Execution],
 ) -> Done:
     """:func:`ring_attention` with its plan and record. Outputs: ``out``, ``lse``."""
     world = current()
@@ -97,7 +95,7 @@ def call(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     options = {"scale": width**-0.5 if scale is None else float(scale)}
-    record = world.run(plan, tensors, options=options, view=view, trace=trace, wait=wait)
+    record = world.run(plan, tensors, options=options, **execution)
     return Done(plan, record, {"out": out, "lse": lse})
 
 

@@ -18,15 +18,17 @@ _NAMES: dict[torch.dtype, DtypeName] = {
 DTYPES: dict[DtypeName, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 
 
-def describe(tensor: torch.Tensor) -> str:
-    """A tensor in an error message."""
+def describe(tensor: object) -> str:
+    """What should be a tensor in an error message."""
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
     return f"Tensor(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, strides={tensor.stride()})"
 
 
 def matrix(name: str, value: object) -> torch.Tensor:
     """A 2-D tensor without empty dimensions. TypeError-like DtypeError, ShapeError."""
     if not isinstance(value, torch.Tensor):
-        raise DtypeError(name, type(value).__name__, "a torch.Tensor")
+        raise DtypeError(name, describe(value), "a torch.Tensor")
     if value.dim() != 2:
         raise ShapeError(name, describe(value), "a matrix (2 dimensions)", why=f"{value.dim()}-D")
     if 0 in value.shape:
