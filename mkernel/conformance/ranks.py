@@ -15,7 +15,6 @@ import torch
 from torch.distributed import TCPStore
 
 import mkernel
-from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Outcome, compare
 from mkernel.cases.comparison import compare_exact
 
@@ -66,7 +65,7 @@ def where() -> str:
     return f"rank {me.rank} of {me.nodes}x{me.ranks_per_node}"
 
 
-def moved(case: Case, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Inputs in the memory that the accelerator reads; layouts stay."""
     device = mkernel.world().accelerator.device
     return {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -86,16 +85,16 @@ class Judge:
     def inputs(self, iteration: int) -> dict[str, torch.Tensor]:
         """This rank's fresh inputs."""
         world = mkernel.world()
-        return moved(self.case, self.case.inputs(world.rank, world.size, iteration))
+        return moved(self.case.inputs(world.rank, world.size, iteration))
 
     def truth(self, iteration: int) -> dict[str, torch.Tensor]:
         """What this rank must get, in float64."""
         world = mkernel.world()
         return self.case.reference(world.rank, world.size, iteration)
 
-    def __call__(self, iteration: int, view: View = "pipelined") -> list[str]:
+    def __call__(self, iteration: int) -> list[str]:
         """One call with fresh inputs; what is wrong with its results."""
-        return self.problems(self.case.run(self.inputs(iteration), view=view), iteration)
+        return self.problems(self.case.run(self.inputs(iteration)), iteration)
 
     def problems(self, outcome: Outcome, iteration: int) -> list[str]:
         """What is wrong with the results of a finished call, as they are now: what comes later came
@@ -109,7 +108,7 @@ class Judge:
         for name, wanted in truth.items():
             got = now[name]
             limit = tolerances.get(name)
-            wrong = _differs(self.case, name, got, wanted, limit, partials.get(name))
+            wrong = _differs(self.case, got, wanted, limit, partials.get(name))
             if wrong:
                 why = self._explain(name, got, wanted, limit) or wrong
                 text = f"{describe(self.case)}, {where()}, call {iteration}: {name} {why}"
@@ -168,7 +167,6 @@ def _wrong_rows(got: torch.Tensor, wanted: torch.Tensor, limit: float) -> str:
 
 def _differs(
     case: Case,
-    name: str,
     got: torch.Tensor,
     wanted: torch.Tensor,
     limit: float | None,

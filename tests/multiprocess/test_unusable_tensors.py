@@ -214,12 +214,6 @@ def in_modes() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("accelerator", ACCELERATORS)
-def test_a_mode_that_stands_in_for_the_data_is_refused(accelerator: str) -> None:
-    found = mkernel.launch(in_modes, ranks_per_node=RANKS, accelerator=accelerator)
-    assert found == [[]] * RANKS
-
-
 def one_rank_wrong() -> None:
     known = right("all_gather_gemm")
     mkernel.all_gather_gemm(**known)
@@ -251,12 +245,6 @@ def as_parameters() -> list[str]:
                         if not torch.equal(result(op, given), truth):
                             found.append(f"{op}, {name}: wrong")
     return found
-
-
-@pytest.mark.parametrize("accelerator", ACCELERATORS)
-def test_parameters_pass_where_nothing_records_gradients(accelerator: str) -> None:
-    found = mkernel.launch(as_parameters, ranks_per_node=RANKS, accelerator=accelerator)
-    assert found == [[]] * RANKS
 
 
 def with_results_under_way(folder: str) -> list[str]:
@@ -302,12 +290,6 @@ def with_default_device() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("accelerator", ACCELERATORS)
-def test_a_default_device_does_not_reach_the_ops(accelerator: str) -> None:
-    found = mkernel.launch(with_default_device, ranks_per_node=RANKS, accelerator=accelerator)
-    assert found == [[]] * RANKS
-
-
 # ---- autograd and torch.compile around an op -----------------------------------------------------
 
 
@@ -333,9 +315,11 @@ def overwrite_saved() -> list[str]:
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS)
-def test_autograd_hears_of_outputs_that_are_overwritten(accelerator: str) -> None:
-    found = mkernel.launch(overwrite_saved, ranks_per_node=RANKS, accelerator=accelerator)
-    assert found == [[]] * RANKS
+@pytest.mark.parametrize("look", [in_modes, as_parameters, with_default_device, overwrite_saved])
+def test_torch_around_the_ops_is_heeded(look: Callable[[], list[str]], accelerator: str) -> None:
+    """Modes that stand in for the data are refused, parameters pass where nothing records gradients,
+    a default device does not reach the ops, and autograd hears of outputs that are overwritten."""
+    assert mkernel.launch(look, ranks_per_node=RANKS, accelerator=accelerator) == [[]] * RANKS
 
 
 def compiled() -> list[str]:
