@@ -58,7 +58,7 @@ class Rank(Port):
         self.session.close()
 
 
-def join(ranks: list[Rank], change_key: Callable[[str], str] = lambda key: key) -> None:
+def join(ranks: list[Rank], change_key: Callable[[str], str]) -> None:
     """Connect ranks of this process all to all; ``change_key`` may spoil rank 1's key at rank 0."""
     pairs = [(a, b) for a in ranks for b in ranks if a is not b]
     addresses = {(a.rank, b.rank): a.session.address(b.rank) for a, b in pairs}
@@ -73,11 +73,13 @@ def join(ranks: list[Rank], change_key: Callable[[str], str] = lambda key: key) 
 
 
 @contextmanager
-def local_ranks(count: int = 2, **values: Any) -> Iterator[list[Rank]]:
-    """Joined ranks of this process."""
-    ranks = [Rank(i, **values) for i in range(count)]
+def local_ranks(
+    change_key: Callable[[str], str] = lambda key: key, **values: Any
+) -> Iterator[list[Rank]]:
+    """Two joined ranks of this process; ``change_key`` as for :func:`join`."""
+    ranks = [Rank(i, **values) for i in range(2)]
     try:
-        join(ranks)
+        join(ranks, change_key)
         yield ranks
     finally:
         for each in ranks:

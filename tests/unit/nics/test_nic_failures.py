@@ -63,14 +63,11 @@ def test_forbidden_access_fails_both_sides(change, offset: int) -> None:
 
 
 def test_over_srd_a_wrong_key_fails_its_sender() -> None:
-    a, b = Rank(0, backend=EfaNic()), Rank(1, backend=EfaNic())
-    join([a, b], spoiled_rkey)
-    a.session.put(1, 0, 0, 0, 8, 0, 1)
-    failure = failed(a)
-    assert (failure.status, failure.peer) == ("REM_ACCESS_ERR", 1)
-    assert b.count(0) == 0
-    closes_at_once(a)
-    closes_at_once(b)
+    with local_ranks(backend=EfaNic(), change_key=spoiled_rkey) as (a, b):
+        a.session.put(1, 0, 0, 0, 8, 0, 1)
+        failure = failed(a)
+        assert (failure.status, failure.peer) == ("REM_ACCESS_ERR", 1)
+        assert b.count(0) == 0
 
 
 def test_an_aborted_world_is_left_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from nic_ranks import DEADLINE_S, Rank, join, local_ranks
+from nic_ranks import DEADLINE_S, Rank, local_ranks
 
 from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.nics.cx7 import Cx7Nic
@@ -13,25 +13,18 @@ from mkernel.backends.nics.efa import EfaNic
 from mkernel.errors import BackendUnavailable, NicError
 
 BACKENDS = [Cx7Nic(), EfaNic()]
-SPREAD = {"qps": 3, "stripe_bytes": 1000}
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda each: each.name)
 def test_several_devices_are_rails_of_one_session(backend: NicBackend) -> None:
     """One software device, opened twice."""
-    ranks = [Rank(i, backend=backend, device="soft0,soft0:1", stripe_bytes=1000) for i in range(2)]
-    try:
-        join(ranks)
-        a, b = ranks
+    with local_ranks(backend=backend, device="soft0,soft0:1", stripe_bytes=1000) as (a, b):
         sent = a.fill(50_000)
         a.session.put(1, 0, 0, 0, 50_000, 0, 1)
         assert b.waits(0, 1)
         assert b.read(50_000) == sent
         key = json.loads(a.session.register(1, a.memory.address, 4096))
         assert len(key["rkeys"]) == 2
-    finally:
-        for each in ranks:
-            each.close()
 
 
 def test_a_rail_that_is_not_there_is_named() -> None:
