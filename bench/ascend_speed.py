@@ -61,24 +61,19 @@ class World:
     def __init__(self, plan: LaunchPlan, backend: AscendAccelerator) -> None:
         self.plan, self._backend = plan, backend
         self._epoch = 0
+        self._ranks = range(plan.world_size)
         self._memory = ExitStack()
+        self.close = self._memory.close
         space = backend.workspace(plan)
         self._pads = [self._allocate(_runtime.pad_bytes(space.signals)) for _ in self._ranks]
         for pad in self._pads:
             _runtime.pad_format(pad.address, space.signals)
         self._spaces = [self._allocate(max(space.nbytes, 1)) for _ in self._ranks]
 
-    @property
-    def _ranks(self) -> range:
-        return range(self.plan.world_size)
-
     def _allocate(self, nbytes: int) -> SymmetricMemory:
         memory = self._backend.allocate(nbytes)
         self._memory.callback(memory.close)
         return memory
-
-    def close(self) -> None:
-        self._memory.close()
 
     def call(self, tensors: list[Tensors], trace: bool) -> list[bytes]:
         """One call of all ranks, to its end; the ranks' traces where asked for."""

@@ -13,7 +13,7 @@ from mkernel.harness.contenders import named
 from mkernel.harness.environment import variables
 from mkernel.harness.guard import ContenderHung, Hung, Progress
 from mkernel.harness.provenance import provenance
-from mkernel.harness.results import Conditions, Report, Row, Timing
+from mkernel.harness.results import Conditions, Report, Row
 from mkernel.harness.spec import BenchSpec, Mode, Shape
 from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.launch import host_store, launch
@@ -79,38 +79,7 @@ def run(
         del store
     found = provenance(Path.cwd(), commit)
     found["hardware"] = {**found["hardware"], **results[0].platform}
-    return report(spec, results, ranks, accelerator, name, found, nodes)
-
-
-def report(
-    spec: BenchSpec,
-    results: Sequence[rank.RankResult],
-    ranks: int,
-    accelerator: str,
-    name: str,
-    provenance: dict[str, Any],
-    nodes: int = 1,
-) -> Report:
-    """The report of a run, made from what each rank sent back."""
-    kinds = {each: named(each).kind for each in spec.contenders}
-    rows: list[Row] = []
-    timing: dict[Mode, Timing] = {}
-    for mode in spec.modes:
-        settings = results[0].timing[mode]
-        made = [
-            figures.row(
-                shape,
-                kinds,
-                [result.rows[mode][i] for result in results],
-                ranks,
-                accelerator,
-                mode,
-                settings.get("most_skew_us"),
-            )
-            for i, shape in enumerate(spec.shapes)
-        ]
-        timing[mode] = figures.timing(settings, made)
-        rows += made
+    rows = {mode: _rows(spec, mode, results, accelerator) for mode in spec.modes}
     return Report(
         name=name,
         ranks=ranks,
@@ -118,11 +87,23 @@ def report(
         carrier=results[0].carrier,
         accelerator=accelerator,
         spec=spec,
-        provenance=provenance,
-        timing=timing,
+        provenance=found,
+        timing={mode: figures.timing(results[0].timing[mode], rows[mode]) for mode in rows},
         conditions=conditions(accelerator),
-        rows=tuple(rows),
+        rows=tuple(row for made in rows.values() for row in made),
     )
+
+
+def _rows(
+    spec: BenchSpec, mode: Mode, results: Sequence[rank.RankResult], accelerator: str
+) -> list[Row]:
+    """A mode's rows, from what each rank sent back."""
+    kinds = {each: named(each).kind for each in spec.contenders}
+    most_skew_us = results[0].timing[mode].get("most_skew_us")
+    return [
+        figures.row(shape, kinds, ranks, len(results), accelerator, mode, most_skew_us)
+        for shape, *ranks in zip(spec.shapes, *(each.rows[mode] for each in results), strict=True)
+    ]
 
 
 def conditions(accelerator: str) -> Conditions:
