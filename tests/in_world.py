@@ -12,6 +12,12 @@ import mkernel
 from mkernel.cases import Case
 from mkernel.conformance.checks.failures import rank_outcome
 
+DEADLINE_S = 60.0
+TOLD_S = DEADLINE_S / 2
+"""Of what must come well before a deadline, however busy the machine is."""
+ABSENT_S = 1.5
+"""The deadline that ``survivors`` gives ranks where one stays away."""
+
 
 def stores(port: int) -> tuple[TCPStore, TCPStore]:
     """Two clients of this host's store, as :func:`mkernel.init` takes them."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_world import survivors
+from in_world import ABSENT_S, DEADLINE_S, TOLD_S, survivors
 
 import mkernel
 from mkernel.cases import case_of
@@ -22,13 +22,6 @@ from mkernel.launch import report
 from mkernel.world.agreement import Agreement
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
-
-DEADLINE_S = 60.0
-"""Ranks must be told of a failure well before this, however busy the machine is."""
-TOLD_S = DEADLINE_S / 2
-ABSENT_S = 1.5
-"""The deadline that ``survivors`` gives ranks where one stays away."""
-
 
 CASE = case_of("all_gather_gemm")({"m": 1024, "n": 512, "k": 512}, "float16", "float32")
 launch = partial(mkernel.launch, timeout_s=DEADLINE_S, accelerator="ascend")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_world import ABSENT_S, DEADLINE_S, TOLD_S
 
 import mkernel
 from mkernel.backends.runtime import _runtime
@@ -21,10 +22,6 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 BACKEND = "queueing_backend:Queueing"
 M, N, K = 64, 40, 72
 LATE_S = 0.5
-DEADLINE_S = 60.0
-TOLD_S = DEADLINE_S / 2
-"""Of what must come well before a deadline, however busy the machine is."""
-ABSENT_S = 1.5
 
 
 def backend() -> Any:

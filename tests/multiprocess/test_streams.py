@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_world import survivors
+from in_world import ABSENT_S, DEADLINE_S, TOLD_S, survivors
 
 import mkernel
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
@@ -23,10 +23,6 @@ from mkernel.plan.shapes import SHAPES
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-DEADLINE_S = 60.0
-TOLD_S = DEADLINE_S / 2
-"""Of what must come well before a deadline, however busy the machine is."""
-ABSENT_S = 1.5
 
 DTYPES = ["float32", "bfloat16", "float16"]
 

@@ -33,8 +33,12 @@ def one_node(plan: LaunchPlan) -> int:
 
 def device_world(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
     """The world as the kernels of this call see it."""
+    workspaces = [
+        call.workspace if rank == call.rank else call.peers[rank].workspace
+        for rank in range(call.plan.world_size)
+    ]
     world: _hopper.DeviceWorld = native().DeviceWorld(
-        _workspaces(call), call.rank, context.control, call.timeout_s, call_id(call)
+        workspaces, call.rank, context.control, call.timeout_s, call_id(call)
     )
     return world
 
@@ -42,11 +46,3 @@ def device_world(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
 def call_id(call: Call) -> int:
     """The call's number in its world as kernels note it: the low 32 bits."""
     return call.number & 0xFFFFFFFF
-
-
-def _workspaces(call: Call) -> list[int]:
-    """Every rank's workspace, by rank."""
-    return [
-        call.workspace if rank == call.rank else call.peers[rank].workspace
-        for rank in range(call.plan.world_size)
-    ]

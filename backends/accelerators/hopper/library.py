@@ -40,9 +40,9 @@ class LibraryExecutor:
         self._scatters = plan.op == "gemm_reduce_scatter"
         self._collective = made.Collective(device_world(call, context), _staging(plan))
         if self._gathers:
-            self._between, self._dtype = (shape.m, shape.k), _torch_dtype(plan.dtype)
+            self._between = (shape.m, shape.k)
         else:
-            self._between, self._dtype = (shape.m, shape.n), self._product
+            self._between = (shape.m, shape.n)
             self._element = _element(plan)
             self._elements = shape.m * shape.n
             self._one_shot, self._way = how.way == "one_shot", _way(plan)
@@ -90,7 +90,7 @@ class LibraryExecutor:
 
     def _product_then_sum(self, call: Call, stream: int) -> None:
         tensors = call.tensors
-        partial = tensors["a"].new_empty(self._between, dtype=self._dtype)
+        partial = tensors["a"].new_empty(self._between, dtype=self._product)
         _mm(tensors["a"], tensors["b"], partial)
         if call.view == "compute_only":
             return
