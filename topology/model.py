@@ -26,13 +26,12 @@ from mkernel.errors import InputFileError
 from mkernel.printable import printable
 from mkernel.user_files import parse_json, read_file
 
-SCHEMA_VERSION = 1
-
 MAX_NODES, MAX_ACCELERATORS = 16384, 256
 """The most nodes of a world and accelerators of a node that are read."""
 
 _MOST_FILE_BYTES = 1 << 20
 _MOST_NAME = 1024
+_MOST_SHOWN = 200
 _MOST_PARTS = 1 << 16
 
 
@@ -79,11 +78,11 @@ class Finite(Model):
     model_config = ConfigDict(allow_inf_nan=False)
 
 
-def first_error(error: ValidationError, most: int = 200) -> str:
+def first_error(error: ValidationError) -> str:
     """Says where a file is wrong, and why."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "the file"
-    return f"{printable(where, most)}: {printable(first['msg'], most)}"
+    return f"{printable(where, _MOST_SHOWN)}: {printable(first['msg'], _MOST_SHOWN)}"
 
 
 class NumaNode(Model):

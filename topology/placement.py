@@ -28,23 +28,20 @@ class Pinning(Model):
 NOT_PINNED = Pinning()
 
 
-class Placement(Model):
-    """Where one rank runs: node, local rank, accelerator, NICs (best first), proxy CPUs."""
+class Seat(Model):
+    """What a local rank has on every node of a kind: accelerator, NICs (best first), proxy CPUs."""
+
+    accelerator: str
+    nics: tuple[str, ...] = ()
+    proxy_cpus: tuple[int, ...] = ()
+
+
+class Placement(Seat):
+    """Where one rank runs: node, local rank, and what it has there."""
 
     rank: int = Field(ge=0)
     node: int = Field(ge=0)
     local_rank: int = Field(ge=0)
-    accelerator: str
-    nics: tuple[str, ...] = ()
-    proxy_cpus: tuple[int, ...] = ()
-
-
-class Seat(Model):
-    """What a local rank has on every node of a kind: as in :class:`Placement`."""
-
-    accelerator: str
-    nics: tuple[str, ...] = ()
-    proxy_cpus: tuple[int, ...] = ()
 
 
 class Site(Model):

@@ -182,11 +182,7 @@ def _fastest(src: _Side, i: int, dst: _Side, j: int, constants: MachineConstants
     """The fastest way between two nodes; of equally fast ones the first: own NICs, a relay at the
     source, at the destination, and only where all of these fail, any NICs of the two nodes."""
     direct = _way(src, i, i, src.nics[i], dst, j, j, dst.nics[j], constants)
-    least_us = (
-        transfer_us(REFERENCE_BYTES, direct.bandwidth_gbs, direct.latency_us)
-        if direct
-        else math.inf
-    )
+    least_us = _time_us(direct) if direct else math.inf
     relay_us = constants.nic_latency_us + constants.p2p_latency_us + constants.signal_us
     relays = chain(
         ((q, j) for q in src.neighbours(i) if _rails(src, q) & _rails(dst, j)),
@@ -200,11 +196,11 @@ def _fastest(src: _Side, i: int, dst: _Side, j: int, constants: MachineConstants
         and (way := _way(src, i, via, src.nics[via], dst, j, to, dst.nics[to], constants))
     ]
     found = found or list(_any_nics(src, i, dst, j, constants))
-    return min(
-        found,
-        key=lambda way: transfer_us(REFERENCE_BYTES, way.bandwidth_gbs, way.latency_us),
-        default=None,
-    )
+    return min(found, key=_time_us, default=None)
+
+
+def _time_us(way: Way) -> float:
+    return transfer_us(REFERENCE_BYTES, way.bandwidth_gbs, way.latency_us)
 
 
 def _any_nics(src: _Side, i: int, dst: _Side, j: int, constants: MachineConstants) -> Iterator[Way]:

@@ -75,7 +75,7 @@ class _Picture:
         for leaf in branch.leaves:
             where = (at, 0.0)
             self._places[leaf.device.id] = where
-            self._boxes.append((*where, _label(leaf), _fill(leaf), True))
+            self._boxes.append((*where, leaf.device.id, _fill(leaf), True))
             own.append((where, leaf.gbs))
             at += 1
         for below in branch.branches:
@@ -152,10 +152,6 @@ def _columns(branch: Branch) -> int:
 
 def _depth(branch: Branch) -> int:
     return 1 + max((_depth(below) for below in branch.branches), default=0)
-
-
-def _label(leaf: Leaf) -> str:
-    return leaf.device.id
 
 
 def _fill(leaf: Leaf) -> str:

@@ -81,15 +81,9 @@ def report(found: Discovery) -> ProbeReport:
     affinity = assign_nics(node.accelerators, usable_nics(node))
     return ProbeReport(
         accelerators=tuple(
-            AcceleratorEntry(id=a.id, kind=a.kind, pci=a.pci, numa_node=a.numa_node)
-            for a in node.accelerators
+            AcceleratorEntry.model_validate(one, from_attributes=True) for one in node.accelerators
         ),
-        nics=tuple(
-            NicEntry(
-                id=n.id, kind=n.kind, pci=n.pci, numa_node=n.numa_node, speed_gbps=n.speed_gbps
-            )
-            for n in node.nics
-        ),
+        nics=tuple(NicEntry.model_validate(one, from_attributes=True) for one in node.nics),
         affinity={key: tuple(nic.id for nic in nics) for key, nics in affinity.items()},
         paths=paths(node.nics),
         p2p=paths(node.accelerators),

@@ -231,26 +231,21 @@ class _Reader:
     def _numbered(self) -> tuple[Accelerator, ...]:
         """GPUs with the driver's own numbers where the file names them, or else numbered by bus id, as
         drivers do."""
-        order = sorted(self._gpus, key=pci.sort_key)
-        named = {address: _driver_number(gpu.element) for address, gpu in self._gpus.items()}
-        complete = None not in named.values() and len(set(named.values())) == len(named)
-        found = []
-        for place, address in enumerate(order):
-            gpu, number = self._gpus[address], named[address]
-            index = number if complete and number is not None else place
-            found.append(
-                Accelerator(
-                    id=kinds.accelerator_id(gpu.kind, index),
-                    kind=gpu.kind,
-                    name=_info(gpu.element, "PCIDevice") or kinds.model(*gpu.ids),
-                    index=index,
-                    pci=address,
-                    pci_path=gpu.place.bridges,
-                    pcie_gbs=_gbs(gpu.element),
-                    numa_node=gpu.place.numa,
-                )
+        numbers = pci.numbered({at: _driver_number(gpu.element) for at, gpu in self._gpus.items()})
+        return tuple(
+            Accelerator(
+                id=kinds.accelerator_id(gpu.kind, index),
+                kind=gpu.kind,
+                name=_info(gpu.element, "PCIDevice") or kinds.model(*gpu.ids),
+                index=index,
+                pci=address,
+                pci_path=gpu.place.bridges,
+                pcie_gbs=_gbs(gpu.element),
+                numa_node=gpu.place.numa,
             )
-        return tuple(sorted(found, key=lambda one: one.index))
+            for address, index in numbers.items()
+            for gpu in (self._gpus[address],)
+        )
 
 
 def _driver_number(function: Element) -> int | None:

@@ -173,15 +173,9 @@ class _Host:
 
     def _numbered(self) -> dict[str, Accelerator]:
         """GPUs by bus id, with the numbers that NCCL found or else, like drivers, in that order."""
-        devs = [one.gpu.number("dev") if one.gpu is not None else None for one in self._gpus]
-        order = sorted((one.address for one in self._gpus), key=pci.sort_key)
-        numbers = {address: number for number, address in enumerate(order)}
-        if None not in devs and len(set(devs)) == len(devs):
-            numbers = {
-                one.address: dev
-                for one, dev in zip(self._gpus, devs, strict=True)
-                if dev is not None
-            }
+        numbers = pci.numbered(
+            {one.address: one.gpu.number("dev") if one.gpu else None for one in self._gpus}
+        )
         return {
             one.address: Accelerator(
                 id=kinds.accelerator_id(one.kind, numbers[one.address]),

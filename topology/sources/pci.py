@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from mkernel.topology.sources.files import read_int, read_text, resolve
@@ -37,6 +38,15 @@ def is_real(bridge: str) -> bool:
 def sort_key(address: str) -> tuple[int, ...]:
     """Order of normalised addresses, as drivers number devices."""
     return tuple(int(part, 16) for part in re.split(r"[:.]", address))
+
+
+def numbered(known: Mapping[str, int | None]) -> dict[str, int]:
+    """A number for each address, in the order of numbers: the known ones where all are known and
+    different; else by address, as drivers number devices."""
+    numbers = {address: number for address, number in known.items() if number is not None}
+    if len(set(numbers.values())) < len(known):
+        numbers = {address: place for place, address in enumerate(sorted(known, key=sort_key))}
+    return dict(sorted(numbers.items(), key=lambda item: item[1]))
 
 
 def bridges(device: Path) -> tuple[str, ...]:

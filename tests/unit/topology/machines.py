@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from machine_files import hwloc_bridge, hwloc_function, hwloc_object
 from sysfs_tree import SysfsTree
 
+from mkernel.topology.discover import Discovery, discover, read
+
 GBS = {2.5: 0.25, 8.0: 0.984615, 16.0: 1.969231, 32.0: 3.938462}
 """GB/s of one lane by GT/s: 8b/10b coding, then 128b/130b."""
 IDS = {
@@ -274,6 +276,16 @@ def _sysfs(files: SysfsTree, placed: Placed, above: str, numa: str, machine: Mac
         files.rdma(placed.name, function, rate=rate)
     for below in placed.below:
         _sysfs(files, below, path, numa, machine)
+
+
+def found(machine: Machine, how: str, folder: Path) -> Discovery:
+    """What is read of the machine, as ``nccl``, ``hwloc`` or ``sysfs`` in ``folder`` shows it."""
+    if how == "sysfs":
+        write_sysfs(machine, folder / "tree")
+        return discover(folder / "tree")
+    file = folder / f"{how}.xml"
+    file.write_text(nccl_xml(machine) if how == "nccl" else hwloc_xml(machine))
+    return read(file)
 
 
 _links = st.none() | st.builds(Link, st.sampled_from(sorted(GBS)), st.sampled_from([1, 4, 8, 16]))

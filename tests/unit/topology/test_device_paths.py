@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import devices
 import pytest
 from pydantic import ValidationError
 
-from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Node, NumaNode
+from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Node
 from mkernel.topology.paths import CLASSES, NodePaths
 
 UP, DOWN = "0000:39:00.0", "0000:3a:00.0"
@@ -15,29 +16,15 @@ BELOW = ("pci0000:38", "0000:38:01.0", UP)
 def gpu(
     index: int, *, port: str = "", numa: int | None = 0, gbs: float | None = 63.0
 ) -> Accelerator:
-    return Accelerator(
-        id=f"cuda{index}",
-        kind="cuda",
-        name="gpu",
-        index=index,
-        pci=f"0000:{0x40 + index:02x}:00.0",
-        pci_path=(*BELOW, port) if port else ("pci0000:60", f"0000:60:0{index}.0"),
-        pcie_gbs=gbs,
-        numa_node=numa,
-    )
+    path = (*BELOW, port) if port else ("pci0000:60", f"0000:60:0{index}.0")
+    address = f"0000:{0x40 + index:02x}:00.0"
+    return devices.gpu(index, pci=address, pci_path=path, pcie_gbs=gbs, numa_node=numa)
 
 
 def nic(port: str = "", speed: float | None = 400.0, numa: int | None = 0) -> Nic:
-    return Nic(
-        id="mlx5_0",
-        kind="cx",
-        name="mlx5_0",
-        pci="0000:50:00.0",
-        pci_path=(*BELOW, port) if port else ("pci0000:70", "0000:70:01.0"),
-        pcie_gbs=63.0,
-        numa_node=numa,
-        speed_gbps=speed,
-    )
+    path = (*BELOW, port) if port else ("pci0000:70", "0000:70:01.0")
+    more = {"pci_path": path, "pcie_gbs": 63.0, "numa_node": numa, "speed_gbps": speed}
+    return devices.nic(0, pci="0000:50:00.0", **more)
 
 
 def node(*gpus: Accelerator, nics: tuple[Nic, ...] = (), **more: object) -> Node:
@@ -46,17 +33,7 @@ def node(*gpus: Accelerator, nics: tuple[Nic, ...] = (), **more: object) -> Node
         Bridge(id="0000:70:01.0", pcie_gbs=7.9),
         Bridge(id=UP),
     )
-    return Node.model_validate(
-        {
-            "id": 0,
-            "hostname": "h",
-            "numa": (NumaNode(id=0, cpus=(0,)),),
-            "accelerators": gpus,
-            "nics": nics,
-            "bridges": bridges,
-            **more,
-        }
-    )
+    return devices.node(gpus, nics, **{"bridges": bridges, **more})
 
 
 def link(one: str, other: str, gbs: float | None = 450.0, kind: str = "nvlink") -> FabricLink:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import machines
 import pytest
-from machines import Device, Link, Machine, Socket, Switch, hwloc_xml, nccl_xml, write_sysfs
+from machines import Device, Link, Machine, Socket, Switch
 
-from mkernel.topology.discover import discover, read
 from mkernel.topology.model import KindName, Nic, Node, Topology
 from mkernel.topology.placement import place
 from mkernel.topology.rails import fast, keep_rails, most_served, rate_gbs, real_ports
@@ -60,19 +60,12 @@ def test_slow_ports_alone_are_rails() -> None:
 
 @pytest.mark.parametrize("how", ["nccl", "hwloc", "sysfs"])
 def test_management_ports_are_nobodys_rails(how: str, tmp_path: Path) -> None:
-    machine = with_management_ports()
-    if how == "sysfs":
-        write_sysfs(machine, tmp_path)
-        found = discover(tmp_path)
-    else:
-        file = tmp_path / "machine.xml"
-        file.write_text((nccl_xml if how == "nccl" else hwloc_xml)(machine))
-        found = read(file)
-    ports = real_ports(found.topology.nodes[0])
+    seen = machines.found(with_management_ports(), how, tmp_path)
+    ports = real_ports(seen.topology.nodes[0])
     assert sorted(port.kind for port in ports) == ["efa"] * 8 + ["infiniband"] * 2
     assert most_served(ports, KINDS) == "efa"
-    assert any(note.source == "rails" and "qib0, qib1" in note.message for note in found.notes)
-    world, said = keep_rails(found.topology, "efa", KINDS["efa"])
+    assert any(note.source == "rails" and "qib0, qib1" in note.message for note in seen.notes)
+    world, said = keep_rails(seen.topology, "efa", KINDS["efa"])
     assert {nic.kind for nic in world.nodes[0].nics} == {"efa"}
     assert said == ("qib0, qib1: no rails: infiniband devices, which nic 'efa' does not drive",)
     (site,) = place(world, 8).sites

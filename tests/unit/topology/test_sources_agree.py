@@ -17,28 +17,18 @@ from machines import (
     devices,
     dgx,
     expected,
-    hwloc_xml,
+    found,
     nccl_xml,
-    write_sysfs,
 )
 from machines import machines as any_machine
 
 from mkernel.probe.report import ProbeReport, report
-from mkernel.topology.discover import Discovery, discover, load, read
+from mkernel.topology.discover import load, read
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
 from mkernel.topology.paths import NodePaths
 from mkernel.topology.placement import assign_nics, usable_nics
 
 FORMATS = ("nccl", "hwloc", "sysfs")
-
-
-def found(machine: Machine, how: str, folder: Path) -> Discovery:
-    if how == "sysfs":
-        write_sysfs(machine, folder / "tree")
-        return discover(folder / "tree")
-    file = folder / f"{how}.xml"
-    file.write_text(nccl_xml(machine) if how == "nccl" else hwloc_xml(machine))
-    return read(file)
 
 
 def node_of(machine: Machine, how: str) -> Node:
