@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
 
 import torch
@@ -173,7 +173,7 @@ def launch(
                 work,
                 dict(os.environ),
             )
-            ranks.append(_Rank.start(context, job))
+            ranks.append(_Rank(context, job))
         _supervise(ranks, on_report, settings)
         return [rank.result() for rank in ranks]
     finally:
@@ -184,22 +184,16 @@ def launch(
 class _Rank:
     """A rank process as its launcher sees it."""
 
-    def __init__(self, number: int, process: BaseProcess, connection: Connection) -> None:
-        self.number = number
-        self.process = process
-        self.connection = connection
+    def __init__(self, context: ForkServerContext, job: _Job) -> None:
+        """Start it."""
+        self.number = job.rank
         self.outcome: tuple[str, Any] | None = None
-
-    @classmethod
-    def start(cls, context: Any, job: _Job) -> _Rank:
-        """Start the process of one rank."""
-        ours, theirs = context.Pipe()
-        process = context.Process(
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
             target=_rank_main, args=(job, theirs), name=f"mkernel-rank{job.rank}", daemon=True
         )
-        process.start()
+        self.process.start()
         theirs.close()
-        return cls(job.rank, process, ours)
 
     def receive(self, on_report: Callable[[int, Any], None]) -> None:
         """Take what the rank sent; note its death where it sent nothing more."""

@@ -11,12 +11,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import Store
 
 from mkernel.errors import PeerFailure, Timeout, Untrusted, WorldError
 from mkernel.world.sealing import Seal
+
+_Name = TypeVar("_Name", int, str)
 
 _POLL_FIRST_S = 0.0005
 _POLL_MOST_S = 0.01
@@ -94,20 +96,22 @@ class Bootstrap:
     def collect(
         self,
         key: str,
-        ranks: Iterable[int],
+        ranks: Iterable[_Name],
         timeout_s: float,
-        check: Callable[[set[int]], None] = lambda missing: None,
-    ) -> dict[int, Any]:
-        """Values of ``key/<rank>`` for all ranks, waiting for those that are not there yet.
+        check: Callable[[set[_Name]], None] = lambda missing: None,
+        late: str = "ranks {missing} did not reach {key!r}",
+    ) -> dict[_Name, Any]:
+        """Values of ``key/<rank>`` for all ranks (or other names), waiting for those not there yet.
 
         Args:
             check: called with the ranks still missing between polls; raises to end the wait.
+            late: what a Timeout says of the missing ones.
 
         Raises:
             Timeout: names the ranks that did not publish within ``timeout_s``.
         """
         missing = set(ranks)
-        found: dict[int, Any] = {}
+        found: dict[_Name, Any] = {}
         deadline = time.monotonic() + timeout_s
         pause = _POLL_FIRST_S
         while True:
@@ -127,7 +131,7 @@ class Bootstrap:
                     raise
             if time.monotonic() > deadline:
                 raise Timeout(
-                    f"ranks {sorted(missing)} did not reach {key!r} within {timeout_s:g} s; look "
+                    f"{late.format(missing=sorted(missing), key=key)} within {timeout_s:g} s; look "
                     "at what they do instead, or raise MKERNEL_TIMEOUT_S"
                 )
             time.sleep(pause)

@@ -7,18 +7,14 @@ stranger who reaches the store must neither read nor replace.
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
 from torch.distributed import Store
 
-from mkernel.errors import Timeout, Unsupported, Untrusted
+from mkernel.errors import Unsupported
 from mkernel.world.bootstrap import Bootstrap
-
-_POLL_FIRST_S = 0.0005
-_POLL_MOST_S = 0.01
 
 
 class GroupStore(Store):
@@ -47,33 +43,24 @@ class GroupStore(Store):
 
     def get(self, key: str) -> bytes:
         """The value of a key, once it is there. Timeout, Untrusted, what ``check`` raises."""
-        self.wait([key])
-        value: Any = self._peek(key)
-        if value is None:
-            raise Untrusted(
-                f"bootstrap message {_name(key)!r} was deleted; keep strangers from the store's port"
-            )
-        return base64.b64decode(value)
+        return base64.b64decode(self._collect([key], self._timeout_s)[key])
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there. Untrusted."""
-        return all(self._peek(key) is not None for key in keys)
+        return all(self._bootstrap.peek(_name(key)) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return once all keys are there. Timeout, Untrusted, what ``check`` raises."""
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + limit_s
-        pause = _POLL_FIRST_S
-        while not self.check(keys):
-            self._check()
-            if time.monotonic() > deadline:
-                missing = [key for key in keys if self._peek(key) is None]
-                raise Timeout(
-                    f"no rank wrote {missing} for the process group within {limit_s:g} s; look at "
-                    "what the other ranks do instead, or raise MKERNEL_TIMEOUT_S"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_MOST_S)
+        self._collect(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+
+    def _collect(self, keys: Sequence[str], limit_s: float) -> dict[str, Any]:
+        return self._bootstrap.collect(
+            "group",
+            keys,
+            limit_s,
+            lambda missing: self._check(),
+            late="no rank wrote {missing} for the process group",
+        )
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long ``get`` and ``wait`` wait by default."""
@@ -91,9 +78,6 @@ class GroupStore(Store):
     def add(self, key: str, amount: int) -> NoReturn:
         """Unsupported: the store itself adds, so that the sum cannot be signed."""
         raise Unsupported(f"key {key!r}: a counter of the store cannot be signed")
-
-    def _peek(self, key: str) -> Any | None:
-        return self._bootstrap.peek(_name(key))
 
 
 def _name(key: str) -> str:

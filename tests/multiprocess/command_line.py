@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -40,3 +41,18 @@ def mkernel(*arguments: str) -> Done:
         except SystemExit as exited:
             code = exited.code if isinstance(exited.code, int) else int(exited.code is not None)
     return Done(arguments, code, stdout.getvalue(), stderr.getvalue())
+
+
+def group_of(leader: int) -> list[str]:
+    """Process ids of a process group."""
+    return subprocess.run(
+        ["pgrep", "-g", str(leader)], capture_output=True, text=True, check=False
+    ).stdout.split()
+
+
+def ends(leader: int) -> bool:
+    """Whether nothing of a process group is left after a while."""
+    deadline = time.monotonic() + PATIENCE_S
+    while group_of(leader) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not group_of(leader)

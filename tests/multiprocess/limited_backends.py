@@ -1,4 +1,4 @@
-"""Backends that claim less than the ones they are made of, as real ones do."""
+"""Backends that claim less than the ones they are made of, or other paths, as real ones do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator
 from mkernel.backends.accelerators.streams import StreamsAccelerator
-from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.backends.accelerators.streams.worker import StreamsLaunch
+from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.topology.model import Accelerator
 
@@ -56,6 +57,25 @@ class OneNode(AscendAccelerator):
 
     def capabilities(self) -> AcceleratorCapabilities:
         return super().capabilities().model_copy(update={"transfer_paths": ("p2p",)})
+
+
+class TwoPaths(StreamsAccelerator):
+    """``streams`` with a library path for one op, which it runs as the other one; remembers the path of
+    every call."""
+
+    name: ClassVar[str] = "two-paths"
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.paths: list[str] = []
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        claims = super().capabilities()
+        return claims.model_copy(update={"library_ops": ("gemm_all_reduce",)})
+
+    def launch(self, call: Call) -> StreamsLaunch:
+        self.paths.append(call.plan.path)
+        return super().launch(call)
 
 
 NotInstrumented = type(

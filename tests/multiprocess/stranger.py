@@ -122,9 +122,9 @@ def overwrite(store: TCPStore, key: str, how: str) -> None:
     store.set(key, made[how])
 
 
-def move(store: TCPStore, source: str, to: str) -> None:
-    """Replay a message under another key."""
-    store.set(to, bytes(store.get(source)))
+def move(store: TCPStore, key: str, source: str) -> None:
+    """Put the message ``source`` in the place of ``key``."""
+    store.set(key, bytes(store.get(source)))
 
 
 def delete(store: TCPStore, key: str) -> None:

@@ -124,6 +124,7 @@ def one_rank_wrong() -> str:
     return "unreachable"
 
 
-def test_a_wrong_call_on_one_rank_is_the_error_that_launch_raises() -> None:
+@pytest.mark.parametrize("accelerator", ["ascend", "streams"])
+def test_a_wrong_call_on_one_rank_is_the_error_that_launch_raises(accelerator: str) -> None:
     with pytest.raises(ShapeError, match="1-D"):
-        mkernel.launch(one_rank_wrong, ranks_per_node=2, timeout_s=60, accelerator="ascend")
+        mkernel.launch(one_rank_wrong, ranks_per_node=2, timeout_s=60, accelerator=accelerator)

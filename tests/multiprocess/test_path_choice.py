@@ -17,7 +17,7 @@ from mkernel.ops.gemm_all_reduce import OP
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-BACKEND = "two_paths_backend:TwoPaths"
+BACKEND = "limited_backends:TwoPaths"
 M, N, K = 16, 24, 8
 
 

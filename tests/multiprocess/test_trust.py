@@ -302,12 +302,7 @@ def test_replaying_a_message_of_another_world(name: str) -> None:
 def replayed(victim: int, name: str) -> Outcome:
     """The message of the world before, which had the same secret."""
     _, prefix = where()
-    return met_while_joining(victim, name, put_back, (f"{prefix}/{name}",), {})
-
-
-def put_back(store: TCPStore, key: str, source: str) -> None:
-    """A message of ``source`` in the place of ``key``."""
-    move(store, source, key)
+    return met_while_joining(victim, name, move, (f"{prefix}/{name}",), {})
 
 
 def test_replaying_a_message_under_another_name() -> None:
@@ -318,7 +313,7 @@ def test_replaying_a_message_under_another_name() -> None:
 def moved() -> Outcome:
     generation = lifecycle._default.generation + 1
     source = f"mkernel/0/{generation}/nonce/1"
-    return met_while_joining(1, "hello/1", put_back, (source,), {})
+    return met_while_joining(1, "hello/1", move, (source,), {})
 
 
 def hosted_by(port: int) -> Outcome:
@@ -357,7 +352,7 @@ def as_if_on_several_hosts(changes: dict[str, Any], secret: str) -> Outcome:
 def test_several_hosts_without_a_secret() -> None:
     for outcomes in (
         launched(as_if_on_several_hosts, {}, "")[0],
-        launched(as_if_on_several_hosts, {"allow_unsigned": True}, "too short")[0],
+        launched(as_if_on_several_hosts, {"allow_unsigned": True}, "fifteen letters")[0],
     ):
         assert_stopped(outcomes, "ArgumentError", "MKERNEL_JOB_SECRET")
     assert_undisturbed(launched(as_if_on_several_hosts, {"allow_unsigned": True}, "")[0])

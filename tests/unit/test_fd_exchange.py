@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mkernel.backends.runtime import fd_exchange
-from mkernel.backends.runtime.fd_exchange import fetch, offer
+from mkernel.backends.runtime.fd_exchange import Offer, fetch, offer
 
 TIMEOUT_S = 30.0
 
@@ -38,6 +38,13 @@ def memfd() -> Iterator[int]:
     assert not _sockets(), "a socket is left"
 
 
+@pytest.fixture
+def offered(memfd: int) -> Iterator[Offer]:
+    made = offer(memfd)
+    yield made
+    made.close()
+
+
 def _write_through(address: dict[str, Any], text: bytes) -> None:
     fd = fetch(address, TIMEOUT_S)
     assert os.pread(fd, 6, 0) == b"before"
@@ -45,15 +52,13 @@ def _write_through(address: dict[str, Any], text: bytes) -> None:
     os.close(fd)
 
 
-def test_another_process_writes_to_the_same_memory(memfd: int) -> None:
-    offered = offer(memfd)
+def test_another_process_writes_to_the_same_memory(memfd: int, offered: Offer) -> None:
     context = multiprocessing.get_context("spawn")
     child = context.Process(target=_write_through, args=(offered.address, b"after!"))
     child.start()
     child.join(60)
     assert child.exitcode == 0
     assert os.pread(memfd, 6, 0) == b"after!"
-    offered.close()
 
 
 def test_every_offer_gives_its_own_descriptor(memfd: int) -> None:
@@ -84,11 +89,9 @@ def test_the_last_close_ends_the_thread_and_fetches_are_refused(memfd: int) -> N
         fetch(offered.address, TIMEOUT_S)
 
 
-def test_a_wrong_cookie_gets_nothing(memfd: int) -> None:
-    offered = offer(memfd)
+def test_a_wrong_cookie_gets_nothing(offered: Offer) -> None:
     with pytest.raises(OSError, match="no longer offers"):
         fetch({**offered.address, "cookie": "00" * 16}, TIMEOUT_S)
-    offered.close()
 
 
 def _silent_clients(address: dict[str, Any]) -> list[socket.socket]:
@@ -101,23 +104,23 @@ def _silent_clients(address: dict[str, Any]) -> list[socket.socket]:
     return silent
 
 
-def test_clients_that_never_ask_delay_nobody(memfd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_never_ask_delay_nobody(
+    offered: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fd_exchange, "_REQUEST_S", 10 * TIMEOUT_S)
-    offered = offer(memfd)
     silent = _silent_clients(offered.address)
     os.close(fetch(offered.address, TIMEOUT_S))
     for client in silent:
         client.close()
-    offered.close()
 
 
-def test_clients_that_never_ask_are_dropped(memfd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_never_ask_are_dropped(
+    offered: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fd_exchange, "_REQUEST_S", 0.2)
-    offered = offer(memfd)
     for client in _silent_clients(offered.address):
         assert client.recv(1) == b"", "not dropped"
         client.close()
-    offered.close()
 
 
 def test_a_server_that_never_answers_is_not_waited_for() -> None:
@@ -132,9 +135,8 @@ def test_a_server_that_never_answers_is_not_waited_for() -> None:
 
 
 def test_another_users_process_is_refused_on_both_sides(
-    memfd: int, monkeypatch: pytest.MonkeyPatch
+    offered: Offer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offered = offer(memfd)
     mine, me = os.geteuid(), threading.get_ident()
     # This thread (the client) is someone else to itself, the server is not; then the other way.
     for stranger_is_me in (True, False):
@@ -147,11 +149,9 @@ def test_another_users_process_is_refused_on_both_sides(
             fetch(offered.address, TIMEOUT_S)
     monkeypatch.undo()
     os.close(fetch(offered.address, TIMEOUT_S))
-    offered.close()
 
 
-def test_many_fetches_at_once(memfd: int) -> None:
-    offered = offer(memfd)
+def test_many_fetches_at_once(offered: Offer) -> None:
     got: list[int] = []
     threads = [
         threading.Thread(target=lambda: got.append(fetch(offered.address, TIMEOUT_S)))
@@ -164,11 +164,9 @@ def test_many_fetches_at_once(memfd: int) -> None:
     assert len(got) == 40
     for fd in got:
         os.close(fd)
-    offered.close()
 
 
-def test_a_forked_child_serves_its_own_offers(memfd: int) -> None:
-    offered = offer(memfd)
+def test_a_forked_child_serves_its_own_offers(memfd: int, offered: Offer) -> None:
     child = os.fork()
     if child == 0:
         code = 1
@@ -182,4 +180,3 @@ def test_a_forked_child_serves_its_own_offers(memfd: int) -> None:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(fetch(offered.address, TIMEOUT_S))
-    offered.close()

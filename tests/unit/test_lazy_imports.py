@@ -16,21 +16,25 @@ P2P = """<topology version="2.0"><object type="Machine"><object type="Package" o
 <object type="NUMANode" os_index="0"/></object></object></topology>"""
 
 
-def python(*lines: str, cwd: Path | None = None) -> str:
+ELSEWHERE = Path("/")
+"""In the repository the flat folder would be imported."""
+
+
+def python(*lines: str, cwd: Path = ELSEWHERE) -> str:
     """What a fresh interpreter prints; it fails the test if it fails."""
     ended = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=cwd or "/",  # in the repository the flat folder would be imported
+        cwd=cwd,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
-def without_torch(*command: str, cwd: Path | None = None) -> str:
+def without_torch(*command: str, cwd: Path = ELSEWHERE) -> str:
     """What the command prints; it must not have imported torch."""
     return python(
         "import sys",
@@ -41,7 +45,7 @@ def without_torch(*command: str, cwd: Path | None = None) -> str:
         "except SystemExit as end:",
         "    assert not end.code, end.code",
         "assert 'torch' not in sys.modules, 'torch was imported'",
-        cwd=cwd or "/",  # in the repository the flat folder would be imported
+        cwd=cwd,
     )
 
 

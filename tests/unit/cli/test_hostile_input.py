@@ -221,24 +221,15 @@ def _printed(*arguments: str, code: int = 0) -> str:
 
 
 def _machine(file: Path) -> Path:
-    file.write_text(
-        json.dumps(
-            {
-                "nodes": [
-                    {
-                        "id": 0,
-                        "hostname": EVIL,
-                        "numa": [{"id": 0, "cpus": [0]}],
-                        "accelerators": [
-                            {"id": f"{EVIL}{i}", "kind": "cuda", "name": EVIL, "index": i}
-                            for i in range(2)
-                        ],
-                        "nics": [{"id": f"{EVIL}n", "kind": "cx", "name": EVIL, "pci": EVIL}],
-                    }
-                ]
-            }
-        )
-    )
+    gpu = {"kind": "cuda", "name": EVIL}
+    node = {
+        "id": 0,
+        "hostname": EVIL,
+        "numa": [{"id": 0, "cpus": [0]}],
+        "accelerators": [{**gpu, "id": f"{EVIL}{i}", "index": i} for i in range(2)],
+        "nics": [{"id": f"{EVIL}n", "kind": "cx", "name": EVIL, "pci": EVIL}],
+    }
+    file.write_text(json.dumps({"nodes": [node]}))
     return file
 
 
