@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Any
 
 from mkernel.errors import PlanMismatch
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.memory import Place
+
+MOST_TEXTS = 256
+"""Calls whose plans a rank keeps as text, to name the field that differs where a peer is still in one
+of them; of older ones it names the digest."""
 
 
 class Agreement:
@@ -18,7 +24,7 @@ class Agreement:
         self._exchange = exchange
         self._failure = failure
         self._agreed: set[str] = set()
-        self._agreements = 0
+        self._lately: OrderedDict[str, dict[str, Any]] = OrderedDict()  # what was told of calls
 
     def enter(self, plan: LaunchPlan, places: Mapping[str, Place]) -> int:
         """Begin the next call, which every rank makes alike; returns its number. PlanMismatch.
@@ -38,13 +44,11 @@ class Agreement:
         return number
 
     def _agree(self, plan: LaunchPlan, key: str, places: Mapping[str, Place]) -> None:
-        number, self._agreements = self._agreements, self._agreements + 1
         told = plan.decisions()
         told["symmetric"] = {
             name: {"buffer": buffer, "offset": offset} for name, (buffer, offset) in places.items()
         }
         self._exchange.publish(f"plans/{key}", told)
-        self._exchange.publish(f"plan/{number}/{self._exchange.rank}", key)
 
         def check(missing: set[int]) -> None:
             self._failure.check_peers(missing)
@@ -54,14 +58,23 @@ class Agreement:
                 if told and told["call"] == call and told["plan"] not in ("", key):
                     self._refuse(rank, key, told["plan"])
 
-        keys = self._exchange.collect(f"plan/{number}", check=check)
+        keys = self._exchange.gather("plan", key, check)
         for rank in range(self._exchange.size):
             if keys[rank] != keys[0]:
                 self._refuse(rank, keys[0], keys[rank], first_rank=0)
         self._agreed.add(key)
+        if (
+            self._lately and not self._exchange.rank
+        ):  # who is in this agreement has read the last one
+            self._exchange.forget(f"plans/{next(reversed(self._lately))}")
+        self._lately[key] = told
+        if len(self._lately) > MOST_TEXTS:
+            self._lately.popitem(last=False)
 
     def _refuse(self, rank: int, ours: str, theirs: str, first_rank: int | None = None) -> None:
-        mine, other = (self._exchange.peek(f"plans/{key}") for key in (ours, theirs))
+        mine, other = (
+            self._lately.get(key) or self._exchange.peek(f"plans/{key}") for key in (ours, theirs)
+        )
         found = first_difference(mine, other) or ("digest", ours, theirs)
         one = self._exchange.rank if first_rank is None else first_rank
         error = PlanMismatch((one, rank), found[0], (found[1], found[2]))

@@ -93,6 +93,10 @@ class Bootstrap:
         sealed = self._request(lambda: self._store.get(key) if self._store.check([key]) else None)
         return None if sealed is None else self._open(key, sealed)
 
+    def forget(self, key: str) -> None:
+        """Delete ``key``, if it is set. StoreLost."""
+        self._request(lambda: self._store.delete_key(key))
+
     def collect(
         self,
         key: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +20,7 @@ class Exchange:
         self.size = failure.size
         self._failure = failure
         self._bootstrap = failure.bootstrap
-        self._barriers = 0
+        self._turns: Counter[str] = Counter()  # how often a topic was gathered
 
     def publish(self, key: str, value: Any) -> None:
         """Set ``key`` to a JSON-safe value."""
@@ -44,8 +45,23 @@ class Exchange:
             check or self._failure.check_peers,
         )
 
+    def gather(self, topic: str, value: Any, check: Check | None = None) -> dict[int, Any]:
+        """What every rank says of a topic, each time anew. Collective. Timeout, PeerFailure.
+
+        What this rank said the time before is deleted from the store: whoever has come this far has
+        read it.
+        """
+        turn = self._turns[topic]
+        self._turns[topic] += 1
+        self.publish(f"{topic}/{turn}/{self.rank}", value)
+        told = self.collect(f"{topic}/{turn}", check=check)
+        self.forget(f"{topic}/{turn - 1}/{self.rank}")
+        return told
+
+    def forget(self, key: str) -> None:
+        """Delete a key from the store, if it is there."""
+        self._bootstrap.forget(key)
+
     def barrier(self) -> None:
         """Return once every rank has called it. Timeout, PeerFailure."""
-        number, self._barriers = self._barriers, self._barriers + 1
-        self.publish(f"barrier/{number}/{self.rank}", True)
-        self.collect(f"barrier/{number}")
+        self.gather("barrier", True)

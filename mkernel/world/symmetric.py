@@ -85,9 +85,10 @@ def allocate(
                 session.bind(region, peer, keys[peer])
         # A peer may put here as soon as it has the key; it must not before all are bound, so that
         # a failure above leaves nobody writing into freed memory.
-        exchange.publish(f"region/{region}/ready/{rank}", True)
-        exchange.collect(f"region/{region}/ready")
+        exchange.gather("ready", True)
         undo.pop_all()
+    for which in ("nic", f"node{own}"):  # all have read them
+        exchange.forget(f"region/{region}/{which}/{rank}")
     return SymmetricBuffer(region, nbytes, local, peers)
 
 

@@ -277,16 +277,17 @@ def test_opening_memory_in_proc(nodes: int) -> None:
 
 
 def test_reading_messages() -> None:
-    outcomes, seen = launched(reads_all)
-    assert_undisturbed(outcomes)
-    for sealed in seen[0]:
-        for word in (b"host", b"pid", b"beat", b"cookie", b"accelerators"):
-            assert word not in sealed
+    for launch in ((reads_all,), (met_while_joining, 1, "region/0/node0/1", read, (), {})):
+        outcomes, seen = launched(*launch)
+        assert_undisturbed(outcomes)
+        for sealed in seen[0]:
+            for word in (b"host", b"pid", b"beat", b"cookie", b"accelerators"):
+                assert word not in sealed
 
 
 def reads_all() -> Outcome:
     _, prefix = where()
-    names = ("nonce/0", "hello/0", "heartbeat/0", "topology/0", "region/0/node0/0")
+    names = ("nonce/0", "hello/0", "heartbeat/0", "topology/0")
     return met_and_works(read, *(f"{prefix}/{name}" for name in names))
 
 
