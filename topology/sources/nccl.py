@@ -23,7 +23,7 @@ from mkernel.topology.model import (
     Nic,
     NumaNode,
 )
-from mkernel.topology.sources import kinds, nvlink, pci
+from mkernel.topology.sources import kinds, pci
 from mkernel.topology.sources.cpu import parse_cpu_mask
 from mkernel.topology.sources.findings import Findings, Notes
 from mkernel.topology.sources.xml import BusIds, Element, Place
@@ -206,7 +206,7 @@ class _Host:
                     end = self._end(link, accelerators)
                     if end is not None and end != own:
                         counts[kind, end] += _count(link)
-            rate = nvlink.link_gbs(one.gpu.number("sm"))
+            rate = kinds.nvlink_gbs(one.gpu.number("sm"))
             for (kind, end), count in (+counts).items():
                 gbs = round(rate * count, 3) if rate and kind == "nvlink" else None
                 link_ = FabricLink(kind=kind, ends=(own, end), count=count, gbs=gbs)

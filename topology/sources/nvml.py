@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mkernel.topology.model import FABRIC_HOST, FABRIC_SWITCH, Accelerator, FabricLink
-from mkernel.topology.sources import kinds, nvlink, pci
+from mkernel.topology.sources import kinds, pci
 from mkernel.topology.sources.findings import Findings, Notes
 
 SOURCE = "nvml"
@@ -127,7 +127,7 @@ def _fabric(
             continue
         try:
             major, minor = library.nvmlDeviceGetCudaComputeCapability(handle)
-            rate = nvlink.link_gbs(10 * major + minor)
+            rate = kinds.nvlink_gbs(10 * major + minor)
         except Exception as error:
             notes.add(f"{gpu.id}: generation of its NVLinks is unknown: {error}")
             rate = None

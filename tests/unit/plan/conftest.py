@@ -26,3 +26,10 @@ def hopper_is_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         native.cache_clear()
     else:
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans do not depend on who runs the tests."""
+    for name in ("ACCELERATOR", "NIC", "VERBS", "PATH", "CONSTANTS"):
+        monkeypatch.delenv(f"MKERNEL_{name}", raising=False)

@@ -30,12 +30,6 @@ def machine(
     return worlds(*[node((SIM, *gpus), (SOFT, *ports))] * nodes)
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ACCELERATOR", "NIC", "VERBS", "PATH"):
-        monkeypatch.delenv(f"MKERNEL_{name}", raising=False)
-
-
 def run(tmp_path: Path, *flags: str, world: Topology | None = None, nodes: int = 16) -> str:
     file = tmp_path / "machine.json"
     file.write_text((world or machine()).model_dump_json())

@@ -27,12 +27,6 @@ def planned(file: Path, *flags: str, nodes: int = 16) -> PlanReport:
     return report
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ACCELERATOR", "NIC", "VERBS", "PATH", "CONSTANTS"):
-        monkeypatch.delenv(f"MKERNEL_{name}", raising=False)
-
-
 @P5
 def test_p5_stripes_over_four_rails_below_the_own_switch(name: str, tmp_path: Path) -> None:
     made = planned(machine_file(name, tmp_path)).plan
