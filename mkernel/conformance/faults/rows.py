@@ -63,7 +63,7 @@ def forwards(contract: type) -> Callable[[type[Wrapper]], type[Wrapper]]:
                 continue
             if inspect.isfunction(member):
                 setattr(cls, name, method(name))
-            elif isinstance(member, property):
+            elif isinstance(member, property | classmethod):
                 setattr(cls, name, property(attrgetter(f"inner.{name}")))
         return update_abstractmethods(cls)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.conformance import planted
 from mkernel.conformance.check import Check
+from mkernel.conformance.faults.altering import Honest
 from mkernel.conformance.kit import Kit
 from mkernel.errors import ShapeError, Unsupported
 from mkernel.harness.outcome import CheckFailed, CheckSkipped, HarnessError
+from mkernel.plan.schedule import Schedule
 
 
 @pytest.mark.parametrize(
@@ -35,3 +40,16 @@ def test_only_the_checks_own_judgement_counts(
     monkeypatch.setattr(planted, "kit_for", lambda *arguments, **options: kit)
     (row,) = planted.judge_one("mkernel.conformance.faults:Fault", ["shapes"])
     assert row.caught == caught, row.message
+
+
+def test_a_wrapper_schedules_as_what_it_wraps() -> None:
+    """Its plans are the wrapped backend's, whose launches read them."""
+
+    class Scheduling(StreamsAccelerator):
+        @classmethod
+        def schedule(cls, plan: Any) -> Schedule:
+            return Schedule(kind="tests.wrapped")
+
+    wrapper = Honest()
+    wrapper.inner = Scheduling()
+    assert wrapper.schedule(None) == Schedule(kind="tests.wrapped")  # type: ignore[arg-type]
