@@ -31,11 +31,14 @@ def ranks(world: int, function: Any, *arguments: Any) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=needs_gpus(4))])  # NCCL shares none
+@pytest.mark.parametrize(
+    "world", [pytest.param(count, marks=needs_gpus(count)) for count in (2, 4)]
+)
 @pytest.mark.parametrize("copies", [0, 1])
 def test_the_setting_chooses_who_moves_the_bytes(
     world: int, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without copies NCCL does, which takes no two ranks on a device."""
     monkeypatch.setenv("MKERNEL_STREAMS_COPIES", str(copies))
     shapes = [Shape(op, 512, 264, 320) for op in OPS]
     puts = (1 + 1 + 2) * (world - 1) * copies
