@@ -52,7 +52,7 @@ def checked(world: World, signature: Hashable, check: Callable[[], T]) -> T:
 
     Only what passed is remembered: a wrong call is checked, and refused in the same words, each time.
     """
-    found: T | None = world.checked.get(signature)
+    found: T | None = world.checked[signature]
     if found is None:
         found = world.checked[signature] = check()
     return found
@@ -75,7 +75,7 @@ def plan_for(
     cost more than a small message.
     """
     key = (op, *sizes.items(), dtype, out_dtype, b_layout, repr(chunk), path)
-    found = world.planned.get(key)
+    found = world.planned[key]
     if found is None:
         capabilities = world.accelerator.capabilities()
         selection.require_op(world.backends.accelerator, capabilities, op)

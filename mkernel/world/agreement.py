@@ -8,6 +8,7 @@ from typing import Any
 
 from mkernel.errors import PlanMismatch
 from mkernel.plan.model import LaunchPlan, first_difference
+from mkernel.plan.recent import Recent
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.memory import Place
@@ -23,7 +24,7 @@ class Agreement:
     def __init__(self, exchange: Exchange, failure: FailureMonitor) -> None:
         self._exchange = exchange
         self._failure = failure
-        self._agreed: set[str] = set()
+        self._agreed: Recent[str, bool] = Recent()  # what is not kept is agreed on again
         self._lately: OrderedDict[str, dict[str, Any]] = OrderedDict()  # what was told of calls
 
     def enter(self, plan: LaunchPlan, places: Mapping[str, Place]) -> int:
@@ -35,7 +36,7 @@ class Agreement:
         """
         number = self._failure.call[0] + 1
         key = _key(plan, places) if places else plan.digest()
-        known = key in self._agreed
+        known = self._agreed[key] is not None
         # Until a rank has agreed its heartbeat shows no plan: its message in the agreement names it.
         self._failure.call = (number, key if known else "")
         if not known:
@@ -62,7 +63,7 @@ class Agreement:
         for rank in range(self._exchange.size):
             if keys[rank] != keys[0]:
                 self._refuse(rank, keys[0], keys[rank], first_rank=0)
-        self._agreed.add(key)
+        self._agreed[key] = True
         if (
             self._lately and not self._exchange.rank
         ):  # who is in this agreement has read the last one

@@ -16,6 +16,7 @@ from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import HostPages
 from mkernel.errors import ArgumentError, NicError
 from mkernel.plan.model import LaunchPlan
+from mkernel.plan.recent import Recent
 from mkernel.world import symmetric
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
@@ -62,7 +63,8 @@ class SymmetricHeap:
         self._failure = failure
         self._regions = 0
         self._signals_taken = 0
-        self._plans: dict[str, PlanState] = {}
+        self._plans: dict[str, PlanState] = {}  # with memory or signals of their own
+        self._sharing: Recent[str, PlanState] = Recent()  # with none: they can be adopted again
         self._shared: SymmetricBuffer | None = None
         self._host_only: SymmetricBuffer | None = None
         self._users: list[SymmetricBuffer] = []
@@ -145,7 +147,8 @@ class SymmetricHeap:
 
     def of_plan(self, plan: LaunchPlan) -> PlanState:
         """What a plan holds. Its first call, on which all ranks agree, allocates it: collective."""
-        return self._plans.get(plan.digest()) or self._adopt(plan)
+        digest = plan.digest()
+        return self._plans.get(digest) or self._sharing[digest] or self._adopt(plan)
 
     def _adopt(self, plan: LaunchPlan) -> PlanState:
         needs = self._accelerator.workspace(plan)
@@ -162,7 +165,9 @@ class SymmetricHeap:
             rank: PeerMemory(self._pad.peers[rank].address, memory.address)
             for rank, memory in buffer.peers.items()
         }
-        state = self._plans[plan.digest()] = PlanState(buffer, peers, base)
+        state = PlanState(buffer, peers, base)
+        kept = self._sharing if needs.shared and not needs.signals else self._plans
+        kept[plan.digest()] = state
         return state
 
     def _workspace(self, needs: Workspace) -> SymmetricBuffer:

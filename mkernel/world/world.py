@@ -13,6 +13,7 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.plan.model import LaunchPlan
+from mkernel.plan.recent import Recent
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
 from mkernel.world.calls import CallRecord, Calls
@@ -54,8 +55,8 @@ class World:
         self.identity = identity
         self.backends = backends
         self.settings = settings
-        self.planned: dict[Hashable, LaunchPlan] = {}
-        self.checked: dict[Hashable, Any] = {}
+        self.planned: Recent[Hashable, LaunchPlan] = Recent()
+        self.checked: Recent[Hashable, Any] = Recent()
         self._key = key
         self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)
         self._exchange = Exchange(self._failure)

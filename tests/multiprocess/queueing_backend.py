@@ -60,6 +60,13 @@ class Queueing(StreamsAccelerator):
         return self.recorded
 
 
+class Wordless(Queueing):
+    """Plans need nothing but the memory that they share."""
+
+    def workspace(self, plan: LaunchPlan) -> Workspace:
+        return Workspace(nbytes=1000 * plan.gemm.m, signals=0, shared=True)
+
+
 class Unshared(Queueing):
     """Every plan has a workspace of its own."""
 

@@ -10,6 +10,7 @@ from stranger import where
 from torch.distributed import TCPStore
 
 import mkernel
+from mkernel.plan.recent import Recent
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -36,3 +37,36 @@ def test_the_store_forgets_what_every_rank_has_read(accelerator: str, nodes: int
     options: dict[str, Any] = {"nodes": nodes, "ranks_per_node": 2 // nodes}
     for few, many in mkernel.launch(keys_after, (5, 40), accelerator=accelerator, **options):
         assert many <= few + 4  # a rank may be about to delete what it told last
+
+
+FEW = 8
+
+
+def kept_after(shapes: int) -> tuple[list[int], float]:
+    """How much a rank keeps after calls of so many shapes, twice each, and the largest error."""
+    world = mkernel.world()
+    recents: list[Recent[Any, Any]] = [
+        world.planned, world.checked, world._calls._agreement._agreed,
+        world._membership.heap._sharing,
+    ]  # fmt: skip
+    for recent in recents:
+        recent.most = FEW
+    wrong = 0.0
+    for _ in range(2):
+        for rows in range(1, shapes + 1):
+            a = torch.full((world.size * rows, 16), float(rows))
+            out = mkernel.gemm_all_reduce(a, torch.ones(16, 16))
+            mkernel.synchronize()
+            wrong = max(wrong, float((out - world.size * 16 * rows).abs().max()))
+    assert not world._membership.heap._plans
+    return [recent.kept() for recent in recents], wrong
+
+
+def test_a_world_keeps_the_last_shapes_only() -> None:
+    """A shape that comes back is planned, agreed on and given its workspace again."""
+    name = "queueing_backend:Wordless"
+    found = mkernel.launch(kept_after, 5 * FEW, accelerator=name, ranks_per_node=2)
+    assert found == [([*kept], 0.0) for kept, _ in found]
+    for kept, _ in found:
+        assert max(kept) <= 2 * FEW
+        assert min(kept) >= FEW

@@ -19,6 +19,7 @@ from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.backends.cuda.native import ARCHITECTURE
 from mkernel.errors import ArgumentError, BackendUnavailable
+from mkernel.plan.recent import Recent
 from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
@@ -88,9 +89,7 @@ class DeviceSession:
         self._current = torch.cuda.device(index)  # entered around calls; made once
         self._order: _hopper.CallOrder = made.CallOrder(index)
         self._context = DispatchContext(index, self._order, self.control.address)
-        self._calls: dict[
-            str, Executor
-        ] = {}  # by the plan's digest: it has one workspace in a world
+        self._calls: Recent[tuple[str, int], Executor] = Recent()  # by plan and workspace
         self._used = False
 
     def close(self, timeout_s: float) -> bool:
@@ -135,10 +134,10 @@ class DeviceSession:
         self._used = True
         # As torch's own compiler asks: torch.cuda.current_stream makes an object for it, in 4 us.
         stream: int = torch._C._cuda_getCurrentRawStream(self.index)
-        digest = call.plan.digest()
-        calls = self._calls.get(digest)
+        key = (call.plan.digest(), call.workspace)
+        calls = self._calls[key]
         if calls is None:
-            calls = self._calls[digest] = executor_of(call.plan)(call, self._context)
+            calls = self._calls[key] = executor_of(call.plan)(call, self._context)
         events = None
         if call.timed and not torch.cuda.is_current_stream_capturing():
             events = (_timer(), _timer())

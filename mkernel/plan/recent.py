@@ -1,0 +1,42 @@
+"""What is kept of the shapes that a world has met: those of its last calls."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MOST = 1024
+"""Shapes that are kept for certain; up to twice as many are."""
+
+
+class Recent(dict[K, V | None]):
+    """The values of the keys used last: of the last ``most`` different ones at least, of twice as
+    many at most. A key that is not kept has the value None.
+
+    Two generations: what is used comes into the younger; when that is full the older goes, and the
+    younger becomes the older. So what is kept is found as fast as in a dict, and what goes depends on
+    the order of uses alone, which is the same on every rank.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        super().__init__()
+        self.most = most
+        self._before: dict[K, V | None] = {}
+
+    def __missing__(self, key: K) -> V | None:
+        found = self._before.pop(key, None)
+        if found is not None:
+            self[key] = found
+        return found
+
+    def __setitem__(self, key: K, value: V | None) -> None:
+        if len(self) >= self.most and key not in self:
+            self._before = dict(self)
+            self.clear()
+        super().__setitem__(key, value)
+
+    def kept(self) -> int:
+        """How many values there are."""
+        return len(self) + len(self._before)

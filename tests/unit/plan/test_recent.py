@@ -1,0 +1,28 @@
+"""What is kept of the shapes that a world has met."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mkernel.plan.recent import Recent
+
+
+@given(st.lists(st.integers(0, 12)), st.integers(1, 5))
+def test_the_last_ones_are_kept_and_not_many_more(uses: list[int], most: int) -> None:
+    recent: Recent[int, str] = Recent(most)
+    for turn, key in enumerate(uses):
+        lately = list(dict.fromkeys(reversed(uses[:turn])))[:most]  # different, the latest first
+        found = recent[key]
+        assert found in (None, str(key))
+        assert found is not None or key not in lately
+        if found is None:
+            recent[key] = str(key)
+        assert recent.kept() <= 2 * most
+
+
+def test_a_new_value_for_a_kept_key_drops_nothing() -> None:
+    recent: Recent[int, str] = Recent(2)
+    for key in (1, 2, 2, 2):
+        recent[key] = str(key)
+    assert (recent[1], recent[2], recent.kept()) == ("1", "2", 2)
