@@ -51,3 +51,15 @@ def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         mkernel.launch(
             os.getpid, ranks_per_node=torch.cuda.device_count() + 1, accelerator="hopper"
         )
+
+
+def test_memory_does_not_grow_with_the_shapes_met() -> None:
+    """What the host keeps of shapes is that of the last 1024 to 2048."""
+    for first, *later in mkernel.launch(
+        world_ranks.after_shapes, (1000, 4000, 20_000), ranks_per_node=2, accelerator="hopper",
+        timeout_s=30,
+    ):  # fmt: skip
+        for device, host in later:
+            assert device - first[0] <= 32 << 20
+            assert host - first[1] <= 64 << 20
+        assert later[1][1] - later[0][1] <= 8 << 20

@@ -3,7 +3,11 @@ device of a rank that has not used any."""
 
 from __future__ import annotations
 
+import random
+import resource
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch.distributed import TCPStore
@@ -64,3 +68,37 @@ def rounds(port: int) -> list[int]:
 
 def _store(port: int) -> TCPStore:
     return TCPStore("127.0.0.1", port, wait_for_workers=False)
+
+
+LARGEST, STEP = 512, 8
+
+
+def after_shapes(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Bytes in use on the device, and by this process on the host, after calls of so many different
+    shapes, the largest first; each call's result is looked at."""
+    world, draw = mkernel.world(), random.Random(7)
+    device = torch.device("cuda", torch.cuda.current_device())
+    ones = torch.ones(LARGEST * LARGEST, dtype=torch.bfloat16, device=device)
+    results = torch.empty_like(ones)
+    wrong = torch.zeros(1, device=device)
+    steps = range(STEP, LARGEST + STEP, STEP)
+    sizes = {(LARGEST, LARGEST, LARGEST): None}
+    while len(sizes) < counts[-1]:
+        sizes[draw.choice(steps), draw.choice(steps), draw.choice(steps)] = None
+    ops = (mkernel.all_gather_gemm, mkernel.gemm_reduce_scatter, mkernel.gemm_all_reduce)
+    found = []
+    for number, (m, n, k) in enumerate(sizes, 1):
+        op = ops[number % len(ops)]
+        gathers, scatters = op is mkernel.all_gather_gemm, op is mkernel.gemm_reduce_scatter
+        a = ones[: m * k].view(m, k)[: m // world.size if gathers else m]
+        out = results[: m * n].view(m, n)[: m // world.size if scatters else m]
+        op(a, ones[: k * n].view(k, n), out=out.fill_(float("nan")))
+        wrong += ~(out == (k if gathers else k * world.size)).all()
+        if number in counts:
+            assert not wrong.item(), f"{wrong.item():.0f} of {number} results are wrong"
+            world.barrier()
+            free, there = torch.cuda.mem_get_info(device)
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            found.append((there - free, pages * resource.getpagesize()))
+            world.barrier()
+    return found
