@@ -15,6 +15,7 @@ import torch
 from torch.distributed import TCPStore
 
 import mkernel
+from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Outcome, compare
 from mkernel.cases.comparison import compare_exact
 
@@ -92,9 +93,9 @@ class Judge:
         world = mkernel.world()
         return self.case.reference(world.rank, world.size, iteration)
 
-    def __call__(self, iteration: int) -> list[str]:
+    def __call__(self, iteration: int, view: View = "pipelined") -> list[str]:
         """One call with fresh inputs; what is wrong with its results."""
-        return self.problems(self.case.run(self.inputs(iteration)), iteration)
+        return self.problems(self.case.run(self.inputs(iteration), view=view), iteration)
 
     def problems(self, outcome: Outcome, iteration: int) -> list[str]:
         """What is wrong with the results of a finished call, as they are now: what comes later came
@@ -201,8 +202,8 @@ def each_case(
     return [found for case in cases for found in look(case, *arguments)]
 
 
-def judge_calls(case: Case, calls: int) -> Iterator[str]:
+def judge_calls(case: Case, calls: int, view: View = "pipelined") -> Iterator[str]:
     """Call a case some times with fresh inputs; what was wrong."""
     judge = Judge(case)
     for iteration in range(calls):
-        yield from judge(iteration)
+        yield from judge(iteration, view)

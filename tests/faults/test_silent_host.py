@@ -79,7 +79,8 @@ def call() -> None:
 
 
 def say(told: dict[str, Any]) -> None:
-    print(json.dumps(told), flush=True)
+    sys.stdout.write(json.dumps(told) + "\n")  # at once: the ranks of a host share the pipe
+    sys.stdout.flush()
 
 
 # ---- the test's own process ----------------------------------------------------------------------

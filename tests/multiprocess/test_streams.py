@@ -17,7 +17,7 @@ from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, case_of
-from mkernel.conformance.ranks import Judge, give_up_after, judge_all
+from mkernel.conformance.ranks import Judge, each_case, give_up_after, judge_calls
 from mkernel.errors import PeerFailure, Timeout, Unsupported
 from mkernel.plan.shapes import SHAPES
 
@@ -46,7 +46,7 @@ def sizes(op: str, world: int) -> dict[str, int]:
 def check(cases: Sequence[Case], ranks: int, view: View = "pipelined") -> None:
     """Every case passes on every rank of a world."""
     found = mkernel.launch(
-        judge_all, cases, 3, (view,),
+        each_case, judge_calls, cases, 3, view,
         ranks_per_node=ranks, accelerator="streams", timeout_s=DEADLINE_S,
     )  # fmt: skip
     assert found == [[]] * ranks

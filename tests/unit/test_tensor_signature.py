@@ -11,6 +11,7 @@ import torch
 
 from mkernel.errors import ShapeError
 from mkernel.ops.common import checked, tensor_signature
+from mkernel.plan.recent import Recent
 
 PLAIN = torch.zeros(64, 64)
 
@@ -39,7 +40,7 @@ def test_what_checks_do_not_see_is_alike() -> None:
 
 
 def test_only_what_passed_is_remembered() -> None:
-    world: Any = SimpleNamespace(checked={})
+    world: Any = SimpleNamespace(checked=Recent())
     seen: list[str] = []
 
     def refuse() -> str:

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import (
     GatherSchedule,
     LibrarySchedule,
@@ -21,6 +20,11 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice, measured_engines
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, LaunchPlan
+
+FLAGS = 114_688
+"""Flags of a workspace, one a chunk of each rank; as in device/workspace.cuh."""
+COPIED_CHUNKS = 16
+"""Copy engines move at most so many chunks: there are so many copies of the epoch for them."""
 
 ELEMENT_BYTES = 2
 TILE_ROWS = 128
@@ -107,7 +111,7 @@ def schedule(plan: LaunchPlan) -> GatherSchedule | ReduceSchedule | LibrarySched
     """How a plan runs; None: it has several nodes, and cannot."""
     if plan.nodes > 1:
         return None
-    made, shape, world = native(), plan.gemm, plan.world_size
+    shape, world = plan.gemm, plan.world_size
     processors = plan.resources.compute_blocks
     if plan.path == "library":
         return library(plan.op, shape, plan.dtype, world)
@@ -115,8 +119,7 @@ def schedule(plan: LaunchPlan) -> GatherSchedule | ReduceSchedule | LibrarySched
         return reduce(plan.op, shape.m, shape.n, shape.k, world, processors)
     rows = shape.m // world
     chunk = plan.rows_per_chunk or rows
-    flags, copied = made.MAX_FLAGS, made.MAX_COPIED_CHUNKS
-    return gather(rows, shape.n, shape.k, world, chunk, processors, flags, copied)
+    return gather(rows, shape.n, shape.k, world, chunk, processors)
 
 
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
@@ -131,13 +134,10 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
     return "wide"
 
 
-def gather(
-    rows: int, n: int, k: int, world: int, chunk: int, processors: int, flags: int, copied: int
-) -> GatherSchedule:
-    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned. A workspace has ``flags`` flags;
-    copy engines take at most ``copied`` chunks."""
+def gather(rows: int, n: int, k: int, world: int, chunk: int, processors: int) -> GatherSchedule:
+    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned."""
     tiles = tiling(rows, world, n, k, processors)
-    chunk = max(chunk, _up(rows, flags // world))
+    chunk = max(chunk, _up(rows, FLAGS // world))
     if world == 1:
         return GatherSchedule(tiling=tiles, chunk_rows=rows, push_blocks=0, band=BAND)
     engines, nbytes = measured_engines(), rows * k * ELEMENT_BYTES
@@ -151,7 +151,7 @@ def gather(
         work, by_blocks, processors - PUSH_BLOCKS
     ):
         blocks = 0  # their part of the product, or the last rows, would be later
-    if _up(rows, chunk) > copied:
+    if _up(rows, chunk) > COPIED_CHUNKS:
         blocks = PUSH_BLOCKS
     put = by_blocks if blocks else by_engines
     ahead = _columns_ahead(work, (world - 1) * put.microseconds, processors - blocks)

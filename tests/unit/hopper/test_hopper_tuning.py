@@ -10,11 +10,11 @@ from mkernel.backends.accelerators.hopper import gemm, native, tuning
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, TilingName
 from mkernel.errors import BackendUnavailable, Unsupported
 
-FLAGS, COPIED, PROCESSORS = 122_880, 16, 132
+PROCESSORS = 132
 
 
 def gathered(rows: int, n: int, k: int, world: int, chunk: int) -> GatherSchedule:
-    return tuning.gather(rows, n, k, world, chunk, PROCESSORS, FLAGS, COPIED)
+    return tuning.gather(rows, n, k, world, chunk, PROCESSORS)
 
 
 def by_copy_engines(tiling: TilingName, rows: int, slices: int = 1) -> GatherSchedule:
@@ -72,10 +72,10 @@ def test_a_planned_chunk_is_kept_while_there_are_flags() -> None:
     assert gathered(4096, 1024, 4096, 4, 1024) == by_copy_engines("wide", 1024)
     many = gathered(4096, 1024, 4096, 4, 255)  # more chunks than copy engines take
     assert (many.chunk_rows, many.push_blocks) == (255, tuning.PUSH_BLOCKS)
-    for rows, world in ((1 << 20, 4), (100_003, 8), (30_720, 4)):
+    for rows, world in ((1 << 20, 4), (100_003, 8), (28_672, 4)):
         chunk = gathered(rows, 64, 64, world, 1).chunk_rows
-        assert -(-rows // chunk) * world <= FLAGS
-    assert gathered(30_720, 64, 64, 4, 1).chunk_rows == 1
+        assert -(-rows // chunk) * world <= tuning.FLAGS
+    assert gathered(28_672, 64, 64, 4, 1).chunk_rows == 1
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
@@ -142,6 +142,10 @@ def test_the_workspace_holds_all_shards(made: Any) -> None:
     assert whole == made.DATA_OFFSET + 4 * 1024 * 512 * 2
     with pytest.raises(ValueError, match="flags"):
         made.all_gather_gemm_bytes(4, made.AllGatherSchedule(made.MAX_FLAGS, 1), 8)
+
+
+def test_limits_are_those_of_the_kernels(made: Any) -> None:
+    assert (tuning.FLAGS, tuning.COPIED_CHUNKS) == (made.MAX_FLAGS, made.MAX_COPIED_CHUNKS)
 
 
 def test_wrong_arguments_are_named(made: Any) -> None:
