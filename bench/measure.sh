@@ -9,11 +9,13 @@
 #   random   drawn shapes, eager and as CUDA graphs          hopper_random_2.json
 #   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
 #                                                            transfer.json
+#   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
+#              OLD: where that one is installed, by `pip install --target`
 # RESULTS: where files are written [bench/results]. MKERNEL_COMMIT: which commit this tree is, where there is
 # no git to ask. Exit code 0 only if every result was right, every test passed and every bar was met.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-results=${RESULTS:-bench/results}
+results=$(realpath -m "${RESULTS:-bench/results}")
 commit=(${MKERNEL_COMMIT:+--commit "$MKERNEL_COMMIT"})
 outcome=0
 
@@ -87,10 +89,21 @@ for part in "$@"; do
             --peers mkernel-fused
         bench streams_cuda_2 ag_gemm --ranks 2 --accelerator streams --iterations 10 "${peers[@]}"
         run python bench/transfer.py
-        [ "$results" = bench/results ] || cp bench/results/transfer.json "$results/"
+        [ "$results" = "$PWD/bench/results" ] || cp bench/results/transfer.json "$results/"
+        ;;
+    alternate)
+        mkdir -p "$results/two_commits"
+        for turn in 1 2 3; do
+            one=("${layers[@]}" --iterations 7 --warmup 2 --peers none)
+            (cd / && PYTHONPATH="${OLD:?}:${PYTHONPATH:-}" python -m mkernel bench "${one[@]}" \
+                --json "$results/two_commits/old_$turn.json" --commit old) || outcome=1
+            bench "two_commits/new_$turn" "${one[@]}"
+        done
+        run python bench/two_commits.py --old "$results"/two_commits/old_*.json \
+            --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, parts" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, parts, alternate" >&2
         exit 2
         ;;
     esac
