@@ -166,7 +166,8 @@ class SymmetricHeap:
             for rank, memory in buffer.peers.items()
         }
         state = PlanState(buffer, peers, base)
-        kept = self._sharing if needs.shared and not needs.signals else self._plans
+        own = needs.signals or (needs.nbytes and not needs.shared)
+        kept = self._plans if own else self._sharing
         kept[plan.digest()] = state
         return state
 

@@ -62,9 +62,9 @@ def kept_after(shapes: int) -> tuple[list[int], float]:
     return [recent.kept() for recent in recents], wrong
 
 
-def test_a_world_keeps_the_last_shapes_only() -> None:
+@pytest.mark.parametrize("name", ["queueing_backend:Wordless", "streams"])
+def test_a_world_keeps_the_last_shapes_only(name: str) -> None:
     """A shape that comes back is planned, agreed on and given its workspace again."""
-    name = "queueing_backend:Wordless"
     found = mkernel.launch(kept_after, 5 * FEW, accelerator=name, ranks_per_node=2)
     assert found == [([*kept], 0.0) for kept, _ in found]
     for kept, _ in found:
