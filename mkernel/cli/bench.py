@@ -40,9 +40,25 @@ from mkernel.topology.model import Model
 _WIDTH = 230
 _CPU_RANKS = 2
 _MODELLED_RANKS = 4
+_MODELLED_BY = frozenset(
+    (
+        "op",
+        "ranks",
+        "shapes_",
+        "dtype",
+        "layout",
+        "accelerator",
+        "table",
+        "machine",
+        "json",
+        "timeout",
+    )
+)
+"""Parameters that ``--model-only`` heeds; none of the others may be given with it."""
 
 
 def command(
+    context: typer.Context,
     op: Annotated[
         str | None,
         typer.Argument(help="an op, several separated by commas, or all [the GEMM ops]"),
@@ -154,6 +170,7 @@ def command(
         raise ArgumentError("--dtype", repr(dtype), f"one of: {', '.join(DTYPES)}")
     check_timeout("--timeout", timeout)
     if model_only:
+        _refuse_unheeded(context)
         _model(
             console,
             names,
@@ -244,6 +261,17 @@ def _progress(console: Console) -> Iterator[Callable[[str], None]]:
             yield status.update
     else:
         yield lambda done: typer.echo(done, err=True)
+
+
+def _refuse_unheeded(context: typer.Context) -> None:
+    """ArgumentError for an option that has no meaning where nothing is run."""
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and name not in {*_MODELLED_BY, "model_only"}:
+            value = context.params[name]
+            raise ArgumentError(parameter.opts[0], value, "nothing: --model-only runs no processes")
 
 
 def _model(

@@ -96,6 +96,8 @@ def test_the_machine_is_the_callers(tmp_path: Path) -> None:
         (("--table", "a9"), ArgumentError, "--table = 'a9' .* one of: a3"),
         (("--accelerator", "streams"), ArgumentError, "--accelerator = streams .* ascend"),
         (("--machine", "absent.json"), InputFileError, r"absent\.json: No such file"),
+        (("--nodes", "2"), ArgumentError, "--nodes = 2 .* expected nothing: --model-only"),
+        (("--mode", "graph"), ArgumentError, "--mode = graph .* expected nothing: --model-only"),
     ],
 )
 def test_wrong_options_are_named(
