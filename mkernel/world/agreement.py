@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +13,8 @@ from mkernel.world.failure import FailureMonitor
 from mkernel.world.memory import Place
 
 MOST_TEXTS = 256
-"""Calls whose plans a rank keeps as text, to name the field that differs where a peer is still in one
-of them; of older ones it names the digest."""
+"""Calls whose plans a rank keeps as text, at least, to name the field that differs where a peer is
+still in one of them; of older ones it names the digest."""
 
 
 class Agreement:
@@ -25,7 +24,8 @@ class Agreement:
         self._exchange = exchange
         self._failure = failure
         self._agreed: Recent[str, bool] = Recent()  # what is not kept is agreed on again
-        self._lately: OrderedDict[str, dict[str, Any]] = OrderedDict()  # what was told of calls
+        self._lately: Recent[str, dict[str, Any]] = Recent(MOST_TEXTS)  # what was told of calls
+        self._last = ""  # the key of the agreement before, whose text lies in the store
 
     def enter(self, plan: LaunchPlan, places: Mapping[str, Place]) -> int:
         """Begin the next call, which every rank makes alike; returns its number. PlanMismatch.
@@ -64,17 +64,15 @@ class Agreement:
             if keys[rank] != keys[0]:
                 self._refuse(rank, keys[0], keys[rank], first_rank=0)
         self._agreed[key] = True
-        if (
-            self._lately and not self._exchange.rank
-        ):  # who is in this agreement has read the last one
-            self._exchange.forget(f"plans/{next(reversed(self._lately))}")
+        # Whoever is in this agreement has read the last one.
+        if self._last and self._exchange.rank == 0:
+            self._exchange.forget(f"plans/{self._last}")
+        self._last = key
         self._lately[key] = told
-        if len(self._lately) > MOST_TEXTS:
-            self._lately.popitem(last=False)
 
     def _refuse(self, rank: int, ours: str, theirs: str, first_rank: int | None = None) -> None:
         mine, other = (
-            self._lately.get(key) or self._exchange.peek(f"plans/{key}") for key in (ours, theirs)
+            self._lately[key] or self._exchange.peek(f"plans/{key}") for key in (ours, theirs)
         )
         found = first_difference(mine, other) or ("digest", ours, theirs)
         one = self._exchange.rank if first_rank is None else first_rank

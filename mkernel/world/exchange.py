@@ -55,7 +55,8 @@ class Exchange:
         self._turns[topic] += 1
         self.publish(f"{topic}/{turn}/{self.rank}", value)
         told = self.collect(f"{topic}/{turn}", check=check)
-        self.forget(f"{topic}/{turn - 1}/{self.rank}")
+        if turn:
+            self.forget(f"{topic}/{turn - 1}/{self.rank}")
         return told
 
     def forget(self, key: str) -> None:
