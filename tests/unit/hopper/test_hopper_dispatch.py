@@ -7,16 +7,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from gpu_plans import gpu_plan
+from hopper_calls import CONTEXT, last_rank
 
 from mkernel.backends.accelerators.hopper import gemm, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import FUSED
-from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
-from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import BackendUnavailable
 from mkernel.plan.model import LaunchPlan
 
@@ -24,7 +21,6 @@ STARTS = (
     "push_rows", "all_gather_gemm", "gemm_reduce", "rendezvous", "copy", "reduce_scatter",
     "all_reduce",
 )  # fmt: skip
-WORKSPACES = (1 << 21, 1 << 30)
 MAIN = 5
 
 
@@ -64,10 +60,6 @@ class Recorder:
         return start
 
 
-ORDER: Any = None
-CONTEXT = DispatchContext(0, ORDER, 64)
-
-
 @pytest.fixture
 def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     try:
@@ -103,32 +95,6 @@ def run(
     FUSED[made.op](call, CONTEXT).start(call, MAIN)
     assert FUSED[made.op].workspace_bytes(made) >= 1 << 20
     return list(queued)
-
-
-def last_rank(
-    made: LaunchPlan, view: View, *, gathered: bool, symmetric: bool, offset: int
-) -> Call:
-    """Its call, number 1. ``offset``: of the tensors, in elements."""
-    shape, world = made.gemm, made.world_size
-    gathers = made.op == "all_gather_gemm"
-    scatters = made.op == "gemm_reduce_scatter"
-    sizes = {
-        "a": (shape.m // world if gathers else shape.m, shape.k),
-        "b": (shape.k, shape.n),
-        "out": (shape.m // world if scatters else shape.m, shape.n),
-    }
-    if gathered:
-        sizes["gathered"] = (shape.m, shape.k)
-    tensors = {}
-    for name, (rows, columns) in sizes.items():
-        flat = torch.zeros(rows * columns + 8, dtype=torch.bfloat16)
-        tensors[name] = flat[offset : offset + rows * columns].view(rows, columns)
-    return Call(
-        plan=made, rank=world - 1, tensors=tensors, epoch=1, number=1, pad=0,
-        workspace=WORKSPACES[world - 1], signal_base=0,
-        peers={0: PeerMemory(0, WORKSPACES[0])} if world > 1 else {}, region=0, fifo=0, timeout_s=1.0,
-        view=view, symmetric={"out": (1 << 31, 1 << 32)} if symmetric else {},
-    )  # fmt: skip
 
 
 def test_all_gather_gemm(queued: list[str]) -> None:

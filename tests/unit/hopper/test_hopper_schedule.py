@@ -7,23 +7,19 @@ from typing import Any
 import pytest
 import torch
 from gpu_plans import gpu_plan
+from hopper_calls import CONTEXT, last_rank
 
 from mkernel.backends.accelerators.hopper import dispatch, gemm, library, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import (
     GatherSchedule,
     LibrarySchedule,
     ReduceSchedule,
 )
-from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.schedule import Schedule
 
-WORKSPACES = (1 << 21, 1 << 30)
-ORDER: Any = None
 OTHERS: dict[type[Schedule], dict[str, Any]] = {
     GatherSchedule: {
         "tiling": "deep", "chunk_rows": 100, "push_blocks": 4, "columns_ahead": 3, "slices": 3,
@@ -94,23 +90,11 @@ def planned(op: str, path: str) -> LaunchPlan:
 
 def launched(started: Started, plan: LaunchPlan) -> list[Any]:
     """What a launch of the plan on rank 1 makes and starts, and the bytes that it needs."""
-    shape, gathers = plan.gemm, plan.op == "all_gather_gemm"
-    rows = {"a": shape.m // 2 if gathers else shape.m, "out": shape.m}
-    if plan.op == "gemm_reduce_scatter":
-        rows["out"] //= 2
-    tensors = {
-        "a": torch.zeros(rows["a"], shape.k, dtype=torch.bfloat16),
-        "b": torch.zeros(shape.k, shape.n, dtype=torch.bfloat16),
-        "out": torch.zeros(rows["out"], shape.n, dtype=torch.bfloat16),
-    }
-    call = Call(
-        plan=plan, rank=1, tensors=tensors, epoch=1, number=1, pad=0, workspace=WORKSPACES[1],
-        signal_base=0, peers={0: PeerMemory(0, WORKSPACES[0])}, region=0, fifo=0, timeout_s=1.0,
-    )  # fmt: skip
+    call = last_rank(plan)
     started.told.clear()
     executor = dispatch.executor_of(plan)
     nbytes = executor.workspace_bytes(plan)
-    executor(call, DispatchContext(0, ORDER, 64)).start(call, 5)
+    executor(call, CONTEXT).start(call, 5)
     return [nbytes, *started.told]
 
 

@@ -1,0 +1,48 @@
+"""Calls of plans for Hopper on host memory, of which nothing is started on a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.instrumented import View
+from mkernel.backends.contracts.memory import PeerMemory
+from mkernel.plan.model import LaunchPlan
+
+WORKSPACES = (1 << 21, 1 << 30)
+ORDER: Any = None
+CONTEXT = DispatchContext(0, ORDER, 64)
+
+
+def last_rank(
+    made: LaunchPlan,
+    view: View = "pipelined",
+    *,
+    gathered: bool = False,
+    symmetric: bool = False,
+    offset: int = 0,
+) -> Call:
+    """Its call, number 1. ``offset``: of the tensors, in elements."""
+    shape, world = made.gemm, made.world_size
+    gathers = made.op == "all_gather_gemm"
+    scatters = made.op == "gemm_reduce_scatter"
+    sizes = {
+        "a": (shape.m // world if gathers else shape.m, shape.k),
+        "b": (shape.k, shape.n),
+        "out": (shape.m // world if scatters else shape.m, shape.n),
+    }
+    if gathered:
+        sizes["gathered"] = (shape.m, shape.k)
+    tensors = {}
+    for name, (rows, columns) in sizes.items():
+        flat = torch.zeros(rows * columns + 8, dtype=torch.bfloat16)
+        tensors[name] = flat[offset : offset + rows * columns].view(rows, columns)
+    return Call(
+        plan=made, rank=world - 1, tensors=tensors, epoch=1, number=1, pad=0,
+        workspace=WORKSPACES[world - 1], signal_base=0,
+        peers={0: PeerMemory(0, WORKSPACES[0])} if world > 1 else {}, region=0, fifo=0, timeout_s=1.0,
+        view=view, symmetric={"out": (1 << 31, 1 << 32)} if symmetric else {},
+    )  # fmt: skip
