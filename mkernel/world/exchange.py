@@ -48,16 +48,15 @@ class Exchange:
     def gather(self, topic: str, value: Any, check: Check | None = None) -> dict[int, Any]:
         """What every rank says of a topic, each time anew. Collective. Timeout, PeerFailure.
 
-        What this rank said the time before is deleted from the store: whoever has come this far has
-        read it.
+        What this rank said two times before is deleted from the store first: every rank has come past
+        it. After the last answer nothing is asked of the store, whose host may be gone by then.
         """
         turn = self._turns[topic]
         self._turns[topic] += 1
+        if turn > 1:
+            self.forget(f"{topic}/{turn - 2}/{self.rank}")
         self.publish(f"{topic}/{turn}/{self.rank}", value)
-        told = self.collect(f"{topic}/{turn}", check=check)
-        if turn:
-            self.forget(f"{topic}/{turn - 1}/{self.rank}")
-        return told
+        return self.collect(f"{topic}/{turn}", check=check)
 
     def forget(self, key: str) -> None:
         """Delete a key from the store, if it is there."""
