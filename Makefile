@@ -28,9 +28,9 @@ test: $(VENV)/.installed $(VENV)/.example
 test-rxe: $(VENV)/.installed
 	python scripts/test_rxe.py
 
-# The native tests of NICs, of the runtime and of simulated calls under AddressSanitizer (with undefined
+# The native tests of NICs, of the transport and of simulated calls under AddressSanitizer (with undefined
 # behaviour), then ThreadSanitizer.
-SANITIZED := nics\.|runtime\.|ascend_(launch|moe|ring_attention|scheduler|races)
+SANITIZED := nics\.|transport\.|ascend_(launch|moe|ring_attention|scheduler|races)
 sanitize: $(VENV)/.dependencies
 	@for which in address thread; do \
 		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \

@@ -30,7 +30,7 @@ from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.cases import case_of
 from mkernel.harness.modelled import shapes
 from mkernel.harness.spec import GEMMS, Shape
@@ -65,9 +65,9 @@ class World:
         self._memory = ExitStack()
         self.close = self._memory.close
         space = backend.workspace(plan)
-        self._pads = [self._allocate(_runtime.pad_bytes(space.signals)) for _ in self._ranks]
+        self._pads = [self._allocate(_transport.pad_bytes(space.signals)) for _ in self._ranks]
         for pad in self._pads:
-            _runtime.pad_format(pad.address, space.signals)
+            _transport.pad_format(pad.address, space.signals)
         self._spaces = [self._allocate(max(space.nbytes, 1)) for _ in self._ranks]
 
     def _allocate(self, nbytes: int) -> SymmetricMemory:

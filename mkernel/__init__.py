@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel import errors
 
-if find_spec("mkernel.backends.runtime._runtime") is None:
+if find_spec("mkernel.backends.transport._transport") is None:
     raise errors.NotBuilt(Path(__file__).parents[1], sys.executable)
 
 from mkernel.settings import Settings

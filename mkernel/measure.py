@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import HostMemory
+from mkernel.backends.transport import _transport
 from mkernel.errors import BackendUnavailable
 from mkernel.harness.nic_ranks import NicSubject, Rank
 from mkernel.harness.outcome import CheckFailed
@@ -131,10 +131,10 @@ def _launch_us() -> float:
 
 def _through_memory(me: Rank) -> LinkFigures:
     """Signals there and back, and copies that are told of, through memory that both map."""
-    pad_bytes = _runtime.pad_bytes(_SIGNALS)
+    pad_bytes = _transport.pad_bytes(_SIGNALS)
     own = HostMemory.create(pad_bytes + _COPY_BYTES)
     try:
-        _runtime.pad_format(own.address, _SIGNALS)
+        _transport.pad_format(own.address, _SIGNALS)
         theirs = HostMemory.attach(me.exchange(own.export())[1 - me.rank])
         try:
             me.exchange()
@@ -146,8 +146,8 @@ def _through_memory(me: Rank) -> LinkFigures:
             return _figures(
                 me,
                 own.address,
-                lambda: _runtime.pad_add(theirs.address, 0, 1),
-                lambda: _runtime.pad_add(theirs.address, 1, 1),
+                lambda: _transport.pad_add(theirs.address, 0, 1),
+                lambda: _transport.pad_add(theirs.address, 1, 1),
                 copy,
                 _COPY_BYTES,
                 _COPIES,
@@ -191,7 +191,7 @@ def _figures(
     ``tell_of_copy``, signal 1 after ``nbytes`` are there."""
 
     def wait(signal: int, value: int) -> None:
-        if _runtime.pad_wait(pad, signal, value, _DEADLINE_S) != _runtime.WaitResult.ok:
+        if _transport.pad_wait(pad, signal, value, _DEADLINE_S) != _transport.WaitResult.ok:
             raise BackendUnavailable(f"rank {me.rank}: no answer within {_DEADLINE_S:g} s")
 
     round_trips = []

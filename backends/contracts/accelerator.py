@@ -22,7 +22,7 @@ from mkernel.topology.model import Accelerator, KindName
 if TYPE_CHECKING:
     import torch
 
-    from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
+    from mkernel.backends.transport._transport import AbortCode, Diagnosis
 
 
 @dataclass(slots=True)

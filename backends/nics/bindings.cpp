@@ -133,7 +133,7 @@ PYBIND11_MODULE(_nics, m) {
             [](nics::Session& s, std::uint32_t peer, std::uint32_t region, std::uint64_t local,
                std::uint64_t remote, std::uint64_t bytes, std::uint32_t signal, std::uint32_t value,
                double timeout_s) {
-                nics::PutCommand command;
+                mkernel::transport::PutCommand command;
                 command.local_offset = local;
                 command.remote_offset = remote;
                 command.bytes = bytes;

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "backends/nics/fifo_device.hpp"
+#include "backends/transport/fifo_device.hpp"
 
 namespace mkernel::nics {
 
@@ -153,7 +153,7 @@ class Nic {
 
     // Stages a put-with-signal, cut into messages the NIC takes. Whoever sees the signal sees every
     // byte of the put.
-    virtual PutResult put(const PutCommand& command, PutCursor& cursor) = 0;
+    virtual PutResult put(const transport::PutCommand& command, PutCursor& cursor) = 0;
     // Hands everything staged to the NIC.
     virtual void ring() = 0;
     // Takes completions and arrivals; returns how many. 0 once failed.

@@ -23,7 +23,8 @@ void relax() {
 
 }  // namespace
 
-Proxy::Proxy(Nic& nic, Fifo& fifo, runtime::SignalPad pad, const std::vector<int>& cpus)
+Proxy::Proxy(Nic& nic, transport::Fifo& fifo, transport::SignalPad pad,
+             const std::vector<int>& cpus)
     : nic_(nic), fifo_(fifo), pad_(pad), waiting_(fifo.device().capacity) {
     cpu_set_t set;
     CPU_ZERO(&set);
@@ -82,22 +83,22 @@ bool Proxy::halted() {
         if (!reported_) {
             reported_ = true;
             const auto failure = nic_.failure();
-            runtime::Diagnosis who;
-            who.waiter = runtime::Waiter::proxy;
+            transport::Diagnosis who;
+            who.waiter = transport::Waiter::proxy;
             who.chunk = UINT32_MAX;
             who.peer = static_cast<std::uint32_t>(failure ? failure->peer : -1);
-            pad_.abort(runtime::AbortCode::nic_error, who);
+            pad_.abort(transport::AbortCode::nic_error, who);
         }
         return true;
     }
-    return pad_.aborted() != runtime::AbortCode::none;
+    return pad_.aborted() != transport::AbortCode::none;
 }
 
 bool Proxy::post() {
     bool worked = retry();
     for (int n = 0; n < kBatch && !waiting_.full(); ++n) {
         const std::uint64_t ticket = fifo_.popped();
-        PutCommand command;
+        transport::PutCommand command;
         if (!fifo_.pop(command)) break;
         worked = true;
         PutCursor cursor;
@@ -133,12 +134,12 @@ bool Proxy::retry() {
     return worked;
 }
 
-PutResult Proxy::put(const PutCommand& command, PutCursor& cursor) {
+PutResult Proxy::put(const transport::PutCommand& command, PutCursor& cursor) {
     const PutResult result = nic_.put(command, cursor);
     if (result != PutResult::done) return result;
     bump(puts_, 1);
     bump(put_bytes_, command.bytes);
-    if (command.signal != PutCommand::kNoSignal) bump(signals_sent_, 1);
+    if (command.signal != transport::PutCommand::kNoSignal) bump(signals_sent_, 1);
     return result;
 }
 
@@ -182,12 +183,12 @@ bool Proxy::flush(std::uint64_t deadline_ns) {
     while (true) {
         const std::uint64_t seen = flushed.load(std::memory_order_seq_cst);
         if (seen >= target) return true;
-        if (nic_.failed() || pad_.aborted() != runtime::AbortCode::none) return false;
+        if (nic_.failed() || pad_.aborted() != transport::AbortCode::none) return false;
         if (stop_.load(std::memory_order_relaxed)) return false;
-        const std::uint64_t now = runtime::monotonic_ns();
+        const std::uint64_t now = transport::monotonic_ns();
         if (now >= deadline_ns) return false;
         const timespec limit{
-            0, static_cast<long>(std::min(deadline_ns - now, runtime::SignalPad::kMaxSleepNs))};
+            0, static_cast<long>(std::min(deadline_ns - now, transport::SignalPad::kMaxSleepNs))};
         syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&flushed_), FUTEX_WAIT_PRIVATE,
                 static_cast<std::uint32_t>(seen), &limit, nullptr, 0);
     }

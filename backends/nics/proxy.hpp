@@ -17,10 +17,10 @@
 #include <thread>
 #include <vector>
 
-#include "backends/nics/fifo.hpp"
 #include "backends/nics/nic.hpp"
 #include "backends/nics/waiting.hpp"
-#include "backends/runtime/signal_pad.hpp"
+#include "backends/transport/fifo.hpp"
+#include "backends/transport/signal_pad.hpp"
 
 namespace mkernel::nics {
 
@@ -41,7 +41,7 @@ class Proxy final : private SignalSink {
     static constexpr int kWaitingSleepMs = 1;  // while commands wait: credits come without an event
 
     // Starts the thread, pinned to `cpus` unless empty. `nic` and `fifo` outlive the proxy.
-    Proxy(Nic& nic, Fifo& fifo, runtime::SignalPad pad, const std::vector<int>& cpus);
+    Proxy(Nic& nic, transport::Fifo& fifo, transport::SignalPad pad, const std::vector<int>& cpus);
     ~Proxy();
     Proxy(const Proxy&) = delete;
     Proxy& operator=(const Proxy&) = delete;
@@ -58,7 +58,7 @@ class Proxy final : private SignalSink {
   private:
     void run();
     bool post();
-    PutResult put(const PutCommand& command, PutCursor& cursor);
+    PutResult put(const transport::PutCommand& command, PutCursor& cursor);
     bool retry();
     bool flush_due();
     void progress_flush();
@@ -67,8 +67,8 @@ class Proxy final : private SignalSink {
     bool raise(std::uint32_t peer, std::uint32_t signal, std::uint64_t value) override;
 
     Nic& nic_;
-    Fifo& fifo_;
-    runtime::SignalPad pad_;
+    transport::Fifo& fifo_;
+    transport::SignalPad pad_;
     std::atomic<bool> stop_{false};
 
     // Proxy thread only.

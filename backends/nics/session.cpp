@@ -6,7 +6,7 @@ namespace {
 std::uint64_t deadline_after(double timeout_s) {
     // More than a century would overflow; nobody waits that long.
     const double limited = timeout_s < 0 ? 0 : (timeout_s > 3e9 ? 3e9 : timeout_s);
-    return runtime::monotonic_ns() + static_cast<std::uint64_t>(limited * 1e9);
+    return transport::monotonic_ns() + static_cast<std::uint64_t>(limited * 1e9);
 }
 
 }  // namespace
@@ -26,7 +26,7 @@ Nic& Session::nic() const {
 void Session::start(std::uint64_t pad, const std::vector<int>& cpus) {
     Nic& nic = this->nic();
     if (proxy_) throw SetupError("the NIC session is started already");
-    const runtime::SignalPad signals(reinterpret_cast<void*>(pad));
+    const transport::SignalPad signals(reinterpret_cast<void*>(pad));
     if (pad == 0 || !signals.valid()) {
         throw SetupError("there is no formatted signal pad at address " + std::to_string(pad) +
                          "; pass the address that the pad was formatted at");
@@ -39,11 +39,11 @@ std::uint64_t Session::fifo() const {
     return reinterpret_cast<std::uint64_t>(&fifo_.device());
 }
 
-runtime::WaitResult Session::put(const PutCommand& command, double timeout_s) {
+transport::WaitResult Session::put(const transport::PutCommand& command, double timeout_s) {
     static_cast<void>(nic());
     if (!proxy_) throw SetupError("put before start: the NIC session has no proxy yet");
-    runtime::Diagnosis who;
-    who.waiter = runtime::Waiter::host;
+    transport::Diagnosis who;
+    who.waiter = transport::Waiter::host;
     who.peer = command.peer;
     who.chunk = UINT32_MAX;
     return fifo_.device().push(command, pad_, deadline_after(timeout_s), who);

@@ -10,9 +10,9 @@
 #include <optional>
 #include <vector>
 
-#include "backends/nics/fifo.hpp"
 #include "backends/nics/nic.hpp"
 #include "backends/nics/proxy.hpp"
+#include "backends/transport/fifo.hpp"
 
 namespace mkernel::nics {
 
@@ -28,7 +28,7 @@ class Session {
     void start(std::uint64_t pad, const std::vector<int>& cpus);
     [[nodiscard]] bool started() const { return proxy_ != nullptr; }
 
-    // Address of the FifoDevice handle.
+    // Address of the `FifoDevice` handle.
     [[nodiscard]] std::uint64_t fifo() const;
 
     // Lets go of a region once every put queued before is complete here, and forgets the peers' part
@@ -37,7 +37,7 @@ class Session {
     // where the puts did not end by then: the region is closed to puts, and still registered.
     bool deregister(std::uint32_t region, double timeout_s);
 
-    runtime::WaitResult put(const PutCommand& command, double timeout_s);
+    transport::WaitResult put(const transport::PutCommand& command, double timeout_s);
     bool flush(double timeout_s);
     [[nodiscard]] ProxyStatistics statistics() const;
     // As they were before close.
@@ -47,8 +47,8 @@ class Session {
 
   private:
     std::unique_ptr<Nic> nic_;
-    Fifo fifo_;
-    runtime::SignalPad pad_;
+    transport::Fifo fifo_;
+    transport::SignalPad pad_;
     std::unique_ptr<Proxy> proxy_;
     bool closed_ = false;
     // Kept from before close.

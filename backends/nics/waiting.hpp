@@ -16,7 +16,7 @@ namespace mkernel::nics {
 class Waiting {
   public:
     struct Entry {
-        PutCommand command;
+        transport::PutCommand command;
         PutCursor cursor;
         std::uint64_t ticket = 0;
         std::uint32_t next = 0;
@@ -43,7 +43,7 @@ class Waiting {
     }
 
     // Behind the peer's others. There must be room.
-    void add(const PutCommand& command, const PutCursor& cursor, std::uint64_t ticket) {
+    void add(const transport::PutCommand& command, const PutCursor& cursor, std::uint64_t ticket) {
         const std::uint32_t slot = free_;
         free_ = entries_[slot].next;
         entries_[slot] = {command, cursor, ticket, 0};

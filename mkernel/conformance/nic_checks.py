@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mkernel.backends.contracts.nic import NO_SIGNAL, PUT_VALUE_MAX
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.conformance.check import Check
 from mkernel.errors import ArgumentError
 from mkernel.harness.nic_ranks import (
@@ -318,7 +318,7 @@ def in_flight(subject: NicSubject) -> None:
 
 
 class _FifoDevice(ctypes.Structure):
-    """``FifoDevice`` of ``backends/nics/fifo_device.hpp``."""
+    """``FifoDevice`` of ``backends/transport/fifo_device.hpp``."""
 
     _fields_ = (
         ("slots", ctypes.c_uint64),
@@ -439,7 +439,7 @@ def _counter_wrap(me: Rank, many: int, settings: dict[str, Any]) -> None:
     def prepare(port: Port) -> None:
         for signal, start in enumerate(starts):
             if start > 0:
-                _runtime.pad_add(port.pad, signal, start)
+                _transport.pad_add(port.pad, signal, start)
 
     with me.open(64 * _KIB, prepare=prepare, fifo_slots=8, **settings) as port:
         (peer,) = me.peers

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from mkernel import fork_server
 from mkernel.backends import registry
 from mkernel.backends.contracts.nic import NicBackend, NicSession
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.harness.outcome import CheckFailed, CheckSkipped, HarnessError
 from mkernel.selection import chosen_verbs
@@ -66,17 +66,17 @@ class Port:
         self.session = session
         self.timeout_s = timeout_s
         self.memory = Memory(nbytes)
-        self._pad_memory = Memory(_runtime.pad_bytes(SIGNALS))
+        self._pad_memory = Memory(_transport.pad_bytes(SIGNALS))
         self.pad = self._pad_memory.address
-        _runtime.pad_format(self.pad, SIGNALS)
+        _transport.pad_format(self.pad, SIGNALS)
 
     def count(self, index: int) -> int:
         """A signal's counter, now."""
-        return _runtime.pad_load(self.pad, index)
+        return _transport.pad_load(self.pad, index)
 
     def wait(self, index: int, value: int, what: str) -> None:
         """Until a signal's counter is at least ``value``; CheckFailed at the deadline."""
-        if _runtime.pad_wait(self.pad, index, value, self.timeout_s) != _runtime.WaitResult.ok:
+        if _transport.pad_wait(self.pad, index, value, self.timeout_s) != _transport.WaitResult.ok:
             raise CheckFailed(
                 f"{what}: rank {self.rank} waited for {value} on signal {index} and saw "
                 f"{self.count(index)} after {self.timeout_s:g} s{self.failed()}"
@@ -100,7 +100,7 @@ class Port:
 
     def aborted(self) -> bool:
         """Whether the session (or a time-out) set the pad's abort word."""
-        return _runtime.pad_aborted(self.pad)
+        return _transport.pad_aborted(self.pad)
 
 
 _AFTER_FAILURE: list[Port] = []

@@ -16,7 +16,7 @@ from torch.distributed import Store
 
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Launch
 from mkernel.backends.contracts.nic import NicSession
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.errors import Diagnosis, MkernelError, PeerFailure, Timeout, WorldError
 from mkernel.world.bootstrap import Bootstrap
 from mkernel.world.watchdog import Notice, Peer, Watchdog
@@ -26,12 +26,12 @@ _ATTRIBUTION_S = 1.0
 time-out too, and the watchdog's word is the better one."""
 _NO_CHUNK = 0xFFFFFFFF
 _CODES = {
-    "Timeout": _runtime.AbortCode.timeout,
-    "NicError": _runtime.AbortCode.nic_error,
-    "Cancelled": _runtime.AbortCode.cancelled,
+    "Timeout": _transport.AbortCode.timeout,
+    "NicError": _transport.AbortCode.nic_error,
+    "Cancelled": _transport.AbortCode.cancelled,
 }
 """Abort codes by the kind of a notice; that of any other kind is ``peer_failure``."""
-_Record = tuple[_runtime.AbortCode, _runtime.Diagnosis]
+_Record = tuple[_transport.AbortCode, _transport.Diagnosis]
 
 
 class FailureMonitor:
@@ -114,9 +114,9 @@ class FailureMonitor:
     def take(self, notice: Notice) -> None:
         """Take the world's first failure and end every wait of this rank. Any thread."""
         self.notice = self.notice or notice
-        code = _CODES.get(notice.kind, _runtime.AbortCode.peer_failure)
+        code = _CODES.get(notice.kind, _transport.AbortCode.peer_failure)
         if self._pad:
-            _runtime.pad_abort(self._pad, code)
+            _transport.pad_abort(self._pad, code)
         if self.accelerator is not None:
             self.accelerator.abort(code)
         self._noticed.set()
@@ -159,7 +159,7 @@ class FailureMonitor:
 
     def raise_unflushed(self) -> None:
         """Raise why puts did not complete: what was recorded, else that the time has passed."""
-        nothing = (_runtime.AbortCode.none, _runtime.Diagnosis())
+        nothing = (_transport.AbortCode.none, _transport.Diagnosis())
         raise self._attribute(*(self._recorded() or nothing))
 
     def raise_first_cause(self, error: BaseException) -> None:
@@ -174,8 +174,8 @@ class FailureMonitor:
 
     def _recorded(self) -> _Record | None:
         """What this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
-        if self._pad and _runtime.pad_aborted(self._pad):
-            return _runtime.pad_outcome(self._pad)
+        if self._pad and _transport.pad_aborted(self._pad):
+            return _transport.pad_outcome(self._pad)
         return None if self.accelerator is None else self.accelerator.failure()
 
     def _own_notice(self) -> Notice | None:
@@ -185,7 +185,7 @@ class FailureMonitor:
         found = self._recorded()
         return None if found is None else Notice.from_error(self.rank, self._local_error(*found))
 
-    def _attribute(self, code: _runtime.AbortCode, who: _runtime.Diagnosis) -> WorldError:
+    def _attribute(self, code: _transport.AbortCode, who: _transport.Diagnosis) -> WorldError:
         """The one error that every rank of a broken world raises."""
         if not self._noticed.wait(_ATTRIBUTION_S):
             self.tell(self._local_error(code, who))
@@ -194,14 +194,14 @@ class FailureMonitor:
         self.running.clear()
         return notice.error()
 
-    def _local_error(self, code: _runtime.AbortCode, who: _runtime.Diagnosis) -> WorldError:
+    def _local_error(self, code: _transport.AbortCode, who: _transport.Diagnosis) -> WorldError:
         nic = self.session.failure() if self.session else None
         if nic is not None:
             return nic
-        if code == _runtime.AbortCode.peer_failure:
+        if code == _transport.AbortCode.peer_failure:
             text = f"rank {self.rank} lost its connection to rank {who.peer} in call {who.op}"
             return PeerFailure(text, who.peer)
-        if code == _runtime.AbortCode.timeout:
+        if code == _transport.AbortCode.timeout:
             diagnosis = Diagnosis(
                 rank=self.rank,
                 waiter=who.waiter.name,

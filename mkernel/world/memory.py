@@ -12,8 +12,8 @@ import torch
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Workspace
 from mkernel.backends.contracts.nic import NicSession
-from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import HostPages
+from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError, NicError
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.recent import Recent
@@ -71,8 +71,8 @@ class SymmetricHeap:
         self._held = contextlib.ExitStack()
         self.session: NicSession | None = None
         self._pad = self._allocate(
-            _runtime.pad_bytes(signals),
-            lambda memory: _runtime.pad_format(memory.address, signals),
+            _transport.pad_bytes(signals),
+            lambda memory: _transport.pad_format(memory.address, signals),
             HostPages(),
         )
         self.pad = self._pad.local.address

@@ -228,7 +228,7 @@ def test_a_rank_that_does_not_come(world: int, which: str) -> None:
 @every_way
 @worlds
 def test_an_abort_ends_the_waits(world: int, which: str) -> None:
-    from mkernel.backends.runtime._runtime import AbortCode
+    from mkernel.backends.transport._transport import AbortCode
 
     ranks = Ranks(world, 8 * MIB, timeout_s=60)
     made = work(ranks, which, 50_000)

@@ -10,13 +10,13 @@ from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.accelerators.streams.worker import StreamsLaunch
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.topology.model import Accelerator
 
 FORMAT = b"formatted"
-Failure = tuple[_runtime.AbortCode, _runtime.Diagnosis]
+Failure = tuple[_transport.AbortCode, _transport.Diagnosis]
 
 
 class Queueing(StreamsAccelerator):
@@ -28,7 +28,7 @@ class Queueing(StreamsAccelerator):
         super().__init__("cpu")
         self.events: list[str] = []
         self.calls: list[Call] = []
-        self.aborted: list[_runtime.AbortCode] = []
+        self.aborted: list[_transport.AbortCode] = []
         self.recorded: Failure | None = None
         self.ends_in_time = True
 
@@ -53,7 +53,7 @@ class Queueing(StreamsAccelerator):
         self.calls.append(call)
         return super().launch(call)
 
-    def abort(self, code: _runtime.AbortCode) -> None:
+    def abort(self, code: _transport.AbortCode) -> None:
         self.aborted.append(code)
 
     def failure(self) -> Failure | None:

@@ -12,7 +12,7 @@ import torch
 from in_world import ABSENT_S, DEADLINE_S, TOLD_S
 
 import mkernel
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import MkernelError, PeerFailure, Timeout, WorldError
 from mkernel.launch import report
@@ -192,10 +192,10 @@ def recorded() -> None:
     mkernel.gemm_all_reduce(*inputs(world.rank, 0))
     mkernel.synchronize()
     if world.rank == 1:
-        who = _runtime.Diagnosis()
-        who.waiter, who.peer, who.signal = _runtime.Waiter.compute_kernel, 0, 77
+        who = _transport.Diagnosis()
+        who.waiter, who.peer, who.signal = _transport.Waiter.compute_kernel, 0, 77
         who.seen, who.wanted, who.op, who.chunk, who.core = 3, 4, 1, 5, 9
-        backend().recorded = (_runtime.AbortCode.timeout, who)
+        backend().recorded = (_transport.AbortCode.timeout, who)
     deadline = time.monotonic() + TOLD_S
     while not backend().aborted and time.monotonic() < deadline:
         time.sleep(0.02)

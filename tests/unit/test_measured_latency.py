@@ -22,13 +22,13 @@ def test_what_an_end_times_is_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> N
 
     def wait(*_: object) -> object:
         now[0] += 40e-6
-        return measure._runtime.WaitResult.ok
+        return measure._transport.WaitResult.ok
 
     def copy() -> None:
         now[0] += 160e-6
 
-    ok = measure._runtime.WaitResult
-    monkeypatch.setattr(measure, "_runtime", SimpleNamespace(pad_wait=wait, WaitResult=ok))
+    ok = measure._transport.WaitResult
+    monkeypatch.setattr(measure, "_transport", SimpleNamespace(pad_wait=wait, WaitResult=ok))
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     end = SimpleNamespace(rank=0, exchange=lambda: None)
     found = measure._figures(end, 0, lambda: None, lambda: None, copy, 1 << 20, 10)  # type: ignore[arg-type]

@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "plugins" / "native" / "fifo_kernel.cpp"
 HEADERS = {
-    "mkernel/include/backends/nics/fifo_device.hpp",
-    "mkernel/include/backends/nics/put_command.hpp",
-    "mkernel/include/backends/runtime/diagnosis.hpp",
-    "mkernel/include/backends/runtime/signal_pad.hpp",
+    "mkernel/include/backends/transport/fifo_device.hpp",
+    "mkernel/include/backends/transport/put_command.hpp",
+    "mkernel/include/backends/transport/diagnosis.hpp",
+    "mkernel/include/backends/transport/signal_pad.hpp",
 }
 
 
@@ -30,7 +30,7 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("-c", "import mkernel.backends.runtime._runtime, mkernel.topology"),
+        ("-c", "import mkernel.backends.transport._transport, mkernel.topology"),
         ("-m", "mkernel", "--version"),
         ("-m", "pytest", "--collect-only", "-q", "tests/unit/test_errors.py"),
     ],

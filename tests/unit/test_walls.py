@@ -33,7 +33,7 @@ CONTRACT = {
     "mkernel.plan",
     "mkernel.backends.contracts",
 }
-BACKEND = {*CONTRACT, "mkernel.backends.runtime"}
+BACKEND = {*CONTRACT, "mkernel.backends.runtime", "mkernel.backends.transport"}
 WORLD = {
     *BACKEND,
     "mkernel.backends.registry",
@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.backends.accelerators": set(),
     "mkernel.backends.contracts": CONTRACT,
     "mkernel.backends.runtime": CONTRACT,
+    "mkernel.backends.transport": CONTRACT,
     "mkernel.backends.registry": CONTRACT,
     "mkernel.backends.nics": BACKEND,
     "mkernel.backends.cuda": BACKEND,

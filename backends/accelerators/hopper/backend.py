@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from mkernel.backends.accelerators.hopper.device_session import DeviceSession, HopperLaunch
     from mkernel.backends.cuda import _cuda
-    from mkernel.backends.runtime import _runtime
+    from mkernel.backends.transport import _transport
 
 _PLAIN_PROCESSORS = 132
 """An H100 or H200 has so many; plans assume it where no device is here to ask."""
@@ -175,13 +175,13 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         """Queue the call on torch's current stream, after the world's previous one."""
         return self._open_session().launch(call)
 
-    def abort(self, code: _runtime.AbortCode) -> None:
+    def abort(self, code: _transport.AbortCode) -> None:
         """Set the word that waiting kernels look at."""
         session = self._session
         if session is not None:
             session.control.abort(code)
 
-    def failure(self) -> tuple[_runtime.AbortCode, _runtime.Diagnosis] | None:
+    def failure(self) -> tuple[_transport.AbortCode, _transport.Diagnosis] | None:
         """The first time-out that a kernel of this world recorded."""
         session = self._session
         if session is None or not session.control.failed:

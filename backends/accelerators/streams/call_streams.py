@@ -23,7 +23,7 @@ from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Window, Words, landings
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 
 Parcel = tuple[int, torch.Tensor]
 """(peer, contiguous tensor): where to put what comes from there."""
@@ -237,7 +237,7 @@ class CallStreams:
         return self._window.abandon((self._comm, self._arrivals, self._compute, *self._beside))
 
     def _stop_where_aborted(self) -> None:
-        if _runtime.pad_aborted(self._call.pad):
+        if _transport.pad_aborted(self._call.pad):
             raise Stopped
 
     def _single(self, peer: int, is_receive: bool, tensor: torch.Tensor, chunk: int) -> Any:

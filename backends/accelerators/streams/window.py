@@ -30,8 +30,8 @@ import torch
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.cuda.memory import bytes_at
 from mkernel.backends.cuda.native import native
-from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import page_up
+from mkernel.backends.transport import _transport
 from mkernel.plan.model import LaunchPlan
 
 _WORD_BYTES = 8
@@ -108,7 +108,7 @@ class Words:
         self._mapped = []
         self._address: dict[int, int] = {}  # of each rank's first
         for rank, pad in ((call.rank, call.pad), *((r, p.pad) for r, p in call.peers.items())):
-            start = pad + _runtime.pad_bytes(0) + self._first * _WORD_BYTES
+            start = pad + _transport.pad_bytes(0) + self._first * _WORD_BYTES
             end = start + words_of(self._world) * _WORD_BYTES
             page = start - start % mmap.PAGESIZE
             self._mapped.append(self._native.MappedPages(page, page_up(end - page)))
@@ -139,8 +139,8 @@ class Words:
     def end_waits(self) -> None:
         """End this rank's waits for all words that no peer writes any more."""
         for word in range(self._first, self._first + words_of(self._world)):
-            if _runtime.pad_load(self._pad, word) < _ALL:
-                _runtime.pad_add(self._pad, word, _ALL)
+            if _transport.pad_load(self._pad, word) < _ALL:
+                _transport.pad_add(self._pad, word, _ALL)
 
 
 class Window:

@@ -23,7 +23,7 @@ from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Words
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 
 Op = Callable[[Call, CallStreams], Mapping[str, Any]]
 """Runs one op on its streams; returns outputs whose sizes only the call found out."""
@@ -95,12 +95,12 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
             self._ended.set()
 
     def _aborted(self) -> bool:
-        return _runtime.pad_aborted(self._call.pad)
+        return _transport.pad_aborted(self._call.pad)
 
     def _tell(self, broken: Broken) -> None:
-        code = _runtime.AbortCode.timeout
+        code = _transport.AbortCode.timeout
         if not broken.timed_out:
-            code = _runtime.AbortCode.peer_failure
+            code = _transport.AbortCode.peer_failure
             deadline = time.monotonic() + _WORD_S
             while time.monotonic() < deadline:
                 if self._aborted():
@@ -108,13 +108,13 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
                 time.sleep(_LOOK_S)
             # The world's error is the same on every rank; what the library said goes beside it.
             warnings.warn(f"torch.distributed: {broken.__cause__}", RuntimeWarning, stacklevel=2)
-        who = _runtime.Diagnosis()
-        who.waiter = _runtime.Waiter.comm_kernel
+        who = _transport.Diagnosis()
+        who.waiter = _transport.Waiter.comm_kernel
         who.op = self._call.number & 0xFFFFFFFF
         who.chunk = broken.chunk
         who.peer = broken.peer
         who.seen, who.wanted = self._call.epoch - 1, self._call.epoch
-        _runtime.pad_abort(self._call.pad, code, who)
+        _transport.pad_abort(self._call.pad, code, who)
 
     # ---- the world's side --------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ constexpr std::size_t kCompletions =
     64;  // taken from a queue a poll: a batch of puts brings two each
 constexpr std::uint64_t kShareStep = 64;  // shares of a spread put begin at multiples of it
 
-bool raises(const PutCommand& c) {
-    return c.signal != PutCommand::kNoSignal && c.value != 0;
+bool raises(const transport::PutCommand& c) {
+    return c.signal != transport::PutCommand::kNoSignal && c.value != 0;
 }
 
 std::uint64_t share_begin(std::uint64_t bytes, std::uint32_t lane, std::uint32_t lanes) {
@@ -24,7 +24,7 @@ std::uint64_t share_begin(std::uint64_t bytes, std::uint32_t lane, std::uint32_t
 
 }  // namespace
 
-PutResult VerbsNic::put(const PutCommand& c, PutCursor& cursor) {
+PutResult VerbsNic::put(const transport::PutCommand& c, PutCursor& cursor) {
     if (failed()) return PutResult::failed;
     if (!cursor.begun) {
         if (!check(c)) return PutResult::failed;
@@ -41,7 +41,7 @@ PutResult VerbsNic::put(const PutCommand& c, PutCursor& cursor) {
 }
 
 // Chooses the put's way. False: every number for a group is in use.
-bool VerbsNic::begin(const PutCommand& c, Peer& peer, PutCursor& cursor) {
+bool VerbsNic::begin(const transport::PutCommand& c, Peer& peer, PutCursor& cursor) {
     const auto lanes = static_cast<std::uint32_t>(peer.lanes.size());
     const bool large = lanes > 1 && c.bytes >= options_.stripe_bytes;
     cursor.grouped = raises(c) && (large || c.value > kMaxWholeValue ||
@@ -64,7 +64,7 @@ bool VerbsNic::begin(const PutCommand& c, Peer& peer, PutCursor& cursor) {
 
 // Stages what is left of the current lane's share: its data, then, on a group's first lane, signal
 // and value. False: no room.
-bool VerbsNic::put_share(const PutCommand& c, Peer& peer, PutCursor& cursor) {
+bool VerbsNic::put_share(const transport::PutCommand& c, Peer& peer, PutCursor& cursor) {
     Lane& lane = *peer.lanes[cursor.lane];
     const auto lanes = static_cast<std::uint32_t>(peer.lanes.size());
     const std::uint64_t start = cursor.spread ? share_begin(c.bytes, cursor.lane, lanes) : 0;

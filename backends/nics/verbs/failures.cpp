@@ -10,7 +10,7 @@ std::string text(std::uint64_t number) {
 
 }  // namespace
 
-void VerbsNic::reject(const PutCommand& c, const std::string& why) {
+void VerbsNic::reject(const transport::PutCommand& c, const std::string& why) {
     Failure failure;
     failure.status = "INVALID_PUT";
     failure.peer = c.peer;
@@ -19,12 +19,13 @@ void VerbsNic::reject(const PutCommand& c, const std::string& why) {
     fail(std::move(failure));
 }
 
-bool VerbsNic::check(const PutCommand& c) {
+bool VerbsNic::check(const transport::PutCommand& c) {
     if (c.peer >= peers_.size() || !peers_[c.peer] || !peers_[c.peer]->connected) {
         reject(c, "not a connected peer; the route should not lead through this NIC");
         return false;
     }
-    if (c.signal != PutCommand::kNoSignal && (c.signal > kMaxSignal || c.value > kMaxValue)) {
+    if (c.signal != transport::PutCommand::kNoSignal &&
+        (c.signal > kMaxSignal || c.value > kMaxValue)) {
         reject(c, "signal " + text(c.signal) + " with value " + text(c.value) + "; signals up to " +
                       text(kMaxSignal) + " and values up to " + text(kMaxValue) +
                       " fit the immediate");

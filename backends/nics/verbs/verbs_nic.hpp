@@ -67,7 +67,7 @@ class VerbsNic : public Nic {
     Registrations registrations() const override;
     void inject_failure(std::uint32_t peer) override;
     Capabilities capabilities() const override;
-    PutResult put(const PutCommand& command, PutCursor& cursor) override;
+    PutResult put(const transport::PutCommand& command, PutCursor& cursor) override;
     void ring() override;
     int poll(SignalSink& sink) override;
     void mark() override;
@@ -192,8 +192,8 @@ class VerbsNic : public Nic {
     static void check_region(std::uint32_t region);
 
     // data_path.cpp
-    bool begin(const PutCommand& command, Peer& peer, PutCursor& cursor);
-    bool put_share(const PutCommand& command, Peer& peer, PutCursor& cursor);
+    bool begin(const transport::PutCommand& command, Peer& peer, PutCursor& cursor);
+    bool put_share(const transport::PutCommand& command, Peer& peer, PutCursor& cursor);
     bool room(Lane& lane, bool told) const;
     void post_receives(Lane& lane, std::uint32_t count);
     bool settle_receives(Lane& lane);
@@ -201,8 +201,8 @@ class VerbsNic : public Nic {
     void arrived(Lane& lane, const ibv_wc& wc, SignalSink& sink);
 
     // failures.cpp
-    bool check(const PutCommand& command);
-    void reject(const PutCommand& command, const std::string& why);
+    bool check(const transport::PutCommand& command);
+    void reject(const transport::PutCommand& command, const std::string& why);
     void report(const ibv_wc& wc);
     void bad_arrival(const Lane& lane, const ibv_wc& wc, const std::string& what);
     void read_events();

@@ -10,8 +10,8 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend, Launch
 from mkernel.backends.contracts.instrumented import Instrumented, InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.backends.contracts.status import Status
-from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import HostMemory
+from mkernel.backends.transport import _transport
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.topology.model import Accelerator
 
@@ -94,7 +94,7 @@ def send(call):
     for number, (start, end) in enumerate(chunks(call)):
         mine[start:end] = a[start:end]
         for peer in call.peers.values():
-            _runtime.pad_add(peer.pad, chunk_signal(call, call.rank, number), 1)
+            _transport.pad_add(peer.pad, chunk_signal(call, call.rank, number), 1)
 
 
 def compute(call):
@@ -118,18 +118,21 @@ def compute(call):
             if "gathered" in call.tensors:
                 call.tensors["gathered"][at : at + end - start] = rows[start:end]
         if source != call.rank:
-            _runtime.pad_add(call.peers[source].pad, release_signal(call, call.rank), 1)
+            _transport.pad_add(call.peers[source].pad, release_signal(call, call.rank), 1)
 
 
 def awaited(call, signal, value, peer, chunk):
     """False after an abort or at the deadline, which also aborts: the kernel then returns."""
     if value <= 0 or call.view == "compute_only":
         return True
-    who = _runtime.Diagnosis()
-    who.waiter = _runtime.Waiter.compute_kernel
+    who = _transport.Diagnosis()
+    who.waiter = _transport.Waiter.compute_kernel
     who.peer, who.op = peer, call.number
     who.chunk = 0xFFFFFFFF if chunk is None else chunk
-    return _runtime.pad_wait(call.pad, signal, value, call.timeout_s, who) == _runtime.WaitResult.ok
+    return (
+        _transport.pad_wait(call.pad, signal, value, call.timeout_s, who)
+        == _transport.WaitResult.ok
+    )
 
 
 def shared_rows(call, workspace):

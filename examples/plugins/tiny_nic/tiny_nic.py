@@ -16,7 +16,7 @@ from mkernel.backends.contracts.nic import (
     NicStatistics,
 )
 from mkernel.backends.contracts.status import Status
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError, BackendUnavailable, MkernelError, NicError
 from mkernel.topology.model import Nic
 
@@ -131,12 +131,12 @@ class TinySession(NicSession):
             if signal != NO_SIGNAL:
                 with self._counting:
                     self._count["signals_raised"] += 1
-                _runtime.pad_add(self._pad, signal, value)
+                _transport.pad_add(self._pad, signal, value)
 
     def _fail(self, peer, error):
         if self._failure is None:
             self._failure = NicError(f"put to rank {peer}: {error}", status="SOCKET", peer=peer)
-            _runtime.pad_abort(self._pad, _runtime.AbortCode.nic_error)
+            _transport.pad_abort(self._pad, _transport.AbortCode.nic_error)
         return self._failure
 
     def flush(self, timeout_s):

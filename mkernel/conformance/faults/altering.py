@@ -21,7 +21,7 @@ from mkernel.backends.contracts.instrumented import (
     ModelledRun,
     View,
 )
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.rows import Plant, forwards
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.shapes import SHAPES
@@ -144,7 +144,7 @@ class Altered(Honest):
         inner = self.inner.launch(self.change(call))
 
         def after(results: dict[str, Any]) -> None:
-            if not _runtime.pad_aborted(call.pad):
+            if not _transport.pad_aborted(call.pad):
                 self.alter(Ended(call, given, results, before, self.kept))
 
         return Followed(inner, after)

@@ -14,7 +14,7 @@ from mkernel.backends.contracts import instrumented
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.altering import OUTPUTS, Followed, Honest, Tensors
 
 
@@ -194,8 +194,8 @@ class Deaf(Followed):
 
     def wait(self, timeout_s: float) -> bool:
         done = super().wait(timeout_s)
-        code, _ = _runtime.pad_outcome(self._pad)
-        if code == _runtime.AbortCode.none or time.monotonic() > self._end:
+        code, _ = _transport.pad_outcome(self._pad)
+        if code == _transport.AbortCode.none or time.monotonic() > self._end:
             return done
         time.sleep(min(timeout_s, 0.05))
         return False
@@ -206,7 +206,7 @@ class BrokenForGood(Honest):
 
     failed: ClassVar[bool] = False  # of the process: each world has an instance of its own
 
-    def abort(self, code: _runtime.AbortCode) -> None:
+    def abort(self, code: _transport.AbortCode) -> None:
         type(self).failed = True
         self.inner.abort(code)
 

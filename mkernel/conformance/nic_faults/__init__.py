@@ -16,7 +16,7 @@ from typing import Any
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics.efa import EfaNic
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, planted
 from mkernel.conformance.nic_faults import sessions
 from mkernel.conformance.nic_faults.flags import HOLD_NS, Flags
@@ -52,10 +52,10 @@ def _at_open(act: Callable[[], Any]) -> Plant:
 
 
 def _wrap_at_32_bits(self: Relayed, pad: int, index: int, value: int) -> None:
-    before = _runtime.pad_load(pad, index)
+    before = _transport.pad_load(pad, index)
     if before % (1 << 32) + value >= 1 << 32:
         value += (1 << 64) - (1 << 32)
-    _runtime.pad_add(pad, index, value)
+    _transport.pad_add(pad, index, value)
 
 
 def _put_quietly(self: Relayed, *put: int) -> None:

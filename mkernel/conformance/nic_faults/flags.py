@@ -18,7 +18,7 @@ import numpy as np
 
 from mkernel.backends.contracts.nic import NO_SIGNAL, NicSession
 from mkernel.backends.nics.session import MAX_REGIONS
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.conformance.nic_faults.wrappers import Put, Session
 from mkernel.harness.nic_ranks import SIGNALS, Memory
 
@@ -84,7 +84,7 @@ class Flags(Session):
             now = np.maximum(self.incoming, seen)  # an older flag may come after a newer one
             for index in np.flatnonzero(now != seen):
                 added = int(now[index] - seen[index])
-                _runtime.pad_add(pad, int(index) % SIGNALS, added)
+                _transport.pad_add(pad, int(index) % SIGNALS, added)
             seen = now
             os.sched_yield()
 

@@ -15,7 +15,7 @@ from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.provider import SOFT, library_of
 from mkernel.backends.nics.verbs_backend import VerbsBackend
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.rows import forwards
 from mkernel.harness.nic_ranks import Memory
 from mkernel.settings import NicSettings
@@ -149,8 +149,8 @@ class Relayed(Session):
 
     def start(self, pad: int, cpus: tuple[int, ...]) -> None:
         capacity = ctypes.c_uint32.from_address(pad + 8).value
-        self.shadow = Memory(_runtime.pad_bytes(capacity))
-        _runtime.pad_format(self.shadow.address, capacity)
+        self.shadow = Memory(_transport.pad_bytes(capacity))
+        _transport.pad_format(self.shadow.address, capacity)
         self.inner.start(self.shadow.address, cpus)
         self.thread = threading.Thread(target=self._run, args=(pad, capacity), daemon=True)
         self.thread.start()
@@ -159,14 +159,14 @@ class Relayed(Session):
         seen = [0] * capacity
         while not self.stop.wait(0.0005):
             for index in range(capacity):
-                count = _runtime.pad_load(self.shadow.address, index)
+                count = _transport.pad_load(self.shadow.address, index)
                 if count != seen[index]:
                     self.carry(pad, index, count - seen[index])
                     seen[index] = count
 
     def carry(self, pad: int, index: int, value: int) -> None:
         """Add to the rank's own counter what came in."""
-        _runtime.pad_add(pad, index, value)
+        _transport.pad_add(pad, index, value)
 
     def close(self) -> None:
         self.stop.set()

@@ -30,11 +30,11 @@ struct Pages {
 // A formatted signal pad.
 struct Pad {
     explicit Pad(std::uint32_t signals)
-        : pages(runtime::SignalPad::bytes(signals)),
-          signals(runtime::SignalPad::format(pages.memory.get(), signals)) {}
+        : pages(transport::SignalPad::bytes(signals)),
+          signals(transport::SignalPad::format(pages.memory.get(), signals)) {}
     [[nodiscard]] std::byte* memory() const { return pages.memory.get(); }
     Pages pages;
-    runtime::SignalPad signals;
+    transport::SignalPad signals;
 };
 
 // One rank whose kernels run dry, alone and strictly: order is checked, nothing is computed.

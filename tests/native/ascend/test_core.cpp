@@ -260,7 +260,7 @@ void a_traced_core_never_takes_the_short_cut() {
     CHECK(traced.core.twait(2, 5, 1));
     CHECK(trace.size() == 1 && trace[0].kind == sim::Kind::twait && trace[0].chunk == 9 &&
           trace[0].amount == 5);
-    traced.environment.pad.abort(runtime::AbortCode::cancelled, {});
+    traced.environment.pad.abort(transport::AbortCode::cancelled, {});
     CHECK(!traced.core.twait(2, 5, 1));
 }
 

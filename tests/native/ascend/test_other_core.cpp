@@ -8,7 +8,7 @@
 
 #include "backends/accelerators/ascend/isa/pipe.hpp"
 #include "backends/accelerators/ascend/isa/tile.hpp"
-#include "backends/nics/put_command.hpp"
+#include "backends/transport/put_command.hpp"
 #include "tests/native/ascend/check.hpp"
 
 namespace mkernel::ascend::test {
@@ -76,7 +76,7 @@ class CountingCore {
         return waits_end;
     }
     [[nodiscard]] bool ttest(std::uint32_t, std::uint64_t) { return false; }
-    [[nodiscard]] bool nic_put(const nics::PutCommand& command) {
+    [[nodiscard]] bool nic_put(const transport::PutCommand& command) {
         ++done["NIC_PUT"];
         put_far += command.bytes;
         return true;

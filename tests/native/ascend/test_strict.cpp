@@ -301,7 +301,7 @@ struct Pair {
         environment.pad = pad.signals;
         environment.scheduler = &scheduler;
         environment.waits = &waits.emplace(environment.pad, environment.rank, 2);
-        environment.deadline_ns = runtime::monotonic_ns() + 60'000'000'000;
+        environment.deadline_ns = transport::monotonic_ns() + 60'000'000'000;
     }
     // A comm core that waits for its own rank's signal 1, in a thread; `body` once it sleeps. What
     // `body` throws; the core is aborted then.
@@ -315,7 +315,7 @@ struct Pair {
         while (waits->all().empty()) std::this_thread::yield();
         scheduler.submit(1, {[&] {
                              std::string text = thrown<IsaError>(body);
-                             environment.pad.abort(runtime::AbortCode::peer_failure, {});
+                             environment.pad.abort(transport::AbortCode::peer_failure, {});
                              said.set_value(std::move(text));
                          }});
         CHECK(!came.get_future().get());
@@ -331,10 +331,10 @@ struct Pair {
 
 void waits_in_vain() {
     const auto timed_out = [](const Pair& pair, std::uint32_t signal, std::uint32_t peer) {
-        const runtime::AbortRecord& record = pair.environment.pad.abort_record();
-        CHECK(runtime::abort_code(record) == runtime::AbortCode::timeout);
-        const runtime::Diagnosis& who = record.diagnosis;
-        CHECK(who.waiter == runtime::Waiter::compute_kernel && who.core == 4);
+        const transport::AbortRecord& record = pair.environment.pad.abort_record();
+        CHECK(transport::abort_code(record) == transport::AbortCode::timeout);
+        const transport::Diagnosis& who = record.diagnosis;
+        CHECK(who.waiter == transport::Waiter::compute_kernel && who.core == 4);
         CHECK(who.signal == signal && who.peer == peer && who.seen == 0 && who.wanted == 1);
     };
     {  // The kernels wait for each other.
@@ -357,7 +357,7 @@ void waits_in_vain() {
         Pair pair;
         const std::string text = pair.beside_a_waiting_core([&] {
             sim::Environment soon = pair.environment;
-            soon.deadline_ns = runtime::monotonic_ns() + 50'000'000;
+            soon.deadline_ns = transport::monotonic_ns() + 50'000'000;
             sim::Core compute(soon, Role::cube, 4, 8, pair.on_chip[1], nullptr);
             CHECK(pair.waits->at_deadline().empty());
             CHECK(!compute.twait(5, 1, 0));
@@ -370,7 +370,7 @@ void waits_in_vain() {
     }
     {  // A core at work may still raise it too: the comm core, which never sleeps here.
         Pair pair;
-        pair.environment.deadline_ns = runtime::monotonic_ns();
+        pair.environment.deadline_ns = transport::monotonic_ns();
         sim::Core compute(pair.environment, Role::cube, 4, 8, pair.on_chip[1], nullptr);
         pair.scheduler.submit(1, {[&] { pair.came.set_value(compute.twait(5, 1, 3)); }});
         CHECK(!pair.came.get_future().get());

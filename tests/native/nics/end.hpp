@@ -12,13 +12,13 @@
 
 #include "backends/nics/verbs/devices.hpp"
 #include "backends/nics/verbs/loader.hpp"
-#include "backends/runtime/signal_pad.hpp"
+#include "backends/transport/signal_pad.hpp"
 #include "check.hpp"
 #include "pair.hpp"
 
 namespace mkernel::nics::testing {
 
-using runtime::monotonic_ns;
+using transport::monotonic_ns;
 
 struct DeviceEnd {
     DeviceEnd(const std::string& device, std::size_t bytes, bool shared, int cqe, unsigned access)

@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "backends/nics/verbs/arrivals.hpp"
-#include "backends/runtime/signal_pad.hpp"
+#include "backends/transport/signal_pad.hpp"
 
 using namespace mkernel::nics::verbs;
-using mkernel::runtime::monotonic_ns;
+using mkernel::transport::monotonic_ns;
 
 namespace {
 

@@ -21,10 +21,11 @@
 #include "pair.hpp"
 #include "setting.hpp"
 
+using namespace mkernel;
 using namespace mkernel::nics;
-using mkernel::runtime::monotonic_ns;
-using mkernel::runtime::SignalPad;
-using mkernel::runtime::WaitResult;
+using mkernel::transport::monotonic_ns;
+using mkernel::transport::SignalPad;
+using mkernel::transport::WaitResult;
 
 namespace {
 
@@ -39,24 +40,24 @@ constexpr std::array<std::uint64_t, kRegions> kHere = {65536, 8192, 4096};
 constexpr std::array<std::uint64_t, kRegions> kThere = {65536, 4096, 4096};
 constexpr std::uint32_t kPadSignals = testing::kSignals;
 
-std::string text(const PutCommand& c) {
+std::string text(const transport::PutCommand& c) {
     std::ostringstream out;
     out << std::hex << c.local_offset << ' ' << c.remote_offset << ' ' << c.bytes << ' ' << c.peer
         << ' ' << c.region << ' ' << c.signal << ' ' << c.value;
     return out.str();
 }
 
-bool same(const PutCommand& a, const PutCommand& b) {
+bool same(const transport::PutCommand& a, const transport::PutCommand& b) {
     return text(a) == text(b);
 }
 
-std::vector<PutCommand> read_corpus(const char* path) {
+std::vector<transport::PutCommand> read_corpus(const char* path) {
     std::ifstream file(path);
-    std::vector<PutCommand> all;
+    std::vector<transport::PutCommand> all;
     for (std::string line; std::getline(file, line);) {
         if (line.empty() || line[0] == '#') continue;
         std::istringstream in(line);
-        PutCommand c;
+        transport::PutCommand c;
         in >> std::hex >> c.local_offset >> c.remote_offset >> c.bytes >> c.peer >> c.region >>
             c.signal >> c.value;
         if (!in) throw std::runtime_error("not a command: " + line);
@@ -89,7 +90,7 @@ std::uint64_t mutated(std::uint64_t v, Random& random) {
     }
 }
 
-PutCommand mutated(PutCommand c, Random& random) {
+transport::PutCommand mutated(transport::PutCommand c, Random& random) {
     for (auto n = 1 + random() % 2; n > 0; --n) {
         switch (random() % 9) {
             case 0:
@@ -119,9 +120,9 @@ PutCommand mutated(PutCommand c, Random& random) {
 }
 
 // Whether the NIC must take it.
-bool sound(const PutCommand& c, const Capabilities& nic) {
+bool sound(const transport::PutCommand& c, const Capabilities& nic) {
     if (c.peer != 1) return false;
-    if (c.signal != PutCommand::kNoSignal &&
+    if (c.signal != transport::PutCommand::kNoSignal &&
         (c.signal > nic.max_signal || c.value > nic.max_value)) {
         return false;
     }
@@ -131,12 +132,12 @@ bool sound(const PutCommand& c, const Capabilities& nic) {
            Wide{c.remote_offset} + c.bytes <= kThere[c.region];
 }
 
-bool signals(const PutCommand& c) {
-    return c.signal != PutCommand::kNoSignal && c.value != 0;
+bool signals(const transport::PutCommand& c) {
+    return c.signal != transport::PutCommand::kNoSignal && c.value != 0;
 }
 
 // Its signal is one that the peer's pad does not have.
-bool goes_beyond(const PutCommand& c) {
+bool goes_beyond(const transport::PutCommand& c) {
     return signals(c) && c.signal >= kPadSignals;
 }
 
@@ -199,7 +200,7 @@ class World {
     const Capabilities& limits() const { return limits_; }
 
     // What is wrong, or nothing. `broken`: the world is used up.
-    std::optional<std::string> put(const PutCommand& c, bool& broken) {
+    std::optional<std::string> put(const transport::PutCommand& c, bool& broken) {
         PutCursor cursor;
         Sink sink;
         Sink none;
@@ -268,23 +269,24 @@ class World {
 };
 
 // A ring whose slots hold any bytes, except the one commit word that says "fresh".
-std::optional<std::string> fuzz_ring(const std::vector<PutCommand>& corpus, Random& random) {
-    Fifo fifo(1ull << random() % 5);
-    const FifoDevice& device = fifo.device();
+std::optional<std::string> fuzz_ring(const std::vector<transport::PutCommand>& corpus,
+                                     Random& random) {
+    transport::Fifo fifo(1ull << random() % 5);
+    const transport::FifoDevice& device = fifo.device();
     const testing::Memory memory(SignalPad::bytes(1));
     const SignalPad pad = SignalPad::format(memory.data(), 1);
-    std::vector<PutCommand> queued;
+    std::vector<transport::PutCommand> queued;
     for (int step = 0; step < 64; ++step) {
         const std::uint64_t ticket = fifo.pushed();
-        FifoSlot& slot = device.slots[ticket & (device.capacity - 1)];
+        transport::FifoSlot& slot = device.slots[ticket & (device.capacity - 1)];
         if (fifo.depth() < device.capacity) {
             for (std::uint64_t& word : slot.reserved) word = random();
             slot.command = mutated(corpus[random() % corpus.size()], random);
-            const std::uint64_t fresh = FifoDevice::commit_word(ticket, device.capacity);
+            const std::uint64_t fresh = transport::FifoDevice::commit_word(ticket, device.capacity);
             slot.commit = mutated(fresh, random);
-            if (slot.commit == fresh) slot.commit ^= FifoDevice::kCommitBit;
+            if (slot.commit == fresh) slot.commit ^= transport::FifoDevice::kCommitBit;
         }
-        PutCommand got;
+        transport::PutCommand got;
         if (queued.empty() && (fifo.ready() || fifo.pop(got)))
             return "pop gives what nobody pushed";
         if (fifo.depth() < device.capacity && random() % 3 != 0) {
@@ -325,7 +327,7 @@ int main(int argc, char** argv) {
                                            kMessages[random() % 3]);
             world.emplace(argv[3], argv[1]);
         }
-        PutCommand c = corpus[n < corpus.size() ? n : random() % corpus.size()];
+        transport::PutCommand c = corpus[n < corpus.size() ? n : random() % corpus.size()];
         if (n >= corpus.size()) c = mutated(c, random);
         // A failure costs a new pair of NICs: most of the time goes to what is taken.
         const bool fails = !sound(c, world->limits()) || goes_beyond(c);

@@ -16,10 +16,11 @@
 
 #include "pair.hpp"
 
+using namespace mkernel;
 using namespace mkernel::nics;
-using mkernel::runtime::monotonic_ns;
-using mkernel::runtime::SignalPad;
-using mkernel::runtime::WaitResult;
+using mkernel::transport::monotonic_ns;
+using mkernel::transport::SignalPad;
+using mkernel::transport::WaitResult;
 
 namespace {
 
@@ -33,19 +34,19 @@ double median(std::vector<double> values) {
 
 double fifo_rate() {
     constexpr std::uint64_t kCommands = 1'000'000;
-    Fifo fifo(1024);
+    transport::Fifo fifo(1024);
     const testing::Memory memory(SignalPad::bytes(64));
     const SignalPad pad = SignalPad::format(memory.data(), 64);
     const std::uint64_t start = monotonic_ns();
     const std::uint64_t deadline = start + 30 * kSecond;
     std::thread producer([&] {
-        PutCommand c;
+        transport::PutCommand c;
         for (c.bytes = 0; c.bytes < kCommands; ++c.bytes) {
             if (fifo.device().push(c, pad, deadline, {}) != WaitResult::ok) return;
         }
     });
     std::uint64_t drained = 0;
-    PutCommand c;
+    transport::PutCommand c;
     while (drained < kCommands && monotonic_ns() < deadline) {
         int n = 0;
         while (n < Proxy::kBatch && fifo.pop(c)) ++n;
@@ -87,8 +88,8 @@ double own_ns_per_put(const std::string& library) {
     session.nic().connect(0, session.nic().add_peer(0));
     session.nic().bind(0, 0, session.nic().register_memory(0, {memory.address(), memory.bytes()}));
     // The proxy finds a full ring: nobody else runs beside it.
-    const auto& fifo = *reinterpret_cast<const FifoDevice*>(session.fifo());
-    PutCommand c;
+    const auto& fifo = *reinterpret_cast<const transport::FifoDevice*>(session.fifo());
+    transport::PutCommand c;
     c.bytes = 4096;
     c.value = 1;
     for (std::uint64_t i = 0; i < kPuts; ++i) {

@@ -17,7 +17,7 @@
 #include "backends/nics/efa/srd_nic.hpp"
 #include "backends/nics/session.hpp"
 #include "backends/nics/verbs/loader.hpp"
-#include "backends/runtime/signal_pad.hpp"
+#include "backends/transport/signal_pad.hpp"
 
 namespace mkernel::nics::testing {
 
@@ -70,8 +70,8 @@ class Rank {
   public:
     Rank(const std::string& library, std::uint32_t peer, std::size_t bytes, const Setup& setup = {})
         : memory(bytes),
-          pad_memory_(runtime::SignalPad::bytes(kSignals)),
-          pad(runtime::SignalPad::format(pad_memory_.data(), kSignals)),
+          pad_memory_(transport::SignalPad::bytes(kSignals)),
+          pad(transport::SignalPad::format(pad_memory_.data(), kSignals)),
           session(setup.nic(library), setup.slots),
           peer_(peer) {
         endpoints = session.nic().add_peer(peer);
@@ -86,9 +86,9 @@ class Rank {
         start();
     }
     void start() { session.start(reinterpret_cast<std::uint64_t>(pad_memory_.data()), {}); }
-    runtime::WaitResult put(std::uint64_t bytes, std::uint32_t signal, std::uint32_t value = 1,
-                            std::uint64_t local = 0, std::uint64_t remote = 0) {
-        PutCommand c;
+    transport::WaitResult put(std::uint64_t bytes, std::uint32_t signal, std::uint32_t value = 1,
+                              std::uint64_t local = 0, std::uint64_t remote = 0) {
+        transport::PutCommand c;
         c.local_offset = local;
         c.remote_offset = remote;
         c.bytes = bytes;
@@ -99,8 +99,8 @@ class Rank {
     }
     bool wait(std::uint32_t signal, std::uint64_t value, double seconds = 30) {
         return pad.wait(signal, value,
-                        runtime::monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9),
-                        {}) == runtime::WaitResult::ok;
+                        transport::monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9),
+                        {}) == transport::WaitResult::ok;
     }
 
     Memory memory;
@@ -109,7 +109,7 @@ class Rank {
     Memory pad_memory_;
 
   public:
-    runtime::SignalPad pad;
+    transport::SignalPad pad;
     Session session;
     std::vector<Endpoint> endpoints;
     RemoteKey key;

@@ -18,8 +18,9 @@
 
 #include "pair.hpp"
 
+using namespace mkernel;
 using namespace mkernel::nics;
-using mkernel::runtime::monotonic_ns;
+using mkernel::transport::monotonic_ns;
 
 namespace {
 

@@ -11,6 +11,7 @@
 #include "null_verbs.hpp"
 #include "pair.hpp"
 
+using namespace mkernel;
 using namespace mkernel::nics;
 using testing::library;
 using testing::NullDevice;
@@ -215,7 +216,7 @@ TEST(every_error_of_a_completion_is_told_whole) {
         const auto nic = connected();
         null.status = static_cast<ibv_wc_status>(code);
         null.vendor_err = 129;
-        PutCommand c;
+        transport::PutCommand c;
         c.bytes = 100;
         PutCursor cursor;
         CHECK(nic->put(c, cursor) == PutResult::done);

@@ -18,9 +18,10 @@
 #include "setting.hpp"
 #include "srd_end.hpp"
 
+using namespace mkernel;
 using namespace mkernel::nics;
 using mkernel::nics::testing::Setting;
-using mkernel::runtime::monotonic_ns;
+using mkernel::transport::monotonic_ns;
 namespace softverbs = mkernel::nics::softverbs;
 namespace rc = mkernel::nics::testing::rc;
 namespace srd = mkernel::nics::testing::srd;

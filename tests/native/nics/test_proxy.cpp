@@ -8,10 +8,11 @@
 #include "check.hpp"
 #include "pair.hpp"
 
+using namespace mkernel;
 using namespace mkernel::nics;
-using mkernel::runtime::monotonic_ns;
-using mkernel::runtime::SignalPad;
-using mkernel::runtime::WaitResult;
+using mkernel::transport::monotonic_ns;
+using mkernel::transport::SignalPad;
+using mkernel::transport::WaitResult;
 
 namespace {
 
@@ -38,7 +39,7 @@ class GatedNic final : public Nic {
     void deregister_memory(std::uint32_t) override {}
     Registrations registrations() const override { return {}; }
     void inject_failure(std::uint32_t) override {}
-    PutResult put(const PutCommand& c, PutCursor& cursor) override {
+    PutResult put(const transport::PutCommand& c, PutCursor& cursor) override {
         if (!cursor.begun) {  // the first half always fits
             if (half_[c.peer]) overtaken_ = true;
             half_[c.peer] = true;
@@ -75,7 +76,7 @@ struct Rig {
           pad(SignalPad::format(memory.data(), 64)),
           proxy(nic, fifo, pad, {}) {}
     WaitResult push(std::uint32_t peer, std::uint64_t number, std::uint64_t wait = kPatience) {
-        PutCommand c;
+        transport::PutCommand c;
         c.peer = peer;
         c.bytes = number;
         return fifo.device().push(c, pad, monotonic_ns() + wait, {});
@@ -89,7 +90,7 @@ struct Rig {
         return true;
     }
     GatedNic nic;
-    Fifo fifo;
+    transport::Fifo fifo;
     testing::Memory memory;
     SignalPad pad;
     Proxy proxy;

@@ -11,11 +11,12 @@
 #include "check.hpp"
 #include "pair.hpp"
 
+using namespace mkernel;
 using namespace mkernel::nics;
 using mkernel::nics::testing::library;
-using mkernel::runtime::AbortCode;
-using mkernel::runtime::monotonic_ns;
-using mkernel::runtime::WaitResult;
+using mkernel::transport::AbortCode;
+using mkernel::transport::monotonic_ns;
+using mkernel::transport::WaitResult;
 
 namespace {
 
@@ -182,7 +183,7 @@ TEST(regions_come_and_go_beside_traffic) {
             mine.bind(1, 1, theirs.register_memory(1, {there.address(), there.bytes()}));
             CHECK(mine.registrations().host == 2);
             std::memset(here.data(), static_cast<int>(round), here.bytes());
-            PutCommand c;
+            transport::PutCommand c;
             c.bytes = here.bytes();
             c.peer = 1;
             c.region = 1;
@@ -200,7 +201,7 @@ TEST(regions_come_and_go_beside_traffic) {
         CHECK(pair.other.wait(2, puts));
         CHECK(!pair.one.session.failure());
         // It is gone: a put of it is refused, not written anywhere.
-        PutCommand c;
+        transport::PutCommand c;
         c.bytes = 8;
         c.peer = 1;
         c.region = 1;

@@ -18,7 +18,7 @@
 
 #include "backends/nics/verbs/devices.hpp"
 #include "backends/nics/verbs/loader.hpp"
-#include "backends/runtime/signal_pad.hpp"
+#include "backends/transport/signal_pad.hpp"
 #include "check.hpp"
 #include "rc_end.hpp"
 #include "setting.hpp"

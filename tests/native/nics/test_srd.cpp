@@ -20,7 +20,7 @@
 #include "backends/nics/verbs/devices.hpp"
 #include "backends/nics/verbs/efadv.hpp"
 #include "backends/nics/verbs/loader.hpp"
-#include "backends/runtime/signal_pad.hpp"
+#include "backends/transport/signal_pad.hpp"
 #include "check.hpp"
 #include "setting.hpp"
 #include "srd_end.hpp"

@@ -24,8 +24,8 @@ from mkernel.backends.accelerators.ascend.trace import RECORD, Kind, Records, Ro
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import ModelledRun, Track, View
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
-from mkernel.backends.runtime import _runtime
-from mkernel.backends.runtime._runtime import AbortCode, Diagnosis
+from mkernel.backends.transport import _transport
+from mkernel.backends.transport._transport import AbortCode, Diagnosis
 from mkernel.cases import case_of, poison
 from mkernel.cases.base import Case
 from mkernel.cases.comparison import Comparison
@@ -141,7 +141,7 @@ class Put:
 
 
 class Fifo:
-    """The ring of one rank as kernels see it (nics/fifo_device.hpp), drained by polling."""
+    """The ring of one rank as kernels see it (transport/fifo_device.hpp), drained by polling."""
 
     def __init__(self, capacity: int = 16) -> None:
         self.capacity = capacity
@@ -194,8 +194,8 @@ class World:
         need = self.backend.workspace(self.plan)
         assert SIGNAL_BASE + need.signals <= SIGNALS
         for _ in range(self.plan.world_size):
-            pad = self.backend.allocate(_runtime.pad_bytes(SIGNALS))
-            _runtime.pad_format(pad.address, SIGNALS)
+            pad = self.backend.allocate(_transport.pad_bytes(SIGNALS))
+            _transport.pad_format(pad.address, SIGNALS)
             self.ranks.append(
                 Rank(pad, self.backend.allocate(max(need.nbytes, 1)), Fifo(self.fifo_slots))
             )
@@ -209,7 +209,7 @@ class World:
 
     def __exit__(self, *_: object) -> None:
         for rank in self.ranks:  # what a test that failed left running, before its memory goes
-            _runtime.pad_abort(rank.pad.address, AbortCode.cancelled)
+            _transport.pad_abort(rank.pad.address, AbortCode.cancelled)
         for launch in self._launches:
             with suppress(
                 RuntimeError
@@ -233,7 +233,7 @@ class World:
                         rank.workspace.address + slot.local,
                         slot.bytes,
                     )
-                    _runtime.pad_add(target.pad.address, slot.signal, slot.value)
+                    _transport.pad_add(target.pad.address, slot.signal, slot.value)
                     self.puts.append(
                         (source, Put(slot.peer, slot.region, slot.bytes, slot.signal, slot.value))
                     )
@@ -252,15 +252,15 @@ class World:
 
     def add(self, rank: int, signal: int, value: int = 1) -> None:
         """Raise one of the plan's signals at a rank, as a peer would."""
-        _runtime.pad_add(self.ranks[rank].pad.address, SIGNAL_BASE + signal, value)
+        _transport.pad_add(self.ranks[rank].pad.address, SIGNAL_BASE + signal, value)
 
     def outcome(self, rank: int) -> tuple[AbortCode, Diagnosis]:
         """Why a rank's call ended: the pad's abort record."""
-        return _runtime.pad_outcome(self.ranks[rank].pad.address)
+        return _transport.pad_outcome(self.ranks[rank].pad.address)
 
     def abort(self, rank: int, code: AbortCode) -> None:
         """End a rank's call, as the world does."""
-        _runtime.pad_abort(self.ranks[rank].pad.address, code)
+        _transport.pad_abort(self.ranks[rank].pad.address, code)
 
     def poison(self) -> None:
         """Fill every workspace with NaN (any dtype)."""

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator, _ascend
-from mkernel.backends.runtime._runtime import AbortCode, Waiter
 from mkernel.backends.runtime.host_memory import HostMemory
+from mkernel.backends.transport._transport import AbortCode, Waiter
 from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
 from mkernel.plan.model import GemmTile
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.backends.runtime._runtime import AbortCode
+from mkernel.backends.transport._transport import AbortCode
 from mkernel.plan.model import GemmTile, OpName
 
 from .rig import (

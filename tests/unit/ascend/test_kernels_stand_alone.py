@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 ASCEND = ROOT / "backends" / "accelerators" / "ascend"
 INCLUDE = re.compile(r'^\s*#\s*include\s+(["<][^">]+)[">]', re.MULTILINE)
 ALLOWED = re.compile(
-    r'"backends/accelerators/ascend/(isa|kernels)/|"backends/nics/put_command\.hpp|<\w+$'
+    r'"backends/accelerators/ascend/(isa|kernels)/|"backends/transport/put_command\.hpp|<\w+$'
 )
 OF_A_HOST = {"<atomic", "<chrono", "<mutex", "<source_location", "<thread", "<functional"}
 HEADERS = sorted(
@@ -35,8 +35,8 @@ def test_a_header_of_kernels_includes_only_the_isa(header: Path) -> None:
     [
         '#include "backends/accelerators/ascend/sim/core.hpp"',
         '#  include "backends/accelerators/ascend/host/kernels.hpp"',
-        '#include "backends/nics/fifo_device.hpp"',
-        '#include "backends/runtime/signal_pad.hpp"',
+        '#include "backends/transport/fifo_device.hpp"',
+        '#include "backends/transport/signal_pad.hpp"',
         "#include <atomic>",
         "#include <unistd.h>",
         "#include <sys/mman.h>",

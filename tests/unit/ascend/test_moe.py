@@ -13,7 +13,7 @@ from mkernel.backends.accelerators.ascend.moe import MoeDispatchOp, balanced_ids
 from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.instrumented import View
-from mkernel.backends.runtime._runtime import AbortCode
+from mkernel.backends.transport._transport import AbortCode
 from mkernel.cases.base import Case
 from mkernel.errors import DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import CombineShape, LaunchPlan, OpName

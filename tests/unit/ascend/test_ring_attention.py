@@ -8,7 +8,7 @@ import pytest
 
 from mkernel.backends.accelerators.ascend import _ascend
 from mkernel.backends.accelerators.ascend.ring_attention import RingAttentionOp
-from mkernel.backends.runtime._runtime import AbortCode
+from mkernel.backends.transport._transport import AbortCode
 from mkernel.errors import ShapeError
 from mkernel.plan.model import LaunchPlan
 

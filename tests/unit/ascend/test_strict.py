@@ -8,7 +8,7 @@ import re
 import pytest
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch, _ascend
-from mkernel.backends.runtime._runtime import AbortCode
+from mkernel.backends.transport._transport import AbortCode
 from mkernel.plan.model import OpName
 
 from .rig import PATIENCE_S, World, make_plan, same_bits

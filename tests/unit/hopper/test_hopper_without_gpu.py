@@ -16,7 +16,7 @@ from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_session import HopperLaunch
 from mkernel.backends.accelerators.hopper.dispatch import FUSED
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.runtime import _runtime
+from mkernel.backends.transport import _transport
 from mkernel.errors import BackendUnavailable, Unsupported
 
 
@@ -104,7 +104,7 @@ def test_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_outside_of_a_world_nothing_is_there() -> None:
     backend = HopperAccelerator()
     assert backend.failure() is None
-    backend.abort(_runtime.AbortCode.timeout)
+    backend.abort(_transport.AbortCode.timeout)
     assert backend.close(0.1)
     with pytest.raises(BackendUnavailable, match="in no world"):
         backend.allocate(10)
@@ -116,16 +116,16 @@ def test_a_failure_is_what_the_kernels_recorded() -> None:
     class Control:
         failed = False
 
-        def outcome(self) -> tuple[_runtime.AbortCode, _runtime.Diagnosis]:
+        def outcome(self) -> tuple[_transport.AbortCode, _transport.Diagnosis]:
             assert self.failed, "costs more than a read"
-            return _runtime.AbortCode.timeout, who
+            return _transport.AbortCode.timeout, who
 
-    who, control = _runtime.Diagnosis(), Control()
+    who, control = _transport.Diagnosis(), Control()
     backend: Any = HopperAccelerator()
     backend._session = SimpleNamespace(control=control)
     assert backend.failure() is None
     control.failed = True
-    assert backend.failure() == (_runtime.AbortCode.timeout, who)
+    assert backend.failure() == (_transport.AbortCode.timeout, who)
 
 
 def test_a_launch_is_waited_for_until_the_device_is_past_it() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.nics.cx7 import Cx7Nic
-from mkernel.backends.runtime import _runtime as runtime
+from mkernel.backends.transport import _transport
 from mkernel.harness.nic_ranks import SIGNALS, Port
 from mkernel.settings import NicSettings
 
@@ -37,13 +37,13 @@ class Rank(Port):
 
     def waits(self, signal: int, value: int) -> bool:
         """Whether a signal's counter comes to ``value`` in time."""
-        result = runtime.pad_wait(self.pad, signal, value, self.timeout_s)
-        return result == runtime.WaitResult.ok
+        result = _transport.pad_wait(self.pad, signal, value, self.timeout_s)
+        return result == _transport.WaitResult.ok
 
-    def wait_abort(self) -> runtime.AbortCode:
+    def wait_abort(self) -> _transport.AbortCode:
         """Waits for the pad's abort word through a wait that nobody satisfies."""
         self.waits(SIGNALS - 1, 1 << 60)
-        return runtime.pad_outcome(self.pad)[0]
+        return _transport.pad_outcome(self.pad)[0]
 
     def fill(self, nbytes: int, offset: int = 0) -> bytes:
         """Fresh random bytes at ``offset``; returns them."""

@@ -10,14 +10,14 @@ import pytest
 from nic_ranks import DEADLINE_S, Rank, join, local_ranks
 
 from mkernel.backends.nics.efa import EfaNic
-from mkernel.backends.runtime import _runtime as runtime
+from mkernel.backends.transport import _transport
 from mkernel.errors import NicError
 from mkernel.harness.nic_ranks import CLOSE_S, within
 
 
 def failed(rank: Rank) -> NicError:
     """The session's failure; the abort word must say nic_error."""
-    assert rank.wait_abort() == runtime.AbortCode.nic_error
+    assert rank.wait_abort() == _transport.AbortCode.nic_error
     failure = rank.session.failure()
     assert failure is not None
     return failure
@@ -72,7 +72,7 @@ def test_over_srd_a_wrong_key_fails_its_sender() -> None:
 
 def test_an_aborted_world_is_left_alone() -> None:
     with local_ranks() as (a, b):
-        runtime.pad_abort(a.pad, runtime.AbortCode.cancelled)
+        _transport.pad_abort(a.pad, _transport.AbortCode.cancelled)
         with pytest.raises(NicError, match="aborted"):
             a.session.put(1, 0, 0, 0, 8, 0, 1)
         assert a.session.failure() is None

@@ -21,14 +21,14 @@ from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Words, landings, window_bytes, words_of
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
-from mkernel.backends.runtime import _runtime
 from mkernel.backends.runtime.host_memory import HostMemory
+from mkernel.backends.transport import _transport
 from mkernel.plan.model import LaunchPlan
 
 Step = Callable[[], bool]
 """Does its work and is True, or must still wait."""
 POISON = float("nan")
-SIGNAL_BASE = (3 * mmap.PAGESIZE - _runtime.pad_bytes(0)) // 8 - 2
+SIGNAL_BASE = (3 * mmap.PAGESIZE - _transport.pad_bytes(0)) // 8 - 2
 """The words lie on both sides of a page's end."""
 SIGNALS = SIGNAL_BASE + 64
 
@@ -174,8 +174,8 @@ class Rank:
         self.rank = rank
         self.device = FakeDevice(machine, queues)
         self.memory = torch.zeros(nbytes, dtype=torch.uint8)
-        self.pad = HostMemory.create(_runtime.pad_bytes(SIGNALS))
-        _runtime.pad_format(self.pad.address, SIGNALS)
+        self.pad = HostMemory.create(_transport.pad_bytes(SIGNALS))
+        _transport.pad_format(self.pad.address, SIGNALS)
         self.words: Words | None = None
 
     def streams(self, plan: LaunchPlan, number: int, ranks: list[Rank]) -> tuple[Call, CallStreams]:
@@ -198,7 +198,7 @@ def world_of(machine: Machine, plan: LaunchPlan, queues: int) -> list[Rank]:
 
 
 def word_at(rank: Rank, word: int) -> int:
-    return rank.pad.address + _runtime.pad_bytes(0) + 8 * word
+    return rank.pad.address + _transport.pad_bytes(0) + 8 * word
 
 
 def rows_of(rank: int, number: int, shape: tuple[int, int]) -> torch.Tensor:

@@ -32,7 +32,7 @@ class AgGemm final : public OpKernels<ag_gemm::Args> {
         return {{&args_.a, false}, {&args_.b, false}, {&args_.out, true}};
     }
 
-    void count_as_communicated(const runtime::SignalPad& pad) const override {
+    void count_as_communicated(const transport::SignalPad& pad) const override {
         OpKernels::count_as_communicated(pad);
         const ag_gemm::Geometry& g = args_.geometry;
         for (std::uint32_t source = 0; source < g.world; ++source) {

@@ -23,7 +23,7 @@ class GemmReduce final : public OpKernels<gemm_reduce::Args> {
         return {{&args_.a, false}, {&args_.b, false}, {&args_.out, true}};
     }
 
-    void count_as_communicated(const runtime::SignalPad& pad) const override {
+    void count_as_communicated(const transport::SignalPad& pad) const override {
         OpKernels::count_as_communicated(pad);
         const gemm_reduce::Geometry& g = args_.geometry;
         for (std::uint32_t tile = 0; g.replicated && tile < g.grid_tiles(); ++tile) {

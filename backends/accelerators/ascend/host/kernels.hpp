@@ -53,7 +53,7 @@ class Kernels {
     virtual void foresee(sim::Core&) const {}
 
     // Compute-only view: raises here what nobody else will and later calls count on.
-    virtual void count_as_communicated(const runtime::SignalPad& pad) const = 0;
+    virtual void count_as_communicated(const transport::SignalPad& pad) const = 0;
     // Where the own signals of this call stood before it.
     [[nodiscard]] virtual std::vector<sim::TraceBaseline> baselines() const = 0;
 };

@@ -9,7 +9,7 @@
 
 namespace mkernel::ascend::host {
 
-using runtime::monotonic_ns;
+using transport::monotonic_ns;
 
 namespace {
 
@@ -35,7 +35,7 @@ Launch::Launch(Call call) : call_(std::move(call)) {
     args.compute_only = call_.view == View::compute_only;
     kernels.bind(args, call_.blocks);
 
-    environment_.pad = runtime::SignalPad(args.pad);
+    environment_.pad = transport::SignalPad(args.pad);
     environment_.fifo = call_.fifo;
     environment_.deadline_ns = monotonic_ns() + call_.timeout_ns;
     environment_.rank = args.rank;
@@ -134,7 +134,7 @@ void Launch::guarded(const Kernel& kernel, std::uint32_t index, const std::funct
             if (error_.empty()) error_ = error.what();
         }
         // The other cores, here and at the peers, must not wait for this one until the deadline.
-        environment_.pad.abort(runtime::AbortCode::peer_failure,
+        environment_.pad.abort(transport::AbortCode::peer_failure,
                                {.waiter = sim::waiter_of(kernel.name),
                                 .core = index,
                                 .peer = environment_.rank,
@@ -234,8 +234,8 @@ void Launch::cancel_all() {
     const std::lock_guard lock(g_running_mutex);
     for (Launch* launch : g_running) {
         if (launch->process_ != getpid()) continue;
-        launch->environment_.pad.abort(runtime::AbortCode::cancelled,
-                                       {.waiter = runtime::Waiter::host,
+        launch->environment_.pad.abort(transport::AbortCode::cancelled,
+                                       {.waiter = transport::Waiter::host,
                                         .peer = launch->environment_.rank,
                                         .chunk = sim::kNoChunk,
                                         .op = launch->environment_.op});

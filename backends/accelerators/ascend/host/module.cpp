@@ -71,13 +71,13 @@ std::shared_ptr<host::Launch> launch(
     call.blocks = blocks_of(blocks);
     call.number = number;
     call.node = node;
-    call.fifo = pointer<const nics::FifoDevice>(fifo);
+    call.fifo = pointer<const transport::FifoDevice>(fifo);
     call.timeout_ns = nanoseconds(timeout_s);
     call.trace = trace;
     call.view = view_named(view_name);
     check(call, peers.size());
     if (epoch == 0) throw py::value_error("epochs begin at 1");
-    const runtime::SignalPad signals(call.args.pad);
+    const transport::SignalPad signals(call.args.pad);
     if (!signals.valid()) throw py::value_error("pad does not hold a formatted signal pad");
     const std::uint64_t end = signal_base + std::uint64_t{call.kernels->signals()};
     if (end > signals.capacity()) {

@@ -61,7 +61,7 @@ class MoeDispatch final : public OpKernels<moe::Args> {
     }
     void foresee(sim::Core& core) const override { core.finish(moe::vector(core, args_)); }
 
-    void count_as_communicated(const runtime::SignalPad& pad) const override {
+    void count_as_communicated(const transport::SignalPad& pad) const override {
         OpKernels::count_as_communicated(pad);
         for (std::uint32_t other = 0; other < world(); ++other) {
             if (other != args_.rank) raise(pad, args_.geometry.ids(args_.parity(), other), 1);

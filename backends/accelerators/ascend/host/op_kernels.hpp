@@ -33,7 +33,7 @@ class OpKernels : public Kernels {
         return args_.geometry.workspace_bytes();
     }
 
-    void count_as_communicated(const runtime::SignalPad& pad) const override {
+    void count_as_communicated(const transport::SignalPad& pad) const override {
         for (std::uint32_t source = 0; source < world(); ++source) {
             for (std::uint32_t chunk = 0; chunk < args_.geometry.chunks(); ++chunk) {
                 if (source == args_.rank || !is_sent_here(args_, source, chunk)) continue;
@@ -59,7 +59,7 @@ class OpKernels : public Kernels {
     [[nodiscard]] std::uint64_t calls() const { return args_.epoch - 1; }
     [[nodiscard]] std::uint64_t uses() const { return args_.uses() - 1; }
 
-    void raise(const runtime::SignalPad& pad, std::uint32_t signal, std::uint64_t value) const {
+    void raise(const transport::SignalPad& pad, std::uint32_t signal, std::uint64_t value) const {
         pad.add(args_.signal_base + signal, value);
     }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/call.hpp"
-#include "backends/nics/put_command.hpp"
+#include "backends/transport/put_command.hpp"
 
 namespace mkernel::ascend {
 

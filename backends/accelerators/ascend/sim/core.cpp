@@ -369,7 +369,7 @@ void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std
                    Where where) {
     where_ = where;
     const auto add = [&] {
-        return environment_.dry ? 0 : runtime::SignalPad(pad).add(signal, value);
+        return environment_.dry ? 0 : transport::SignalPad(pad).add(signal, value);
     };
     if (strict_) {
         if (!strict_->executes_sync()) return;
@@ -384,7 +384,7 @@ void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std
         {.kind = Kind::tnotify, .pipe = Pipe::S, .signal = signal, .peer = peer, .amount = value});
 }
 
-runtime::Diagnosis Core::diagnosis(std::uint32_t peer) const {
+transport::Diagnosis Core::diagnosis(std::uint32_t peer) const {
     return {.waiter = waiter_of(kernel_of(role_)),
             .core = index_,
             .peer = peer,
@@ -405,32 +405,32 @@ bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer, 
 bool Core::await(std::uint32_t signal, std::uint64_t value, std::uint32_t peer) {
     if (environment_.pad.load(signal) >= value) {
         // A core that never has to sleep must still see an abort between two waits.
-        return environment_.pad.aborted() == runtime::AbortCode::none;
+        return environment_.pad.aborted() == transport::AbortCode::none;
     }
     // A wait for the own rank's other cores comes to nothing because one of those waits in vain:
     // that one, which knows the reason, reports first.
     const std::uint64_t grace = peer == environment_.rank ? kOwnRankGraceNs : 0;
     const auto sleep = [&] {
         environment_.scheduler->begin_block();
-        const runtime::WaitResult result =
+        const transport::WaitResult result =
             environment_.pad.wait(signal, value, environment_.deadline_ns + grace, diagnosis(peer));
         environment_.scheduler->end_block(priority());
         return result;
     };
-    if (environment_.waits == nullptr) return sleep() == runtime::WaitResult::ok;
+    if (environment_.waits == nullptr) return sleep() == transport::WaitResult::ok;
     const auto entry =
         environment_.waits->sleep({core_name(role_, index_), place(where_), signal, value, peer});
-    const runtime::WaitResult result = sleep();
-    if (result == runtime::WaitResult::ok) environment_.waits->wake(entry);
-    if (result == runtime::WaitResult::timed_out) environment_.waits->deadline_passed();
-    return result == runtime::WaitResult::ok;
+    const transport::WaitResult result = sleep();
+    if (result == transport::WaitResult::ok) environment_.waits->wake(entry);
+    if (result == transport::WaitResult::timed_out) environment_.waits->deadline_passed();
+    return result == transport::WaitResult::ok;
 }
 
 bool Core::ttest(std::uint32_t signal, std::uint64_t value) {
     return trace_ == nullptr && !strict_ && environment_.pad.load(signal) >= value;
 }
 
-bool Core::nic_put(const nics::PutCommand& command, Where where) {
+bool Core::nic_put(const transport::PutCommand& command, Where where) {
     where_ = where;
     if (strict_) {
         if (!strict_->executes_sync()) return true;
@@ -449,17 +449,17 @@ bool Core::nic_put(const nics::PutCommand& command, Where where) {
             .amount = command.bytes,
             .value = command.value});
     if (environment_.dry) return true;
-    const nics::FifoDevice& fifo = *environment_.fifo;
+    const transport::FifoDevice& fifo = *environment_.fifo;
     const auto load = [](std::uint64_t* word) {
         return std::atomic_ref(*word).load(std::memory_order_acquire);
     };
     // Only a full ring makes push wait; then the slot goes to another core meanwhile.
     const bool full = load(fifo.head) - load(fifo.tail) >= fifo.capacity;
     if (full) environment_.scheduler->begin_block();
-    const runtime::WaitResult result =
+    const transport::WaitResult result =
         fifo.push(command, environment_.pad, environment_.deadline_ns, diagnosis(command.peer));
     if (full) environment_.scheduler->end_block(priority());
-    return result == runtime::WaitResult::ok;
+    return result == transport::WaitResult::ok;
 }
 
 void Core::finish(bool complete) {

@@ -34,8 +34,8 @@
 #include "backends/accelerators/ascend/sim/strict.hpp"
 #include "backends/accelerators/ascend/sim/strict_waits.hpp"
 #include "backends/accelerators/ascend/sim/trace.hpp"
-#include "backends/nics/fifo_device.hpp"
-#include "backends/runtime/signal_pad.hpp"
+#include "backends/transport/fifo_device.hpp"
+#include "backends/transport/signal_pad.hpp"
 
 namespace mkernel::ascend::sim {
 
@@ -49,9 +49,9 @@ struct GmRange {
 
 // What all cores of one kernel launch share; it outlives them.
 struct Environment {
-    runtime::SignalPad pad;                  // the own rank's
-    const nics::FifoDevice* fifo = nullptr;  // null where the world has one node
-    std::uint64_t deadline_ns = 0;           // of every wait
+    transport::SignalPad pad;                     // the own rank's
+    const transport::FifoDevice* fifo = nullptr;  // null where the world has one node
+    std::uint64_t deadline_ns = 0;                // of every wait
     std::uint32_t rank = 0;
     std::uint32_t op = 0;  // call number, for diagnosis
     std::vector<GmRange> memory;
@@ -83,9 +83,9 @@ class OnChip {
 // How messages call a tile.
 std::string describe(const isa::Tile& tile);
 
-constexpr runtime::Waiter waiter_of(KernelName kernel) {
-    return kernel == KernelName::comm ? runtime::Waiter::comm_kernel
-                                      : runtime::Waiter::compute_kernel;
+constexpr transport::Waiter waiter_of(KernelName kernel) {
+    return kernel == KernelName::comm ? transport::Waiter::comm_kernel
+                                      : transport::Waiter::compute_kernel;
 }
 
 class Core {
@@ -169,7 +169,8 @@ class Core {
     // True if the counter is >= value now. A traced or strict core answers false: what it does must
     // not depend on how the host interleaved the ranks, so it always takes the path that waits.
     [[nodiscard]] bool ttest(std::uint32_t signal, std::uint64_t value);
-    [[nodiscard]] bool nic_put(const nics::PutCommand& command, Where where = Where::current());
+    [[nodiscard]] bool nic_put(const transport::PutCommand& command,
+                               Where where = Where::current());
 
     // --- host side ---
     // After the kernel returned normally (`complete`) or early: flags left over are an error.
@@ -227,7 +228,7 @@ class Core {
     [[nodiscard]] std::string name() const;
     // twait, but for what strict simulation makes of it.
     [[nodiscard]] bool await(std::uint32_t signal, std::uint64_t value, std::uint32_t peer);
-    [[nodiscard]] runtime::Diagnosis diagnosis(std::uint32_t peer) const;
+    [[nodiscard]] transport::Diagnosis diagnosis(std::uint32_t peer) const;
     [[nodiscard]] int priority() const { return role_ == Role::cube ? 1 : 0; }
 
     const Environment& environment_;

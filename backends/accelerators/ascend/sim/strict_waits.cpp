@@ -45,7 +45,7 @@ std::string Waits::all() const {
 
 std::string Waits::deadlock() const {
     if (waits_.empty() || waits_.size() < left_) return {};
-    if (pad_.aborted() != runtime::AbortCode::none) return {};  // all of them end
+    if (pad_.aborted() != transport::AbortCode::none) return {};  // all of them end
     const bool stuck = std::all_of(waits_.begin(), waits_.end(), [this](const Wait& wait) {
         return wait.peer == rank_ && pad_.load(wait.signal) < wait.value;
     });

@@ -13,7 +13,7 @@
 #include <mutex>
 #include <string>
 
-#include "backends/runtime/signal_pad.hpp"
+#include "backends/transport/signal_pad.hpp"
 
 namespace mkernel::ascend::sim {
 
@@ -28,7 +28,7 @@ class Waits {
     };
 
     // `cores`: of all kernels of the call, those that have not started too.
-    Waits(runtime::SignalPad pad, std::uint32_t rank, std::uint32_t cores)
+    Waits(transport::SignalPad pad, std::uint32_t rank, std::uint32_t cores)
         : pad_(pad), rank_(rank), left_(cores) {}
 
     // Before a sleep, and after one that its signal ended; those that an abort or the deadline ended
@@ -51,7 +51,7 @@ class Waits {
     mutable std::mutex mutex_;
     std::list<Wait> waits_;
     std::string at_deadline_;
-    runtime::SignalPad pad_;
+    transport::SignalPad pad_;
     std::uint32_t rank_, left_;
 };
 

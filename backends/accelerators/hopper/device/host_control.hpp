@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "backends/runtime/diagnosis.hpp"
+#include "backends/transport/diagnosis.hpp"
 
 namespace mkernel::hopper {
 
@@ -11,7 +11,7 @@ namespace mkernel::hopper {
 struct HostControl {
     std::uint32_t abort;
     std::uint32_t reserved[15];
-    runtime::AbortRecord record;
+    transport::AbortRecord record;
 };
 
 // What a kernel is given to wait with.

@@ -27,7 +27,8 @@ inline constexpr std::uint32_t kNoChunk = 0xFFFFFFFFu;
 
 class Waiter {
   public:
-    __device__ Waiter(const Workspace& workspace, const WaitLimits& limits, runtime::Waiter kernel)
+    __device__ Waiter(const Workspace& workspace, const WaitLimits& limits,
+                      transport::Waiter kernel)
         : control_(&workspace.control()), limits_(limits), kernel_(kernel) {}
 
     __device__ bool until(const std::uint64_t* word, std::uint64_t wanted, Awaited what) const {
@@ -45,7 +46,7 @@ class Waiter {
     // Not inlined, since it is long and rare; with its arguments by value, so that they stay in
     // registers.
     __device__ static __noinline__ bool poll(Control* control, WaitLimits limits,
-                                             runtime::Waiter kernel, const std::uint64_t* word,
+                                             transport::Waiter kernel, const std::uint64_t* word,
                                              std::uint64_t wanted, Awaited what) {
         const std::uint64_t start = ptx::global_ns();
         std::uint64_t look = start + kHostLookNs;
@@ -71,10 +72,10 @@ class Waiter {
         }
     }
 
-    __device__ static void record(const WaitLimits& limits, runtime::Waiter kernel,
+    __device__ static void record(const WaitLimits& limits, transport::Waiter kernel,
                                   const std::uint64_t* word, std::uint64_t wanted, Awaited what) {
-        runtime::AbortRecord& record = limits.host->record;
-        runtime::Diagnosis& who = record.diagnosis;
+        transport::AbortRecord& record = limits.host->record;
+        transport::Diagnosis& who = record.diagnosis;
         who.waiter = kernel;
         who.core = blockIdx.x;
         who.signal = what.signal;
@@ -83,12 +84,12 @@ class Waiter {
         who.op = limits.call;
         who.seen = ptx::load_relaxed(word);
         who.wanted = wanted;
-        ptx::store_release(&record.code, static_cast<std::uint32_t>(runtime::AbortCode::timeout));
+        ptx::store_release(&record.code, static_cast<std::uint32_t>(transport::AbortCode::timeout));
     }
 
     Control* control_;
     WaitLimits limits_;
-    runtime::Waiter kernel_;
+    transport::Waiter kernel_;
 };
 
 }  // namespace mkernel::hopper

@@ -22,14 +22,14 @@ ControlBlock::~ControlBlock() {
     cudaFreeHost(control_);
 }
 
-void ControlBlock::abort(runtime::AbortCode code) const {
+void ControlBlock::abort(transport::AbortCode code) const {
     std::atomic_ref(control_->abort)
         .store(static_cast<std::uint32_t>(code), std::memory_order_release);
 }
 
-std::pair<runtime::AbortCode, runtime::Diagnosis> ControlBlock::outcome() const {
-    const runtime::AbortCode code = runtime::abort_code(control_->record);
-    if (code == runtime::AbortCode::none) return {code, {}};
+std::pair<transport::AbortCode, transport::Diagnosis> ControlBlock::outcome() const {
+    const transport::AbortCode code = transport::abort_code(control_->record);
+    if (code == transport::AbortCode::none) return {code, {}};
     return {code, control_->record.diagnosis};
 }
 

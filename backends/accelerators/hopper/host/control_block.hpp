@@ -24,14 +24,14 @@ class ControlBlock {
     }
 
     // Every wait of a running kernel ends soon after; those of later launches at once. Any thread.
-    void abort(runtime::AbortCode code) const;
+    void abort(transport::AbortCode code) const;
 
     // Whether a kernel recorded a time-out. No more than a read; any thread.
     [[nodiscard]] bool failed() const {
-        return runtime::abort_code(control_->record) != runtime::AbortCode::none;
+        return transport::abort_code(control_->record) != transport::AbortCode::none;
     }
     // The first time-out that a kernel recorded; (none, ...) where none did. Any thread.
-    [[nodiscard]] std::pair<runtime::AbortCode, runtime::Diagnosis> outcome() const;
+    [[nodiscard]] std::pair<transport::AbortCode, transport::Diagnosis> outcome() const;
 
   private:
     HostControl* control_ = nullptr;

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     all_gather_gemm(const __grid_constant__ AllGatherGemmArgs args) {
     Shared<C>& shared = shared_memory<C>();
     open_block(shared);
-    const Waiter waiter(args.workspace, args.limits, runtime::Waiter::compute_kernel);
+    const Waiter waiter(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const std::uint64_t epoch = args.workspace.world > 1 ? args.workspace.control().epoch : 0;
     const int steps = (args.k + kTileK - 1) / kTileK;
 

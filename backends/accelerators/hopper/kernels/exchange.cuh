@@ -33,7 +33,7 @@ class Exchange {
     // `brief`: as in device/call.cuh.
     __device__ Exchange(const Workspace& workspace, const WaitLimits& limits, bool brief)
         : workspace_(workspace),
-          waiter_(workspace, limits, runtime::Waiter::comm_kernel),
+          waiter_(workspace, limits, transport::Waiter::comm_kernel),
           epoch_(workspace.control().epoch),
           brief_(brief) {}
 

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     gemm_reduce(const __grid_constant__ GemmReduceArgs args) {
     Shared<C>& shared = shared_memory<C>();
     open_block(shared);
-    const Waiter waiter(args.workspace, args.limits, runtime::Waiter::compute_kernel);
+    const Waiter waiter(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const int rank = args.workspace.rank;
     const int world = args.workspace.world;
     const std::uint64_t epoch = world > 1 ? args.workspace.control().epoch : 0;

@@ -9,7 +9,7 @@ namespace {
 
 __global__ void rendezvous_kernel(Workspace workspace, WaitLimits limits) {
     if (threadIdx.x != 0) return;
-    const Waiter waiter(workspace, limits, runtime::Waiter::comm_kernel);
+    const Waiter waiter(workspace, limits, transport::Waiter::comm_kernel);
     finish_call(workspace, waiter, workspace.control().epoch);
 }
 

@@ -8,7 +8,7 @@
 #include <atomic>
 #include <cstdint>
 
-namespace mkernel::runtime {
+namespace mkernel::transport {
 
 enum class AbortCode : std::uint32_t {
     none = 0,
@@ -59,4 +59,4 @@ inline bool claim_abort(AbortRecord& record, AbortCode code, const Diagnosis& di
     return true;
 }
 
-}  // namespace mkernel::runtime
+}  // namespace mkernel::transport

@@ -1,4 +1,4 @@
-#include "backends/nics/fifo.hpp"
+#include "backends/transport/fifo.hpp"
 
 #include <sys/eventfd.h>
 
@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <system_error>
 
-namespace mkernel::nics {
+namespace mkernel::transport {
 
 struct Fifo::Lines {
     alignas(64) std::uint64_t head = 0;
@@ -85,4 +85,4 @@ void Fifo::end_sleep() {
     [[maybe_unused]] const ssize_t got = ::read(device_.wake_fd, &count, sizeof(count));
 }
 
-}  // namespace mkernel::nics
+}  // namespace mkernel::transport

@@ -24,9 +24,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "backends/runtime/diagnosis.hpp"
+#include "backends/transport/diagnosis.hpp"
 
-namespace mkernel::runtime {
+namespace mkernel::transport {
 
 inline std::uint64_t monotonic_ns() {
     timespec now{};
@@ -149,4 +149,4 @@ class SignalPad {
     std::uint64_t* counters_ = nullptr;
 };
 
-}  // namespace mkernel::runtime
+}  // namespace mkernel::transport

@@ -4,16 +4,16 @@
 #include <thread>
 #include <vector>
 
-#include "backends/nics/fifo.hpp"
-#include "check.hpp"
-#include "pair.hpp"
+#include "backends/transport/fifo.hpp"
+#include "tests/native/nics/check.hpp"
+#include "tests/native/nics/pair.hpp"
 
-using namespace mkernel::nics;
-using mkernel::runtime::AbortCode;
-using mkernel::runtime::Diagnosis;
-using mkernel::runtime::monotonic_ns;
-using mkernel::runtime::SignalPad;
-using mkernel::runtime::WaitResult;
+using namespace mkernel;
+using mkernel::transport::AbortCode;
+using mkernel::transport::Diagnosis;
+using mkernel::transport::monotonic_ns;
+using mkernel::transport::SignalPad;
+using mkernel::transport::WaitResult;
 
 namespace {
 
@@ -21,7 +21,7 @@ struct Bench {
     explicit Bench(std::uint64_t slots)
         : fifo(slots), memory(SignalPad::bytes(8)), pad(SignalPad::format(memory.data(), 8)) {}
     WaitResult push(std::uint64_t tag, std::uint32_t producer = 0, double seconds = 30) {
-        PutCommand c;
+        transport::PutCommand c;
         c.bytes = tag;
         c.peer = producer;
         c.local_offset = tag * 3;
@@ -29,19 +29,19 @@ struct Bench {
         return fifo.device().push(c, pad,
                                   monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9), {});
     }
-    Fifo fifo;
-    testing::Memory memory;
+    transport::Fifo fifo;
+    nics::testing::Memory memory;
     SignalPad pad;
 };
 
-bool whole(const PutCommand& c) {
+bool whole(const transport::PutCommand& c) {
     return c.local_offset == c.bytes * 3 && c.remote_offset == ~c.bytes;
 }
 
 TEST(capacity_is_a_power_of_two) {
-    CHECK(Fifo(2).device().capacity == 2);
-    CHECK(Fifo(3).device().capacity == 4);
-    CHECK(Fifo(1000).device().capacity == 1024);
+    CHECK(transport::Fifo(2).device().capacity == 2);
+    CHECK(transport::Fifo(3).device().capacity == 4);
+    CHECK(transport::Fifo(1000).device().capacity == 1024);
 }
 
 TEST(many_producers_many_laps) {
@@ -60,7 +60,7 @@ TEST(many_producers_many_laps) {
     bool ordered = true;
     std::uint64_t got = 0;
     const std::uint64_t deadline = monotonic_ns() + 60'000'000'000u;
-    PutCommand c;
+    transport::PutCommand c;
     while (got < kProducers * kEach && monotonic_ns() < deadline) {
         int n = 0;
         for (; n < 8 && b.fifo.pop(c); ++n) {
@@ -87,7 +87,7 @@ TEST(full_ring_waits_and_loses_nothing) {
     });
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     CHECK(!through);
-    PutCommand c;
+    transport::PutCommand c;
     CHECK(b.fifo.pop(c) && c.bytes == 0);
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     CHECK(!through);  // popped, but its slot is not released yet
@@ -140,5 +140,5 @@ TEST(push_ends_the_proxys_sleep) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return testing::run(argc, argv);
+    return nics::testing::run(argc, argv);
 }

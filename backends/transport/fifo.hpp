@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <memory>
 
-#include "backends/nics/fifo_device.hpp"
+#include "backends/transport/fifo_device.hpp"
 
-namespace mkernel::nics {
+namespace mkernel::transport {
 
 class Fifo {
   public:
@@ -50,4 +50,4 @@ class Fifo {
     std::uint64_t next_ = 0;
 };
 
-}  // namespace mkernel::nics
+}  // namespace mkernel::transport

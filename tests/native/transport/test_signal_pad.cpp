@@ -6,10 +6,10 @@
 #include <thread>
 #include <vector>
 
-#include "backends/runtime/signal_pad.hpp"
+#include "backends/transport/signal_pad.hpp"
 #include "tests/native/nics/check.hpp"
 
-using namespace mkernel::runtime;
+using namespace mkernel::transport;
 namespace testing = mkernel::nics::testing;
 
 namespace {

@@ -26,10 +26,10 @@
 #include <climits>
 #include <cstdint>
 
-#include "backends/nics/put_command.hpp"
-#include "backends/runtime/signal_pad.hpp"
+#include "backends/transport/put_command.hpp"
+#include "backends/transport/signal_pad.hpp"
 
-namespace mkernel::nics {
+namespace mkernel::transport {
 
 struct alignas(64) FifoSlot {
     PutCommand command;
@@ -57,10 +57,9 @@ struct FifoDevice {
 
     // Returns ok, or why the command was not queued. `pad` supplies the abort word and takes the
     // diagnosis at the deadline (monotonic_ns clock).
-    runtime::WaitResult push(const PutCommand& command, const runtime::SignalPad& pad,
-                             std::uint64_t deadline_ns, runtime::Diagnosis who) const {
-        using runtime::WaitResult;
-        if (pad.aborted() != runtime::AbortCode::none) return WaitResult::aborted;
+    WaitResult push(const PutCommand& command, const SignalPad& pad, std::uint64_t deadline_ns,
+                    Diagnosis who) const {
+        if (pad.aborted() != AbortCode::none) return WaitResult::aborted;
         const std::atomic_ref<std::uint64_t> next(*head);
         const std::atomic_ref<std::uint64_t> drained(*tail);
         std::uint64_t ticket = next.load(std::memory_order_relaxed);
@@ -95,9 +94,8 @@ struct FifoDevice {
     }
 
   private:
-    runtime::WaitResult wait_for_space(const runtime::SignalPad& pad, std::uint64_t deadline_ns,
-                                       runtime::Diagnosis who) const {
-        using runtime::WaitResult;
+    WaitResult wait_for_space(const SignalPad& pad, std::uint64_t deadline_ns,
+                              Diagnosis who) const {
         const std::atomic_ref<std::uint64_t> next(*head);
         const std::atomic_ref<std::uint64_t> drained(*tail);
         const std::atomic_ref<std::uint32_t> sleepers(*waiting);
@@ -106,12 +104,12 @@ struct FifoDevice {
             const std::uint64_t seen = drained.load(std::memory_order_seq_cst);
             const bool full = next.load(std::memory_order_relaxed) - seen >= capacity;
             const auto code = pad.aborted();
-            const std::uint64_t now = runtime::monotonic_ns();
-            const bool sleep = full && code == runtime::AbortCode::none && now < deadline_ns;
+            const std::uint64_t now = monotonic_ns();
+            const bool sleep = full && code == AbortCode::none && now < deadline_ns;
             if (sleep) {
                 const std::uint64_t left = deadline_ns - now;
                 const std::uint64_t pause =
-                    left < runtime::SignalPad::kMaxSleepNs ? left : runtime::SignalPad::kMaxSleepNs;
+                    left < SignalPad::kMaxSleepNs ? left : SignalPad::kMaxSleepNs;
                 const timespec limit{0, static_cast<long>(pause)};
                 syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(tail), FUTEX_WAIT_PRIVATE,
                         static_cast<std::uint32_t>(seen), &limit, nullptr, 0);
@@ -119,13 +117,13 @@ struct FifoDevice {
             sleepers.fetch_sub(1, std::memory_order_seq_cst);
             if (sleep) continue;
             if (!full) return WaitResult::ok;
-            if (code != runtime::AbortCode::none) return WaitResult::aborted;
+            if (code != AbortCode::none) return WaitResult::aborted;
             who.seen = seen;
             who.wanted = seen + 1;
-            pad.abort(runtime::AbortCode::timeout, who);
+            pad.abort(AbortCode::timeout, who);
             return WaitResult::timed_out;
         }
     }
 };
 
-}  // namespace mkernel::nics
+}  // namespace mkernel::transport

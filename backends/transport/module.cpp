@@ -4,10 +4,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "backends/runtime/signal_pad.hpp"
+#include "backends/transport/signal_pad.hpp"
 
 namespace py = pybind11;
-using namespace mkernel::runtime;
+using namespace mkernel::transport;
 
 namespace {
 
@@ -31,7 +31,7 @@ SignalPad checked(std::uintptr_t address, std::uint32_t index) {
 
 }  // namespace
 
-PYBIND11_MODULE(_runtime, module) {
+PYBIND11_MODULE(_transport, module) {
     module.doc() = "Signal pads in host memory (see signal_pad.hpp).";
 
     py::enum_<AbortCode>(module, "AbortCode")

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace mkernel::nics {
+namespace mkernel::transport {
 
 // put `bytes` from (region, local_offset) here to (region, remote_offset) at `peer`, then add
 // `value` to signal `signal` there. bytes == 0: only the signal. Regions are symmetric: the same
@@ -21,4 +21,4 @@ struct PutCommand {
     static constexpr std::uint32_t kNoSignal = 0xffffffff;
 };
 
-}  // namespace mkernel::nics
+}  // namespace mkernel::transport
