@@ -8,6 +8,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "backends/transport/atomics.hpp"
+
 namespace mkernel::transport {
 
 enum class AbortCode : std::uint32_t {
@@ -45,8 +47,7 @@ struct AbortRecord {
 };
 
 inline AbortCode abort_code(const AbortRecord& record) {
-    auto& code = const_cast<std::uint32_t&>(record.code);
-    return static_cast<AbortCode>(std::atomic_ref(code).load(std::memory_order_acquire));
+    return static_cast<AbortCode>(load_acquire(&record.code));
 }
 
 // Records the first failure. Any thread, any process that maps the record. Returns whether this
@@ -55,7 +56,7 @@ inline bool claim_abort(AbortRecord& record, AbortCode code, const Diagnosis& di
     std::uint32_t expected = 0;
     if (!std::atomic_ref(record.claimed).compare_exchange_strong(expected, 1)) return false;
     record.diagnosis = diagnosis;
-    std::atomic_ref(record.code).store(static_cast<std::uint32_t>(code), std::memory_order_release);
+    store_release(&record.code, static_cast<std::uint32_t>(code));
     return true;
 }
 

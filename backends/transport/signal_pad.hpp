@@ -1,17 +1,17 @@
-// A rank's signal pad in host memory: 64-bit monotonic counters that peers add to.
+// A rank's signal pad in host memory: words (signal.hpp) of either kind, and the rank's abort record.
 //
 // `SignalPad` is the plain handle that kernels, proxies and simulators get by value; the memory is
-// a symmetric segment that the world owns. Layout: one header, then `capacity` counters.
+// a symmetric segment that the world owns. Layout: one header, then `capacity` words.
 //
-//   add(i, v)   release: everything the caller wrote before is visible to whoever sees the counter.
-//   wait(i, v)  acquire: returns `ok` once counter i >= v; `aborted` once the abort word is set;
-//               `timed_out` at the deadline, after writing the diagnostic record and the abort
+//   add(i, v)   to an added word.
+//   wait(i, v)  for a word of either kind: returns `ok` once word i >= v; `aborted` once the abort word
+//               is set; `timed_out` at the deadline, after writing the diagnostic record and the abort
 //               word.
 //
 // Any number of threads and processes may add and wait. A waiter spins briefly, then sleeps on a
-// futex shared between processes (the *bell* of its counter), so that waiting costs no CPU on a
-// machine with fewer cores than waiters. Writers that cannot ring (a NIC writing memory by itself)
-// are still seen: sleeps are bounded by `max_sleep_ns`.
+// futex shared between processes (the *bell* of its word), so that waiting costs no CPU on a
+// machine with fewer cores than waiters. Writers that cannot ring (a copy engine, or a NIC writing
+// memory by itself) are still seen: sleeps are bounded by `kMaxSleepNs`.
 #pragma once
 
 #include <linux/futex.h>
@@ -24,16 +24,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "backends/transport/clock.hpp"
 #include "backends/transport/diagnosis.hpp"
+#include "backends/transport/signal.hpp"
 
 namespace mkernel::transport {
-
-inline std::uint64_t monotonic_ns() {
-    timespec now{};
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000u +
-           static_cast<std::uint64_t>(now.tv_nsec);
-}
 
 struct alignas(64) Bell {
     std::uint32_t rung = 0;
@@ -51,8 +46,6 @@ struct alignas(64) SignalPadHeader {
     Bell bells[kBells]{};
 };
 
-enum class WaitResult : std::uint32_t { ok = 0, aborted = 1, timed_out = 2 };
-
 class SignalPad {
   public:
     static constexpr std::uint64_t kMaxSleepNs = 2'000'000;
@@ -62,10 +55,10 @@ class SignalPad {
     // `memory` holds at least bytes(capacity) and was formatted by `format`.
     explicit SignalPad(void* memory)
         : header_(static_cast<SignalPadHeader*>(memory)),
-          counters_(reinterpret_cast<std::uint64_t*>(header_ + 1)) {}
+          words_(reinterpret_cast<Word*>(header_ + 1)) {}
 
     static constexpr std::size_t bytes(std::uint32_t capacity) {
-        return sizeof(SignalPadHeader) + std::size_t{capacity} * sizeof(std::uint64_t);
+        return sizeof(SignalPadHeader) + std::size_t{capacity} * sizeof(Word);
     }
 
     // Once, by the owner, before any peer maps the segment. The memory must be zero.
@@ -82,16 +75,22 @@ class SignalPad {
     [[nodiscard]] AbortRecord& abort_record() const { return header_->abort; }
     [[nodiscard]] AbortCode aborted() const { return abort_code(header_->abort); }
 
-    [[nodiscard]] std::uint64_t load(std::uint32_t index) const {
-        return std::atomic_ref(counters_[index]).load(std::memory_order_acquire);
+    [[nodiscard]] std::uint64_t load(std::uint32_t index) const { return words_[index].load(); }
+
+    // Where the word lies, for devices that write it and wait for it by its address.
+    [[nodiscard]] const Word* word(std::uint32_t index) const { return words_ + index; }
+
+    // To an added word. Returns what it then stands at.
+    std::uint64_t add(std::uint32_t index, std::uint64_t value) const {
+        const std::uint64_t sum = static_cast<AddedWord&>(words_[index]).add_and_fetch(value);
+        ring(bell(index));
+        return sum;
     }
 
-    // Returns what the counter then stands at.
-    std::uint64_t add(std::uint32_t index, std::uint64_t value) const {
-        const std::uint64_t before =
-            std::atomic_ref(counters_[index]).fetch_add(value, std::memory_order_release);
+    // Ends every wait for a set word whose writer is given up.
+    void end_waits(std::uint32_t index) const {
+        static_cast<SetWord&>(words_[index]).set(kEndsWaits);
         ring(bell(index));
-        return before + value;
     }
 
     // Sets the abort word (the first caller's diagnosis stays) and wakes every waiter.
@@ -146,7 +145,7 @@ class SignalPad {
     }
 
     SignalPadHeader* header_ = nullptr;
-    std::uint64_t* counters_ = nullptr;
+    Word* words_ = nullptr;
 };
 
 }  // namespace mkernel::transport

@@ -14,6 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "plugins" / "native" / "fifo_kernel.cpp"
 HEADERS = {
+    "mkernel/include/backends/transport/atomics.hpp",
+    "mkernel/include/backends/transport/clock.hpp",
+    "mkernel/include/backends/transport/signal.hpp",
     "mkernel/include/backends/transport/fifo_device.hpp",
     "mkernel/include/backends/transport/put_command.hpp",
     "mkernel/include/backends/transport/diagnosis.hpp",

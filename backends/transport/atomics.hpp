@@ -1,0 +1,146 @@
+// Loads, stores and additions of words that several processors share: threads, processes, GPUs, NICs.
+//
+// One set of names for both compilers: std::atomic_ref in host code, one PTX instruction each in device
+// code. System scope throughout, since the other side may be another GPU or the host; device code may
+// use them on any global memory (its own, a peer's, pinned host memory). What order they give, and why
+// that is enough, is in signal.hpp.
+//
+// Bulk copies of a GPU (its async proxy) need fences of their own beside these.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define MKERNEL_HOST_DEVICE __host__ __device__
+#else
+#define MKERNEL_HOST_DEVICE
+#endif
+
+#ifndef __CUDA_ARCH__
+#include <atomic>
+#endif
+
+namespace mkernel::transport {
+
+#ifdef __CUDA_ARCH__
+
+MKERNEL_HOST_DEVICE inline std::uint64_t load_relaxed(const std::uint64_t* at) {
+    std::uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
+
+MKERNEL_HOST_DEVICE inline std::uint32_t load_relaxed(const std::uint32_t* at) {
+    std::uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+MKERNEL_HOST_DEVICE inline std::uint64_t load_acquire(const std::uint64_t* at) {
+    std::uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
+
+MKERNEL_HOST_DEVICE inline std::uint32_t load_acquire(const std::uint32_t* at) {
+    std::uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+MKERNEL_HOST_DEVICE inline void store_relaxed(std::uint64_t* at, std::uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+MKERNEL_HOST_DEVICE inline void store_relaxed(std::uint32_t* at, std::uint32_t value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+MKERNEL_HOST_DEVICE inline void store_release(std::uint64_t* at, std::uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+MKERNEL_HOST_DEVICE inline void store_release(std::uint32_t* at, std::uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+// Nobody waits for an answer: cheaper than fetch_add_release where the memory is far away.
+MKERNEL_HOST_DEVICE inline void add_release(std::uint64_t* at, std::uint64_t value) {
+    asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+// Returns what was there before.
+MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_release(std::uint64_t* at, std::uint64_t value) {
+    std::uint64_t before;
+    asm volatile("atom.release.sys.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(at), "l"(value)
+                 : "memory");
+    return before;
+}
+
+#else
+
+namespace detail {
+
+// atomic_ref takes no const object before C++26, also for loads.
+template <class T>
+std::atomic_ref<T> shared(const T* at) {
+    return std::atomic_ref<T>(*const_cast<T*>(at));
+}
+
+}  // namespace detail
+
+MKERNEL_HOST_DEVICE inline std::uint64_t load_relaxed(const std::uint64_t* at) {
+    return detail::shared(at).load(std::memory_order_relaxed);
+}
+
+MKERNEL_HOST_DEVICE inline std::uint32_t load_relaxed(const std::uint32_t* at) {
+    return detail::shared(at).load(std::memory_order_relaxed);
+}
+
+MKERNEL_HOST_DEVICE inline std::uint64_t load_acquire(const std::uint64_t* at) {
+    return detail::shared(at).load(std::memory_order_acquire);
+}
+
+MKERNEL_HOST_DEVICE inline std::uint32_t load_acquire(const std::uint32_t* at) {
+    return detail::shared(at).load(std::memory_order_acquire);
+}
+
+MKERNEL_HOST_DEVICE inline void store_relaxed(std::uint64_t* at, std::uint64_t value) {
+    detail::shared(at).store(value, std::memory_order_relaxed);
+}
+
+MKERNEL_HOST_DEVICE inline void store_relaxed(std::uint32_t* at, std::uint32_t value) {
+    detail::shared(at).store(value, std::memory_order_relaxed);
+}
+
+MKERNEL_HOST_DEVICE inline void store_release(std::uint64_t* at, std::uint64_t value) {
+    detail::shared(at).store(value, std::memory_order_release);
+}
+
+MKERNEL_HOST_DEVICE inline void store_release(std::uint32_t* at, std::uint32_t value) {
+    detail::shared(at).store(value, std::memory_order_release);
+}
+
+// Nobody waits for an answer: cheaper than fetch_add_release on a device.
+MKERNEL_HOST_DEVICE inline void add_release(std::uint64_t* at, std::uint64_t value) {
+    detail::shared(at).fetch_add(value, std::memory_order_release);
+}
+
+// Returns what was there before.
+MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_release(std::uint64_t* at, std::uint64_t value) {
+    return detail::shared(at).fetch_add(value, std::memory_order_release);
+}
+
+#endif
+
+#ifdef __CUDACC__
+// Orders all earlier accesses of this thread, and what it knows of others', before all later ones.
+// Several relaxed stores can share one fence, where a release each would wait for the one before.
+__device__ inline void fence_system() {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+#endif
+
+}  // namespace mkernel::transport
