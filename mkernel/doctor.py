@@ -10,7 +10,7 @@ import mmap
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +26,7 @@ from mkernel.topology.sources.files import read_text
 if TYPE_CHECKING:
     from mkernel.backends.contracts.accelerator import AcceleratorBackend
     from mkernel.backends.contracts.nic import NicBackend
+    from mkernel.selection import Verdict
 
 Kind = Literal[
     "auto", "accelerator", "nic", "fabric", "library", "build", "cpu", "memory", "software"
@@ -81,11 +82,15 @@ def _auto_accelerator() -> Status:
     from mkernel import selection
 
     verdicts = selection.accelerator_verdicts()
-    taken = next((verdict for verdict in verdicts if verdict.usable), None)
+    taken = _taken(verdicts)
     others = "; ".join(f"not {v.name}: {v.detail}" for v in verdicts if v is not taken)
     if taken is None:
         return Status(False, others, "name one: accelerator=, --accelerator or MKERNEL_ACCELERATOR")
     return Status(True, f"{taken.name} ({taken.detail})" + (f"; {others}" if others else ""))
+
+
+def _taken(verdicts: Sequence[Verdict]) -> Verdict | None:
+    return next((verdict for verdict in verdicts if verdict.usable), None)
 
 
 def _auto_nic() -> Status:
@@ -93,11 +98,24 @@ def _auto_nic() -> Status:
 
     nic = selection.chosen_nic()
     verbs = selection.chosen_verbs(nic)
-    if verbs != selection.SOFT:
-        return Status(True, f"{nic} on {verbs}")
-    return Status(
-        True, f"{nic} on {verbs}: no RDMA port is usable; it joins processes of one host only"
-    )
+    found = f"{nic} on {verbs}"
+    if verbs == selection.SOFT:
+        found += ": no RDMA port is usable; it joins processes of one host only"
+    return Status(True, found + _without_nic())
+
+
+def _without_nic() -> str:
+    """Says so where the accelerator that `auto` stands for opens no NIC."""
+    from mkernel import selection
+    from mkernel.backends import registry
+
+    taken = _taken(selection.accelerator_verdicts())
+    if taken is None:
+        return ""
+    claims = registry.accelerator(taken.name).capabilities()
+    if not claims.process_group:
+        return ""
+    return f"; {taken.name} does not open it: {claims.carrier} carries its bytes"
 
 
 def accelerator_rows() -> list[Row]:

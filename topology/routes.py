@@ -25,8 +25,8 @@ class Rail(Model):
 class Way(Model):
     """How bytes travel. ``p2p``: over the scale-up fabric. ``host``: inside a node through host
     memory, where devices do not reach each other. ``nic``: by NICs. ``relay``: the same, by NICs of
-    a neighbour that the scale-up fabric reaches, on one side or both. ``group``: between nodes as a
-    process group carries them, which finds its own way.
+    a neighbour that the scale-up fabric reaches, on one side or both. ``group``: as a process group
+    carries them, in a node or between nodes; it finds its own way.
 
     ``src_relay``, ``dst_relay`` are local ranks. ``staged``: the sides on which bytes rest in host
     memory, because the NIC cannot read or write the device's.

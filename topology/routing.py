@@ -39,7 +39,8 @@ def routes(
     """Routes of all ordered pairs.
 
     Args:
-        group: a process group carries what crosses nodes, at the rate of the constants' NIC.
+        group: a process group carries everything: inside a node at the rate of the way that devices
+            have there, between nodes at that of the constants' NIC.
 
     Raises:
         NoRoute: a pair has no path; the message names both ends and what is missing.
@@ -55,10 +56,10 @@ def routes(
             src, dst = sides[ends.src_site], sides[ends.dst_site]
             i, j = ends.src_local, ends.dst_local
             way: Way | None
-            if ends.within:
+            if group:
+                way = _by_group(constants, src.inside(i, j) if ends.within else None)
+            elif ends.within:
                 way = src.inside(i, j)
-            elif group:
-                way = _by_group(constants)
             else:
                 way = _fastest(src, i, dst, j, constants)
             if way is None:
@@ -75,7 +76,11 @@ def nic_gbs(nic: Nic, constants: MachineConstants) -> float:
     return min(rated, constants.nic_most_gbs or rated)
 
 
-def _by_group(constants: MachineConstants) -> Way:
+def _by_group(constants: MachineConstants, inside: Way | None) -> Way:
+    """``inside``: the way that the devices themselves have, where both are on one node."""
+    if inside is not None:
+        gbs, latency_us = inside.bandwidth_gbs, inside.latency_us
+        return Way(kind="group", bandwidth_gbs=gbs, latency_us=latency_us)
     rate = min(constants.nic_gbs, constants.nic_most_gbs or constants.nic_gbs)
     return Way(kind="group", bandwidth_gbs=rate, latency_us=constants.nic_latency_us)
 

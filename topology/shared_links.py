@@ -36,7 +36,7 @@ def subflows(
     """The subflows of a big message, each link with its rate in GB/s."""
     here = placement.sites[route.src_site].seats
     there = placement.sites[route.dst_site].seats
-    if route.kind == "group":
+    if route.kind == "group" and not route.within:
         out = Link(route.src_site, f"{here[route.src_local].accelerator} out")
         into = Link(route.dst_site, f"{there[route.dst_local].accelerator} in")
         rate = route.bandwidth_gbs

@@ -27,6 +27,15 @@ def native() -> ModuleType:
     return _cuda
 
 
+def built() -> bool:
+    """Whether this build has the native module."""
+    try:
+        native()
+    except BackendUnavailable:
+        return False
+    return True
+
+
 @cache
 def pci_address(device: int) -> str:
     """Where a device sits on this host: the same in every process, unlike its number."""

@@ -75,9 +75,9 @@ def title(report: Report) -> str:
 
 
 def nodes(report: Report) -> str:
-    """How many nodes there were, and what was between them; nothing where there was one."""
+    """How many nodes there were, and what was between them or, where there was one, between ranks."""
     if report.nodes == 1:
-        return ""
+        return f", {report.carrier} between ranks" if report.carrier else ""
     return f" on {report.nodes} emulated nodes, {report.carrier or 'nothing'} between them"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,9 +15,10 @@ from safetensors.torch import save_file
 from torch import distributed
 from torch.distributed import PrefixStore, TCPStore
 
+from mkernel import api
 from mkernel.cases import Case
 from mkernel.cases.gemm import GemmCase
-from mkernel.errors import ArgumentError
+from mkernel.errors import ArgumentError, MkernelError
 from mkernel.harness import provenance
 from mkernel.harness.clock import Meeting
 from mkernel.harness.guard import Guard, Progress
@@ -41,7 +43,8 @@ class RankResult:
     Attributes:
         rows: by mode, in the order of the job's cases, by contender. timing: of each mode.
         platform: the accelerators of this host; empty for views, whose report says nothing of them.
-        carrier: what carries bytes between nodes; empty for one node. nic_bytes: put through the NIC by
+        carrier: what carries bytes between nodes, or as a process group between any ranks; empty where
+            peers' memory is all that is written to. nic_bytes: put through the NIC by
             views.
     """
 
@@ -82,7 +85,7 @@ def run(job: Job, port: int = 0) -> RankResult:
             lambda mode: stopwatch(device, clock(mode, job.launches), meeting, job.timeout_s),
         )
         result.platform = provenance.devices(device)
-        result.carrier = _carrier(world)
+        result.carrier = _carrier(world, job)
         return result
     finally:
         guard.close()
@@ -142,10 +145,15 @@ def _device(world: World) -> torch.device:
     return torch.device(kind, module.current_device())
 
 
-def _carrier(world: World) -> str:
-    if world.identity.nodes == 1:
-        return ""
-    return world.backends.nic or world.accelerator.capabilities().carrier
+def _carrier(world: World, job: Job) -> str:
+    """By the plans of the cases that the backend has."""
+    found: dict[str, None] = {}
+    for case in job.cases:
+        given: dict[str, Any] = {"dtype": case.dtype, "out_dtype": case.out_dtype, **case.sizes}
+        with suppress(MkernelError):  # its row says so
+            made = api.plan(case.op, **given)
+            found |= dict.fromkeys(filter(None, (made.nic, made.carrier)))
+    return " and ".join(found)
 
 
 def _store(port: int, timeout_s: float) -> TCPStore:

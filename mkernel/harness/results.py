@@ -142,8 +142,9 @@ class Report(Model):
     """A whole run.
 
     Attributes:
-        ranks: in all. nodes: emulated ones that they are on. carrier: what carries bytes between nodes;
-            empty for one node.
+        ranks: in all. nodes: emulated ones that they are on.
+        carrier: what carries bytes between nodes, or as a process group between any ranks; empty where
+            peers' memory is all that is written to.
         clock: of files from before there was ``timing``. timing: by mode.
         conditions: None in files from before it was recorded.
     """

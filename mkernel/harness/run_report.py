@@ -185,7 +185,7 @@ def render(report: RunReport) -> RenderableType:
     verdict = Text.assemble(
         (word, style),
         f"  {_found(check)}, {len(check.error_by_rank)} ranks",
-        _between_nodes(report),
+        _carrier(report),
     )
     return Group(table, verdict)
 
@@ -201,10 +201,10 @@ def _found(check: Verification) -> str:
     )
 
 
-def _between_nodes(report: RunReport) -> str:
-    """What carried the bytes between nodes."""
+def _carrier(report: RunReport) -> str:
+    """What carried the bytes, where it was no peer's memory."""
     if report.plan.carrier:
-        return f", {report.plan.carrier} between nodes"
+        return f", {report.plan.carrier} between ranks"
     return f", {report.nic_bytes / 1e6:.1f} MB through the NIC" if report.plan.nic else ""
 
 

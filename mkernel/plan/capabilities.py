@@ -63,8 +63,11 @@ class AcceleratorCapabilities(Model):
     tile: GemmTile = GemmTile()
     """The output tile of its GEMM kernels, where ``chunk_unit`` is tiles."""
     process_group: bool = False
-    """Whether calls need a torch.distributed group (``Call.group``). What crosses nodes goes through
-    it; no NIC session is opened."""
+    """Whether calls need a torch.distributed group (``Call.group``), which carries all bytes between
+    ranks, in a node too, but those of ``put_ops``; no NIC session is opened."""
+    put_ops: tuple[str, ...] = ()
+    """With a process group: ops that do without it in a world of one node, where every rank's device
+    reaches every other's memory: their messages are puts of the backend's own (``p2p``)."""
     carrier: str = "torch.distributed"
     """What the process group is, in words, for plans and reports."""
 
@@ -81,6 +84,11 @@ class AcceleratorCapabilities(Model):
             kernels = ", ".join(self.architectures)
             return f"has kernels for {kernels} only, not for {described(device)}"
         return None
+
+    def group_carries(self, op: str, nodes: int) -> bool:
+        """Whether the process group carries the bytes of an op's calls in such a world, as far as this
+        does not depend on the machine."""
+        return self.process_group and (nodes > 1 or op not in self.put_ops)
 
     @property
     def between_nodes(self) -> bool:

@@ -161,7 +161,7 @@ class LaunchPlan(Model):
     nic: str | None
     verbs: str | None
     carrier: str | None = Field(
-        None, description="what carries bytes between nodes where no NIC backend does"
+        None, description="what the process group is that carries bytes, where one does"
     )
     placement: WorldPlacement
     routes: RouteTable

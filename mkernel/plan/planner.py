@@ -158,8 +158,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             default=chunking.comm_blocks(nodes, ranks_per_node, capabilities.comm_cores),
         ),
     )
-    group = nodes > 1 and capabilities.process_group
-    if nodes > 1 and not group:
+    if nodes > 1 and not capabilities.process_group:
         for argument, given, what in (("nic", nic, "NIC backend"), ("verbs", verbs, "provider")):
             if not given:
                 raise ArgumentError(
@@ -173,11 +172,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
         layout,
         _Places(node_kinds(topology), ranks_per_node, pinning),
         accelerator,
-        _Between(carrier=capabilities.carrier)
-        if group
-        else _Between(nic, verbs)
-        if nodes > 1
-        else _Between(),
+        _Nics(nic, verbs) if nodes > 1 and not capabilities.process_group else _Nics(),
         _Choice(
             capabilities,
             chunk,
@@ -218,12 +213,11 @@ class _Places:
     pinning: Pinning
 
 
-class _Between(NamedTuple):
-    """What carries bytes between nodes: a NIC on verbs, or something else, in words."""
+class _Nics(NamedTuple):
+    """NIC backend and verbs provider between nodes, where they carry anything."""
 
     nic: str | None = None
     verbs: str | None = None
-    carrier: str | None = None
 
 
 @dataclass(frozen=True)
@@ -248,7 +242,7 @@ def _planned(
     b_layout: Layout,
     places: _Places,
     accelerator: str,
-    between: _Between,
+    between: _Nics,
     choice: _Choice,
     resources: Resources,
     constants: MachineConstants,
@@ -260,10 +254,11 @@ def _planned(
     are all that was measured: chunks and order stay as they are by default."""
     kinds, ranks_per_node = places.kinds, places.ranks_per_node
     nodes = len(kinds.of)
-    group = between.carrier is not None
-    nics = nodes > 1 and not group
-    placement = place(kinds, ranks_per_node, nics=nics, pinning=places.pinning)
+    placement = place(kinds, ranks_per_node, nics=between.nic is not None, pinning=places.pinning)
+    group = choice.claims.group_carries(op, nodes)
     table = routes(kinds, placement, constants, group=group)
+    if choice.claims.process_group and any(one.kind != "p2p" for one in table.classes):
+        group, table = True, routes(kinds, placement, constants, group=True)
     links = SharedLinks(table, placement)
     tiles, rows = None, None
     claims = choice.claims
@@ -322,7 +317,7 @@ def _planned(
         accelerator=accelerator,
         nic=between.nic,
         verbs=between.verbs,
-        carrier=between.carrier,
+        carrier=choice.claims.carrier if group and len(placement) > 1 else None,
         placement=placement,
         routes=table,
         exchange=exchange,

@@ -64,7 +64,7 @@ def plan(
         kinds[route.kind] += route.pairs
     between = f", {made.nic} over {made.verbs} verbs between nodes" if made.nic else ""
     if made.carrier:
-        between = f", {made.carrier} between nodes"
+        between = f", {made.carrier} between ranks"
     rows = {
         "plan": f"{made.op} · {_sizes(made)} · {made.dtype} → {made.out_dtype}",
         "world": f"{made.nodes} nodes x {made.ranks_per_node} ranks on {made.accelerator}{between}",

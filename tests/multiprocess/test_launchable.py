@@ -58,12 +58,14 @@ def test_an_exchange_that_the_backend_lacks_is_refused_here() -> None:
     assert "does not provide the exchange 'hierarchical'" in told.stderr
 
 
-def test_a_process_group_is_named_as_the_carrier() -> None:
-    size = ["--nodes", "2", "--ranks-per-node", "1", "--m", "64", "--n", "32", "--k", "32"]
+@pytest.mark.parametrize("world", [("2", "1"), ("1", "2")])
+def test_a_process_group_is_named_as_the_carrier(world: tuple[str, str]) -> None:
+    nodes, ranks = world
+    size = ["--nodes", nodes, "--ranks-per-node", ranks, "--m", "64", "--n", "32", "--k", "32"]
     told = command("plan", "ag_gemm", "--accelerator", "streams", *size)
-    assert "torch.distributed (gloo) between nodes" in told.stdout
+    assert "torch.distributed (gloo) between ranks" in told.stdout
     assert "verbs" not in told.stdout
     done = command("run", "ag_gemm", "--accelerator", "streams", "--iterations", "1", *size)
     assert done.returncode == 0, done.stderr
-    assert "torch.distributed (gloo) between nodes" in done.stdout
+    assert "torch.distributed (gloo) between ranks" in done.stdout
     assert "through the NIC" not in done.stdout

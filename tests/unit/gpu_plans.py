@@ -33,6 +33,6 @@ def gpu_plan(
     return plan_of(
         op, sizes, nodes=1, ranks_per_node=world, nic=None, verbs=None,
         topology=Topology(nodes=(node,)),
-        **{"accelerator": backend.name, "capabilities": backend.capabilities(),
+        **{"accelerator": backend.name, "capabilities": backend.capabilities_on("cuda"),
            "schedule": backend.schedule, **options},
     )  # fmt: skip

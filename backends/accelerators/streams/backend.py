@@ -9,7 +9,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
-from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.accelerators.streams.device import DEVICES, Device
 from mkernel.backends.accelerators.streams.settings import StreamsSettings
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
@@ -38,6 +38,8 @@ _OPS = {
     "ring_attention": "ring_attention:run",
 }
 """Where each op lies: ``module:function`` of this package."""
+PUT_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+"""Ops whose messages can be puts: MoE's vary in size, and attention passes on what it gets."""
 
 
 def _op(name: str) -> Op:
@@ -71,7 +73,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         self._device = Device(device or load_as(StreamsSettings).device)
         self.device = self._device.name
         self.collectives = self._device.collectives
-        self._capabilities = _capabilities(self._device)
+        self._capabilities = _capabilities(self._device, copies=self._device.copies)
         self._left: list[Windows] = []  # of worlds whose calls did not end
         self._windows: Windows | None = None  # of the world that is open, where there may be any
 
@@ -82,7 +84,10 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
             return Status(
                 False, f"{missing} (device {self.device!r})", "set MKERNEL_STREAMS_DEVICE=cpu"
             )
-        return Status(True, f"torch on {self.device!r}, {self.collectives} between ranks")
+        copies = "; GEMM ops in a node: copy engines" if self._device.copies else ""
+        return Status(
+            True, f"torch on {self.device!r}, {self._capabilities.carrier} between ranks{copies}"
+        )
 
     def probe(self) -> tuple[Accelerator, ...]:
         """The devices of that kind; on a CPU one prototype."""
@@ -93,9 +98,13 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         return self._capabilities
 
     def capabilities_on(self, kind: KindName) -> AcceleratorCapabilities:
-        """Those of torch's devices of that kind."""
-        name = {"ascend": "npu", "cpu": "cpu"}.get(kind, "cuda")
-        return self._capabilities if name == self.device else _capabilities(Device(name))
+        """Those of torch's devices of that kind, on a machine whose driver is in order; of this device
+        where torch has none."""
+        name = DEVICES.get(kind)
+        if name is None:
+            return self._capabilities
+        device = Device(name)
+        return _capabilities(device, copies=kind == "cuda" and device.copies_with_a_driver)
 
     def group_options(self, timeout: timedelta) -> Any:
         """Messages go before products, where the device knows priorities."""
@@ -163,15 +172,15 @@ def _windows(device: Device) -> Windows | None:
     return Windows(device)
 
 
-def _capabilities(device: Device) -> AcceleratorCapabilities:
+def _capabilities(device: Device, *, copies: bool) -> AcceleratorCapabilities:
     return AcceleratorCapabilities(
         ops=tuple(_OPS),
         dtypes=("float32", "bfloat16", "float16"),
         out_dtypes=("float32", "bfloat16", "float16"),
         b_layouts=("row", "column"),
         alignment_bytes=1,
-        transfer_paths=("torch.distributed", "p2p") if device.copies else ("torch.distributed",),
-        peer_access=device.copies,
+        transfer_paths=("torch.distributed", "p2p") if copies else ("torch.distributed",),
+        peer_access=copies,
         compute_cores=device.cores,
         comm_cores=1,
         chunk_unit="rows",
@@ -181,7 +190,9 @@ def _capabilities(device: Device) -> AcceleratorCapabilities:
         row_chunks=device.row_chunks,
         stream_ordered=device.queues,
         chunk_invariant=False,  # a library may choose another kernel for fewer rows
+        kinds=tuple(DEVICES),
         process_group=True,
+        put_ops=PUT_OPS if copies else (),
         carrier=f"torch.distributed ({device.collectives})",
         constants=device.constants,
     )

@@ -32,6 +32,8 @@ _MACHINES = {"cpu": (None, 1), "cuda": ("streams-cuda", 132), "npu": ("ascend", 
 """Constants for plans, and the cores of the device that they describe. These do not depend on the
 device that is here, because ranks on unlike devices must plan alike."""
 _KINDS: dict[str, KindName] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
+DEVICES: dict[KindName, str] = {"cuda": "cuda", "rocm": "cuda", "ascend": "npu", "cpu": "cpu"}
+"""torch's name of each kind of device that it runs on."""
 
 _TILE_ELEMENTS = 128 * 128
 """One block of a product computes at least so many results."""
@@ -182,7 +184,12 @@ class Device:
     @cached_property
     def copies(self) -> bool:
         """Whether messages inside a node may be puts by copy engines, into memory that peers map."""
-        return self.name == "cuda" and load_as(StreamsSettings).copies and native.missing() is None
+        return self.copies_with_a_driver and native.missing() is None
+
+    @property
+    def copies_with_a_driver(self) -> bool:
+        """The same on a machine whose CUDA driver is in order, with this build and these settings."""
+        return self.name == "cuda" and load_as(StreamsSettings).copies and native.built()
 
     @property
     def peers_together(self) -> bool:

@@ -64,6 +64,11 @@ def _claims(claims: AcceleratorCapabilities) -> Iterator[str]:
         yield f"alignment_bytes is {alignment}, not a power of two"
     if claims.compute_cores < 1 or claims.comm_cores < 1:
         yield "claims less than one core"
+    astray = sorted(set(claims.put_ops) - set(claims.ops))
+    if astray:
+        yield f"put_ops names {', '.join(astray)}, which ops does not"
+    if claims.put_ops and not (claims.process_group and "p2p" in claims.transfer_paths):
+        yield "put_ops has a meaning only with process_group and the transfer path p2p"
     if not claims.process_group and not _PATHS & set(claims.transfer_paths):
         yield f"claims no transfer path out of {', '.join(sorted(_PATHS))} and no process group"
 
