@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mkernel.backends.accelerators.streams.backend import PUT_OPS
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan as plan_of
 from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
@@ -33,6 +35,12 @@ def gpu_plan(
     return plan_of(
         op, sizes, nodes=1, ranks_per_node=world, nic=None, verbs=None,
         topology=Topology(nodes=(node,)),
-        **{"accelerator": backend.name, "capabilities": backend.capabilities_on("cuda"),
+        **{"accelerator": backend.name, "capabilities": _claims(backend),
            "schedule": backend.schedule, **options},
     )  # fmt: skip
+
+
+def _claims(backend: AcceleratorBackend) -> AcceleratorCapabilities:
+    """On a machine of GPUs, as in a build that has the native module for them."""
+    claims = backend.capabilities_on("cuda")
+    return claims.model_copy(update={"put_ops": PUT_OPS}) if claims.process_group else claims
