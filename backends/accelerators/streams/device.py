@@ -184,12 +184,16 @@ class Device:
     @cached_property
     def copies(self) -> bool:
         """Whether messages inside a node may be puts by copy engines, into memory that peers map."""
-        return self.copies_with_a_driver and native.missing() is None
+        return self._wants_copies and native.missing() is None
 
     @property
     def copies_with_a_driver(self) -> bool:
         """The same on a machine whose CUDA driver is in order, with this build and these settings."""
-        return self.name == "cuda" and load_as(StreamsSettings).copies and native.built()
+        return self._wants_copies and native.built()
+
+    @property
+    def _wants_copies(self) -> bool:
+        return self.name == "cuda" and load_as(StreamsSettings).copies
 
     @property
     def peers_together(self) -> bool:
