@@ -33,6 +33,7 @@ from mkernel.topology.cost import default_constants
 from mkernel.topology.discover import load
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
 from mkernel.topology.reshape import replicate
+from mkernel.topology.world_map import world_map
 
 RANKS = 8
 SIZES = {"m": 131072, "n": 28672, "k": 8192}
@@ -79,14 +80,11 @@ def planned(world: Topology, sizes: dict[str, int] = SIZES) -> LaunchPlan:
         "all_gather_gemm",
         sizes,
         dtype="bfloat16",
-        nodes=len(world.nodes),
-        ranks_per_node=RANKS,
+        world=world_map(world, RANKS, CONSTANTS),
         accelerator="hopper",
         capabilities=registry.accelerator("hopper").capabilities(),
         nic="efa",
         verbs="system",
-        topology=world,
-        constants=CONSTANTS,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from mkernel import machine, selection
 from mkernel.backends import registry
+from mkernel.errors import ArgumentError
 from mkernel.plan.arguments import check_world
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
@@ -14,6 +15,7 @@ from mkernel.plan.planner import plan as _plan
 from mkernel.settings import load as load_settings
 from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Topology
+from mkernel.topology.world_map import world_map
 from mkernel.world import lifecycle as _lifecycle
 
 
@@ -68,8 +70,8 @@ def plan(
     Raises:
         UnknownOp, Unsupported, ShapeError, DtypeError, ArgumentError, NoRoute.
     """
-    if _lifecycle.is_initialized():
-        live = _lifecycle.current()
+    live = _lifecycle.current() if _lifecycle.is_initialized() else None
+    if live is not None:
         nodes = nodes or live.identity.nodes
         ranks_per_node = ranks_per_node or live.identity.ranks_per_node
         backends, found = live.backends, live.topology
@@ -91,22 +93,33 @@ def plan(
     backend = registry.accelerator(backends.accelerator)
     claims = backend.capabilities()
     selection.require_op(backends.accelerator, claims, canonical(op))
+    if len(topology.nodes) != nodes:
+        raise ArgumentError(
+            "nodes", nodes, f"{len(topology.nodes)}, the topology's number of nodes"
+        )
+    if live is not None and topology is live.topology and ranks_per_node == live.map.ranks_per_node:
+        where = live.map
+    else:
+        constants = constants_for(claims.constants or backends.accelerator, settings.constants)
+        where = world_map(
+            topology,
+            ranks_per_node,
+            constants,
+            group=claims.process_group,
+            pinning=settings.pinning,
+        )
     return _plan(
         op,
         sizes,
         dtype=dtype,
         out_dtype=out_dtype,
         b_layout=b_layout,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
+        world=where,
         accelerator=backends.accelerator,
         capabilities=claims,
         nic=backends.nic,
         verbs=backends.verbs,
-        topology=topology,
         chunk=chunk,
         path=path or settings.path,
-        pinning=settings.pinning,
-        constants=constants_for(claims.constants or backends.accelerator, settings.constants),
         schedule=backend.schedule,
     )

@@ -9,26 +9,25 @@ from __future__ import annotations
 from mkernel.plan import arguments
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
-from mkernel.topology.kinds import node_kinds
-from mkernel.topology.model import Topology
+from mkernel.topology.kinds import NodeKinds
 
 
 def world_obstacles(
-    accelerator: str, capabilities: AcceleratorCapabilities, world: Topology
+    accelerator: str, capabilities: AcceleratorCapabilities, world: NodeKinds
 ) -> tuple[str, ...]:
     """Why no world of this accelerator can be made of these nodes, a sentence each; empty: it can.
 
     Args:
         accelerator, capabilities: the backend's name, and its claims on such devices.
-        world: its nodes, with the devices that ranks would use.
+        world: its kinds of nodes, with the devices that ranks would use.
     """
     found: dict[str, None] = {}
-    for node in node_kinds(world).prototypes:
+    for node in world.prototypes:
         for device in node.accelerators:
             misfit = capabilities.misfit(device)
             if misfit is not None:
                 found[f"accelerator {accelerator!r} {misfit}"] = None
-    if len(world.nodes) > 1 and not capabilities.between_nodes:
+    if len(world.of) > 1 and not capabilities.between_nodes:
         found[
             f"accelerator {accelerator!r} has no path between nodes (it claims "
             f"{', '.join(capabilities.transfer_paths)}); make a world of one node, or use another "

@@ -27,6 +27,7 @@ from mkernel.plan.simulate import Simulation, trace
 from mkernel.settings import load as load_settings
 from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Model, Topology
+from mkernel.topology.world_map import WorldMap, world_map
 
 
 class PlanReport(Model):
@@ -121,28 +122,38 @@ def command(
     )  # fmt: skip
     world, backends, claims = where.topology, where.backends, where.capabilities
     selection.require_op(backends.accelerator, claims, name)
-    obstacles = world_obstacles(backends.accelerator, claims, world)
     constants = constants_for(
         claims.constants or backends.accelerator, constants_file or settings.constants
     )
+    mapped = partial(
+        world_map,
+        ranks_per_node=where.ranks_per_node,
+        constants=constants,
+        group=claims.process_group,
+        pinning=settings.pinning,
+    )
+    here = mapped(world)
+
+    def first(count: int) -> WorldMap:
+        few = count < len(world.nodes)
+        return mapped(Topology(nodes=world.nodes[:count])) if few else here
+
+    obstacles = world_obstacles(backends.accelerator, claims, here.kinds)
     planned = partial(
         explain,
         name,
         wanted,
         dtype=dtype,
-        ranks_per_node=where.ranks_per_node,
         accelerator=backends.accelerator,
         capabilities=_wanted_claims(claims, exchange, where.elsewhere, bool(obstacles)),
         nic=backends.nic,
         verbs=backends.verbs,
         chunk=chunk,
-        constants=constants,
         path=path or settings.path,
-        pinning=settings.pinning,
         exchange=exchange,
         schedule=registry.accelerator(backends.accelerator).schedule,
     )
-    made, considered = planned(nodes=len(world.nodes), topology=world)
+    made, considered = planned(world=here)
     obstacles += plan_obstacles(made, claims)
     console = Terminal()
     if not as_json:
@@ -168,7 +179,7 @@ def command(
     if scaling_file:
         points = list(
             growth.points(
-                lambda count: planned(nodes=count, topology=_first(world, count)).plan,
+                lambda count: planned(world=first(count)).plan,
                 constants,
                 made.nodes,
                 claims.one_kernel_per_chunk,
@@ -206,7 +217,3 @@ def _wanted_claims(
     if not elsewhere or not (prediction_only or lacks):
         return claims
     return claims.model_copy(update={"exchanges": get_args(Exchange), "orders": get_args(Runs)})
-
-
-def _first(world: Topology, count: int) -> Topology:
-    return world if count == len(world.nodes) else Topology(nodes=world.nodes[:count])

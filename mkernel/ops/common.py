@@ -11,7 +11,6 @@ from mkernel import selection
 from mkernel.backends.contracts.instrumented import View
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
 from mkernel.plan.planner import plan
-from mkernel.topology.cost import constants_for
 from mkernel.world.calls import CallRecord
 from mkernel.world.world import World
 
@@ -79,24 +78,19 @@ def plan_for(
     if found is None:
         capabilities = world.accelerator.capabilities()
         selection.require_op(world.backends.accelerator, capabilities, op)
-        name = capabilities.constants or world.backends.accelerator
         found = world.planned[key] = plan(
             op,
             sizes,
             dtype=dtype,
             out_dtype=out_dtype,
             b_layout=b_layout,
-            nodes=world.identity.nodes,
-            ranks_per_node=world.identity.ranks_per_node,
+            world=world.map,
             accelerator=world.backends.accelerator,
             capabilities=capabilities,
             nic=world.backends.nic,
             verbs=world.backends.verbs,
-            topology=world.topology,
             chunk=chunk,
             path=path or world.settings.path,
-            pinning=world.settings.pinning,
-            constants=constants_for(name, world.settings.constants),
             schedule=world.accelerator.schedule,
         )
     return found

@@ -33,13 +33,11 @@ from mkernel.plan.order import ConsumptionOrder
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.tune import tune
-from mkernel.topology.cost import MachineConstants, default_constants
-from mkernel.topology.kinds import NodeKinds, node_kinds
-from mkernel.topology.model import Topology
-from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, place
-from mkernel.topology.routing import routes
-from mkernel.topology.shared_links import SharedLinks
+from mkernel.topology.cost import MachineConstants
+from mkernel.topology.kinds import NodeKinds
+from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.sources.chips import architecture
+from mkernel.topology.world_map import WorldMap
 
 if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities
@@ -61,26 +59,22 @@ class Planned(NamedTuple):
     alternatives: tuple[Alternative, ...]
 
 
-def explain(  # noqa: PLR0913 - keywords, one decision each
+def explain(
     op: str,
     sizes: Mapping[str, int],
     *,
     dtype: str,
     out_dtype: str | None = None,
     b_layout: str = "row",
-    nodes: int,
-    ranks_per_node: int,
+    world: WorldMap,
     accelerator: str,
     capabilities: AcceleratorCapabilities,
     nic: str | None,
     verbs: str | None,
-    topology: Topology,
     chunk: int | None = None,
     compute_blocks: int | None = None,
     comm_blocks: int | None = None,
-    constants: MachineConstants | None = None,
     path: str = "auto",
-    pinning: Pinning = NOT_PINNED,
     exchange: str = "auto",
     schedule: Scheduler = no_schedule,
 ) -> Planned:
@@ -94,8 +88,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
         dtype: of the inputs: ``float16``, ``bfloat16`` or ``float32``.
         out_dtype: of the output. None: ``float32``, or the inputs' where the backend keeps it.
         b_layout: ``row``: B is stored [k, n]; ``column``: [n, k], like an ``nn.Linear`` weight.
-        nodes, ranks_per_node: the world; ``topology`` must have these nodes, each with at least
-            this many accelerators that ranks may use.
+        world: where the ranks are; it has a process group where the capabilities ask for one.
         accelerator, capabilities: the backend's name and what it claims.
         nic, verbs: NIC backend and verbs provider between nodes. In a world of one node, or where a
             process group carries what crosses nodes, both are dropped from the plan.
@@ -103,11 +96,8 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             :func:`mkernel.plan.chunking.chunking` or :func:`mkernel.plan.chunking.row_chunk`.
         compute_blocks, comm_blocks: cores of each kernel. None: all compute cores, and as many
             for communication as :func:`mkernel.plan.chunking.comm_blocks` says.
-        constants: of the cost model. None: the shipped ones that the capabilities name, or those of
-            the accelerator.
         path: ``library``; ``fused``, where it keeps the limit of error
             (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
-        pinning: what the user decided of the placement.
         exchange: between nodes, ``direct`` or ``hierarchical``; ``auto``: of what the backend provides
             the one that is predicted to be faster.
         schedule: gives a plan its backend's part
@@ -124,11 +114,8 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             f"accelerator {accelerator!r} does not provide {name!r}; "
             f"it provides: {', '.join(capabilities.ops) or 'nothing'}"
         )
+    nodes, ranks_per_node = world.nodes, world.ranks_per_node
     arguments.check_world(nodes, ranks_per_node)
-    if len(topology.nodes) != nodes:
-        raise ArgumentError(
-            "nodes", nodes, f"{len(topology.nodes)}, the topology's number of nodes"
-        )
     in_dtype = arguments.check_dtype("dtype", dtype, capabilities.dtypes, accelerator)
     default = "float32" if capabilities.mixed_dtypes else in_dtype
     result_dtype = arguments.check_dtype(
@@ -142,8 +129,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             why=f"accelerator {accelerator!r} keeps it",
         )
     layout = arguments.check_layout(b_layout, capabilities, accelerator)
-    world = nodes * ranks_per_node
-    shape = shape_of(name, sizes, world, in_dtype, result_dtype, capabilities)
+    shape = shape_of(name, sizes, nodes * ranks_per_node, in_dtype, result_dtype, capabilities)
     library = arguments.has_library_path(path, name, nodes, accelerator, capabilities)
     if chunk is not None:
         check_integer(ArgumentError, "chunk", chunk, MAX_DIMENSION)
@@ -170,7 +156,7 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
         in_dtype,
         result_dtype,
         layout,
-        _Places(node_kinds(topology), ranks_per_node, pinning),
+        world,
         accelerator,
         _Nics(nic, verbs) if nodes > 1 and not capabilities.process_group else _Nics(),
         _Choice(
@@ -182,9 +168,6 @@ def explain(  # noqa: PLR0913 - keywords, one decision each
             comm_blocks,
         ),
         resources,
-        constants
-        if constants is not None
-        else default_constants(capabilities.constants or accelerator),
         schedule,
     )
 
@@ -202,15 +185,6 @@ def _plan_of(considered: Callable[_Given, Planned]) -> Callable[_Given, LaunchPl
 
 plan = _plan_of(explain)
 """Returns the plan alone; takes the same arguments."""
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where ranks can be, and what the user decided of it."""
-
-    kinds: NodeKinds
-    ranks_per_node: int
-    pinning: Pinning
 
 
 class _Nics(NamedTuple):
@@ -240,26 +214,23 @@ def _planned(
     dtype: DtypeName,
     out_dtype: DtypeName,
     b_layout: Layout,
-    places: _Places,
+    where: WorldMap,
     accelerator: str,
     between: _Nics,
     choice: _Choice,
     resources: Resources,
-    constants: MachineConstants,
     schedule: Scheduler,
 ) -> Planned:
     """The plan of checked inputs. Decisions are made one after another, each with the defaults of
     those that follow: path, exchange, chunks of tiles, communication blocks; then, by simulation, rows
     a chunk and order. Where both paths' times are known from measured constants (in one node), these
     are all that was measured: chunks and order stay as they are by default."""
-    kinds, ranks_per_node = places.kinds, places.ranks_per_node
-    nodes = len(kinds.of)
-    placement = place(kinds, ranks_per_node, nics=between.nic is not None, pinning=places.pinning)
-    group = choice.claims.group_carries(op, nodes)
-    table = routes(kinds, placement, constants, group=group)
-    if choice.claims.process_group and any(one.kind != "p2p" for one in table.classes):
-        group, table = True, routes(kinds, placement, constants, group=True)
-    links = SharedLinks(table, placement)
+    nodes, ranks_per_node = where.nodes, where.ranks_per_node
+    constants, placement = where.constants, where.placement
+    group = choice.claims.group_carries(op, nodes) or (
+        choice.claims.process_group and any(one.kind != "p2p" for one in where.links.table.classes)
+    )
+    links = where.group_links if group else where.links
     tiles, rows = None, None
     claims = choice.claims
     row_chunks = claims.row_chunks if claims.overlaps else 1
@@ -319,7 +290,7 @@ def _planned(
         verbs=between.verbs,
         carrier=choice.claims.carrier if group and len(placement) > 1 else None,
         placement=placement,
-        routes=table,
+        routes=links.table,
         exchange=exchange,
         chunking=tiles,
         rows_per_chunk=rows,
@@ -339,7 +310,7 @@ def _planned(
         )
         alternatives += considered
     made = made.model_copy(update={"schedule": schedule(made)})
-    if not _hold(constants, kinds, placement):
+    if not _hold(constants, where.kinds, placement):
         made = made.model_copy(update={"prediction": None})
         alternatives = tuple(one.model_copy(update={"predicted_us": None}) for one in alternatives)
     return Planned(made, alternatives)

@@ -21,8 +21,10 @@ from mkernel.launchable import world_obstacles
 from mkernel.plan.model import first_difference
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import Settings
+from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Topology
-from mkernel.topology.placement import place, rails
+from mkernel.topology.placement import rails
+from mkernel.topology.world_map import WorldMap, world_map
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore
@@ -45,7 +47,7 @@ class Membership:
 
     Attributes:
         accelerator: an instance of this world's own, so that worlds of a process do not share one.
-        topology: the same model on every rank.
+        topology, map: the machines, and where ranks and bytes go; the same on every rank.
         group, session: what carries the bytes between nodes; in a world of one node there may be none.
 
     Args:
@@ -54,6 +56,7 @@ class Membership:
 
     accelerator: AcceleratorBackend
     topology: Topology
+    map: WorldMap
     heap: SymmetricHeap
     group: ProcessGroup | None = None
     session: NicSession | None = None
@@ -101,12 +104,17 @@ class Membership:
         accelerator = registry.new_accelerator(self._backends.accelerator)
         claims = accelerator.capabilities()
         self.topology = self._gather_topology(peers)
-        obstacles = world_obstacles(self._backends.accelerator, claims, self.topology)
+        self.map = world_map(
+            self.topology,
+            self._me.ranks_per_node,
+            constants_for(claims.constants or self._backends.accelerator, self._settings.constants),
+            group=claims.process_group,
+            pinning=self._settings.pinning,
+        )
+        obstacles = world_obstacles(self._backends.accelerator, claims, self.map.kinds)
         if obstacles:
             raise Unsupported("; ".join(obstacles))
-        here = place(
-            self.topology, self._me.ranks_per_node, nics=False, pinning=self._settings.pinning
-        )[self._me.rank].accelerator
+        here = self.map.placement[self._me.rank].accelerator
         node = self.topology.nodes[self._me.node]
         accelerator.open(next(device for device in node.accelerators if device.id == here))
         self.accelerator = self._failure.accelerator = accelerator
@@ -205,7 +213,7 @@ class Membership:
         status = backend.status(verbs)
         if not status.usable:
             raise BackendUnavailable(f"nic {name!r} on {verbs!r}: {status.detail}; {status.remedy}")
-        here = place(self.topology, me.ranks_per_node, pinning=settings.pinning)[me.rank]
+        here = self.map.placement[me.rank]
         if not here.nics:
             raise NoRoute(
                 f"rank {me.rank} on node {me.node} has no active NIC towards other nodes; "

@@ -16,6 +16,7 @@ from mkernel.plan.model import LaunchPlan
 from mkernel.plan.recent import Recent
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
+from mkernel.topology.world_map import WorldMap
 from mkernel.world.calls import CallRecord, Calls
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
@@ -85,6 +86,11 @@ class World:
     def topology(self) -> Topology:
         """The machines of all ranks; the same model on every rank."""
         return self._membership.topology
+
+    @property
+    def map(self) -> WorldMap:
+        """Where its ranks are and how bytes go between them: what all of its plans are made with."""
+        return self._membership.map
 
     @property
     def nic(self) -> NicSession | None:

@@ -10,7 +10,9 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan as plan_of
+from mkernel.topology.cost import default_constants
 from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
+from mkernel.topology.world_map import world_map
 
 
 def gpu_plan(
@@ -32,11 +34,14 @@ def gpu_plan(
         id=0, hostname="host", numa=(NumaNode(id=0, cpus=(0,)),), accelerators=gpus,
         no_p2p=(("cuda0", "cuda1"),) if no_p2p else (),
     )  # fmt: skip
+    claims = options.pop("capabilities", None) or _claims(backend)
+    constants = options.pop("constants", None) or default_constants(
+        claims.constants or backend.name
+    )
+    where = world_map(Topology(nodes=(node,)), world, constants, group=claims.process_group)
     return plan_of(
-        op, sizes, nodes=1, ranks_per_node=world, nic=None, verbs=None,
-        topology=Topology(nodes=(node,)),
-        **{"accelerator": backend.name, "capabilities": _claims(backend),
-           "schedule": backend.schedule, **options},
+        op, sizes, world=where, nic=None, verbs=None, capabilities=claims,
+        **{"accelerator": backend.name, "schedule": backend.schedule, **options},
     )  # fmt: skip
 
 

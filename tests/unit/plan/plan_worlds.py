@@ -9,8 +9,10 @@ import devices
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import Planned, explain
+from mkernel.topology.cost import default_constants
 from mkernel.topology.model import Topology
 from mkernel.topology.reshape import split_into_nodes
+from mkernel.topology.world_map import world_map
 
 MACHINE = devices.world(devices.node())
 CAPABILITIES = AcceleratorCapabilities(
@@ -34,7 +36,9 @@ def world(nodes: int, ranks_per_node: int) -> Topology:
 def explained(
     op: str, sizes: dict[str, int], nodes: int, ranks_per_node: int, **options: Any
 ) -> Planned:
-    """A plan and its alternatives, with any of the planner's other arguments replaced."""
+    """A plan and its alternatives, with any of the planner's other arguments replaced; ``topology``
+    and ``constants`` are those of its map."""
+    topology = options.pop("topology", None) or world(max(nodes, 1), max(ranks_per_node, 1))
     arguments: dict[str, Any] = {
         "dtype": "float16",
         "accelerator": "ascend",
@@ -43,9 +47,11 @@ def explained(
         "verbs": "soft",
         **options,
     }
-    if "topology" not in arguments:
-        arguments["topology"] = world(max(nodes, 1), max(ranks_per_node, 1))
-    return explain(op, sizes, nodes=nodes, ranks_per_node=ranks_per_node, **arguments)
+    claims = arguments["capabilities"]
+    constants = arguments.pop("constants", None)
+    constants = constants or default_constants(claims.constants or arguments["accelerator"])
+    where = world_map(topology, ranks_per_node, constants, group=claims.process_group)
+    return explain(op, sizes, world=where, **arguments)
 
 
 def make(nodes: int = 2, ranks_per_node: int = 2, **options: Any) -> LaunchPlan:

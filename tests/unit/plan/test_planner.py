@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_worlds import CAPABILITIES, make, world
 
+import mkernel
 from mkernel.errors import (
     ArgumentError,
     DtypeError,
@@ -165,9 +166,7 @@ NARROW = CAPABILITIES.model_copy(
         ({"chunk": 0}, ArgumentError, "chunk = 0"),
         ({"compute_blocks": 25}, ArgumentError, "compute_blocks = 25 .* from 1 to 24"),
         ({"comm_blocks": 0}, ArgumentError, "comm_blocks = 0 .* from 1 to 48"),
-        ({"nodes": 0}, ArgumentError, "nodes = 0"),
         ({"ranks_per_node": 0}, ArgumentError, "ranks_per_node = 0"),
-        ({"topology": world(1, 4)}, ArgumentError, "nodes = 2 .* expected 1"),
         ({"topology": world(2, 1)}, ArgumentError, "ranks_per_node = 2 .* at most 1"),
         ({"nic": None}, ArgumentError, "nic = None .*the world has 2 nodes"),
         ({"verbs": None}, ArgumentError, "verbs = None"),
@@ -178,6 +177,13 @@ def test_a_wrong_argument_is_named(
 ) -> None:
     with pytest.raises(error, match=message):
         make(**options)
+
+
+def test_the_nodes_are_those_of_the_topology() -> None:
+    sizes = {"m": 2048, "n": 1024, "k": 2048}
+    backends = {"accelerator": "ascend", "nic": "cx7", "verbs": "soft"}
+    with pytest.raises(ArgumentError, match=r"nodes = 2 .* expected 1"):
+        mkernel.plan("ag_gemm", nodes=2, topology=world(1, 4), **backends, **sizes)
 
 
 def test_the_legal_neighbours_that_a_message_names_are_legal() -> None:

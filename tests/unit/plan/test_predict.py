@@ -9,6 +9,8 @@ from mkernel.plan.model import AttentionShape, CombineShape, GemmShape, MoeShape
 from mkernel.plan.ops import OpName
 from mkernel.plan.planner import plan
 from mkernel.plan.predict import Payloads, payloads, work
+from mkernel.topology.cost import default_constants
+from mkernel.topology.world_map import world_map
 
 W = 4
 
@@ -71,8 +73,9 @@ def test_a_causal_call_is_predicted_to_compute_half_and_send_all() -> None:
     times = []
     for causal in (False, True):
         made = plan(
-            "ring_attention", {**sizes, "causal": causal}, dtype="float16", nodes=2, ranks_per_node=2,
-            accelerator="ascend", capabilities=claims, nic="cx7", verbs="soft", topology=world(2, 2),
+            "ring_attention", {**sizes, "causal": causal}, dtype="float16",
+            world=world_map(world(2, 2), 2, default_constants("ascend")),
+            accelerator="ascend", capabilities=claims, nic="cx7", verbs="soft",
         )  # fmt: skip
         assert made.prediction is not None
         times.append(made.prediction)

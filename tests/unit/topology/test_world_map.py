@@ -1,0 +1,55 @@
+"""A world's map: each part is found once, by whoever asks first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import run
+from counted import found
+from devices import gpu, nic, node, world
+
+from mkernel.cli.plan import command
+from mkernel.errors import ArgumentError
+from mkernel.topology.cost import default_constants
+from mkernel.topology.placement import Pinning
+from mkernel.topology.world_map import world_map
+
+CONSTANTS = default_constants("ascend")
+TWO = world(node((gpu(0), gpu(1)), (nic(0), nic(1))), node((gpu(0), gpu(1)), (nic(0), nic(1))))
+
+
+def test_each_part_is_found_once_and_only_when_asked_for() -> None:
+    with found() as counts:
+        made = world_map(TWO, 2, CONSTANTS)
+        assert counts == {"kinds": 1}
+        assert made.placement is made.placement
+        assert counts == {"kinds": 1, "place": 1}
+        assert made.links is made.links
+        assert counts == {"kinds": 1, "place": 1, "routes": 1}
+    assert made == world_map(TWO, 2, CONSTANTS)
+    assert hash(made) == hash(world_map(TWO, 2, CONSTANTS))
+    assert made != world_map(TWO, 1, CONSTANTS)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "group", "nics"), [(2, False, True), (2, True, False), (1, False, False)]
+)
+def test_ranks_have_nics_where_nics_carry_what_they_send(
+    nodes: int, group: bool, nics: bool
+) -> None:
+    made = world_map(world(*TWO.nodes[:nodes]), 2, CONSTANTS, group=group)
+    assert [bool(rank.nics) for rank in made.placement] == [nics] * 2 * nodes
+
+
+def test_pins_that_do_not_fit_are_refused_by_name() -> None:
+    made = world_map(TWO, 2, CONSTANTS, pinning=Pinning(nics={"cuda0": ("gone",)}))
+    with pytest.raises(ArgumentError, match=r"pinning.nics\[cuda0\] = gone .*: mlx5_0"):
+        _ = made.links
+
+
+def test_mkernel_plan_finds_them_once(tmp_path: Path) -> None:
+    size = ("--m", "4096", "--n", "1024", "--k", "1024")
+    with found() as counts:
+        run(command, "ag_gemm", *size, "--accelerator", "ascend", "--explain", "--simulate")
+    assert counts == {"kinds": 1, "place": 1, "routes": 1}

@@ -1,0 +1,71 @@
+"""Where the ranks of a world are, and how bytes go between them: found once, read by everyone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mkernel.topology.cost import MachineConstants
+from mkernel.topology.kinds import NodeKinds, node_kinds
+from mkernel.topology.model import Topology
+from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, place
+from mkernel.topology.routing import routes
+from mkernel.topology.shared_links import SharedLinks
+
+
+@dataclass(frozen=True)
+class WorldMap:
+    """A world's kinds of nodes, placement, routes and links. A pure function of a topology: maps of
+    equal inputs are equal, and each part is found when it is first asked for.
+
+    Attributes:
+        kinds: the world's nodes.
+        constants: rates of its links.
+        group: a process group carries what crosses nodes, so that ranks have no NICs.
+        pinning: what the user decided of the placement.
+    """
+
+    kinds: NodeKinds
+    ranks_per_node: int
+    constants: MachineConstants
+    group: bool = False
+    pinning: Pinning = NOT_PINNED
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.kinds.of)
+
+    @cached_property
+    def placement(self) -> WorldPlacement:
+        """Of every rank; with NICs where there are several nodes and no process group. ArgumentError,
+        as :func:`mkernel.topology.placement.place`."""
+        nics = self.nodes > 1 and not self.group
+        return place(self.kinds, self.ranks_per_node, nics=nics, pinning=self.pinning)
+
+    @cached_property
+    def links(self) -> SharedLinks:
+        """The routes of all ordered pairs of ranks, and the links that they cross, where ranks send by
+        themselves. NoRoute: a pair has none."""
+        return self._links(group=False)
+
+    @cached_property
+    def group_links(self) -> SharedLinks:
+        """The same where a process group carries everything."""
+        return self._links(group=True)
+
+    def _links(self, *, group: bool) -> SharedLinks:
+        table = routes(self.kinds, self.placement, self.constants, group=group)
+        return SharedLinks(table, self.placement)
+
+
+def world_map(
+    topology: Topology,
+    ranks_per_node: int,
+    constants: MachineConstants,
+    *,
+    group: bool = False,
+    pinning: Pinning = NOT_PINNED,
+) -> WorldMap:
+    """The map of these nodes, each with so many ranks; the rest is as in :class:`WorldMap`."""
+    return WorldMap(node_kinds(topology), ranks_per_node, constants, group, pinning)
