@@ -10,9 +10,9 @@
 // Any thread may wait; one thread of a warp at a time is enough and cheapest.
 #pragma once
 
-#include "backends/accelerators/hopper/device/host_control.hpp"
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/ptx/sync.cuh"
+#include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
 
@@ -27,7 +27,7 @@ inline constexpr std::uint32_t kNoChunk = 0xFFFFFFFFu;
 
 class Waiter {
   public:
-    __device__ Waiter(const Workspace& workspace, const WaitLimits& limits,
+    __device__ Waiter(const Workspace& workspace, const transport::WaitLimits& limits,
                       transport::Waiter kernel)
         : control_(&workspace.control()), limits_(limits), kernel_(kernel) {}
 
@@ -45,7 +45,7 @@ class Waiter {
 
     // Not inlined, since it is long and rare; with its arguments by value, so that they stay in
     // registers.
-    __device__ static __noinline__ bool poll(Control* control, WaitLimits limits,
+    __device__ static __noinline__ bool poll(Control* control, transport::WaitLimits limits,
                                              transport::Waiter kernel, const std::uint64_t* word,
                                              std::uint64_t wanted, Awaited what) {
         const std::uint64_t start = ptx::global_ns();
@@ -72,7 +72,7 @@ class Waiter {
         }
     }
 
-    __device__ static void record(const WaitLimits& limits, transport::Waiter kernel,
+    __device__ static void record(const transport::WaitLimits& limits, transport::Waiter kernel,
                                   const std::uint64_t* word, std::uint64_t wanted, Awaited what) {
         transport::AbortRecord& record = limits.host->record;
         transport::Diagnosis& who = record.diagnosis;
@@ -88,7 +88,7 @@ class Waiter {
     }
 
     Control* control_;
-    WaitLimits limits_;
+    transport::WaitLimits limits_;
     transport::Waiter kernel_;
 };
 

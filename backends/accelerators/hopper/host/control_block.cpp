@@ -12,10 +12,10 @@ namespace mkernel::hopper {
 ControlBlock::ControlBlock() {
     void* memory = nullptr;
     // Unified addressing: the device's address is the same.
-    cuda::check(
-        cudaHostAlloc(&memory, sizeof(HostControl), cudaHostAllocMapped | cudaHostAllocPortable),
-        "cudaHostAlloc of the host's control block");
-    control_ = new (memory) HostControl{};
+    cuda::check(cudaHostAlloc(&memory, sizeof(transport::HostControl),
+                              cudaHostAllocMapped | cudaHostAllocPortable),
+                "cudaHostAlloc of the host's control block");
+    control_ = new (memory) transport::HostControl{};
 }
 
 ControlBlock::~ControlBlock() {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "backends/accelerators/hopper/device/host_control.hpp"
+#include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
 
@@ -34,7 +34,7 @@ class ControlBlock {
     [[nodiscard]] std::pair<transport::AbortCode, transport::Diagnosis> outcome() const;
 
   private:
-    HostControl* control_ = nullptr;
+    transport::HostControl* control_ = nullptr;
 };
 
 }  // namespace mkernel::hopper

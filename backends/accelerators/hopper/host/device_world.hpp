@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "backends/accelerators/hopper/device/host_control.hpp"
 #include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
 
@@ -29,8 +29,8 @@ inline Workspace workspace_of(const DeviceWorld& world) {
     return workspace;
 }
 
-inline WaitLimits limits_of(const DeviceWorld& world) {
-    return {reinterpret_cast<HostControl*>(world.control),
+inline transport::WaitLimits limits_of(const DeviceWorld& world) {
+    return {reinterpret_cast<transport::HostControl*>(world.control),
             static_cast<std::uint64_t>(world.timeout_s * 1e9), world.call};
 }
 

@@ -17,9 +17,9 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "backends/accelerators/hopper/device/host_control.hpp"
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"
+#include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
 
@@ -30,7 +30,7 @@ struct AllGatherGemmArgs {
     CUtensorMap out;   // [W, rows, N]
     const void* bias;  // [N], of the element type; or null
     Workspace workspace;
-    WaitLimits limits;
+    transport::WaitLimits limits;
     Raster raster;      // of one rank's rows
     int columns_ahead;  // tile columns of the own rows that come before all others' tiles
     int rows, n, k;

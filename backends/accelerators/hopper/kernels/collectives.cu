@@ -14,7 +14,7 @@ namespace {
 
 struct Args {
     Workspace workspace;
-    WaitLimits limits;
+    transport::WaitLimits limits;
     const char* src;
     char* outs[kMaxRanks];
     std::uint64_t staging;  // offset in the data area

@@ -28,8 +28,8 @@
 
 #include <cstdint>
 
-#include "backends/accelerators/hopper/device/host_control.hpp"
 #include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper::collectives {
 
@@ -40,7 +40,7 @@ enum class Element : std::uint32_t { bfloat16, float16, float32_to_bfloat16, flo
 // the same sizes, `staging` and ways on all ranks.
 struct Collective {
     Workspace workspace;
-    WaitLimits limits;
+    transport::WaitLimits limits;
     std::uint64_t staging = 0;        // where its slots lie in the data area; a multiple of 16
     std::uint64_t staging_bytes = 0;  // how many bytes they may take
     std::uint32_t blocks = 0;         // at most; 0: two a multiprocessor. May differ between ranks

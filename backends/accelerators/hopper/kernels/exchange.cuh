@@ -31,7 +31,7 @@ __device__ inline Chunk chunk_of(const Chunking& cut, std::uint32_t index,
 class Exchange {
   public:
     // `brief`: as in device/call.cuh.
-    __device__ Exchange(const Workspace& workspace, const WaitLimits& limits, bool brief)
+    __device__ Exchange(const Workspace& workspace, const transport::WaitLimits& limits, bool brief)
         : workspace_(workspace),
           waiter_(workspace, limits, transport::Waiter::comm_kernel),
           epoch_(workspace.control().epoch),

@@ -24,10 +24,10 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "backends/accelerators/hopper/device/host_control.hpp"
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"
+#include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
 
@@ -43,7 +43,7 @@ struct GemmReduceArgs {
     CUtensorMap out_pieces;           // the same memory, in pieces
     const void* bias;                 // [N], added once, by the owner; or null
     Workspace workspace;
-    WaitLimits limits;
+    transport::WaitLimits limits;
     Raster raster;      // of an owner's rows and all columns
     int panel_rows;     // of clusters
     int panel_columns;  // of tiles

@@ -7,7 +7,7 @@ namespace mkernel::hopper {
 
 namespace {
 
-__global__ void rendezvous_kernel(Workspace workspace, WaitLimits limits) {
+__global__ void rendezvous_kernel(Workspace workspace, transport::WaitLimits limits) {
     if (threadIdx.x != 0) return;
     const Waiter waiter(workspace, limits, transport::Waiter::comm_kernel);
     finish_call(workspace, waiter, workspace.control().epoch);
@@ -15,7 +15,8 @@ __global__ void rendezvous_kernel(Workspace workspace, WaitLimits limits) {
 
 }  // namespace
 
-void rendezvous(const Workspace& workspace, const WaitLimits& limits, cudaStream_t stream) {
+void rendezvous(const Workspace& workspace, const transport::WaitLimits& limits,
+                cudaStream_t stream) {
     if (workspace.world == 1) return;
     cuda::launch_small("launching rendezvous", rendezvous_kernel, 1, 32, 0, stream, workspace,
                        limits);

@@ -4,12 +4,13 @@
 
 #include <cuda_runtime_api.h>
 
-#include "backends/accelerators/hopper/device/host_control.hpp"
 #include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
 
 // Uses up an epoch. On the current device's `stream`; may be captured. CudaError.
-void rendezvous(const Workspace& workspace, const WaitLimits& limits, cudaStream_t stream);
+void rendezvous(const Workspace& workspace, const transport::WaitLimits& limits,
+                cudaStream_t stream);
 
 }  // namespace mkernel::hopper

@@ -5,13 +5,13 @@
 
 #include "backends/transport/diagnosis.hpp"
 
-namespace mkernel::hopper {
+namespace mkernel::transport {
 
 // The host writes `abort` (an AbortCode; kernels look for non-zero), the device the rest.
 struct HostControl {
     std::uint32_t abort;
     std::uint32_t reserved[15];
-    transport::AbortRecord record;
+    AbortRecord record;
 };
 
 // What a kernel is given to wait with.
@@ -21,4 +21,4 @@ struct WaitLimits {
     std::uint32_t call;  // number of the call in its world, for the diagnosis
 };
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::transport
