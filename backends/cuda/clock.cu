@@ -1,27 +1,28 @@
 #include "backends/cuda/clock.hpp"
 
-#include "backends/cuda/ptx.cuh"
 #include "backends/cuda/small_launch.cuh"
+#include "backends/transport/atomics.hpp"
+#include "backends/transport/clock.hpp"
 
 namespace mkernel::cuda {
 
 namespace {
 
 __global__ void answer_kernel(ClockWords* words, int samples, std::uint64_t timeout_ns) {
-    const std::uint64_t start = ptx::global_ns();
+    const std::uint64_t start = transport::global_ns();
     for (int sample = 0; sample < samples; ++sample) {
-        while (ptx::load_relaxed(&words->asked) <= static_cast<std::uint64_t>(sample)) {
-            if (ptx::global_ns() - start > timeout_ns) return;
+        while (transport::load_relaxed(&words->asked) <= static_cast<std::uint64_t>(sample)) {
+            if (transport::global_ns() - start > timeout_ns) return;
         }
-        ptx::store_relaxed(&words->stamps[sample], ptx::global_ns());
+        transport::store_relaxed(&words->stamps[sample], transport::global_ns());
     }
 }
 
 __global__ void hold_kernel(ClockWords* words, std::uint64_t until_ns, std::uint64_t most_ns) {
-    const std::uint64_t start = ptx::global_ns();
+    const std::uint64_t start = transport::global_ns();
     std::uint64_t now = start;
-    while (now < until_ns && now - start < most_ns) now = ptx::global_ns();
-    ptx::store_relaxed(&words->passed, now);
+    while (now < until_ns && now - start < most_ns) now = transport::global_ns();
+    transport::store_relaxed(&words->passed, now);
 }
 
 }  // namespace

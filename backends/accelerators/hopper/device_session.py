@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
 _FIRST_EPOCH = 1
-_EPOCH_OFFSETS = (0, *range(128, 256, 8))  # of Control's epoch and epochs (device/workspace.cuh)
 _LONGEST_PAUSE_S = 0.001
 _ALREADY = nullcontext()
 
@@ -126,7 +125,7 @@ class DeviceSession:
     def format(self, memory: SymmetricMemory) -> None:
         """Write the number of the first call, where kernels look for it."""
         assert isinstance(memory, DeviceMemory)
-        for offset in _EPOCH_OFFSETS:
+        for offset in native().EPOCH_OFFSETS:
             memory.write_word(offset, _FIRST_EPOCH)
 
     def launch(self, call: Call) -> HopperLaunch:

@@ -19,27 +19,40 @@
 // pushes into it first waits for the owner's `started` word (`announce_start`).
 #pragma once
 
-#include "backends/accelerators/hopper/device/wait.cuh"
+#include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/hopper/ptx/sync.cuh"
+#include "backends/transport/device_wait.cuh"
 
 namespace mkernel::hopper {
+
+// What kernels of this rank wait with.
+__device__ inline transport::DeviceWaiter waiter_of(const Workspace& workspace,
+                                                    const transport::WaitLimits& limits,
+                                                    transport::Waiter kernel) {
+    return {workspace.control().state, limits, kernel};
+}
+
+// A control word of that peer, for the diagnosis.
+__device__ inline transport::Awaited awaited(std::uint32_t peer) {
+    return {transport::kControlWord, peer, transport::kNoChunk};
+}
 
 // Tells every peer that this rank is in call `epoch`: what it read or wrote before is done. One
 // thread of the grid.
 __device__ inline void announce_start(const Workspace& workspace, std::uint64_t epoch) {
-    ptx::fence_system();
+    transport::fence_system();
     for (int step = 1; step < workspace.world; ++step) {
         const int peer = (workspace.rank + step) % workspace.world;
-        ptx::store_relaxed(&workspace.control(peer).started[workspace.rank], epoch);
+        workspace.control(peer).started[workspace.rank].set_fenced(epoch);
     }
 }
 
 // Whether every peer has announced the call. One thread.
-__device__ inline bool wait_for_starts(const Workspace& workspace, const Waiter& waiter,
-                                       std::uint64_t epoch) {
+__device__ inline bool wait_for_starts(const Workspace& workspace,
+                                       const transport::DeviceWaiter& waiter, std::uint64_t epoch) {
     for (int step = 1; step < workspace.world; ++step) {
         const auto peer = static_cast<std::uint32_t>((workspace.rank + step) % workspace.world);
-        if (!waiter.until(&workspace.control().started[peer], epoch,
-                          {kControlWord, peer, kNoChunk})) {
+        if (!waiter.until(workspace.control().started[peer], epoch, awaited(peer))) {
             return false;
         }
     }
@@ -48,29 +61,28 @@ __device__ inline bool wait_for_starts(const Workspace& workspace, const Waiter&
 
 // After all else of call `epoch` on this rank. One thread of the grid.
 __device__ inline void move_on(Control& control, std::uint64_t epoch) {
-    control.blocks_done = 0;
-    control.epoch = epoch + 1;
+    control.state.move_on(epoch);
     for (std::uint64_t& copy : control.epochs) copy = epoch + 1;
 }
 
 // The end of a call; one thread of every block, after all the block's threads are done and its bulk
 // stores complete (`wait_group 0`). The last block tells the peers, waits for them, and moves the
 // epoch on.
-__device__ inline void finish_call(const Workspace& workspace, const Waiter& waiter,
-                                   std::uint64_t epoch) {
+__device__ inline void finish_call(const Workspace& workspace,
+                                   const transport::DeviceWaiter& waiter, std::uint64_t epoch) {
     if (workspace.world == 1) return;
     Control& control = workspace.control();
     ptx::fence_async_proxy();
-    ptx::fence_system();
-    if (atomicAdd(&control.blocks_done, 1u) != gridDim.x * gridDim.y * gridDim.z - 1) return;
-    ptx::fence_system();
+    transport::fence_system();
+    if (!control.state.is_last_block()) return;
+    transport::fence_system();
     for (int step = 1; step < workspace.world; ++step) {
         const int peer = (workspace.rank + step) % workspace.world;
-        ptx::store_relaxed(&workspace.control(peer).finished[workspace.rank], epoch);
+        workspace.control(peer).finished[workspace.rank].set_fenced(epoch);
     }
     for (int step = 1; step < workspace.world; ++step) {
         const auto peer = static_cast<std::uint32_t>((workspace.rank + step) % workspace.world);
-        if (!waiter.until(&control.finished[peer], epoch, {kControlWord, peer, kNoChunk})) break;
+        if (!waiter.until(control.finished[peer], epoch, awaited(peer))) break;
     }
     move_on(control, epoch);
 }
@@ -79,7 +91,7 @@ __device__ inline void finish_call(const Workspace& workspace, const Waiter& wai
 __device__ inline void finish_brief_call(const Workspace& workspace, std::uint64_t epoch) {
     Control& control = workspace.control();
     __threadfence();
-    if (atomicAdd(&control.blocks_done, 1u) != gridDim.x * gridDim.y * gridDim.z - 1) return;
+    if (!control.state.is_last_block()) return;
     move_on(control, epoch);
 }
 

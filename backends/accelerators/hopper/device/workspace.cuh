@@ -10,16 +10,17 @@
 //
 // Brief calls are those that end without waiting for their peers (call.cuh says which may).
 //
-// Epochs. `Control::epoch` is the number of the running call, 1 for the first; the call's last block moves
-// it on, so that a replayed graph counts as well as a launch does. Every flag and word that a peer
-// waits for is *set* to the epoch by its one writer, and waits are for `>= epoch`: nothing is ever
-// cleared, and the plans that share a workspace may follow each other in any order, since calls of a
-// world run one after another on every rank.
+// Epochs. `CallState::epoch` is the number of the running call, 1 for the first; the call's last block moves
+// it on. Every flag and word that a peer waits for is a set word that holds the epoch: transport/signal.hpp
+// says why the plans that share a workspace may follow each other in any order, launched or replayed.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+
+#include "backends/transport/call_state.hpp"
+#include "backends/transport/signal.hpp"
 
 namespace mkernel::hopper {
 
@@ -32,22 +33,21 @@ inline constexpr std::uint64_t kBriefBytes = 16u << 20;  // of one call
 inline constexpr std::uint64_t kDataOffset = kBriefOffset + 2 * kBriefBytes;
 
 inline constexpr std::uint32_t kBriefFlags =
-    (kFlagsOffset - kBriefFlagsOffset) / sizeof(std::uint64_t);
-inline constexpr std::uint32_t kFlags = (kBriefOffset - kFlagsOffset) / sizeof(std::uint64_t);
+    (kFlagsOffset - kBriefFlagsOffset) / sizeof(transport::SetWord);
+inline constexpr std::uint32_t kFlags = (kBriefOffset - kFlagsOffset) / sizeof(transport::SetWord);
 
 inline constexpr int kEpochCopies = 16;
 
 // Local to a rank, but for `finished` and `started`, whose entry [r] rank r writes.
 struct Control {
-    std::uint64_t epoch;  // set to 1 by the owner before any peer maps the workspace, as `epochs`
-    std::uint32_t blocks_done;  // of the running call; back to 0 at its end
-    std::uint32_t failed;       // 1: a wait of this rank failed; all others give up at once
+    transport::CallState state;  // its epoch is set before any peer maps the workspace, as `epochs`
     std::uint32_t reserved[28];
     // The epoch again, for copy engines to copy into as many flags in a row.
     std::uint64_t epochs[kEpochCopies];
     std::uint64_t more_reserved[32];
-    std::uint64_t finished[kMaxRanks];  // rank r needs nothing of this rank's of that call any more
-    std::uint64_t started[kMaxRanks];   // rank r's memory may be written in that call
+    // Rank r needs nothing of this rank's of that call any more; rank r's memory may be written in it.
+    transport::SetWord finished[kMaxRanks];
+    transport::SetWord started[kMaxRanks];
 };
 static_assert(sizeof(Control) <= kBriefFlagsOffset);
 
@@ -60,11 +60,11 @@ struct Workspace {
         return *reinterpret_cast<Control*>(base[of]);
     }
     __host__ __device__ Control& control() const { return control(rank); }
-    __host__ __device__ std::uint64_t* flags(int of) const {
-        return reinterpret_cast<std::uint64_t*>(base[of] + kFlagsOffset);
+    __host__ __device__ transport::SetWord* flags(int of) const {
+        return reinterpret_cast<transport::SetWord*>(base[of] + kFlagsOffset);
     }
-    __host__ __device__ std::uint64_t* brief_flags(int of) const {
-        return reinterpret_cast<std::uint64_t*>(base[of] + kBriefFlagsOffset);
+    __host__ __device__ transport::SetWord* brief_flags(int of) const {
+        return reinterpret_cast<transport::SetWord*>(base[of] + kBriefFlagsOffset);
     }
     __host__ __device__ char* data(int of) const { return base[of] + kDataOffset; }
 };

@@ -1,6 +1,7 @@
 // The world as kernels see it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -32,6 +33,16 @@ inline Workspace workspace_of(const DeviceWorld& world) {
 inline transport::WaitLimits limits_of(const DeviceWorld& world) {
     return {reinterpret_cast<transport::HostControl*>(world.control),
             static_cast<std::uint64_t>(world.timeout_s * 1e9), world.call};
+}
+
+// Where the number of the first call is written into new memory: bytes into it.
+inline std::vector<std::size_t> epoch_offsets() {
+    std::vector<std::size_t> offsets{offsetof(Control, state) +
+                                     offsetof(transport::CallState, epoch)};
+    for (int copy = 0; copy < kEpochCopies; ++copy) {
+        offsets.push_back(offsetof(Control, epochs) + copy * sizeof(std::uint64_t));
+    }
+    return offsets;
 }
 
 }  // namespace mkernel::hopper

@@ -112,9 +112,9 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
         copied(status, count * width, peer);
     };
     const auto raise = [&](int peer, int first, int count) {
-        std::uint64_t* const flags =
+        transport::SetWord* const flags =
             workspace.flags(peer) + workspace.rank * schedule.flags() + first;
-        const std::size_t nbytes = count * sizeof(std::uint64_t);
+        const std::size_t nbytes = count * sizeof(transport::SetWord);
         copied(cudaMemcpyAsync(flags, workspace.control().epochs, nbytes, cudaMemcpyDeviceToDevice,
                                cuda::stream_at(stream)),
                nbytes, peer);

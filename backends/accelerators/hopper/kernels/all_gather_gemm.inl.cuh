@@ -29,14 +29,15 @@ __device__ __forceinline__ void for_each_tile(const AllGatherGemmArgs& args, Bod
     }
 }
 
-__device__ inline void wait_for_rows(const AllGatherGemmArgs& args, const Waiter& waiter,
-                                     std::uint64_t epoch, int shard, int row, int slice) {
+__device__ inline void wait_for_rows(const AllGatherGemmArgs& args,
+                                     const transport::DeviceWaiter& waiter, std::uint64_t epoch,
+                                     int shard, int row, int slice) {
     if (args.chunks == 0 || row >= args.rows) return;
     const int last = min(row + kTileM, args.rows) - 1;
     for (int chunk = row / args.chunk_rows; chunk <= last / args.chunk_rows; ++chunk) {
         const int part = chunk * args.slices + slice;
         const int flag = shard * args.chunks * args.slices + part;
-        if (!waiter.until(args.workspace.flags(args.workspace.rank) + flag, epoch,
+        if (!waiter.until(args.workspace.flags(args.workspace.rank)[flag], epoch,
                           {static_cast<std::uint32_t>(flag), static_cast<std::uint32_t>(shard),
                            static_cast<std::uint32_t>(part)})) {
             break;
@@ -73,7 +74,7 @@ __device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, Share
                    (static_cast<std::uint64_t>(workspace.rank) * args.rows + first) * row_bytes;
         ring.copy(to, args.rows_to_push + first * row_bytes, count * row_bytes, 0, 1);
         ring.complete();
-        ptx::store_release(workspace.flags(peer) + workspace.rank * args.chunks + chunk, epoch);
+        (workspace.flags(peer) + workspace.rank * args.chunks + chunk)->set(epoch);
     }
 }
 
@@ -82,8 +83,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     all_gather_gemm(const __grid_constant__ AllGatherGemmArgs args) {
     Shared<C>& shared = shared_memory<C>();
     open_block(shared);
-    const Waiter waiter(args.workspace, args.limits, transport::Waiter::compute_kernel);
-    const std::uint64_t epoch = args.workspace.world > 1 ? args.workspace.control().epoch : 0;
+    const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
+    const std::uint64_t epoch = args.workspace.world > 1 ? args.workspace.control().state.epoch : 0;
     const int steps = (args.k + kTileK - 1) / kTileK;
 
     const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;

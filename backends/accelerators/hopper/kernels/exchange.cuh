@@ -33,8 +33,8 @@ class Exchange {
     // `brief`: as in device/call.cuh.
     __device__ Exchange(const Workspace& workspace, const transport::WaitLimits& limits, bool brief)
         : workspace_(workspace),
-          waiter_(workspace, limits, transport::Waiter::comm_kernel),
-          epoch_(workspace.control().epoch),
+          waiter_(waiter_of(workspace, limits, transport::Waiter::comm_kernel)),
+          epoch_(workspace.control().state.epoch),
           brief_(brief) {}
 
     // Where the call's slots start in every rank's workspace. `staging`: offset in the data area.
@@ -46,8 +46,7 @@ class Exchange {
     __device__ bool meet() {
         if (blockIdx.x == 0 && threadIdx.x == 0) announce_start(workspace_, epoch_);
         return all([&](std::uint32_t peer) {
-            return waiter_.until(&workspace_.control().started[peer], epoch_,
-                                 {kControlWord, peer, kNoChunk});
+            return waiter_.until(workspace_.control().started[peer], epoch_, awaited(peer));
         });
     }
 
@@ -55,15 +54,14 @@ class Exchange {
     __device__ void raise(std::uint32_t first_flag) {
         __syncthreads();
         if (is_peer(threadIdx.x)) {
-            ptx::store_release(flags(static_cast<int>(threadIdx.x)) + first_flag + workspace_.rank,
-                               epoch_);
+            (flags(static_cast<int>(threadIdx.x)) + first_flag + workspace_.rank)->set(epoch_);
         }
     }
 
     // Whether the chunk has come from every peer.
     __device__ bool await(std::uint32_t first_flag, std::uint32_t chunk) {
         return all([&](std::uint32_t peer) {
-            return waiter_.until(flags(workspace_.rank) + first_flag + peer, epoch_,
+            return waiter_.until(*(flags(workspace_.rank) + first_flag + peer), epoch_,
                                  {first_flag + peer, peer, chunk});
         });
     }
@@ -80,7 +78,7 @@ class Exchange {
     }
 
   private:
-    __device__ std::uint64_t* flags(int of) const {
+    __device__ transport::SetWord* flags(int of) const {
         return brief_ ? workspace_.brief_flags(of) : workspace_.flags(of);
     }
     __device__ bool is_peer(std::uint32_t rank) const {
@@ -96,7 +94,7 @@ class Exchange {
     }
 
     const Workspace& workspace_;
-    Waiter waiter_;
+    transport::DeviceWaiter waiter_;
     std::uint64_t epoch_;
     bool brief_;
 };

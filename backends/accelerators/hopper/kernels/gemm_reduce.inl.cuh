@@ -51,18 +51,18 @@ struct TileFlags {
     __device__ int number(int source, int at, int tile, bool second) const {
         return ((second ? workspace.world - 1 : 0) + slot(source, at)) * tiles + tile;
     }
-    __device__ bool wait(const Waiter& waiter, std::uint64_t epoch, int source, int tile,
-                         bool second) const {
+    __device__ bool wait(const transport::DeviceWaiter& waiter, std::uint64_t epoch, int source,
+                         int tile, bool second) const {
         const int flag = number(source, workspace.rank, tile, second);
         const bool come =
-            waiter.until(workspace.flags(workspace.rank) + flag, epoch,
+            waiter.until(workspace.flags(workspace.rank)[flag], epoch,
                          {static_cast<std::uint32_t>(flag), static_cast<std::uint32_t>(source),
                           static_cast<std::uint32_t>(tile)});
         ptx::fence_async_proxy();
         return come;
     }
     __device__ void set(std::uint64_t epoch, int at, int tile, bool second) const {
-        ptx::store_release(workspace.flags(at) + number(workspace.rank, at, tile, second), epoch);
+        workspace.flags(at)[number(workspace.rank, at, tile, second)].set(epoch);
     }
 };
 
@@ -71,10 +71,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     gemm_reduce(const __grid_constant__ GemmReduceArgs args) {
     Shared<C>& shared = shared_memory<C>();
     open_block(shared);
-    const Waiter waiter(args.workspace, args.limits, transport::Waiter::compute_kernel);
+    const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const int rank = args.workspace.rank;
     const int world = args.workspace.world;
-    const std::uint64_t epoch = world > 1 ? args.workspace.control().epoch : 0;
+    const std::uint64_t epoch = world > 1 ? args.workspace.control().state.epoch : 0;
     const int steps = (args.k + kTileK - 1) / kTileK;
     const int sources = args.alone ? 0 : world - 1;
     const TileFlags flags{args.workspace, args.raster.tiles() * C::kCluster};

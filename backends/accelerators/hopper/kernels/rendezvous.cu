@@ -9,8 +9,8 @@ namespace {
 
 __global__ void rendezvous_kernel(Workspace workspace, transport::WaitLimits limits) {
     if (threadIdx.x != 0) return;
-    const Waiter waiter(workspace, limits, transport::Waiter::comm_kernel);
-    finish_call(workspace, waiter, workspace.control().epoch);
+    const auto waiter = waiter_of(workspace, limits, transport::Waiter::comm_kernel);
+    finish_call(workspace, waiter, workspace.control().state.epoch);
 }
 
 }  // namespace

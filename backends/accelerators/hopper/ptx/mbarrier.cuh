@@ -2,7 +2,7 @@
 //
 // A barrier starts in phase 0; `wait(parity)` returns once the phase of that parity has completed,
 // so a fresh barrier lets wait(1) pass and holds wait(0). Waits here are for work of this cluster
-// that is already under way; anything that depends on another GPU goes through device/wait.cuh,
+// that is already under way; anything that depends on another GPU goes through transport/device_wait.cuh,
 // which has a deadline, and whose failure the pipeline passes on.
 #pragma once
 

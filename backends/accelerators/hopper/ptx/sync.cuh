@@ -1,4 +1,4 @@
-// What of memory order is this architecture's, one PTX instruction each, beside backends/cuda/ptx.cuh.
+// What of memory order is this architecture's, one PTX instruction each, beside transport/atomics.hpp.
 //
 // Bulk copies (the async proxy) need `fence_async_proxy` on top of acquires and releases: after an acquire
 // and before a bulk load of the data, and after generic writes that a bulk store reads.
@@ -6,11 +6,7 @@
 
 #include <cstdint>
 
-#include "backends/cuda/ptx.cuh"
-
 namespace mkernel::hopper::ptx {
-
-using namespace cuda::ptx;
 
 // Orders generic accesses and bulk copies of this thread, in both directions, all state spaces.
 __device__ inline void fence_async_proxy() {
