@@ -17,7 +17,7 @@ from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.printable import one_line
 from mkernel.settings import AUTO, Settings
-from mkernel.topology.model import Accelerator, Nic
+from mkernel.topology.model import Accelerator, KindName, Nic
 from mkernel.topology.rails import most_served
 from mkernel.topology.sources.chips import described
 from mkernel.world.identity import Backends
@@ -116,6 +116,29 @@ def accelerator_for(device: Accelerator, nodes: int, op: str) -> tuple[str, tupl
         f"no backend that `auto` may choose runs {op!r} on {described(device)}{_listed(verdicts)}; "
         "name one with --accelerator to see what it would do"
     )
+
+
+def emulating(kind: KindName, wanted: str) -> str:
+    """The accelerator backend that emulates devices of a kind: ``wanted`` itself, or for ``auto`` the
+    most preferred one. BackendUnavailable: it does not; names those that do."""
+    if wanted != AUTO and _emulates(wanted, kind):
+        return wanted
+    fitting = [name for name, _ in _by_preference() if _emulates(name, kind)]
+    if wanted == AUTO and fitting:
+        return fitting[0]
+    raise BackendUnavailable(
+        f"accelerator {wanted!r} emulates no {kind} devices here; "
+        f"{' and '.join(fitting) or 'no installed backend'} does"
+    )
+
+
+def _emulates(name: str, kind: KindName) -> bool:
+    """Also False of a backend that is broken."""
+    try:
+        devices = registry.accelerator(name).probe()
+    except Exception:
+        return False
+    return any(one.emulated and one.kind == kind for one in devices)
 
 
 def accelerator_verdicts() -> list[Verdict]:

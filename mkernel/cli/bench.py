@@ -69,7 +69,8 @@ def command(
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, help="processes in all, one GPU each [all GPUs; without any, 2 a node]"
+            min=1,
+            help="processes in all, one accelerator each [all, as many on each node; without any 2]",
         ),
     ] = None,
     shapes_: Annotated[
@@ -187,7 +188,7 @@ def command(
     _check_random(random, shapes_, names)
     chosen = accelerator or chosen_accelerator(nodes, names[0])
     devices = len(real_devices(registry.accelerator(chosen)))
-    ranks = ranks or devices or _CPU_RANKS * nodes
+    ranks = ranks or _usual_ranks(devices, nodes)
     _check_ranks(nodes, ranks)
     usual = TARGETS if devices else SMALL
     listed = shapes_ or (usual if set(names) & set(GEMMS) else "as mkernel run")
@@ -235,6 +236,11 @@ def _check_random(random: int | None, shapes_: str | None, names: Sequence[OpNam
         raise ArgumentError("--random", random, "nothing beside --shapes")
     if random is not None and not set(names) <= set(GEMMS):
         raise ArgumentError("--random", random, f"nothing beside ops other than {', '.join(GEMMS)}")
+
+
+def _usual_ranks(devices: int, nodes: int) -> int:
+    """As many on each node: all of its share of the devices; emulated ones 2."""
+    return nodes * (max(1, devices // nodes) if devices else _CPU_RANKS)
 
 
 def _check_ranks(nodes: int, ranks: int) -> None:

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperGroup
 
 from mkernel import __version__, headers
@@ -35,7 +36,7 @@ class _Commands(TyperGroup):
         if cmd_name in self.commands and self.commands[cmd_name] is None:
             alone = typer.Typer(add_completion=False)
             alone.command(cmd_name)(import_module(f"mkernel.cli.{cmd_name}").command)
-            self.commands[cmd_name] = typer.main.get_command(alone)
+            self.commands[cmd_name] = _with_plain_help(typer.main.get_command(alone))
         return self.commands.get(cmd_name)
 
     def make_context(self, *args: Any, **options: Any) -> Any:
@@ -45,6 +46,14 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _printable_usage():
             return super().invoke(ctx)
+
+
+def _with_plain_help(command: Any) -> Any:
+    """Brackets in the help of options are defaults, no markup, which typer would not show."""
+    for parameter in command.params:
+        if getattr(parameter, "help", None):
+            parameter.help = escape(parameter.help)
+    return command
 
 
 _UsageError: Any = typer.BadParameter.__base__

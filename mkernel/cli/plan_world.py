@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from mkernel.plan.model import OpName
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import AUTO, Settings
 from mkernel.topology.discover import load
-from mkernel.topology.model import FABRIC_SWITCH, Node, Topology
+from mkernel.topology.model import FABRIC_SWITCH, Accelerator, Node, Topology
 from mkernel.topology.placement import usable_nics
 from mkernel.topology.rails import keep_rails, real_ports
 from mkernel.topology.reshape import replicate
@@ -65,8 +66,10 @@ def planned_world(
             verbs,
         )
     name = accelerator or settings.accelerator
-    if name == AUTO:
-        name = selection.chosen_accelerator(len(world.nodes) if world else nodes or 1, op)
+    if world is not None:
+        name = selection.emulating(world.nodes[0].accelerators[0].kind, name)
+    elif name == AUTO:
+        name = selection.chosen_accelerator(nodes or 1, op)
     backend = registry.accelerator(name)
     if world is not None:
         if ranks_per_node is None:
@@ -118,16 +121,16 @@ def _elsewhere(
 def world_of_file(file: Path, nodes: int | None) -> Topology | None:
     """The nodes of a file: as they are, or its one machine ``nodes`` times (default: twice), with
     accelerators of one kind, and real devices only where there are any. None: the file lists no
-    accelerators.
+    accelerators, or of one machine only what its simulators would make them of.
 
     Raises:
         InputFileError: the file cannot be read.
         ArgumentError: the file has several nodes, but not ``nodes``.
     """
     found = load(file)
-    if not any(node.accelerators for node in found.nodes):
-        return None
     every = [one for node in found.nodes for one in node.accelerators]
+    if not every or (len(found.nodes) == 1 and _prototypes(every)):
+        return None
     first = next((one for one in every if not one.emulated), every[0])
     found = Topology(nodes=tuple(_only(node, first.kind, first.emulated) for node in found.nodes))
     if len(found.nodes) == 1:
@@ -135,6 +138,12 @@ def world_of_file(file: Path, nodes: int | None) -> Topology | None:
     if nodes is not None and len(found.nodes) != nodes:
         raise ArgumentError("--nodes", nodes, f"{len(found.nodes)}, the nodes of {file}")
     return found
+
+
+def _prototypes(devices: Sequence[Accelerator]) -> bool:
+    """Whether they are what `mkernel probe` shows of backends that emulate devices: one of a kind."""
+    kinds = [one.kind for one in devices]
+    return all(one.emulated for one in devices) and len(set(kinds)) == len(kinds)
 
 
 def _only(node: Node, kind: str, emulated: bool) -> Node:

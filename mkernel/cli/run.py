@@ -48,7 +48,7 @@ def command(  # one option a parameter: this is the command line
         int | None, typer.Option(help="emulated nodes [2; with real devices 1]")
     ] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(help="ranks of each node [2; with real devices, what they take]")
+        int | None, typer.Option(help="ranks of each node [its accelerators; 2 of emulated ones]")
     ] = None,
     accelerator: Annotated[
         str | None,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from devices import SIM, gpu
+from typer.testing import CliRunner
 
 from mkernel import doctor, selection
 from mkernel.backends import registry
 from mkernel.backends.contracts.status import Status
+from mkernel.cli import bench
+from mkernel.cli.main import app
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.settings import Settings
 from mkernel.topology.model import KindName, Nic
@@ -221,3 +226,29 @@ def test_doctor_says_what_would_be_chosen_and_why(install: Install) -> None:
     assert not accelerator.usable
     assert "MKERNEL_ACCELERATOR" in accelerator.remedy
     assert "one host only" in nic.detail
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "wanted"),
+    [
+        (8, (None, None), (1, 8)), (8, (2, None), (2, 4)), (8, (3, None), (3, 2)), (8, (2, 1), (2, 1)),
+        (0, (None, None), (2, 2)), (0, (1, None), (1, 2)), (0, (4, 1), (4, 1)),
+    ],
+)  # fmt: skip
+def test_a_world_has_what_its_nodes_have(
+    devices: int, given: tuple[int | None, int | None], wanted: tuple[int, int]
+) -> None:
+    """All accelerators, shared out between nodes; emulated ones: two nodes of two."""
+    found = tuple(gpu(i) for i in range(devices)) or (SIM,)
+    backend = SimpleNamespace(probe=lambda: found)
+    assert selection.usual_world(backend, Settings(), *given) == wanted
+    ranks = bench._usual_ranks(devices, wanted[0])
+    assert given[1] is not None or ranks == wanted[0] * wanted[1]
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_help_says_how_many_ranks_a_node_has(command: str) -> None:
+    told = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    (line,) = (one for one in told.splitlines() if "--ranks-per-node" in one)
+    assert "its accelerators" in line
+    assert "2 of emulated ones" in line

@@ -22,6 +22,7 @@ from mkernel.topology.model import Topology
 
 class FakeAscend:
     name = "ascend"
+    preference = 0
     devices: ClassVar[tuple[Any, ...]] = (SIM,)
     visibility: ClassVar[dict[str, str]] = {}
 
@@ -181,3 +182,21 @@ def test_probe_output_can_be_planned_for(tmp_path: Path) -> None:
 def test_probe_refuses_a_folder_without_sys(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="root"):
         run(probe_command.command, "--sysfs-root", str(tmp_path))
+
+
+def test_simulators_of_a_probed_machine_make_the_usual_world(tmp_path: Path) -> None:
+    """A probe lists one device of a simulator, which makes as many as there are ranks."""
+    file = tmp_path / "probe.json"
+    file.write_text(run(probe_command.command, "--json"))
+    made = plan_of(run(plan_command.command, "ag_gemm", "--topology", str(file), "--json"))
+    assert (made.accelerator, made.nodes, made.ranks_per_node) == ("ascend", 2, 2)
+    assert made.placement[3].accelerator == "ascend-sim1"
+
+
+def test_emulated_devices_are_of_the_backend_that_emulates_them(tmp_path: Path) -> None:
+    file = tmp_path / "world.json"
+    file.write_text(world(2, 2).model_dump_json())
+    flags = ("--topology", str(file), "--json", "--accelerator")
+    with pytest.raises(BackendUnavailable, match=r"'broken' emulates no ascend .*; ascend does"):
+        run(plan_command.command, "ag_gemm", *flags, "broken")
+    assert plan_of(run(plan_command.command, "ag_gemm", *flags, "auto")).accelerator == "ascend"
