@@ -32,7 +32,8 @@ SignalPad checked(std::uintptr_t address, std::uint32_t index) {
 }  // namespace
 
 PYBIND11_MODULE(_transport, module) {
-    module.doc() = "Signal pads in host memory (see signal_pad.hpp).";
+    module.doc() =
+        "Signal pads in host memory (see signal_pad.hpp) and what their words hold (signal.hpp).";
 
     py::enum_<AbortCode>(module, "AbortCode")
         .value("none", AbortCode::none)
@@ -80,6 +81,40 @@ PYBIND11_MODULE(_transport, module) {
             checked(address, index).add(index, value);
         },
         py::arg("address"), py::arg("index"), py::arg("value"));
+    // For devices, which write words and wait for them by their addresses.
+    module.def(
+        "word_address",
+        [](std::uintptr_t address, std::uint32_t index) {
+            return reinterpret_cast<std::uintptr_t>(checked(address, index).word(index));
+        },
+        py::arg("address"), py::arg("index"));
+    module.def(
+        "word_range",
+        [](std::uintptr_t address, std::uint32_t first, std::uint32_t count) {
+            if (count == 0) throw std::invalid_argument("a range of no words");
+            const Word* begin = checked(address, first).word(first);
+            const Word* last = checked(address, first + (count - 1)).word(first + (count - 1));
+            return py::make_tuple(reinterpret_cast<std::uintptr_t>(begin),
+                                  reinterpret_cast<std::uintptr_t>(last + 1));
+        },
+        py::arg("address"), py::arg("first"), py::arg("count"));
+    module.def(
+        "message_number",
+        [](std::uint64_t call, std::uint64_t message) {
+            if ((message >> kMessageBits) != 0 || message_number(call, 0) >= kEndsWaits) {
+                throw std::out_of_range("message " + std::to_string(message) + " of call " +
+                                        std::to_string(call) + ": a call has at most " +
+                                        std::to_string((1u << kMessageBits) - 1) + " messages");
+            }
+            return message_number(call, message);
+        },
+        py::arg("call"), py::arg("message"));
+    module.def(
+        "pad_end_waits",
+        [](std::uintptr_t address, std::uint32_t index) {
+            checked(address, index).end_waits(index);
+        },
+        py::arg("address"), py::arg("index"));
     module.def(
         "pad_wait",
         [](std::uintptr_t address, std::uint32_t index, std::uint64_t wanted, double timeout_s,

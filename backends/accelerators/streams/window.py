@@ -2,17 +2,17 @@
 
 A rank's window is the world's symmetric memory on its device: the landings, each at the same place on
 every rank, so that a sender knows from its own window where something lies in a peer's. The words that
-go with it are counters of the ranks' signal pads. Peer p writes these of rank r's:
+go with it are set words of the ranks' signal pads (``transport/signal.hpp``). Peer p writes these of
+rank r's:
 
     free[p]      the latest call for which p's own window may be written to
     arrived[p]   the latest message of p's that lies in r's window
 
-Words only grow, from call to call and from plan to plan, so none is ever cleared. Streams write them
-and wait for them: no multiprocessor takes part in a message. They lie in host memory, so that the host
-can end all waits for a peer that is dead. Streams may share a hardware queue, where a wait holds up all
-that was queued later. That is no danger: every rank first says that its window is free, then puts and
-awaits step by step in the plan's order, puts first, so what a wait is for never lies behind a wait for
-the same step or a later one.
+Streams write them and wait for them: no multiprocessor takes part in a message. They lie in host
+memory, so that the host can end all waits for a peer that is dead. Streams may share a hardware queue,
+where a wait holds up all that was queued later. That is no danger: every rank first says that its
+window is free, then puts and awaits step by step in the plan's order, puts first, so what a wait is
+for never lies behind a wait for the same step or a later one.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ from mkernel.backends.runtime.host_memory import page_up
 from mkernel.backends.transport import _transport
 from mkernel.plan.model import LaunchPlan
 
-_WORD_BYTES = 8
 _ALIGNMENT = 256
-_MESSAGE_BITS = 20
-"""A word holds the message's number in its call in so many bits, and the call's number in the world
-above."""
-_ALL = 1 << 62
-"""A word of this value ends every wait for it."""
 _DRAIN_S = 60.0
 _PAUSE_S = 0.001
 
@@ -93,7 +87,7 @@ def window_bytes(plan: LaunchPlan) -> int:
 
 
 def words_of(world: int) -> int:
-    """Counters of a signal pad that all windows of a world need together."""
+    """Words of a signal pad that all windows of a world need together."""
     return 2 * world
 
 
@@ -103,16 +97,16 @@ class Words:
     def __init__(self, call: Call) -> None:
         """``call``: one whose plan has the signals. CudaError where devices cannot address the pads."""
         self._rank, self._world = call.rank, call.plan.world_size
-        self._pad, self._first = call.pad, call.signal_base
+        self._pad = call.pad
+        self._indices = range(call.signal_base, call.signal_base + words_of(self._world))
         self._native = native()
         self._mapped = []
-        self._address: dict[int, int] = {}  # of each rank's first
+        self._addresses: dict[int, list[int]] = {}  # by rank, of all its words
         for rank, pad in ((call.rank, call.pad), *((r, p.pad) for r, p in call.peers.items())):
-            start = pad + _transport.pad_bytes(0) + self._first * _WORD_BYTES
-            end = start + words_of(self._world) * _WORD_BYTES
+            start, end = _transport.word_range(pad, self._indices.start, len(self._indices))
             page = start - start % mmap.PAGESIZE
             self._mapped.append(self._native.MappedPages(page, page_up(end - page)))
-            self._address[rank] = start
+            self._addresses[rank] = [_transport.word_address(pad, i) for i in self._indices]
 
     def free(self, peer: int) -> int:
         """Number of the word free[peer]."""
@@ -124,12 +118,11 @@ class Words:
 
     def write(self, rank: int, word: int, value: int, stream: Any) -> None:
         """Write that rank's word once all that was put on ``stream`` before is done."""
-        address = self._address[rank] + word * _WORD_BYTES
-        self._native.write_word(address, value, stream=stream.cuda_stream)
+        self._native.write_word(self._addresses[rank][word], value, stream=stream.cuda_stream)
 
     def wait(self, word: int, value: int, stream: Any) -> None:
         """``stream`` goes on once this rank's word is ``value`` or more."""
-        address = self._address[self._rank] + word * _WORD_BYTES
+        address = self._addresses[self._rank][word]
         self._native.wait_word(stream.device_index, address, value, stream=stream.cuda_stream)
 
     def close(self) -> None:
@@ -138,9 +131,8 @@ class Words:
 
     def end_waits(self) -> None:
         """End this rank's waits for all words that no peer writes any more."""
-        for word in range(self._first, self._first + words_of(self._world)):
-            if _transport.pad_load(self._pad, word) < _ALL:
-                _transport.pad_add(self._pad, word, _ALL)
+        for index in self._indices:
+            _transport.pad_end_waits(self._pad, index)
 
 
 class Window:
@@ -152,7 +144,7 @@ class Window:
         self._peers = {rank: memory.workspace for rank, memory in call.peers.items()}
         self._words = words
         self._landings = landings(call.plan)
-        self._call = call.number << _MESSAGE_BITS
+        self._call = call.number
         self._put: Counter[int] = Counter()  # messages so far, by peer
         self._awaited: Counter[int] = Counter()
         self._native = native()
@@ -166,12 +158,12 @@ class Window:
     def open(self, stream: Any) -> None:
         """Tell every peer that it may put. Whatever read this window in earlier calls has ended."""
         for peer in self._peers:
-            self._words.write(peer, self._words.free(self._rank), self._call, stream)
+            self._words.write(peer, self._words.free(self._rank), self._number(0), stream)
 
     def put(self, peer: int, rows: torch.Tensor, place: torch.Tensor, stream: Any) -> None:
         """Once the peer's window is free, write ``rows`` to where ``place`` of this rank's lies in it,
         and then the message's number. Contiguous, of equal size."""
-        self._words.wait(self._words.free(peer), self._call, stream)
+        self._words.wait(self._words.free(peer), self._number(0), stream)
         self._native.copy(
             self._peers[peer] + place.data_ptr() - self._base,
             rows.data_ptr(),
@@ -179,14 +171,19 @@ class Window:
             stream=stream.cuda_stream,
         )
         self._put[peer] += 1
-        number = self._call + self._put[peer]
+        number = self._number(self._put[peer])
         self._words.write(peer, self._words.arrived(self._rank), number, stream)
 
     def arrive(self, peer: int, stream: Any) -> None:
         """Work that is put on ``stream`` from now on sees the peer's next message."""
         self._awaited[peer] += 1
-        number = self._call + self._awaited[peer]
+        number = self._number(self._awaited[peer])
         self._words.wait(self._words.arrived(peer), number, stream)
+
+    def _number(self, message: int) -> int:
+        """What says that a message of this call is there; 0: that the call may begin."""
+        number: int = _transport.message_number(self._call, message)
+        return number
 
     def abandon(self, used: Sequence[Any]) -> bool:
         """The call has failed: end every wait for peers, which may be dead, until the streams ``used``

@@ -28,9 +28,7 @@ from mkernel.plan.model import LaunchPlan
 Step = Callable[[], bool]
 """Does its work and is True, or must still wait."""
 POISON = float("nan")
-SIGNAL_BASE = (3 * mmap.PAGESIZE - _transport.pad_bytes(0)) // 8 - 2
-"""The words lie on both sides of a page's end."""
-SIGNALS = SIGNAL_BASE + 64
+SIGNALS = 1024
 
 
 class Queue:
@@ -176,12 +174,16 @@ class Rank:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8)
         self.pad = HostMemory.create(_transport.pad_bytes(SIGNALS))
         _transport.pad_format(self.pad.address, SIGNALS)
+        self.signal_base = next(
+            word for word in range(SIGNALS) if word_at(self, word + 2) % mmap.PAGESIZE == 0
+        )
+        """The words lie on both sides of a page's end."""
         self.words: Words | None = None
 
     def streams(self, plan: LaunchPlan, number: int, ranks: list[Rank]) -> tuple[Call, CallStreams]:
         call = Call(
             plan=plan, rank=self.rank, tensors={}, epoch=1, number=number,
-            pad=self.pad.address, workspace=self.memory.data_ptr(), signal_base=SIGNAL_BASE,
+            pad=self.pad.address, workspace=self.memory.data_ptr(), signal_base=self.signal_base,
             peers={r.rank: PeerMemory(r.pad.address, r.memory.data_ptr())
                    for r in ranks if r is not self},
             region=0, fifo=0, timeout_s=1.0,
@@ -198,7 +200,8 @@ def world_of(machine: Machine, plan: LaunchPlan, queues: int) -> list[Rank]:
 
 
 def word_at(rank: Rank, word: int) -> int:
-    return rank.pad.address + _transport.pad_bytes(0) + 8 * word
+    address: int = _transport.word_address(rank.pad.address, word)
+    return address
 
 
 def rows_of(rank: int, number: int, shape: tuple[int, int]) -> torch.Tensor:
@@ -290,7 +293,7 @@ def test_a_call_that_failed_ends_its_waits(machine: Machine, monkeypatch: Any) -
     def asleep(seconds: float) -> None:
         rounds.append(seconds)
         if len(rounds) == 1:
-            for word in range(SIGNAL_BASE, SIGNAL_BASE + words_of(2)):
+            for word in range(first.signal_base, first.signal_base + words_of(2)):
                 ctypes.c_int64.from_address(word_at(first, word)).value = 1
         else:
             machine.drain()
@@ -335,3 +338,26 @@ def test_where_messages_are_not_puts() -> None:
     assert window_bytes(plan("all_gather_gemm", 4, no_p2p=True, **sizes)) == 0
     attention = {"batch": 1, "heads": 2, "kv_heads": 2, "sequence": 64, "head_dim": 8}
     assert window_bytes(plan("ring_attention", 4, **attention)) == 0
+
+
+def test_words_are_where_native_code_says_and_nowhere_else() -> None:
+    pad = HostMemory.create(_transport.pad_bytes(8))
+    _transport.pad_format(pad.address, 8)
+    start, end = _transport.word_range(pad.address, 2, 3)
+    addresses = [_transport.word_address(pad.address, word) for word in range(2, 5)]
+    assert addresses == [start, start + 8, start + 16]
+    assert end == start + 24
+    _transport.pad_add(pad.address, 3, 77)
+    assert ctypes.c_uint64.from_address(addresses[1]).value == 77
+    with pytest.raises(IndexError, match="signal 8 of a pad of 8"):
+        _transport.word_range(pad.address, 2, 7)
+    with pytest.raises(IndexError, match="signal 8 of a pad of 8"):
+        _transport.word_address(pad.address, 8)
+
+
+def test_a_message_too_many_is_not_taken_for_one_of_the_next_call() -> None:
+    assert _transport.message_number(3, 1) > _transport.message_number(3, 0)
+    last = (1 << 20) - 1
+    assert _transport.message_number(3, last) == _transport.message_number(4, 0) - 1
+    with pytest.raises(IndexError, match="message 1048576 of call 3: a call has at most 1048575"):
+        _transport.message_number(3, last + 1)
