@@ -125,7 +125,7 @@ class DeviceSession:
     def format(self, memory: SymmetricMemory) -> None:
         """Write the number of the first call, where kernels look for it."""
         assert isinstance(memory, DeviceMemory)
-        for offset in native().EPOCH_OFFSETS:
+        for offset in native().epoch_offsets():
             memory.write_word(offset, _FIRST_EPOCH)
 
     def launch(self, call: Call) -> HopperLaunch:

@@ -135,7 +135,7 @@ void bind_data(py::module_& module) {
     module.attr("MAX_FLAGS") = kFlags;
     module.attr("MAX_COPIED_CHUNKS") = kEpochCopies;
     module.attr("DATA_OFFSET") = kDataOffset;
-    module.attr("EPOCH_OFFSETS") = epoch_offsets();
+    module.def("epoch_offsets", &epoch_offsets);
 }
 
 CallOnce call_once(std::uint32_t number, double timeout_s, std::uint64_t a, std::uint64_t b,
