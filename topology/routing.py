@@ -35,12 +35,15 @@ def routes(
     constants: MachineConstants,
     *,
     group: bool = False,
+    detours: bool = True,
 ) -> RouteTable:
     """Routes of all ordered pairs.
 
     Args:
         group: a process group carries everything: inside a node at the rate of the way that devices
             have there, between nodes at that of the constants' NIC.
+        detours: relays and host memory wherever that is fastest; else only where own NICs do not
+            write from device to device, because no backend takes detours today.
 
     Raises:
         NoRoute: a pair has no path; the message names both ends and what is missing.
@@ -61,7 +64,7 @@ def routes(
             elif ends.within:
                 way = src.inside(i, j)
             else:
-                way = _fastest(src, i, dst, j, constants)
+                way = _between(src, i, dst, j, constants, detours=detours)
             if way is None:
                 raise NoRoute(_missing(ends, placement, src, dst))
             known[key] = way
@@ -183,10 +186,14 @@ def _staged(device: Accelerator, nic: Nic) -> bool:
     return known and CLASSES.index(classify(device, nic)) > _FARTHEST_DIRECT
 
 
-def _fastest(src: _Side, i: int, dst: _Side, j: int, constants: MachineConstants) -> Way | None:
+def _between(
+    src: _Side, i: int, dst: _Side, j: int, constants: MachineConstants, *, detours: bool
+) -> Way | None:
     """The fastest way between two nodes; of equally fast ones the first: own NICs, a relay at the
     source, at the destination, and only where all of these fail, any NICs of the two nodes."""
     direct = _way(src, i, i, src.nics[i], dst, j, j, dst.nics[j], constants)
+    if direct and not direct.staged and not detours:
+        return direct
     least_us = _time_us(direct) if direct else math.inf
     relay_us = constants.nic_latency_us + constants.p2p_latency_us + constants.signal_us
     relays = chain(

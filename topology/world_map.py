@@ -46,7 +46,7 @@ class WorldMap:
     @cached_property
     def links(self) -> SharedLinks:
         """The routes of all ordered pairs of ranks, and the links that they cross, where ranks send by
-        themselves. NoRoute: a pair has none."""
+        themselves, without detours where there is a way without. NoRoute: a pair has none."""
         return self._links(group=False)
 
     @cached_property
@@ -54,8 +54,14 @@ class WorldMap:
         """The same where a process group carries everything."""
         return self._links(group=True)
 
-    def _links(self, *, group: bool) -> SharedLinks:
-        table = routes(self.kinds, self.placement, self.constants, group=group)
+    @cached_property
+    def fastest_links(self) -> SharedLinks:
+        """The same where ranks also relay for each other and stage bytes in host memory, wherever that
+        is fastest: what no backend does today."""
+        return self._links(group=False, detours=True)
+
+    def _links(self, *, group: bool, detours: bool = False) -> SharedLinks:
+        table = routes(self.kinds, self.placement, self.constants, group=group, detours=detours)
         return SharedLinks(table, self.placement)
 
 

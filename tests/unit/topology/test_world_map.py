@@ -53,3 +53,18 @@ def test_mkernel_plan_finds_them_once(tmp_path: Path) -> None:
     with found() as counts:
         run(command, "ag_gemm", *size, "--accelerator", "ascend", "--explain", "--simulate")
     assert counts == {"kinds": 1, "place": 1, "routes": 1}
+
+
+def test_detours_are_for_who_takes_them() -> None:
+    """Across rails NICs are half as fast: a neighbour's would be faster. A NIC that does not reach the
+    device has no other way."""
+    slow = CONSTANTS.model_copy(update={"cross_rail_share": 0.5, "p2p_gbs": 100.0})
+    two = world(*[node((gpu(0), gpu(1)), (nic(0), nic(1)))] * 2)
+    made = world_map(two, 2, slow)
+    assert made.fastest_links.table.route(made.placement, 0, 3).kind == "relay"
+    direct = made.links.table.route(made.placement, 0, 3)
+    assert (direct.kind, direct.src_relay, direct.staged) == ("nic", None, ())
+    assert direct.bandwidth_gbs == 0.5 * made.links.table.route(made.placement, 0, 2).bandwidth_gbs
+    far = world(*[node((gpu(0),), (nic(0, gpudirect=False),))] * 2)
+    made = world_map(far, 1, slow)
+    assert made.links.table.route(made.placement, 0, 1).staged == ("source", "destination")
