@@ -38,7 +38,7 @@ class Call:
         pad, workspace: addresses of this rank's own; ``signal_base``: first counter of the plan.
         peers: same-node ranks. A rank that is absent here is reached through ``fifo`` only.
         region: the workspace's region number for NIC puts.
-        fifo: address of the ``FifoDevice`` handle; 0 where the world has one node.
+        fifo: address of the ``FifoHandle``; 0 where the world has one node.
         timeout_s: every wait of the call ends after this long.
         view, trace, timed: for instrumented backends (:mod:`.instrumented`); others ignore them.
             ``trace``: record instructions. ``timed``: the launch will be asked for its times.

@@ -108,7 +108,7 @@ class NicSession(ABC):
     @property
     @abstractmethod
     def fifo(self) -> int:
-        """Address of the ``FifoDevice`` handle (``backends/transport/fifo_device.hpp``). 0 where the
+        """Address of the ``FifoHandle`` (``backends/transport/fifo_host.hpp``). 0 where the
         session takes puts from the host only; accelerators whose kernels push cannot use it then."""
 
     @abstractmethod

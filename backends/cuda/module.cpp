@@ -5,6 +5,7 @@
 
 #include "backends/cuda/bind_clock.hpp"
 #include "backends/cuda/device.hpp"
+#include "backends/cuda/device_fifo.hpp"
 #include "backends/cuda/error.hpp"
 #include "backends/cuda/memory.hpp"
 #include "backends/cuda/stream_ops.hpp"
@@ -40,6 +41,15 @@ void bind_memory(py::module_& module) {
         .def("export_dmabuf", &DeviceMemory::export_dmabuf);
 }
 
+void bind_fifo(py::module_& module) {
+    py::class_<DeviceFifo>(module, "DeviceFifo")
+        .def(py::init<std::uint64_t, int>(), "fifo"_a, "device"_a,
+             py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("handle", [](const DeviceFifo& fifo) {
+            return reinterpret_cast<std::uint64_t>(&fifo.handle());
+        });
+}
+
 void bind_copies(py::module_& module) {
     module.def("copy", &copy, "dst"_a, "src"_a, "nbytes"_a, py::kw_only(), "stream"_a,
                py::call_guard<py::gil_scoped_release>());
@@ -58,6 +68,7 @@ PYBIND11_MODULE(_cuda, module) {
     py::register_exception<mkernel::cuda::CudaError>(module, "CudaError", PyExc_RuntimeError);
     mkernel::cuda::bind_devices(module);
     mkernel::cuda::bind_memory(module);
+    mkernel::cuda::bind_fifo(module);
     mkernel::cuda::bind_copies(module);
 #ifdef MKERNEL_CUDA_KERNELS
     mkernel::cuda::bind_clock(module);

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "backends/transport/fifo_device.hpp"
+#include "backends/transport/put_command.hpp"
 
 namespace mkernel::nics {
 

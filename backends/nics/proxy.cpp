@@ -3,6 +3,8 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/prctl.h>
+#include <time.h>
 
 #include <algorithm>
 #include <array>
@@ -21,11 +23,19 @@ void relax() {
 #endif
 }
 
+// Of the calling thread.
+std::uint64_t cpu_ns() {
+    timespec now{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000u +
+           static_cast<std::uint64_t>(now.tv_nsec);
+}
+
 }  // namespace
 
 Proxy::Proxy(Nic& nic, transport::Fifo& fifo, transport::SignalPad pad,
              const std::vector<int>& cpus)
-    : nic_(nic), fifo_(fifo), pad_(pad), waiting_(fifo.device().capacity) {
+    : nic_(nic), fifo_(fifo), pad_(pad), waiting_(fifo.handle().capacity) {
     cpu_set_t set;
     CPU_ZERO(&set);
     for (const int cpu : cpus) {
@@ -55,11 +65,12 @@ Proxy::~Proxy() {
 
 void Proxy::stop() {
     stop_.store(true, std::memory_order_seq_cst);
-    fifo_.device().wake();
+    fifo_.handle().wake();
     if (thread_.joinable()) thread_.join();
 }
 
 void Proxy::run() {
+    ::prctl(PR_SET_TIMERSLACK, 1ul);  // naps are shorter than the 50 us that timers may be late by
     int idle = 0;
     while (!stop_.load(std::memory_order_relaxed)) {
         bool worked = false;
@@ -68,7 +79,8 @@ void Proxy::run() {
         progress_flush();
         if (worked) {
             idle = 0;
-        } else if (++idle < kSpins) {
+            idle_since_ns_ = 0;
+        } else if (++idle < kSpins || lingers()) {
             relax();
         } else {
             sleep();
@@ -96,11 +108,22 @@ bool Proxy::halted() {
 
 bool Proxy::post() {
     bool worked = retry();
-    for (int n = 0; n < kBatch && !waiting_.full(); ++n) {
-        const std::uint64_t ticket = fifo_.popped();
-        transport::PutCommand command;
-        if (!fifo_.pop(command)) break;
+    worked |= post(fifo_.host(), flush_.host);
+    worked |= post(fifo_.device(), flush_.device);
+    nic_.ring();
+    fifo_.release();
+    set_aside_.store(waiting_.size(), std::memory_order_relaxed);
+    return worked;
+}
+
+// `goal`: the ticket before which the flush under way covers the ring's commands.
+bool Proxy::post(transport::FifoRing& ring, std::uint64_t goal) {
+    bool worked = false;
+    transport::PutCommand command;
+    for (int n = 0; n < kBatch && !waiting_.full() && ring.pop(command); ++n) {
         worked = true;
+        const std::uint64_t number = taken_++;
+        if (ring.popped() == goal) flush_.commands = taken_;
         PutCursor cursor;
         if (!waiting_.has(command.peer)) {
             const PutResult result = put(command, cursor);
@@ -108,11 +131,8 @@ bool Proxy::post() {
             if (result == PutResult::failed) break;
             bump(stalls_, 1);
         }
-        waiting_.add(command, cursor, ticket);
+        waiting_.add(command, cursor, number);
     }
-    nic_.ring();
-    fifo_.release();
-    set_aside_.store(waiting_.size(), std::memory_order_relaxed);
     return worked;
 }
 
@@ -150,39 +170,44 @@ bool Proxy::raise(std::uint32_t, std::uint32_t signal, std::uint64_t value) {
     return true;
 }
 
-// A flush waits and everything it covers is with the NIC.
-bool Proxy::flush_due() {
+// Flushes up to this number are over, or it is under way.
+void Proxy::begin_flush() {
+    if (flush_begun()) return;
     const std::uint64_t wanted = flush_wanted_.load(std::memory_order_seq_cst);
-    return !marked_ && !halted() &&
-           wanted > std::atomic_ref(flushed_).load(std::memory_order_relaxed) &&
-           fifo_.popped() >= wanted && waiting_.oldest(fifo_.popped()) >= wanted;
+    if (wanted == flush_.number) return;
+    flush_ = {wanted, fifo_.pushed(), fifo_.device().published(), taken_, false};
 }
 
-// One mark at a time: it stands for every ticket before the oldest command that was not with the
-// NIC when it was set.
+bool Proxy::flush_begun() const {
+    return flush_.number != flushed_;
+}
+
+// All that the flush covers is with the NIC, which was not asked yet when it is done.
+bool Proxy::flush_due() {
+    return flush_begun() && !flush_.marked && !halted() && fifo_.host().popped() >= flush_.host &&
+           fifo_.device().popped() >= flush_.device && waiting_.oldest(taken_) >= flush_.commands;
+}
+
 void Proxy::progress_flush() {
+    begin_flush();
     if (flush_due()) {
         nic_.mark();
-        marked_ = true;
-        marked_at_ = waiting_.oldest(fifo_.popped());
+        flush_.marked = true;
     }
-    if (!marked_ || nic_.failed() || !nic_.reached_mark()) return;
-    marked_ = false;
-    std::atomic_ref(flushed_).store(marked_at_, std::memory_order_seq_cst);
+    if (!flush_.marked || nic_.failed() || !nic_.reached_mark()) return;
+    flush_.marked = false;
+    std::atomic_ref(flushed_).store(flush_.number, std::memory_order_seq_cst);
     syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&flushed_), FUTEX_WAKE_PRIVATE, INT_MAX,
             nullptr, nullptr, 0);
 }
 
 bool Proxy::flush(std::uint64_t deadline_ns) {
-    const std::uint64_t target = fifo_.pushed();
-    std::uint64_t wanted = flush_wanted_.load(std::memory_order_relaxed);
-    while (wanted < target && !flush_wanted_.compare_exchange_weak(wanted, target)) {
-    }
-    fifo_.device().wake();
+    const std::uint64_t number = flush_wanted_.fetch_add(1, std::memory_order_seq_cst) + 1;
+    fifo_.handle().wake();
     const std::atomic_ref<std::uint64_t> flushed(flushed_);
     while (true) {
         const std::uint64_t seen = flushed.load(std::memory_order_seq_cst);
-        if (seen >= target) return true;
+        if (seen >= number) return true;
         if (nic_.failed() || pad_.aborted() != transport::AbortCode::none) return false;
         if (stop_.load(std::memory_order_relaxed)) return false;
         const std::uint64_t now = transport::monotonic_ns();
@@ -194,26 +219,59 @@ bool Proxy::flush(std::uint64_t deadline_ns) {
     }
 }
 
+// What a device pushed is likely to be followed by more, of which nobody tells.
+bool Proxy::lingers() {
+    if (!fifo_.device_claimed()) return false;
+    const std::uint64_t now = transport::monotonic_ns();
+    if (idle_since_ns_ == 0) idle_since_ns_ = now;
+    return now - idle_since_ns_ < kAwakeNs;
+}
+
 void Proxy::sleep() {
     fifo_.prepare_sleep();
     if (!nic_.failed()) nic_.arm();
     // Whatever came between the last look and the arming: see it now, or it wakes us.
-    const bool news = stop_.load(std::memory_order_seq_cst) ||
-                      (!halted() && !waiting_.full() && fifo_.ready()) || nic_.poll(*this) > 0 ||
-                      flush_due() || (nic_.failed() && !reported_);
+    begin_flush();
+    const bool open = !halted() && !waiting_.full();
+    const bool news = stop_.load(std::memory_order_seq_cst) || (open && fifo_.ready()) ||
+                      nic_.poll(*this) > 0 || flush_due() || (nic_.failed() && !reported_);
     if (!news) {
         std::array<pollfd, 1 + kMaxDescriptors> wait{};
-        nfds_t count = 0;
+        std::size_t count = 0;
         wait[count++] = {fifo_.wake_fd(), POLLIN, 0};
         if (!nic_.failed()) {
             for (const int fd : nic_.descriptors()) {
                 if (count < wait.size()) wait[count++] = {fd, POLLIN, 0};
             }
         }
-        ::poll(wait.data(), count, waiting_.size() != 0 ? kWaitingSleepMs : kMaxSleepMs);
+        const int most_ms = waiting_.size() != 0 ? kWaitingSleepMs : kMaxSleepMs;
+        if (open && fifo_.device_claimed()) {
+            nap({wait.data(), count}, most_ms);
+        } else {
+            ::poll(wait.data(), count, most_ms);
+        }
     }
     fifo_.end_sleep();
     if (!nic_.failed()) nic_.settle();
+}
+
+// A sleep that a device's commands end too.
+void Proxy::nap(std::span<pollfd> descriptors, int most_ms) {
+    const std::uint64_t end =
+        transport::monotonic_ns() + static_cast<std::uint64_t>(most_ms) * 1'000'000u;
+    const std::uint64_t cpu_before = cpu_ns();
+    do {
+        const timespec length{0, static_cast<long>(nap_ns_)};
+        ++naps_;
+        if (::ppoll(descriptors.data(), descriptors.size(), &length, nullptr) != 0) break;
+    } while (!fifo_.device().ready() && transport::monotonic_ns() < end);
+    naps_cpu_ns_ += cpu_ns() - cpu_before;
+    constexpr std::uint64_t kEnoughNaps = 32;
+    if (naps_ < kEnoughNaps) return;
+    const double fair_ns =
+        static_cast<double>(naps_cpu_ns_) / static_cast<double>(naps_) / kNapShare;
+    nap_ns_ = std::clamp(static_cast<std::uint64_t>(fair_ns), kNapNs, kMaxNapNs);
+    naps_ = naps_cpu_ns_ = 0;
 }
 
 ProxyStatistics Proxy::statistics() const {

@@ -36,7 +36,7 @@ void Session::start(std::uint64_t pad, const std::vector<int>& cpus) {
 }
 
 std::uint64_t Session::fifo() const {
-    return reinterpret_cast<std::uint64_t>(&fifo_.device());
+    return reinterpret_cast<std::uint64_t>(&fifo_.handle());
 }
 
 transport::WaitResult Session::put(const transport::PutCommand& command, double timeout_s) {
@@ -46,7 +46,7 @@ transport::WaitResult Session::put(const transport::PutCommand& command, double 
     who.waiter = transport::Waiter::host;
     who.peer = command.peer;
     who.chunk = UINT32_MAX;
-    return fifo_.device().push(command, pad_, deadline_after(timeout_s), who);
+    return fifo_.handle().push(command, pad_, deadline_after(timeout_s), who);
 }
 
 bool Session::flush(double timeout_s) {

@@ -28,7 +28,7 @@ class Session {
     void start(std::uint64_t pad, const std::vector<int>& cpus);
     [[nodiscard]] bool started() const { return proxy_ != nullptr; }
 
-    // Address of the `FifoDevice` handle.
+    // Address of the `FifoHandle`.
     [[nodiscard]] std::uint64_t fifo() const;
 
     // Lets go of a region once every put queued before is complete here, and forgets the peers' part

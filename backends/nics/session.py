@@ -165,7 +165,7 @@ class NativeSession(NicSession):
 
     @property
     def fifo(self) -> int:
-        """Address of the ``FifoDevice`` handle; valid while this object lives, also after ``close``
+        """Address of the ``FifoHandle``; valid while this object lives, also after ``close``
         (nothing drains it then)."""
         return self._native.fifo
 

@@ -1,5 +1,5 @@
 // Commands that the proxy has taken from the FIFO and could not hand over, for their peer's queue
-// was full: a list a peer, in the order of their tickets, in a pool of fixed size. Peers take turns.
+// was full: a list a peer, in the order in which they were taken, in a pool of fixed size. Peers take turns.
 //
 // A peer's first command may be handed over in part; the others have not begun. Adding and removing
 // allocate nothing, except for the first command ever set aside for a rank higher than all before.
@@ -18,7 +18,7 @@ class Waiting {
     struct Entry {
         transport::PutCommand command;
         PutCursor cursor;
-        std::uint64_t ticket = 0;
+        std::uint64_t number = 0;  // the how many-th that was taken
         std::uint32_t next = 0;
     };
 
@@ -34,19 +34,19 @@ class Waiting {
     [[nodiscard]] bool has(std::uint32_t peer) const {
         return peer < lists_.size() && lists_[peer].count != 0;
     }
-    // The oldest ticket that waits; `otherwise` where none does.
+    // The lowest number that waits; `otherwise` where none does.
     [[nodiscard]] std::uint64_t oldest(std::uint64_t otherwise) const {
         for (const std::uint32_t peer : turns_) {
-            otherwise = std::min(otherwise, entries_[lists_[peer].first].ticket);
+            otherwise = std::min(otherwise, entries_[lists_[peer].first].number);
         }
         return otherwise;
     }
 
     // Behind the peer's others. There must be room.
-    void add(const transport::PutCommand& command, const PutCursor& cursor, std::uint64_t ticket) {
+    void add(const transport::PutCommand& command, const PutCursor& cursor, std::uint64_t number) {
         const std::uint32_t slot = free_;
         free_ = entries_[slot].next;
-        entries_[slot] = {command, cursor, ticket, 0};
+        entries_[slot] = {command, cursor, number, 0};
         if (command.peer >= lists_.size()) lists_.resize(command.peer + 1);
         List& list = lists_[command.peer];
         if (list.count++ == 0) {

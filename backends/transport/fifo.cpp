@@ -1,16 +1,63 @@
 #include "backends/transport/fifo.hpp"
 
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 
 #include <bit>
 #include <cerrno>
+#include <string>
 #include <system_error>
 
 namespace mkernel::transport {
 
+namespace {
+
+// What lies before a ring's slots.
+struct RingHeader {
+    alignas(64) std::uint64_t tail;
+    alignas(64) std::uint32_t flag;
+};
+
+std::uint64_t ring_bytes(std::uint64_t capacity) {
+    const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+    return (sizeof(RingHeader) + capacity * sizeof(FifoSlot) + page - 1) / page * page;
+}
+
+}  // namespace
+
+FifoRing::FifoRing(std::uint64_t slots) {
+    memory_.capacity = std::bit_ceil(slots);
+    memory_.bytes = ring_bytes(memory_.capacity);
+    // Shared, lest a fork make copies of pages that a device writes to.
+    memory_.pages =
+        ::mmap(nullptr, memory_.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory_.pages == MAP_FAILED) {
+        throw std::system_error(errno, std::generic_category(),
+                                "the command FIFO needs " + std::to_string(memory_.bytes) +
+                                    " bytes; lower MKERNEL_NIC_SETTINGS__FIFO_SLOTS");
+    }
+    auto* header = static_cast<RingHeader*>(memory_.pages);
+    memory_.tail = &header->tail;
+    memory_.slots = reinterpret_cast<FifoSlot*>(header + 1);
+}
+
+FifoRing::~FifoRing() {
+    ::munmap(memory_.pages, memory_.bytes);
+}
+
+std::uint32_t* FifoRing::flag() const {
+    return &static_cast<RingHeader*>(memory_.pages)->flag;
+}
+
+bool FifoRing::release() {
+    const std::atomic_ref<std::uint64_t> tail(*memory_.tail);
+    if (tail.load(std::memory_order_relaxed) == next_) return false;
+    tail.store(next_, std::memory_order_seq_cst);
+    return true;
+}
+
 struct Fifo::Lines {
     alignas(64) std::uint64_t head = 0;
-    alignas(64) std::uint64_t tail = 0;
     alignas(64) std::uint32_t waiting = 0;
     alignas(64) std::uint32_t sleeping = 0;
 };
@@ -19,48 +66,35 @@ void Fifo::FreeLines::operator()(Lines* lines) const {
     delete lines;
 }
 
-Fifo::Fifo(std::uint64_t slots) : lines_(new Lines), slots_(new FifoSlot[std::bit_ceil(slots)]()) {
+Fifo::Fifo(std::uint64_t slots) : host_(slots), device_(slots), lines_(new Lines) {
     const int fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (fd < 0) {
         throw std::system_error(errno, std::generic_category(),
                                 "the command FIFO needs an eventfd; raise the limit of open files");
     }
-    device_.slots = slots_.get();
-    device_.head = &lines_->head;
-    device_.tail = &lines_->tail;
-    device_.waiting = &lines_->waiting;
-    device_.sleeping = &lines_->sleeping;
-    device_.capacity = std::bit_ceil(slots);
-    device_.wake_fd = fd;
+    handle_.slots = host_.memory().slots;
+    handle_.head = &lines_->head;
+    handle_.tail = host_.memory().tail;
+    handle_.waiting = &lines_->waiting;
+    handle_.sleeping = &lines_->sleeping;
+    handle_.capacity = host_.memory().capacity;
+    handle_.wake_fd = fd;
+    handle_.device = {device_.memory(), device_.flag()};
 }
 
 Fifo::~Fifo() {
-    ::close(device_.wake_fd);
-}
-
-bool Fifo::ready() const {
-    FifoSlot& slot = slots_[next_ & (device_.capacity - 1)];
-    return std::atomic_ref(slot.commit).load(std::memory_order_seq_cst) ==
-           FifoDevice::commit_word(next_, device_.capacity);
-}
-
-bool Fifo::pop(PutCommand& command) {
-    if (!ready()) return false;
-    command = slots_[next_ & (device_.capacity - 1)].command;
-    ++next_;
-    return true;
+    ::close(handle_.wake_fd);
 }
 
 void Fifo::release() {
-    const std::atomic_ref<std::uint64_t> tail(lines_->tail);
-    if (tail.load(std::memory_order_relaxed) == next_) return;
-    tail.store(next_, std::memory_order_seq_cst);
+    device_.release();
+    if (!host_.release()) return;
     // A waiter woken for every batch would find a ring that is full again at once: it is worth a
     // system call when a quarter is free. The drainer comes to that by itself; if the NIC holds it
     // up, room is not what producers lack, and their sleeps are bounded.
     if (std::atomic_ref(lines_->waiting).load(std::memory_order_seq_cst) != 0 &&
-        4 * (pushed() - next_) <= 3 * device_.capacity) {
-        syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&lines_->tail), FUTEX_WAKE_PRIVATE,
+        4 * (pushed() - host_.popped()) <= 3 * handle_.capacity) {
+        syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(handle_.tail), FUTEX_WAKE_PRIVATE,
                 INT_MAX, nullptr, nullptr, 0);
     }
 }
@@ -70,9 +104,16 @@ std::uint64_t Fifo::pushed() const {
 }
 
 std::uint64_t Fifo::depth() const {
-    const std::uint64_t drained = std::atomic_ref(lines_->tail).load(std::memory_order_acquire);
-    const std::uint64_t taken = pushed();
-    return taken - drained;
+    const auto tail = [](const FifoRing& ring) {
+        return std::atomic_ref(*ring.memory().tail).load(std::memory_order_acquire);
+    };
+    // Tails move on meanwhile, so they are read first.
+    const std::uint64_t drained = tail(host_) + tail(device_);
+    return pushed() + device_.published() - drained;
+}
+
+bool Fifo::device_claimed() const {
+    return std::atomic_ref(*handle_.device.claimed).load(std::memory_order_seq_cst) != 0;
 }
 
 void Fifo::prepare_sleep() {
@@ -82,7 +123,7 @@ void Fifo::prepare_sleep() {
 void Fifo::end_sleep() {
     std::atomic_ref(lines_->sleeping).store(0, std::memory_order_relaxed);
     std::uint64_t count = 0;
-    [[maybe_unused]] const ssize_t got = ::read(device_.wake_fd, &count, sizeof(count));
+    [[maybe_unused]] const ssize_t got = ::read(handle_.wake_fd, &count, sizeof(count));
 }
 
 }  // namespace mkernel::transport

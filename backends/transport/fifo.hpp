@@ -1,53 +1,98 @@
-// The host side of the command FIFO: owns the ring and drains it. See fifo_device.hpp for the
-// slots.
+// The host side of the command FIFO: owns its rings and drains them. See fifo_slot.hpp for the slots.
 //
-// One thread (the proxy) calls pop, release, prepare_sleep, end_sleep; any thread may read depth()
-// and the handle. The handle's address is stable for the object's life.
+// A FIFO has two rings, because tickets are taken where the producers are: one for threads of the host
+// (fifo_host.hpp), one for a device (fifo_device.hpp), which has no cost until a device claims it.
+//
+// One thread (the proxy) calls pop, release, prepare_sleep, end_sleep; any thread may read depth(),
+// device_claimed() and the handle. The handle's address is stable for the object's life.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 
-#include "backends/transport/fifo_device.hpp"
+#include "backends/transport/fifo_host.hpp"
 
 namespace mkernel::transport {
 
+// A ring and its drainer's end.
+class FifoRing {
+  public:
+    // `slots` is rounded up to a power of two. std::system_error where there is no memory.
+    explicit FifoRing(std::uint64_t slots);
+    ~FifoRing();
+    FifoRing(const FifoRing&) = delete;
+    FifoRing& operator=(const FifoRing&) = delete;
+
+    [[nodiscard]] const FifoRingMemory& memory() const { return memory_; }
+    // A word of the first page for the ring's users.
+    [[nodiscard]] std::uint32_t* flag() const;
+
+    // Copies the next command out. False where there is none. Its slot stays taken until release().
+    bool pop(PutCommand& command) {
+        if (!ready()) return false;
+        command = next_slot().command;
+        ++next_;
+        return true;
+    }
+    [[nodiscard]] bool ready() const {
+        return std::atomic_ref(next_slot().commit).load(std::memory_order_seq_cst) ==
+               FifoSlot::commit_word(next_, memory_.capacity);
+    }
+    // Gives every popped slot back. False where there was none.
+    bool release();
+
+    // Tickets: popped() commands were ever taken out; those before published() can be.
+    [[nodiscard]] std::uint64_t popped() const { return next_; }
+    [[nodiscard]] std::uint64_t published() const { return memory_.head(); }
+
+  private:
+    [[nodiscard]] FifoSlot& next_slot() const {
+        return memory_.slots[next_ & (memory_.capacity - 1)];
+    }
+
+    FifoRingMemory memory_;
+    std::uint64_t next_ = 0;
+};
+
 class Fifo {
   public:
-    // `slots` is rounded up to a power of two. Throws std::system_error where no eventfd is left.
+    // Both rings have `slots`, rounded up to a power of two. std::system_error where no eventfd or no
+    // memory is left.
     explicit Fifo(std::uint64_t slots);
     ~Fifo();
     Fifo(const Fifo&) = delete;
     Fifo& operator=(const Fifo&) = delete;
 
-    [[nodiscard]] const FifoDevice& device() const { return device_; }
-    [[nodiscard]] int wake_fd() const { return device_.wake_fd; }
+    [[nodiscard]] const FifoHandle& handle() const { return handle_; }
+    [[nodiscard]] int wake_fd() const { return handle_.wake_fd; }
 
-    // Copies the next command out. False where there is none. Its slot stays taken until release().
-    bool pop(PutCommand& command);
-    [[nodiscard]] bool ready() const;
-    // Gives every popped slot back; wakes producers that wait for space once a quarter is free.
+    [[nodiscard]] FifoRing& host() { return host_; }
+    [[nodiscard]] FifoRing& device() { return device_; }
+    [[nodiscard]] bool ready() const { return host_.ready() || device_.ready(); }
+    // Gives every popped slot back; wakes host threads that wait for space once a quarter is free.
     void release();
 
-    // Tickets: popped() commands were ever taken out, pushed() were ever promised.
-    [[nodiscard]] std::uint64_t popped() const { return next_; }
+    // Tickets of the host's ring that were ever taken.
     [[nodiscard]] std::uint64_t pushed() const;
+    // Commands in both rings.
     [[nodiscard]] std::uint64_t depth() const;
+    // A device may push, which cannot wake the proxy.
+    [[nodiscard]] bool device_claimed() const;
 
     // prepare_sleep, then look at everything once more, then ppoll on wake_fd(), then end_sleep.
     void prepare_sleep();
     void end_sleep();
 
   private:
-    struct Lines;  // the words that producers and the proxy share, a cache line each
+    struct Lines;  // the words that the host's producers and the proxy share, a cache line each
     struct FreeLines {
         void operator()(Lines* lines) const;
     };
+    FifoRing host_;
+    FifoRing device_;
     std::unique_ptr<Lines, FreeLines> lines_;
-    std::unique_ptr<FifoSlot[]> slots_;
-    FifoDevice device_;
-    std::uint64_t next_ = 0;
+    FifoHandle handle_;
 };
 
 }  // namespace mkernel::transport

@@ -1,128 +1,127 @@
-// The device side of the command FIFO: how a kernel asks its host proxy thread for a put.
+// The device side of the command FIFO: how a grid asks the host's proxy thread for a put, without a
+// system call. Host code and CUDA; on a host it is what tests run.
 //
-// A slot is 64 bytes and is published by its last word, a release store that carries the lap's
-// parity in bit 63 (the *commit bit*); the first 56 bytes are plain stores before it. A slot of lap
-// L holds a fresh command exactly when its commit bit equals parity(L) = (L + 1) & 1, so nothing
-// is cleared between laps and zeroed memory is an empty ring.
-// (On a GPU the last 16 bytes go out as one st.release.sys.v2.b64; the layout is made for that.)
+// Slots and tail lie in pinned host memory (fifo_slot.hpp), tickets in device memory:
 //
-// push: any number of producers, lock-free; when the ring is full it waits for the proxy
-// (back-pressure, nothing is lost) until the deadline or an abort. A ticket is taken only when its
-// slot is free, so a producer that gives up leaves no hole for the proxy to wait on. Commands of
-// one producer are executed in the order of its pushes. It is inline: kernels live in other
-// libraries.
+//   free     how many more tickets may be taken. A producer takes one away and puts it back if there was
+//            none. It is at most what the ring had free when the tail was last read, so whoever took one
+//            away owns a slot before it knows which, and no ticket is ever taken that nobody publishes.
+//   head     the next ticket.
+//   tail     as it was last read from the host. Only a producer that finds nothing free reads it again,
+//            one at a time: nobody else polls over PCIe.
 //
-// Waking: the proxy sleeps in ppoll on `wake_fd` (an eventfd) beside the NIC's own descriptors; the
-// first producer that sees `sleeping` set clears it and writes the eventfd. A producer that cannot
-// make system calls (a GPU) is seen all the same: the proxy's sleep is bounded.
+// The slot is written by 16-byte stores and published by one st.release.sys, which orders them, and what
+// the thread knows to be written before, ahead of the commit word.
+//
+// ORDER. Commands of one thread are executed in the order of its pushes, also those of several threads
+// that a barrier orders. The proxy gives a slot back by its release store to the tail; the acquire of the
+// tail, the release addition to `free` and the acquire that takes it away put the new payload after that.
 #pragma once
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <bit>
-#include <climits>
 #include <cstdint>
 
-#include "backends/transport/put_command.hpp"
-#include "backends/transport/signal_pad.hpp"
+#include "backends/transport/fifo_atomics.hpp"
+#include "backends/transport/fifo_slot.hpp"
+#include "backends/transport/signal.hpp"
 
 namespace mkernel::transport {
 
-struct alignas(64) FifoSlot {
-    PutCommand command;
-    std::uint64_t reserved[2];
-    std::uint64_t commit;  // bit 63: lap parity; the rest: the slot's ticket, for diagnosis
+// When a wait of a device's thread ends without what it waits for.
+struct DeviceLimits {
+    const std::uint32_t* abort = nullptr;  // pinned host memory; anything but 0 ends the wait
+    std::uint64_t timeout_ns = 0;
 };
-static_assert(sizeof(FifoSlot) == 64);
-static_assert(std::endian::native == std::endian::little, "the futex lies on the low half of tail");
 
-// Plain handle, passed to kernels by value or by address. The memory belongs to `Fifo` (fifo.hpp).
-struct FifoDevice {
-    FifoSlot* slots = nullptr;
-    std::uint64_t* head = nullptr;      // next ticket; producers advance it by compare-and-swap
-    std::uint64_t* tail = nullptr;      // first ticket not yet drained; the proxy stores
-    std::uint32_t* waiting = nullptr;   // producers asleep because the ring is full
-    std::uint32_t* sleeping = nullptr;  // 1 while the proxy sleeps and nobody has woken it yet
-    std::uint64_t capacity = 0;         // slots, a power of two
-    int wake_fd = -1;                   // eventfd that ends the proxy's sleep
+// In memory of the device. One cache line of the device for each word that many threads change.
+struct FifoTickets {
+    alignas(128) std::uint64_t free = 0;  // signed: below 0 while producers find nothing
+    alignas(128) std::uint64_t head = 0;
+    alignas(128) std::uint64_t tail = 0;
+    std::uint32_t reading = 0;  // 1 while a producer reads the host's tail
+    std::uint32_t stopped = 0;  // 1 once a push timed out or saw the abort word
 
-    static constexpr std::uint64_t kCommitBit = std::uint64_t{1} << 63;
-    static constexpr std::uint64_t commit_word(std::uint64_t ticket, std::uint64_t capacity) {
-        const std::uint64_t parity = (ticket / capacity + 1) & 1;
-        return (parity << 63) | (ticket & ~kCommitBit);
+    // Of a ring that nobody pushes to. Commands that are still in it stay.
+    [[nodiscard]] static FifoTickets of(const FifoRingMemory& ring) {
+        FifoTickets tickets;
+        tickets.head = ring.head();
+        tickets.tail = load_acquire(ring.tail);
+        tickets.free = ring.capacity - (tickets.head - tickets.tail);
+        return tickets;
     }
+};
 
-    // Returns ok, or why the command was not queued. `pad` supplies the abort word and takes the
-    // diagnosis at the deadline (monotonic_ns clock).
-    WaitResult push(const PutCommand& command, const SignalPad& pad, std::uint64_t deadline_ns,
-                    Diagnosis who) const {
-        if (pad.aborted() != AbortCode::none) return WaitResult::aborted;
-        const std::atomic_ref<std::uint64_t> next(*head);
-        const std::atomic_ref<std::uint64_t> drained(*tail);
-        std::uint64_t ticket = next.load(std::memory_order_relaxed);
-        while (true) {
-            if (ticket - drained.load(std::memory_order_acquire) < capacity) {
-                if (next.compare_exchange_weak(ticket, ticket + 1, std::memory_order_relaxed))
-                    break;
-                continue;
-            }
-            const WaitResult result = wait_for_space(pad, deadline_ns, who);
+// Plain handle, passed to kernels by value. backends/cuda/device_fifo.hpp makes it.
+struct FifoDevice {
+    FifoSlot* slots = nullptr;            // pinned host memory, as the device addresses it
+    const std::uint64_t* tail = nullptr;  // likewise
+    FifoTickets* tickets = nullptr;
+    std::uint64_t capacity = 0;
+
+    // Any thread of the device. ok; aborted: somebody set the abort word, or a push of this device gave
+    // up before; timed_out: this is the first that gave up, with the ring full all the time. After
+    // either, no push succeeds any more: the caller leaves the diagnosis and ends its work.
+    [[nodiscard]] MKERNEL_HOST_DEVICE WaitResult push(const PutCommand& command,
+                                                      const DeviceLimits& limits) const {
+        if (!take()) {
+            const WaitResult result = wait(limits);
             if (result != WaitResult::ok) return result;
-            ticket = next.load(std::memory_order_relaxed);
         }
+        const std::uint64_t ticket = near::fetch_add_relaxed(&tickets->head, 1);
         FifoSlot& slot = slots[ticket & (capacity - 1)];
-        slot.command = command;
-        // seq_cst, not only release: it must be ordered before the look at `sleeping` (the proxy
-        // stores `sleeping`, then looks at the slot; one of the two sees the other).
-        std::atomic_ref(slot.commit)
-            .store(commit_word(ticket, capacity), std::memory_order_seq_cst);
-        wake();
+        slot.write(command);
+        transport::store_release(&slot.commit, FifoSlot::commit_word(ticket, capacity));
         return WaitResult::ok;
     }
 
-    // Ends the proxy's sleep, if it sleeps. Any thread of this process.
-    void wake() const {
-        const std::atomic_ref<std::uint32_t> asleep(*sleeping);
-        if (asleep.load(std::memory_order_seq_cst) == 0) return;
-        if (asleep.exchange(0, std::memory_order_acq_rel) == 0) return;
-        const std::uint64_t one = 1;
-        // Fails only when the counter is full: then the proxy is awake already.
-        [[maybe_unused]] const ssize_t written = ::write(wake_fd, &one, sizeof(one));
+  private:
+    // Taken away once by whoever stops the pushes: nothing is free any more.
+    static constexpr std::uint64_t kStopped = std::uint64_t{1} << 62;
+
+    [[nodiscard]] MKERNEL_HOST_DEVICE bool take() const {
+        const std::uint64_t before =
+            near::fetch_add_acquire(&tickets->free, ~std::uint64_t{0});  // - 1
+        if (static_cast<std::int64_t>(before) > 0) return true;
+        near::add_release(&tickets->free, 1);
+        return false;
     }
 
-  private:
-    WaitResult wait_for_space(const SignalPad& pad, std::uint64_t deadline_ns,
-                              Diagnosis who) const {
-        const std::atomic_ref<std::uint64_t> next(*head);
-        const std::atomic_ref<std::uint64_t> drained(*tail);
-        const std::atomic_ref<std::uint32_t> sleepers(*waiting);
+    // Until there is a slot, which is the caller's then.
+    [[nodiscard]] MKERNEL_HOST_DEVICE WaitResult wait(const DeviceLimits& limits) const {
+        const std::uint64_t start = near::now_ns();
         while (true) {
-            sleepers.fetch_add(1, std::memory_order_seq_cst);
-            const std::uint64_t seen = drained.load(std::memory_order_seq_cst);
-            const bool full = next.load(std::memory_order_relaxed) - seen >= capacity;
-            const auto code = pad.aborted();
-            const std::uint64_t now = monotonic_ns();
-            const bool sleep = full && code == AbortCode::none && now < deadline_ns;
-            if (sleep) {
-                const std::uint64_t left = deadline_ns - now;
-                const std::uint64_t pause =
-                    left < SignalPad::kMaxSleepNs ? left : SignalPad::kMaxSleepNs;
-                const timespec limit{0, static_cast<long>(pause)};
-                syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(tail), FUTEX_WAIT_PRIVATE,
-                        static_cast<std::uint32_t>(seen), &limit, nullptr, 0);
+            if (load_relaxed(&tickets->stopped) != 0) return WaitResult::aborted;
+            if (static_cast<std::int64_t>(load_relaxed(&tickets->free)) > 0 && take()) {
+                return WaitResult::ok;
             }
-            sleepers.fetch_sub(1, std::memory_order_seq_cst);
-            if (sleep) continue;
-            if (!full) return WaitResult::ok;
-            if (code != AbortCode::none) return WaitResult::aborted;
-            who.seen = seen;
-            who.wanted = seen + 1;
-            pad.abort(AbortCode::timeout, who);
-            return WaitResult::timed_out;
+            if (near::exchange_acquire(&tickets->reading, 1) == 0) {
+                const bool aborted = load_relaxed(limits.abort) != 0;
+                const bool mine = !aborted && read_tail();
+                near::store_release(&tickets->reading, 0);
+                if (mine) return WaitResult::ok;
+                if (aborted) return stop(), WaitResult::aborted;
+            }
+            if (near::now_ns() - start > limits.timeout_ns) {
+                return stop() ? WaitResult::timed_out : WaitResult::aborted;
+            }
+            near::pause();
         }
+    }
+
+    // By the one thread that set `reading`. True: slots were drained since, and one of them is its own.
+    [[nodiscard]] MKERNEL_HOST_DEVICE bool read_tail() const {
+        const std::uint64_t drained = load_acquire(tail);
+        const std::uint64_t news = drained - tickets->tail;
+        if (news == 0) return false;
+        tickets->tail = drained;
+        near::add_release(&tickets->free, news - 1);
+        return true;
+    }
+
+    // True to the first.
+    MKERNEL_HOST_DEVICE bool stop() const {
+        if (near::exchange_acquire(&tickets->stopped, 1) != 0) return false;
+        near::add_release(&tickets->free, ~kStopped + 1);  // - kStopped
+        return true;
     }
 };
 

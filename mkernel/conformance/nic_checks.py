@@ -317,8 +317,8 @@ def in_flight(subject: NicSubject) -> None:
     subject.run(_in_flight, 3, puts, _STEPWISE)
 
 
-class _FifoDevice(ctypes.Structure):
-    """``FifoDevice`` of ``backends/transport/fifo_device.hpp``."""
+class _FifoHandle(ctypes.Structure):
+    """``FifoHandle`` of ``backends/transport/fifo_host.hpp``, without what comes after."""
 
     _fields_ = (
         ("slots", ctypes.c_uint64),
@@ -332,10 +332,10 @@ class _FifoDevice(ctypes.Structure):
 
 
 class Producer:
-    """A kernel's end of the command FIFO: the one producer, following ``fifo_device.hpp``."""
+    """A kernel's end of the command FIFO: the one producer, following ``fifo_host.hpp``."""
 
     def __init__(self, address: int) -> None:
-        device = _FifoDevice.from_address(address)
+        device = _FifoHandle.from_address(address)
         self.capacity: int = device.capacity
         self._slots: int = device.slots
         self._head = ctypes.c_uint64.from_address(device.head)

@@ -3,13 +3,13 @@
 //     g++ -std=c++20 -shared -fPIC -I"$(mkernel --include-dir)" fifo_kernel.cpp -o fifo_kernel.so
 // and call it through ctypes with what the contract hands a launch: the addresses of the rank's FIFO
 // handle (`call.fifo`) and of its signal pad (`call.pad`).
-#include "backends/transport/fifo_device.hpp"
+#include "backends/transport/fifo_host.hpp"
 #include "backends/transport/signal_pad.hpp"
 
 using namespace mkernel;
 
 // Returns 0, or why a wait ended early (transport::WaitResult).
-extern "C" int exchange(const transport::FifoDevice* fifo, void* pad_memory, std::uint32_t peer,
+extern "C" int exchange(const transport::FifoHandle* fifo, void* pad_memory, std::uint32_t peer,
                         std::uint64_t bytes, std::uint32_t signal, std::uint64_t wanted,
                         std::uint64_t timeout_ns) {
     const transport::SignalPad pad(pad_memory);

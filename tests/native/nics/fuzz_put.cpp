@@ -272,30 +272,30 @@ class World {
 std::optional<std::string> fuzz_ring(const std::vector<transport::PutCommand>& corpus,
                                      Random& random) {
     transport::Fifo fifo(1ull << random() % 5);
-    const transport::FifoDevice& device = fifo.device();
+    const transport::FifoHandle& handle = fifo.handle();
     const testing::Memory memory(SignalPad::bytes(1));
     const SignalPad pad = SignalPad::format(memory.data(), 1);
     std::vector<transport::PutCommand> queued;
     for (int step = 0; step < 64; ++step) {
         const std::uint64_t ticket = fifo.pushed();
-        transport::FifoSlot& slot = device.slots[ticket & (device.capacity - 1)];
-        if (fifo.depth() < device.capacity) {
+        transport::FifoSlot& slot = handle.slots[ticket & (handle.capacity - 1)];
+        if (fifo.depth() < handle.capacity) {
             for (std::uint64_t& word : slot.reserved) word = random();
             slot.command = mutated(corpus[random() % corpus.size()], random);
-            const std::uint64_t fresh = transport::FifoDevice::commit_word(ticket, device.capacity);
+            const std::uint64_t fresh = transport::FifoSlot::commit_word(ticket, handle.capacity);
             slot.commit = mutated(fresh, random);
-            if (slot.commit == fresh) slot.commit ^= transport::FifoDevice::kCommitBit;
+            if (slot.commit == fresh) slot.commit ^= transport::FifoSlot::kCommitBit;
         }
         transport::PutCommand got;
-        if (queued.empty() && (fifo.ready() || fifo.pop(got)))
+        if (queued.empty() && (fifo.ready() || fifo.host().pop(got)))
             return "pop gives what nobody pushed";
-        if (fifo.depth() < device.capacity && random() % 3 != 0) {
+        if (fifo.depth() < handle.capacity && random() % 3 != 0) {
             queued.push_back(mutated(corpus[random() % corpus.size()], random));
-            if (device.push(queued.back(), pad, monotonic_ns() + kSecond, {}) != WaitResult::ok) {
+            if (handle.push(queued.back(), pad, monotonic_ns() + kSecond, {}) != WaitResult::ok) {
                 return "push fails in a ring with room";
             }
         } else if (!queued.empty()) {
-            if (!fifo.pop(got)) return "a command is lost";
+            if (!fifo.host().pop(got)) return "a command is lost";
             if (!same(got, queued.front())) return "a command is changed";
             queued.erase(queued.begin());
             fifo.release();

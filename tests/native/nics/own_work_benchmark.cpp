@@ -42,14 +42,14 @@ double fifo_rate() {
     std::thread producer([&] {
         transport::PutCommand c;
         for (c.bytes = 0; c.bytes < kCommands; ++c.bytes) {
-            if (fifo.device().push(c, pad, deadline, {}) != WaitResult::ok) return;
+            if (fifo.handle().push(c, pad, deadline, {}) != WaitResult::ok) return;
         }
     });
     std::uint64_t drained = 0;
     transport::PutCommand c;
     while (drained < kCommands && monotonic_ns() < deadline) {
         int n = 0;
-        while (n < Proxy::kBatch && fifo.pop(c)) ++n;
+        while (n < Proxy::kBatch && fifo.host().pop(c)) ++n;
         fifo.release();
         drained += static_cast<std::uint64_t>(n);
         if (n == 0) std::this_thread::yield();
@@ -88,7 +88,7 @@ double own_ns_per_put(const std::string& library) {
     session.nic().connect(0, session.nic().add_peer(0));
     session.nic().bind(0, 0, session.nic().register_memory(0, {memory.address(), memory.bytes()}));
     // The proxy finds a full ring: nobody else runs beside it.
-    const auto& fifo = *reinterpret_cast<const transport::FifoDevice*>(session.fifo());
+    const auto& fifo = *reinterpret_cast<const transport::FifoHandle*>(session.fifo());
     transport::PutCommand c;
     c.bytes = 4096;
     c.value = 1;

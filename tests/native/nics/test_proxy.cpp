@@ -79,7 +79,7 @@ struct Rig {
         transport::PutCommand c;
         c.peer = peer;
         c.bytes = number;
-        return fifo.device().push(c, pad, monotonic_ns() + wait, {});
+        return fifo.handle().push(c, pad, monotonic_ns() + wait, {});
     }
     bool soon(const std::function<bool()>& held) const {
         const std::uint64_t deadline = monotonic_ns() + kPatience;

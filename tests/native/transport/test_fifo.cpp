@@ -26,7 +26,7 @@ struct Bench {
         c.peer = producer;
         c.local_offset = tag * 3;
         c.remote_offset = ~tag;
-        return fifo.device().push(c, pad,
+        return fifo.handle().push(c, pad,
                                   monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9), {});
     }
     transport::Fifo fifo;
@@ -39,9 +39,9 @@ bool whole(const transport::PutCommand& c) {
 }
 
 TEST(capacity_is_a_power_of_two) {
-    CHECK(transport::Fifo(2).device().capacity == 2);
-    CHECK(transport::Fifo(3).device().capacity == 4);
-    CHECK(transport::Fifo(1000).device().capacity == 1024);
+    CHECK(transport::Fifo(2).handle().capacity == 2);
+    CHECK(transport::Fifo(3).handle().capacity == 4);
+    CHECK(transport::Fifo(1000).handle().capacity == 1024);
 }
 
 TEST(many_producers_many_laps) {
@@ -63,7 +63,7 @@ TEST(many_producers_many_laps) {
     transport::PutCommand c;
     while (got < kProducers * kEach && monotonic_ns() < deadline) {
         int n = 0;
-        for (; n < 8 && b.fifo.pop(c); ++n) {
+        for (; n < 8 && b.fifo.host().pop(c); ++n) {
             ordered = ordered && c.peer < kProducers && c.bytes == next[c.peer]++ && whole(c);
         }
         got += static_cast<std::uint64_t>(n);
@@ -88,13 +88,13 @@ TEST(full_ring_waits_and_loses_nothing) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     CHECK(!through);
     transport::PutCommand c;
-    CHECK(b.fifo.pop(c) && c.bytes == 0);
+    CHECK(b.fifo.host().pop(c) && c.bytes == 0);
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     CHECK(!through);  // popped, but its slot is not released yet
     b.fifo.release();
     producer.join();
-    CHECK(b.fifo.pop(c) && c.bytes == 1);
-    CHECK(b.fifo.pop(c) && c.bytes == 2);
+    CHECK(b.fifo.host().pop(c) && c.bytes == 1);
+    CHECK(b.fifo.host().pop(c) && c.bytes == 2);
 }
 
 TEST(deadline_aborts_and_leaves_no_hole) {

@@ -141,7 +141,7 @@ class Put:
 
 
 class Fifo:
-    """The ring of one rank as kernels see it (transport/fifo_device.hpp), drained by polling."""
+    """The ring of one rank as kernels see it (transport/fifo_host.hpp), drained by polling."""
 
     def __init__(self, capacity: int = 16) -> None:
         self.capacity = capacity

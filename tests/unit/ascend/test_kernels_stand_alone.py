@@ -35,7 +35,7 @@ def test_a_header_of_kernels_includes_only_the_isa(header: Path) -> None:
     [
         '#include "backends/accelerators/ascend/sim/core.hpp"',
         '#  include "backends/accelerators/ascend/host/kernels.hpp"',
-        '#include "backends/transport/fifo_device.hpp"',
+        '#include "backends/transport/fifo_host.hpp"',
         '#include "backends/transport/signal_pad.hpp"',
         "#include <atomic>",
         "#include <unistd.h>",

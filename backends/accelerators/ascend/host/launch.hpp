@@ -28,7 +28,7 @@ struct Call {
     Blocks blocks;  // vector cores of the chip: the comm kernel's come first
     std::uint32_t number = 0;
     std::uint32_t node = 0;
-    const transport::FifoDevice* fifo = nullptr;
+    const transport::FifoHandle* fifo = nullptr;
     std::uint64_t timeout_ns = 0;
     View view = View::pipelined;
     bool trace = false;

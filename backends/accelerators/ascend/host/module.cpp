@@ -71,7 +71,7 @@ std::shared_ptr<host::Launch> launch(
     call.blocks = blocks_of(blocks);
     call.number = number;
     call.node = node;
-    call.fifo = pointer<const transport::FifoDevice>(fifo);
+    call.fifo = pointer<const transport::FifoHandle>(fifo);
     call.timeout_ns = nanoseconds(timeout_s);
     call.trace = trace;
     call.view = view_named(view_name);

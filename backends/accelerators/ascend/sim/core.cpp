@@ -449,7 +449,7 @@ bool Core::nic_put(const transport::PutCommand& command, Where where) {
             .amount = command.bytes,
             .value = command.value});
     if (environment_.dry) return true;
-    const transport::FifoDevice& fifo = *environment_.fifo;
+    const transport::FifoHandle& fifo = *environment_.fifo;
     const auto load = [](std::uint64_t* word) {
         return std::atomic_ref(*word).load(std::memory_order_acquire);
     };

@@ -34,7 +34,7 @@
 #include "backends/accelerators/ascend/sim/strict.hpp"
 #include "backends/accelerators/ascend/sim/strict_waits.hpp"
 #include "backends/accelerators/ascend/sim/trace.hpp"
-#include "backends/transport/fifo_device.hpp"
+#include "backends/transport/fifo_host.hpp"
 #include "backends/transport/signal_pad.hpp"
 
 namespace mkernel::ascend::sim {
@@ -50,7 +50,7 @@ struct GmRange {
 // What all cores of one kernel launch share; it outlives them.
 struct Environment {
     transport::SignalPad pad;                     // the own rank's
-    const transport::FifoDevice* fifo = nullptr;  // null where the world has one node
+    const transport::FifoHandle* fifo = nullptr;  // null where the world has one node
     std::uint64_t deadline_ns = 0;                // of every wait
     std::uint32_t rank = 0;
     std::uint32_t op = 0;  // call number, for diagnosis

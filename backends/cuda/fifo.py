@@ -1,0 +1,35 @@
+"""The command FIFO of a NIC session, for kernels of a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mkernel.backends.cuda.native import native
+from mkernel.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from mkernel.backends.cuda import _cuda
+
+
+def device_fifo(fifo: int, device: int) -> _cuda.DeviceFifo:
+    """What kernels of ``device`` push with: ``handle`` is the address, on the host, of a ``FifoDevice``
+    (``backends/transport/fifo_device.hpp``), which they take by value.
+
+    The FIFO takes one device at a time, until the object is deleted; no kernel may push any more then. The
+    session that ``fifo`` is of must outlive it.
+
+    Args:
+        fifo: ``NicSession.fifo`` or ``Call.fifo``. device: its CUDA number in this process.
+
+    Raises:
+        ArgumentError: the session takes puts from the host only, or a device pushes already.
+        CudaError: its memory cannot be registered. BackendUnavailable: no native module.
+    """
+    module = native()
+    try:
+        made: _cuda.DeviceFifo = module.DeviceFifo(fifo, device)
+    except ValueError as error:
+        raise ArgumentError(
+            "fifo", fifo, "the command FIFO of a NIC session that no device pushes to", why=str(error)
+        ) from error
+    return made

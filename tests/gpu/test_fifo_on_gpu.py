@@ -1,0 +1,68 @@
+"""The command FIFO with a GPU that pushes to it: order, back-pressure, aborts, republished words, figures.
+
+The checks are native (``tests/native/cuda/fifo_on_gpu.cpp``); each planted fault must be caught.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from device_buffers import needs_gpus
+
+PROGRAM = Path(__file__).parents[2] / "build/native/backends/cuda/tests/fifo_on_gpu"
+FAULTS = (
+    "commit_before_payload",
+    "tail_not_waited_for",
+    "ticket_before_room",
+    "abort_not_looked_at",
+    "republish_before_word",
+    "raise_before_data",
+)
+pytestmark = [
+    needs_gpus(1),
+    pytest.mark.skipif(
+        not PROGRAM.is_file(), reason=f"{PROGRAM} is not built: MKERNEL_NATIVE_TESTS and nvcc"
+    ),
+]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(PROGRAM), *arguments], capture_output=True, text=True, timeout=180, check=False
+    )
+
+
+def told(*arguments: str) -> dict[str, Any]:
+    done = run(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_gpu_pushes_and_waits() -> None:
+    assert set(told("check").values()) == {True}
+
+
+def test_all_planted_faults_are_known() -> None:
+    assert tuple(run("faults").stdout.split()) == FAULTS
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault: str) -> None:
+    """By its check, and by that alone: the program says so by its exit code."""
+    told("check", fault)
+
+
+def test_figures() -> None:
+    """What issue 20 asks of a GPU. A command that nobody announced is seen within a nap."""
+    found = told("bench")
+    rates = found["commands_per_s"]
+    assert max(rates[name] for name in rates if name.endswith("multiprocessor")) >= 2e6
+    assert found["round_trip_us"]["republished"]["median"] <= 4
+    idle = found["idle_proxy"]
+    assert idle["share_of_a_core"] <= 0.05
+    assert found["replay_after_idle_us"]["30_ms"]["median"] <= 100

@@ -1,0 +1,165 @@
+#include <cuda_runtime.h>
+
+#include "backends/cuda/small_launch.cuh"
+#include "tests/native/cuda/fifo_kernels.hpp"
+
+namespace mkernel::testing {
+
+namespace {
+
+using transport::DeviceLimits;
+using transport::FifoDevice;
+using transport::FifoSlot;
+using transport::PutCommand;
+using transport::Republished;
+using transport::WaitResult;
+namespace near = transport::near;
+
+__device__ void count(Ends* ends, WaitResult result) {
+    atomicAdd(&ends->of[static_cast<std::uint32_t>(result)], 1u);
+}
+
+__device__ bool late(std::uint64_t start, const DeviceLimits& limits) {
+    return near::now_ns() - start > limits.timeout_ns;
+}
+
+__device__ WaitResult push_wrongly(const FifoDevice& fifo, const PutCommand& command,
+                                   const DeviceLimits& limits, Fault fault) {
+    const std::uint64_t start = near::now_ns();
+    const std::uint64_t ticket = near::fetch_add_relaxed(&fifo.tickets->head, 1);
+    FifoSlot& slot = fifo.slots[ticket & (fifo.capacity - 1)];
+    const std::uint64_t commit = FifoSlot::commit_word(ticket, fifo.capacity);
+    if (fault != Fault::tail_not_waited_for) {
+        while (ticket - transport::load_acquire(fifo.tail) >= fifo.capacity) {
+            if (late(start, limits)) return WaitResult::timed_out;
+        }
+    }
+    if (fault == Fault::commit_before_payload) {
+        transport::store_release(&slot.commit, commit);
+        while (transport::load_acquire(fifo.tail) <= ticket) {
+            if (late(start, limits)) return WaitResult::timed_out;
+        }
+    }
+    slot.write(command);
+    if (fault != Fault::commit_before_payload) transport::store_release(&slot.commit, commit);
+    return WaitResult::ok;
+}
+
+__device__ WaitResult push(const FifoDevice& fifo, const PutCommand& command,
+                           const DeviceLimits& limits, Fault fault) {
+    switch (fault) {
+        case Fault::none:
+            return fifo.push(command, limits);
+        case Fault::abort_not_looked_at: {
+            DeviceLimits blind = limits;
+            blind.abort = &fifo.tickets->stopped;
+            return fifo.push(command, blind);
+        }
+        default:
+            return push_wrongly(fifo, command, limits, fault);
+    }
+}
+
+__global__ void push_numbered_kernel(FifoDevice fifo, DeviceLimits limits, std::uint32_t each,
+                                     Fault fault, Ends* ends) {
+    const std::uint32_t producer = blockIdx.x * blockDim.x + threadIdx.x;
+    WaitResult result = WaitResult::ok;
+    for (std::uint32_t number = 0; number < each && result == WaitResult::ok; ++number) {
+        result = push(fifo, numbered(producer, number), limits, fault);
+    }
+    count(ends, result);
+}
+
+// By one thread.
+__device__ WaitResult wait_for(const transport::Word& word, std::uint64_t wanted,
+                               const DeviceLimits& limits) {
+    const std::uint64_t start = near::now_ns();
+    while (true) {
+        for (int poll = 0; poll < 256; ++poll) {
+            if (word.reached(wanted)) return WaitResult::ok;
+        }
+        if (transport::load_relaxed(limits.abort) != 0) return WaitResult::aborted;
+        if (late(start, limits)) return WaitResult::timed_out;
+    }
+}
+
+__global__ void round_trips_kernel(FifoDevice fifo, DeviceLimits limits, RoundTrips trips) {
+    if (blockIdx.x == 1) {
+        count(trips.ends, transport::republish(trips.run, trips.stop, limits));
+        return;
+    }
+    const bool copy = trips.run.copies != nullptr;
+    const transport::Word& word = copy ? *trips.run.copies : *trips.run.words;
+    const std::uint64_t before = trips.run.words->load();
+    const std::uint64_t start_ns = near::now_ns();
+    const long long start = clock64();
+    WaitResult result = WaitResult::ok;
+    for (std::uint32_t round = 0; round < trips.rounds && result == WaitResult::ok; ++round) {
+        const long long begin = clock64();
+        result = fifo.push(trips.command, limits);
+        if (result == WaitResult::ok) result = wait_for(word, before + round + 1, limits);
+        trips.ticks[round] = static_cast<std::uint32_t>(clock64() - begin);
+    }
+    trips.totals[0] = near::now_ns() - start_ns;
+    trips.totals[1] = static_cast<std::uint64_t>(clock64() - start);
+    if (copy) near::store_release(trips.stop, 1u);
+    count(trips.ends, result);
+}
+
+// Republishes the round's number before the host raised it.
+__device__ WaitResult republish_ahead(const Watch& what, const DeviceLimits& limits) {
+    const std::uint64_t start = near::now_ns();
+    while (transport::load_relaxed(what.stop) == 0) {
+        what.run.copies->set(what.run.words->load() + 1);
+        if (late(start, limits)) return WaitResult::timed_out;
+    }
+    return WaitResult::ok;
+}
+
+__global__ void watch_kernel(DeviceLimits limits, Watch what, Fault fault) {
+    if (threadIdx.x != 0) return;
+    if (blockIdx.x == 0) {
+        transport::store_release(what.started, std::uint64_t{1});
+        count(what.ends, fault == Fault::republish_before_word
+                             ? republish_ahead(what, limits)
+                             : transport::republish(what.run, what.stop, limits));
+        return;
+    }
+    const std::uint32_t watchers = gridDim.x - 1;
+    WaitResult result = WaitResult::ok;
+    for (std::uint32_t round = 1; round <= what.rounds && result == WaitResult::ok; ++round) {
+        result = wait_for(*what.run.copies, round, limits);
+        if (result != WaitResult::ok) break;
+        // A plain load, as of what a NIC wrote.
+        if (*what.payload < round) atomicAdd(what.wrong, 1u);
+        __threadfence();
+        if (atomicAdd(&what.arrived->read, 1u) + 1 == watchers * round) {
+            transport::store_release(what.acknowledged, std::uint64_t{round});
+        }
+    }
+    // The last one out.
+    __threadfence();
+    if (atomicAdd(&what.arrived->through, 1u) + 1 == watchers) near::store_release(what.stop, 1u);
+    count(what.ends, result);
+}
+
+}  // namespace
+
+void push_numbered(FifoDevice fifo, DeviceLimits limits, std::uint32_t blocks,
+                   std::uint32_t threads, std::uint32_t each, Fault fault, Ends* ends,
+                   cudaStream_t stream) {
+    cuda::launch_small("push_numbered", push_numbered_kernel, blocks, threads, 0, stream, fifo,
+                       limits, each, fault, ends);
+}
+
+void round_trips(FifoDevice fifo, DeviceLimits limits, const RoundTrips& trips,
+                 cudaStream_t stream) {
+    cuda::launch_small("round_trips", round_trips_kernel, trips.run.copies != nullptr ? 2 : 1, 1, 0,
+                       stream, fifo, limits, trips);
+}
+
+void watch(DeviceLimits limits, const Watch& what, Fault fault, cudaStream_t stream) {
+    cuda::launch_small("watch", watch_kernel, what.blocks, 32, 0, stream, limits, what, fault);
+}
+
+}  // namespace mkernel::testing

@@ -1,0 +1,87 @@
+// The grids that check and time the command FIFO on a GPU, and the faults that the checks must catch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "backends/transport/fifo_device.hpp"
+#include "backends/transport/republish.hpp"
+
+namespace mkernel::testing {
+
+// What a check's device side does wrong.
+enum class Fault : std::uint32_t {
+    none = 0,
+    commit_before_payload,  // a slot is published, and written once the proxy took it
+    ticket_before_room,     // a ticket is taken, then room is waited for, and given up
+    tail_not_waited_for,    // a slot is overwritten that was not drained
+    republish_before_word,  // a copy runs ahead of its word
+    abort_not_looked_at,    // a push with the ring full waits for its deadline
+};
+
+// The command that producer `producer` pushes as its number `number`. All words tell whether it is whole.
+MKERNEL_HOST_DEVICE inline std::uint64_t mixed(std::uint64_t producer, std::uint64_t number) {
+    return (producer << 32 | number) * 0x9e3779b97f4a7c15u + 0x632be59bd9b4e019u;
+}
+
+MKERNEL_HOST_DEVICE inline transport::PutCommand numbered(std::uint32_t producer,
+                                                          std::uint64_t number) {
+    transport::PutCommand command;
+    command.local_offset = mixed(producer, number);
+    command.remote_offset = ~command.local_offset;
+    command.bytes = number;
+    command.region = producer;
+    command.value = static_cast<std::uint32_t>(command.local_offset >> 32);
+    return command;
+}
+
+// How the threads of a grid ended, by transport::WaitResult; in device memory.
+struct Ends {
+    std::uint32_t of[3];
+};
+
+// Every thread pushes `each` numbered commands, or until a push fails.
+void push_numbered(transport::FifoDevice fifo, transport::DeviceLimits limits, std::uint32_t blocks,
+                   std::uint32_t threads, std::uint32_t each, Fault fault, Ends* ends,
+                   cudaStream_t stream);
+
+// `rounds` times: one thread pushes a command that makes the proxy add 1 to `word`, and waits for that. In
+// `ticks`, a round trip each, of the device's cycles; `nanoseconds` and `cycles` of all of them.
+// Where `run.copies` is not null, another block republishes `word`, and the wait is for the copy.
+struct RoundTrips {
+    transport::PutCommand command;
+    transport::Republished run;  // one word
+    std::uint32_t rounds;
+    std::uint32_t* stop;    // device memory, 0
+    std::uint32_t* ticks;   // pinned
+    std::uint64_t* totals;  // pinned: nanoseconds, cycles
+    Ends* ends;
+};
+void round_trips(transport::FifoDevice fifo, transport::DeviceLimits limits,
+                 const RoundTrips& trips, cudaStream_t stream);
+
+// How many blocks read the payload, of all rounds, and how many are through; in device memory.
+struct Arrivals {
+    std::uint32_t read;
+    std::uint32_t through;
+};
+
+// `rounds` times: every block but the first waits for the copy of the word to reach the round's number,
+// then reads `payload`, which the host wrote before it raised the word; `wrong` counts reads of anything
+// older. When all have read, `acknowledged` is the round's number. The first block republishes.
+struct Watch {
+    transport::Republished run;    // one word
+    const std::uint64_t* payload;  // pinned
+    std::uint32_t rounds;
+    std::uint32_t blocks;
+    std::uint32_t* stop;          // device memory, 0
+    Arrivals* arrived;            // 0
+    std::uint32_t* wrong;         // device memory, 0
+    std::uint64_t* acknowledged;  // pinned
+    std::uint64_t* started;       // pinned: 1 once the grid runs
+    Ends* ends;
+};
+void watch(transport::DeviceLimits limits, const Watch& what, Fault fault, cudaStream_t stream);
+
+}  // namespace mkernel::testing
