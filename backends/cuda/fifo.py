@@ -15,8 +15,8 @@ def device_fifo(fifo: int, device: int) -> _cuda.DeviceFifo:
     """What kernels of ``device`` push with: ``handle`` is the address, on the host, of a ``FifoDevice``
     (``backends/transport/fifo_device.hpp``), which they take by value.
 
-    The FIFO takes one device at a time, until the object is deleted; no kernel may push any more then. The
-    session that ``fifo`` is of must outlive it.
+    The FIFO takes one device at a time, until the object is deleted; no kernel may push any more
+    then. The session that ``fifo`` is of must outlive it.
 
     Args:
         fifo: ``NicSession.fifo`` or ``Call.fifo``. device: its CUDA number in this process.
@@ -30,6 +30,9 @@ def device_fifo(fifo: int, device: int) -> _cuda.DeviceFifo:
         made: _cuda.DeviceFifo = module.DeviceFifo(fifo, device)
     except ValueError as error:
         raise ArgumentError(
-            "fifo", fifo, "the command FIFO of a NIC session that no device pushes to", why=str(error)
+            "fifo",
+            fifo,
+            "the command FIFO of a NIC session that no device pushes to",
+            why=str(error),
         ) from error
     return made

@@ -1,4 +1,4 @@
-"""The command FIFO with a GPU that pushes to it: order, back-pressure, aborts, republished words, figures.
+"""The command FIFO with a GPU that pushes to it: order, laps, aborts, republished words, figures.
 
 The checks are native (``tests/native/cuda/fifo_on_gpu.cpp``); each planted fault must be caught.
 """
