@@ -36,7 +36,7 @@ sanitize: $(VENV)/.dependencies
 		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
 			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
 		&& cmake --build build/sanitize-$$which --parallel $(JOBS) \
-			--target native_nic_tests native_ascend_tests || exit 1; \
+			--target native_transport_tests native_nic_tests native_ascend_tests || exit 1; \
 	done
 	@echo 'subdirs(sanitize-address sanitize-thread)' > build/CTestTestfile.cmake # both at once
 	ctest --test-dir build -R '^($(SANITIZED))' --parallel $(WORKERS) --output-on-failure \
