@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mkernel.topology.defaults import defaults
 from mkernel.topology.model import FABRIC_SWITCH, Accelerator, FabricLink, Nic, Node
 from mkernel.topology.sources import kinds
 
@@ -16,13 +17,6 @@ PathClass = str
 _OVER_FABRIC = tuple(dict.fromkeys(kinds.FABRIC_CLASSES.values()))
 CLASSES: tuple[PathClass, ...] = ("LOC", *_OVER_FABRIC, "PIX", "PXB", "PHB", "NODE", "SYS")
 """Those that are known, best first."""
-
-# Estimates of the right magnitude; `mkernel probe --measure` finds what a machine really does.
-_SOCKETS_GBS = 16.0
-_FABRIC_US = 0.35
-_PCIE_US = 0.15
-_HOST_BRIDGE_US = 0.3
-_SOCKETS_US = 0.5
 
 
 class Hop(NamedTuple):
@@ -67,7 +61,7 @@ class NodePaths:
             return DevicePath(
                 kinds.fabric_class(fabric[0].kind),
                 tuple(
-                    Hop(f"{link.kind} {'-'.join(link.ends)}", link.gbs, _FABRIC_US)
+                    Hop(f"{link.kind} {'-'.join(link.ends)}", link.gbs, defaults().paths.fabric_us)
                     for link in fabric
                 ),
             )
@@ -99,11 +93,12 @@ class NodePaths:
         """The links from the device up to, and without, what it shares with the other."""
         if device.pci is None:
             return []
+        pcie_us = defaults().paths.pcie_us
         first = max(shared, 1)  # host bridges have no link of their own
         return [
-            Hop(device.pci, device.pcie_gbs, _PCIE_US),
+            Hop(device.pci, device.pcie_gbs, pcie_us),
             *(
-                Hop(bridge, self._bridges.get(bridge), _PCIE_US)
+                Hop(bridge, self._bridges.get(bridge), pcie_us)
                 for bridge in reversed(device.pci_path[first:])
             ),
         ]
@@ -149,14 +144,15 @@ def _shared(one: Accelerator | Nic, other: Accelerator | Nic) -> int:
 
 def _turn(one: Accelerator | Nic, other: Accelerator | Nic, shared: int) -> Hop:
     """The hop at which the way stops going up and starts going down."""
+    usual = defaults().paths
     if shared > 1:
         return Hop(one.pci_path[shared - 1], None, 0.0)
     if shared == 1:
-        return Hop(one.pci_path[0], None, _HOST_BRIDGE_US)
+        return Hop(one.pci_path[0], None, usual.host_bridge_us)
     if classify(one, other) == "SYS":
-        return Hop(f"NUMA {one.numa_node}-{other.numa_node}", _SOCKETS_GBS, _SOCKETS_US)
+        return Hop(f"NUMA {one.numa_node}-{other.numa_node}", usual.sockets_gbs, usual.sockets_us)
     known = [d.numa_node for d in (one, other) if d.numa_node is not None]
-    return Hop(f"NUMA {known[0]}" if known else "host", None, _HOST_BRIDGE_US)
+    return Hop(f"NUMA {known[0]}" if known else "host", None, usual.host_bridge_us)
 
 
 def _port(device: Accelerator | Nic) -> list[Hop]:

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from mkernel.topology.defaults import defaults
 from mkernel.topology.model import KindName, Nic, Node, Topology
 from mkernel.topology.placement import usable_nics
-
-LEAST_SHARE = 0.25
-"""A port below this share of the fastest port's rate is no rail. Ports of one generation are within a
-half of each other; management ports are at a sixteenth or less."""
 
 
 class Rails(NamedTuple):
@@ -34,10 +31,11 @@ def rate_gbs(nic: Nic) -> float | None:
 def fast(nics: Sequence[Nic]) -> Rails:
     """Leaves out ports far below the fastest one; a port whose rate nobody knows stays."""
     fastest = max((rate_gbs(nic) or 0.0 for nic in nics), default=0.0)
-    slow = [nic for nic in nics if (rate_gbs(nic) or fastest) < LEAST_SHARE * fastest]
+    least = defaults().rails.least_share
+    slow = [nic for nic in nics if (rate_gbs(nic) or fastest) < least * fastest]
     left_out: dict[str, tuple[str, ...]] = {}
     for nic in slow:
-        reason = f"{rate_gbs(nic):g} GB/s, under {LEAST_SHARE:g} of the {fastest:g} GB/s of others"
+        reason = f"{rate_gbs(nic):g} GB/s, under {least:g} of the {fastest:g} GB/s of others"
         left_out[reason] = (*left_out.get(reason, ()), nic.id)
     return Rails(tuple(nic for nic in nics if nic not in slow), left_out)
 

@@ -5,6 +5,7 @@ Other kinds are as good: where nothing is known of one, it stands for itself.
 
 from __future__ import annotations
 
+from mkernel.topology.defaults import defaults
 from mkernel.topology.model import KindName
 
 NVIDIA, AMD, HUAWEI = 0x10DE, 0x1002, 0x19E5
@@ -28,9 +29,6 @@ _PROTOCOLS = {"cx": "ib-verbs", "infiniband": "ib-verbs", "efa": "srd"}
 _BRIDGE, _DISPLAY, _PROCESSOR, _NETWORK = 0x0604, 0x03, 0x12, 0x02
 _INFINIBAND, _VGA = 0x0207, 0x0300
 _EFA_DEVICES = range(0xEFA0, 0xEFB0)
-_NVLINK_GENERATIONS = ((60, 20.0), (70, 25.0), (100, 50.0))
-"""(capability, rate): GPUs from this compute capability on (60 is 6.0) have links of this nominal rate,
-in GB/s and one direction."""
 
 
 def is_bridge(pci_class: int) -> bool:
@@ -115,8 +113,5 @@ def fabric_name(kind: KindName) -> str:
 
 
 def nvlink_gbs(capability: int | None) -> float | None:
-    """GB/s of one NVLink of a GPU of that compute capability. None for one without NVLink."""
-    rates = [
-        gbs for first, gbs in _NVLINK_GENERATIONS if capability is not None and capability >= first
-    ]
-    return rates[-1] if rates else None
+    """GB/s of one NVLink of a GPU of that compute capability (60 is 6.0). None for one without."""
+    return None if capability is None else defaults().fabrics["nvlink"].gbs(capability)

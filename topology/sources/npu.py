@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
+from mkernel.topology.defaults import defaults
 from mkernel.topology.model import Accelerator, FabricLink, NumaNode
 from mkernel.topology.sources import kinds, pci
 from mkernel.topology.sources.cpu import parse_cpu_list
@@ -19,9 +20,10 @@ _TIMEOUT_S = 20.0
 _MOST_NPUS = 1024
 _MOST_CHARACTERS = 1 << 20
 
-_FABRIC: dict[str, float | None] = {"HCCS": 28.0, "HCCS_SW": None, "SIO": None}
-"""Relations that are scale-up links, and GB/s in one direction: a direct HCCS link of an A2, nominal.
-What goes through a switch (SW), or between two dies of a chip (SIO), is not known here."""
+_DIRECT = "HCCS"
+_FABRIC = {_DIRECT, "HCCS_SW", "SIO"}
+"""Relations that are scale-up links: from chip to chip, through a switch, between two dies of a chip. Only
+the rate of the first is known."""
 _RELATIONS = {"X", "SYS", "PHB", "PIX", "PXB", "PIB", "NA", *_FABRIC}
 
 _NAME = re.compile(r"(?:NPU|Phy-ID)(\d{1,4})")
@@ -142,7 +144,8 @@ def _links(rows: dict[int, dict[int, str]], notes: Notes) -> tuple[FabricLink, .
                 notes.add(f"NPU {one} to {other} is {relation}, and {back} back; not linked")
             elif relation in _FABRIC:
                 ends = (kinds.accelerator_id("ascend", one), kinds.accelerator_id("ascend", other))
-                found.append(FabricLink(kind="hccs", ends=ends, count=1, gbs=_FABRIC[relation]))
+                gbs = defaults().fabrics["hccs"].gbs() if relation == _DIRECT else None
+                found.append(FabricLink(kind="hccs", ends=ends, count=1, gbs=gbs))
     return tuple(found)
 
 
