@@ -6,8 +6,7 @@ Only the rows that ``published.json`` marks as fitted are looked at: the publish
 on candidate machines, and the mean square of log(modelled / published) is made small by a search along
 one constant after the other. All other constants stay as they are in the default description. The
 rows that check the fit are printed at the end. ``--write`` puts the result into a description, whose
-``source`` is then yours to set right; ``--planner`` writes what the planner needs of it
-(``topology/data/ascend.json``). ``--rounds 0`` fits nothing.
+``source`` is then yours to set right. ``--rounds 0`` fits nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--planner", type=Path)
     given = parser.parse_args()
     table = published().rows
     machine = load_machine()
@@ -85,9 +83,6 @@ def main() -> None:
         print(f"{row.ranks} x {row.m} x {row.k} x {row.n}: {100 * (ratio - 1):+.1f}% {use}")
     if given.write is not None:
         given.write.write_text(json.dumps(machine.model_dump(), indent=2) + "\n")
-    if given.planner is not None:
-        constants = machine.constants().model_dump_json(indent=2, exclude_defaults=True)
-        given.planner.write_text(constants + "\n")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 Each figure compares two things that take turns in the same run, or counts CPU time; all are medians.
   gemm        functional: one rank's compute kernel of AllGather+GEMM (2048 x 1024 x 2048, float16 to
               float32) against torch's float32 matmul on as many threads: at least 0.6 of its speed
-  strict      strict and timed (traced, and replayed on a3.json), against functional: at most 5 times as
-              long; that GEMM by itself, and whole calls of every op, two ranks in this process
+  strict      strict and timed (traced, and replayed), against functional: at most 5 times as long;
+              that GEMM by itself, and whole calls of every op, two ranks in this process
   model_only  `mkernel bench --model-only`: 8 ranks of 4096^3, three views, CPU time: at most 10 s
 """
 

@@ -2,12 +2,12 @@
 
     mkernel bench --shapes layers --peers mkernel-fused,mkernel-library,nccl+cublas,symm_mem \\
         --ranks 4 --json FILE                    on the GPUs
-    python bench/path_constants.py FILE... [--fit topology/data/hopper.json]
+    python bench/path_constants.py FILE... [--fit backends/accelerators/hopper/machine.json]
 
 One line a shape: both paths measured and predicted, the choice, and what it costs: the chosen path's
 time over the faster path's, and over the best peer's. ``--fit`` then searches constants that predict
-the measured times, wrong choices counting most, and writes them into that file; its ``source`` is then
-yours to set right.
+the measured times, wrong choices counting most, and writes those of both paths into that backend's data
+file; its ``source`` is then yours to set right.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from machine_file import write_section
 from pydantic import ValidationError
 
+from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.harness import results
 from mkernel.plan import paths
 from mkernel.plan.model import DtypeName, GemmShape, OpName
 from mkernel.topology.cost import MachineConstants, load_constants
 
-CONSTANTS = Path(__file__).parents[1] / "topology" / "data" / "hopper.json"
-CORES = 132
+CORES = machine().cores
 STEPS = (0.5, 0.8, 0.93, 1.07, 1.25, 2.0)
 ROUNDS = 40
 
@@ -160,17 +161,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--constants", type=Path, default=CONSTANTS)
+    parser.add_argument("--constants", type=Path, help="a file of constants [the backend's own]")
     parser.add_argument("--fit", type=Path, metavar="FILE")
     options = parser.parse_args()
     found = list(samples(options.files))
     if not found:
         raise SystemExit("no row has both mkernel-fused and mkernel-library")
-    table(found, load_constants(options.constants))
+    constants = load_constants(options.constants) if options.constants else machine().constants
+    table(found, constants)
     if options.fit:
-        tree = fit(found, json.loads(options.constants.read_text()))
-        options.fit.write_text(json.dumps(tree, indent=2) + "\n")
-        table(found, load_constants(options.fit))
+        tree = fit(found, constants.model_dump(mode="json", exclude_none=True))
+        table(found, MachineConstants.model_validate(tree))
+        own = json.loads(options.fit.read_text())["constants"]
+        write_section(options.fit, "constants", own | {p: tree[p] for p in ("fused", "library")})
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ from typing import Any
 import results_file
 
 from mkernel.backends import registry
+from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan
 from mkernel.plan.scaling import points, write
 from mkernel.plan.simulate import simulate
-from mkernel.topology.cost import default_constants
 from mkernel.topology.discover import load
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
 from mkernel.topology.reshape import replicate
@@ -38,7 +38,7 @@ from mkernel.topology.world_map import world_map
 RANKS = 8
 SIZES = {"m": 131072, "n": 28672, "k": 8192}
 GROWTH = {"m": 131072, "n": 1024, "k": 8192}
-CONSTANTS = default_constants("hopper")
+CONSTANTS = machine().constants
 HURT_EVERY = 100
 
 

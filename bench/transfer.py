@@ -7,8 +7,8 @@ many copies in one CUDA graph, and *launched*, of many launched one after anothe
 cost of a launch may be the longer one. Both are medians over repeats. Source and destination stay
 the same, so that copies of less than the L2 cache find their source there, as after a producer's
 kernel. Beside the engines: torch's copy_, launched, and the links' rate.
---engines writes the device times as the file that the choice of an engine reads
-(backends/accelerators/hopper/transfer/engines.json).
+--engines writes the device times into the data file that the choice of an engine reads
+(backends/accelerators/hopper/machine.json).
 Bars, as ratios to the copy engine's rate at 256 MiB, at most 16 blocks: bulk put 0.89, bulk get 0.94;
 and at 1 MiB and below the bulk engine is faster than the copy engine.
 """
@@ -26,6 +26,7 @@ from typing import Any
 
 import results_file
 import torch
+from machine_file import write_section
 
 from mkernel.backends.accelerators.hopper import _hopper
 from mkernel.backends.cuda import _cuda
@@ -220,7 +221,7 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_engines(file: Path, rows: list[dict[str, Any]]) -> None:
-    """The device times as transfer/engines.py reads them."""
+    """The device times into a data file, as transfer/engines.py reads them."""
     directions: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["device_us"] is None or row["blocks"] not in (0, *KEPT_BLOCKS):
@@ -234,8 +235,8 @@ def write_engines(file: Path, rows: list[dict[str, Any]]) -> None:
         curve["points"].append({"nbytes": row["nbytes"], "microseconds": row["device_us"]})
     gpus = devices(torch.device("cuda"))
     source = f"bench/transfer.py on {gpus['gpus'][0]}, driver {gpus['driver']}"
-    content = {"source": source, "multicast": False, "directions": directions}
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    kept = {**json.loads(file.read_text())["copies"], "source": source, "directions": directions}
+    write_section(file, "copies", kept)
 
 
 def main() -> int:

@@ -100,7 +100,7 @@ def plan(
     if live is not None and topology is live.topology and ranks_per_node == live.map.ranks_per_node:
         where = live.map
     else:
-        constants = constants_for(claims.constants or backends.accelerator, settings.constants)
+        constants = constants_for(claims.constants, settings.constants)
         where = world_map(
             topology,
             ranks_per_node,

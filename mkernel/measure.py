@@ -22,7 +22,7 @@ from mkernel.backends.transport import _transport
 from mkernel.errors import BackendUnavailable
 from mkernel.harness.nic_ranks import NicSubject, Rank
 from mkernel.harness.outcome import CheckFailed
-from mkernel.topology.cost import MachineConstants, default_constants
+from mkernel.topology.cost import MachineConstants
 
 _ROUNDS = 2000
 _PUTS = 200
@@ -71,25 +71,23 @@ def measure(ranks: int, nic: str, verbs: str) -> MachineConstants:
     finally:
         torch.set_num_threads(before)
     host = platform.node() or "this machine"
-    return default_constants("streams").model_copy(
-        update={
-            "name": f"measured on {host}",
-            "source": f"{host}: {threads} threads of {platform.machine()} a rank, {ranks} ranks; "
-            f"shared memory between processes; NIC {nic} on {verbs} verbs; torch {torch.__version__}; "
-            f"{time.strftime('%Y-%m-%d', time.gmtime())}",
-            "float16_tflops_per_core": rates[torch.float16],
-            "bfloat16_tflops_per_core": rates[torch.bfloat16],
-            "float32_tflops_per_core": rates[torch.float32],
-            "memory_gbs": memory_gbs,
-            "p2p_gbs": memory.gbs,
-            "p2p_latency_us": memory.latency_us,
-            "nic_gbs": wire.gbs,
-            "nic_most_gbs": wire.gbs,
-            "nic_latency_us": wire.latency_us,
-            "comm_block_gbs": memory.gbs,
-            "signal_us": memory.latency_us,
-            "launch_us": launch_us,
-        }
+    return MachineConstants(
+        name=f"measured on {host}",
+        source=f"{host}: {threads} threads of {platform.machine()} a rank, {ranks} ranks; "
+        f"shared memory between processes; NIC {nic} on {verbs} verbs; torch {torch.__version__}; "
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}",
+        float16_tflops_per_core=rates[torch.float16],
+        bfloat16_tflops_per_core=rates[torch.bfloat16],
+        float32_tflops_per_core=rates[torch.float32],
+        memory_gbs=memory_gbs,
+        p2p_gbs=memory.gbs,
+        p2p_latency_us=memory.latency_us,
+        nic_gbs=wire.gbs,
+        nic_most_gbs=wire.gbs,
+        nic_latency_us=wire.latency_us,
+        comm_block_gbs=memory.gbs,
+        signal_us=memory.latency_us,
+        launch_us=launch_us,
     )
 
 

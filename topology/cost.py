@@ -8,18 +8,14 @@ its source. Every result is a *prediction*.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import Field
 
 from mkernel.errors import ArgumentError
+from mkernel.topology.defaults import defaults
 from mkernel.topology.model import Finite
-
-_DATA = Path(__file__).parent / "data"
-_STAND_IN = _DATA / "stand_in.txt"
-"""Whose constants stand in for those of backends that bring none."""
 
 
 class Tile(Finite):
@@ -47,12 +43,68 @@ class PathConstants(Finite):
     unhidden_reduce: float = Field(0.0, ge=0, le=1, description="the same of all-reduces")
 
 
-class MachineConstants(Finite):
-    """Rates and latencies of one kind of machine.
+class LinkConstants(Finite):
+    """Rates and latencies of the links between devices. What a file leaves out is as
+    ``topology/data/links.json`` says."""
 
-    Those of the backends that come with mkernel lie in ``topology/data/<accelerator>.json``; other
-    backends bring a file of their own. Those of a simulated device follow from the machine description
-    of its timed model, so that a plan predicts and a simulation models the same machine.
+    p2p_gbs: float | None = Field(
+        None, gt=0, description="one scale-up link to one peer, one direction; None: as it is rated"
+    )
+    p2p_latency_us: float = Field(default_factory=lambda: defaults().fabric.latency_us, ge=0)
+    signal_us: float = Field(
+        default_factory=lambda: defaults().fabric.signal_us,
+        ge=0,
+        description="fence and notify after one chunk, by one block",
+    )
+    egress_gbs: float | None = Field(
+        None, gt=0, description="what a rank sends to all of its node together; None: a link a peer"
+    )
+    nic_gbs: float = Field(
+        default_factory=lambda: defaults().nic.gbs,
+        gt=0,
+        description="a NIC of unknown speed, one direction",
+    )
+    nic_most_gbs: float | None = Field(
+        None, gt=0, description="measured: what NICs give, whatever their ports are rated"
+    )
+    nic_latency_us: float = Field(
+        default_factory=lambda: defaults().nic.latency_us,
+        ge=0,
+        description="command to visible signal, proxies included",
+    )
+    group_gbs: float | None = Field(
+        None, gt=0, description="a process group between nodes, one direction; None: as a NIC"
+    )
+    group_latency_us: float | None = Field(None, ge=0, description="likewise")
+    host_gbs: float = Field(
+        default_factory=lambda: defaults().host.gbs,
+        gt=0,
+        description="staging through host memory",
+    )
+    host_latency_us: float = Field(
+        default_factory=lambda: defaults().host.latency_us,
+        ge=0,
+        description="of each such stop",
+    )
+    cross_rail_share: float = Field(
+        default_factory=lambda: defaults().rails.cross_share,
+        ge=0,
+        le=1,
+        description="of a NIC's rate towards NICs of other rails; 0: not joined",
+    )
+    cross_rail_latency_us: float = Field(
+        default_factory=lambda: defaults().rails.cross_latency_us,
+        ge=0,
+        description="what crossing rails adds",
+    )
+
+
+class MachineConstants(LinkConstants):
+    """Rates and latencies of one kind of machine, with those of its links.
+
+    They lie in the data file of the backend that runs there, or in one that was measured. Those of a
+    simulated device follow from the machine description of its timed model, so that a plan predicts and
+    a simulation models the same machine.
     """
 
     name: str
@@ -69,26 +121,12 @@ class MachineConstants(Finite):
     memory_gbs: float = Field(gt=0, description="device memory, all cores together")
     p2p_gbs: float = Field(gt=0, description="one scale-up link to one peer, one direction")
     p2p_latency_us: float = Field(ge=0)
-    nic_gbs: float = Field(gt=0, description="a NIC of unknown speed, one direction")
-    nic_most_gbs: float | None = Field(
-        None, gt=0, description="measured: what NICs give, whatever their ports are rated"
-    )
-    nic_latency_us: float = Field(ge=0, description="command to visible signal, proxies included")
     comm_block_gbs: float = Field(gt=0, description="copy rate of one communication block")
     signal_us: float = Field(ge=0, description="fence and notify after one chunk, by one block")
     launch_us: float = Field(ge=0, description="starting the kernels of one call")
     copy_engine_gbs: float | None = Field(
         None, gt=0, description="to one destination, where transfers need no communication block"
     )
-    egress_gbs: float | None = Field(
-        None, gt=0, description="what a rank sends to all of its node together; None: a link a peer"
-    )
-    host_gbs: float = Field(12.0, gt=0, description="staging through host memory (estimate)")
-    host_latency_us: float = Field(10.0, ge=0, description="of each such stop (estimate)")
-    cross_rail_share: float = Field(
-        1.0, ge=0, le=1, description="of a NIC's rate towards NICs of other rails; 0: not joined"
-    )
-    cross_rail_latency_us: float = Field(0.0, ge=0, description="what crossing rails adds")
     fused: PathConstants | None = Field(
         None, description="of the fused kernels, where a backend also has a library path"
     )
@@ -111,28 +149,10 @@ def load_constants(path: Path) -> MachineConstants:
     return MachineConstants.from_file(path, "constants file")
 
 
-def constants_for(accelerator: str | Path, file: Path | None) -> MachineConstants:
-    """The constants in a file (``mkernel probe --measure`` writes one), or the backend's.
-    InputFileError, as :func:`load_constants`."""
-    return default_constants(accelerator) if file is None else load_constants(file)
-
-
-@cache
-def default_constants(accelerator: str | Path) -> MachineConstants:
-    """The constants of an accelerator backend: the file that it brings, or the shipped ones of a name.
-
-    A backend without either gets those of another under a name that says so: a plan must be possible
-    on any backend, and a prediction must not claim to be measured.
-    """
-    if isinstance(accelerator, Path):
-        return load_constants(accelerator)
-    for path in sorted(_DATA.glob("*.json")):
-        if path.stem == accelerator:
-            return load_constants(path)
-    other = _STAND_IN.read_text().strip()
-    return load_constants(_DATA / f"{other}.json").model_copy(
-        update={"name": f"{other} (stand-in: no constants for {accelerator!r})"}
-    )
+def constants_for(own: MachineConstants | None, file: Path | None) -> MachineConstants | None:
+    """The constants in a file (``mkernel probe --measure`` writes one), or the backend's ``own``, if it
+    has any. InputFileError, as :func:`load_constants`."""
+    return own if file is None else load_constants(file)
 
 
 def transfer_us(nbytes: float, bandwidth_gbs: float, latency_us: float) -> float:

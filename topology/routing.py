@@ -14,7 +14,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from mkernel.errors import NoRoute
-from mkernel.topology.cost import MachineConstants, transfer_us
+from mkernel.topology.cost import LinkConstants, transfer_us
+from mkernel.topology.defaults import defaults
 from mkernel.topology.kinds import NodeKinds, node_kinds
 from mkernel.topology.model import FABRIC_SWITCH, Accelerator, Nic, Node, Topology
 from mkernel.topology.paths import CLASSES, NodePaths, classify
@@ -32,7 +33,7 @@ _FARTHEST_DIRECT = CLASSES.index("PXB")
 def routes(
     world: Topology | NodeKinds,
     placement: WorldPlacement,
-    constants: MachineConstants,
+    constants: LinkConstants,
     *,
     group: bool = False,
     detours: bool = True,
@@ -41,7 +42,7 @@ def routes(
 
     Args:
         group: a process group carries everything: inside a node at the rate of the way that devices
-            have there, between nodes at that of the constants' NIC.
+            have there, between nodes at the constants', or that of a NIC.
         detours: relays and host memory wherever that is fastest; else only where own NICs do not
             write from device to device, because no backend takes detours today.
 
@@ -72,20 +73,25 @@ def routes(
     return RouteTable(classes=tuple(made), egress_gbs=tuple(side.egress_gbs for side in sides))
 
 
-def nic_gbs(nic: Nic, constants: MachineConstants) -> float:
+def nic_gbs(nic: Nic, constants: LinkConstants) -> float:
     """Bandwidth of a NIC in GB/s: its port speed / 8, or the constants' where it is unknown; no more
     than was measured."""
     rated = nic.speed_gbps / 8 if nic.speed_gbps else constants.nic_gbs
     return min(rated, constants.nic_most_gbs or rated)
 
 
-def _by_group(constants: MachineConstants, inside: Way | None) -> Way:
+def _by_group(constants: LinkConstants, inside: Way | None) -> Way:
     """``inside``: the way that the devices themselves have, where both are on one node."""
     if inside is not None:
         gbs, latency_us = inside.bandwidth_gbs, inside.latency_us
         return Way(kind="group", bandwidth_gbs=gbs, latency_us=latency_us)
-    rate = min(constants.nic_gbs, constants.nic_most_gbs or constants.nic_gbs)
-    return Way(kind="group", bandwidth_gbs=rate, latency_us=constants.nic_latency_us)
+    own = constants.group_latency_us
+    return Way(
+        kind="group",
+        bandwidth_gbs=constants.group_gbs
+        or min(constants.nic_gbs, constants.nic_most_gbs or constants.nic_gbs),
+        latency_us=constants.nic_latency_us if own is None else own,
+    )
 
 
 class _Access(NamedTuple):
@@ -99,7 +105,7 @@ class _Side:
     """Nodes of one site, as the ranks on them see their NICs and each other."""
 
     def __init__(
-        self, node: Node, placement: WorldPlacement, site: int, constants: MachineConstants
+        self, node: Node, placement: WorldPlacement, site: int, constants: LinkConstants
     ) -> None:
         known = {one.id: one for one in node.accelerators}
         seats = placement.sites[site].seats
@@ -141,13 +147,15 @@ class _Side:
     def fabric_gbs(self, i: int, j: int) -> float | None:
         """Between two local ranks' devices; None where they do not reach each other.
 
-        A node that lists no scale-up link says nothing about them: the constants' rate then.
+        A node that lists no scale-up link says nothing about them: the constants' rate then, or the
+        default one.
         """
         one, other = self.devices[i], self.devices[j]
         if one.kind != other.kind or frozenset((one.id, other.id)) in self._refused:
             return None
         known = self._paths.between(one, other).gbs if self.node.fabric else None
-        return min(gbs for gbs in (self._constants.p2p_gbs, known, self.egress_gbs) if gbs)
+        limits = (self._constants.p2p_gbs, known, self.egress_gbs)
+        return min((gbs for gbs in limits if gbs), default=defaults().fabric.gbs)
 
     @property
     def egress_gbs(self) -> float | None:
@@ -187,7 +195,7 @@ def _staged(device: Accelerator, nic: Nic) -> bool:
 
 
 def _between(
-    src: _Side, i: int, dst: _Side, j: int, constants: MachineConstants, *, detours: bool
+    src: _Side, i: int, dst: _Side, j: int, constants: LinkConstants, *, detours: bool
 ) -> Way | None:
     """The fastest way between two nodes; of equally fast ones the first: own NICs, a relay at the
     source, at the destination, and only where all of these fail, any NICs of the two nodes."""
@@ -215,7 +223,7 @@ def _time_us(way: Way) -> float:
     return transfer_us(REFERENCE_BYTES, way.bandwidth_gbs, way.latency_us)
 
 
-def _any_nics(src: _Side, i: int, dst: _Side, j: int, constants: MachineConstants) -> Iterator[Way]:
+def _any_nics(src: _Side, i: int, dst: _Side, j: int, constants: LinkConstants) -> Iterator[Way]:
     for via in (i, *src.neighbours(i)):
         for to in (j, *dst.neighbours(j)):
             leaving = src.usable.values() if via == i else src.nics[via]
@@ -240,7 +248,7 @@ def _way(
     j: int,
     to: int,
     arriving: Sequence[Nic],
-    constants: MachineConstants,
+    constants: LinkConstants,
 ) -> Way | None:
     """The way from ``i`` to ``j`` by NICs next to ``via`` and ``to``; None: these do not meet."""
     rails, crossed = [], False
@@ -300,7 +308,7 @@ def _matched(
     yield from zip(out, into, strict=False)
 
 
-def _stripe_bytes(rails: Sequence[Rail], together: float, constants: MachineConstants) -> int:
+def _stripe_bytes(rails: Sequence[Rail], together: float, constants: LinkConstants) -> int:
     """The n with n/B1 = (R-1)·signal + n/BR: every further rail costs one more put and its signal."""
     one = rails[0].bandwidth_gbs
     if together <= one:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from mkernel.topology.cost import MachineConstants
+from mkernel.topology.cost import LinkConstants, MachineConstants
 from mkernel.topology.kinds import NodeKinds, node_kinds
 from mkernel.topology.model import Topology
 from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, place
@@ -20,14 +20,14 @@ class WorldMap:
 
     Attributes:
         kinds: the world's nodes.
-        constants: rates of its links.
+        constants: of its machines. None: nobody knows any, and links are as they are rated.
         group: a process group carries what crosses nodes, so that ranks have no NICs.
         pinning: what the user decided of the placement.
     """
 
     kinds: NodeKinds
     ranks_per_node: int
-    constants: MachineConstants
+    constants: MachineConstants | None
     group: bool = False
     pinning: Pinning = NOT_PINNED
 
@@ -61,14 +61,15 @@ class WorldMap:
         return self._links(group=False, detours=True)
 
     def _links(self, *, group: bool, detours: bool = False) -> SharedLinks:
-        table = routes(self.kinds, self.placement, self.constants, group=group, detours=detours)
+        rates = self.constants or LinkConstants()
+        table = routes(self.kinds, self.placement, rates, group=group, detours=detours)
         return SharedLinks(table, self.placement)
 
 
 def world_map(
     topology: Topology,
     ranks_per_node: int,
-    constants: MachineConstants,
+    constants: MachineConstants | None,
     *,
     group: bool = False,
     pinning: Pinning = NOT_PINNED,

@@ -101,6 +101,9 @@ class AcceleratorBackend(ABC):
     settings: ClassVar[type[BackendSettings] | None] = None
     """Settings of its own, which ``mkernel doctor --settings`` lists; it reads them with
     :func:`mkernel.settings.load_as`. None: it has none."""
+    machine_file: ClassVar[Path | None] = None
+    """The data file beside it: constants of its machines and tile menus, each with its source, where
+    ``capabilities().constants`` come from. None: it brings none, and nothing is predicted of plans."""
     visibility: ClassVar[Mapping[str, str]] = {}
     """By kind of device: the environment variable by which its driver's runtime hides some of them."""
 

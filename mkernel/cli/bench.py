@@ -146,7 +146,8 @@ def command(
     machine: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="with --model-only: another machine description [a3.json]"
+            metavar="FILE",
+            help="with --model-only: another machine description [machine.json of ascend]",
         ),
     ] = None,
     render: Annotated[

@@ -13,6 +13,7 @@ from mkernel.backends import registry
 from mkernel.cli.plan_world import planned_world
 from mkernel.cli.sizes import Given, with_sizes
 from mkernel.cli.terminal import Terminal, draw, unwritable
+from mkernel.errors import Unsupported
 from mkernel.launchable import plan_obstacles, world_obstacles
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
@@ -122,9 +123,7 @@ def command(
     )  # fmt: skip
     world, backends, claims = where.topology, where.backends, where.capabilities
     selection.require_op(backends.accelerator, claims, name)
-    constants = constants_for(
-        claims.constants or backends.accelerator, constants_file or settings.constants
-    )
+    constants = constants_for(claims.constants, constants_file or settings.constants)
     mapped = partial(
         world_map,
         ranks_per_node=where.ranks_per_node,
@@ -160,7 +159,12 @@ def command(
         console.print(render.topology(world))
         console.print(render.plan(made, obstacles, where.notes))
     found = None
-    if simulated or trace_file:
+    if constants is None and (simulated or trace_file or scaling_file):
+        raise Unsupported(
+            f"accelerator {backends.accelerator!r} brings no constants of its machine, so nothing "
+            "can be simulated; --constants FILE gives some (`mkernel probe --measure` writes them)"
+        )
+    if constants is not None and (simulated or trace_file):
         traced = trace(
             made,
             constants,
@@ -176,7 +180,7 @@ def command(
             except OSError as error:
                 raise unwritable("--trace", trace_file, error) from error
     points: list[growth.Point] = []
-    if scaling_file:
+    if constants is not None and scaling_file:
         points = list(
             growth.points(
                 lambda count: planned(world=first(count)).plan,

@@ -108,9 +108,10 @@ def _rows(
 
 def conditions(accelerator: str) -> Conditions:
     """What the figures of a run on this accelerator backend depend on."""
-    if not registry.accelerator(accelerator).capabilities().library_ops:
+    claims = registry.accelerator(accelerator).capabilities()
+    constants = constants_for(claims.constants, load_settings().constants)
+    if not claims.library_ops or constants is None:
         return Conditions(environment=dict(ENVIRONMENT))
-    constants = constants_for(accelerator, load_settings().constants)
     return Conditions(
         environment=dict(ENVIRONMENT), planner=constants.source, fitted_to=constants.fitted_to
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from mkernel.plan.model import DtypeName, Exchange, GemmTile
 from mkernel.plan.order import Runs
+from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, KindName, Model
 from mkernel.topology.sources.chips import architecture, described
 
@@ -57,9 +57,9 @@ class AcceleratorCapabilities(Model):
     """Kinds of devices that it runs on; empty: any."""
     architectures: tuple[str, ...] = ()
     """Chips that its kernels run on; empty: any of these kinds."""
-    constants: str | Path | None = None
-    """The constants of its machine: a JSON file of :class:`mkernel.topology.cost.MachineConstants` that
-    the backend brings, or the name of shipped ones (``topology/data``), where not its own."""
+    constants: MachineConstants | None = None
+    """Of its machine, from a data file that the backend brings. None: nothing is predicted of plans,
+    unless the user gives a file (``MKERNEL_CONSTANTS``)."""
     tile: GemmTile = GemmTile()
     """The output tile of its GEMM kernels, where ``chunk_unit`` is tiles."""
     process_group: bool = False

@@ -224,7 +224,8 @@ def _planned(
     """The plan of checked inputs. Decisions are made one after another, each with the defaults of
     those that follow: path, exchange, chunks of tiles, communication blocks; then, by simulation, rows
     a chunk and order. Where both paths' times are known from measured constants (in one node), these
-    are all that was measured: chunks and order stay as they are by default."""
+    are all that was measured: chunks and order stay as they are by default. So they do, and nothing is
+    predicted, where there are no constants."""
     nodes, ranks_per_node = where.nodes, where.ranks_per_node
     constants, placement = where.constants, where.placement
     group = choice.claims.group_carries(op, nodes) or (
@@ -241,10 +242,13 @@ def _planned(
     path, prediction = _predicted(choice, op, shape, dtype, len(placement), resources, constants)
     exchange, alternatives = choice.exchanges[0], _path_alternatives(path, prediction)
     measured = prediction is not None
-    if prediction is None:
+    if prediction is None and constants is not None:
 
         def predicted(
-            exchange: Exchange, tiles: Chunking | None, resources: Resources
+            exchange: Exchange,
+            tiles: Chunking | None,
+            resources: Resources,
+            constants: MachineConstants = constants,
         ) -> Prediction:
             return predict.predict(
                 op, shape, dtype, out_dtype, links, exchange, tiles, resources, constants
@@ -298,7 +302,7 @@ def _planned(
         resources=resources,
         prediction=prediction,
     )
-    if len(placement) > 1 and path == "fused" and not measured:
+    if len(placement) > 1 and path == "fused" and not measured and constants is not None:
         by_rows: list[int] = []
         if rows is not None and choice.chunk is None and row_chunks > 1:
             found = chunking.other_row_chunks(shape, len(placement), rows, row_chunks)
@@ -310,7 +314,7 @@ def _planned(
         )
         alternatives += considered
     made = made.model_copy(update={"schedule": schedule(made)})
-    if not _hold(constants, where.kinds, placement):
+    if constants is not None and not _hold(constants, where.kinds, placement):
         made = made.model_copy(update={"prediction": None})
         alternatives = tuple(one.model_copy(update={"predicted_us": None}) for one in alternatives)
     return Planned(made, alternatives)
@@ -353,7 +357,7 @@ def _predicted(
     dtype: DtypeName,
     world: int,
     resources: Resources,
-    constants: MachineConstants,
+    constants: MachineConstants | None,
 ) -> tuple[PathName, Prediction | None]:
     """The path, and its times where both paths' are known. A tie goes to the fused one."""
     wanted: PathName = "library" if choice.path == "library" else "fused"
@@ -361,6 +365,8 @@ def _predicted(
         return wanted, None
     if not paths.fusable(op, shape, dtype, world):
         wanted = "library"
+    if constants is None:
+        return wanted, None
     cores = choice.claims.compute_cores
     both = paths.predict(op, shape, dtype, world, resources.compute_blocks, cores, constants)
     if both is None:

@@ -107,7 +107,7 @@ class Membership:
         self.map = world_map(
             self.topology,
             self._me.ranks_per_node,
-            constants_for(claims.constants or self._backends.accelerator, self._settings.constants),
+            constants_for(claims.constants, self._settings.constants),
             group=claims.process_group,
             pinning=self._settings.pinning,
         )

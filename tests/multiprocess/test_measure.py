@@ -9,12 +9,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from mkernel.backends.accelerators.streams.machine import torch_device
 from mkernel.cli import plan as plan_command
 from mkernel.cli import probe as probe_command
 from mkernel.cli.plan import PlanReport
 from mkernel.errors import ArgumentError, BackendUnavailable, InputFileError
 from mkernel.measure import measure
-from mkernel.topology.cost import MachineConstants, default_constants, load_constants
+from mkernel.topology.cost import MachineConstants, load_constants
 
 pytestmark = pytest.mark.multiprocess
 FLAGS = ("gemm_rs", "--accelerator", "streams", "--nodes", "2", "--ranks-per-node", "1", "--json")
@@ -39,7 +40,8 @@ def test_measured_constants_reach_the_planner(
     measured = load_constants(file)
     assert "measured" in measured.name
     assert "cx7 on soft" in measured.source
-    shipped = default_constants("streams")
+    shipped = torch_device("cpu").constants
+    assert shipped is not None
     same = {
         name
         for name in MachineConstants.model_fields

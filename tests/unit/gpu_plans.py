@@ -10,7 +10,6 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan as plan_of
-from mkernel.topology.cost import default_constants
 from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
 from mkernel.topology.world_map import world_map
 
@@ -35,9 +34,7 @@ def gpu_plan(
         no_p2p=(("cuda0", "cuda1"),) if no_p2p else (),
     )  # fmt: skip
     claims = options.pop("capabilities", None) or _claims(backend)
-    constants = options.pop("constants", None) or default_constants(
-        claims.constants or backend.name
-    )
+    constants = options.pop("constants", claims.constants)
     where = world_map(Topology(nodes=(node,)), world, constants, group=claims.process_group)
     return plan_of(
         op, sizes, world=where, nic=None, verbs=None, capabilities=claims,

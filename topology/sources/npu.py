@@ -22,7 +22,7 @@ _MOST_CHARACTERS = 1 << 20
 
 _DIRECT = "HCCS"
 _FABRIC = {_DIRECT, "HCCS_SW", "SIO"}
-"""Relations that are scale-up links: from chip to chip, through a switch, between two dies of a chip. Only
+"""Relations that are scale-up links: between chips, through a switch, between two dies of a chip. Only
 the rate of the first is known."""
 _RELATIONS = {"X", "SYS", "PHB", "PIX", "PXB", "PIB", "NA", *_FABRIC}
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mkernel.backends.accelerators.ascend.machine import FILE, machine
 from mkernel.backends.accelerators.ascend.native import native
 from mkernel.backends.accelerators.ascend.settings import AscendSettings
 from mkernel.backends.accelerators.ascend.software import software
@@ -34,11 +35,6 @@ from mkernel.topology.model import Accelerator
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.ascend import _ascend
     from mkernel.backends.accelerators.ascend.op import Op
-
-COMPUTE_CORES = 24
-"""Cube cores (AIC) of the simulated chip."""
-COMM_CORES = 48
-"""Vector cores (AIV) of the simulated chip."""
 
 _OPS = {
     "all_gather_gemm": "gemm:GemmOp",
@@ -141,6 +137,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
 
     name: ClassVar[str] = "ascend"
     settings = AscendSettings
+    machine_file: ClassVar[Path | None] = FILE
     visibility: ClassVar[Mapping[str, str]] = {"ascend": "ASCEND_RT_VISIBLE_DEVICES"}
 
     def __init__(self, slots: int | None = None, strict: _ascend.Strict | None = None) -> None:
@@ -167,11 +164,12 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         """One prototype of the simulated chip."""
         if not self.status().usable:
             return ()
+        chip = machine()
         return (
             Accelerator(
                 id="ascend-sim0",
                 kind="ascend",
-                name=f"simulated A3 ({COMPUTE_CORES} AIC, {COMM_CORES} AIV)",
+                name=f"simulated A3 ({chip.aic_cores} AIC, {chip.aiv_cores} AIV)",
                 index=0,
                 emulated=True,
             ),
@@ -188,8 +186,9 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             transfer_paths=("p2p", "nic"),
             peer_access=True,
             simulated=True,
-            compute_cores=COMPUTE_CORES,
-            comm_cores=COMM_CORES,
+            compute_cores=machine().aic_cores,
+            comm_cores=machine().aiv_cores,
+            constants=machine().constants(),
         )
 
     def open(self, device: Accelerator) -> None:
@@ -210,22 +209,22 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         return Workspace(nbytes=geometry.workspace_bytes, signals=geometry.signals)
 
     def model(self, traces: Sequence[bytes], view: View) -> ModelledRun:
-        """Replay on the default machine description (``a3.json``)."""
-        from mkernel.backends.accelerators.ascend.machine import load_machine
+        """Replay on the default machine description (``machine.json``)."""
         from mkernel.backends.accelerators.ascend.timeline import model
 
-        return model(traces, load_machine(), view)
+        return model(traces, machine(), view)
 
     def launch(self, call: Call) -> AscendLaunch:
         """Start both kernels and return at once."""
         plan, module = call.plan, native()
         op = _op(plan)
         blocks = op.blocks(plan)
-        if blocks.cube > COMPUTE_CORES or blocks.comm + blocks.vector > COMM_CORES:
+        chip = machine()
+        if blocks.cube > chip.aic_cores or blocks.comm + blocks.vector > chip.aiv_cores:
             raise Unsupported(
                 f"plan.resources = {plan.resources} takes {blocks.cube} AIC and "
-                f"{blocks.comm} + {blocks.vector} AIV cores; the chip has {COMPUTE_CORES} AIC and "
-                f"{COMM_CORES} AIV cores"
+                f"{blocks.comm} + {blocks.vector} AIV cores; the chip has {chip.aic_cores} AIC and "
+                f"{chip.aiv_cores} AIV cores"
             )
         prepared = op.prepare(call)
         module.set_slots(self._slots or max(1, len(os.sched_getaffinity(0)) // plan.world_size))

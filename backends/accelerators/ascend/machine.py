@@ -1,11 +1,13 @@
 """Machine descriptions for the timed model: what a modelled chip, its fabric and its NIC can do.
 
-``a3.json`` beside this file is the default. A user's own file has the same fields; unknown fields
-and values out of range are refused. Rates are GB/s (1e9 bytes a second) in one direction.
+``machine.json`` beside this file is the default, and what plans know of the simulated chip. A user's
+own file has the same fields; unknown fields and values out of range are refused.
+Rates are GB/s (1e9 bytes a second) in one direction.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,9 @@ from mkernel.topology.model import Finite
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.ascend import _ascend
+
+
+FILE = Path(__file__).with_name("machine.json")
 
 
 class Cube(Finite):
@@ -118,8 +123,8 @@ class Machine(Finite):
         return made
 
     def constants(self) -> MachineConstants:
-        """What the planner needs of it: ``topology/data/ascend.json`` holds the default's, since the
-        topology knows no backend."""
+        """What the planner needs of it, so that a plan predicts and a simulation models the same
+        machine."""
 
         def tflops(macs_per_cycle: float) -> float:
             return round(2e-3 * macs_per_cycle * self.clock_ghz, 1)
@@ -143,5 +148,10 @@ class Machine(Finite):
 
 def load_machine(path: str | Path | None = None) -> Machine:
     """A machine description; ``None``: the A3-class default. InputFileError names the bad field."""
-    file = Path(path) if path is not None else Path(__file__).with_name("a3.json")
-    return Machine.from_file(file, "machine description")
+    return machine() if path is None else Machine.from_file(Path(path), "machine description")
+
+
+@cache
+def machine() -> Machine:
+    """The default; read once."""
+    return Machine.from_file(FILE, "machine description")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mkernel.backends.accelerators.ascend.backend import COMM_CORES
+from mkernel.backends.accelerators.ascend.machine import machine
 from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES, Blocks, Prepared, dense, native
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import Unsupported
@@ -173,8 +173,8 @@ def _shape(plan: LaunchPlan) -> MoeShape | CombineShape:
 def _blocks(plan: LaunchPlan, cube: int) -> Blocks:
     """Two vector cores of the compute kernel beside each planned compute core, as far as there are:
     at most half of the chip's communicate."""
-    comm = min(plan.resources.comm_blocks, COMM_CORES // 2)
-    return Blocks(comm, cube, min(2 * plan.resources.compute_blocks, COMM_CORES - comm))
+    comm = min(plan.resources.comm_blocks, machine().aiv_cores // 2)
+    return Blocks(comm, cube, min(2 * plan.resources.compute_blocks, machine().aiv_cores - comm))
 
 
 def _cut(plan: LaunchPlan) -> dict[str, Any]:

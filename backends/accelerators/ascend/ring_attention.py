@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mkernel.backends.accelerators.ascend.backend import COMM_CORES
+from mkernel.backends.accelerators.ascend.machine import machine
 from mkernel.backends.accelerators.ascend.op import Blocks, Prepared, dense, native
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import ShapeError, Unsupported
@@ -48,8 +48,8 @@ class RingAttentionOp:
         """Vector cores are shared: the comm kernel has what the plan gives it, but for two that are
         always left; each cube core then needs two of the others, so there may be fewer of those than
         planned."""
-        comm = min(plan.resources.comm_blocks, COMM_CORES - _VECTORS_PER_CUBE)
-        most = (COMM_CORES - comm) // _VECTORS_PER_CUBE
+        comm = min(plan.resources.comm_blocks, machine().aiv_cores - _VECTORS_PER_CUBE)
+        most = (machine().aiv_cores - comm) // _VECTORS_PER_CUBE
         cube = min(plan.resources.compute_blocks, most)
         return Blocks(comm=comm, cube=cube, vector=_VECTORS_PER_CUBE * cube)
 

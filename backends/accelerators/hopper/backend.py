@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.accelerators.hopper import tuning
 from mkernel.backends.accelerators.hopper.capabilities import library_ops, ops
+from mkernel.backends.accelerators.hopper.machine import FILE, machine
 from mkernel.backends.accelerators.hopper.native import missing
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from mkernel.backends.cuda import _cuda
     from mkernel.backends.transport import _transport
 
-_PLAIN_PROCESSORS = 132
-"""An H100 or H200 has so many; plans assume it where no device is here to ask."""
-
 
 class HopperAccelerator(AcceleratorBackend, Instrumented):
     """GPUs of compute capability 9.0 that reach each other's memory.
@@ -47,6 +45,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
 
     name: ClassVar[str] = "hopper"
     preference: ClassVar[int] = 20
+    machine_file: ClassVar[Path | None] = FILE
     visibility: ClassVar[Mapping[str, str]] = {"cuda": "CUDA_VISIBLE_DEVICES"}
     device = "cuda"
 
@@ -105,7 +104,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         """The GEMM ops in half precision, for what this build has kernels of."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
-            processors = found[0].multiprocessors if found else _PLAIN_PROCESSORS
+            processors = found[0].multiprocessors if found else machine().cores
             self._capabilities = AcceleratorCapabilities(
                 ops=ops(),
                 dtypes=("bfloat16", "float16"),
@@ -125,6 +124,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 library_ops=library_ops(),
                 kinds=("cuda",),
                 architectures=(f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
+                constants=machine().constants,
             )
         return self._capabilities
 

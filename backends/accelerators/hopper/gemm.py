@@ -21,13 +21,13 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
     one_node,
 )
+from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import (
     GatherSchedule,
     ReduceSchedule,
     TilingName,
 )
-from mkernel.backends.accelerators.hopper.transfer.engines import measured_engines
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
@@ -246,7 +246,7 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
 def _copy(dst: int, src: int, nbytes: int, stream: int) -> None:
     """Copy within this GPU. No kernel of the call needs its multiprocessors any more."""
     if nbytes:
-        made, best = native(), measured_engines().choose("local", nbytes)
+        made, best = native(), machine().copies.choose("local", nbytes)
         engine = getattr(made.Engine, best.engine)
         made.copy(dst, src, nbytes, engine, max(best.blocks, 1), stream=stream)
 

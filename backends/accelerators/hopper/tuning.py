@@ -1,15 +1,14 @@
 """How the GEMM ops are scheduled: tile sizes, chunks, who pushes them, bands, exchanges.
 
-Pure functions of a plan's sizes. The numbers here and in transfer/engines.json
-were measured on four H200 with bfloat16 and NVLink; they change times, never results.
+Pure functions of a plan's sizes. The numbers come from ``machine.json`` (:mod:`.machine`), which says
+where each was measured; they change times, never results.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
+from mkernel.backends.accelerators.hopper.machine import Spread, machine
 from mkernel.backends.accelerators.hopper.schedule import (
     GatherSchedule,
     LibrarySchedule,
@@ -17,9 +16,10 @@ from mkernel.backends.accelerators.hopper.schedule import (
     TilingName,
     Way,
 )
-from mkernel.backends.accelerators.hopper.transfer.engines import Choice, measured_engines
+from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, LaunchPlan
+from mkernel.topology.cost import gemm_tile_us
 
 FLAGS = 114_688
 """Flags of a workspace, one a chunk of each rank; as in device/workspace.cuh."""
@@ -27,84 +27,21 @@ COPIED_CHUNKS = 16
 """Copy engines move at most so many chunks: there are so many copies of the epoch for them."""
 
 ELEMENT_BYTES = 2
-TILE_ROWS = 128
-CLUSTER_TILES: dict[TilingName, tuple[int, int]] = {
-    "wide": (256, 256),
-    "deep": (256, 256),
-    "narrow": (128, 128),
-}
-"""Rows and columns of the output that a cluster of blocks, one to TILE_ROWS, computes at a time."""
-BAND = 8
-"""Rows of clusters that share columns of B in L2."""
 
-NARROW_BELOW_WAVES = 1.2
-"""With fewer wide tiles for each multiprocessor than this, narrow ones keep more of them busy."""
-DEEP_UP_TO_WAVES = 2.0
-DEEP_FROM_K = 4096
-
-PUSH_BLOCKS = 8
-"""Blocks of the kernel that push small shards: they start at once, copy engines later."""
-PUSHERS = 2 * PUSH_BLOCKS
+_MACHINE = machine()
+TILE_ROWS = _MACHINE.tilings.block_rows
+CLUSTER_TILES = _MACHINE.tilings.clusters
+BAND = _MACHINE.tilings.band
+PUSH_BLOCKS = _MACHINE.pushing.blocks
+PUSHERS = PUSH_BLOCKS * _MACHINE.pushing.threads_of_a_block
 """Threads that push; each has a chunk of its own under way."""
-PUSHED_ROWS = 64
-PUSHED_BYTES = 128 << 10
-"""A pushing thread publishes at most so many rows at once, and at least so many bytes."""
-
-SLICES = 2
-SLICED_FROM = 0.7
-"""Where the copies take longer than this share of the product's time, tiles of the rows that come
-last begin with a part of K. Below it, the loader's waits cost more than that saves."""
-SLICE_US = 5.0
-"""Each further slice costs a flag's copy and the gaps around it."""
-
-CORE_TFLOPS = 5.8
-"""One multiprocessor's rate while it computes tiles; it gives the time of a wave."""
-LATE = 1.25
-"""Rows may come later than copies alone take, by this factor: the link has other traffic, and ranks
-start apart."""
-
-SCATTERED_ELEMENTS = 1 << 12
-"""Whole products of up to so many elements are rounded by a copy of their own. The library may cut a
-product along K and round the parts, an error that scatters where there are few elements."""
-
-ONE_SHOT_BYTES = 1 << 20
-"""Up to so many bytes of partial results, times W - 2, it is faster to send all of them to every
-rank than to send sums in an exchange of their own: (W-1)(W-2)/W times the bytes, but 5 us less to
-wait."""
-ONE_SHOT_MOST = 8 << 20
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How a reduction spreads its transfers over the call, for shares of K from ``from_k`` on.
-
-    ``wave_of``: an owner's tiles are cut into panels, and the own tiles of a panel are computed after
-    the other owners' tiles of the next. A panel is so large that its tiles of all owners, or of the
-    others, are one wave; None: one panel is all. ``pace``: least clock cycles between two puts of a
-    block. ``by_outbox``: puts come from memory, not straight from the block that made the tile:
-    smoother, and worth its memory traffic where the link is nearly full.
-    """
-
-    from_k: int
-    wave_of: Literal["all", "others"] | None
-    pace: int
-    by_outbox: bool = False
-
-
+PUSHED_ROWS = _MACHINE.pushing.most_rows
+PUSHED_BYTES = _MACHINE.pushing.least_bytes
+SLICES = _MACHINE.slicing.slices
 SPREADS: dict[str, tuple[Spread, ...]] = {
-    "gemm_reduce_scatter": (
-        Spread(4096, None, 3500),
-        Spread(2048, None, 2000, by_outbox=True),
-        Spread(0, "all", 0),
-    ),
-    "gemm_all_reduce": (
-        Spread(4096, "others", 4000),
-        Spread(2048, "others", 2000, by_outbox=True),
-        Spread(0, "others", 0),
-    ),
+    "gemm_reduce_scatter": _MACHINE.spreads.gemm_reduce_scatter,
+    "gemm_all_reduce": _MACHINE.spreads.gemm_all_reduce,
 }
-"""Ordered by a rank's share of K, the longest first. That share sets the time of a tile, in which
-the tile's puts must fit."""
 
 
 def schedule(plan: LaunchPlan) -> GatherSchedule | ReduceSchedule | LibrarySchedule | None:
@@ -125,11 +62,12 @@ def schedule(plan: LaunchPlan) -> GatherSchedule | ReduceSchedule | LibrarySched
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
     """The tiling of a product of ``owners`` blocks of ``rows`` rows each on ``processors``
     multiprocessors."""
-    height, width = CLUSTER_TILES["wide"]
+    menu = _MACHINE.tilings
+    height, width = menu.clusters["wide"]
     waves = owners * _up(rows, height) * _up(n, width) * (height // TILE_ROWS) / processors
-    if waves < NARROW_BELOW_WAVES:
+    if waves < menu.narrow_below_waves:
         return "narrow"
-    if waves <= DEEP_UP_TO_WAVES and k >= DEEP_FROM_K:
+    if waves <= menu.deep_up_to_waves and k >= menu.deep_from_k:
         return "deep"
     return "wide"
 
@@ -140,11 +78,12 @@ def gather(rows: int, n: int, k: int, world: int, chunk: int, processors: int) -
     chunk = max(chunk, _up(rows, FLAGS // world))
     if world == 1:
         return GatherSchedule(tiling=tiles, chunk_rows=rows, push_blocks=0, band=BAND)
-    engines, nbytes = measured_engines(), rows * k * ELEMENT_BYTES
+    engines, nbytes = _MACHINE.copies, rows * k * ELEMENT_BYTES
     by_engines = engines.choose("put", nbytes, 0, flagged=True)
     by_blocks = engines.choose("put", nbytes, PUSH_BLOCKS, flagged=True)
     work = _Tiles(tiles, rows, n, k, world)
-    sliced = (world - 1) * by_engines.microseconds > SLICED_FROM * work.product_us(processors)
+    hidden_us = _MACHINE.slicing.from_share * work.product_us(processors)
+    sliced = (world - 1) * by_engines.microseconds > hidden_us
     slices = SLICES if sliced and chunk == rows else 1
     blocks = 0 if by_blocks.engine == "copy_engine" else PUSH_BLOCKS
     if blocks and _finish_us(work, by_engines, processors, slices) < _finish_us(
@@ -180,7 +119,8 @@ class _Tiles:
         """Rows of clusters that one rank has."""
         self.columns = _up(n, width)
         self.world = world
-        self.tile_us = 2 * TILE_ROWS * width * k / (CORE_TFLOPS * 1e6)
+        rate = _MACHINE.constants.bfloat16_tflops_per_core
+        self.tile_us = gemm_tile_us(TILE_ROWS, width, k, rate)
 
     def product_us(self, processors: int) -> float:
         """The time of all waves of the product."""
@@ -191,7 +131,7 @@ class _Tiles:
 def _finish_us(work: _Tiles, put: Choice, processors: int, slices: int = 1) -> float:
     """When the last tile is done. It ends after all others, and after the last rows have come: by
     then the last of the ``slices`` of K is left to do."""
-    there_us = (work.world - 1) * put.microseconds + (slices - 1) * SLICE_US
+    there_us = (work.world - 1) * put.microseconds + (slices - 1) * _MACHINE.slicing.slice_us
     return max(work.product_us(processors), there_us + work.tile_us / slices)
 
 
@@ -203,7 +143,7 @@ def _columns_ahead(work: _Tiles, there_us: float, processors: int) -> int:
     """
     if work.rows >= BAND:
         return 0
-    waves = math.ceil(LATE * there_us / work.tile_us)
+    waves = math.ceil(_MACHINE.slicing.late * there_us / work.tile_us)
     ahead = _up(waves * (processors // work.cluster), work.rows)
     return ahead if ahead < work.columns else 0
 
@@ -239,11 +179,14 @@ def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibraryS
     whole = op == "all_gather_gemm" or world == 1
     product = paths.partial_dtype(shape, dtype)
     if whole:
-        product = "float32" if shape.m * shape.n <= SCATTERED_ELEMENTS else dtype
+        product = "float32" if shape.m * shape.n <= _MACHINE.partials.scattered_elements else dtype
     way: Way | None = None
     if op == "gemm_all_reduce" and not whole:
         nbytes = shape.m * shape.n * DTYPE_BYTES[product]
-        brief = nbytes <= ONE_SHOT_MOST and nbytes * (world - 2) <= ONE_SHOT_BYTES
+        brief = (
+            nbytes <= _MACHINE.all_reduce.one_shot_most
+            and nbytes * (world - 2) <= _MACHINE.all_reduce.one_shot_bytes
+        )
         way = "one_shot" if brief else "two_shot"
     return LibrarySchedule(product=product, way=way)
 

@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from mkernel.backends.accelerators.streams.device import DEVICES, Device
+from mkernel.backends.accelerators.streams.machine import FILE
 from mkernel.backends.accelerators.streams.settings import StreamsSettings
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
@@ -62,6 +64,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
 
     name: ClassVar[str] = "streams"
     settings = StreamsSettings
+    machine_file: ClassVar[Path | None] = FILE
     visibility: ClassVar[Mapping[str, str]] = {
         "cuda": "CUDA_VISIBLE_DEVICES",
         "ascend": "ASCEND_RT_VISIBLE_DEVICES",

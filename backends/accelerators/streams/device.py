@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mkernel.backends.accelerators.streams import npu
+from mkernel.backends.accelerators.streams.machine import torch_device
 from mkernel.backends.accelerators.streams.settings import StreamsSettings
 from mkernel.backends.cuda import native
 from mkernel.errors import ArgumentError
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-_MACHINES = {"cpu": (None, 1), "cuda": ("streams-cuda", 132), "npu": ("ascend", 24)}
-"""Constants for plans, and the cores of the device that they describe. These do not depend on the
-device that is here, because ranks on unlike devices must plan alike."""
 _KINDS: dict[str, KindName] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
 DEVICES: dict[KindName, str] = {"cuda": "cuda", "rocm": "cuda", "ascend": "npu", "cpu": "cpu"}
 """torch's name of each kind of device that it runs on."""
@@ -56,7 +54,8 @@ class Device:
                 "MKERNEL_STREAMS_DEVICE", repr(self.name), f"one of: {', '.join(_COLLECTIVES)}"
             )
         self.collectives = _COLLECTIVES[self.name]
-        self.constants, self.cores = _MACHINES[self.name]
+        described = torch_device(self.name)
+        self.constants, self.cores = described.constants, described.cores
         self.has_streams = self.name != "cpu"
         # An NPU's streams have limits while a call runs, which what comes after it must not have.
         self.queues = self.name == "cuda"

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mkernel.backends.accelerators.ascend.backend import record
+from mkernel.backends.accelerators.ascend.backend import AscendAccelerator, record
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.accelerators.ascend.trace import Kind
 from mkernel.errors import InputFileError
-from mkernel.topology.cost import default_constants
 
 from .rig import (
     A3,
@@ -175,7 +174,7 @@ def test_tracks_and_pipes(nodes: int) -> None:
 
 
 def test_the_planner_has_the_constants_of_the_modelled_machine() -> None:
-    assert default_constants("ascend") == A3.constants()
+    assert AscendAccelerator().capabilities().constants == A3.constants()
 
 
 def test_machine_files(tmp_path: Path) -> None:

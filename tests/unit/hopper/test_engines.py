@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mkernel.backends.accelerators.hopper.transfer.engines import Engines, measured_engines
+from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.hopper.transfer.engines import Engines
 from mkernel.errors import InputFileError
 
 
@@ -23,6 +24,7 @@ def curve(engine: str, blocks: int, *points: tuple[int, float]) -> dict[str, Any
 MEASURED = Engines.model_validate(
     {
         "source": "invented",
+        "keeps_processors": 0.03,
         "directions": {
             "put": [
                 curve("copy_engine", 0, (1000, 10.0), (100_000, 20.0)),
@@ -70,7 +72,7 @@ def test_an_unmeasured_direction_is_said() -> None:
 
 
 def test_what_comes_with_the_package() -> None:
-    engines = measured_engines()
+    engines = machine().copies
     assert engines.choose("put", 1 << 18).engine != "copy_engine"
     for direction in ("put", "get"):
         assert engines.choose(direction, 1 << 30).engine == "copy_engine"

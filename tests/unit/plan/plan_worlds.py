@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import devices
+from shipped import constants_of
 
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import Planned, explain
-from mkernel.topology.cost import default_constants
 from mkernel.topology.model import Topology
 from mkernel.topology.reshape import split_into_nodes
 from mkernel.topology.world_map import world_map
@@ -26,6 +26,7 @@ CAPABILITIES = AcceleratorCapabilities(
     simulated=True,
     compute_cores=24,
     comm_cores=48,
+    constants=constants_of("ascend"),
 )
 
 
@@ -48,8 +49,7 @@ def explained(
         **options,
     }
     claims = arguments["capabilities"]
-    constants = arguments.pop("constants", None)
-    constants = constants or default_constants(claims.constants or arguments["accelerator"])
+    constants = arguments.pop("constants", claims.constants)
     where = world_map(topology, ranks_per_node, constants, group=claims.process_group)
     return explain(op, sizes, world=where, **arguments)
 

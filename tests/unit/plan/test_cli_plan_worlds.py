@@ -11,10 +11,10 @@ import pytest
 from devices import SIM, SOFT, gpu, node
 from devices import nic as port
 from devices import world as worlds
+from shipped import constants_of
 
 from mkernel.cli.plan import PlanReport, command
 from mkernel.errors import ArgumentError, NoRoute, ShapeError, Unsupported
-from mkernel.topology.cost import default_constants
 from mkernel.topology.model import Topology
 from mkernel.topology.sources.chips import architecture
 
@@ -113,7 +113,7 @@ def test_a_chip_that_hopper_does_not_run_on(tmp_path: Path, chip: str) -> None:
 
 def test_constants_that_a_user_gives_are_of_the_users_chips(tmp_path: Path) -> None:
     file = tmp_path / "constants.json"
-    given = default_constants("streams").model_copy(update={"name": "mine"})
+    given = constants_of("streams").model_copy(update={"name": "mine"})
     file.write_text(given.model_dump_json())
     made = report(tmp_path, "--constants", str(file), world=machine(name="NVIDIA L4")).plan
     assert made.prediction is not None

@@ -4,6 +4,7 @@ from typing import Any, get_args
 
 import pytest
 from plan_worlds import CAPABILITIES, explained
+from shipped import constants_of
 
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.decide import GAIN, choose
@@ -11,10 +12,9 @@ from mkernel.plan.model import Exchange
 from mkernel.plan.order import Runs
 from mkernel.plan.planner import Planned
 from mkernel.plan.simulate import simulate
-from mkernel.topology.cost import default_constants
 
 BOTH = CAPABILITIES.model_copy(update={"exchanges": get_args(Exchange)})
-CONSTANTS = default_constants("ascend")
+CONSTANTS = constants_of("ascend")
 
 
 def considered(nodes: int = 4, ranks: int = 4, **options: Any) -> Planned:
@@ -124,7 +124,7 @@ BY_ROWS = CAPABILITIES.model_copy(
         "comm_cores": 1,
     }
 )  # fmt: skip
-GPU = default_constants("hopper").model_copy(update={"fused": None, "library": None})
+GPU = constants_of("hopper").model_copy(update={"fused": None, "library": None})
 
 
 def simulated(

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from plan_worlds import CAPABILITIES, make, world
 from rich.console import Console
+from shipped import constants_of
 
 from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
 from mkernel.plan.model import GemmShape, LaunchPlan, first_difference
-from mkernel.topology.cost import MachineConstants, default_constants
+from mkernel.topology.cost import MachineConstants
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HOPPER = CAPABILITIES.model_copy(
@@ -27,6 +28,7 @@ HOPPER = CAPABILITIES.model_copy(
         "comm_cores": 132,
         "chunk_unit": "rows",
         "library_ops": OPS,
+        "constants": constants_of("hopper"),
     }
 )
 
@@ -51,7 +53,7 @@ def simple() -> MachineConstants:
         "exchange_us": 5.0,
         "egress_gbs": 100.0,
     }
-    made = default_constants("hopper").model_dump() | {
+    made = constants_of("hopper").model_dump() | {
         "name": "simple",
         "memory_gbs": 4000.0,
         "fused": path,
@@ -192,12 +194,13 @@ def test_without_a_library_path_there_is_no_choice() -> None:
         make(path="quick")
 
 
-def test_a_backend_without_constants_of_its_own_keeps_the_fused_path() -> None:
-    """The stand-in's constants say nothing of paths; asked for, the library path is planned."""
-    made = planned("all_gather_gemm", 64, 8192, 8192, accelerator="other")
+def test_constants_that_say_nothing_of_paths_keep_the_fused_one() -> None:
+    """Asked for, the library path is planned."""
+    other = {"constants": constants_of("ascend")}
+    made = planned("all_gather_gemm", 64, 8192, 8192, **other)
     assert made.path == "fused"
     assert made.prediction.library_us is None
-    forced = planned("all_gather_gemm", 64, 8192, 8192, accelerator="other", path="library")
+    forced = planned("all_gather_gemm", 64, 8192, 8192, path="library", **other)
     assert forced.path == "library"
 
 

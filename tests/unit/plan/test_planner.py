@@ -7,6 +7,7 @@ from devices import SOFT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_worlds import CAPABILITIES, make, world
+from shipped import constants_of
 
 import mkernel
 from mkernel.errors import (
@@ -20,7 +21,6 @@ from mkernel.errors import (
 )
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.shapes import nearest_multiples
-from mkernel.topology.cost import default_constants
 from mkernel.topology.model import Topology
 
 
@@ -121,7 +121,7 @@ def test_the_slowest_nic_decides_and_only_for_what_it_carries() -> None:
 
 
 def test_predictions_follow_the_constants() -> None:
-    slow = default_constants("ascend").model_copy(update={"name": "slow", "nic_gbs": 2.5})
+    slow = constants_of("ascend").model_copy(update={"name": "slow", "nic_gbs": 2.5})
     one, other = make().prediction, make(constants=slow).prediction
     assert other.comm_us > 5 * one.comm_us
     assert other.compute_us == one.compute_us

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from plan_worlds import CAPABILITIES, world
+from shipped import constants_of
 
 from mkernel.plan.model import AttentionShape, CombineShape, GemmShape, MoeShape, Shape
 from mkernel.plan.ops import OpName
 from mkernel.plan.planner import plan
 from mkernel.plan.predict import Payloads, payloads, work
-from mkernel.topology.cost import default_constants
 from mkernel.topology.world_map import world_map
 
 W = 4
@@ -74,7 +74,7 @@ def test_a_causal_call_is_predicted_to_compute_half_and_send_all() -> None:
     for causal in (False, True):
         made = plan(
             "ring_attention", {**sizes, "causal": causal}, dtype="float16",
-            world=world_map(world(2, 2), 2, default_constants("ascend")),
+            world=world_map(world(2, 2), 2, constants_of("ascend")),
             accelerator="ascend", capabilities=claims, nic="cx7", verbs="soft",
         )  # fmt: skip
         assert made.prediction is not None

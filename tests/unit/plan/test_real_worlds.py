@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from commands import run
 from machine_files import machine_file
+from shipped import constants_of
 
 from mkernel.cli.plan import PlanReport, command
-from mkernel.topology.cost import default_constants
 
 P5 = pytest.mark.parametrize("name", ["p5.hwloc", "p5.nccl", "hwloc-aws-p5.xml"])
 P4D = pytest.mark.parametrize("name", ["p4d.nccl", "nccl-aws-p4d.xml"])
@@ -70,7 +70,7 @@ def test_ndv4_has_a_nic_for_every_gpu_with_the_cpus_of_its_numa_node(
     ],
 )
 def test_a_thousand_nodes_are_simulated(name: str, tmp_path: Path) -> None:
-    constants = default_constants("hopper").model_copy(update={"architectures": ()})
+    constants = constants_of("hopper").model_copy(update={"architectures": ()})
     (tmp_path / "constants.json").write_text(constants.model_dump_json())
     flags = ("--simulate", "--constants", str(tmp_path / "constants.json"))
     report = planned(machine_file(name, tmp_path), *flags, nodes=1024)

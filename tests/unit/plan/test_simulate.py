@@ -8,16 +8,16 @@ from devices import SOFT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_worlds import CAPABILITIES, make, world
+from shipped import constants_of
 
 from mkernel.plan.model import Exchange, LaunchPlan, OpName
 from mkernel.plan.order import Runs
 from mkernel.plan.predict import payloads
 from mkernel.plan.simulate import Simulation, simulate, trace
 from mkernel.plan.waves import ends_us
-from mkernel.topology.cost import default_constants
 from mkernel.topology.model import NumaNode, Topology
 
-CONSTANTS = default_constants("ascend")
+CONSTANTS = constants_of("ascend")
 FREE = CONSTANTS.model_copy(
     update={"signal_us": 0.0, "launch_us": 0.0, "p2p_latency_us": 0.0, "nic_latency_us": 0.0}
 )

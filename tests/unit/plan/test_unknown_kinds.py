@@ -9,11 +9,12 @@ import pytest
 from devices import gpu, nic, node, world
 from plan_worlds import CAPABILITIES, make
 from pydantic import ValidationError
+from shipped import constants_of
 
 from mkernel.plan.model import GemmTile
 from mkernel.probe.matrix import matrix
 from mkernel.probe.report import report
-from mkernel.topology.cost import default_constants
+from mkernel.topology.cost import load_constants
 from mkernel.topology.discover import Discovery
 from mkernel.topology.model import Accelerator, FabricLink, Topology
 from mkernel.topology.paths import NodePaths
@@ -33,14 +34,14 @@ ONE = node(
 
 def test_a_plan_of_them(tmp_path: Path) -> None:
     file = tmp_path / "tpu.json"
-    rates = default_constants("streams").model_copy(update={"name": "measured by its vendor"})
+    rates = constants_of("streams").model_copy(update={"name": "measured by its vendor"})
     file.write_text(rates.model_dump_json())
     claims = CAPABILITIES.model_copy(
         update={
             "simulated": False,
             "kinds": ("tpu",),
             "architectures": ("v9",),
-            "constants": file,
+            "constants": load_constants(file),
             "tile": GemmTile(rows=64, columns=512, depth_bytes=256, step_bytes=64),
         }
     )

@@ -6,15 +6,16 @@ import pytest
 from devices import gpu, nic, node, rails, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shipped import constants_of
 
 from mkernel.errors import NoRoute
-from mkernel.topology.cost import MachineConstants, default_constants, transfer_us
+from mkernel.topology.cost import MachineConstants, transfer_us
 from mkernel.topology.model import FabricLink, Node, Topology
 from mkernel.topology.placement import place
 from mkernel.topology.routes import Route, RouteTable
 from mkernel.topology.routing import routes
 
-CONSTANTS = default_constants("hopper")
+CONSTANTS = constants_of("hopper")
 APART = CONSTANTS.model_copy(update={"cross_rail_share": 0.25, "cross_rail_latency_us": 3.0})
 NOT_JOINED = CONSTANTS.model_copy(update={"cross_rail_share": 0.0})
 

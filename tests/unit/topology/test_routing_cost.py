@@ -4,25 +4,27 @@ import json
 from pathlib import Path
 
 import pytest
-from devices import SIM, SOFT, node, world
+from devices import SIM, SOFT, gpu, node, world
 from hypothesis import given
 from hypothesis import strategies as st
+from shipped import constants_of
 
 from mkernel.errors import ArgumentError, InputFileError, NoRoute
 from mkernel.topology.cost import (
     MachineConstants,
-    default_constants,
     gemm_tile_us,
     gemm_us,
     load_constants,
     transfer_us,
 )
-from mkernel.topology.model import Nic, Topology
+from mkernel.topology.defaults import defaults
+from mkernel.topology.model import FabricLink, Nic, Topology
 from mkernel.topology.placement import place
 from mkernel.topology.reshape import split_into_nodes
 from mkernel.topology.routing import routes
+from mkernel.topology.world_map import world_map
 
-CONSTANTS = default_constants("ascend")
+CONSTANTS = constants_of("ascend")
 MACHINE = world(node())
 
 
@@ -146,10 +148,14 @@ def test_the_shipped_constants_are_the_documented_ones() -> None:
         CONSTANTS.tflops_per_core("int8")
 
 
-def test_an_unknown_machine_does_not_pretend_to_be_known() -> None:
-    other = default_constants("third-party")
-    assert "stand-in" in other.name
-    assert "third-party" in other.name
+def test_links_of_a_machine_without_constants_are_as_rated_or_usual() -> None:
+    """Where nobody knows constants: a link's own rate, else the default of all links."""
+    one, other = gpu(0), gpu(1)
+    rated = FabricLink(kind="nvlink", ends=(one.id, other.id), count=18, gbs=450.0)
+    for fabric, gbs in (((), defaults().fabric.gbs), ((rated,), 450.0)):
+        made = world_map(world(node((one, other), fabric=fabric)), 2, None).links.table
+        assert {way.bandwidth_gbs for way in made.classes} == {gbs}
+        assert {way.latency_us for way in made.classes} == {defaults().fabric.latency_us}
 
 
 def test_constants_from_a_file(tmp_path: Path) -> None:

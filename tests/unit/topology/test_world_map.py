@@ -8,14 +8,14 @@ import pytest
 from commands import run
 from counted import found
 from devices import gpu, nic, node, world
+from shipped import constants_of
 
 from mkernel.cli.plan import command
 from mkernel.errors import ArgumentError
-from mkernel.topology.cost import default_constants
 from mkernel.topology.placement import Pinning
 from mkernel.topology.world_map import world_map
 
-CONSTANTS = default_constants("ascend")
+CONSTANTS = constants_of("ascend")
 TWO = world(node((gpu(0), gpu(1)), (nic(0), nic(1))), node((gpu(0), gpu(1)), (nic(0), nic(1))))
 
 

@@ -27,7 +27,7 @@
 
 namespace mkernel::ascend::sim {
 
-// Rates in bytes per ns (= GB/s) unless named otherwise. See a3.json for their meaning.
+// Rates in bytes per ns (= GB/s) unless named otherwise. See machine.json for their meaning.
 struct Machine {
     double launch_ns = 0, issue_ns = 0, signal_ns = 0, scalar_ns = 0;
     double macs_per_ns_16 = 1, macs_per_ns_32 = 1, matmul_ns = 0;

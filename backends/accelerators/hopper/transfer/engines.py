@@ -1,25 +1,20 @@
 """Which engine copies, and on how many blocks: by direction and size, from measured times.
 
-``engines.json`` beside this file holds what ``bench/transfer.py`` measured; its ``--engines`` writes
-it anew on another machine.
+The ``copies`` of the backend's ``machine.json`` are what ``bench/transfer.py`` measured; its
+``--engines`` writes them anew on another machine.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Model
 
 Engine = Literal["copy_engine", "bulk", "plain"]
 Direction = Literal["put", "get", "local", "to_host", "from_host"]
-
-KEEPS_PROCESSORS = 0.03
-"""The copy engine takes no multiprocessor from anybody: it is chosen where it is at most this much
-slower than the best. Not within one GPU: there the driver runs a kernel."""
 
 
 class Point(Model):
@@ -61,10 +56,14 @@ class Choice(Model):
     microseconds: float
 
 
-class Engines(Model):
-    """What was measured on one kind of machine. ``multicast``: no engine writes multicast memory."""
+class Engines(Sourced):
+    """What was measured on one kind of machine. ``multicast``: no engine writes multicast memory.
 
-    source: str = Field(description="what the times were taken on, and by what")
+    ``keeps_processors``: the copy engine takes no multiprocessor from anybody, so it is chosen where it
+    is at most by this share slower than the best. Not within one GPU: there the driver runs a kernel.
+    """
+
+    keeps_processors: float = Field(ge=0)
     multicast: Literal[False] = False
     directions: dict[Direction, tuple[Curve, ...]]
 
@@ -92,12 +91,6 @@ class Engines(Model):
         best = min(choices, key=lambda choice: (choice.microseconds, choice.blocks))
         for choice in choices:
             free = choice.engine == "copy_engine" and direction != "local"
-            if free and choice.microseconds <= best.microseconds * (1 + KEEPS_PROCESSORS):
+            if free and choice.microseconds <= best.microseconds * (1 + self.keeps_processors):
                 return choice
         return best
-
-
-@cache
-def measured_engines() -> Engines:
-    """The times that come with mkernel."""
-    return Engines.from_file(Path(__file__).with_name("engines.json"), "engine times")

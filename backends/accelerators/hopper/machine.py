@@ -1,0 +1,106 @@
+"""Constants of the machines with Hopper GPUs: ``machine.json`` beside this file, the one place of them.
+
+The numbers say how fast things are and what is chosen when; they change times, never results.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from mkernel.backends.accelerators.hopper.schedule import TilingName
+from mkernel.backends.accelerators.hopper.transfer.engines import Engines
+from mkernel.backends.cuda.chips import ChipMachine
+from mkernel.topology.cost import MachineConstants
+from mkernel.topology.defaults import Sourced
+from mkernel.topology.model import Finite
+
+FILE = Path(__file__).with_name("machine.json")
+
+
+class Tilings(Sourced):
+    """The menu of output tiles. ``clusters``: rows and columns of the output that a cluster of blocks,
+    one to ``block_rows``, computes at a time."""
+
+    block_rows: int = Field(ge=1)
+    clusters: dict[TilingName, tuple[int, int]]
+    narrow_below_waves: float = Field(ge=0, description="wide tiles for each multiprocessor")
+    deep_up_to_waves: float = Field(ge=0)
+    deep_from_k: int = Field(ge=0)
+    band: int = Field(ge=1, description="rows of clusters that share columns of B in L2")
+
+
+class Pushing(Sourced):
+    """How blocks of the kernel push a shard."""
+
+    blocks: int = Field(ge=1)
+    threads_of_a_block: int = Field(ge=1, description="that push, each a chunk of its own")
+    most_rows: int = Field(ge=1)
+    least_bytes: int = Field(ge=1)
+
+
+class Slicing(Sourced):
+    """When copies come in slices of K."""
+
+    slices: int = Field(ge=1)
+    from_share: float = Field(ge=0, description="of the product's time, that the copies take")
+    slice_us: float = Field(ge=0, description="what each further slice costs")
+    late: float = Field(ge=1, description="rows come later than copies alone take, by this factor")
+
+
+class Partials(Sourced):
+    """Which products of the library are rounded by a copy of their own."""
+
+    scattered_elements: int = Field(ge=0, description="whole products of up to so many elements")
+
+
+class AllReduce(Sourced):
+    """When partial results go to every rank in one exchange."""
+
+    one_shot_bytes: int = Field(ge=0, description="of partial results, times W - 2")
+    one_shot_most: int = Field(ge=0, description="of them at all")
+
+
+class Spread(Finite):
+    """How a reduction spreads its transfers over the call, for shares of K from ``from_k`` on.
+
+    ``wave_of``: an owner's tiles are cut into panels, and the own tiles of a panel are computed after
+    the other owners' tiles of the next. A panel is so large that its tiles of all owners, or of the
+    others, are one wave; None: one panel is all. ``pace``: least clock cycles between two puts of a
+    block. ``by_outbox``: puts come from memory, not straight from the block that made the tile:
+    smoother, and worth its memory traffic where the link is nearly full.
+    """
+
+    from_k: int = Field(ge=0)
+    wave_of: Literal["all", "others"] | None
+    pace: int = Field(ge=0)
+    by_outbox: bool = False
+
+
+class Spreads(Sourced):
+    """By op: ordered by ``from_k``, the longest first; the last is for all."""
+
+    gemm_reduce_scatter: tuple[Spread, ...] = Field(min_length=1)
+    gemm_all_reduce: tuple[Spread, ...] = Field(min_length=1)
+
+
+class HopperMachine(ChipMachine):
+    """The whole file."""
+
+    constants: MachineConstants
+    tilings: Tilings
+    pushing: Pushing
+    slicing: Slicing
+    partials: Partials
+    all_reduce: AllReduce
+    spreads: Spreads
+    copies: Engines
+
+
+@cache
+def machine() -> HopperMachine:
+    """The constants that come with mkernel; read once."""
+    return HopperMachine.from_file(FILE, "constants of hopper")

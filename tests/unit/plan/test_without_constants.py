@@ -1,0 +1,55 @@
+"""A backend without constants: nothing is predicted, and no other chip stands in for its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import run
+from plan_worlds import CAPABILITIES, explained, make
+from rich.console import Console
+
+from mkernel.backends import registry
+from mkernel.cli.plan import PlanReport, command
+from mkernel.errors import Unsupported
+from mkernel.plan import render
+
+CLAIMS = CAPABILITIES.model_copy(update={"constants": None})
+PLUGIN = Path(__file__).parents[3] / "examples" / "plugins" / "tiny_accelerator"
+TINY = ("ag_gemm", "--accelerator", "tiny_accelerator:TinyAccelerator", "--nodes", "1")
+
+
+def test_everything_is_as_by_default_and_nothing_is_predicted() -> None:
+    made, alternatives = explained("ag_gemm", {"m": 2048, "n": 1024, "k": 2048}, 2, 2,
+                                   capabilities=CLAIMS)[:2]  # fmt: skip
+    assert made.prediction is None
+    assert alternatives == ()
+    like = make()
+    assert (made.placement, made.chunking, made.order) == (
+        like.placement,
+        like.chunking,
+        like.order,
+    )
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render.plan(made))
+    assert "predicted  nothing: no constants" in console.export_text()
+
+
+def test_constants_that_the_user_gives_count() -> None:
+    assert make(capabilities=CLAIMS, constants=CAPABILITIES.constants) == make()
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    monkeypatch.delenv("MKERNEL_CONSTANTS", raising=False)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_plug_in_may_bring_none() -> None:
+    report = PlanReport.model_validate_json(run(command, *TINY, "--json"))
+    assert report.launchable
+    assert report.plan.prediction is None
+    with pytest.raises(Unsupported, match=r"brings no constants .*--constants FILE"):
+        run(command, *TINY, "--simulate")
+    assert registry.accelerator(TINY[2]).machine_file is None
