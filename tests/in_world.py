@@ -11,6 +11,7 @@ from torch.distributed import TCPStore
 import mkernel
 from mkernel.cases import Case
 from mkernel.conformance.checks.failures import rank_outcome
+from mkernel.world.groups import Group
 
 DEADLINE_S = 60.0
 TOLD_S = DEADLINE_S / 2
@@ -39,11 +40,11 @@ def relative(result: torch.Tensor, reference: torch.Tensor) -> float:
     return float((result.double() - reference).norm() / reference.norm())
 
 
-def gathers(seed: int, rows: int = 64, k: int = 256, n: int = 128) -> float:
-    """The relative error of one AllGather+GEMM call in the current world, with fresh inputs."""
-    world = mkernel.world()
+def gathers(seed: int, rows: int = 64, k: int = 256, n: int = 128, group: Group = None) -> float:
+    """The relative error of one AllGather+GEMM call in the world of a group, with fresh inputs."""
+    world = mkernel.world(group)
     a, b = shards(seed, world.size, rows, k, n)
-    c = mkernel.all_gather_gemm(a[world.rank], b, out_dtype=torch.float32)
+    c = mkernel.all_gather_gemm(a[world.rank], b, out_dtype=torch.float32, group=group)
     return relative(c, torch.cat(a).double() @ b.double())
 
 

@@ -16,6 +16,7 @@ import torch
 
 from mkernel.ops.gemm import GemmOp
 from mkernel.ops.untraced import untraced
+from mkernel.world.groups import Group
 
 OP = GemmOp("all_gather_gemm", gathers=True)
 
@@ -30,6 +31,7 @@ def all_gather_gemm(
     chunk: int | None = None,
     gathered: torch.Tensor | None = None,
     return_gathered: Literal[False] = False,
+    group: Group = None,
 ) -> torch.Tensor: ...
 
 
@@ -43,6 +45,7 @@ def all_gather_gemm(
     chunk: int | None = None,
     gathered: torch.Tensor | None = None,
     return_gathered: Literal[True],
+    group: Group = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -56,6 +59,7 @@ def all_gather_gemm(
     chunk: int | None = None,
     gathered: torch.Tensor | None = None,
     return_gathered: bool = False,
+    group: Group = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """C [M, N_r] = concat(a over ranks, in rank order) @ b, with float32 accumulation.
 
@@ -74,6 +78,7 @@ def all_gather_gemm(
         gathered: [M, K] row-major, in the dtype of ``a``, to write the gathered A to. In memory of
             :func:`mkernel.empty` it costs nothing where kernels gather there.
         return_gathered: return (C, A) with the gathered A; allocated where ``gathered`` is None.
+        group: names the world; None: the default one.
 
     Returns:
         C [M, N_r], or (C, A).
@@ -91,5 +96,7 @@ def all_gather_gemm(
     Source of the decomposition: the dual-kernel AllGather+GEMM described in docs/architecture.md.
     """
     wanted = return_gathered if gathered is None else gathered
-    done = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk, gathered=wanted).outputs
+    done = OP.call(
+        a, b, out=out, out_dtype=out_dtype, chunk=chunk, gathered=wanted, group=group
+    ).outputs
     return (done["out"], done["gathered"]) if return_gathered else done["out"]

@@ -13,6 +13,7 @@ from mkernel.ops import validate
 from mkernel.ops.common import Done, Execution, checked, plan_for, tensor_signature
 from mkernel.ops.plain import plain
 from mkernel.plan.model import LaunchPlan, PathChoice
+from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
@@ -100,13 +101,14 @@ class GemmOp:
         chunk: int | None = None,
         gathered: bool | torch.Tensor = False,
         path: PathChoice | None = None,
+        group: Group = None,
         **execution: Unpack[Execution],
     ) -> Done:
-        """One call in the current world. Outputs: ``out``, and ``gathered`` if asked.
+        """One call in the world of a group. Outputs: ``out``, and ``gathered`` if asked.
 
         ``path``: instead of the setting's.
         """
-        world = current()
+        world = current(group)
         a, b, out, gathered = plain(self.name, _ARGUMENTS, (a, b, out, gathered))
         known = checked(
             world,

@@ -13,6 +13,7 @@ import torch
 
 from mkernel.ops.gemm import GemmOp
 from mkernel.ops.untraced import untraced
+from mkernel.world.groups import Group
 
 OP = GemmOp("gemm_reduce_scatter", scatters=True)
 
@@ -25,6 +26,7 @@ def gemm_reduce_scatter(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
+    group: Group = None,
 ) -> torch.Tensor:
     """Rows [r·M/W, (r+1)·M/W) of the sum over ranks of a @ b, on rank r.
 
@@ -38,6 +40,7 @@ def gemm_reduce_scatter(
         out: [M/W, N] row-major to write to; allocated where None.
         out_dtype: of the result; default: that of ``out``, else that of ``a``.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.
+        group: names the world; None: the default one.
 
     Returns:
         C [M/W, N].
@@ -47,5 +50,6 @@ def gemm_reduce_scatter(
             tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
-    result: torch.Tensor = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk).outputs["out"]
+    done = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group).outputs
+    result: torch.Tensor = done["out"]
     return result

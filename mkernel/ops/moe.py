@@ -24,6 +24,7 @@ from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.plain import plain
 from mkernel.ops.untraced import untraced
 from mkernel.plan.model import LaunchPlan
+from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -69,11 +70,12 @@ def dispatch(
     *,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
+    group: Group = None,
     **execution: Unpack[Execution],
 ) -> Done:
     """:func:`moe_dispatch_gemm` with its plan and record. Outputs: ``outputs``, ``counts``,
     ``handle``."""
-    world = current()
+    world = current(group)
     x, topk_ids, w = plain("moe_dispatch_gemm", ("x", "topk_ids", "w"), (x, topk_ids, w))
     capabilities = world.accelerator.capabilities()
     device = world.accelerator.device
@@ -137,6 +139,7 @@ def moe_dispatch_gemm(
     *,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
+    group: Group = None,
 ) -> MoeDispatch:
     """Send each token to its experts and multiply: outputs = rows of expert e @ w[e].
 
@@ -151,6 +154,7 @@ def moe_dispatch_gemm(
             [E/W, I, H].
         out_dtype: of the outputs; default: that of ``x``. Accumulation is in float32.
         chunk: rows a communication chunk; default: the planner's choice.
+        group: names the world; None: the default one.
 
     Returns:
         :class:`MoeDispatch`. Rows of one expert are ordered by source rank, token, slot.
@@ -160,7 +164,7 @@ def moe_dispatch_gemm(
             tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
-    done = dispatch(x, topk_ids, w, out_dtype=out_dtype, chunk=chunk).outputs
+    done = dispatch(x, topk_ids, w, out_dtype=out_dtype, chunk=chunk, group=group).outputs
     return MoeDispatch(done["outputs"], done["counts"], done["handle"])
 
 
@@ -170,15 +174,20 @@ def combine(
     topk_weights: torch.Tensor,
     *,
     out_dtype: torch.dtype | None = None,
+    group: Group = None,
     **execution: Unpack[Execution],
 ) -> Done:
     """:func:`moe_combine` with its plan and record. Output: ``out``."""
-    world = current()
+    world = current(group)
     capabilities = world.accelerator.capabilities()
     if not isinstance(handle, MoeHandle):
         raise ArgumentError("handle", type(handle).__name__, "what moe_dispatch_gemm returned")
     if handle.world is not world:
-        raise ArgumentError("handle", "of another world", "one of this world's moe_dispatch_gemm")
+        raise ArgumentError(
+            "handle",
+            "of another world",
+            f"one of this world's moe_dispatch_gemm ({world.name!r}); pass the dispatch's group",
+        )
     y, topk_weights = plain("moe_combine", ("y", "topk_weights"), (y, topk_weights))
     kept = handle.tensors()
     plain("moe_combine", tuple(kept), tuple(kept.values()))
@@ -225,6 +234,7 @@ def moe_combine(
     topk_weights: torch.Tensor,
     *,
     out_dtype: torch.dtype | None = None,
+    group: Group = None,
 ) -> torch.Tensor:
     """Bring experts' results home: out[t] = sum over slots of topk_weights[t, slot] · y[its row].
 
@@ -235,6 +245,7 @@ def moe_combine(
         handle: of the dispatch.
         topk_weights: [T, k], floating point; used as float32.
         out_dtype: of the result; default: that of ``y``.
+        group: names the world, which is that of the dispatch; None: the default one.
 
     Returns:
         [T, D] for this rank's tokens.
@@ -244,5 +255,6 @@ def moe_combine(
             tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
-    result: torch.Tensor = combine(y, handle, topk_weights, out_dtype=out_dtype).outputs["out"]
+    done = combine(y, handle, topk_weights, out_dtype=out_dtype, group=group).outputs
+    result: torch.Tensor = done["out"]
     return result

@@ -21,6 +21,7 @@ from mkernel.ops import validate
 from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.plain import plain
 from mkernel.ops.untraced import untraced
+from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 
@@ -49,10 +50,11 @@ def call(
     causal: bool = False,
     scale: float | None = None,
     chunk: int | None = None,
+    group: Group = None,
     **execution: Unpack[Execution],
 ) -> Done:
     """:func:`ring_attention` with its plan and record. Outputs: ``out``, ``lse``."""
-    world = current()
+    world = current(group)
     q, k, v = plain("ring_attention", ("q", "k", "v"), (q, k, v))
     capabilities = world.accelerator.capabilities()
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -109,6 +111,7 @@ def ring_attention(
     scale: float | None = None,
     chunk: int | None = None,
     return_lse: Literal[False] = False,
+    group: Group = None,
 ) -> torch.Tensor: ...
 
 
@@ -122,6 +125,7 @@ def ring_attention(
     scale: float | None = None,
     chunk: int | None = None,
     return_lse: Literal[True],
+    group: Group = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -135,6 +139,7 @@ def ring_attention(
     scale: float | None = None,
     chunk: int | None = None,
     return_lse: bool = False,
+    group: Group = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries over the keys and values of all ranks.
 
@@ -150,6 +155,7 @@ def ring_attention(
         scale: of the scores; default D^-0.5.
         chunk: positions a communication chunk; default: the planner's choice.
         return_lse: also return the log-sum-exp of the scaled scores.
+        group: names the world; None: the default one.
 
     Returns:
         out [B, Hq, S/W, D] in q's dtype; with ``return_lse`` (out, lse [B, Hq, S/W] float32).
@@ -162,5 +168,5 @@ def ring_attention(
     Source of the online softmax: Milakov and Gimelshein, "Online normalizer calculation for
     softmax", 2018; of the ring: Liu, Zaharia and Abbeel, "Ring Attention", 2023.
     """
-    done = call(q, k, v, causal=causal, scale=scale, chunk=chunk).outputs
+    done = call(q, k, v, causal=causal, scale=scale, chunk=chunk, group=group).outputs
     return (done["out"], done["lse"]) if return_lse else done["out"]

@@ -22,6 +22,7 @@ from mkernel.world.agreement import Agreement
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.join import DRAIN_S, Membership
+from mkernel.world.order import Turns
 
 _WAIT_SLICE_S = 0.05
 
@@ -36,9 +37,16 @@ class CallRecord(NamedTuple):
 
 
 class Calls:
-    """Runs the calls of one world on one rank, one after another."""
+    """Runs the calls of one world on one rank, one after another, from any thread.
 
-    def __init__(self, membership: Membership, exchange: Exchange, failure: FailureMonitor) -> None:
+    Args:
+        turns: the world's turns among all worlds of this process.
+    """
+
+    def __init__(
+        self, membership: Membership, exchange: Exchange, failure: FailureMonitor, turns: Turns
+    ) -> None:
+        self._turns = turns
         self._rank = exchange.rank
         self._accelerator = membership.accelerator
         self._heap = membership.heap
@@ -72,6 +80,19 @@ class Calls:
                 f"accelerator {self._accelerator.name!r} runs calls in the view 'pipelined' only, not "
                 f"{view!r}: it is not mkernel.backends.contracts.instrumented.Instrumented"
             )
+        with self._turns:
+            return self._run(plan, tensors, options, view, trace=trace, wait=wait)
+
+    def _run(
+        self,
+        plan: LaunchPlan,
+        tensors: Mapping[str, torch.Tensor],
+        options: Mapping[str, Any],
+        view: View,
+        *,
+        trace: bool,
+        wait: bool,
+    ) -> CallRecord:
         self._failure.raise_if_broken()
         self._failure.raise_recorded()
         running = self._running
@@ -82,6 +103,8 @@ class Calls:
             number = self._agreement.enter(plan, places)
             state = self._heap.of_plan(plan)
             state.epoch += 1
+            if self._queues:
+                self._turns.follow()
             launch = self._accelerator.launch(
                 Call(
                     plan=plan,
@@ -106,6 +129,8 @@ class Calls:
                     },
                 )
             )
+            if self._queues:
+                self._turns.queued()
         running.append(launch)
         if not (wait or trace or view != "pipelined") and self._queues:
             return CallRecord(LaunchTimes(), None, launch.results())
@@ -122,8 +147,14 @@ class Calls:
             WorldError: what broke one of them, the same kind on every rank. Timeout also where the
                 device did not come to a call within twice the deadline.
         """
-        self._await_all()
-        self._failure.raise_if_broken()
+        with self._turns:
+            self._await_all()
+            self._failure.raise_if_broken()
+
+    def drain(self) -> None:
+        """:meth:`synchronize`, for what no error has ended yet."""
+        if self._running:
+            self.synchronize()
 
     def _flush(self) -> None:
         """Wait for the puts that are still under way, and raise what broke them."""
@@ -140,7 +171,11 @@ class Calls:
             WorldError: what broke a call that was only queued, where nothing raised it before.
         """
         if error is not None and self._failure.notice is None:
-            self._failure.tell(error)
+            self._failure.tell(error)  # without a turn: the others must not wait for one
+        with self._turns:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         if error is None and self._running:
             self.synchronize()
         if self._failure.notice is None:

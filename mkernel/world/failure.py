@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.distributed import Store
@@ -71,6 +71,8 @@ class FailureMonitor:
         self.notice: Notice | None = None
         self.accelerator: AcceleratorBackend | None = None
         self.session: NicSession | None = None
+        # The other world that this process is making or calling; empty: there is none.
+        self.elsewhere: Callable[[], str] = lambda: ""
         # (number of the latest call, its key), replaced as one so that a heartbeat never pairs one
         # call's number with another's plan.
         self.call: tuple[int, str] = (0, "")
@@ -141,7 +143,7 @@ class FailureMonitor:
 
     def _status(self) -> dict[str, Any]:
         number, key = self.call
-        return {"call": number, "plan": key}
+        return {"call": number, "plan": key, "elsewhere": self.elsewhere()}
 
     # ---- what is raised ------------------------------------------------------------------------
 
@@ -216,19 +218,25 @@ class FailureMonitor:
             waiting = self.accelerator.at_deadline() if self.accelerator else ""
             return Timeout(
                 f"{diagnosis}; nothing came within {self.timeout_s:g} s: is that rank in the same "
-                f"call? {self._who_is_behind()}(MKERNEL_TIMEOUT_S raises the limit)"
+                f"call? {self.who_is_behind()}(MKERNEL_TIMEOUT_S raises the limit)"
                 + (f"; all that waited on rank {self.rank} then: {waiting}" if waiting else ""),
                 diagnosis,
             )
         return Timeout(f"the NIC did not complete its puts within {self.timeout_s:g} s")
 
-    def _who_is_behind(self) -> str:
-        """The first rank that has not reached this call, in words. The rank that is waited for may
-        itself wait for another."""
+    def who_is_behind(self) -> str:
+        """The first rank that has not reached this call, in words, and the other world that keeps it
+        busy; empty where there is none. The rank that is waited for may itself wait for another."""
         call = self.call[0]
         for rank in range(self.size):
             with contextlib.suppress(MkernelError):
                 told = self._alarm.peek(f"heartbeat/{rank}") if rank != self.rank else None
-                if told is not None and told["call"] < call:
-                    return f"Rank {rank} is still in call {told['call']}. "
+                if told is None or told["call"] >= call:
+                    continue
+                if told["elsewhere"]:
+                    return (
+                        f"Rank {rank} is busy with world {told['elsewhere']!r}: ranks that share "
+                        "several worlds make and call them in one order. "
+                    )
+                return f"Rank {rank} is still in call {told['call']}. "
         return ""

@@ -53,6 +53,20 @@ class GroupStore(Store):
         """Return once all keys are there. Timeout, Untrusted, what ``check`` raises."""
         self._collect(keys, self._timeout_s if timeout is None else timeout.total_seconds())
 
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Publish ``desired`` unless the key has a value; returns the value that it has now.
+        Unsupported: ``expected`` is not empty. Untrusted."""
+        if expected:
+            raise Unsupported(f"key {key!r}: only a key without a value can be compared and set")
+        raw = desired.encode() if isinstance(desired, str) else desired
+        told = self._bootstrap.publish_first(_name(key), base64.b64encode(raw).decode())
+        return base64.b64decode(told)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key, if it is there."""
+        self._bootstrap.forget(_name(key))
+        return True
+
     def _collect(self, keys: Sequence[str], limit_s: float) -> dict[str, Any]:
         return self._bootstrap.collect(
             "group",

@@ -16,6 +16,7 @@ from mkernel.backends.runtime import fd_exchange
 from mkernel.errors import ArgumentError, Untrusted
 from mkernel.settings import Settings
 from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.watchdog import host_identity
 
 _SECRET_BYTES = 32
 _MIN_SECRET_CHARS = 16
@@ -23,27 +24,52 @@ _LABEL = b"mkernel job secret\0"
 """What a descriptor with a secret begins with, so that no other memory of this user is taken for it."""
 
 
-def world_key(store: Store, rank: int, size: int, *, one_host: bool, settings: Settings) -> bytes:
+def world_key(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    name: str,
+    one_host: bool | None,
+    settings: Settings,
+) -> bytes:
     """The key that seals all messages of a world. Collective.
 
     It is derived from the job's secret and a nonce of every rank, so that no message of another world
     can be replayed in this one, even where several jobs share a secret.
 
     Args:
-        store: of this world only. one_host: whether all ranks run on this host, as their launcher says.
+        store: of this world only. name: the world's.
+        one_host: whether all ranks run on this host, as their launcher says; None: they find out.
 
     Raises:
         ArgumentError: several hosts and no secret; a secret that is too short. Timeout: a rank did
         not come. Untrusted: a stranger wrote to the store, or ranks have different secrets.
     """
-    with _job_secret(store, rank, size, one_host, settings) as secret:
+    shown = repr(name).replace("{", "{{").replace("}", "}}")
+    late = (
+        f"ranks {{missing}} did not come ({{key!r}}) to world {shown}, which its ranks make together, "
+        "and several in one order,"
+    )
+    if one_host is None and not settings.job_secret.get_secret_value():
+        one_host = _on_one_host(store, rank, size, late, settings)
+    with _job_secret(store, rank, size, bool(one_host), settings) as secret:
         greetings = Bootstrap(store, secret)
         own = secrets.token_hex(_SECRET_BYTES)
         greetings.publish(f"nonce/{rank}", own)
-        found = greetings.collect("nonce", range(size), settings.timeout_s)
+        found = greetings.collect("nonce", range(size), settings.timeout_s, late=late)
     # The own nonce is not taken from the store: if a stranger put an old one there, keys differ.
     nonces = [own if each == rank else found[each] for each in range(size)]
     return hmac.digest(secret, json.dumps(nonces).encode(), "sha256")
+
+
+def _on_one_host(store: Store, rank: int, size: int, late: str, settings: Settings) -> bool:
+    """Whether all ranks say that they run on this host. Nobody signs that yet: a stranger could make
+    them take the wrong way to a secret, on which they then find none."""
+    greetings = Bootstrap(store)
+    greetings.publish(f"greeting/{rank}", host_identity())
+    found = greetings.collect("greeting", range(size), settings.timeout_s, late=late)
+    return all(host == host_identity() for host in found.values())
 
 
 @contextlib.contextmanager

@@ -51,6 +51,7 @@ class Membership:
         group, session: what carries the bytes between nodes; in a world of one node there may be none.
 
     Args:
+        name: the world's.
         failure: is told of each part as it opens, so that a failure meanwhile ends its waits.
     """
 
@@ -63,12 +64,14 @@ class Membership:
 
     def __init__(
         self,
+        name: str,
         identity: Identity,
         backends: Backends,
         settings: Settings,
         exchange: Exchange,
         failure: FailureMonitor,
     ) -> None:
+        self._name = name
         self._me = identity
         self._backends = backends
         self._settings = settings
@@ -129,6 +132,7 @@ class Membership:
                 self._me.size,
                 self.group_store,
                 self._settings.timeout_s,
+                name=f"mkernel/{self._name}",
                 one_host=self._one_host,
                 undo=self._undo,
             )

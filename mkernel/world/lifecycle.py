@@ -1,35 +1,38 @@
-"""The default world of a process: ``init`` joins it, ``finalize`` leaves it, ``current`` returns it."""
+"""The worlds of a process: ``init`` makes one, ``finalize`` leaves it, ``current`` finds it."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed.device_mesh import DeviceMesh
 
 from mkernel import selection
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized
 from mkernel.settings import Settings, check_timeout
 from mkernel.settings import load as load_settings
+from mkernel.world import environment, groups, hosts
+from mkernel.world.environment import Started
+from mkernel.world.groups import Group
 from mkernel.world.handshake import world_key
 from mkernel.world.identity import Backends, Identity
+from mkernel.world.process_group import has_users_default
+from mkernel.world.registry import worlds
 from mkernel.world.world import World
 
+STARTED = "mkernel:"
+"""What names of worlds begin with that were made of the ranks that a launcher started."""
 
-@dataclass
-class _Default:
-    """The world that ``init`` made, and how many it has made: each gets a key prefix of its own."""
-
-    world: World | None = None
-    generation: int = 0
-
-
-_default = _Default()
+generations: Counter[str] = Counter()
+"""How many worlds this process has made of a group, by its name: each gets a key prefix of its own."""
 
 
 def init(
+    group: ProcessGroup | DeviceMesh | None = None,
     *,
     nodes: int | None = None,
     ranks_per_node: int | None = None,
@@ -40,15 +43,20 @@ def init(
     settings: Settings | None = None,
     stores: tuple[Store, Store] | None = None,
 ) -> World:
-    """Join the world that this process was started for. Collective.
+    """Make a world of the ranks of a group, or of all ranks. Collective among these.
 
-    Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` as
-    torchrun sets them; :func:`mkernel.launch` sets them too. Without them the world is this one
-    process.
+    A process may be in several worlds, which may end in any order. The first is the default of ops.
+    Ranks that share several worlds make them in one order, and call them in one order, as with
+    NCCL's communicators.
 
     Args:
+        group: the world's ranks, in the order of the group. None: all ranks, as torch.distributed
+            knows them where it is initialized; else as the environment tells: ``RANK``, ``WORLD_SIZE``,
+            ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun sets them, else
+            what SLURM's ``srun`` sets; else the world is this one process.
         nodes: number of nodes; more than there are hosts splits each host into emulated nodes,
-            whose ranks talk only through the NIC. Default: MKERNEL_NODES, else the hosts as found.
+            whose ranks talk only through the NIC. Default: the hosts as found, each split as
+            MKERNEL_NODES splits the whole job. Every node has as many ranks.
         ranks_per_node: checked against the world size where given.
         accelerator, nic, verbs: names of backends and provider, the same on all ranks; ``auto``: what
             this rank's machine has (:mod:`mkernel.selection`). Defaults: settings, which say ``auto``.
@@ -56,34 +64,93 @@ def init(
         stores: two clients of one torch store (one for the watchdog); default: env:// rendezvous.
 
     Raises:
-        AlreadyInitialized: this process is in a world. ArgumentError: the world size does not
-        match nodes x ranks, or a job on several hosts has no MKERNEL_JOB_SECRET. UnknownBackend,
-        BackendUnavailable. PlanMismatch: ranks were started with different options. Timeout: a rank
-        did not come. PeerFailure: a rank failed. Untrusted: a stranger wrote to the store, or ranks
-        have different secrets.
+        AlreadyInitialized: this process is in a world of that group, or, without ``group``, in a
+        default one. ArgumentError: this rank is not in the group; the number of ranks does not match
+        nodes x ranks, or hosts have different numbers of them; a job on several hosts has no
+        MKERNEL_JOB_SECRET. UnknownBackend, BackendUnavailable. PlanMismatch: ranks were started with
+        different options. Timeout: a rank did not come. PeerFailure: a rank failed. Untrusted: a
+        stranger wrote to the store, or ranks have different secrets.
     """
-    if _default.world is not None:
+    if group is None and worlds.default is not None:
         raise AlreadyInitialized(
-            "this process is already in a world; call mkernel.finalize() first"
+            "this process is already in a world; call mkernel.finalize() first, or pass group= to make "
+            "another one beside it"
         )
-    settings = settings or load_settings()
+    default = worlds.default
+    settings = settings or (load_settings() if default is None else default.settings)
     if timeout_s is not None:
         check_timeout("timeout_s", timeout_s)
         settings = settings.model_copy(update={"timeout_s": timeout_s})
-    identity = _identity(nodes if nodes is not None else settings.nodes, ranks_per_node)
-    backends = selection.backends(
-        settings, identity.nodes, accelerator=accelerator, nic=nic, verbs=verbs
-    )
-    _default.generation += 1
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    _default.world = join(
-        identity,
-        backends,
-        settings,
-        stores or _rendezvous(identity),
-        f"mkernel/{restarts}/{_default.generation}",
-    )
-    return _default.world
+    if default is not None:
+        accelerator = accelerator or default.backends.accelerator
+        nic, verbs = nic or default.backends.nic, verbs or default.backends.verbs
+    wanted = _Wanted(nodes, ranks_per_node, accelerator, nic, verbs)
+    if group is None and (stores is not None or not has_users_default()):
+        return _of_job(wanted, settings, stores)
+    return _of_group(groups.process_group(group or torch.distributed.group.WORLD), wanted, settings)
+
+
+class _Wanted(NamedTuple):
+    """What a caller of :func:`init` asks for."""
+
+    nodes: int | None
+    ranks_per_node: int | None
+    accelerator: str | None
+    nic: str | None
+    verbs: str | None
+
+    def backends(self, settings: Settings, nodes: int) -> Backends:
+        return selection.backends(
+            settings, nodes, accelerator=self.accelerator, nic=self.nic, verbs=self.verbs
+        )
+
+
+def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | None) -> World:
+    """The world of all ranks that a launcher started."""
+    job = environment.started()
+    nodes = settings.nodes if wanted.nodes is None else wanted.nodes
+    identity = _identity(job, nodes, wanted.ranks_per_node)
+    backends = wanted.backends(settings, identity.nodes)
+    name = f"{STARTED}{generations[STARTED]}"
+    with worlds.joining(name):
+        prefix = _prefix(STARTED)
+        world = _join(
+            identity, backends, settings, stores or environment.rendezvous(job), prefix, name
+        )
+        worlds.add(world, default=True)
+    return world
+
+
+def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World:
+    """The world of a process group's ranks."""
+    name, rank, size = group.group_name, group.rank(), group.size()
+    with worlds.joining(name):
+        prefix = _prefix(name)
+        one, two = (PrefixStore(prefix, store) for store in groups.stores(group))
+        key = world_key(one, rank, size, name=name, one_host=None, settings=settings)
+        met = hosts.meet(one, key, rank, size, _part(settings), settings.timeout_s)
+        found = hosts.nodes(met, groups.global_ranks(group))
+        identity = _identity(
+            Started(rank, size, size // found, None), wanted.nodes, wanted.ranks_per_node
+        )
+        backends = wanted.backends(settings, identity.nodes)
+        world = World(identity, backends, settings, (one, two), key, name)
+        worlds.add(world, default=True)
+    return world
+
+
+def _part(settings: Settings) -> int:
+    """The emulated node that this rank is on, where the hosts of its job are split."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    nodes = settings.nodes
+    job = worlds.default
+    if nodes is None and job is not None and job.size == size:  # its nodes may be emulated ones
+        nodes = job.identity.nodes
+    if nodes is None:
+        return 0
+    if size % nodes:
+        raise ArgumentError("MKERNEL_NODES", nodes, f"a divisor of {size}, the number of ranks")
+    return rank // (size // nodes)
 
 
 def join(
@@ -97,111 +164,130 @@ def join(
 
     Args:
         stores: two clients of one store.
-        prefix: of this world's keys there; no other world has it.
+        prefix: of this world's keys there; no other world has it. It is the world's name too.
 
     Raises:
         The errors of :func:`init` about ranks that do not fit together.
     """
+    with worlds.joining(prefix):
+        world = _join(identity, backends, settings, stores, prefix, prefix)
+        worlds.add(world, default=False)
+    return world
+
+
+def _join(
+    identity: Identity,
+    backends: Backends,
+    settings: Settings,
+    stores: tuple[Store, Store],
+    prefix: str,
+    name: str,
+) -> World:
     one, two = (PrefixStore(prefix, store) for store in stores)
     key = world_key(
         one,
         identity.rank,
         identity.size,
-        one_host=_environment_int("LOCAL_WORLD_SIZE", identity.size) >= identity.size,
+        name=name,
+        one_host=environment.started().per_host >= identity.size,
         settings=settings,
     )
-    return World(identity, backends, settings, (one, two), key)
+    return World(identity, backends, settings, (one, two), key, name)
 
 
-def finalize(error: BaseException | None = None) -> None:
-    """Leave the world and free all it holds; harmless without one.
+def _prefix(name: str) -> str:
+    """Of the keys of the next world of that group, which no world had before."""
+    generations[name] += 1
+    return f"mkernel/{environment.restarts()}/{generations[name]}"
+
+
+def _identity(job: Started, nodes: int | None, ranks_per_node: int | None) -> Identity:
+    if nodes is None:
+        nodes = job.size // (ranks_per_node or job.per_host) or 1
+    each = ranks_per_node or max(1, job.size // max(1, nodes))
+    if nodes < 1 or nodes * each != job.size:
+        raise ArgumentError(
+            "nodes",
+            nodes,
+            f"nodes x ranks_per_node = WORLD_SIZE = {job.size}",
+            why=f"{nodes} x {each} ranks = {nodes * each}",
+        )
+    return Identity(job.rank, nodes, each)
+
+
+def finalize(error: BaseException | None = None, *, group: Group = None) -> None:
+    """Leave a group's world and free all it holds; without ``group`` leave every world of this process,
+    the newest first. Harmless without one. Collective among the ranks of each.
 
     Args:
         error: why this rank stops early; the others then raise PeerFailure instead of waiting.
+
+    Raises:
+        NotInitialized: there is no world of that group. WorldError: what broke a call that was only
+        queued, where nothing raised it before; the other worlds have ended all the same.
     """
-    world, _default.world = _default.world, None
-    if world is not None:
-        world.close(error)
+    ending = worlds.all() if group is None else [current(group)]
+    with contextlib.ExitStack() as ends:  # also those after one that raises
+        for world in reversed(ending):
+            ends.callback(world.close, error)
 
 
-def synchronize() -> None:
-    """Return once every call that this rank made is over, with the outputs there.
+def synchronize(group: Group = None) -> None:
+    """Return once every call that this rank made in a world is over, with the outputs there.
 
     Needed with stream-ordered accelerators only, and only to hear of a failure: what torch queues on
     the same stream sees the outputs anyway. Not collective.
+
+    Args:
+        group: names the world; None: the default one.
 
     Raises:
         PeerFailure, Timeout, NicError, Untrusted, Cancelled: what broke one of the calls; every rank
         raises the same kind. NotInitialized.
     """
-    current().synchronize()
+    current(group).synchronize()
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A row-major tensor in symmetric memory of the world's accelerator; its contents are zero.
+def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torch.Tensor:
+    """A row-major tensor in symmetric memory of a world's accelerator; its contents are zero.
 
     Collective: every rank, with the same shape and dtype, in the same order. Ops that take such a
     tensor (``out`` of :func:`mkernel.gemm_all_reduce`, ``gathered`` of
     :func:`mkernel.all_gather_gemm`) let peers write straight into it; every rank must then pass the
-    same part of the same one.
+    same part of the same one. For ops of other worlds it is a tensor like any other.
 
     The memory is the world's: it is freed when the world has ended *and* the last tensor of it is
     gone, not before, since peers hold it too. Allocate once and reuse.
+
+    Args:
+        group: names the world; None: the default one.
 
     Raises:
         ArgumentError: a shape without elements. Unsupported: the accelerator has no such memory.
         OSError: no memory. NotInitialized, PeerFailure, Timeout.
     """
-    return current().empty(shape, dtype)
+    return current(group).empty(shape, dtype)
 
 
-def current() -> World:
-    """The world of this process. NotInitialized."""
-    if _default.world is None:
-        raise NotInitialized(
-            "no world; call mkernel.init() first, or run inside mkernel.launch(...)"
-        )
-    return _default.world
+def current(group: Group = None) -> World:
+    """The world of a group of this process's; None: the default one.
+
+    Raises:
+        NotInitialized: there is none. ArgumentError: ``group`` cannot name one.
+    """
+    if group is None:
+        return worlds.default or worlds.the_default()
+    if isinstance(group, World):
+        if group.ended:
+            raise NotInitialized(f"world {group.name!r} has ended; make a new one")
+        return group
+    return worlds.named(group if isinstance(group, str) else groups.process_group(group).group_name)
 
 
-def is_initialized() -> bool:
-    """Whether this process is in a world."""
-    return _default.world is not None
-
-
-def _environment_int(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
+def is_initialized(group: Group = None) -> bool:
+    """Whether this process is in a world of a group; None: in a default one."""
     try:
-        return int(text)
-    except ValueError:
-        raise ArgumentError(name, repr(text), "an integer, as torchrun sets it") from None
-
-
-def _identity(nodes: int | None, ranks_per_node: int | None) -> Identity:
-    rank, size = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
-    if size < 1 or not 0 <= rank < size:
-        raise ArgumentError("RANK", rank, f"0 to WORLD_SIZE - 1 = {size - 1}")
-    per_host = _environment_int("LOCAL_WORLD_SIZE", size)
-    if nodes is None:
-        nodes = size // (ranks_per_node or per_host) or 1
-    each = ranks_per_node or max(1, size // max(1, nodes))
-    if nodes < 1 or nodes * each != size:
-        raise ArgumentError(
-            "nodes",
-            nodes,
-            f"nodes x ranks_per_node = WORLD_SIZE = {size}",
-            why=f"{nodes} x {each} ranks = {nodes * each}",
-        )
-    return Identity(rank, nodes, each)
-
-
-def _rendezvous(identity: Identity) -> tuple[Store, Store]:
-    """Two store clients: requests of one client wait for each other, and the watchdog must not."""
-    if identity.size == 1 and "MASTER_ADDR" not in os.environ:
-        store = torch.distributed.HashStore()
-        return store, store
-    one, two = (
-        next(torch.distributed.rendezvous("env://", identity.rank, identity.size))[0]
-        for _ in range(2)
-    )
-    return one, two
+        current(group)
+    except NotInitialized:
+        return False
+    return True

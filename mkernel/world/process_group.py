@@ -1,8 +1,8 @@
 """The torch.distributed group of a world whose accelerator backend leaves its traffic to torch.
 
-Torch has one default group a process. Where the user made it, a world gets a group beside it. Else the
-first world makes it, and further ones get groups of their own; it then stays until the last of these
-worlds ends, because torch destroys all groups along with the default one.
+Torch has one default group a process. Where there is none the first world makes it; it then stays until
+the last world with a group ends, because torch destroys all groups along with the default one. Every
+other world gets a group beside the default one, the user's or ours, by the world's own sealed store.
 """
 
 from __future__ import annotations
@@ -10,44 +10,56 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
-import torch
-from torch.distributed import GroupMember, ProcessGroup
+from torch import distributed
+from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
 
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
-from mkernel.errors import ArgumentError
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore
 
 
 class _Groups:
-    """The groups that worlds of this process have made where the user had made no default group."""
+    """The groups that worlds of this process have made."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._default: ProcessGroup | None = None
+        self._default: ProcessGroup | None = None  # where a world made it
         self._in_use: set[ProcessGroup] = set()
 
-    def is_default_ours(self) -> bool:
+    def made_default(self) -> bool:
         """Whether torch's default group is one that a world made."""
         return self._default is not None and _default_group() is self._default
 
-    def make(self, init: Callable[[], None]) -> ProcessGroup:
-        """The group that ``init`` makes as torch's default one. Only the first stays the default."""
+    def make(
+        self,
+        backend: str,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        options: Any,
+        name: str,
+    ) -> ProcessGroup:
+        """A group named ``name``, or torch's default one where there is none. Collective."""
         with self._lock:
             before = _default_group()
-            GroupMember.WORLD = None
-            try:
-                init()
-                made = _default_group()
-                assert made is not None
-            finally:
-                if before is not None:
-                    GroupMember.WORLD = before
             if before is None:
-                self._default = made
+                distributed.init_process_group(
+                    backend,
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timeout,
+                    pg_options=options,
+                )
+                made = self._default = _default_group()
+                assert made is not None
+            else:
+                made = _beside(before, backend, store, rank, size, timeout, options, name)
             self._in_use.add(made)
             return made
 
@@ -57,11 +69,39 @@ class _Groups:
             self._in_use.discard(group)
             if group is not self._default:
                 with contextlib.suppress(ValueError):  # destroyed along with the default one
-                    torch.distributed.destroy_process_group(group)
+                    distributed.destroy_process_group(group)
             if not self._in_use:
-                if self.is_default_ours():
-                    torch.distributed.destroy_process_group()
+                if self.made_default():
+                    distributed.destroy_process_group()
                 self._default = None
+
+
+def _beside(
+    default: ProcessGroup,
+    backend: str,
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    options: Any,
+    name: str,
+) -> ProcessGroup:
+    """A group that only its own ranks have to know of.
+
+    Torch's ``new_group`` counts groups to name them, and splits communicators of the default group, so
+    that *all* ranks have to call it alike. Without a default group it does neither.
+    """
+    named: Any = name  # newer torch has a type of its own for it
+    GroupMember.WORLD = None
+    try:
+        made, _ = distributed_c10d._new_process_group_helper(
+            size, rank, [], distributed.Backend(backend), store, named, options, timeout
+        )
+    finally:
+        GroupMember.WORLD = default
+    assert isinstance(made, ProcessGroup)
+    distributed_c10d._world.pg_group_ranks[made] = {each: each for each in range(size)}
+    return made
 
 
 def _default_group() -> ProcessGroup | None:
@@ -71,6 +111,13 @@ def _default_group() -> ProcessGroup | None:
 _groups = _Groups()
 
 
+def has_users_default() -> bool:
+    """Whether the program itself has initialized torch.distributed."""
+    return (
+        distributed.is_available() and distributed.is_initialized() and not _groups.made_default()
+    )
+
+
 def open_group(
     accelerator: AcceleratorBackend,
     rank: int,
@@ -78,6 +125,7 @@ def open_group(
     store: GroupStore,
     timeout_s: float,
     *,
+    name: str,
     one_host: bool,
     undo: contextlib.ExitStack,
 ) -> ProcessGroup:
@@ -85,38 +133,34 @@ def open_group(
 
     Args:
         store: carries the addresses that the ranks exchange.
-        undo: gets what destroys the group, unless it is part of a torch.distributed world of the user.
+        name: of the group, where it is not torch's default one; no other group has it.
+        undo: gets what destroys the group.
     """
     wait = timedelta(seconds=timeout_s)
     if accelerator.collectives != "gloo":
         # Calls end by the backend's own deadline. A library that runs messages as kernels must
         # not come first: it would take the process down, or let the stream go on without data.
         wait *= 3
-    options = accelerator.group_options(wait)
-    if torch.distributed.is_initialized() and not _groups.is_default_ours():
-        found = torch.distributed.get_world_size()
-        if found != size:
-            raise ArgumentError(
-                "WORLD_SIZE", size, f"{found}, the size of the torch.distributed world"
-            )
-        made: ProcessGroup = torch.distributed.new_group(
-            backend=accelerator.collectives, timeout=wait, pg_options=options
+    with _loopback() if one_host else contextlib.nullcontext():
+        group = _groups.make(
+            accelerator.collectives, store, rank, size, wait, accelerator.group_options(wait), name
         )
-        return made
-    if one_host:  # no look-up of the host's name, which needs not resolve
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    group = _groups.make(
-        lambda: torch.distributed.init_process_group(
-            accelerator.collectives,
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=wait,
-            pg_options=options,
-        )
-    )
     undo.callback(_groups.close, group)
     return group
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Inside of it gloo does not look up the host's name, which needs not resolve. It stays so for the
+    groups that a program makes in a default group of ours; other groups may span hosts."""
+    chosen = "GLOO_SOCKET_IFNAME" in os.environ
+    ours = _default_group() is None
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        yield
+    finally:
+        if not (chosen or ours):
+            del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def group_store(failure: FailureMonitor) -> GroupStore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +22,23 @@ from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore
 from mkernel.world.identity import Backends, Identity
-from mkernel.world.join import Membership
+from mkernel.world.join import DRAIN_S, Membership
+from mkernel.world.order import Turns
 from mkernel.world.sealing import Seal
 
 
 class World:
     """One rank's view of a world: the ranks that call ops together, and what they share.
 
-    Made by :func:`mkernel.init`; not to be constructed by users. Worlds of one process share nothing.
-
-    Thread rule: one thread calls ops and ``close``; others may read attributes.
+    Made by :func:`mkernel.init`; not to be constructed by users. Worlds of one process share nothing
+    but the order of their calls on a device (:mod:`mkernel.world.order`): any thread may call, and
+    calls take turns. Ranks that share several worlds call them in one order.
 
     Attributes:
+        name: of the process group that it was made of (``group_name``), else one of its own; no other
+            world of this process has it, and it is the same on all ranks.
+        ended: whether it has been closed.
+        on_end: called once, when it begins to close.
         planned: plans of this world's calls by what was asked for; belongs to ``mkernel.ops``.
         checked: what passed the checks of an op by its arguments' signature; likewise.
     """
@@ -45,6 +50,7 @@ class World:
         settings: Settings,
         stores: tuple[Store, Store],
         key: bytes,
+        name: str,
     ) -> None:
         """Join. Collective; the errors are those of :func:`mkernel.init`.
 
@@ -53,6 +59,9 @@ class World:
                 watchdog's.
             key: seals all messages of this world and of no other (:mod:`mkernel.world.handshake`).
         """
+        self.name = name
+        self.ended = False
+        self.on_end: Callable[[World], None] = lambda world: None
         self.identity = identity
         self.backends = backends
         self.settings = settings
@@ -61,9 +70,16 @@ class World:
         self._key = key
         self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)
         self._exchange = Exchange(self._failure)
-        self._membership = Membership(identity, backends, settings, self._exchange, self._failure)
+        self._membership = Membership(
+            name, identity, backends, settings, self._exchange, self._failure
+        )
         self._membership.join()
-        self._calls = Calls(self._membership, self._exchange, self._failure)
+        self._turns = Turns(
+            self.accelerator.device, name, self._limit_s, self._drain, self._failure.tell
+        )
+        self._failure.elsewhere = self._turns.elsewhere
+        self._calls = Calls(self._membership, self._exchange, self._failure, self._turns)
+        self._turns.join()
 
     # ---- what it consists of -------------------------------------------------------------------
 
@@ -143,14 +159,17 @@ class World:
 
     def barrier(self) -> None:
         """Return once every rank has called it. Timeout, PeerFailure."""
-        self._exchange.barrier()
+        with self._turns:
+            self._exchange.barrier()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """:func:`mkernel.empty` in this world. Collective."""
-        return self._membership.heap.empty(shape, dtype)
+        with self._turns:
+            return self._membership.heap.empty(shape, dtype)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take the world down. Collective where it is healthy; alone where it is broken.
+        """Take the world down. Collective where it is healthy; alone where it is broken. Harmless where
+        it has ended.
 
         Args:
             error: why this rank stops early, told to the others; None: a normal end.
@@ -158,7 +177,19 @@ class World:
         Raises:
             WorldError: what broke a call that was only queued, where nothing raised it before.
         """
+        if self.ended:
+            return
+        self.ended = True
+        self.on_end(self)
         try:
             self._calls.end(error)
         finally:
+            self._turns.leave()
             self._membership.leave()
+
+    def _limit_s(self) -> float:
+        """How long another world of this process may keep its turn: its calls end by then."""
+        return 2 * self._failure.timeout_s + DRAIN_S
+
+    def _drain(self) -> None:
+        self._calls.drain()

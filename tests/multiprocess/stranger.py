@@ -239,7 +239,7 @@ def where() -> tuple[int, str]:
     assert isinstance(store, PrefixStore)
     inner = store.underlying_store
     assert isinstance(inner, TCPStore)
-    return inner.port, f"mkernel/0/{lifecycle._default.generation}"
+    return inner.port, f"mkernel/0/{lifecycle.generations[lifecycle.STARTED]}"
 
 
 def works() -> float:
@@ -281,7 +281,7 @@ def met(port: int, victim: int, name: str, deed: Deed, *arguments: Any) -> Itera
     def published(self: Bootstrap, key: str, value: Any) -> None:
         publish(self, key, value)
         if key == name and rank == victim:
-            raw = f"mkernel/0/{lifecycle._default.generation}/{key}"
+            raw = f"mkernel/0/{lifecycle.generations[lifecycle.STARTED]}/{key}"
             meet(port, deed, raw, *arguments)
 
     def peeked(self: Bootstrap, key: str) -> Any:

@@ -312,7 +312,7 @@ def test_replaying_a_message_under_another_name() -> None:
 
 
 def moved() -> Outcome:
-    generation = lifecycle._default.generation + 1
+    generation = lifecycle.generations[lifecycle.STARTED] + 1
     source = f"mkernel/0/{generation}/nonce/1"
     return met_while_joining(1, "hello/1", move, (source,), {})
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from in_world import gathers, stores
@@ -30,20 +28,10 @@ def beside(port: int, prefix: str = "beside") -> World:
     return lifecycle.join(like.identity, like.backends, like.settings, stores(port), prefix)
 
 
-@contextlib.contextmanager
-def default(world: World) -> Iterator[None]:
-    """Ops run in this world meanwhile."""
-    before, lifecycle._default.world = lifecycle._default.world, world
-    try:
-        yield
-    finally:
-        lifecycle._default.world = before
-
-
 def works(world: World, turn: int) -> None:
     """A call in this world has the right result; sizes and values differ with the turn."""
-    with default(world):
-        assert gathers(turn, rows=16 * (turn % 3 + 1)) <= TOLERANCE["float32"], f"call {turn}"
+    error = gathers(turn, rows=16 * (turn % 3 + 1), group=world)
+    assert error <= TOLERANCE["float32"], f"call {turn}"
 
 
 def alternates(port: int, default_ends_first: bool) -> None:
@@ -54,7 +42,7 @@ def alternates(port: int, default_ends_first: bool) -> None:
     for turn in range(8, 12):
         works(worlds[turn // 2 % 2], turn)
     if default_ends_first:
-        mkernel.finalize()
+        mkernel.finalize(group=worlds[0])
         rest = worlds[1]
     else:
         worlds[1].close()

@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 from torch.distributed import HashStore
 
-from mkernel.errors import Timeout, Untrusted
+from mkernel.errors import ArgumentError, Timeout, Untrusted
 from mkernel.settings import Settings
 from mkernel.world.bootstrap import Bootstrap
 from mkernel.world.handshake import world_key
@@ -18,7 +18,10 @@ SECRET = "0123456789abcdef"
 
 
 def keys(
-    secrets: list[str], store: HashStore | None = None, one_host: bool = False, **changes: Any
+    secrets: list[str],
+    store: HashStore | None = None,
+    one_host: bool | None = False,
+    **changes: Any,
 ) -> list[bytes | type[BaseException]]:
     """The key that each rank comes to, or the type of what it raises."""
     store = store or HashStore()
@@ -27,7 +30,9 @@ def keys(
         chosen = {"timeout_s": 60.0, "job_secret": SecretStr(secrets[rank]), **changes}
         settings = Settings().model_copy(update=chosen)
         try:
-            return world_key(store, rank, len(secrets), one_host=one_host, settings=settings)
+            return world_key(
+                store, rank, len(secrets), name="tp", one_host=one_host, settings=settings
+            )
         except Exception as error:
             return type(error)
 
@@ -35,9 +40,11 @@ def keys(
         return list(pool.map(key, range(len(secrets))))
 
 
-@pytest.mark.parametrize(("secret", "one_host"), [(SECRET, True), (SECRET, False), ("", True)])
+@pytest.mark.parametrize(
+    ("secret", "one_host"), [(SECRET, True), (SECRET, False), ("", True), ("", None)]
+)
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_ranks_share_a_key_that_is_new(secret: str, one_host: bool, ranks: int) -> None:
+def test_ranks_share_a_key_that_is_new(secret: str, one_host: bool | None, ranks: int) -> None:
     worlds = [keys([secret] * ranks, one_host=one_host) for _ in range(2)]
     for found in worlds:
         assert len(set(found)) == 1
@@ -46,14 +53,21 @@ def test_ranks_share_a_key_that_is_new(secret: str, one_host: bool, ranks: int) 
     assert worlds[0][0] != worlds[1][0]
 
 
+def test_ranks_that_find_out_that_they_are_on_several_hosts_need_a_secret() -> None:
+    store = HashStore()
+    Bootstrap(store).publish("greeting/1", "another host")
+    with pytest.raises(ArgumentError, match="MKERNEL_JOB_SECRET"):
+        world_key(store, 0, 2, name="tp", one_host=None, settings=Settings())
+
+
 def test_ranks_of_different_secrets_are_told() -> None:
     assert keys([SECRET, SECRET + "!"]) == [Untrusted, Untrusted]
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     settings = Settings().model_copy(update={"timeout_s": 0.2, "job_secret": SecretStr(SECRET)})
-    with pytest.raises(Timeout, match=r"\[1\]"):
-        world_key(HashStore(), 0, 2, one_host=True, settings=settings)
+    with pytest.raises(Timeout, match=r"ranks \[1\] did not come .* world 'tp'.* in one order"):
+        world_key(HashStore(), 0, 2, name="tp", one_host=True, settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +80,6 @@ def test_an_address_that_leads_nowhere(address: Any) -> None:
     Bootstrap(store).publish("secret/0", address)
     with pytest.raises(Untrusted if address is not None else Timeout, match="secret"):
         world_key(
-            store, 1, 2, one_host=True,
+            store, 1, 2, name="tp", one_host=True,
             settings=Settings().model_copy(update={"timeout_s": 1.0}),
         )  # fmt: skip

@@ -1,0 +1,125 @@
+"""What the environment says of this process as one rank of a job: torchrun's variables, or SLURM's."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch.distributed import Store
+
+from mkernel.errors import ArgumentError
+from mkernel.world.bootstrap import StoreLost
+
+_FIRST_PORT, _PORTS = 15000, 15000
+"""Where a SLURM job's store listens without MASTER_PORT: below the ports that kernels hand out."""
+
+
+class Started(NamedTuple):
+    """A rank of a job, as its launcher started it.
+
+    Attributes:
+        per_host: ranks on each host.
+        url: where the ranks meet, as torch's rendezvous takes it; None: the job is this process.
+    """
+
+    rank: int
+    size: int
+    per_host: int
+    url: str | None
+
+
+def started(environment: Mapping[str, str] = os.environ) -> Started:
+    """How this process was started. Variables of torchrun come before those of SLURM: torchrun may run
+    in a SLURM job. ArgumentError names the variable that is wrong."""
+    if "SLURM_STEP_NODELIST" in environment and not {"RANK", "WORLD_SIZE"} & set(environment):
+        return _by_srun(environment)
+    size = _integer(environment, "WORLD_SIZE", 1)
+    rank = _integer(environment, "RANK", 0)
+    _check_rank("RANK", rank, "WORLD_SIZE", size)
+    alone = size == 1 and "MASTER_ADDR" not in environment
+    per_host = _integer(environment, "LOCAL_WORLD_SIZE", size)
+    return Started(rank, size, per_host, None if alone else "env://")
+
+
+def rendezvous(job: Started) -> tuple[Store, Store]:
+    """Two clients of the job's store: requests of one client wait for each other, and the watchdog must
+    not. StoreLost: there is no store."""
+    if job.url is None:
+        store = torch.distributed.HashStore()
+        return store, store
+    try:
+        one, two = (
+            next(torch.distributed.rendezvous(job.url, job.rank, job.size))[0] for _ in range(2)
+        )
+    except RuntimeError as error:  # torch raises DistNetworkError and kin, all RuntimeErrors
+        raise StoreLost(
+            f"rank {job.rank} finds no store at {_shown(job.url)} ({str(error).splitlines()[0]}); "
+            "it is rank 0 that hosts it, at MASTER_ADDR and MASTER_PORT"
+        ) from error
+    return one, two
+
+
+def _shown(url: str) -> str:
+    if url != "env://":
+        return url
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+# ---- SLURM ---------------------------------------------------------------------------------------
+
+
+def _by_srun(environment: Mapping[str, str]) -> Started:
+    """A task of a job step. (A batch script is no task of one, and has no SLURM_STEP_NODELIST.)"""
+    total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    size, rank = _integer(environment, total, 1), _integer(environment, "SLURM_PROCID", 0)
+    _check_rank("SLURM_PROCID", rank, total, size)
+    if size == 1:
+        return Started(0, 1, 1, None)
+    host = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
+    job = _integer(environment, "SLURM_JOB_ID", 0) + _integer(environment, "SLURM_STEP_ID", 0)
+    port = _integer(environment, "MASTER_PORT", _FIRST_PORT + job % _PORTS)
+    return Started(rank, size, _tasks_per_host(environment, size), f"tcp://{host}:{port}")
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a node list as SLURM writes it: ``gpu[03-07,12]-ib,login`` → ``gpu03-ib``."""
+    found = re.match(r"(?:[^\[\],]|\[[^\]]*\])+", nodes.strip())
+    if found is None:
+        raise ArgumentError(
+            "SLURM_STEP_NODELIST", repr(nodes), "a node list, such as gpu[03-07,12]"
+        )
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", found[0])
+
+
+def _tasks_per_host(environment: Mapping[str, str], size: int) -> int:
+    """``SLURM_STEP_TASKS_PER_NODE`` is ``2`` on one node, ``2(x3)`` on three, ``2(x3),1`` where the
+    fourth has fewer."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text = environment.get(name, str(size))
+    found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
+    if found is None:
+        raise ArgumentError(
+            name, repr(text), "as many tasks on every node, such as srun --ntasks-per-node=8 starts"
+        )
+    return int(found[1])
+
+
+def _integer(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(name, repr(text), "an integer, as the job's launcher sets it") from None
+
+
+def _check_rank(name: str, rank: int, total: str, size: int) -> None:
+    if size < 1 or not 0 <= rank < size:
+        raise ArgumentError(name, rank, f"0 to {total} - 1 = {size - 1}")
+
+
+def restarts() -> str:
+    """How often torchrun has started this job's processes anew."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,0 +1,82 @@
+"""What ``group=`` may be, and what a process group of torch says about the world of its ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from mkernel.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from mkernel.world.world import World
+
+Group: TypeAlias = Union[str, ProcessGroup, DeviceMesh, "World", None]
+"""Names a world of this process: by its torch process group, a mesh of one dimension, the group's
+name, or itself. None: the default world."""
+
+
+def process_group(group: object) -> ProcessGroup:
+    """The process group that a world is to be made of.
+
+    Raises:
+        ArgumentError: it is neither a ProcessGroup nor a DeviceMesh of one dimension, or this rank is
+        not in it.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ()
+            example = f"mesh[{names[0]!r}]" if names else "a slice of it"
+            raise ArgumentError(
+                "group",
+                f"a DeviceMesh of {group.ndim} dimensions",
+                f"one of 1 dimension, such as {example}",
+            )
+        if group.get_coordinate() is None:
+            raise ArgumentError(
+                "group", "a DeviceMesh without this rank", "one that this rank is in"
+            )
+        group = group.get_group()
+    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError("group", "a group without this rank", "one that this rank is in")
+    if not isinstance(group, ProcessGroup):
+        raise ArgumentError(
+            "group",
+            type(group).__name__,
+            "a torch.distributed.ProcessGroup, or a DeviceMesh of 1 dimension",
+        )
+    return group
+
+
+def global_ranks(group: ProcessGroup) -> list[int]:
+    """The ranks of a group in torch's default one, by rank in the group."""
+    return list(torch.distributed.get_process_group_ranks(group))
+
+
+def stores(group: ProcessGroup) -> tuple[Store, Store]:
+    """Two clients of the group's store, neither of which anybody else uses: requests of one client wait
+    for each other, and torch lets some block."""
+    own: Any = torch.distributed.distributed_c10d._get_process_group_store(group)
+    return _client(own, group), _client(own, group)
+
+
+def _client(store: Any, group: ProcessGroup) -> Store:
+    if hasattr(store, "clone"):
+        made: Store = store.clone()
+        return made
+    inner = store  # before torch 2.9 only a client of the innermost store can be made
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, TCPStore):  # of one process, or of files: nothing blocks there
+        return PrefixStore(f"group/{_hashed(group)}", inner)
+    client = TCPStore(inner.host, inner.port, wait_for_workers=False)
+    return PrefixStore(f"group/{_hashed(group)}", client)
+
+
+def _hashed(group: ProcessGroup) -> str:
+    """Differs between groups of a job, also where torch names groups of other ranks alike."""
+    ranks = ",".join(map(str, global_ranks(group)))
+    return hashlib.sha256(f"{group.group_name}/{ranks}".encode()).hexdigest()[:16]

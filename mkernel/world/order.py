@@ -1,0 +1,189 @@
+"""One order for what all worlds of a process do on its device.
+
+Kernels of two worlds that wait for their peers at the same time stand still for good where ranks
+started them in opposite order. So a process makes one call after another, whatever world or thread it
+comes from, and where calls are only queued the device runs them in that order too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from mkernel.errors import Timeout, Unsupported, WorldError
+
+_being_made: list[str] = []
+
+
+@contextlib.contextmanager
+def making(world: str) -> Iterator[None]:
+    """While it is entered this process makes a world of that name."""
+    _being_made.append(world)
+    try:
+        yield
+    finally:
+        _being_made.remove(world)
+
+
+class Queued(NamedTuple):
+    """Where the last call was queued, and of which world."""
+
+    world: str
+    stream: Any
+
+
+class DeviceOrder:
+    """The order of this process's calls on one kind of device. Made by :func:`order_of`.
+
+    Attributes:
+        under_way: names of the worlds whose calls are being made, the innermost last.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.lock = threading.RLock()
+        self.under_way: list[str] = []
+        self._device = device
+        self._turns: set[Turns] = set()
+        self._last: dict[bool, Queued] = {}  # by whether it was captured into a graph
+
+    def join(self, turns: Turns) -> None:
+        """A world begins. What other worlds have queued is over when this returns: while a world is
+        alone nobody notes where it queues its calls."""
+        with self.lock:
+            for other in list(self._turns):
+                with contextlib.suppress(WorldError):  # it hears of it at its own next call
+                    other.drain()
+            self._last.clear()
+            self._turns.add(turns)
+
+    def leave(self, turns: Turns) -> None:
+        """A world has ended."""
+        with self.lock:
+            self._turns.discard(turns)
+
+    def follow(self, world: str) -> None:
+        """What is queued on the current stream from now on comes after the last call of other worlds.
+
+        A call that is being captured comes after those of the same capture; replays of graphs are
+        ordered by their streams alone.
+
+        Raises:
+            Unsupported: another capture, which has not ended yet, holds the last call.
+        """
+        if len(self._turns) < 2:
+            return
+        module = torch.get_device_module(self._device)
+        stream, captured = module.current_stream(), _capturing(module)
+        last = self._last.get(captured)
+        if last is None or last.stream == stream or last.world == world:
+            return
+        if captured:
+            with module.stream(last.stream):
+                if not _capturing(module):
+                    return  # that capture is over: its graph is ordered by its stream
+        try:
+            stream.wait_event(last.stream.record_event())
+        except RuntimeError as error:
+            if not captured:
+                raise
+            raise Unsupported(
+                f"a call of world {world!r} is captured while another capture holds a call of world "
+                f"{last.world!r}, so that nothing would order their graphs; capture one after the other"
+            ) from error
+
+    def queued(self, world: str) -> None:
+        """A call has been queued on the current stream."""
+        if len(self._turns) < 2:
+            return
+        module = torch.get_device_module(self._device)
+        self._last[_capturing(module)] = Queued(world, module.current_stream())
+
+
+def _capturing(module: Any) -> bool:
+    asked = getattr(module, "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
+
+
+@cache
+def order_of(device: str) -> DeviceOrder:
+    """The order of this process's calls on the devices that torch calls ``device``."""
+    return DeviceOrder(device)
+
+
+class Turns:
+    """One world's turns in the order of its device. Entered around whatever the world does there.
+
+    Any thread; a thread that has its turn may enter again.
+
+    Args:
+        limit_s: how long another world may keep its turn.
+        drain: returns once all that this world has queued is over.
+        tell: lets the other ranks know of an error.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        world: str,
+        limit_s: Callable[[], float],
+        drain: Callable[[], None],
+        tell: Callable[[BaseException], None],
+    ) -> None:
+        self._world = world
+        self._order = order_of(device)
+        self._limit_s = limit_s
+        self._tell = tell
+        self.drain = drain
+
+    def __enter__(self) -> None:
+        order = self._order
+        if not order.lock.acquire(blocking=False) and not order.lock.acquire(
+            timeout=self._limit_s()
+        ):
+            raise self._late()
+        order.under_way.append(self._world)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._order.under_way.pop()
+        self._order.lock.release()
+
+    def join(self) -> None:
+        """The world begins to make calls."""
+        self._order.join(self)
+
+    def leave(self) -> None:
+        """The world makes no call any more."""
+        self._order.leave(self)
+
+    def follow(self) -> None:
+        """:meth:`DeviceOrder.follow`."""
+        self._order.follow(self._world)
+
+    def queued(self) -> None:
+        """:meth:`DeviceOrder.queued`."""
+        self._order.queued(self._world)
+
+    def elsewhere(self) -> str:
+        """The other world that this process is calling or making; empty: there is none. Any thread."""
+        busy = (*self._order.under_way[-1:], *_being_made[-1:])
+        return next((world for world in busy if world != self._world), "")
+
+    def _late(self) -> Timeout:
+        error = Timeout(
+            f"a call of world {self._world!r} waited {self._limit_s():g} s for a call of world "
+            f"{self.elsewhere() or self._world!r} that another thread of this process makes; ranks "
+            "that share several worlds call them in one order"
+        )
+        self._tell(error)
+        return error

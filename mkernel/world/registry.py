@@ -1,0 +1,91 @@
+"""The worlds of this process: found by their names, and which of them is the default."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from mkernel.errors import AlreadyInitialized, NotInitialized
+from mkernel.world import order
+from mkernel.world.world import World
+
+
+class Registry:
+    """Live worlds by name, in the order in which they were made. Any thread.
+
+    Attributes:
+        default: the world of ops that name none: the first that ``init`` made, or the first after
+            that one has ended.
+    """
+
+    def __init__(self) -> None:
+        self.default: World | None = None
+        self._worlds: dict[str, World] = {}
+        self._joining: set[str] = set()
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def joining(self, name: str) -> Iterator[None]:
+        """While it is entered no other thread makes a world of that name. AlreadyInitialized."""
+        with self._lock:
+            if name in self._worlds or name in self._joining:
+                raise AlreadyInitialized(
+                    f"this process is already in a world of group {name!r}; end that one first, by "
+                    f"mkernel.finalize(group={name!r})"
+                )
+            self._joining.add(name)
+        try:
+            with order.making(name):
+                yield
+        finally:
+            with self._lock:
+                self._joining.discard(name)
+
+    def add(self, world: World, *, default: bool) -> None:
+        """Keep a world until it ends. ``default``: it may become the default one."""
+        world.on_end = self._remove
+        with self._lock:
+            self._worlds[world.name] = world
+            if default and self.default is None:
+                self.default = world
+
+    def _remove(self, world: World) -> None:
+        """Forget a world; harmless where it is not kept."""
+        with self._lock:
+            if self._worlds.get(world.name) is world:
+                del self._worlds[world.name]
+            if self.default is world:
+                self.default = None
+
+    def named(self, name: str) -> World:
+        """NotInitialized: there is no world of that name."""
+        found = self._worlds.get(name)
+        if found is None:
+            raise NotInitialized(
+                f"no world of group {name!r}; call mkernel.init(group=...) on every rank of it first"
+                + self._those_there_are()
+            )
+        return found
+
+    def the_default(self) -> World:
+        """NotInitialized: there is none."""
+        if self.default is None:
+            raise NotInitialized(
+                "no default world; call mkernel.init() first, run inside mkernel.launch(...), or pass "
+                "group=" + self._those_there_are()
+            )
+        return self.default
+
+    def all(self) -> list[World]:
+        """The newest first: ranks that share several make them in one order, and so end them in one."""
+        with self._lock:
+            return list(reversed(self._worlds.values()))
+
+    def _those_there_are(self) -> str:
+        names = ", ".join(map(repr, self._worlds))
+        return f" (this process is in worlds {names})" if names else ""
+
+
+worlds = Registry()
+"""The worlds of this process."""
