@@ -41,7 +41,7 @@ group() { # NAME ARGUMENT...: tests whose output goes to a log, since groups run
 tests() { # RANKS_PER_DEVICE
     export MKERNEL_RANKS_PER_DEVICE=$1
     logs=$(mktemp -d)
-    local here=tests/gpu memory="offered_and_leaves_nothing or killed_process_stays or leave_no_memory"
+    local here=tests/gpu memory="offered_and_leaves_nothing or killed_process_stays or leave_no_memory or does_not_grow"
     group ops $here/test_hopper_ops.py &
     group kit $here/test_gpu_conformance.py -n 6 &
     group sanitizers $here/test_hopper_failures.py -k sanitizer &
