@@ -72,6 +72,9 @@ MKERNEL_HOST_DEVICE inline WaitResult republish(const Republished& run, const st
             for (std::uint32_t first = 0; first < run.count; first += kTogether) {
                 detail::republish_some<kTogether>(run, first);
             }
+#ifndef __CUDA_ARCH__
+            near::pause();  // there a load takes no round trip
+#endif
         }
         if (load_relaxed(limits.abort) != 0) return WaitResult::aborted;
         if (near::now_ns() - start > limits.timeout_ns) return WaitResult::timed_out;

@@ -9,55 +9,11 @@ namespace {
 
 using transport::DeviceLimits;
 using transport::FifoDevice;
-using transport::FifoSlot;
-using transport::PutCommand;
-using transport::Republished;
 using transport::WaitResult;
 namespace near = transport::near;
 
 __device__ void count(Ends* ends, WaitResult result) {
     atomicAdd(&ends->of[static_cast<std::uint32_t>(result)], 1u);
-}
-
-__device__ bool late(std::uint64_t start, const DeviceLimits& limits) {
-    return near::now_ns() - start > limits.timeout_ns;
-}
-
-__device__ WaitResult push_wrongly(const FifoDevice& fifo, const PutCommand& command,
-                                   const DeviceLimits& limits, Fault fault) {
-    const std::uint64_t start = near::now_ns();
-    const std::uint64_t ticket = near::fetch_add_relaxed(&fifo.tickets->head, 1);
-    FifoSlot& slot = fifo.slots[ticket & (fifo.capacity - 1)];
-    const std::uint64_t commit = FifoSlot::commit_word(ticket, fifo.capacity);
-    if (fault != Fault::tail_not_waited_for) {
-        while (ticket - transport::load_acquire(fifo.tail) >= fifo.capacity) {
-            if (late(start, limits)) return WaitResult::timed_out;
-        }
-    }
-    if (fault == Fault::commit_before_payload) {
-        transport::store_release(&slot.commit, commit);
-        while (transport::load_acquire(fifo.tail) <= ticket) {
-            if (late(start, limits)) return WaitResult::timed_out;
-        }
-    }
-    slot.write(command);
-    if (fault != Fault::commit_before_payload) transport::store_release(&slot.commit, commit);
-    return WaitResult::ok;
-}
-
-__device__ WaitResult push(const FifoDevice& fifo, const PutCommand& command,
-                           const DeviceLimits& limits, Fault fault) {
-    switch (fault) {
-        case Fault::none:
-            return fifo.push(command, limits);
-        case Fault::abort_not_looked_at: {
-            DeviceLimits blind = limits;
-            blind.abort = &fifo.tickets->stopped;
-            return fifo.push(command, blind);
-        }
-        default:
-            return push_wrongly(fifo, command, limits, fault);
-    }
 }
 
 __global__ void push_numbered_kernel(FifoDevice fifo, DeviceLimits limits, std::uint32_t each,

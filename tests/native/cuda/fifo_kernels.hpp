@@ -7,34 +7,9 @@
 
 #include "backends/transport/fifo_device.hpp"
 #include "backends/transport/republish.hpp"
+#include "tests/native/transport/faulty_fifo.hpp"
 
 namespace mkernel::testing {
-
-// What a check's device side does wrong.
-enum class Fault : std::uint32_t {
-    none = 0,
-    commit_before_payload,  // a slot is published, and written once the proxy took it
-    ticket_before_room,     // a ticket is taken, then room is waited for, and given up
-    tail_not_waited_for,    // a slot is overwritten that was not drained
-    republish_before_word,  // a copy runs ahead of its word
-    abort_not_looked_at,    // a push with the ring full waits for its deadline
-};
-
-// The command that producer `producer` pushes as its number `number`. All words tell whether it is whole.
-MKERNEL_HOST_DEVICE inline std::uint64_t mixed(std::uint64_t producer, std::uint64_t number) {
-    return (producer << 32 | number) * 0x9e3779b97f4a7c15u + 0x632be59bd9b4e019u;
-}
-
-MKERNEL_HOST_DEVICE inline transport::PutCommand numbered(std::uint32_t producer,
-                                                          std::uint64_t number) {
-    transport::PutCommand command;
-    command.local_offset = mixed(producer, number);
-    command.remote_offset = ~command.local_offset;
-    command.bytes = number;
-    command.region = producer;
-    command.value = static_cast<std::uint32_t>(command.local_offset >> 32);
-    return command;
-}
 
 // How the threads of a grid ended, by transport::WaitResult; in device memory.
 struct Ends {

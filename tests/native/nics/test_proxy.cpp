@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "backends/nics/proxy.hpp"
+#include "backends/transport/fifo_device.hpp"
 #include "check.hpp"
 #include "pair.hpp"
 
@@ -172,6 +173,35 @@ TEST(a_flush_covers_what_was_set_aside_and_nothing_later) {
     CHECK(rig.push(0, 1) == WaitResult::ok);
     CHECK(rig.soon([&] { return rig.nic.taken(0).size() == 1; }));
     CHECK(rig.nic.taken(1) == numbers(0, 2));
+}
+
+// What a device pushed is covered once its push has ended, and commands of both rings keep their peer's
+// order among those of their ring.
+TEST(a_flush_covers_what_a_device_pushed) {
+    Rig rig(64);
+    const transport::FifoRingMemory& ring = rig.fifo.handle().device.memory;
+    auto tickets = transport::FifoTickets::of(ring);
+    const transport::FifoDevice device{ring.slots, ring.tail, &tickets, ring.capacity};
+    const auto push = [&](std::uint32_t peer, std::uint64_t number) {
+        transport::PutCommand c;
+        c.peer = peer;
+        c.bytes = number;
+        return device.push(c, {&rig.pad.abort_record().code, kPatience});
+    };
+    CHECK(rig.fifo.handle().claim_device());
+    rig.nic.open(1);
+    for (std::uint64_t i = 0; i < 500; ++i) CHECK(push(1, i) == WaitResult::ok);
+    CHECK(rig.proxy.flush(monotonic_ns() + kPatience));
+    CHECK(rig.nic.taken(1) == numbers(0, 500));
+    CHECK(push(0, 0) == WaitResult::ok);  // to a shut queue
+    CHECK(rig.push(1, 500) == WaitResult::ok);
+    CHECK(!rig.proxy.flush(monotonic_ns() + kSecond / 20));
+    CHECK(rig.nic.taken(1) == numbers(0, 501));
+    CHECK(rig.proxy.statistics().queue_depth == 1);
+    rig.nic.open(0);
+    CHECK(rig.proxy.flush(monotonic_ns() + kPatience));
+    CHECK(rig.nic.taken(0) == numbers(0, 1));
+    CHECK(rig.proxy.statistics().queue_depth == 0);
 }
 
 // With everything set aside that there is room for, producers wait, and time out: nothing is lost.

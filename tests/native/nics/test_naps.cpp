@@ -1,0 +1,144 @@
+// What an idle proxy costs where a device may push, and how soon it sees a command that nothing announced.
+//
+// Limits leave room for a busy machine: cost is CPU time that the proxy is charged, and of the times to
+// the sight of a command the median counts, which sleeps without naps miss by far.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "backends/nics/proxy.hpp"
+#include "backends/transport/fifo_device.hpp"
+#include "check.hpp"
+#include "counting_nic.hpp"
+#include "pair.hpp"
+#include "threads.hpp"
+
+using namespace mkernel;
+using namespace mkernel::nics;
+using mkernel::transport::monotonic_ns;
+using mkernel::transport::SignalPad;
+using mkernel::transport::WaitResult;
+
+namespace {
+
+constexpr std::uint64_t kMs = 1'000'000;
+
+void rest_ms(double ms) {
+    std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms));
+}
+
+struct Rig {
+    Rig()
+        : fifo(64),
+          memory(SignalPad::bytes(8)),
+          pad(SignalPad::format(memory.data(), 8)),
+          nic([this](const transport::PutCommand&) {
+              seen_ns = monotonic_ns();
+              return true;
+          }) {
+        const transport::FifoRingMemory& ring = fifo.handle().device.memory;
+        tickets = transport::FifoTickets::of(ring);
+        device = {ring.slots, ring.tail, &tickets, ring.capacity};
+        proxy.emplace(nic, fifo, pad, std::vector<int>{});
+    }
+
+    // Microseconds from a push, after a pause, to its command's arrival at the NIC.
+    std::vector<double> wakes_us(int count) {
+        std::vector<double> found;
+        for (int i = 0; i < count; ++i) {
+            rest_ms(3 + 0.137 * (i % 16));  // no multiple of a sleep
+            const std::uint64_t already = nic.taken();
+            const std::uint64_t start = monotonic_ns();
+            const transport::DeviceLimits limits{&pad.abort_record().code, 10'000 * kMs};
+            if (device.push({}, limits) != WaitResult::ok) return {};
+            while (nic.taken() == already) {
+                if (monotonic_ns() - start > 10'000 * kMs) return {};
+                std::this_thread::yield();
+            }
+            found.push_back(static_cast<double>(seen_ns.load() - start) / 1e3);
+        }
+        std::sort(found.begin(), found.end());
+        return found;
+    }
+
+    transport::Fifo fifo;
+    testing::Memory memory;
+    SignalPad pad;
+    std::atomic<std::uint64_t> seen_ns{0};
+    testing::CountingNic nic;
+    transport::FifoTickets tickets;
+    transport::FifoDevice device;
+    std::optional<Proxy> proxy;
+};
+
+// Share of a core.
+double cost(double seconds) {
+    const testing::NamedThread proxy("mkernel-proxy");
+    rest_ms(300);  // naps find their length
+    const double cpu = proxy.cpu_s();
+    const std::uint64_t sleeps = proxy.sleeps();
+    const std::uint64_t start = monotonic_ns();
+    rest_ms(seconds * 1e3);
+    const double wall = static_cast<double>(monotonic_ns() - start) / 1e9;
+    const double share = (proxy.cpu_s() - cpu) / wall;
+    std::printf("  %.2f %% of a core, %.0f sleeps a second\n", 100 * share,
+                static_cast<double>(proxy.sleeps() - sleeps) / wall);
+    return share;
+}
+
+double median(const std::vector<double>& sorted) {
+    if (sorted.empty()) return 1e9;
+    std::printf("  seen after %.0f us (median), %.0f to %.0f\n", sorted[sorted.size() / 2],
+                sorted.front(), sorted.back());
+    return sorted[sorted.size() / 2];
+}
+
+TEST(naps_cost_little) {
+    const Rig rig;
+    CHECK(rig.fifo.handle().claim_device());
+    CHECK(cost(2) <= 0.05);
+}
+
+TEST(without_a_device_idling_costs_nothing) {
+    const Rig rig;
+    CHECK(cost(0.5) <= 0.02);
+}
+
+TEST(after_an_abort_it_sleeps_beside_commands) {
+    Rig rig;
+    CHECK(rig.fifo.handle().claim_device());
+    rig.pad.abort(transport::AbortCode::peer_failure, {});
+    static const std::uint32_t nobody = 0;
+    CHECK(rig.device.push({}, {&nobody, kMs}) == WaitResult::ok);
+    CHECK(cost(0.5) <= 0.02);
+    CHECK(rig.nic.taken() == 0);
+}
+
+TEST(a_command_that_nothing_announced_is_seen_within_a_nap) {
+    constexpr double kLimitUs = 2'000;
+    Rig rig;
+    CHECK(rig.fifo.handle().claim_device());
+    CHECK(median(rig.wakes_us(100)) <= kLimitUs);
+    // The planted fault: a device that did not claim its ring. The proxy sleeps for 20 ms.
+    rig.fifo.handle().release_device();
+    CHECK(median(rig.wakes_us(60)) > kLimitUs);
+}
+
+TEST(a_claim_reaches_a_proxy_that_sleeps) {
+    Rig rig;
+    rest_ms(30);
+    const testing::NamedThread proxy("mkernel-proxy");
+    const std::uint64_t before = proxy.sleeps();
+    CHECK(rig.fifo.handle().claim_device());
+    rest_ms(100);
+    CHECK(proxy.sleeps() - before > 10);  // five without naps
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    return testing::run(argc, argv);
+}
