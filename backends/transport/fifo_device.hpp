@@ -93,7 +93,8 @@ struct FifoDevice {
             if (static_cast<std::int64_t>(load_relaxed(&tickets->free)) > 0 && take()) {
                 return WaitResult::ok;
             }
-            if (near::exchange_acquire(&tickets->reading, 1) == 0) {
+            if (load_relaxed(&tickets->reading) == 0 &&
+                near::exchange_acquire(&tickets->reading, 1) == 0) {
                 const bool aborted = load_relaxed(limits.abort) != 0;
                 const bool mine = !aborted && read_tail();
                 near::store_release(&tickets->reading, 0);
