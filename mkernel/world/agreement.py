@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mkernel.errors import PlanMismatch
+from mkernel.errors import PlanMismatch, Timeout
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.plan.recent import Recent
 from mkernel.world.exchange import Exchange
@@ -59,7 +59,10 @@ class Agreement:
                 if told and told["call"] == call and told["plan"] not in ("", key):
                     self._refuse(rank, key, told["plan"])
 
-        keys = self._exchange.gather("plan", key, check)
+        try:
+            keys = self._exchange.gather("plan", key, check)
+        except Timeout as error:
+            raise Timeout(f"{error}. {self._failure.who_is_behind()}".rstrip()) from error
         for rank in range(self._exchange.size):
             if keys[rank] != keys[0]:
                 self._refuse(rank, keys[0], keys[rank], first_rank=0)

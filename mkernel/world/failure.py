@@ -233,10 +233,11 @@ class FailureMonitor:
                 told = self._alarm.peek(f"heartbeat/{rank}") if rank != self.rank else None
                 if told is None or told["call"] >= call:
                     continue
-                if told["elsewhere"]:
+                other = self._watchdog.busy_with(rank, call) if self._watchdog else ""
+                if other:
                     return (
-                        f"Rank {rank} is busy with world {told['elsewhere']!r}: ranks that share "
-                        "several worlds make and call them in one order. "
+                        f"Rank {rank} was busy with world {other!r}: ranks that share several worlds "
+                        "make and call them in one order. "
                     )
                 return f"Rank {rank} is still in call {told['call']}. "
         return ""

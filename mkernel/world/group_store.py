@@ -67,6 +67,8 @@ class GroupStore(Store):
         self._bootstrap.forget(_name(key))
         return True
 
+    deleteKey = delete_key  # the name by which torch's C++ calls it
+
     def _collect(self, keys: Sequence[str], limit_s: float) -> dict[str, Any]:
         return self._bootstrap.collect(
             "group",

@@ -153,6 +153,7 @@ class Watchdog:
         self._beat = 0
         self._last: dict[int, tuple[int, float]] = {}
         self._left: set[int] = set()
+        self._elsewhere: dict[int, tuple[int, str]] = {}
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = threading.Event()
         self._pidfds: dict[int, int] = {}  # fd → rank
@@ -185,6 +186,12 @@ class Watchdog:
     def left(self) -> set[int]:
         """Ranks that have left the world on purpose, as far as seen."""
         return set(self._left)
+
+    def busy_with(self, rank: int, call: int) -> str:
+        """The other world that kept a rank busy, as it last said, before it came to this call of ours;
+        empty: it said none."""
+        number, world = self._elsewhere.get(rank, (call, ""))
+        return world if number < call else ""
 
     def raise_alarm(self, notice: Notice) -> Notice:
         """Publish a failure; returns the world's first notice, maybe another's. Any thread."""
@@ -270,6 +277,8 @@ class Watchdog:
                 f"heartbeat {beat} of rank {rank} was put in the place of its heartbeat {latest}; "
                 "keep strangers from the store's port"
             )
+        if told.get("elsewhere"):
+            self._elsewhere[rank] = (told["call"], str(told["elsewhere"]))
         if beat > latest:
             self._last[rank] = (beat, time.monotonic())
         if state == "left":
