@@ -32,10 +32,12 @@ def making(world: str) -> Iterator[None]:
 
 
 class Queued(NamedTuple):
-    """Where the last call was queued, and of which world."""
+    """Where the last call was queued, and of which world. ``event``: behind it; None while capturing,
+    when an event belongs to one capture only."""
 
     world: str
     stream: Any
+    event: Any
 
 
 class DeviceOrder:
@@ -83,15 +85,15 @@ class DeviceOrder:
         last = self._last.get(captured)
         if last is None or last.stream == stream or last.world == world:
             return
-        if captured:
-            with module.stream(last.stream):
-                if not _capturing(module):
-                    return  # that capture is over: its graph is ordered by its stream
+        if not captured:
+            stream.wait_event(last.event)
+            return
+        with module.stream(last.stream):
+            if not _capturing(module):
+                return  # that capture is over: its graph is ordered by its stream
         try:
             stream.wait_event(last.stream.record_event())
         except RuntimeError as error:
-            if not captured:
-                raise
             raise Unsupported(
                 f"a call of world {world!r} is captured while another capture holds a call of world "
                 f"{last.world!r}, so that nothing would order their graphs; capture one after the other"
@@ -102,7 +104,9 @@ class DeviceOrder:
         if len(self._turns) < 2:
             return
         module = torch.get_device_module(self._device)
-        self._last[_capturing(module)] = Queued(world, module.current_stream())
+        stream, captured = module.current_stream(), _capturing(module)
+        event = None if captured else stream.record_event()
+        self._last[captured] = Queued(world, stream, event)
 
 
 def _capturing(module: Any) -> bool:

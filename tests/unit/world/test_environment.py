@@ -1,0 +1,66 @@
+"""How a process learns from its environment which rank of a job it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkernel.errors import ArgumentError
+from mkernel.world.environment import Started, first_host, started
+
+SRUN = {
+    "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "5", "SLURM_STEP_NODELIST": "gpu[03-07]",
+    "SLURM_STEP_NUM_TASKS": "10", "SLURM_STEP_TASKS_PER_NODE": "2(x5)", "SLURM_NTASKS": "10",
+    "SLURM_PROCID": "7", "SLURM_LOCALID": "1",
+}  # fmt: skip
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, Started(0, 1, 1, None)),
+        (TORCHRUN, Started(3, 4, 2, "env://")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Started(1, 2, 2, "env://")),
+        (SRUN, Started(7, 10, 2, "tcp://gpu03:16239")),
+        ({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}, Started(7, 10, 2, "tcp://10.0.0.1:99")),
+        ({**SRUN, **TORCHRUN}, Started(3, 4, 2, "env://")),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Started(0, 1, 1, None)),
+    ],
+    ids=["alone", "torchrun", "by hand", "srun", "srun, store named", "torchrun in srun", "one task"],
+)  # fmt: skip
+def test_what_launchers_set(environment: dict[str, str], found: Started) -> None:
+    assert started(environment) == found
+
+
+def test_a_batch_script_is_no_task() -> None:
+    batch = {name: value for name, value in SRUN.items() if "STEP" not in name}
+    assert started(batch) == Started(0, 1, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu1", "gpu1"), ("gpu1,gpu2", "gpu1"), ("gpu[03-07,12]-ib,login", "gpu03-ib"),
+        ("gpu[5,7]", "gpu5"), ("r[1-2]n[08-09],x", "r1n08"), ("a-b[2]", "a-b2"),
+    ],
+)  # fmt: skip
+def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"SLURM_PROCID": "10"}, "SLURM_PROCID = 10"),
+        ({"SLURM_PROCID": "two"}, "SLURM_PROCID = 'two'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x4),1"}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK = 4"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "0 to WORLD_SIZE - 1"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, str], told: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        started({**SRUN, **changes})
+    assert told in str(caught.value)
