@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 from mkernel.backends import registry
@@ -64,6 +65,31 @@ def emulated_topology(
         found = registry.nic(backends.nic).probe(backends.verbs or "system")
         nic = found[0] if found else None
     return split_into_nodes(machine, nodes, ranks_per_node, devices[0], nic)
+
+
+def seated(machine: Topology, used: Sequence[tuple[str | None, int] | None]) -> Topology:
+    """The machine, its accelerators in such an order that local ranks are placed on what they use: a
+    group's ranks need not be the first of a host. As it is where a rank has chosen none, or two have
+    chosen the same.
+
+    Args:
+        machine: one node.
+        used: by each of its ranks, in their order: PCI address, where it is known, and index.
+    """
+    node = machine.nodes[0]
+    first: list[Accelerator] = []
+    for device in used:
+        found = next((one for one in node.accelerators if device and _is(one, *device)), None)
+        if found is None or found in first:
+            return machine
+        first.append(found)
+    rest = tuple(one for one in node.accelerators if one not in first)
+    changed = node.model_copy(update={"accelerators": (*first, *rest)})
+    return machine.model_copy(update={"nodes": (changed,)})
+
+
+def _is(one: Accelerator, pci: str | None, index: int) -> bool:
+    return not one.emulated and (one.pci == pci if pci else one.index == index)
 
 
 def shown(machine: Topology, devices: tuple[Accelerator, ...]) -> Topology:

@@ -25,6 +25,7 @@ from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Topology
 from mkernel.topology.placement import rails
 from mkernel.topology.world_map import WorldMap, world_map
+from mkernel.world.devices import Chosen
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore
@@ -52,6 +53,7 @@ class Membership:
 
     Args:
         name: the world's.
+        device: that this rank uses; None: it is placed on one.
         failure: is told of each part as it opens, so that a failure meanwhile ends its waits.
     """
 
@@ -65,6 +67,7 @@ class Membership:
     def __init__(
         self,
         name: str,
+        device: Chosen | None,
         identity: Identity,
         backends: Backends,
         settings: Settings,
@@ -72,6 +75,7 @@ class Membership:
         failure: FailureMonitor,
     ) -> None:
         self._name = name
+        self._device = device
         self._me = identity
         self._backends = backends
         self._settings = settings
@@ -162,7 +166,13 @@ class Membership:
         }
         rank = self._me.rank
         self._exchange.publish(
-            f"hello/{rank}", {"host": host_identity(), "pid": os.getpid(), "world": world}
+            f"hello/{rank}",
+            {
+                "host": host_identity(),
+                "pid": os.getpid(),
+                "device": self._own_device(),
+                "world": world,
+            },
         )
         hellos = self._exchange.collect("hello")
         peers = {other: Peer.from_hello(other, told) for other, told in hellos.items()}
@@ -172,7 +182,13 @@ class Membership:
                 raise PlanMismatch(
                     (rank, other), found[0], (found[1], found[2]), _SAME_ON_ALL_RANKS
                 )
+        self._devices = {other: told.get("device") for other, told in hellos.items()}
         return peers
+
+    def _own_device(self) -> tuple[str | None, int] | None:
+        if self._device is None or self._settings.pinning.accelerators:
+            return None
+        return self._device.described(registry.accelerator(self._backends.accelerator))
 
     def _check_hosts(self, peers: Mapping[int, Peer]) -> None:
         for rank, peer in peers.items():
@@ -194,7 +210,12 @@ class Membership:
                 for node in range(me.nodes)
                 if peers[node * me.ranks_per_node].host == peers[me.rank].host
             ]
-            whole = machine.machine_topology(self._backends)
+            used = [
+                self._devices[rank]
+                for node in here
+                for rank in range(node * me.ranks_per_node, (node + 1) * me.ranks_per_node)
+            ]
+            whole = machine.seated(machine.machine_topology(self._backends), used)
             split = machine.emulated_topology(
                 whole, self._backends, len(here), me.ranks_per_node, self._settings.ranks_per_device
             )

@@ -15,7 +15,7 @@ from mkernel import selection
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized
 from mkernel.settings import Settings, check_timeout
 from mkernel.settings import load as load_settings
-from mkernel.world import environment, groups, hosts
+from mkernel.world import devices, environment, groups, hosts
 from mkernel.world.environment import Started
 from mkernel.world.groups import Group
 from mkernel.world.handshake import world_key
@@ -84,20 +84,21 @@ def init(
     if default is not None:
         accelerator = accelerator or default.backends.accelerator
         nic, verbs = nic or default.backends.nic, verbs or default.backends.verbs
-    wanted = _Wanted(nodes, ranks_per_node, accelerator, nic, verbs)
+    wanted = _Wanted(nodes, ranks_per_node, accelerator, nic, verbs, devices.chosen())
     if group is None and (stores is not None or not has_users_default()):
         return _of_job(wanted, settings, stores)
     return _of_group(groups.process_group(group or torch.distributed.group.WORLD), wanted, settings)
 
 
 class _Wanted(NamedTuple):
-    """What a caller of :func:`init` asks for."""
+    """What a caller of :func:`init` asks for, and the device that it uses."""
 
     nodes: int | None
     ranks_per_node: int | None
     accelerator: str | None
     nic: str | None
     verbs: str | None
+    device: devices.Chosen | None
 
     def backends(self, settings: Settings, nodes: int) -> Backends:
         return selection.backends(
@@ -115,7 +116,13 @@ def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | N
     with worlds.joining(name):
         prefix = _prefix(STARTED)
         world = _join(
-            identity, backends, settings, stores or environment.rendezvous(job), prefix, name
+            identity,
+            backends,
+            settings,
+            stores or environment.rendezvous(job),
+            prefix,
+            name,
+            wanted.device,
         )
         worlds.add(world, default=True)
     return world
@@ -134,7 +141,7 @@ def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World
             Started(rank, size, size // found, None), wanted.nodes, wanted.ranks_per_node
         )
         backends = wanted.backends(settings, identity.nodes)
-        world = World(identity, backends, settings, (one, two), key, name)
+        world = World(identity, backends, settings, (one, two), key, name, wanted.device)
         worlds.add(world, default=True)
     return world
 
@@ -170,7 +177,7 @@ def join(
         The errors of :func:`init` about ranks that do not fit together.
     """
     with worlds.joining(prefix):
-        world = _join(identity, backends, settings, stores, prefix, prefix)
+        world = _join(identity, backends, settings, stores, prefix, prefix, devices.chosen())
         worlds.add(world, default=False)
     return world
 
@@ -182,6 +189,7 @@ def _join(
     stores: tuple[Store, Store],
     prefix: str,
     name: str,
+    device: devices.Chosen | None,
 ) -> World:
     one, two = (PrefixStore(prefix, store) for store in stores)
     key = world_key(
@@ -192,7 +200,7 @@ def _join(
         one_host=environment.started().per_host >= identity.size,
         settings=settings,
     )
-    return World(identity, backends, settings, (one, two), key, name)
+    return World(identity, backends, settings, (one, two), key, name, device)
 
 
 def _prefix(name: str) -> str:

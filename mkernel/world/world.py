@@ -18,6 +18,7 @@ from mkernel.settings import Settings
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import WorldMap
 from mkernel.world.calls import CallRecord, Calls
+from mkernel.world.devices import Chosen
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore
@@ -51,12 +52,14 @@ class World:
         stores: tuple[Store, Store],
         key: bytes,
         name: str,
+        device: Chosen | None = None,
     ) -> None:
         """Join. Collective; the errors are those of :func:`mkernel.init`.
 
         Args:
             stores: two clients of one store that holds keys of this world only; the second is the
                 watchdog's.
+            device: that this rank uses; None: it is placed on one.
             key: seals all messages of this world and of no other (:mod:`mkernel.world.handshake`).
         """
         self.name = name
@@ -71,7 +74,7 @@ class World:
         self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)
         self._exchange = Exchange(self._failure)
         self._membership = Membership(
-            name, identity, backends, settings, self._exchange, self._failure
+            name, device, identity, backends, settings, self._exchange, self._failure
         )
         self._membership.join()
         self._turns = Turns(
