@@ -6,9 +6,8 @@ and :class:`mkernel.World` refuses such worlds by the same ones, so the two cann
 
 from __future__ import annotations
 
-from mkernel.plan import arguments
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.pipeline import Exchange
 from mkernel.topology.kinds import NodeKinds
 
 
@@ -36,18 +35,8 @@ def world_obstacles(
     return tuple(found)
 
 
-def plan_obstacles(made: LaunchPlan, capabilities: AcceleratorCapabilities) -> tuple[str, ...]:
-    """The same of a plan's decisions."""
-    found = []
-    provided = arguments.provided_exchanges(made.op, made.nodes, capabilities)
-    if made.exchange not in provided:
-        found.append(
-            f"accelerator {made.accelerator!r} does not provide the exchange {made.exchange!r} for "
-            f"{made.op!r}; it provides: {', '.join(provided)}"
-        )
-    if made.order.runs not in capabilities.orders:
-        found.append(
-            f"accelerator {made.accelerator!r} does not consume sources in the order "
-            f"{made.order.runs!r}; it does in: {', '.join(capabilities.orders)}"
-        )
-    return tuple(found)
+def exchange_obstacles(exchange: Exchange) -> tuple[str, ...]:
+    """The same of what ranks of different nodes exchange: backends do so pair by pair."""
+    if exchange == "direct":
+        return ()
+    return (f"no accelerator backend runs the exchange {exchange!r}",)

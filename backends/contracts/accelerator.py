@@ -15,7 +15,8 @@ from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Works
 from mkernel.backends.contracts.status import Status
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.schedule import Schedule
+from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.standard import by_rows
 from mkernel.settings import BackendSettings
 from mkernel.topology.model import Accelerator, KindName
 
@@ -130,12 +131,12 @@ class AcceleratorBackend(ABC):
         return self.capabilities()
 
     @classmethod
-    def schedule(cls, plan: LaunchPlan) -> Schedule | None:
-        """The backend's own part of a plan, from all that the plan has decided before: what a launch
-        does beyond the common part. A pure function, without a device; ranks compare the result, and
-        ``workspace`` and ``launch`` read it. None: there is nothing more to decide, or nothing that
-        could be launched."""
-        return None
+    def schedule(cls, request: ScheduleRequest) -> Scheduled:
+        """The backend's own part of a plan: all that its launches do and the common part does not say,
+        with its predicted times. A pure function, without a device; ranks compare the result, and
+        ``workspace`` and ``launch`` read it and decide nothing. Default: the chunks and the order of a
+        :class:`mkernel.plan.standard.RowSchedule`."""
+        return by_rows(request)
 
     def group_options(self, timeout: timedelta) -> Any:
         """Options of torch.distributed for the process group, where the capabilities ask for one; None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
@@ -14,14 +14,13 @@ from mkernel.cli.plan_world import planned_world
 from mkernel.cli.sizes import Given, with_sizes
 from mkernel.cli.terminal import Terminal, draw, unwritable
 from mkernel.errors import Unsupported
-from mkernel.launchable import plan_obstacles, world_obstacles
+from mkernel.launchable import exchange_obstacles, world_obstacles
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.arguments import check_world
-from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.decide import Alternative
-from mkernel.plan.model import Exchange, LaunchPlan
-from mkernel.plan.order import Runs
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.pipeline import Exchange
 from mkernel.plan.planner import explain
 from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.plan.simulate import Simulation, trace
@@ -33,10 +32,12 @@ from mkernel.topology.world_map import WorldMap, world_map
 
 class PlanReport(Model):
     """What ``--json`` prints. ``launchable``: whether ``init`` and the op would accept the plan on such
-    machines; if not, it is a prediction only, and ``obstacles`` says why. ``notes``: what was left
+    machines; if not, it is a prediction only, and ``obstacles`` says why. ``exchange``: the one between
+    nodes that the times are of. ``notes``: what was left
     out, and why: RDMA ports that are no rails, accelerator backends that do not run there."""
 
     plan: LaunchPlan
+    exchange: Exchange = "direct"
     launchable: bool
     obstacles: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -144,20 +145,20 @@ def command(
         wanted,
         dtype=dtype,
         accelerator=backends.accelerator,
-        capabilities=_wanted_claims(claims, exchange, where.elsewhere, bool(obstacles)),
+        capabilities=claims,
         nic=backends.nic,
         verbs=backends.verbs,
         chunk=chunk,
         path=path or settings.path,
-        exchange=exchange,
+        exchange="direct" if exchange == "auto" and not obstacles else exchange,
         schedule=registry.accelerator(backends.accelerator).schedule,
     )
-    made, considered = planned(world=here)
-    obstacles += plan_obstacles(made, claims)
+    made, considered, pipeline = planned(world=here)
+    obstacles += exchange_obstacles(pipeline.exchange)
     console = Terminal()
     if not as_json:
         console.print(render.topology(world))
-        console.print(render.plan(made, obstacles, where.notes))
+        console.print(render.plan(made, obstacles, where.notes, pipeline.exchange))
     found = None
     if constants is None and (simulated or trace_file or scaling_file):
         raise Unsupported(
@@ -165,12 +166,7 @@ def command(
             "can be simulated; --constants FILE gives some (`mkernel probe --measure` writes them)"
         )
     if constants is not None and (simulated or trace_file):
-        traced = trace(
-            made,
-            constants,
-            one_kernel_per_chunk=claims.one_kernel_per_chunk,
-            keep=trace_file is not None,
-        )
+        traced = trace(made, pipeline, constants, keep=trace_file is not None)
         found = traced.result
         if trace_file:
             from mkernel.harness import timeline
@@ -183,10 +179,9 @@ def command(
     if constants is not None and scaling_file:
         points = list(
             growth.points(
-                lambda count: planned(world=first(count)).plan,
+                lambda count: planned(world=first(count)),
                 constants,
                 made.nodes,
-                claims.one_kernel_per_chunk,
             )
         )
         title = f"{made.op}, {made.accelerator}, {made.ranks_per_node} ranks a node"
@@ -194,6 +189,7 @@ def command(
     if as_json:
         report = PlanReport(
             plan=made,
+            exchange=pipeline.exchange,
             launchable=not obstacles,
             obstacles=obstacles,
             notes=where.notes,
@@ -210,14 +206,3 @@ def command(
     for file in (trace_file, scaling_file):
         if file:
             console.print(f"wrote {file}", highlight=False, soft_wrap=True)
-
-
-def _wanted_claims(
-    claims: AcceleratorCapabilities, exchange: str, elsewhere: bool, prediction_only: bool
-) -> AcceleratorCapabilities:
-    """With every exchange and order where the plan is a prediction only, or where an exchange that the
-    backend lacks is asked for on machines elsewhere: the plan is marked."""
-    lacks = exchange in get_args(Exchange) and exchange not in claims.exchanges
-    if not elsewhere or not (prediction_only or lacks):
-        return claims
-    return claims.model_copy(update={"exchanges": get_args(Exchange), "orders": get_args(Runs)})

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
-from mkernel.plan.model import DtypeName, Exchange, OpName, PathChoice
+from mkernel.plan.model import DtypeName, OpName, PathChoice
+from mkernel.plan.pipeline import Exchange
 from mkernel.plan.shapes import check_integer
 from mkernel.topology.model import MAX_ACCELERATORS, MAX_NODES
 
@@ -35,31 +36,18 @@ def check_world(
     )
 
 
-def exchanges(
-    wanted: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
-) -> tuple[Exchange, ...]:
-    """Those to choose from; the default first. ArgumentError, Unsupported."""
+def exchanges(wanted: str, op: OpName, nodes: int) -> tuple[Exchange, ...]:
+    """Those to choose from; the default first. ArgumentError."""
     every: tuple[Exchange, ...] = get_args(Exchange)
     if wanted not in ("auto", *every):
         raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(every)}")
-    provided = provided_exchanges(op, nodes, capabilities)
-    if nodes == 1 or wanted == "auto":
-        return provided
-    if wanted not in provided:
-        raise Unsupported(
-            f"accelerator {accelerator!r} does not provide the exchange {wanted!r} for {op!r}; "
-            f"it provides: {', '.join(provided)}"
-        )
-    return (wanted,)
-
-
-def provided_exchanges(
-    op: OpName, nodes: int, capabilities: AcceleratorCapabilities
-) -> tuple[Exchange, ...]:
-    """Those that calls of the op can use in such a world; the default first."""
     if nodes == 1 or op in _NOTHING_TO_SHARE:
+        if wanted == "hierarchical" and nodes > 1:
+            raise ArgumentError(
+                "exchange", repr(wanted), f"direct for {op!r}: each pair exchanges rows of its own"
+            )
         return ("direct",)
-    return capabilities.exchanges
+    return every if wanted == "auto" else tuple(one for one in every if one == wanted)
 
 
 def has_library_path(
@@ -105,12 +93,4 @@ def check_layout(value: str, capabilities: AcceleratorCapabilities, accelerator:
             f"one of: {', '.join(capabilities.b_layouts)}",
             why=f"accelerator {accelerator!r} does not read it",
         )
-    return value
-
-
-def blocks(argument: str, value: int | None, cores: int, default: int | None = None) -> int:
-    """Blocks of a kernel: the value, at most ``cores``, or the default (all cores). ArgumentError."""
-    if value is None:
-        return default or cores
-    check_integer(ArgumentError, argument, value, cores)
     return value

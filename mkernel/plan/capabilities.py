@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mkernel.plan.model import DtypeName, Exchange, GemmTile
-from mkernel.plan.order import Runs
+from mkernel.plan.model import DtypeName
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, KindName, Model
 from mkernel.topology.sources.chips import architecture, described
@@ -30,26 +29,11 @@ class AcceleratorCapabilities(Model):
     simulated: bool = False
     compute_cores: int
     comm_cores: int
-    chunk_unit: Literal["tiles", "rows"] = "tiles"
-    """What the chunks of GEMM ops are made of; those of other ops are rows."""
-    overlaps: bool = True
-    """Whether communication and compute run at the same time; else one chunk is best."""
-    row_chunks: int = 4
-    """Chunks of a rank's rows by default, where chunks are made of rows and the backend overlaps; the
-    planner looks for a better number unless it is 1."""
-    one_kernel_per_chunk: bool = False
-    """Whether each chunk is computed by a kernel of its own, in whole waves; else one takes tiles as
-    their data comes."""
     chunk_invariant: bool = True
     """Whether results are bit-identical for every chunk size."""
     stream_ordered: bool = False
     """Whether a call is only queued on the device when the op returns, as torch's own ops are. What
     breaks then surfaces at the next call, at ``mkernel.synchronize()`` or at ``finalize()``."""
-    orders: tuple[Runs, ...] = ("node",)
-    """Orders in which its calls can consume other ranks' rows, source by source; the default first.
-    One, where kernels have an order of their own."""
-    exchanges: tuple[Exchange, ...] = ("direct",)
-    """How its calls can exchange between nodes; the default first."""
     library_ops: tuple[str, ...] = ()
     """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
     one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""
@@ -60,8 +44,6 @@ class AcceleratorCapabilities(Model):
     constants: MachineConstants | None = None
     """Of its machine, from a data file that the backend brings. None: nothing is predicted of plans,
     unless the user gives a file (``MKERNEL_CONSTANTS``)."""
-    tile: GemmTile = GemmTile()
-    """The output tile of its GEMM kernels, where ``chunk_unit`` is tiles."""
     process_group: bool = False
     """Whether calls need a torch.distributed group (``Call.group``), which carries all bytes between
     ranks, in a node too, but those of ``put_ops``; no NIC session is opened."""

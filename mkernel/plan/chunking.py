@@ -5,24 +5,21 @@ from __future__ import annotations
 from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
-    Chunking,
     DtypeName,
     GemmShape,
-    GemmTile,
     OpName,
     Shape,
 )
+from mkernel.plan.pipeline import USUAL_TILE, Chunking, GemmTile, Tiling
 
 MAX_CHUNKS = 128
 """Chunks a source that the default aims to stay within: each chunk costs a signal."""
 MIN_TILES, MAX_TILES = 4, 64
 """Default tiles a chunk: in steps of 4, so that a chunk is a whole number of 256 KiB."""
 
-_USUAL = GemmTile()
-
 
 def chunking(
-    rows: int, k: int, dtype: DtypeName, chunk: int | None = None, tile: GemmTile = _USUAL
+    rows: int, k: int, dtype: DtypeName, chunk: int | None = None, tile: GemmTile = USUAL_TILE
 ) -> Chunking:
     """Chunking of one rank's A [rows, k], in pieces of ``tile``: usually 128 rows by 512 bytes of K
     (64 KiB).
@@ -42,7 +39,7 @@ def cut(
     world: int,
     dtype: DtypeName,
     chunk: int | None = None,
-    tile: GemmTile = _USUAL,
+    tile: GemmTile = USUAL_TILE,
 ) -> Chunking:
     """Chunking of a GEMM op on ``world`` ranks: of A where it is gathered; of the output tiles that
     a rank owns where partial results are reduced, by the same rule."""
@@ -55,6 +52,16 @@ def cut(
     return _chunks_of(tiles, dtype, chunk, tile)
 
 
+def tiling(dtype: DtypeName, tile: GemmTile = USUAL_TILE) -> Tiling:
+    """A backend's output tile in elements of ``dtype``."""
+    return Tiling(
+        tile_m=tile.rows,
+        tile_n=tile.columns,
+        tile_k=tile.depth_bytes // DTYPE_BYTES[dtype],
+        step_k=tile.step_bytes // DTYPE_BYTES[dtype],
+    )
+
+
 def _chunks_of(tiles: int, dtype: DtypeName, chunk: int | None, tile: GemmTile) -> Chunking:
     if chunk is None:
         chunk = MIN_TILES
@@ -63,10 +70,7 @@ def _chunks_of(tiles: int, dtype: DtypeName, chunk: int | None, tile: GemmTile) 
             chunk = min(MAX_TILES, -(-least // MIN_TILES) * MIN_TILES)
     tiles_per_chunk = min(chunk, tiles)
     return Chunking(
-        tile_m=tile.rows,
-        tile_n=tile.columns,
-        tile_k=tile.depth_bytes // DTYPE_BYTES[dtype],
-        step_k=tile.step_bytes // DTYPE_BYTES[dtype],
+        **dict(tiling(dtype, tile)),
         tiles_per_chunk=tiles_per_chunk,
         chunks_per_rank=-(-tiles // tiles_per_chunk),
     )
@@ -78,7 +82,7 @@ def others(
     shape: GemmShape,
     world: int,
     dtype: DtypeName,
-    tile: GemmTile = _USUAL,
+    tile: GemmTile = USUAL_TILE,
 ) -> list[Chunking]:
     """Chunkings with more or fewer tiles a chunk than the default."""
     made = {default.chunks_per_rank: default}

@@ -1,8 +1,8 @@
 """The messages of one call, as a plan's ranks send them, for a few ranks that stand for all.
 
-Ranks of equal nodes do the same at the same time, since the plan's order is a rotation. So one node
-of each kind is simulated, and a message between two of them stands for all such messages: on the
-sender's links it has the bytes that one node of that kind sends, on the receiver's those that one
+Ranks of equal nodes do the same at the same time, since the order of consumption is a rotation. So
+one node of each kind is simulated, and a message between two of them stands for all such messages: on
+the sender's links it has the bytes that one node of that kind sends, on the receiver's those that one
 receives. Nodes at neighbouring distances share a message where worlds are large (``steps``); bytes
 and signals stay what they are. In a world whose nodes are all of different kinds nothing is shared.
 """
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from mkernel.plan.model import Exchange, LaunchPlan
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.pipeline import Exchange, Pipeline
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.link_queues import Message
 from mkernel.topology.routes import Ends
@@ -54,6 +55,7 @@ class CallMessages:
     """Messages of a call, between ranks that stand for all. ``chunks``: of each rank's bytes."""
 
     plan: LaunchPlan
+    pipeline: Pipeline
     constants: MachineConstants
     chunks: int
     detail: int = MESSAGES
@@ -97,7 +99,7 @@ class CallMessages:
     @property
     def _blocks_each(self) -> float:
         destinations = self.plan.ranks_per_node - 1 + (self.plan.nodes > 1)
-        return self.plan.resources.comm_blocks / max(1, destinations)
+        return self.pipeline.comm_blocks / max(1, destinations)
 
     @cached_property
     def _subflows(self) -> dict[Ends, tuple[Subflow, ...]]:
@@ -142,9 +144,9 @@ class CallMessages:
         return share * (sites[dst].count - same), share * (sites[src].count - same)
 
     def turns(self) -> Iterator[tuple[int, Step, int]]:
-        """Where others' bytes are in the plan's order: number and step of nodes, and the local rank
-        counted from the own one."""
-        every = self.plan.order.steps(len(self.steps))
+        """Where others' bytes are in the order of consumption: number and step of nodes, and the local
+        rank counted from the own one."""
+        every = self.pipeline.order.steps(len(self.steps))
         return ((number, self.steps[number], turn) for number, turn in every if number or turn)
 
     def exchanges(

@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from mkernel.plan.order import ConsumptionOrder
+from mkernel.errors import ArgumentError
+from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.schedule import AnySchedule, Schedule
 from mkernel.topology.model import Model
 from mkernel.topology.placement import WorldPlacement
@@ -90,40 +91,6 @@ class AttentionShape(Model):
 Shape = Annotated[GemmShape | MoeShape | CombineShape | AttentionShape, Field(discriminator="kind")]
 
 
-class GemmTile(Model):
-    """The output tile of a backend's GEMM kernels, ``rows`` x ``columns``. Along K it is made in pieces
-    of ``depth_bytes`` of the inputs, by matrix instructions of ``step_bytes`` each."""
-
-    rows: int = Field(128, ge=1)
-    columns: int = Field(256, ge=1)
-    depth_bytes: int = Field(512, ge=4)
-    step_bytes: int = Field(128, ge=4)
-
-
-class Chunking(Model):
-    """How what a rank communicates is cut: tiles, and chunks of whole tiles.
-
-    AllGather+GEMM: its rows of A, in tiles of ``tile_m`` x ``tile_k``, K fastest. The ops that
-    reduce: the output tiles of ``tile_m`` x ``tile_n`` that it owns, N fastest. Tiles are numbered
-    row-group by row-group; chunk c holds tiles [c * tiles_per_chunk, (c + 1) * tiles_per_chunk).
-    ``step_k`` is the depth of one matrix instruction step.
-    """
-
-    tile_m: int = Field(ge=1)
-    tile_n: int = Field(ge=1)
-    tile_k: int = Field(ge=1)
-    step_k: int = Field(ge=1)
-    tiles_per_chunk: int = Field(ge=1)
-    chunks_per_rank: int = Field(ge=1)
-
-
-class Resources(Model):
-    """Blocks (cores) given to each kernel of one rank."""
-
-    compute_blocks: int = Field(ge=1)
-    comm_blocks: int = Field(ge=1)
-
-
 class Prediction(Model):
     """The cost model's times of one call, in microseconds, and where its constants came from."""
 
@@ -138,13 +105,11 @@ class Prediction(Model):
     )
 
 
-Exchange = Literal["direct", "hierarchical"]
-"""How ranks of different nodes exchange: each pair by itself; or one message a node, between ranks of
-the same local rank, which their neighbours share over the scale-up fabric."""
-
-
 class LaunchPlan(Model):
-    """One op, one shape, one world: all decisions. The same object on every rank."""
+    """One op, one shape, one world: all decisions. The same object on every rank.
+
+    What all backends share, and ``schedule``: what the launches of this plan's backend do.
+    """
 
     schema_version: Literal[1] = 1
     op: OpName
@@ -165,19 +130,12 @@ class LaunchPlan(Model):
     )
     placement: WorldPlacement
     routes: RouteTable
-    exchange: Exchange = "direct"
-    chunking: Chunking | None = Field(description="tiles and chunks; None: not cut in tiles")
-    rows_per_chunk: int | None = Field(
-        None, ge=1, description="rows (positions, tokens) a chunk where backends cut by rows"
-    )
-    order: ConsumptionOrder
-    resources: Resources
     schedule: AnySchedule | None = Field(
         None,
-        description="the backend's own decisions; None: it has none, or cannot launch the plan",
+        description="the backend's own decisions; None while the backend has not been asked for them",
     )
     prediction: Prediction | None = Field(
-        description="None: there are no constants of the chips, only of others, which decided"
+        None, description="None: there are no constants of the chips, only of others, which decided"
     )
 
     @property
@@ -201,6 +159,17 @@ class LaunchPlan(Model):
                 f"{of.__name__}; plan with the backend's `schedule`"
             )
         return self.schedule
+
+    def order(self, runs: Runs) -> ConsumptionOrder:
+        """The order in which ranks consume the others' rows. ArgumentError: it is another one's by
+        another name, as all are in one node or where a node has one rank."""
+        if runs != "node" and 1 in (self.nodes, self.ranks_per_node):
+            raise ArgumentError(
+                "plan.schedule.order",
+                repr(runs),
+                f"'node', the only order of {self.nodes} nodes x {self.ranks_per_node} ranks",
+            )
+        return ConsumptionOrder(self.nodes, self.ranks_per_node, runs)
 
     def route(self, src: int, dst: int) -> Route:
         """The route of the ordered pair. KeyError if ``src == dst`` or out of range."""
@@ -235,8 +204,6 @@ class LaunchPlan(Model):
                 f"{self.ranks_per_node}"
             )
         self.routes.check(self.placement)
-        if len(self.order) != world:
-            raise ValueError(f"order is of {len(self.order)} ranks, the plan of {world}")
         if self.path == "library" and not isinstance(self.shape, GemmShape):
             raise ValueError(f"{self.op} has no library path")
         sharded = self.op in ("all_gather_gemm", "gemm_reduce_scatter")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
-
-from pydantic import Field
-
-from mkernel.topology.model import Model
 
 Runs = Literal["node", "far", "rail"]
 
 
-class ConsumptionOrder(Model):
+@dataclass(frozen=True)
+class ConsumptionOrder:
     """The ranks whose rows each rank consumes, itself first.
 
     It is a rotation, so that at every step each source is wanted by exactly one rank: rank (n, l) takes
@@ -25,8 +23,8 @@ class ConsumptionOrder(Model):
     comes over the scale-up fabric and what comes through NICs takes turns.
     """
 
-    nodes: int = Field(ge=1)
-    ranks_per_node: int = Field(ge=1)
+    nodes: int
+    ranks_per_node: int
     runs: Runs = "node"
 
     def __len__(self) -> int:
@@ -57,7 +55,7 @@ class ConsumptionOrder(Model):
         every = ((i, j) for i in range(nodes) for j in locals_)
         return iter(sorted(every, key=_own_node_last)) if self.runs == "far" else every
 
-    def __iter__(self) -> Iterator[tuple[int, ...]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
         return map(self.__getitem__, range(len(self)))
 
 

@@ -12,27 +12,24 @@ from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, cast
 
 from mkernel.errors import ArgumentError, DtypeError, Unsupported
-from mkernel.plan import arguments, chunking, paths, predict
+from mkernel.plan import arguments, paths
 from mkernel.plan.arguments import Layout
-from mkernel.plan.decide import Alternative, choose
+from mkernel.plan.decide import Alternative
 from mkernel.plan.model import (
-    Chunking,
     DtypeName,
-    Exchange,
     GemmShape,
     LaunchPlan,
     OpName,
     PathChoice,
     PathName,
     Prediction,
-    Resources,
     Shape,
 )
 from mkernel.plan.ops import canonical
-from mkernel.plan.order import ConsumptionOrder
-from mkernel.plan.schedule import Schedule
+from mkernel.plan.pipeline import Exchange, Pipeline
+from mkernel.plan.request import Scheduler, ScheduleRequest
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
-from mkernel.plan.tune import tune
+from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.kinds import NodeKinds
 from mkernel.topology.placement import WorldPlacement
@@ -43,20 +40,13 @@ if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities
 
 
-Scheduler = Callable[[LaunchPlan], Schedule | None]
-"""Gives a plan its backend's part: a pure function of what the plan has decided so far."""
-
-
-def no_schedule(plan: LaunchPlan) -> None:
-    """Of a backend whose launches follow from the common part of a plan."""
-    return
-
-
 class Planned(NamedTuple):
-    """A plan, and every alternative that was considered for one of its decisions."""
+    """A plan, every alternative that was considered for one of its decisions, and its pipeline as the
+    cost model sees it."""
 
     plan: LaunchPlan
     alternatives: tuple[Alternative, ...]
+    pipeline: Pipeline
 
 
 def explain(
@@ -75,8 +65,8 @@ def explain(
     compute_blocks: int | None = None,
     comm_blocks: int | None = None,
     path: str = "auto",
-    exchange: str = "auto",
-    schedule: Scheduler = no_schedule,
+    exchange: str = "direct",
+    schedule: Scheduler = by_rows,
 ) -> Planned:
     """The plan of one op in one world, and what else was considered; cached by its inputs.
 
@@ -92,14 +82,14 @@ def explain(
         accelerator, capabilities: the backend's name and what it claims.
         nic, verbs: NIC backend and verbs provider between nodes. In a world of one node, or where a
             process group carries what crosses nodes, both are dropped from the plan.
-        chunk: tiles (or rows, see ``capabilities.chunk_unit``) a chunk. None: the default of
-            :func:`mkernel.plan.chunking.chunking` or :func:`mkernel.plan.chunking.row_chunk`.
-        compute_blocks, comm_blocks: cores of each kernel. None: all compute cores, and as many
-            for communication as :func:`mkernel.plan.chunking.comm_blocks` says.
+        chunk: tiles (or rows, whatever the backend cuts by) a chunk. None: the backend's choice.
+        compute_blocks, comm_blocks: cores of each kernel, for backends that deal them out. None: the
+            backend's choice, by default all compute cores, and as many for communication as
+            :func:`mkernel.plan.chunking.comm_blocks` says.
         path: ``library``; ``fused``, where it keeps the limit of error
             (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
-        exchange: between nodes, ``direct`` or ``hierarchical``; ``auto``: of what the backend provides
-            the one that is predicted to be faster.
+        exchange: between nodes, ``direct``, as every backend does; ``hierarchical``, or ``auto``, the
+            one that is predicted to be faster: what such a plan's times would be.
         schedule: gives a plan its backend's part
             (:meth:`mkernel.backends.contracts.accelerator.AcceleratorBackend.schedule`).
 
@@ -133,17 +123,12 @@ def explain(
     library = arguments.has_library_path(path, name, nodes, accelerator, capabilities)
     if chunk is not None:
         check_integer(ArgumentError, "chunk", chunk, MAX_DIMENSION)
-    resources = Resources(
-        compute_blocks=arguments.blocks(
-            "compute_blocks", compute_blocks, capabilities.compute_cores
-        ),
-        comm_blocks=arguments.blocks(
-            "comm_blocks",
-            comm_blocks,
-            capabilities.comm_cores,
-            default=chunking.comm_blocks(nodes, ranks_per_node, capabilities.comm_cores),
-        ),
-    )
+    for argument, blocks, cores in (
+        ("compute_blocks", compute_blocks, capabilities.compute_cores),
+        ("comm_blocks", comm_blocks, capabilities.comm_cores),
+    ):
+        if blocks is not None:
+            check_integer(ArgumentError, argument, blocks, cores)
     if nodes > 1 and not capabilities.process_group:
         for argument, given, what in (("nic", nic, "NIC backend"), ("verbs", verbs, "provider")):
             if not given:
@@ -162,12 +147,12 @@ def explain(
         _Choice(
             capabilities,
             chunk,
+            compute_blocks,
+            comm_blocks,
             cast(PathChoice, path),
             library,
-            arguments.exchanges(exchange, name, nodes, accelerator, capabilities),
-            comm_blocks,
+            arguments.exchanges(exchange, name, nodes),
         ),
-        resources,
         schedule,
     )
 
@@ -196,15 +181,16 @@ class _Nics(NamedTuple):
 
 @dataclass(frozen=True)
 class _Choice:
-    """What the backend claims; the chunk and the path that the caller wants, and whether there is a
-    library path; the exchanges to choose from; how many blocks the caller wants for communication."""
+    """What the backend claims; chunk, cores and path that the caller wants, and whether there is a
+    library path; the exchanges to choose from."""
 
     claims: AcceleratorCapabilities
     chunk: int | None
+    compute_blocks: int | None
+    comm_blocks: int | None
     path: PathChoice
     library: bool
     exchanges: tuple[Exchange, ...]
-    comm_blocks: int | None
 
 
 @lru_cache(maxsize=256)
@@ -218,106 +204,51 @@ def _planned(
     accelerator: str,
     between: _Nics,
     choice: _Choice,
-    resources: Resources,
     schedule: Scheduler,
 ) -> Planned:
-    """The plan of checked inputs. Decisions are made one after another, each with the defaults of
-    those that follow: path, exchange, chunks of tiles, communication blocks; then, by simulation, rows
-    a chunk and order. Where both paths' times are known from measured constants (in one node), these
-    are all that was measured: chunks and order stay as they are by default. So they do, and nothing is
-    predicted, where there are no constants."""
-    nodes, ranks_per_node = where.nodes, where.ranks_per_node
-    constants, placement = where.constants, where.placement
-    group = choice.claims.group_carries(op, nodes) or (
-        choice.claims.process_group and any(one.kind != "p2p" for one in where.links.table.classes)
+    """The plan of checked inputs: the part that all backends share, then the backend's."""
+    claims, constants, placement = choice.claims, where.constants, where.placement
+    group = claims.group_carries(op, where.nodes) or (
+        claims.process_group and any(one.kind != "p2p" for one in where.links.table.classes)
     )
     links = where.group_links if group else where.links
-    tiles, rows = None, None
-    claims = choice.claims
-    row_chunks = claims.row_chunks if claims.overlaps else 1
-    if claims.chunk_unit == "rows" or not isinstance(shape, GemmShape):
-        rows = chunking.row_chunk(shape, len(placement), choice.chunk, row_chunks)
-    else:
-        tiles = chunking.cut(op, shape, len(placement), dtype, choice.chunk, claims.tile)
-    path, prediction = _predicted(choice, op, shape, dtype, len(placement), resources, constants)
-    exchange, alternatives = choice.exchanges[0], _path_alternatives(path, prediction)
-    measured = prediction is not None
-    if prediction is None and constants is not None:
-
-        def predicted(
-            exchange: Exchange,
-            tiles: Chunking | None,
-            resources: Resources,
-            constants: MachineConstants = constants,
-        ) -> Prediction:
-            return predict.predict(
-                op, shape, dtype, out_dtype, links, exchange, tiles, resources, constants
-            )
-
-        exchange, considered = choose(
-            "exchange",
-            choice.exchanges,
-            lambda option: predicted(option, tiles, resources).pipelined_us,
-        )
-        alternatives += considered
-        if tiles is not None and choice.chunk is None and isinstance(shape, GemmShape):
-            more = chunking.others(tiles, op, shape, len(placement), dtype, claims.tile)
-            cuts: list[Chunking] = [tiles, *more]
-            cut, considered = choose(
-                "chunk",
-                cuts,
-                lambda option: predicted(exchange, option, resources).pipelined_us,
-                lambda option: f"{option.tiles_per_chunk} tiles",
-            )
-            tiles = cut
-            alternatives += considered
-        if choice.comm_blocks is None:
-            resources, considered = choose(
-                "communication",
-                [resources, *_more_blocks(resources, claims.comm_cores)],
-                lambda option: predicted(exchange, tiles, option).pipelined_us,
-                lambda option: f"{option.comm_blocks} blocks",
-            )
-            alternatives += considered
-        prediction = predicted(exchange, tiles, resources)
-    made = LaunchPlan(
+    path, measured = _predicted(choice, op, shape, dtype, len(placement), constants)
+    common = LaunchPlan(
         op=op,
         shape=shape,
         dtype=dtype,
         out_dtype=out_dtype,
         b_layout=b_layout,
         path=path,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
+        nodes=where.nodes,
+        ranks_per_node=where.ranks_per_node,
         accelerator=accelerator,
         nic=between.nic,
         verbs=between.verbs,
-        carrier=choice.claims.carrier if group and len(placement) > 1 else None,
+        carrier=claims.carrier if group and len(placement) > 1 else None,
         placement=placement,
         routes=links.table,
-        exchange=exchange,
-        chunking=tiles,
-        rows_per_chunk=rows,
-        order=ConsumptionOrder(nodes=nodes, ranks_per_node=ranks_per_node, runs=claims.orders[0]),
-        resources=resources,
-        prediction=prediction,
     )
-    if len(placement) > 1 and path == "fused" and not measured and constants is not None:
-        by_rows: list[int] = []
-        if rows is not None and choice.chunk is None and row_chunks > 1:
-            found = chunking.other_row_chunks(shape, len(placement), rows, row_chunks)
-            by_rows = [rows, *found]
-            if claims.one_kernel_per_chunk:  # each must gain what it costs: the fewest first
-                by_rows.sort(reverse=True)
-        made, considered = tune(
-            made, by_rows, claims.orders, constants, claims.one_kernel_per_chunk
+    found = schedule(
+        ScheduleRequest(
+            plan=common,
+            links=links,
+            capabilities=claims,
+            constants=constants,
+            chunk=choice.chunk,
+            compute_blocks=choice.compute_blocks,
+            comm_blocks=choice.comm_blocks,
+            exchanges=choice.exchanges,
+            measured=measured,
         )
-        alternatives += considered
-    made = made.model_copy(update={"schedule": schedule(made)})
+    )
+    alternatives = _path_alternatives(path, measured) + found.alternatives
+    prediction: Prediction | None = found.prediction
     if constants is not None and not _hold(constants, where.kinds, placement):
-        made = made.model_copy(update={"prediction": None})
+        prediction = None
         alternatives = tuple(one.model_copy(update={"predicted_us": None}) for one in alternatives)
-    return Planned(made, alternatives)
+    made = common.model_copy(update={"schedule": found.schedule, "prediction": prediction})
+    return Planned(made, alternatives, found.pipeline)
 
 
 def _hold(constants: MachineConstants, kinds: NodeKinds, placement: WorldPlacement) -> bool:
@@ -331,12 +262,6 @@ def _hold(constants: MachineConstants, kinds: NodeKinds, placement: WorldPlaceme
         for one in node.accelerators
         if one.id in used and not one.emulated
     )
-
-
-def _more_blocks(resources: Resources, cores: int) -> list[Resources]:
-    """The same with twice and four times the blocks for communication, as far as there are cores."""
-    more = [factor * resources.comm_blocks for factor in (2, 4)]
-    return [resources.model_copy(update={"comm_blocks": n}) for n in more if n <= cores]
 
 
 def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Alternative, ...]:
@@ -356,7 +281,6 @@ def _predicted(
     shape: Shape,
     dtype: DtypeName,
     world: int,
-    resources: Resources,
     constants: MachineConstants | None,
 ) -> tuple[PathName, Prediction | None]:
     """The path, and its times where both paths' are known. A tie goes to the fused one."""
@@ -368,7 +292,7 @@ def _predicted(
     if constants is None:
         return wanted, None
     cores = choice.claims.compute_cores
-    both = paths.predict(op, shape, dtype, world, resources.compute_blocks, cores, constants)
+    both = paths.predict(op, shape, dtype, world, choice.compute_blocks or cores, cores, constants)
     if both is None:
         return wanted, None
     fused, library = both

@@ -6,17 +6,16 @@ from typing import NamedTuple
 
 from mkernel.plan.model import (
     DTYPE_BYTES,
-    Chunking,
     CombineShape,
     DtypeName,
-    Exchange,
     GemmShape,
+    LaunchPlan,
     MoeShape,
     OpName,
     Prediction,
-    Resources,
     Shape,
 )
+from mkernel.plan.pipeline import Pipeline
 from mkernel.topology.cost import (
     MachineConstants,
     gemm_tile_us,
@@ -28,32 +27,17 @@ from mkernel.topology.shared_links import SharedLinks
 
 
 def predict(
-    op: OpName,
-    shape: Shape,
-    dtype: DtypeName,
-    out_dtype: DtypeName,
-    links: SharedLinks,
-    exchange: Exchange,
-    chunking: Chunking | None,
-    resources: Resources,
-    constants: MachineConstants,
+    plan: LaunchPlan, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> Prediction:
-    """The prediction of any op: schedule-aware where tiles are planned, else the closed form."""
-    if op == "all_gather_gemm" and isinstance(shape, GemmShape) and chunking is not None:
-        return all_gather_gemm(
-            shape, dtype, out_dtype, links, exchange, chunking, resources, constants
-        )
-    return closed_form(op, shape, dtype, links, exchange, resources, constants)
+    """The prediction of any op: schedule-aware where tiles are planned, else the closed form.
+    ``plan``: what all backends share of it; ``links``: those of its routes."""
+    if plan.op == "all_gather_gemm" and pipeline.chunking is not None:
+        return all_gather_gemm(plan, links, pipeline, constants)
+    return closed_form(plan, links, pipeline, constants)
 
 
 def closed_form(
-    op: OpName,
-    shape: Shape,
-    dtype: DtypeName,
-    links: SharedLinks,
-    exchange: Exchange,
-    resources: Resources,
-    constants: MachineConstants,
+    plan: LaunchPlan, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> Prediction:
     """T_c = work / rate, T_m = bytes to every peer over the slowest link; s: bytes an element.
 
@@ -62,13 +46,15 @@ def closed_form(
     T·k/W·I·s. Ring attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a peer.
     pipelined = max(T_c, T_m) + launch, the floor; sequential = T_c + T_m + launch.
     """
-    world = len(links.placement)
-    rate = constants.tflops_per_core(dtype) * resources.compute_blocks * 1e6  # flop a microsecond
-    compute = work(shape, world) / rate
+    world = plan.world_size
+    rate = (
+        constants.tflops_per_core(plan.dtype) * pipeline.compute_blocks * 1e6
+    )  # flop a microsecond
+    compute = work(plan.shape, world) / rate
     comm = 0.0
     if world > 1:
-        payload = sum(payloads(op, shape, dtype, world))
-        comm = max(_link_times(payload, links, exchange, 1, resources, constants))
+        payload = sum(payloads(plan.op, plan.shape, plan.dtype, world))
+        comm = max(_link_times(payload, links, pipeline, 1, constants))
     return prediction(compute, comm, max(compute, comm), constants.launch_us, constants)
 
 
@@ -124,14 +110,7 @@ def payloads(op: OpName, shape: Shape, dtype: DtypeName, world: int) -> Payloads
 
 
 def all_gather_gemm(
-    shape: GemmShape,
-    dtype: DtypeName,
-    out_dtype: DtypeName,
-    links: SharedLinks,
-    exchange: Exchange,
-    chunking: Chunking,
-    resources: Resources,
-    constants: MachineConstants,
+    plan: LaunchPlan, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> Prediction:
     """AllGather+GEMM: T_c = 2·M·K·N_r/C in waves, T_m = (W-1)/W·M·K·s/B over the slowest link.
 
@@ -143,27 +122,29 @@ def all_gather_gemm(
     not cover, T_m + the last tile): never below max(T_c, T_m), never above sequential. Both also
     include one launch; T_c and T_m do not.
     """
-    world = len(links.placement)
-    rate = constants.tflops_per_core(dtype)
+    shape, cut, world = plan.gemm, pipeline.chunking, plan.world_size
+    if cut is None:
+        raise TypeError("a pipeline of rows has no tiles to predict")
+    rate = constants.tflops_per_core(plan.dtype)
     compute = gemm_us(
         shape.m,
         shape.n,
         shape.k,
-        tile_m=chunking.tile_m,
-        tile_n=chunking.tile_n,
-        cores=resources.compute_blocks,
+        tile_m=cut.tile_m,
+        tile_n=cut.tile_n,
+        cores=pipeline.compute_blocks,
         tflops_per_core=rate,
         memory_gbs=constants.memory_gbs,
-        itemsize=DTYPE_BYTES[dtype],
-        out_itemsize=DTYPE_BYTES[out_dtype],
+        itemsize=DTYPE_BYTES[plan.dtype],
+        out_itemsize=DTYPE_BYTES[plan.out_dtype],
     )
     launch = constants.launch_us
     if world == 1:
         return prediction(compute, 0.0, compute, launch, constants)
 
-    shard = shape.m // world * shape.k * DTYPE_BYTES[dtype]
-    chunks = chunking.chunks_per_rank
-    comm = max(_link_times(shard, links, exchange, chunks, resources, constants))
+    shard = shape.m // world * shape.k * DTYPE_BYTES[plan.dtype]
+    chunks = cut.chunks_per_rank
+    comm = max(_link_times(shard, links, pipeline, chunks, constants))
 
     chunk_bytes = shard / chunks
     first = constants.signal_us + min(
@@ -171,7 +152,7 @@ def all_gather_gemm(
         for route in links.table.classes
     )
     exposed = max(0.0, min(first, comm) - compute / world)
-    tile = gemm_tile_us(chunking.tile_m, chunking.tile_n, shape.k, rate)
+    tile = gemm_tile_us(cut.tile_m, cut.tile_n, shape.k, rate)
     pipelined = max(compute + exposed, comm + min(tile, compute))
     return prediction(compute, comm, pipelined, launch, constants)
 
@@ -179,15 +160,14 @@ def all_gather_gemm(
 def _link_times(
     payload: float,
     links: SharedLinks,
-    exchange: Exchange,
+    pipeline: Pipeline,
     chunks: int,
-    resources: Resources,
     constants: MachineConstants,
 ) -> list[float]:
     """Busy time of each link, and of the blocks that serve a rank's destinations: each neighbour is
     one, and so are all other nodes together."""
     nodes, each = links.placement.nodes, links.placement.ranks_per_node
-    once = exchange == "hierarchical"
+    once = pipeline.exchange == "hierarchical"
     near = payload * (nodes if once else 1)
     far = payload * (nodes - 1) * (1 if once else each)
 
@@ -197,7 +177,7 @@ def _link_times(
         return payload if not once or route.src_local == route.dst_local else 0.0
 
     times = [transfer_us(*load) for load in links.loads(sent)]
-    blocks = resources.comm_blocks / max(1, each - 1 + (nodes > 1))
+    blocks = pipeline.comm_blocks / max(1, each - 1 + (nodes > 1))
     rate = max(blocks * constants.comm_block_gbs, constants.copy_engine_gbs or 0.0)
     for nbytes in (near * (each > 1), far):
         signals = chunks * nbytes / payload / blocks * constants.signal_us

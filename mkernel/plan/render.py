@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from pydantic import BaseModel
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from mkernel.plan.decide import Alternative
-from mkernel.plan.model import Chunking, GemmShape, LaunchPlan
+from mkernel.plan.model import GemmShape, LaunchPlan
+from mkernel.plan.pipeline import Exchange
+from mkernel.plan.schedule import Schedule
 from mkernel.plan.simulate import Simulation
 from mkernel.topology.kinds import spans
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
@@ -46,19 +49,19 @@ def topology(world: Topology) -> RenderableType:
     return tree
 
 
-def _sent_tile(op: str, cut: Chunking) -> str:
-    return f"{cut.tile_m} x {cut.tile_k if op == 'all_gather_gemm' else cut.tile_n}"
-
-
 def plan(
-    made: LaunchPlan, obstacles: Sequence[str] = (), notes: Sequence[str] = ()
+    made: LaunchPlan,
+    obstacles: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    exchange: Exchange = "direct",
 ) -> RenderableType:
     """What was decided, one decision a line. Times are predictions and say so.
 
     Args:
         obstacles: why it cannot be launched. notes: what was left out, and why.
+        exchange: between nodes, that the times are of.
     """
-    cut, times = made.chunking, made.prediction
+    times = made.prediction
     kinds: Counter[str] = Counter()
     for route in made.routes.classes:
         kinds[route.kind] += route.pairs
@@ -71,13 +74,8 @@ def plan(
         "ranks": _shorten([_rank(made, node) for node in range(made.nodes)], 4, "nodes"),
         "path": _path(made),
         "routes": (", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed")
-        + (f"; {made.exchange} exchange" if made.nodes > 1 else ""),
-        "chunks": f"{cut.chunks_per_rank} a rank of {cut.tiles_per_chunk} tiles "
-        f"({_sent_tile(made.op, cut)}); output tiles {cut.tile_m} x {cut.tile_n}"
-        if cut
-        else f"of {made.rows_per_chunk} rows",
-        "blocks": f"{made.resources.compute_blocks} compute, "
-        f"{made.resources.comm_blocks} communication",
+        + (f"; {exchange} exchange" if made.nodes > 1 else ""),
+        "schedule": _schedule(made.schedule),
         "predicted": "nothing: no constants of these chips are known; --constants gives some"
         if times is None
         else f"pipelined {times.pipelined_us:.0f} us, sequential "
@@ -145,6 +143,23 @@ def _path(made: LaunchPlan) -> str:
     return (
         f"{made.path} (predicted: fused {times.fused_us:.0f} us, library {times.library_us:.0f} us)"
     )
+
+
+def _schedule(part: Schedule | None) -> str:
+    """Every field of the backend's part with its value, under the name that it has in the plan."""
+    if part is None:
+        return "none yet"
+    fields = ", ".join(f"{name} {value}" for name, value in _leaves(part))
+    return f"{part.kind}: {fields}"
+
+
+def _leaves(part: BaseModel) -> Iterator[tuple[str, object]]:
+    for name in type(part).model_fields:
+        value = getattr(part, name)
+        if isinstance(value, BaseModel):
+            yield from _leaves(value)
+        elif name != "kind":
+            yield name, value
 
 
 def _sizes(made: LaunchPlan) -> str:

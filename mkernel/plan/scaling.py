@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.planner import Planned
 from mkernel.plan.simulate import simulate
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Model
@@ -26,17 +26,15 @@ class Point(Model):
 
 
 def points(
-    made: Callable[[int], LaunchPlan],
+    made: Callable[[int], Planned],
     constants: MachineConstants,
     most: int,
-    one_kernel_per_chunk: bool = False,
 ) -> Iterator[Point]:
-    """Simulates worlds of 1, 2, 4, … and ``most`` nodes. ``made`` gives the plan for a number of nodes;
-    ``one_kernel_per_chunk`` is what the backend's capabilities say."""
+    """Simulates worlds of 1, 2, 4, … and ``most`` nodes. ``made`` plans for a number of nodes."""
     nodes = 1
     while nodes <= most:
-        plan = made(nodes)
-        found = simulate(plan, constants, one_kernel_per_chunk=one_kernel_per_chunk)
+        plan, _, pipeline = made(nodes)
+        found = simulate(plan, pipeline, constants)
         yield Point(
             nodes=nodes,
             ranks=plan.world_size,

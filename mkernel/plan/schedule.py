@@ -23,7 +23,9 @@ class Schedule(Model):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        Schedule._of_kind[cls.model_fields["kind"].default] = cls
+        kind = cls.model_fields["kind"].default
+        if isinstance(kind, str):  # else it is a base of others
+            Schedule._of_kind[kind] = cls
 
     @staticmethod
     def read(value: Any) -> Any:

@@ -25,7 +25,8 @@ from mkernel.plan.messages import (
     gather,
     scatter,
 )
-from mkernel.plan.model import Exchange, GemmShape, LaunchPlan
+from mkernel.plan.model import GemmShape, LaunchPlan
+from mkernel.plan.pipeline import Exchange, Pipeline
 from mkernel.plan.predict import payloads
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.link_queues import Busy, Message, run
@@ -80,38 +81,28 @@ class Traced(NamedTuple):
 
 def simulate(
     plan: LaunchPlan,
+    pipeline: Pipeline,
     constants: MachineConstants,
     *,
-    exchange: Exchange | None = None,
     detail: int = MESSAGES,
-    one_kernel_per_chunk: bool = False,
 ) -> Simulation:
-    """The simulated call of a plan; ``exchange`` other than the plan's on request, and about
-    ``detail`` messages. ``one_kernel_per_chunk``: as the backend's capabilities say."""
-    return trace(
-        plan,
-        constants,
-        exchange=exchange,
-        detail=detail,
-        one_kernel_per_chunk=one_kernel_per_chunk,
-        keep=False,
-    ).result
+    """The simulated call of a plan with such a pipeline, in about ``detail`` messages."""
+    return trace(plan, pipeline, constants, detail=detail, keep=False).result
 
 
 def trace(
     plan: LaunchPlan,
+    pipeline: Pipeline,
     constants: MachineConstants,
     *,
-    exchange: Exchange | None = None,
     detail: int = MESSAGES,
-    one_kernel_per_chunk: bool = False,
     keep: bool = True,
 ) -> Traced:
     """Does what :func:`simulate` does, and keeps the timeline where ``keep``."""
-    exchange = exchange or plan.exchange
-    made = CallMessages(plan, constants, _chunks(plan), detail)
+    exchange = pipeline.exchange
+    made = CallMessages(plan, pipeline, constants, _chunks(plan, pipeline), detail)
     sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size)
-    device = _Device(plan, made.chunks if one_kernel_per_chunk else None)
+    device = _Device(plan, pipeline, made.chunks)
     after: dict[SimulatedRank, Sequence[Message]] = {}
     arrivals: Arrivals = {}
     done_us: dict[OrderPlace, float] = {}
@@ -184,30 +175,30 @@ def _sums(
     return [made.join(messages, computed_us) for messages in parts]
 
 
-def _chunks(plan: LaunchPlan) -> int:
+def _chunks(plan: LaunchPlan, pipeline: Pipeline) -> int:
     """Into how many chunks one rank's bytes for another are cut."""
-    if plan.chunking is not None:
-        return plan.chunking.chunks_per_rank
-    if plan.rows_per_chunk is None:
+    if pipeline.chunking is not None:
+        return pipeline.chunking.chunks_per_rank
+    if pipeline.rows_per_chunk is None:
         return 1
-    return max(1, -(-rows_of_a_rank(plan.shape, plan.world_size) // plan.rows_per_chunk))
+    return max(1, -(-rows_of_a_rank(plan.shape, plan.world_size) // pipeline.rows_per_chunk))
 
 
 class _Device:
     """The compute of one rank: equal tiles that take the predicted time together, and their order.
 
-    One kernel takes tile by tile; or, where ``chunks`` of each other rank's rows are kernels of their
-    own, a kernel starts after the one before it and ends with its last wave.
+    One kernel takes tile by tile; or, where the ``chunks`` of each other rank's rows are kernels of
+    their own, a kernel starts after the one before it and ends with its last wave.
     """
 
-    def __init__(self, plan: LaunchPlan, chunks: int | None = None) -> None:
+    def __init__(self, plan: LaunchPlan, pipeline: Pipeline, chunks: int) -> None:
         if plan.prediction is None:
             raise Unsupported(
                 "nothing to simulate: no constants of these chips are known; --constants gives some"
             )
         self.total_us = plan.prediction.compute_us
-        self.cores = plan.resources.compute_blocks
-        shape, cut = plan.shape, plan.chunking
+        self.cores = pipeline.compute_blocks
+        shape, cut = plan.shape, pipeline.chunking
         if isinstance(shape, GemmShape):
             rows, columns = (cut.tile_m, cut.tile_n) if cut else _PLAIN_TILE
             self._grid: tuple[float, int] = shape.m / rows, -(-shape.n // columns)
@@ -218,7 +209,7 @@ class _Device:
         self.overlaps = plan.path == "fused"
         self.busy_us = self.total_us  # more where kernels of few tiles leave cores idle
         self._world = plan.world_size
-        self._chunks = chunks
+        self._chunks = chunks if pipeline.one_kernel_per_chunk else None
 
     def _ends(self, steps: Sequence[tuple[float, float]], own: int) -> list[float]:
         """``own``: which of the steps is the rank's own rows, never cut."""

@@ -23,6 +23,7 @@ from torch import distributed
 from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.topology.model import Accelerator
 
 CUBES, VECTORS = 24, 48
@@ -177,9 +178,10 @@ class Queueing(OnNpu):
 class SideBySide(Queueing):
     """As on CUDA devices: two products at a time, on a stream each."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._device.products_in_flight = lambda: 2  # type: ignore[method-assign]
+    @classmethod
+    def schedule(cls, request: ScheduleRequest) -> Scheduled:
+        found = super().schedule(request)
+        return found._replace(schedule=found.schedule.model_copy(update={"products_in_flight": 2}))
 
     def order(self) -> list[tuple[str, str, str]]:
         """Of the last call: (``event``, stream, "") and (``wait``, who waits, for whom). The caller's

@@ -13,8 +13,8 @@ import torch
 from in_world import ABSENT_S, DEADLINE_S, TOLD_S, survivors
 
 import mkernel
+from mkernel.backends.accelerators.streams import schedule
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
-from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, case_of
 from mkernel.conformance.ranks import Judge, each_case, give_up_after, judge_calls
@@ -87,7 +87,8 @@ def judged_together(cases: Sequence[Case]) -> tuple[list[str], list[int]]:
         return post(streams, *parcels)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Device, "peers_together", True)
+        together = schedule._TRAITS["cpu"]._replace(peers_together=True)
+        patch.setitem(schedule._TRAITS, "cpu", together)
         patch.setattr(CallStreams, "post", counted)
         found, messages = [], []
         for case in cases:

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mkernel.backends.accelerators.ascend import schedule as schedules
 from mkernel.backends.accelerators.ascend.machine import FILE, machine
 from mkernel.backends.accelerators.ascend.native import native
 from mkernel.backends.accelerators.ascend.settings import AscendSettings
@@ -29,6 +30,7 @@ from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
+from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator
 
@@ -191,6 +193,11 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             constants=machine().constants(),
         )
 
+    @classmethod
+    def schedule(cls, request: ScheduleRequest) -> Scheduled:
+        """Tiles and chunks, order, cores."""
+        return schedules.schedule(request)
+
     def open(self, device: Accelerator) -> None:
         """Forget the calls of an earlier world."""
         self._newest = None
@@ -222,7 +229,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         chip = machine()
         if blocks.cube > chip.aic_cores or blocks.comm + blocks.vector > chip.aiv_cores:
             raise Unsupported(
-                f"plan.resources = {plan.resources} takes {blocks.cube} AIC and "
+                f"plan.schedule = {plan.schedule} takes {blocks.cube} AIC and "
                 f"{blocks.comm} + {blocks.vector} AIV cores; the chip has {chip.aic_cores} AIC and "
                 f"{chip.aiv_cores} AIV cores"
             )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mkernel.backends.accelerators.ascend.op import Blocks, Matrix, Prepared, matrix, native
+from mkernel.backends.accelerators.ascend.schedule import GemmSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
@@ -25,11 +25,7 @@ class GemmOp:
 
     def geometry(self, plan: LaunchPlan) -> _Geometry:
         """ValueError for tiles that the on-chip buffers cannot hold."""
-        shape, chunking, world = plan.gemm, plan.chunking, plan.world_size
-        if chunking is None:
-            raise Unsupported(
-                "accelerator 'ascend' runs plans that are cut in tiles; this one is not"
-            )
+        shape, chunking, world = plan.gemm, plan.part(GemmSchedule).chunking, plan.world_size
         cut = chunking.model_dump(exclude={"chunks_per_rank"})
         geometry: _Geometry
         if _gathers(plan):
@@ -54,14 +50,15 @@ class GemmOp:
             )
         if geometry.chunks != chunking.chunks_per_rank:
             raise ValueError(
-                f"plan.chunking.chunks_per_rank = {chunking.chunks_per_rank}, but {chunking} cuts "
-                f"{shape} of {plan.op} on {world} ranks into {geometry.chunks} chunks a rank"
+                f"plan.schedule.chunking.chunks_per_rank = {chunking.chunks_per_rank}, but {chunking} "
+                f"cuts {shape} of {plan.op} on {world} ranks into {geometry.chunks} chunks a rank"
             )
         return geometry
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
-        """The plan's: cube cores compute, vector cores communicate."""
-        return Blocks(comm=plan.resources.comm_blocks, cube=plan.resources.compute_blocks)
+        """Cube cores compute, vector cores communicate."""
+        how = plan.part(GemmSchedule)
+        return Blocks(comm=how.comm_cores, cube=how.cube_cores)
 
     def prepare(self, call: Call) -> Prepared:
         """Gives the gathered A where the call asks for it."""
@@ -103,8 +100,7 @@ def _gather(call: Call, geometry: _ascend.AgGemmGeometry) -> Mapping[str, Any]:
     e + 2, which it reaches only after epoch e + 1, for which it needs rows that this rank sends after
     this call has returned.
     """
-    own, cut = call.tensors["a"], call.plan.chunking
-    assert cut is not None, "the launch checked it"
+    own, cut = call.tensors["a"], call.plan.part(GemmSchedule).chunking
     for source, part in enumerate(torch.split(call.tensors["gathered"], len(own))):
         if source == call.rank:
             part.copy_(own)
@@ -143,6 +139,7 @@ def _kernels(
     plan: LaunchPlan, rank: int, geometry: Any, *, a: Matrix, b: Matrix, out: Matrix
 ) -> _ascend.Kernels:
     kernels: _ascend.Kernels
+    every = plan.order(plan.part(GemmSchedule).order)
     if _gathers(plan):
         kernels = native().ag_gemm(
             geometry=geometry,
@@ -150,9 +147,9 @@ def _kernels(
             b=b,
             out=out,
             out_dtype=plan.out_dtype,
-            order=list(plan.order[rank]),
+            order=list(every[rank]),
         )
     else:
-        order = list(plan.order.consumers(rank))
+        order = list(every.consumers(rank))
         kernels = native().gemm_reduce(geometry=geometry, a=a, b=b, out=out, order=order)
     return kernels

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mkernel.backends.accelerators.ascend.machine import machine
 from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES, Blocks, Prepared, dense, native
+from mkernel.backends.accelerators.ascend.schedule import CombineSchedule, DispatchSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.errors import Unsupported
-from mkernel.plan.chunking import chunking
+from mkernel.plan.chunking import tiling
 from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape
+from mkernel.plan.order import ConsumptionOrder
+from mkernel.plan.pipeline import Tiling
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.ascend import _ascend
@@ -39,11 +40,13 @@ class MoeDispatchOp:
         """ValueError for rows or tiles that the on-chip buffers cannot hold."""
         shape = plan.shape
         assert isinstance(shape, MoeShape)
-        return _dispatch_geometry(plan, shape.hidden)
+        how = plan.part(DispatchSchedule)
+        return _dispatch_geometry(plan, shape.hidden, how.rows_per_chunk, how.tiling)
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
         """Cube cores multiply; vector cores send, build tables and spread tokens."""
-        return _blocks(plan, plan.resources.compute_blocks)
+        how = plan.part(DispatchSchedule)
+        return Blocks(comm=how.comm_cores, cube=how.cube_cores, vector=how.vector_cores)
 
     def prepare(self, call: Call) -> Prepared:
         """Gives ``outputs`` [R, I], ``counts`` [E/W] int64 and, for the combine, ``state``."""
@@ -74,7 +77,7 @@ class MoeDispatchOp:
             out_dtype=plan.out_dtype,
             tables=tables.data_ptr(),
             routing=0,
-            order=list(plan.order[call.rank]),
+            order=list(_order(plan)[call.rank]),
         )
 
         def finish(_: torch.Tensor = grouped) -> Mapping[str, Any]:
@@ -96,13 +99,14 @@ class MoeCombineOp:
     def geometry(self, plan: LaunchPlan) -> _ascend.MoeCombineGeometry:
         """ValueError for rows that the on-chip buffers cannot hold."""
         made: _ascend.MoeCombineGeometry = native().MoeCombineGeometry(
-            **_cut(plan), out_dtype=plan.out_dtype
+            **_cut(plan, plan.part(CombineSchedule).rows_per_chunk), out_dtype=plan.out_dtype
         )
         return made
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
         """Vector cores send, and add up what came."""
-        return _blocks(plan, 0)
+        how = plan.part(CombineSchedule)
+        return Blocks(comm=how.comm_cores, cube=0, vector=how.vector_cores)
 
     def prepare(self, call: Call) -> Prepared:
         """Fills ``out``. The option ``state`` is a dispatch's."""
@@ -125,7 +129,9 @@ class MoeCombineOp:
     def record(self, plan: LaunchPlan, rank: int, ids: torch.Tensor | None = None) -> Prepared:
         """Takes the tables that a dispatch with this routing leaves (:meth:`MoeDispatchOp.record`)."""
         given = (balanced_ids(plan) if ids is None else ids).contiguous()
-        sent = _recorded(plan, rank, _dispatch_geometry(plan, _LEAST_HIDDEN), given)
+        rows_per_chunk = plan.part(CombineSchedule).rows_per_chunk
+        geometry = _dispatch_geometry(plan, _LEAST_HIDDEN, rows_per_chunk, tiling(plan.dtype))
+        sent = _recorded(plan, rank, geometry, given)
         native().record(
             kernels=sent.kernels,
             rank=rank,
@@ -156,7 +162,7 @@ class MoeCombineOp:
             weights=weights,
             tables=tables.data_ptr(),
             out=out,
-            order=list(plan.order.consumers(rank)),
+            order=list(_order(plan).consumers(rank)),
         )
         return kernels
 
@@ -170,43 +176,34 @@ def _shape(plan: LaunchPlan) -> MoeShape | CombineShape:
     return plan.shape
 
 
-def _blocks(plan: LaunchPlan, cube: int) -> Blocks:
-    """Two vector cores of the compute kernel beside each planned compute core, as far as there are:
-    at most half of the chip's communicate."""
-    comm = min(plan.resources.comm_blocks, machine().aiv_cores // 2)
-    return Blocks(comm, cube, min(2 * plan.resources.compute_blocks, machine().aiv_cores - comm))
-
-
-def _cut(plan: LaunchPlan) -> dict[str, Any]:
+def _cut(plan: LaunchPlan, rows_per_chunk: int) -> dict[str, Any]:
     """What both geometries take alike."""
     shape = _shape(plan)
-    if plan.rows_per_chunk is None:
-        raise Unsupported(
-            f"accelerator 'ascend' runs {plan.op} in chunks of rows; this plan has none"
-        )
     return {
         "world": plan.world_size,
         "tokens": shape.tokens,
         "top_k": shape.top_k,
         "experts": shape.experts // plan.world_size,
         "features": shape.features,
-        "rows_per_chunk": plan.rows_per_chunk,
+        "rows_per_chunk": rows_per_chunk,
         "far": plan.nodes > 1,
         "dtype": plan.dtype,
     }
 
 
-def _dispatch_geometry(plan: LaunchPlan, hidden: int) -> _ascend.MoeDispatchGeometry:
-    tiles = chunking(1, hidden, plan.dtype)
+def _dispatch_geometry(
+    plan: LaunchPlan, hidden: int, rows_per_chunk: int, tiles: Tiling
+) -> _ascend.MoeDispatchGeometry:
     made: _ascend.MoeDispatchGeometry = native().MoeDispatchGeometry(
-        **_cut(plan),
-        hidden=hidden,
-        tile_m=tiles.tile_m,
-        tile_n=tiles.tile_n,
-        tile_k=tiles.tile_k,
-        step_k=tiles.step_k,
+        **_cut(plan, rows_per_chunk), hidden=hidden, **dict(tiles)
     )
     return made
+
+
+def _order(plan: LaunchPlan) -> ConsumptionOrder:
+    if isinstance(plan.shape, MoeShape):
+        return plan.order(plan.part(DispatchSchedule).order)
+    return plan.order(plan.part(CombineSchedule).order)
 
 
 def _recorded(
@@ -225,7 +222,7 @@ def _recorded(
         out_dtype=plan.out_dtype,
         tables=tables.data_ptr(),
         routing=ids.data_ptr(),
-        order=list(plan.order[rank]),
+        order=list(_order(plan)[rank]),
     )
 
     def finish(_: torch.Tensor = ids) -> Mapping[str, Any]:

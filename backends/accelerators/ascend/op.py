@@ -71,7 +71,7 @@ class Op(Protocol):
         """ValueError for a plan that the kernels cannot run; Unsupported where none could."""
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
-        """How the plan's resources are used."""
+        """The cores that the plan gives each kernel."""
 
     def prepare(self, call: Call) -> Prepared:
         """Kernels on the call's tensors. Errors name the tensor that does not fit the plan."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mkernel.backends.accelerators.ascend.machine import machine
 from mkernel.backends.accelerators.ascend.op import Blocks, Prepared, dense, native
+from mkernel.backends.accelerators.ascend.schedule import VECTORS_PER_CUBE, AttentionSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.errors import ShapeError, Unsupported
+from mkernel.errors import ShapeError
 from mkernel.plan.model import AttentionShape, LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.ascend import _ascend
-
-_VECTORS_PER_CUBE = 2
 
 
 class RingAttentionOp:
@@ -26,10 +24,7 @@ class RingAttentionOp:
         widest = native().MAX_HEAD_DIM
         if shape.head_dim > widest:
             raise ShapeError("head_dim", shape.head_dim, f"at most {widest} on 'ascend'")
-        if plan.rows_per_chunk is None:
-            raise Unsupported(
-                "accelerator 'ascend' cuts keys and values by rows; this plan has none"
-            )
+        how = plan.part(AttentionSchedule)
         geometry: _ascend.RingAttentionGeometry = native().RingAttentionGeometry(
             world=plan.world_size,
             batch=shape.batch,
@@ -39,19 +34,16 @@ class RingAttentionOp:
             head_dim=shape.head_dim,
             causal=shape.causal,
             dtype=plan.dtype,
-            rows_per_chunk=plan.rows_per_chunk,
-            cubes=self.blocks(plan).cube,
+            rows_per_chunk=how.rows_per_chunk,
+            cubes=how.cube_cores,
         )
         return geometry
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
-        """Vector cores are shared: the comm kernel has what the plan gives it, but for two that are
-        always left; each cube core then needs two of the others, so there may be fewer of those than
-        planned."""
-        comm = min(plan.resources.comm_blocks, machine().aiv_cores - _VECTORS_PER_CUBE)
-        most = (machine().aiv_cores - comm) // _VECTORS_PER_CUBE
-        cube = min(plan.resources.compute_blocks, most)
-        return Blocks(comm=comm, cube=cube, vector=_VECTORS_PER_CUBE * cube)
+        """Cube cores, the vector cores beside them, and those of the comm kernel."""
+        how = plan.part(AttentionSchedule)
+        cube = how.cube_cores
+        return Blocks(comm=how.comm_cores, cube=cube, vector=VECTORS_PER_CUBE * cube)
 
     def prepare(self, call: Call) -> Prepared:
         """Fills ``out`` and ``lse``."""
@@ -75,7 +67,7 @@ class RingAttentionOp:
     def _prepared(
         self, plan: LaunchPlan, rank: int, addresses: Mapping[str, int], scale: float
     ) -> Prepared:
-        order = list(plan.order[rank])
+        order = list(plan.order(plan.part(AttentionSchedule).order)[rank])
         return Prepared(
             native().ring_attention(
                 geometry=self.geometry(plan), **addresses, scale=scale, order=order

@@ -24,7 +24,7 @@ from mkernel.backends.cuda.software import software
 from mkernel.errors import BackendUnavailable
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.schedule import Schedule
+from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
@@ -118,8 +118,6 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 multicast=False,
                 compute_cores=processors,
                 comm_cores=processors,
-                chunk_unit="rows",
-                row_chunks=1,
                 stream_ordered=True,
                 library_ops=library_ops(),
                 kinds=("cuda",),
@@ -129,9 +127,9 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         return self._capabilities
 
     @classmethod
-    def schedule(cls, plan: LaunchPlan) -> Schedule | None:
+    def schedule(cls, request: ScheduleRequest) -> Scheduled:
         """Tiles, chunks, who pushes them; on the library path, what is sent and how."""
-        return tuning.schedule(plan)
+        return tuning.schedule(request)
 
     # ---- a world's life, and its calls -----------------------------------------------------------
 

@@ -21,7 +21,6 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
     one_node,
 )
-from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import (
     GatherSchedule,
@@ -80,7 +79,7 @@ class AllGatherExecutor:
         self._context = context
         self._several = plan.world_size > 1
         self._world = device_world(call, context)
-        self._product = _product(plan, how.tiling, how.band)
+        self._product = _product(plan, how, how.tiling)
         rows = plan.gemm.m // plan.world_size
         self._whole, self._schedule = made.AllGatherSchedule(rows, rows), schedule
         self._pipelined = made.PipelinedGather(
@@ -133,9 +132,10 @@ class AllGatherExecutor:
         before, ranks = call.rank * shard, call.plan.world_size
         after = before + shard
         rows = call.workspace + native().DATA_OFFSET
-        _copy(to + before, a.data_ptr(), shard, stream)
-        _copy(to, rows, before, stream)
-        _copy(to + after, rows + after, ranks * shard - after, stream)
+        how = call.plan.part(GatherSchedule)
+        _copy(to + before, a.data_ptr(), shard, how, stream)
+        _copy(to, rows, before, how, stream)
+        _copy(to + after, rows + after, ranks * shard - after, how, stream)
         if ranks > 1:
             world = self._world.of_call(call_id(call), call.timeout_s)
             native().rendezvous(self._context.device, world, stream)
@@ -150,7 +150,7 @@ class ReduceExecutor:
         how = plan.part(ReduceSchedule)
         self._context = context
         self._world = device_world(call, context)
-        self._product = _product(plan, how.tiling, how.band)
+        self._product = _product(plan, how, how.tiling)
         self._everywhere = plan.op == "gemm_all_reduce"
 
         def schedule(alone: bool) -> _hopper.ReduceSchedule:
@@ -217,8 +217,8 @@ class ReduceExecutor:
         alone = made.DeviceWorld(
             [call.workspace], 0, context.control, call.timeout_s, call_id(call)
         )
-        tiling = tuning.tiling(shape.m, 1, shape.n, shape.k, plan.resources.compute_blocks)
-        product = _product(plan, tiling, tuning.BAND).of(
+        how = plan.part(ReduceSchedule)
+        product = _product(plan, how, how.product_tiling).of(
             a.data_ptr(), b.data_ptr(), partial.data_ptr()
         )
         schedule = made.AllGatherSchedule(shape.m, shape.m)
@@ -243,15 +243,17 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else torch.empty_like(tensor)
 
 
-def _copy(dst: int, src: int, nbytes: int, stream: int) -> None:
+def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> None:
     """Copy within this GPU. No kernel of the call needs its multiprocessors any more."""
     if nbytes:
-        made, best = native(), machine().copies.choose("local", nbytes)
-        engine = getattr(made.Engine, best.engine)
-        made.copy(dst, src, nbytes, engine, max(best.blocks, 1), stream=stream)
+        made = native()
+        engine = getattr(made.Engine, how.gathered_engine)
+        made.copy(dst, src, nbytes, engine, how.gathered_blocks, stream=stream)
 
 
-def _product(plan: LaunchPlan, tiling: TilingName, band: int) -> _hopper.Product:
+def _product(
+    plan: LaunchPlan, how: GatherSchedule | ReduceSchedule, tiling: TilingName
+) -> _hopper.Product:
     """The plan's product, without tensors yet."""
     made = native()
     product: _hopper.Product = made.Product(
@@ -260,7 +262,7 @@ def _product(plan: LaunchPlan, tiling: TilingName, band: int) -> _hopper.Product
         half=plan.dtype == "float16",
         n_major=plan.b_layout == "row",
         tiling=getattr(made.Tiling, tiling),
-        band=band,
-        blocks=plan.resources.compute_blocks,
+        band=how.band,
+        blocks=how.blocks,
     )
     return product

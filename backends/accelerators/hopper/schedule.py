@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from mkernel.backends.accelerators.hopper.transfer.engines import Engine
 from mkernel.plan.model import DtypeName
 from mkernel.plan.schedule import Schedule
 
@@ -17,7 +18,9 @@ class GatherSchedule(Schedule):
     """How the fused AllGather+GEMM runs. A rank's rows travel in chunks of ``chunk_rows``, moved by
     the kernel's first ``push_blocks`` blocks or, where that is 0, by copy engines; these move the
     chunk that comes last in ``slices`` of K. ``columns_ahead`` tile columns of the own rows are
-    computed before the others' rows; 0: all. ``band`` rows of clusters share columns of B in L2."""
+    computed before the others' rows; 0: all. ``band`` rows of clusters share columns of B in L2.
+    ``blocks``: of the kernel, at most one a multiprocessor. Where a call wants the gathered rows too,
+    ``gathered_engine`` copies them, on ``gathered_blocks`` blocks (1 for copy engines)."""
 
     kind: Literal["hopper.all_gather_gemm"] = "hopper.all_gather_gemm"
     tiling: TilingName
@@ -26,6 +29,9 @@ class GatherSchedule(Schedule):
     columns_ahead: int = Field(0, ge=0)
     slices: int = Field(1, ge=1)
     band: int = Field(ge=1)
+    blocks: int = Field(ge=1)
+    gathered_engine: Engine
+    gathered_blocks: int = Field(ge=1)
 
 
 class ReduceSchedule(Schedule):
@@ -34,7 +40,8 @@ class ReduceSchedule(Schedule):
     tiles; the own tiles of a panel are computed after the other owners' tiles of the next.
     ``pace``: least clock cycles between two puts of a block. ``by_outbox``: puts come from memory,
     not straight from the block that made the tile: smoother, and worth its memory traffic where the
-    link is nearly full. ``band`` is as above."""
+    link is nearly full. ``band`` and ``blocks`` are as above. ``product_tiling``: of the whole product
+    by itself, which the sequential view computes first."""
 
     kind: Literal["hopper.gemm_reduce"] = "hopper.gemm_reduce"
     tiling: TilingName
@@ -44,6 +51,8 @@ class ReduceSchedule(Schedule):
     pace: int = Field(ge=0)
     by_outbox: bool
     band: int = Field(ge=1)
+    blocks: int = Field(ge=1)
+    product_tiling: TilingName
 
 
 class LibrarySchedule(Schedule):

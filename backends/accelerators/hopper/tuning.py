@@ -7,6 +7,7 @@ where each was measured; they change times, never results.
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 from mkernel.backends.accelerators.hopper.machine import Spread, machine
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -18,7 +19,11 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, LaunchPlan
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape
+from mkernel.plan.order import Runs
+from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.schedule import Schedule
+from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import gemm_tile_us
 
 FLAGS = 114_688
@@ -44,19 +49,24 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 }
 
 
-def schedule(plan: LaunchPlan) -> GatherSchedule | ReduceSchedule | LibrarySchedule | None:
-    """How a plan runs; None: it has several nodes, and cannot."""
+def schedule(request: ScheduleRequest) -> Scheduled:
+    """How a plan runs. One of several nodes cannot: what is predicted of it are chunks of rows, in
+    any order, and launches refuse it."""
+    plan = request.plan
     if plan.nodes > 1:
-        return None
-    shape, world = plan.gemm, plan.world_size
-    processors = plan.resources.compute_blocks
+        return by_rows(request, chunks=1, orders=get_args(Runs))
+    found, shape, world = by_rows(request, chunks=1), plan.gemm, plan.world_size
+    processors = found.pipeline.compute_blocks
+    made: Schedule
     if plan.path == "library":
-        return library(plan.op, shape, plan.dtype, world)
-    if plan.op != "all_gather_gemm":
-        return reduce(plan.op, shape.m, shape.n, shape.k, world, processors)
-    rows = shape.m // world
-    chunk = plan.rows_per_chunk or rows
-    return gather(rows, shape.n, shape.k, world, chunk, processors)
+        made = library(plan.op, shape, plan.dtype, world)
+    elif plan.op != "all_gather_gemm":
+        made = reduce(plan.op, shape.m, shape.n, shape.k, world, processors)
+    else:
+        rows = shape.m // world
+        chunk = found.pipeline.rows_per_chunk or rows
+        made = gather(rows, shape.n, shape.k, world, chunk, processors)
+    return found._replace(schedule=made)
 
 
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
@@ -76,9 +86,18 @@ def gather(rows: int, n: int, k: int, world: int, chunk: int, processors: int) -
     """A rank has ``rows`` rows, in chunks of ``chunk`` as planned."""
     tiles = tiling(rows, world, n, k, processors)
     chunk = max(chunk, _up(rows, FLAGS // world))
-    if world == 1:
-        return GatherSchedule(tiling=tiles, chunk_rows=rows, push_blocks=0, band=BAND)
     engines, nbytes = _MACHINE.copies, rows * k * ELEMENT_BYTES
+    within = engines.choose("local", nbytes)
+    if world == 1:
+        return GatherSchedule(
+            tiling=tiles,
+            chunk_rows=rows,
+            push_blocks=0,
+            band=BAND,
+            blocks=processors,
+            gathered_engine=within.engine,
+            gathered_blocks=max(1, within.blocks),
+        )
     by_engines = engines.choose("put", nbytes, 0, flagged=True)
     by_blocks = engines.choose("put", nbytes, PUSH_BLOCKS, flagged=True)
     work = _Tiles(tiles, rows, n, k, world)
@@ -106,6 +125,9 @@ def gather(rows: int, n: int, k: int, world: int, chunk: int, processors: int) -
         columns_ahead=ahead,
         slices=slices,
         band=BAND,
+        blocks=processors,
+        gathered_engine=within.engine,
+        gathered_blocks=max(1, within.blocks),
     )
 
 
@@ -171,6 +193,8 @@ def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> Redu
         pace=spread.pace,
         by_outbox=spread.by_outbox,
         band=BAND,
+        blocks=processors,
+        product_tiling=tiling(m, 1, n, k, processors),
     )
 
 

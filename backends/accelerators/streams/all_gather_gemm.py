@@ -11,12 +11,14 @@ from typing import Any
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import exchange, take
 from mkernel.backends.accelerators.streams.matmul import Factor
-from mkernel.backends.accelerators.streams.rows import chunks
+from mkernel.backends.accelerators.streams.rows import chunks, rotation
+from mkernel.backends.accelerators.streams.schedule import GatherSchedule
 from mkernel.backends.contracts.accelerator import Call
 
 
 def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``out`` and, where it is given, ``gathered``."""
+    how = call.plan.part(GatherSchedule)
     a, b, out = (call.tensors[name] for name in ("a", "b", "out"))
     shape = (call.plan.world_size, *a.shape)
     kept = call.tensors.get("gathered")
@@ -25,7 +27,7 @@ def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     results = out.view(shape[0], shape[1], out.shape[1])
 
     arrivals = exchange(call, streams, lambda target: a, gathered.__getitem__)
-    streams.give_way(out.numel())
+    streams.hold(how.head_start_cycles)
     with streams.compute():
         factor = Factor(b, out.dtype)
         if whole is not None:
@@ -40,6 +42,6 @@ def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
         take(streams, arrivals, gathered, whole)
     if not streams.communicates:
         with streams.compute():
-            for source in call.plan.order[call.rank][1:]:
+            for source, _ in rotation(call.plan, call.rank):
                 factor.product(a, results[source])
     return {}

@@ -8,10 +8,12 @@ from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from mkernel.backends.accelerators.streams import schedule as schedules
 from mkernel.backends.accelerators.streams.device import DEVICES, Device
 from mkernel.backends.accelerators.streams.machine import FILE
+from mkernel.backends.accelerators.streams.schedule import StreamsCapabilities
 from mkernel.backends.accelerators.streams.settings import StreamsSettings
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
@@ -19,9 +21,8 @@ from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import Unsupported
-from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.order import Runs
+from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator, KindName
 
@@ -96,11 +97,11 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         """The devices of that kind; on a CPU one prototype."""
         return self._device.probe()
 
-    def capabilities(self) -> AcceleratorCapabilities:
-        """All ops, any sizes. Chunks pay only where the device has streams."""
+    def capabilities(self) -> StreamsCapabilities:
+        """All ops, any sizes."""
         return self._capabilities
 
-    def capabilities_on(self, kind: KindName) -> AcceleratorCapabilities:
+    def capabilities_on(self, kind: KindName) -> StreamsCapabilities:
         """Those of torch's devices of that kind, on a machine whose driver is in order; of this device
         where torch has none."""
         name = DEVICES.get(kind)
@@ -108,6 +109,11 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
             return self._capabilities
         device = Device(name)
         return _capabilities(device, copies=kind == "cuda" and device.copies_with_a_driver)
+
+    @classmethod
+    def schedule(cls, request: ScheduleRequest) -> Scheduled:
+        """Messages or puts, their chunks and order, the products beside them."""
+        return schedules.schedule(request)
 
     def group_options(self, timeout: timedelta) -> Any:
         """Messages go before products, where the device knows priorities."""
@@ -136,8 +142,14 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
         """A window where messages are puts; else none: torch's allocator serves the calls."""
-        if self._windows is None:
+        how = schedules.check(plan, self.device)
+        if how.window_bytes == 0:
             return Workspace(nbytes=0, signals=0)
+        if self._windows is None:
+            raise Unsupported(
+                f"the plan puts rows into windows of {how.window_bytes} bytes, and this rank has none; "
+                "set MKERNEL_STREAMS_COPIES alike on all ranks, or build mkernel's CUDA module here"
+            )
         return self._windows.workspace(plan)
 
     def launch(self, call: Call) -> StreamsLaunch:
@@ -175,8 +187,9 @@ def _windows(device: Device) -> Windows | None:
     return Windows(device)
 
 
-def _capabilities(device: Device, *, copies: bool) -> AcceleratorCapabilities:
-    return AcceleratorCapabilities(
+def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
+    return StreamsCapabilities(
+        torch_device=device.name,
         ops=tuple(_OPS),
         dtypes=("float32", "bfloat16", "float16"),
         out_dtypes=("float32", "bfloat16", "float16"),
@@ -186,11 +199,6 @@ def _capabilities(device: Device, *, copies: bool) -> AcceleratorCapabilities:
         peer_access=copies,
         compute_cores=device.cores,
         comm_cores=1,
-        chunk_unit="rows",
-        one_kernel_per_chunk=True,
-        orders=get_args(Runs),
-        overlaps=device.has_streams,
-        row_chunks=device.row_chunks,
         stream_ordered=device.queues,
         chunk_invariant=False,  # a library may choose another kernel for fewer rows
         kinds=tuple(DEVICES),

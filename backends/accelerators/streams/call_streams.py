@@ -20,8 +20,10 @@ import torch
 from torch import distributed
 
 from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.accelerators.streams.landing import landings
+from mkernel.backends.accelerators.streams.schedule import GatherSchedule, StreamsSchedule
 from mkernel.backends.accelerators.streams.scratch import Scratch
-from mkernel.backends.accelerators.streams.window import Window, Words, landings
+from mkernel.backends.accelerators.streams.window import Window, Words
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.transport import _transport
 
@@ -84,7 +86,6 @@ class CallStreams:
 
     Attributes:
         in_flight: independent products that run side by side.
-        peers_together: messages of all peers are better posted together than one by one.
         one_sided: messages are puts.
         communicates: False where the view asks for compute only: other ranks' data counts as
             present. sequential: whether the streams must take turns.
@@ -118,7 +119,10 @@ class CallStreams:
         self._ends: list[Any] = []  # of messages: clock readings or events
         self._compute = device.current(where) if device.has_streams else None
         self._comm = device.stream(where) if device.has_streams else None
-        self.in_flight = device.products_in_flight() if self.overlaps else 1
+        how = call.plan.part(StreamsSchedule)
+        self._comm_share = how.comm_share
+        side_by_side = how.products_in_flight if isinstance(how, GatherSchedule) else 1
+        self.in_flight = 1 if self.sequential else side_by_side
         self._window: Window | None = None
         self._arrivals: Any = None
         if words is not None and self.communicates:
@@ -126,7 +130,6 @@ class CallStreams:
             self._arrivals = device.stream(where)  # a wait for a peer must not hold up puts
             self._window.open(self._arrivals)
         self.one_sided = self._window is not None
-        self.peers_together = device.peers_together and not self.one_sided
         self._beside: list[Any] = []  # streams for products beside the compute stream
         self._turn = 0
 
@@ -135,17 +138,17 @@ class CallStreams:
         on the streams must have ended when it is left."""
         if not (self.overlaps and self.communicates):
             return nullcontext()
-        return self._device.shared(self._where, self._compute, self._comm)
+        return self._device.shared(self._where, self._compute, self._comm, self._comm_share)
 
     # ---- communication -----------------------------------------------------------------------
 
     def landing(self, name: str) -> torch.Tensor:
         """An uninitialised buffer of this call that peers send to, [source, rows, columns]; which there
-        are, ``window.landings`` says."""
+        are, ``landing.landings`` says."""
         if self._window is not None:
             return self._window.landing(name)
         _, shape, dtype = landings(self._call.plan)[name]
-        return self.scratch(name, shape, dtype)
+        return self.scratch(name, shape, getattr(torch, dtype))
 
     def post(self, sends: Sequence[Sent], receives: Sequence[Parcel], chunk: int = 0) -> Message:
         """Start messages, after all compute that was put on its stream before. Returns at once.
@@ -192,11 +195,11 @@ class CallStreams:
             window.arrive(peer, self._arrivals)
         message.arrived = self._mark(self._arrivals)
 
-    def give_way(self, elements: int) -> None:
-        """Let the messages start before the first products of a call, which have ``elements``
-        results."""
-        if self.overlaps and self._messages and self._window is None:
-            self._device.give_way(self._compute, self._where, elements)
+    def hold(self, cycles: int) -> None:
+        """Hold compute back for so many clock cycles, so that the messages that were posted start
+        first: a block of a product once started is not pushed aside."""
+        if cycles and self.overlaps and self._messages:
+            self._device.hold(self._compute, cycles)
 
     def wait(self, message: Message) -> None:
         """Compute put on its stream from now on sees what the message brought. Broken."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel.backends.accelerators.streams import npu
 from mkernel.backends.accelerators.streams.machine import torch_device
+from mkernel.backends.accelerators.streams.schedule import DeviceName
 from mkernel.backends.accelerators.streams.settings import StreamsSettings
 from mkernel.backends.cuda import native
 from mkernel.errors import ArgumentError
@@ -28,15 +29,15 @@ from mkernel.topology.model import Accelerator, KindName
 if TYPE_CHECKING:
     import torch
 
-_COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_COLLECTIVES: dict[DeviceName, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _KINDS: dict[str, KindName] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
-DEVICES: dict[KindName, str] = {"cuda": "cuda", "rocm": "cuda", "ascend": "npu", "cpu": "cpu"}
+DEVICES: dict[KindName, DeviceName] = {
+    "cuda": "cuda",
+    "rocm": "cuda",
+    "ascend": "npu",
+    "cpu": "cpu",
+}
 """torch's name of each kind of device that it runs on."""
-
-_TILE_ELEMENTS = 128 * 128
-"""One block of a product computes at least so many results."""
-_HEAD_START_CYCLES = 30_000
-"""About 15 us, enough for two events and a launch."""
 
 _used: dict[str, bool] = {}
 """Whether the process had used a device of a type before it was asked which there are."""
@@ -48,11 +49,13 @@ class Device:
     def __init__(self, name: str | None) -> None:
         """None: ``npu`` where torch_npu is installed and sees one, ``cuda`` where torch sees one, else
         ``cpu``."""
-        self.name = name or _found()
-        if self.name not in _COLLECTIVES:
+        wanted = name or _found()
+        known = next((one for one in _COLLECTIVES if one == wanted), None)
+        if known is None:
             raise ArgumentError(
-                "MKERNEL_STREAMS_DEVICE", repr(self.name), f"one of: {', '.join(_COLLECTIVES)}"
+                "MKERNEL_STREAMS_DEVICE", repr(wanted), f"one of: {', '.join(_COLLECTIVES)}"
             )
+        self.name: DeviceName = known
         self.collectives = _COLLECTIVES[self.name]
         described = torch_device(self.name)
         self.constants, self.cores = described.constants, described.cores
@@ -174,12 +177,6 @@ class Device:
         """A new event. ``timed``: it can measure time, which makes a device slower to pass it."""
         return self._module().Event(enable_timing=timed)
 
-    @property
-    def row_chunks(self) -> int:
-        """Chunks of a rank's rows by default. On two H200s more than one was never faster: the kernel
-        of each further message has to wait for blocks of a product to end."""
-        return 1 if self.name == "cuda" else 4
-
     @cached_property
     def copies(self) -> bool:
         """Whether messages inside a node may be puts by copy engines, into memory that peers map."""
@@ -194,37 +191,19 @@ class Device:
     def _wants_copies(self) -> bool:
         return self.name == "cuda" and load_as(StreamsSettings).copies
 
-    @property
-    def peers_together(self) -> bool:
-        """Whether messages of all peers are better posted together than one by one. NCCL gives a peer
-        its share of the channels: on four H200 a message alone took a third of the link."""
-        return self.name == "cuda"
+    def hold(self, stream: Any, cycles: int) -> None:
+        """Hold ``stream`` back for so many clock cycles; on ``cuda``."""
+        with self.on(stream):
+            self._module()._sleep(cycles)
 
-    def products_in_flight(self) -> int:
-        """Products that may run side by side: the blocks of one take the multiprocessors that the last
-        blocks of another leave. Else a device shares its cores by streams, or has one at work."""
-        return 2 if self.name == "cuda" else 1
-
-    def give_way(self, stream: Any, device: torch.device, elements: int) -> None:
-        """Hold ``stream`` back until messages that were posted before have started, where products of
-        ``elements`` results would take every multiprocessor: a block once started is not pushed aside.
-
-        Measured on two H200: without it the messages' kernel starts when the first product is over.
-        """
-        if self.name != "cuda":
-            return
-        module = self._module()
-        processors = module.get_device_properties(device).multi_processor_count
-        if elements >= processors * _TILE_ELEMENTS:
-            with self.on(stream):
-                module._sleep(_HEAD_START_CYCLES)
-
-    def shared(self, device: torch.device, compute: Any, comm: Any) -> AbstractContextManager[None]:
-        """While it is entered the two streams' kernels leave each other cores, where they can be told
-        to."""
-        if self.name != "npu":
+    def shared(
+        self, device: torch.device, compute: Any, comm: Any, share: int
+    ) -> AbstractContextManager[None]:
+        """While it is entered the two streams' kernels leave each other cores: one vector core in
+        ``share`` is for messages. On ``npu``; 0: they take what they get."""
+        if not share:
             return nullcontext()
-        return npu.shared_cores(self._module(), device, compute, comm)
+        return npu.shared_cores(self._module(), device, compute, comm, share)
 
     def _module(self) -> ModuleType | Any:
         if self.name == "npu":

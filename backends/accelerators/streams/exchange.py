@@ -10,6 +10,7 @@ import torch
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Message, Parcel, Sent
 from mkernel.backends.accelerators.streams.rows import chunks, rotation
+from mkernel.backends.accelerators.streams.schedule import ExchangeSchedule
 from mkernel.backends.contracts.accelerator import Call
 
 Part = tuple[int, int, torch.Tensor]
@@ -35,10 +36,11 @@ def exchange(
     if not streams.communicates:
         return arrivals
     pairs = rotation(call.plan, call.rank)
-    step = call.plan.rows_per_chunk
+    how = call.plan.part(ExchangeSchedule)
+    step = how.rows_per_chunk
     nothing: list[Part] = []
     landing = incoming(call.rank) if streams.one_sided else None
-    for together in (pairs,) if streams.peers_together else [(pair,) for pair in pairs]:
+    for together in (pairs,) if how.peers_together else [(pair,) for pair in pairs]:
         sends = _rounds([(target, outgoing(target)) for _, target in together], step)
         places = _rounds([(source, incoming(source)) for source, _ in together], step)
         for number, (there, here) in enumerate(zip_longest(sends, places, fillvalue=nothing)):
@@ -69,7 +71,7 @@ def take(
             places[source][start:end] = landed[source][start:end]
 
 
-def _rounds(parcels: Sequence[Parcel], step: int | None) -> list[list[Part]]:
+def _rounds(parcels: Sequence[Parcel], step: int) -> list[list[Part]]:
     """Every parcel's first chunk of ``step`` rows, every parcel's second, ..."""
     cut = [
         [(peer, start, rows[start:end]) for start, end in chunks(len(rows), step)]

@@ -17,6 +17,7 @@ from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
 from mkernel.backends.accelerators.streams.exchange import exchange, take
 from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.rows import chunks, rotation, share
+from mkernel.backends.accelerators.streams.schedule import RotatingSchedule
 from mkernel.backends.contracts.accelerator import Call
 
 
@@ -55,7 +56,7 @@ def _reduced(
 ) -> None:
     """out [rows of this rank's share, N] = these rows of the sum over ranks of a @ b."""
     a, rank = call.tensors["a"], call.rank
-    step = call.plan.rows_per_chunk
+    step = call.plan.part(RotatingSchedule).rows_per_chunk
     factor = Factor(call.tensors["b"], torch.float32)
     first, last = shares[rank]
     width, rows = out.shape[1], last - first

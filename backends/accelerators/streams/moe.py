@@ -18,6 +18,7 @@ from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
 from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.routing import Routing, route
+from mkernel.backends.accelerators.streams.schedule import DispatchSchedule
 from mkernel.backends.contracts.accelerator import Call
 
 
@@ -79,17 +80,17 @@ def _everyones(call: Call, streams: CallStreams, own: torch.Tensor) -> torch.Ten
 
 
 def _as_they_come(call: Call, streams: CallStreams, arrivals: Arrivals) -> Iterator[int | None]:
-    """Sources whose tokens are there now. None: all of them, at once, which gives fewer and larger
-    products; where messages and products do not run at the same time, that is better."""
-    if streams.overlaps:
+    """Sources whose tokens are there now. None: all of them, at once."""
+    by_source = call.plan.part(DispatchSchedule).as_they_arrive and not streams.sequential
+    if by_source:
         yield call.rank
     parts = Counter(source for source, *_ in arrivals)
     for source, _, _, message in arrivals:
         streams.wait(message)
         parts[source] -= 1
-        if streams.overlaps and not parts[source]:
+        if by_source and not parts[source]:
             yield source
-    if not streams.overlaps:
+    if not by_source:
         yield None
 
 

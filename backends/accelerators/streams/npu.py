@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     import torch
 
 _NEEDED = ("set_stream_limit", "reset_stream_limit", "get_device_limit")
-_COMM_SHARE = 6
-"""One in so many vector cores moves messages. HCCL multiplies nothing, so the compute stream keeps
-every cube core. An estimate: no NPU was there to measure."""
 
 
 def missing(module: Any) -> str | None:
@@ -29,15 +26,18 @@ def missing(module: Any) -> str | None:
 
 
 @contextmanager
-def shared_cores(module: Any, device: torch.device, compute: Any, comm: Any) -> Iterator[None]:
-    """Vector cores are dealt out to the two streams; afterwards both may use all again.
+def shared_cores(
+    module: Any, device: torch.device, compute: Any, comm: Any, share: int
+) -> Iterator[None]:
+    """One in ``share`` vector cores is for ``comm``, the others for ``compute``; afterwards both may
+    use all again.
 
     ``compute`` is the caller's own stream, so it must not stay limited. Everything that was put on the
     streams must have ended when the context is left.
     """
     cores = module.get_device_limit(device.index or 0)
     cubes, vectors = cores["cube_core_num"], cores["vector_core_num"]
-    moving = max(1, vectors // _COMM_SHARE)
+    moving = max(1, vectors // share)
     try:
         module.set_stream_limit(comm, 1, moving)  # of 1 at least
         module.set_stream_limit(compute, cubes, max(1, vectors - moving))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import torch
 
-_SCORES = 1 << 23
-"""Scores held at once: keys are taken in tiles, so that memory stays bounded."""
-
 
 class OnlineSoftmax:
-    """``q`` [B, Hkv, G, P, D]: queries by head of k and v, and by query head within its group."""
+    """``q`` [B, Hkv, G, P, D]: queries by head of k and v, and by query head within its group. Of a
+    block ``keys_at_once`` keys are scored at a time, so that memory stays bounded."""
 
-    def __init__(self, q: torch.Tensor, scale: float) -> None:
+    def __init__(self, q: torch.Tensor, scale: float, keys_at_once: int) -> None:
+        self._step = keys_at_once
         self._shape = q.shape
         batch, heads, groups, rows, width = q.shape
         self._q = q.float().mul_(scale) if q.dtype != torch.float32 else q * scale
@@ -30,7 +29,7 @@ class OnlineSoftmax:
 
         ``first_row``: key i is seen by rows from ``first_row + i`` on; None: by all.
         """
-        step = max(1, _SCORES // self._top.numel())
+        step = self._step
         for start in range(0, k.shape[2], step):
             end = min(start + step, k.shape[2])
             later = None if first_row is None else first_row + start

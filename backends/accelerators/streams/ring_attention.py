@@ -17,6 +17,7 @@ import torch
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
 from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
 from mkernel.backends.accelerators.streams.rows import chunks
+from mkernel.backends.accelerators.streams.schedule import AttentionSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan.model import AttentionShape
 
@@ -36,17 +37,21 @@ def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     shape, world = call.plan.shape, call.plan.world_size
     if not isinstance(shape, AttentionShape):
         raise TypeError(f"a plan of {call.plan.op} has no attention shape")
+    how = call.plan.part(AttentionSchedule)
     held = 2 if shape.causal else 1
     rows = q.shape[2] // held  # of a piece
 
     with streams.compute():
         grouped = q.view(q.shape[0], k.shape[1], -1, held, rows, q.shape[3])
-        queries = [OnlineSoftmax(grouped[:, :, :, i], call.options["scale"]) for i in range(held)]
+        queries = [
+            OnlineSoftmax(grouped[:, :, :, i], call.options["scale"], how.keys_at_once)
+            for i in range(held)
+        ]
         own = [
             _Cell(slot, start, torch.stack([each[:, :, slot * rows :][:, :, start:end]
                                             for each in (k, v)]))
             for slot in range(held)
-            for start, end in chunks(rows, call.plan.rows_per_chunk)
+            for start, end in chunks(rows, how.rows_per_chunk)
         ]  # fmt: skip
     blocks = _blocks(call, streams, own)
     if streams.sequential:

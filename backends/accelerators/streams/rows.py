@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from mkernel.backends.accelerators.streams.schedule import RotatingSchedule
 from mkernel.plan.model import LaunchPlan
 
 
-def chunks(rows: int, step: int | None) -> list[tuple[int, int]]:
-    """[start, end) of each chunk of ``step`` rows; None: one chunk. Empty where there are none."""
-    step = step or max(1, rows)
+def chunks(rows: int, step: int) -> list[tuple[int, int]]:
+    """[start, end) of each chunk of ``step`` rows. Empty where there are none."""
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -24,5 +24,5 @@ def rotation(plan: LaunchPlan, rank: int) -> tuple[tuple[int, int], ...]:
     The order is a rotation: in every step each rank has one partner on either side, so messages
     that all ranks post step by step always find each other.
     """
-    order = plan.order
+    order = plan.order(plan.part(RotatingSchedule).order)
     return tuple(zip(order[rank][1:], order.consumers(rank)[1:], strict=True))

@@ -22,68 +22,19 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from mkernel.backends.accelerators.streams.landing import landings
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.cuda.memory import bytes_at
 from mkernel.backends.cuda.native import native
 from mkernel.backends.runtime.host_memory import page_up
 from mkernel.backends.transport import _transport
-from mkernel.plan.model import LaunchPlan
 
-_ALIGNMENT = 256
 _DRAIN_S = 60.0
 _PAUSE_S = 0.001
-
-
-class Landing(NamedTuple):
-    """A place that peers write to: ``offset`` in bytes in the window, ``shape`` [source, rows,
-    columns]."""
-
-    offset: int
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def landings(plan: LaunchPlan) -> dict[str, Landing]:
-    """A plan's landings by name, the same on every rank. MoE has none because its messages vary in
-    size, attention because it passes on what it gets."""
-    if plan.op not in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"):
-        return {}
-    gemm, world = plan.gemm, plan.world_size
-    rows = -(-gemm.m // world)
-    wanted: dict[str, tuple[int, torch.dtype]] = {}
-    if plan.op == "all_gather_gemm":
-        wanted["gathered"] = (gemm.k, getattr(torch, plan.dtype))
-    else:
-        wanted["slots"] = (gemm.n, torch.float32)
-    if plan.op == "gemm_all_reduce":
-        wanted["results"] = (gemm.n, getattr(torch, plan.out_dtype))
-    found, end = {}, 0
-    for name, (columns, dtype) in wanted.items():
-        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-        found[name] = Landing(offset, (world, rows, columns), dtype)
-        end = offset + found[name].nbytes
-    return found
-
-
-def window_bytes(plan: LaunchPlan) -> int:
-    """Bytes of a plan's window; 0 where its messages must go through torch.distributed."""
-    world = plan.world_size
-    if world == 1:
-        return 0
-    pairs = ((src, dst) for src in range(world) for dst in range(world) if src != dst)
-    if any(plan.route(src, dst).kind != "p2p" for src, dst in pairs):
-        return 0
-    return max((each.offset + each.nbytes for each in landings(plan).values()), default=0)
 
 
 def words_of(world: int) -> int:
@@ -153,7 +104,7 @@ class Window:
         """What peers write to, [source, rows, columns]; contiguous, uninitialised."""
         found = self._landings[name]
         flat = bytes_at(self._base + found.offset, found.nbytes)
-        return flat.view(found.dtype).view(found.shape)
+        return flat.view(getattr(torch, found.dtype)).view(found.shape)
 
     def open(self, stream: Any) -> None:
         """Tell every peer that it may put. Whatever read this window in earlier calls has ended."""

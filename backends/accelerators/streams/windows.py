@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from mkernel.backends.accelerators.streams.device import Device
-from mkernel.backends.accelerators.streams.window import Words, window_bytes, words_of
+from mkernel.backends.accelerators.streams.schedule import StreamsSchedule
+from mkernel.backends.accelerators.streams.window import Words, words_of
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.cuda.memory import DeviceMemory
@@ -53,11 +54,8 @@ class Windows:
             return DeviceMemory.attach(descriptor, self._index)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """What a plan needs: nothing where its messages go through torch.distributed. The words
-        come with the world's first window."""
-        nbytes = window_bytes(plan)
-        if nbytes == 0:
-            return Workspace(nbytes=0, signals=0)
+        """What a plan whose messages are puts needs. The words come with the world's first window."""
+        nbytes = plan.part(StreamsSchedule).window_bytes
         signals = 0 if self._plans else words_of(plan.world_size)
         self._plans.add(plan.digest())
         return Workspace(nbytes=nbytes, signals=signals, shared=True)

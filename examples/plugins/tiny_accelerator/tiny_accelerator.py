@@ -13,6 +13,7 @@ from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport import _transport
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.standard import RowSchedule
 from mkernel.topology.model import Accelerator
 
 
@@ -36,7 +37,6 @@ class TinyAccelerator(AcceleratorBackend, Instrumented):
             peer_access=True,
             compute_cores=1,
             comm_cores=1,
-            chunk_unit="rows",
             chunk_invariant=False,
         )
 
@@ -51,7 +51,7 @@ class TinyAccelerator(AcceleratorBackend, Instrumented):
         world, k = plan.world_size, plan.gemm.k
         rows = plan.gemm.m // world
         itemsize = getattr(torch, plan.dtype).itemsize
-        chunks = -(-rows // plan.rows_per_chunk)
+        chunks = -(-rows // plan.part(RowSchedule).rows_per_chunk)
         return Workspace(nbytes=2 * rows * k * itemsize, signals=world * chunks + world)
 
     def launch(self, call):
@@ -100,7 +100,8 @@ def send(call):
 def compute(call):
     """The compute kernel: own rows first, then the others' as they arrive."""
     a, b, out = call.tensors["a"], call.tensors["b"].float(), call.tensors["out"]
-    sources = call.plan.order[call.rank]
+    order = call.plan.order(call.plan.part(RowSchedule).order)
+    sources = order[call.rank]
     if call.view == "sequential" and not all(
         awaited(call, chunk_signal(call, source, number), call.epoch, source, number)
         for source in sources[1:]
@@ -144,7 +145,7 @@ def shared_rows(call, workspace):
 
 
 def chunks(call):
-    rows, step = len(call.tensors["a"]), call.plan.rows_per_chunk
+    rows, step = len(call.tensors["a"]), call.plan.part(RowSchedule).rows_per_chunk
     return [(start, min(rows, start + step)) for start in range(0, rows, step)]
 
 

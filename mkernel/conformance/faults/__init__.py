@@ -33,6 +33,7 @@ from mkernel.conformance.faults.altering import (
 from mkernel.conformance.faults.rows import Row, checks_by_name, planted
 from mkernel.errors import Unsupported
 from mkernel.plan.model import AttentionShape, LaunchPlan
+from mkernel.plan.pipeline import Chunking
 
 # ---- claims --------------------------------------------------------------------------------------
 
@@ -74,8 +75,13 @@ def _zero_one_element(tensor: torch.Tensor) -> None:
     tensor.view(-1)[tensor.numel() // 2] = 0
 
 
+def _chunking(ended: Ended) -> Chunking | None:
+    """Of a plan that is cut in tiles."""
+    return getattr(ended.call.plan.schedule, "chunking", None)
+
+
 def _do_few_chunks(ended: Ended) -> None:
-    chunking = ended.call.plan.chunking
+    chunking = _chunking(ended)
     if chunking is not None and chunking.chunks_per_rank > 8:
         for rows in ended.outputs["out"].chunk(ended.call.plan.world_size):
             rows[len(rows) // 2 :] = 0
@@ -179,7 +185,7 @@ def _third_call(ended: Ended) -> bool:
 
 
 def _in_odd_chunks(ended: Ended) -> bool:
-    chunking = ended.call.plan.chunking
+    chunking = _chunking(ended)
     return chunking is not None and chunking.tiles_per_chunk % 2 == 1
 
 
@@ -197,7 +203,7 @@ def _gather_by_arrival(ended: Ended) -> None:
     whole, plan = ended.outputs.get("gathered"), ended.call.plan
     if whole is not None:
         parts = whole.clone().chunk(plan.world_size)
-        whole.copy_(torch.cat([parts[rank] for rank in plan.order[ended.call.rank]]))
+        whole.copy_(torch.cat([parts[rank] for rank in plan.order("node")[ended.call.rank]]))
 
 
 def _scribble_on_inputs(ended: Ended) -> None:

@@ -19,6 +19,7 @@ from mkernel.backends.accelerators.ascend import AscendAccelerator, AscendLaunch
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.gemm import GemmOp
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
+from mkernel.backends.accelerators.ascend.schedule import cores as cores_of
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.accelerators.ascend.trace import RECORD, Kind, Records, Role
 from mkernel.backends.contracts.accelerator import Call
@@ -30,10 +31,9 @@ from mkernel.cases import case_of, poison
 from mkernel.cases.base import Case
 from mkernel.cases.comparison import Comparison
 from mkernel.plan.chunking import cut
-from mkernel.plan.model import GemmTile, LaunchPlan, OpName, Resources
-from mkernel.plan.order import ConsumptionOrder
+from mkernel.plan.model import LaunchPlan, OpName
+from mkernel.plan.pipeline import USUAL_TILE, GemmTile
 
-USUAL_TILE = GemmTile()
 SCALE = 0.11
 """Of attention's scores."""
 
@@ -62,15 +62,15 @@ def planned(
     comm_blocks: int = 48,
     **options: Any,
 ) -> LaunchPlan:
-    """The planner's plan of a call on simulated chips, which takes ``options``; but for the cores, and
-    for the order, which is that of one node."""
+    """The planner's plan of a call on simulated chips, which takes ``options``; but for the cores."""
     made = api.plan(op, accelerator="ascend", nic="cx7", verbs="soft", **sizes, **options)
-    return made.model_copy(
-        update={
-            "order": ConsumptionOrder(nodes=1, ranks_per_node=made.world_size),
-            "resources": Resources(compute_blocks=compute_blocks, comm_blocks=comm_blocks),
-        }
-    )
+    return scheduled(made, **cores_of(op, compute_blocks, comm_blocks, A3.aiv_cores))
+
+
+def scheduled(plan: LaunchPlan, **fields: Any) -> LaunchPlan:
+    """The plan with other fields of its schedule."""
+    assert plan.schedule is not None
+    return plan.model_copy(update={"schedule": plan.schedule.model_copy(update=fields)})
 
 
 def make_plan(
@@ -86,7 +86,7 @@ def make_plan(
     """A GEMM op's plan, cut by hand; ``options`` as :func:`planned` takes them."""
     made = planned(op, {"m": m, "n": n, "k": k}, **options)
     chunking = cut(op, made.gemm, made.world_size, made.dtype, tiles_per_chunk, tile)
-    return made.model_copy(update={"chunking": chunking})
+    return scheduled(made, chunking=chunking)
 
 
 def geometry(plan: LaunchPlan) -> Any:

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator, _ascend
+from mkernel.backends.accelerators.ascend.schedule import GemmSchedule
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport._transport import AbortCode, Waiter
 from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
-from mkernel.plan.model import GemmTile
+from mkernel.plan.pipeline import GemmTile
 
-from .rig import PATIENCE_S, SIGNAL_BASE, World, geometry, make_plan
+from .rig import PATIENCE_S, SIGNAL_BASE, World, geometry, make_plan, scheduled
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
@@ -112,9 +113,9 @@ def test_wrong_plans_are_refused() -> None:
     with pytest.raises(ValueError, match="tile_m must be a multiple of 16"):
         backend.workspace(make_plan(512, 512, 512, tile=GemmTile(rows=100)))
     plan = make_plan(512, 512, 512)
-    chunking = plan.chunking.model_copy(update={"chunks_per_rank": 3})
+    chunking = plan.part(GemmSchedule).chunking.model_copy(update={"chunks_per_rank": 3})
     with pytest.raises(ValueError, match="chunks_per_rank = 3"):
-        backend.workspace(plan.model_copy(update={"chunking": chunking}))
+        backend.workspace(scheduled(plan, chunking=chunking))
     with World(make_plan(512, 256, 512, comm_blocks=49)) as world:
         world.epoch = 1
         with pytest.raises(Unsupported, match="48 AIV"):

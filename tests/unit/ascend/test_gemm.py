@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mkernel.backends.transport._transport import AbortCode
-from mkernel.plan.model import GemmTile, OpName
+from mkernel.plan.model import OpName
+from mkernel.plan.pipeline import GemmTile
 
 from .rig import (
     PATIENCE_S,

@@ -11,6 +11,7 @@ import torch
 from mkernel.backends.accelerators.ascend import AscendLaunch, _ascend
 from mkernel.backends.accelerators.ascend.moe import MoeDispatchOp, balanced_ids
 from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES
+from mkernel.backends.accelerators.ascend.schedule import CombineSchedule, DispatchSchedule
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.transport._transport import AbortCode
@@ -27,6 +28,7 @@ from .rig import (
     case_for,
     planned,
     same_bits,
+    scheduled,
     traces,
 )
 
@@ -51,7 +53,7 @@ def moe_plan(
     if op == "moe_dispatch_gemm":
         sizes["hidden"] = hidden
     made = planned(op, sizes, **{"out_dtype": "float16", **options})
-    return made.model_copy(update={"rows_per_chunk": min(chunk, tokens)})
+    return scheduled(made, rows_per_chunk=min(chunk, tokens))
 
 
 def combine_plan(plan: LaunchPlan, *, features: int | None = None, chunk: int = 7) -> LaunchPlan:
@@ -59,7 +61,14 @@ def combine_plan(plan: LaunchPlan, *, features: int | None = None, chunk: int = 
     sizes = plan.shape.model_dump(exclude={"kind", "hidden"})
     sizes["features"] = features or sizes["features"]
     rows = min(chunk, plan.shape.tokens)
-    update = {"op": "moe_combine", "shape": CombineShape(**sizes), "rows_per_chunk": rows}
+    sent = plan.part(DispatchSchedule)
+    how = CombineSchedule(
+        rows_per_chunk=rows,
+        order=sent.order,
+        vector_cores=sent.vector_cores,
+        comm_cores=sent.comm_cores,
+    )
+    update = {"op": "moe_combine", "shape": CombineShape(**sizes), "schedule": how}
     return plan.model_copy(update={**update, "dtype": plan.out_dtype})
 
 

@@ -20,6 +20,7 @@ from .rig import (
     modelled_views,
     planned,
     same_bits,
+    scheduled,
 )
 
 
@@ -51,7 +52,7 @@ def attention_plan(
         out_dtype=dtype,
         **{"comm_blocks": 4, **options},
     )
-    return made.model_copy(update={"rows_per_chunk": chunk or -(-rows // 3)})
+    return scheduled(made, rows_per_chunk=chunk or -(-rows // 3))
 
 
 @pytest.mark.parametrize("causal", [False, True])

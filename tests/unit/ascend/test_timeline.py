@@ -10,6 +10,7 @@ import pytest
 
 from mkernel.backends.accelerators.ascend.backend import AscendAccelerator, record
 from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.backends.accelerators.ascend.schedule import GemmSchedule
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.accelerators.ascend.trace import Kind
 from mkernel.errors import InputFileError
@@ -145,7 +146,7 @@ def test_tracks_and_pipes(nodes: int) -> None:
     for track in result.tracks:
         assert slices_follow_each_other(track, result.total_us), (track.rank, track.name)
         chunks = {piece.chunk for piece in track.spans} - {None}
-        assert chunks <= set(range(plan.chunking.chunks_per_rank))
+        assert chunks <= set(range(plan.part(GemmSchedule).chunking.chunks_per_rank))
     kinds = {piece.name for track in result.tracks for piece in track.spans}
     assert kinds >= {"TMATMUL", "TSTORE", "TPUT", "TWAIT"}
     assert ("NIC_PUT" in kinds) == (nodes == 2)
@@ -170,7 +171,9 @@ def test_tracks_and_pipes(nodes: int) -> None:
         "AIV MTE3": {"TPUT"},
     }
     near = plan.ranks_per_node - 1
-    assert raised == 4 * near * plan.chunking.chunks_per_rank * 2  # flag and summary
+    assert (
+        raised == 4 * near * plan.part(GemmSchedule).chunking.chunks_per_rank * 2
+    )  # flag and summary
 
 
 def test_the_planner_has_the_constants_of_the_modelled_machine() -> None:

@@ -13,6 +13,7 @@ from hopper_calls import CONTEXT, last_rank
 from mkernel.backends.accelerators.hopper import gemm, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.dispatch import FUSED
+from mkernel.backends.accelerators.hopper.schedule import GatherSchedule
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import BackendUnavailable
 from mkernel.plan.model import LaunchPlan
@@ -140,8 +141,12 @@ def test_tensors_at_any_element(queued: list[str], op: str) -> None:
 
 
 def test_the_planned_chunk_is_one_by_default(queued: list[str]) -> None:
-    assert planned("all_gather_gemm", 4096, 256, 2048).rows_per_chunk == 2048
-    assert planned("all_gather_gemm", 4096, 256, 2048, chunk=100).rows_per_chunk == 100
+    whole, cut = (
+        planned("all_gather_gemm", 8192, 256, 4096, chunk=chunk).part(GatherSchedule)
+        for chunk in (None, 300)
+    )
+    assert (whole.chunk_rows, whole.push_blocks) == (4096, 0)
+    assert cut.chunk_rows == 300
 
 
 class Told:

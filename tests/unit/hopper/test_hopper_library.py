@@ -166,7 +166,7 @@ def workspace_of(rank: int) -> int:
 CLAIMS = AcceleratorCapabilities(
     ops=OPS, dtypes=("bfloat16", "float16"), out_dtypes=("bfloat16", "float16"),
     mixed_dtypes=False, b_layouts=("row", "column"), alignment_bytes=16, transfer_paths=("p2p",),
-    peer_access=True, compute_cores=132, comm_cores=132, chunk_unit="rows", library_ops=OPS,
+    peer_access=True, compute_cores=132, comm_cores=132, library_ops=OPS,
 )  # fmt: skip
 
 

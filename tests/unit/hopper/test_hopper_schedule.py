@@ -16,6 +16,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     LibrarySchedule,
     ReduceSchedule,
 )
+from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.schedule import Schedule
@@ -23,17 +24,21 @@ from mkernel.plan.schedule import Schedule
 OTHERS: dict[type[Schedule], dict[str, Any]] = {
     GatherSchedule: {
         "tiling": "deep", "chunk_rows": 100, "push_blocks": 4, "columns_ahead": 3, "slices": 3,
-        "band": 4,
+        "band": 4, "blocks": 100, "gathered_engine": "bulk", "gathered_blocks": 3,
     },
     ReduceSchedule: {
         "tiling": "deep", "rows": 1024, "panel_rows": 3, "panel_columns": 5, "pace": 17,
-        "by_outbox": True, "band": 4,
+        "by_outbox": True, "band": 4, "blocks": 100, "product_tiling": "deep",
     },
     LibrarySchedule: {"product": "float32", "way": "two_shot"},
 }  # fmt: skip
 """For each field, a value that the plans below do not have."""
 BUILT = ("AllGatherSchedule", "ReduceSchedule", "Product")
-STARTED = ("PipelinedGather", "PipelinedReduce", "all_reduce")
+STARTED = (
+    "PipelinedGather", "PipelinedReduce", "all_reduce", "reduce_scatter", "copy", "rendezvous",
+    "push_rows", "all_gather_gemm",
+)  # fmt: skip
+LEAST_ADDRESS = 1 << 20
 CASES = [
     ("all_gather_gemm", "fused", GatherSchedule),
     ("gemm_reduce_scatter", "fused", ReduceSchedule),
@@ -56,11 +61,12 @@ class Started:
             self.told.append((name, str(given), str(named)))
             return found(*given, **named)
 
-        def start(*given: Any) -> Any:
-            self.told.append((name, *(str(one) for one in given if type(one) in (Element, Way))))
+        def start(*given: Any, **named: Any) -> Any:
+            sizes = [one for one in given if isinstance(one, int) and one < LEAST_ADDRESS]
+            self.told.append((name, *sizes, *(str(one) for one in given if type(one) in kinds)))
             return self
 
-        Element, Way = self._made.Element, self._made.Way
+        kinds = (self._made.Element, self._made.Way, self._made.Engine)
         return build if name in BUILT else start if name in STARTED else found
 
     def start(self, *given: Any) -> None:
@@ -89,12 +95,14 @@ def planned(op: str, path: str) -> LaunchPlan:
 
 
 def launched(started: Started, plan: LaunchPlan) -> list[Any]:
-    """What a launch of the plan on rank 1 makes and starts, and the bytes that it needs."""
-    call = last_rank(plan)
+    """What launches of the plan on rank 1 make and start, and the bytes that they need."""
     started.told.clear()
     executor = dispatch.executor_of(plan)
     nbytes = executor.workspace_bytes(plan)
-    executor(call, CONTEXT).start(call, 5)
+    views: tuple[View, ...] = ("pipelined", "sequential")
+    for view in views:
+        call = last_rank(plan, view, gathered=plan.op == "all_gather_gemm")
+        executor(call, CONTEXT).start(call, 5)
     return [nbytes, *started.told]
 
 

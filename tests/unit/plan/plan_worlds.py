@@ -8,8 +8,10 @@ import devices
 from shipped import constants_of
 
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import GemmShape, LaunchPlan
 from mkernel.plan.planner import Planned, explain
+from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.standard import by_rows, by_tiles
 from mkernel.topology.model import Topology
 from mkernel.topology.reshape import split_into_nodes
 from mkernel.topology.world_map import world_map
@@ -30,6 +32,11 @@ CAPABILITIES = AcceleratorCapabilities(
 )
 
 
+def scheduled(request: ScheduleRequest) -> Scheduled:
+    """Tiles of products, rows of everything else."""
+    return (by_tiles if isinstance(request.plan.shape, GemmShape) else by_rows)(request)
+
+
 def world(nodes: int, ranks_per_node: int) -> Topology:
     return split_into_nodes(MACHINE, nodes, ranks_per_node, devices.SIM, devices.SOFT)
 
@@ -46,6 +53,7 @@ def explained(
         "capabilities": CAPABILITIES,
         "nic": "cx7",
         "verbs": "soft",
+        "schedule": scheduled,
         **options,
     }
     claims = arguments["capabilities"]
@@ -56,7 +64,12 @@ def explained(
 
 def make(nodes: int = 2, ranks_per_node: int = 2, **options: Any) -> LaunchPlan:
     """A plan of the main job, with any of the planner's arguments replaced."""
+    return main_job(nodes, ranks_per_node, **options).plan
+
+
+def main_job(nodes: int = 2, ranks_per_node: int = 2, **options: Any) -> Planned:
+    """The same with its pipeline and alternatives."""
     sizes = {"m": 2048, "n": 1024, "k": 2048}
     sizes = {name: options.pop(name, size) for name, size in sizes.items()}
     op = options.pop("op", "all_gather_gemm")
-    return explained(op, sizes, nodes, ranks_per_node, **options).plan
+    return explained(op, sizes, nodes, ranks_per_node, **options)

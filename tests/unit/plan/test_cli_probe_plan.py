@@ -16,6 +16,7 @@ from mkernel.cli import plan as plan_command
 from mkernel.cli import probe as probe_command
 from mkernel.errors import ArgumentError, BackendUnavailable, ShapeError, UnknownBackend, UnknownOp
 from mkernel.plan.model import LaunchPlan
+from mkernel.plan.standard import by_rows
 from mkernel.probe.report import ProbeReport
 from mkernel.topology.model import Topology
 
@@ -90,7 +91,7 @@ def test_plan_options_reach_the_planner() -> None:
     made = plan_of(text)
     assert (made.shape.m, made.shape.n, made.shape.k) == (3072, 512, 1024)
     assert (made.nodes, made.ranks_per_node, made.dtype) == (3, 2, "bfloat16")
-    assert made.chunking.tiles_per_chunk == 2
+    assert made.schedule.rows_per_chunk == 2
 
 
 def test_plan_for_people() -> None:
@@ -103,7 +104,7 @@ def test_plan_of_a_world_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "world.json"
     file.write_text(world(2, 2).model_dump_json())
     text = run(plan_command.command, "ag_gemm", "--topology", str(file), "--json")
-    assert plan_of(text) == make()
+    assert plan_of(text) == make(schedule=by_rows)
 
 
 def test_plan_repeats_the_machine_of_a_file(tmp_path: Path) -> None:

@@ -1,19 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
 from plan_worlds import CAPABILITIES, explained
 from shipped import constants_of
 
-from mkernel.errors import ArgumentError, Unsupported
+from mkernel.errors import ArgumentError
 from mkernel.plan.decide import GAIN, choose
-from mkernel.plan.model import Exchange
 from mkernel.plan.order import Runs
 from mkernel.plan.planner import Planned
 from mkernel.plan.simulate import simulate
+from mkernel.plan.standard import RowSchedule, TileSchedule, by_rows, by_tiles
 
-BOTH = CAPABILITIES.model_copy(update={"exchanges": get_args(Exchange)})
 CONSTANTS = constants_of("ascend")
 
 
@@ -37,64 +38,62 @@ def test_one_option_is_no_choice() -> None:
     assert choose("x", ["only"], lambda _: 1.0) == ("only", ())
 
 
-def test_the_exchange_is_what_the_backend_provides_and_then_what_is_faster() -> None:
+def test_exchange_is_direct_unless_a_prediction_of_another_is_asked_for() -> None:
     only = considered()
-    assert only.plan.exchange == "direct"
+    assert only.pipeline.exchange == "direct"
     assert not any(one.decision == "exchange" for one in only.alternatives)
-    both = considered(capabilities=BOTH)
-    assert both.plan.exchange == "hierarchical"
+    both = considered(exchange="auto")
+    assert both.pipeline.exchange == "hierarchical"
     assert both.plan.prediction.comm_us < only.plan.prediction.comm_us / 2
-    forced = considered(capabilities=BOTH, exchange="direct").plan
-    assert (forced.exchange, forced.prediction) == ("direct", only.plan.prediction)
-    assert considered(1, 4, capabilities=BOTH, nic=None, verbs=None).plan.exchange == "direct"
+    assert considered(exchange="hierarchical").plan.prediction == both.plan.prediction
+    assert considered(1, 4, exchange="auto", nic=None, verbs=None).pipeline.exchange == "direct"
 
 
 def test_where_the_fabric_is_slow_direct_exchange_stays() -> None:
     slow = CONSTANTS.model_copy(update={"p2p_gbs": 1.0})
-    assert considered(capabilities=BOTH, constants=slow).plan.exchange == "direct"
+    assert considered(exchange="auto", constants=slow).pipeline.exchange == "direct"
+
+
+MOE = CAPABILITIES.model_copy(update={"ops": ("moe_dispatch_gemm",)})
 
 
 def test_experts_rows_are_shared_with_nobody() -> None:
-    every = BOTH.model_copy(update={"ops": ("moe_dispatch_gemm",)})
     sizes = {"tokens": 512, "hidden": 512, "features": 256, "experts": 32, "top_k": 4}
-    found = explained("moe_dispatch_gemm", sizes, 4, 4, capabilities=every)
-    assert found.plan.exchange == "direct"
+    found = explained("moe_dispatch_gemm", sizes, 4, 4, capabilities=MOE, exchange="auto")
+    assert found.pipeline.exchange == "direct"
     assert not any(one.decision == "exchange" for one in found.alternatives)
-    with pytest.raises(Unsupported, match="for 'moe_dispatch_gemm'; it provides: direct"):
-        explained("moe_dispatch_gemm", sizes, 4, 4, capabilities=every, exchange="hierarchical")
+    with pytest.raises(ArgumentError, match="expected direct for 'moe_dispatch_gemm'"):
+        explained("moe_dispatch_gemm", sizes, 4, 4, capabilities=MOE, exchange="hierarchical")
 
 
-def test_what_is_not_a_product_is_cut_by_rows_whatever_products_are_cut_by() -> None:
-    every = BOTH.model_copy(update={"ops": ("moe_dispatch_gemm",)})
-    assert every.chunk_unit == "tiles"
+def test_rows_of_a_chunk() -> None:
     sizes = {"tokens": 510, "hidden": 512, "features": 256, "experts": 32, "top_k": 4}
     for chunk, rows in ((None, 128), (100, 100), (1000, 510)):
-        found = explained("moe_dispatch_gemm", sizes, 1, 4, capabilities=every, chunk=chunk)
-        plan = found.plan
-        assert (plan.chunking, plan.rows_per_chunk) == (None, rows)
+        found = explained("moe_dispatch_gemm", sizes, 1, 4, capabilities=MOE, chunk=chunk)
+        assert found.plan.part(RowSchedule).rows_per_chunk == rows
+        assert found.pipeline.rows_per_chunk == rows
 
 
 def test_dear_signals_make_chunks_larger() -> None:
     dear = CONSTANTS.model_copy(update={"signal_us": 400.0})
-    cheap, costly = (considered(constants=c, nodes=1).plan for c in (CONSTANTS, dear))
-    assert costly.chunking is not None
-    assert cheap.chunking is not None
-    assert costly.chunking.tiles_per_chunk > cheap.chunking.tiles_per_chunk
+    cheap, costly = (
+        considered(constants=c, nodes=1).plan.part(TileSchedule).chunking for c in (CONSTANTS, dear)
+    )
+    assert costly.tiles_per_chunk > cheap.tiles_per_chunk
     given = considered(constants=dear, nodes=1, chunk=2)
-    assert given.plan.chunking is not None
-    assert given.plan.chunking.tiles_per_chunk == 2
+    assert given.plan.part(TileSchedule).chunking.tiles_per_chunk == 2
     assert not any(one.decision == "chunk" for one in given.alternatives)
 
 
 def test_slow_blocks_are_given_company() -> None:
     slow = CONSTANTS.model_copy(update={"comm_block_gbs": 1.0})
-    usual, more = (considered(1, 4, constants=c).plan.resources for c in (CONSTANTS, slow))
+    usual, more = (considered(1, 4, constants=c).pipeline for c in (CONSTANTS, slow))
     assert (usual.comm_blocks, more.comm_blocks) == (12, 48)
-    assert considered(1, 4, constants=slow, comm_blocks=3).plan.resources.comm_blocks == 3
+    assert considered(1, 4, constants=slow, comm_blocks=3).pipeline.comm_blocks == 3
 
 
 def test_every_decision_has_one_choice() -> None:
-    found = considered(capabilities=BOTH)
+    found = considered(exchange="auto")
     for decision in {one.decision for one in found.alternatives}:
         options = [one for one in found.alternatives if one.decision == decision]
         assert sum(one.chosen for one in options) == 1
@@ -103,27 +102,19 @@ def test_every_decision_has_one_choice() -> None:
     assert last.predicted_us == pytest.approx(found.plan.prediction.pipelined_us)
 
 
-@pytest.mark.parametrize(
-    ("exchange", "error", "message"),
-    [
-        ("tree", ArgumentError, "one of: auto, direct, hierarchical"),
-        ("hierarchical", Unsupported, "does not provide the exchange 'hierarchical'.*direct"),
-    ],
-)
-def test_an_exchange_that_is_not_there(exchange: str, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        considered(exchange=exchange)
+def test_an_exchange_that_nobody_knows() -> None:
+    with pytest.raises(ArgumentError, match="one of: auto, direct, hierarchical"):
+        considered(exchange="tree")
 
 
 # ---- by simulation ---------------------------------------------------------------------------------
 
 EVERY_OP = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-BY_ROWS = CAPABILITIES.model_copy(
-    update={
-        "ops": EVERY_OP, "chunk_unit": "rows", "one_kernel_per_chunk": True, "compute_cores": 132,
-        "comm_cores": 1,
-    }
-)  # fmt: skip
+OF_A_GPU = CAPABILITIES.model_copy(update={"ops": EVERY_OP, "compute_cores": 132, "comm_cores": 1})
+BY_ROWS: dict[str, Any] = {
+    "capabilities": OF_A_GPU, "schedule": partial(by_rows, one_kernel_per_chunk=True)
+}  # fmt: skip
+IN_ANY_ORDER = partial(by_tiles, orders=get_args(Runs))
 GPU = constants_of("hopper").model_copy(update={"fused": None, "library": None})
 
 
@@ -131,9 +122,9 @@ def simulated(
     op: str, m: int, n: int, k: int, nodes: int, ranks: int, **options: Any
 ) -> tuple[Planned, dict[str, dict[str, float]]]:
     """What is planned, and by decision the time of each option."""
-    every = CAPABILITIES.model_copy(update={"ops": EVERY_OP, "orders": get_args(Runs)})
-    sizes = {"m": m, "n": n, "k": k}
-    found = explained(op, sizes, nodes, ranks, **{"capabilities": every, **options})
+    every = CAPABILITIES.model_copy(update={"ops": EVERY_OP})
+    usual = {"capabilities": every, "schedule": IN_ANY_ORDER}
+    found = explained(op, {"m": m, "n": n, "k": k}, nodes, ranks, **{**usual, **options})
     times: dict[str, dict[str, float]] = {}
     for one in found.alternatives:
         if "simulated" in one.why:
@@ -159,7 +150,7 @@ def test_the_order_is_the_one_that_waits_least(
     if op == "all_gather_gemm":
         constants = constants.model_copy(update={"p2p_gbs": 10.0})
     found, times = simulated(op, m, n, k, 2, 4, constants=constants)
-    assert found.plan.order.runs == runs
+    assert found.plan.part(TileSchedule).order == found.pipeline.order.runs == runs
     assert list(times["order"]) == ["node", "far", "rail"]
     best = min(times["order"].values())
     assert times["order"][runs] <= best / (1 - GAIN)
@@ -173,26 +164,24 @@ def test_one_order_is_no_choice(nodes: int, ranks: int) -> None:
 
 
 def test_an_order_that_the_backend_lacks_is_not_chosen() -> None:
-    for orders in (("node",), ("rail",)):
-        capabilities = CAPABILITIES.model_copy(update={"ops": EVERY_OP, "orders": orders})
+    orders: tuple[tuple[Runs, ...], ...] = (("node",), ("rail",))
+    for one in orders:
         found, times = simulated(
-            "gemm_reduce_scatter", 4096, 4096, 16384, 2, 4, capabilities=capabilities
+            "gemm_reduce_scatter", 4096, 4096, 16384, 2, 4, schedule=partial(by_tiles, orders=one)
         )
-        assert (found.plan.order.runs, times) == (orders[0], {})
+        assert (found.plan.part(TileSchedule).order, times) == (one[0], {})
 
 
 def test_a_chunk_that_is_a_kernel_fills_the_device() -> None:
     """512 rows of 2048 columns are 32 tiles: as long on 132 cores as the 128 tiles of 2048 rows."""
-    found, times = simulated(
-        "all_gather_gemm", 8192, 2048, 8192, 1, 4, capabilities=BY_ROWS, constants=GPU
-    )
-    assert found.plan.rows_per_chunk == 2048
+    found, times = simulated("all_gather_gemm", 8192, 2048, 8192, 1, 4, constants=GPU, **BY_ROWS)
+    assert found.pipeline.rows_per_chunk == 2048
     assert times["chunk"]["512 rows"] > 3 * times["chunk"]["2048 rows"]
     tile = 2 * 128 * 256 * 8192 / (GPU.float16_tflops_per_core * 1e6)
-    waves = [(found.plan, 4), (found.plan.model_copy(update={"rows_per_chunk": 512}), 13)]
+    waves = [(found.pipeline, 4), (replace(found.pipeline, rows_per_chunk=512), 13)]
     quick = GPU.model_copy(update={"egress_gbs": None, "p2p_gbs": 1e9, "copy_engine_gbs": 1e9})
-    for plan, count in waves:
-        took = simulate(plan, quick, one_kernel_per_chunk=True)
+    for pipeline, count in waves:
+        took = simulate(found.plan, pipeline, quick)
         whole = found.plan.prediction.compute_us / 4  # by rate alone; a wave leaves 4 cores idle
         assert tile == pytest.approx(whole * 132 / 128)
         assert took.time_us - GPU.launch_us == pytest.approx(count * whole, rel=0.05)
@@ -200,29 +189,27 @@ def test_a_chunk_that_is_a_kernel_fills_the_device() -> None:
 
 def test_large_chunks_are_cut_to_overlap() -> None:
     """Where a chunk of any size fills the device, the first one should come early."""
-    found, times = simulated("all_gather_gemm", 65536, 8192, 8192, 1, 4, capabilities=BY_ROWS)
+    found, times = simulated("all_gather_gemm", 65536, 8192, 8192, 1, 4, **BY_ROWS)
     cut = times["chunk"]
-    assert min(cut, key=cut.__getitem__) == f"{found.plan.rows_per_chunk} rows"
+    assert min(cut, key=cut.__getitem__) == f"{found.pipeline.rows_per_chunk} rows"
     assert min(cut.values()) < 0.97 * cut["16384 rows"]
 
 
 def test_chunks_that_gain_nothing_stay_whole() -> None:
     """A kernel a chunk: where the product is long, smaller chunks only start more of them."""
-    found, times = simulated(
-        "all_gather_gemm", 16384, 4096, 16384, 1, 2, capabilities=BY_ROWS, constants=GPU
-    )
-    assert found.plan.rows_per_chunk == 8192
+    found, times = simulated("all_gather_gemm", 16384, 4096, 16384, 1, 2, constants=GPU, **BY_ROWS)
+    assert found.pipeline.rows_per_chunk == 8192
     assert times["chunk"]["4096 rows"] > 0.97 * times["chunk"]["8192 rows"]
 
 
-@pytest.mark.parametrize("change", [{"row_chunks": 1}, {"overlaps": False}])
-def test_who_wants_one_chunk_gets_one(change: dict[str, Any]) -> None:
-    capabilities = BY_ROWS.model_copy(update=change)
-    found, times = simulated("all_gather_gemm", 8192, 256, 8192, 1, 4, capabilities=capabilities)
-    assert found.plan.rows_per_chunk == 2048
+def test_who_wants_one_chunk_gets_one() -> None:
+    found, times = simulated(
+        "all_gather_gemm", 8192, 256, 8192, 1, 4, schedule=partial(by_rows, chunks=1)
+    )
+    assert found.pipeline.rows_per_chunk == 2048
     assert times == {}
 
 
 def test_a_chunk_that_is_given_is_not_chosen() -> None:
-    found, times = simulated("all_gather_gemm", 8192, 256, 64, 1, 4, capabilities=BY_ROWS, chunk=7)
-    assert (found.plan.rows_per_chunk, times) == (7, {})
+    found, times = simulated("all_gather_gemm", 8192, 256, 64, 1, 4, chunk=7, **BY_ROWS)
+    assert (found.pipeline.rows_per_chunk, times) == (7, {})

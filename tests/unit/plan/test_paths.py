@@ -26,7 +26,6 @@ HOPPER = CAPABILITIES.model_copy(
         "mixed_dtypes": False,
         "compute_cores": 132,
         "comm_cores": 132,
-        "chunk_unit": "rows",
         "library_ops": OPS,
         "constants": constants_of("hopper"),
     }

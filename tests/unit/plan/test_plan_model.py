@@ -144,7 +144,6 @@ def test_a_copy_has_its_own_digest() -> None:
         (("routes", "classes", 0, "dst_local"), 0, "every ordered pair"),
         (("routes", "classes", 0, "pairs"), 2, "every ordered pair"),
         (("shape", "m"), 2047, "not a multiple"),
-        (("order", "nodes"), 3, "order is of 6 ranks"),
         (("routes", "classes", 0, "kind"), "nic", "with 0 rails"),
         (("routes", "classes", 1, "rails"), [], "with 0 rails"),
         (("routes", "classes", 1, "src_relay"), 1, "relays 1"),

@@ -6,7 +6,7 @@ import pytest
 from devices import SOFT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_worlds import CAPABILITIES, make, world
+from plan_worlds import CAPABILITIES, main_job, make, world
 from shipped import constants_of
 
 import mkernel
@@ -21,17 +21,19 @@ from mkernel.errors import (
 )
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.shapes import nearest_multiples
+from mkernel.plan.standard import TileSchedule
 from mkernel.topology.model import Topology
 
 
 def test_the_main_job() -> None:
-    made = make()
+    made, _, pipeline = main_job()
     assert made.op == "all_gather_gemm"
     assert (made.dtype, made.out_dtype, made.b_layout) == ("float16", "float32", "row")
     assert (made.nic, made.verbs, made.world_size) == ("cx7", "soft", 4)
-    assert made.chunking.chunks_per_rank == 8
-    assert (made.resources.compute_blocks, made.resources.comm_blocks) == (24, 8)
-    assert made.order[3] == (3, 2, 1, 0)
+    assert made.part(TileSchedule).chunking == pipeline.chunking
+    assert pipeline.chunking.chunks_per_rank == 8
+    assert (pipeline.compute_blocks, pipeline.comm_blocks) == (24, 8)
+    assert made.order(made.part(TileSchedule).order)[3] == (3, 2, 1, 0)
     assert [made.route(0, dst).kind for dst in (1, 2, 3)] == ["p2p", "nic", "nic"]
 
 
@@ -54,7 +56,7 @@ def test_one_node_needs_no_nic() -> None:
 
 def test_one_rank() -> None:
     made = make(1, 1)
-    assert (made.routes.classes, list(made.order)) == ((), [(0,)])
+    assert (made.routes.classes, list(made.order("node"))) == ((), [(0,)])
     assert made.prediction.comm_us == 0
 
 
@@ -64,13 +66,15 @@ def test_one_rank() -> None:
 )
 def test_four_blocks_a_destination(nodes: int, ranks: int, blocks: int) -> None:
     """All other nodes together are one destination; never more blocks than cores."""
-    assert make(nodes, ranks, m=64 * nodes * ranks).resources.comm_blocks == blocks
+    assert main_job(nodes, ranks, m=64 * nodes * ranks).pipeline.comm_blocks == blocks
 
 
 def test_options_are_taken() -> None:
-    made = make(chunk=2, compute_blocks=8, comm_blocks=6, out_dtype="bfloat16", b_layout="column")
-    assert made.chunking.tiles_per_chunk == 2
-    assert (made.resources.compute_blocks, made.resources.comm_blocks) == (8, 6)
+    made, _, pipeline = main_job(
+        chunk=2, compute_blocks=8, comm_blocks=6, out_dtype="bfloat16", b_layout="column"
+    )
+    assert made.part(TileSchedule).chunking.tiles_per_chunk == 2
+    assert (pipeline.compute_blocks, pipeline.comm_blocks) == (8, 6)
     assert (made.out_dtype, made.b_layout) == ("bfloat16", "column")
 
 
@@ -207,5 +211,5 @@ def test_no_nic_on_a_node_is_no_route() -> None:
 
 def test_uneven_rows_are_planned() -> None:
     """No dimension needs to fit a tile: 5 rows and a K of 264 are one row-group of 2 tiles."""
-    made = make(m=20, n=8, k=264)
-    assert (made.chunking.tiles_per_chunk, made.chunking.chunks_per_rank) == (2, 1)
+    cut = make(m=20, n=8, k=264).part(TileSchedule).chunking
+    assert (cut.tiles_per_chunk, cut.chunks_per_rank) == (2, 1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast, get_args
 
@@ -7,14 +8,18 @@ import pytest
 from devices import SOFT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_worlds import CAPABILITIES, make, world
+from plan_worlds import CAPABILITIES, main_job, world
 from shipped import constants_of
 
-from mkernel.plan.model import Exchange, LaunchPlan, OpName
+from mkernel.plan.model import OpName
 from mkernel.plan.order import Runs
+from mkernel.plan.pipeline import Exchange
+from mkernel.plan.planner import Planned
 from mkernel.plan.predict import payloads
-from mkernel.plan.simulate import Simulation, simulate, trace
+from mkernel.plan.simulate import MESSAGES, Simulation, trace
+from mkernel.plan.simulate import simulate as simulate_pipeline
 from mkernel.plan.waves import ends_us
+from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import NumaNode, Topology
 
 CONSTANTS = constants_of("ascend")
@@ -29,12 +34,24 @@ RUNS = st.sampled_from(get_args(Runs))
 EXCHANGES: st.SearchStrategy[Exchange] = st.sampled_from(["direct", "hierarchical"])
 
 
-def planned(nodes: int, ranks: int, **options: Any) -> LaunchPlan:
-    return make(nodes, ranks, capabilities=EVERY_OP, **options)
+def planned(nodes: int, ranks: int, **options: Any) -> Planned:
+    return main_job(nodes, ranks, capabilities=EVERY_OP, **options)
 
 
-def ordered(plan: LaunchPlan, runs: Runs) -> LaunchPlan:
-    return plan.model_copy(update={"order": plan.order.model_copy(update={"runs": runs})})
+def simulate(
+    made: Planned,
+    constants: MachineConstants,
+    *,
+    exchange: Exchange = "direct",
+    detail: int = MESSAGES,
+) -> Simulation:
+    pipeline = replace(made.pipeline, exchange=exchange)
+    return simulate_pipeline(made.plan, pipeline, constants, detail=detail)
+
+
+def ordered(made: Planned, runs: Runs) -> Planned:
+    order = replace(made.pipeline.order, runs=runs)
+    return made._replace(pipeline=replace(made.pipeline, order=order))
 
 
 def apart(nodes: int, ranks: int) -> Topology:
@@ -85,7 +102,7 @@ def test_never_faster_than_the_floor(
     found = simulate(made, CONSTANTS, exchange=exchange, detail=detail)
     assert found.time_us >= found.floor_us - 1e-9
     assert found.time_us >= found.compute_us + CONSTANTS.launch_us
-    sent = sum(payloads(cast(OpName, op), made.shape, made.dtype, made.world_size))
+    sent = sum(payloads(cast(OpName, op), made.plan.shape, made.plan.dtype, made.plan.world_size))
     others = (nodes - 1) * ranks * (ranks if exchange == "direct" else 1)
     through_nic = sent * others / (CONSTANTS.nic_gbs * 1e3)
     assert found.time_us >= through_nic - 1e-9
@@ -104,9 +121,9 @@ def test_without_contention_it_is_the_floor(
         nodes, ranks, op=op, m=16384 * nodes * ranks, n=n, k=k, comm_blocks=48, constants=FREE
     )
     found = simulate(made, FREE)
-    size = sum(payloads(cast(OpName, op), made.shape, made.dtype, nodes * ranks))
+    size = sum(payloads(cast(OpName, op), made.plan.shape, made.plan.dtype, nodes * ranks))
     comm = size / ((FREE.nic_gbs if nodes > 1 else FREE.p2p_gbs) * 1e3)
-    floor = max(made.prediction.compute_us, comm)
+    floor = max(made.plan.prediction.compute_us, comm)
     assert found.floor_us == pytest.approx(floor, rel=1e-6)
     assert found.time_us == pytest.approx(floor, rel=0.01)
 
@@ -124,7 +141,7 @@ def test_a_mesh_gathers_at_its_floor() -> None:
 def test_nothing_to_send_is_the_compute() -> None:
     made = planned(1, 1)
     found = simulate(made, CONSTANTS)
-    assert found.time_us == pytest.approx(made.prediction.compute_us + CONSTANTS.launch_us)
+    assert found.time_us == pytest.approx(made.plan.prediction.compute_us + CONSTANTS.launch_us)
     assert (found.exposed_us, found.messages) == (pytest.approx(0.0), 0)
 
 
@@ -170,7 +187,8 @@ def test_signals_and_chunks_cost() -> None:
 
 
 def test_the_timeline_never_has_a_link_do_two_things_at_once() -> None:
-    found = trace(planned(3, 2, op="gemm_all_reduce"), CONSTANTS)
+    made = planned(3, 2, op="gemm_all_reduce")
+    found = trace(made.plan, made.pipeline, CONSTANTS)
     assert any(found.busy)
     for spans in found.busy:
         for one, following in pairwise(spans):

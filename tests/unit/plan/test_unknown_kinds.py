@@ -11,7 +11,8 @@ from plan_worlds import CAPABILITIES, make
 from pydantic import ValidationError
 from shipped import constants_of
 
-from mkernel.plan.model import GemmTile
+from mkernel.plan.pipeline import GemmTile
+from mkernel.plan.standard import TileSchedule, by_tiles
 from mkernel.probe.matrix import matrix
 from mkernel.probe.report import report
 from mkernel.topology.cost import load_constants
@@ -42,19 +43,19 @@ def test_a_plan_of_them(tmp_path: Path) -> None:
             "kinds": ("tpu",),
             "architectures": ("v9",),
             "constants": load_constants(file),
-            "tile": GemmTile(rows=64, columns=512, depth_bytes=256, step_bytes=64),
         }
     )
     assert claims.misfit(chip(0)) is None
+    tile = GemmTile(rows=64, columns=512, depth_bytes=256, step_bytes=64)
     made = make(
         capabilities=claims,
         accelerator="third",
         topology=world(ONE, ONE),
         nic="rose",
+        schedule=lambda request: by_tiles(request, tile=tile),
     )
-    assert made.chunking is not None
-    assert (made.chunking.tile_m, made.chunking.tile_n) == (64, 512)
-    assert (made.chunking.tile_k, made.chunking.step_k) == (128, 32)
+    cut = made.part(TileSchedule).chunking
+    assert (cut.tile_m, cut.tile_n, cut.tile_k, cut.step_k) == (64, 512, 128, 32)
     assert made.prediction is not None
     assert made.prediction.constants == "measured by its vendor"
     assert made.route(0, 1).kind == "p2p"

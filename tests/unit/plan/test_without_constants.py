@@ -25,11 +25,7 @@ def test_everything_is_as_by_default_and_nothing_is_predicted() -> None:
     assert made.prediction is None
     assert alternatives == ()
     like = make()
-    assert (made.placement, made.chunking, made.order) == (
-        like.placement,
-        like.chunking,
-        like.order,
-    )
+    assert (made.placement, made.schedule) == (like.placement, like.schedule)
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render.plan(made))
     assert "predicted  nothing: no constants" in console.export_text()

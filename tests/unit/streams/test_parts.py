@@ -8,11 +8,12 @@ import pytest
 import torch
 from gpu_plans import gpu_plan
 
-from mkernel.backends.accelerators.streams import StreamsAccelerator, online_softmax
+from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.accelerators.streams import device as device_module
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.matmul import Factor, float32_sums
 from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
+from mkernel.backends.accelerators.streams.schedule import GatherSchedule
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError
@@ -20,11 +21,10 @@ from mkernel.plan.shapes import SHAPES
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scores", [1, 1 << 20])
-def test_softmax_in_blocks(causal: bool, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(online_softmax, "_SCORES", scores)
+@pytest.mark.parametrize("keys", [1, 3, 100])
+def test_softmax_in_blocks(causal: bool, keys: int) -> None:
     q, k, v = torch.randn(2, 3, 2, 10, 8), torch.randn(2, 3, 10, 8), torch.randn(2, 3, 10, 8)
-    running = OnlineSoftmax(q, 0.3)
+    running = OnlineSoftmax(q, 0.3, keys)
     for start in (0, 4, 8):
         block = slice(start, start + 4)
         running.see(k[:, :, block], v[:, :, block], start if causal else None)
@@ -38,7 +38,7 @@ def test_softmax_in_blocks(causal: bool, scores: int, monkeypatch: pytest.Monkey
 
 def test_softmax_of_minus_infinity_and_nan() -> None:
     q = torch.ones(1, 1, 1, 2, 1)
-    running = OnlineSoftmax(q, 1.0)
+    running = OnlineSoftmax(q, 1.0, 4)
     running.see(torch.full((1, 1, 1, 1), float("-inf")), torch.ones(1, 1, 1, 1))
     running.see(torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1, 1), 3.0))
     out, lse = running.result()
@@ -99,7 +99,6 @@ def test_what_it_claims() -> None:
     assert backend.status().usable
     assert set(claims.ops) == set(SHAPES)
     assert claims.process_group
-    assert not claims.overlaps
     assert backend.collectives == "gloo"
     assert [device.kind for device in backend.probe()] == ["cpu"]
     assert claims.constants is not None
@@ -113,14 +112,14 @@ def test_what_it_claims() -> None:
 def test_plans_know_the_device(device: str, constants: str | None, cores: int) -> None:
     claims = StreamsAccelerator(device).capabilities()
     assert (claims.constants and claims.constants.name, claims.compute_cores) == (constants, cores)
-    assert claims.overlaps == (device != "cpu")
+    assert claims.torch_device == device
 
 
 def test_on_a_gpu_a_chunk_fills_it() -> None:
     """8192 x 2048 x 8192 on four: 128 of 132 multiprocessors work on 2048 rows, 32 on 512 rows."""
     sizes = {"m": 8192, "n": 2048, "k": 8192}
     made = gpu_plan(StreamsAccelerator("cuda"), "all_gather_gemm", 4, sizes, dtype="bfloat16")
-    assert made.rows_per_chunk == 2048
+    assert made.part(GatherSchedule).rows_per_chunk == 2048
     assert made.prediction.constants == "streams-cuda"
 
 

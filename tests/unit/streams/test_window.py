@@ -16,14 +16,16 @@ from window_plans import plan
 from mkernel.backends.accelerators.streams import window
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
 from mkernel.backends.accelerators.streams.exchange import exchange
+from mkernel.backends.accelerators.streams.landing import landing_bytes, landings
 from mkernel.backends.accelerators.streams.rows import share
+from mkernel.backends.accelerators.streams.schedule import GatherSchedule, StreamsSchedule
 from mkernel.backends.accelerators.streams.scratch import Scratch
-from mkernel.backends.accelerators.streams.window import Words, landings, window_bytes, words_of
+from mkernel.backends.accelerators.streams.window import Words, words_of
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport import _transport
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 Step = Callable[[], bool]
 """Does its work and is True, or must still wait."""
@@ -127,7 +129,6 @@ class FakeDevice:
 
     has_streams = True
     queues = True
-    peers_together = True
 
     def __init__(self, machine: Machine, queues: int) -> None:
         self._machine = machine
@@ -148,9 +149,6 @@ class FakeDevice:
 
     def on(self, stream: Stream) -> Any:
         return memoryview(b"")  # a context that does nothing
-
-    def products_in_flight(self) -> int:
-        return 2
 
 
 @pytest.fixture
@@ -194,7 +192,7 @@ class Rank:
 
 
 def world_of(machine: Machine, plan: LaunchPlan, queues: int) -> list[Rank]:
-    nbytes = window_bytes(plan)
+    nbytes = plan.part(StreamsSchedule).window_bytes
     assert nbytes > 0
     return [Rank(machine, rank, nbytes, queues) for rank in range(plan.world_size)]
 
@@ -218,7 +216,9 @@ def test_everyones_rows_arrive_call_after_call(
     """And are seen by what follows a wait; also where all streams of a rank share one hardware queue.
     Words are never cleared."""
     made = plan("all_gather_gemm", world, m=7 * world, n=8, k=5)
-    made = made.model_copy(update={"rows_per_chunk": chunk})
+    if chunk is not None:
+        how = made.part(GatherSchedule).model_copy(update={"rows_per_chunk": chunk})
+        made = made.model_copy(update={"schedule": how})
     ranks = world_of(machine, made, queues)
     for number in (1, 2, 5):
         gathered = []
@@ -270,9 +270,9 @@ def test_nothing_is_put_before_the_window_is_free(machine: Machine) -> None:
     _, streams = first.streams(made, 3, ranks)
     own = rows_of(0, 3, (4, 8))
     streams.post([Sent(1, own, streams.landing("gathered")[0])], [], 0)
-    before = second.memory[window.landings(made)["gathered"].offset :].clone()
+    before = second.memory[landings(made)["gathered"].offset :].clone()
     machine.drain()
-    after = second.memory[window.landings(made)["gathered"].offset :]
+    after = second.memory[landings(made)["gathered"].offset :]
     assert torch.equal(before, after)
     _, others = second.streams(made, 3, ranks)
     machine.drain()
@@ -326,18 +326,21 @@ def test_landings_lie_apart(op: str, world: int, m: int) -> None:
         assert landing.offset % 256 == 0  # what a product reads
         assert sources == world
         assert rows == -(-m // world)
-        end = landing.offset + sources * rows * columns * landing.dtype.itemsize
-    assert window_bytes(made) == end
+        end = landing.offset + sources * rows * columns * DTYPE_BYTES[landing.dtype]
+    assert made.part(StreamsSchedule).window_bytes == landing_bytes(made) == end
 
 
 def test_where_messages_are_not_puts() -> None:
     """In a world of one, where devices do not reach each other, and in ops that have no landings."""
     sizes = {"m": 64, "n": 24, "k": 40}
-    assert window_bytes(plan("all_gather_gemm", 4, **sizes)) > 0
-    assert window_bytes(plan("all_gather_gemm", 1, **sizes)) == 0
-    assert window_bytes(plan("all_gather_gemm", 4, no_p2p=True, **sizes)) == 0
     attention = {"batch": 1, "heads": 2, "kv_heads": 2, "sequence": 64, "head_dim": 8}
-    assert window_bytes(plan("ring_attention", 4, **attention)) == 0
+    assert plan("all_gather_gemm", 4, **sizes).part(StreamsSchedule).window_bytes > 0
+    for made in (
+        plan("all_gather_gemm", 1, **sizes),
+        plan("all_gather_gemm", 4, no_p2p=True, **sizes),
+        plan("ring_attention", 4, **attention),
+    ):
+        assert made.part(StreamsSchedule).window_bytes == 0
 
 
 def test_words_are_where_native_code_says_and_nowhere_else() -> None:

@@ -56,9 +56,8 @@ def test_the_words_come_with_the_first_plan(made: Windows) -> None:
     assert needs.nbytes == 2 * 64 * 40 * 4
 
 
-def test_other_plans_have_neither(made: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_plans_have_no_words(made: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = plan("all_gather_gemm", 1, m=64, n=24, k=40)
-    assert made.workspace(alone).nbytes == 0
     assert made.words(call(alone)) is None
     monkeypatch.setattr(windows, "Words", lambda call: "words")
     first = plan("all_gather_gemm", 2, m=64, n=24, k=40)

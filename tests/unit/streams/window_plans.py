@@ -9,6 +9,6 @@ from mkernel.plan.model import LaunchPlan
 
 
 def plan(op: str, world: int, no_p2p: bool = False, **sizes: int) -> LaunchPlan:
-    """A plan by what ``streams`` claims on a CPU, whose memory the tests' windows are in."""
+    """A plan by what ``streams`` claims on GPUs; the tests' windows are in a CPU's memory."""
     backend = StreamsAccelerator("cpu")
     return gpu_plan(backend, op, world, sizes, no_p2p=no_p2p, dtype="float32")

@@ -14,23 +14,23 @@ void refuse(const std::string& what) {
 
 void check_fits(const char* what, std::uint64_t bytes, isa::Buffer buffer) {
     if (bytes <= isa::capacity_of(buffer)) return;
-    refuse(std::string("plan.chunking: ") + what + " takes " + std::to_string(bytes) +
+    refuse(std::string("plan.schedule.chunking: ") + what + " takes " + std::to_string(bytes) +
            " bytes of " + isa::name_of(buffer) + ", which has " +
            std::to_string(isa::capacity_of(buffer)) + "; choose smaller tiles");
 }
 
 void check_tiling(const Tiling& t, isa::DType dtype) {
     if (t.tile_m == 0 || t.tile_m % 16 != 0) {
-        refuse("plan.chunking.tile_m must be a multiple of 16");
+        refuse("plan.schedule.chunking.tile_m must be a multiple of 16");
     }
     if (t.tile_n == 0 || t.tile_n % 32 != 0) {
-        refuse("plan.chunking.tile_n must be a multiple of 32");
+        refuse("plan.schedule.chunking.tile_n must be a multiple of 32");
     }
     if (t.step_k == 0 || t.step_k % 16 != 0) {
-        refuse("plan.chunking.step_k must be a multiple of 16");
+        refuse("plan.schedule.chunking.step_k must be a multiple of 16");
     }
     if (t.tile_k == 0 || t.tile_k % t.step_k != 0) {
-        refuse("plan.chunking.tile_k must be a multiple of step_k");
+        refuse("plan.schedule.chunking.tile_k must be a multiple of step_k");
     }
     const std::uint64_t size = isa::bytes_of(dtype);
     const std::uint64_t a = std::uint64_t{t.tile_m} * t.tile_k * size;

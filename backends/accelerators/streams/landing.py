@@ -1,0 +1,54 @@
+"""Where in a rank's window its peers write: the landings of a plan, the same on every rank."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
+
+_ALIGNMENT = 256
+_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+
+
+class Landing(NamedTuple):
+    """A place that peers write to: ``offset`` in bytes in the window, ``shape`` [source, rows,
+    columns]."""
+
+    offset: int
+    shape: tuple[int, int, int]
+    dtype: DtypeName
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def landings(plan: LaunchPlan) -> dict[str, Landing]:
+    """A plan's landings by name. MoE has none because its messages vary in size, attention because it
+    passes on what it gets."""
+    if plan.op not in _OPS:
+        return {}
+    gemm, world = plan.gemm, plan.world_size
+    rows = -(-gemm.m // world)
+    wanted: dict[str, tuple[int, DtypeName]] = {}
+    if plan.op == "all_gather_gemm":
+        wanted["gathered"] = (gemm.k, plan.dtype)
+    else:
+        wanted["slots"] = (gemm.n, "float32")
+    if plan.op == "gemm_all_reduce":
+        wanted["results"] = (gemm.n, plan.out_dtype)
+    found, end = {}, 0
+    for name, (columns, dtype) in wanted.items():
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        found[name] = Landing(offset, (world, rows, columns), dtype)
+        end = offset + found[name].nbytes
+    return found
+
+
+def landing_bytes(plan: LaunchPlan) -> int:
+    """Bytes of a window with all of a plan's landings; 0 where its messages are no puts."""
+    if plan.world_size == 1 or any(route.kind != "p2p" for route in plan.routes.classes):
+        return 0
+    return max((each.offset + each.nbytes for each in landings(plan).values()), default=0)

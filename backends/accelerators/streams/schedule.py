@@ -1,0 +1,242 @@
+"""What a launch of ``streams`` does: its messages, its chunks, and the products beside them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+from pydantic import Field
+
+from mkernel.backends.accelerators.streams.landing import landing_bytes
+from mkernel.errors import ArgumentError, Unsupported
+from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.chunking import rows_of_a_rank
+from mkernel.plan.model import AttentionShape, CombineShape, LaunchPlan, OpName
+from mkernel.plan.order import Runs
+from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.schedule import Schedule
+from mkernel.plan.standard import by_rows
+
+DeviceName = Literal["cpu", "cuda", "npu"]
+"""torch's name of a kind of device."""
+
+
+class StreamsCapabilities(AcceleratorCapabilities):
+    """Claims on one kind of torch device, whose kind schedules depend on."""
+
+    torch_device: DeviceName
+
+
+class StreamsSchedule(Schedule):
+    """What launches of all ops have.
+
+    Attributes:
+        rows_per_chunk: rows (tokens, positions of a piece) of a message.
+        window_bytes: of a rank's window, which peers put rows into by copy engines; 0: messages are
+            those of torch.distributed.
+        comm_share: one in so many vector cores of an NPU moves messages; 0: the two streams share all
+            cores.
+    """
+
+    rows_per_chunk: int = Field(ge=1)
+    window_bytes: int = Field(0, ge=0)
+    comm_share: int = Field(0, ge=0)
+
+
+class RotatingSchedule(StreamsSchedule):
+    """Every rank sends something to every other; ``order``: in which the others' rows are consumed."""
+
+    order: Runs
+
+
+class ExchangeSchedule(RotatingSchedule):
+    """``peers_together``: messages of all peers are posted together, chunk by chunk; else those of one
+    peer after those of another."""
+
+    peers_together: bool
+
+
+class GatherSchedule(ExchangeSchedule):
+    """AllGather+GEMM. ``products_in_flight`` products run side by side, on streams of their own; own
+    rows are cut in so many. ``head_start_cycles`` pass between the first messages and the first
+    product, which would take every multiprocessor before a message's kernel has started."""
+
+    kind: Literal["streams.all_gather_gemm"] = "streams.all_gather_gemm"
+    products_in_flight: int = Field(ge=1)
+    head_start_cycles: int = Field(ge=0)
+
+
+class ReduceScatterSchedule(RotatingSchedule):
+    """GEMM+ReduceScatter: one product and one message a chunk, one after the other."""
+
+    kind: Literal["streams.gemm_reduce_scatter"] = "streams.gemm_reduce_scatter"
+
+
+class AllReduceSchedule(ExchangeSchedule):
+    """GEMM+AllReduce: the same, then an exchange of the sums."""
+
+    kind: Literal["streams.gemm_all_reduce"] = "streams.gemm_all_reduce"
+
+
+class DispatchSchedule(ExchangeSchedule):
+    """MoE dispatch+GEMM. ``as_they_arrive``: tokens of each source are multiplied when they are there;
+    else all at once, which gives fewer and larger products."""
+
+    kind: Literal["streams.moe_dispatch"] = "streams.moe_dispatch"
+    as_they_arrive: bool
+
+
+class CombineSchedule(ExchangeSchedule):
+    """MoE combine: one exchange, then one sum."""
+
+    kind: Literal["streams.moe_combine"] = "streams.moe_combine"
+
+
+class AttentionSchedule(StreamsSchedule):
+    """Ring attention: blocks go round the ring. ``keys_at_once``, of a chunk, are scored at a time, so
+    that memory for scores stays bounded."""
+
+    kind: Literal["streams.ring_attention"] = "streams.ring_attention"
+    keys_at_once: int = Field(ge=1)
+
+
+_SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
+    "all_gather_gemm": GatherSchedule,
+    "gemm_reduce_scatter": ReduceScatterSchedule,
+    "gemm_all_reduce": AllReduceSchedule,
+    "moe_dispatch_gemm": DispatchSchedule,
+    "moe_combine": CombineSchedule,
+    "ring_attention": AttentionSchedule,
+}
+
+
+class _Traits(NamedTuple):
+    """How launches on one kind of device are best made.
+
+    ``row_chunks``: of a rank's rows by default. On two H200s more than one was never faster: the kernel
+    of each further message has to wait for blocks of a product to end. On a CPU nothing overlaps.
+    ``products_in_flight``: the blocks of one product take the multiprocessors that the last blocks of
+    another leave. ``peers_together``: NCCL gives a peer its share of the channels; on four H200 a
+    message alone took a third of the link. ``comm_share``: HCCL multiplies nothing, so the compute
+    stream keeps every cube core; an estimate, because no NPU was there to measure.
+    """
+
+    row_chunks: int
+    overlaps: bool = True
+    products_in_flight: int = 1
+    peers_together: bool = False
+    head_start: bool = False
+    comm_share: int = 0
+
+
+_TRAITS: dict[DeviceName, _Traits] = {
+    "cpu": _Traits(row_chunks=1, overlaps=False),
+    "cuda": _Traits(row_chunks=1, products_in_flight=2, peers_together=True, head_start=True),
+    "npu": _Traits(row_chunks=4, comm_share=6),
+}
+_HEAD_START_CYCLES = 30_000
+"""About 15 us, enough for two events and a launch. Measured on two H200: without it the messages'
+kernel starts when the first product is over."""
+_TILE_ELEMENTS = 128 * 128
+"""One block of a product computes at least so many results."""
+_SCORES = 1 << 23
+"""Scores held at once."""
+
+
+def schedule(request: ScheduleRequest) -> Scheduled:
+    """Puts where the routes are; chunks and order by predicted times. TypeError for capabilities that
+    are not :class:`StreamsCapabilities`."""
+    plan, claims = request.plan, request.capabilities
+    if not isinstance(claims, StreamsCapabilities):
+        raise TypeError(f"schedules of 'streams' need StreamsCapabilities, not {claims!r}")
+    traits, ring = _TRAITS[claims.torch_device], isinstance(plan.shape, AttentionShape)
+    found = by_rows(
+        request,
+        chunks=traits.row_chunks,
+        orders=("node",) if ring else get_args(Runs),
+        one_kernel_per_chunk=True,
+    )
+    rows = min(found.pipeline.rows_per_chunk or 1, _most_rows(plan))
+    window = landing_bytes(plan)
+    order, together = found.pipeline.order.runs, traits.peers_together and not window
+    common: dict[str, Any] = {
+        "rows_per_chunk": rows,
+        "window_bytes": window,
+        "comm_share": traits.comm_share,
+    }
+    made: StreamsSchedule
+    if plan.op == "all_gather_gemm":
+        full = plan.gemm.m * plan.gemm.n >= claims.compute_cores * _TILE_ELEMENTS
+        late = traits.head_start and not window and plan.world_size > 1 and full
+        made = GatherSchedule(
+            **common,
+            order=order,
+            peers_together=together,
+            products_in_flight=traits.products_in_flight,
+            head_start_cycles=_HEAD_START_CYCLES if late else 0,
+        )
+    elif plan.op == "gemm_reduce_scatter":
+        made = ReduceScatterSchedule(**common, order=order)
+    elif plan.op == "gemm_all_reduce":
+        made = AllReduceSchedule(**common, order=order, peers_together=together)
+    elif plan.op == "moe_dispatch_gemm":
+        made = DispatchSchedule(
+            **common, order=order, peers_together=together, as_they_arrive=traits.overlaps
+        )
+    elif plan.op == "moe_combine":
+        made = CombineSchedule(**common, order=order, peers_together=together)
+    else:
+        made = AttentionSchedule(
+            **common, keys_at_once=min(rows, max(1, _SCORES // _queries(plan)))
+        )
+    return found._replace(schedule=made)
+
+
+def _attention(plan: LaunchPlan) -> AttentionShape:
+    if not isinstance(plan.shape, AttentionShape):
+        raise TypeError(f"a plan of {plan.op} has no attention shape")
+    return plan.shape
+
+
+def _queries(plan: LaunchPlan) -> int:
+    """Rows of scores that a rank holds at once: the queries of one piece, of all heads."""
+    shape = _attention(plan)
+    return shape.batch * shape.heads * _most_rows(plan)
+
+
+def _most_rows(plan: LaunchPlan) -> int:
+    """Rows that one rank sends another at once."""
+    rows = rows_of_a_rank(plan.shape, plan.world_size)
+    if isinstance(plan.shape, AttentionShape):
+        return rows // 2 if plan.shape.causal else rows
+    return rows * plan.shape.top_k if isinstance(plan.shape, CombineShape) else rows
+
+
+def check(plan: LaunchPlan, device: str) -> StreamsSchedule:
+    """A plan's schedule, if launches on such a device follow every field of it.
+
+    Raises:
+        Unsupported, TypeError: the op, or the plan, is not of this backend.
+        ArgumentError: a field, its value, what launches could follow.
+    """
+    if plan.op not in _SCHEDULES:
+        raise Unsupported(f"accelerator 'streams' does not run {plan.op}")
+    how = plan.part(_SCHEDULES[plan.op])
+    most, window = _most_rows(plan), landing_bytes(plan)
+    _legal(how, "rows_per_chunk", how.rows_per_chunk <= most, f"at most {most}")
+    _legal(how, "window_bytes", how.window_bytes == window, f"{window}, by the plan's routes")
+    _legal(how, "comm_share", device == "npu" or not how.comm_share, f"0 on {device!r} devices")
+    if isinstance(how, RotatingSchedule):
+        plan.order(how.order)
+    if isinstance(how, GatherSchedule):
+        side_by_side, late = how.products_in_flight > 1, how.head_start_cycles > 0
+        _legal(how, "products_in_flight", device != "cpu" or not side_by_side, "1 on 'cpu' devices")
+        _legal(how, "head_start_cycles", device == "cuda" or not late, f"0 on {device!r} devices")
+    if isinstance(how, AttentionSchedule):
+        most = how.rows_per_chunk
+        _legal(how, "keys_at_once", how.keys_at_once <= most, f"at most {most}, a chunk's rows")
+    return how
+
+
+def _legal(how: StreamsSchedule, field: str, legal: bool, expected: str) -> None:
+    if not legal:
+        raise ArgumentError(f"plan.schedule.{field}", getattr(how, field), expected)

@@ -1,0 +1,63 @@
+"""What the planner asks a backend for, and what it gets: the backend's own part of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.decide import Alternative
+from mkernel.plan.model import LaunchPlan, Prediction
+from mkernel.plan.pipeline import Exchange, Pipeline
+from mkernel.plan.schedule import Schedule
+from mkernel.topology.cost import MachineConstants
+from mkernel.topology.shared_links import SharedLinks
+
+
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """All that a backend's schedule may depend on. The same on every rank, without a device.
+
+    Attributes:
+        plan: the part that all backends share; its ``schedule`` and ``prediction`` are None.
+        links: what messages occupy on the plan's routes.
+        capabilities: of the backend.
+        constants: of the machine; None: there are none, and every decision is the default.
+        chunk: tiles, or rows, of a chunk that the caller wishes; None: no wish.
+        compute_blocks, comm_blocks: cores that the caller gives each kernel, at most what the
+            capabilities claim; None: no wish.
+        exchanges: to choose from between nodes, the default first; more than ``direct`` is a prediction
+            only.
+        measured: times of the plan's path by measured constants, which decide instead of the model's.
+    """
+
+    plan: LaunchPlan
+    links: SharedLinks
+    capabilities: AcceleratorCapabilities
+    constants: MachineConstants | None
+    chunk: int | None = None
+    compute_blocks: int | None = None
+    comm_blocks: int | None = None
+    exchanges: tuple[Exchange, ...] = ("direct",)
+    measured: Prediction | None = None
+
+
+class Scheduled(NamedTuple):
+    """A backend's part of a plan.
+
+    Attributes:
+        schedule: what its launches do.
+        pipeline: the same as the cost model sees it.
+        prediction: its times; None where there are no constants.
+        alternatives: every option that was considered for one of its decisions.
+    """
+
+    schedule: Schedule
+    pipeline: Pipeline
+    prediction: Prediction | None
+    alternatives: tuple[Alternative, ...] = ()
+
+
+Scheduler = Callable[[ScheduleRequest], Scheduled]
+"""A backend's ``schedule``: a pure function."""

@@ -1,0 +1,160 @@
+"""The decisions that most backends share, and the schedules of those that bring none of their own.
+
+:func:`by_rows` and :func:`by_tiles` decide chunks, order and cores by predicted times. A backend that
+has more to say puts a schedule of its own into what they found:
+``by_rows(request)._replace(schedule=…)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from mkernel.plan import chunking, predict
+from mkernel.plan.decide import Alternative, choose
+from mkernel.plan.model import Prediction
+from mkernel.plan.order import ConsumptionOrder, Runs
+from mkernel.plan.pipeline import USUAL_TILE, Chunking, GemmTile, Pipeline
+from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.schedule import Schedule
+from mkernel.plan.tune import tune
+from mkernel.topology.cost import MachineConstants
+
+_ROW_CHUNKS = 4
+
+
+class RowSchedule(Schedule):
+    """Each rank's rows (positions, tokens) travel in chunks of ``rows_per_chunk``; ``order``: in which
+    the others' rows are consumed (:class:`mkernel.plan.order.ConsumptionOrder`)."""
+
+    kind: Literal["rows"] = "rows"
+    rows_per_chunk: int = Field(ge=1)
+    order: Runs = "node"
+
+
+class TileSchedule(Schedule):
+    """What each rank sends travels in chunks of whole tiles; ``order``: as in :class:`RowSchedule`."""
+
+    kind: Literal["tiles"] = "tiles"
+    chunking: Chunking
+    order: Runs = "node"
+
+
+def by_rows(
+    request: ScheduleRequest,
+    *,
+    chunks: int = _ROW_CHUNKS,
+    orders: tuple[Runs, ...] = ("node",),
+    one_kernel_per_chunk: bool = False,
+) -> Scheduled:
+    """Chunks of rows, and a :class:`RowSchedule`.
+
+    Args:
+        chunks: that a rank's rows make by default; a better number is looked for unless it is 1.
+        orders: of sources that launches can follow, the default first.
+        one_kernel_per_chunk: each chunk is computed by a kernel of its own.
+    """
+    plan = request.plan
+    rows = chunking.row_chunk(plan.shape, plan.world_size, request.chunk, chunks)
+    cuts: list[int] = []
+    if request.chunk is None and chunks > 1:
+        cuts = [rows, *chunking.other_row_chunks(plan.shape, plan.world_size, rows, chunks)]
+        if one_kernel_per_chunk:  # each must gain what it costs: the fewest first
+            cuts.sort(reverse=True)
+    usual = replace(
+        _usual(request, orders), rows_per_chunk=rows, one_kernel_per_chunk=one_kernel_per_chunk
+    )
+    found, prediction, alternatives = _decided(request, usual, (), cuts, orders)
+    schedule = RowSchedule(
+        rows_per_chunk=found.rows_per_chunk or rows,
+        order=found.order.runs,
+    )
+    return Scheduled(schedule, found, prediction, alternatives)
+
+
+def by_tiles(
+    request: ScheduleRequest, *, tile: GemmTile = USUAL_TILE, orders: tuple[Runs, ...] = ("node",)
+) -> Scheduled:
+    """Chunks of tiles of a GEMM op, and a :class:`TileSchedule`.
+
+    Args:
+        tile: the output tile of the kernels.
+        orders: as in :func:`by_rows`.
+    """
+    plan = request.plan
+    cut = chunking.cut(plan.op, plan.gemm, plan.world_size, plan.dtype, request.chunk, tile)
+    cuts = [cut]
+    if request.chunk is None:
+        cuts += chunking.others(cut, plan.op, plan.gemm, plan.world_size, plan.dtype, tile)
+    usual = replace(_usual(request, orders), chunking=cut)
+    found, prediction, alternatives = _decided(request, usual, cuts, (), orders)
+    schedule = TileSchedule(chunking=found.chunking or cut, order=found.order.runs)
+    return Scheduled(schedule, found, prediction, alternatives)
+
+
+def _usual(request: ScheduleRequest, orders: tuple[Runs, ...]) -> Pipeline:
+    plan, claims = request.plan, request.capabilities
+    few = chunking.comm_blocks(plan.nodes, plan.ranks_per_node, claims.comm_cores)
+    return Pipeline(
+        order=ConsumptionOrder(plan.nodes, plan.ranks_per_node, orders[0]),
+        compute_blocks=request.compute_blocks or claims.compute_cores,
+        comm_blocks=request.comm_blocks or few,
+        exchange=request.exchanges[0],
+    )
+
+
+def _decided(
+    request: ScheduleRequest,
+    usual: Pipeline,
+    cuts: Sequence[Chunking],
+    rows: Sequence[int],
+    orders: tuple[Runs, ...],
+) -> tuple[Pipeline, Prediction | None, tuple[Alternative, ...]]:
+    """Decisions are made one after another, each with the defaults of those that follow: exchange,
+    chunks of tiles, communication blocks; then, by simulation, rows a chunk and order. Times that were
+    measured are of the default chunks and order, which stand then, and where there are no constants."""
+    plan, constants = request.plan, request.constants
+    if request.measured is not None or constants is None:
+        return usual, request.measured, ()
+
+    def pipelined_us(option: Pipeline, constants: MachineConstants = constants) -> float:
+        return predict.predict(plan, request.links, option, constants).pipelined_us
+
+    found, considered = choose(
+        "exchange",
+        [replace(usual, exchange=exchange) for exchange in request.exchanges],
+        pipelined_us,
+        lambda option: option.exchange,
+    )
+    alternatives: tuple[Alternative, ...] = considered
+    if cuts:
+        found, considered = choose(
+            "chunk",
+            [replace(found, chunking=cut) for cut in cuts],
+            pipelined_us,
+            lambda option: f"{option.chunking.tiles_per_chunk if option.chunking else 0} tiles",
+        )
+        alternatives += considered
+    if request.comm_blocks is None:
+        found, considered = choose(
+            "communication",
+            [found, *_more_blocks(found, request.capabilities.comm_cores)],
+            pipelined_us,
+            lambda option: f"{option.comm_blocks} blocks",
+        )
+        alternatives += considered
+    prediction = predict.predict(plan, request.links, found, constants)
+    if plan.world_size > 1 and plan.path == "fused":
+        timed = plan.model_copy(update={"prediction": prediction})
+        found, considered = tune(timed, found, rows, orders, constants)
+        alternatives += considered
+    return found, prediction, alternatives
+
+
+def _more_blocks(found: Pipeline, cores: int) -> list[Pipeline]:
+    """The same with twice and four times the blocks for communication, as far as there are cores."""
+    more = [factor * found.comm_blocks for factor in (2, 4)]
+    return [replace(found, comm_blocks=count) for count in more if count <= cores]
