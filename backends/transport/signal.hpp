@@ -32,13 +32,14 @@
 // the call reads them there, and its last block moves them on when all its blocks have read them.
 //   Set: every earlier call set less than this epoch, so none of them can satisfy a wait `>= epoch`.
 //   All ranks count all calls of the world, therefore they agree on the epoch whatever the plans were.
-//   Added: before the call the word has been added to `value` times, by induction: it starts equal, and
-//   every call adds to the word what its plan says and moves `value` on by just that. A wait for the
-//   first n additions of this call is a wait for `value + n`. This needs that all additions of earlier
-//   calls came first: nobody adds for a call before the calls before it are over for the rank that waits,
-//   which whoever ends a call guarantees (in a node by the words that say so, see device/call.cuh of
-//   Hopper and release.hpp of Ascend). A count that was not moved on lets the next wait pass too early;
-//   one that moved too far lets it time out.
+//   Added: before the call, the word's additions of all earlier calls sum up to `value`, by induction:
+//   both start at 0, and every call adds to the word what its plan says and moves `value` on by just that.
+//   A wait for the first n additions of this call is a wait for `value + n`. Only additions of a later
+//   call could satisfy it instead. A word with one writer is safe from them, since the writer makes this
+//   call's additions first. Where a word has several writers, none adds for a call before the one before
+//   it is over for the rank that waits; whoever ends calls guarantees that (Hopper: device/call.cuh, but
+//   for its brief calls, which have set words only). A count that was not moved on lets the next wait
+//   pass too early; one that moved too far lets it time out.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "plugins" / "native" / "fifo_kernel.cpp"
 HEADERS = {
     "mkernel/include/backends/transport/atomics.hpp",
+    "mkernel/include/backends/transport/call_state.hpp",
     "mkernel/include/backends/transport/clock.hpp",
+    "mkernel/include/backends/transport/device_wait.cuh",
+    "mkernel/include/backends/transport/host_control.hpp",
     "mkernel/include/backends/transport/signal.hpp",
     "mkernel/include/backends/transport/fifo_atomics.hpp",
     "mkernel/include/backends/transport/republish.hpp",
