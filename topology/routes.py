@@ -44,6 +44,11 @@ class Way(Model):
     bandwidth_gbs: float = Field(gt=0, description="GB/s, one direction, all rails together")
     latency_us: float = Field(ge=0)
 
+    @property
+    def taken(self) -> bool:
+        """Whether backends take such ways: none relays or stages what it sends in host memory."""
+        return self.kind not in ("relay", "host") and not self.staged
+
     @model_validator(mode="after")
     def _consistent(self) -> Way:
         relayed = self.src_relay is not None or self.dst_relay is not None

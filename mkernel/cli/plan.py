@@ -14,16 +14,15 @@ from mkernel.cli.plan_world import planned_world
 from mkernel.cli.sizes import Given, with_sizes
 from mkernel.cli.terminal import Terminal, draw, unwritable
 from mkernel.errors import Unsupported
-from mkernel.launchable import exchange_obstacles, world_obstacles
-from mkernel.plan import ops, render
+from mkernel.plan import missing, ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.arguments import check_world
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.pipeline import Exchange
 from mkernel.plan.planner import explain
 from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.plan.simulate import Simulation, trace
+from mkernel.plan.what_if import WhatIf
 from mkernel.settings import load as load_settings
 from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Model, Topology
@@ -31,15 +30,12 @@ from mkernel.topology.world_map import WorldMap, world_map
 
 
 class PlanReport(Model):
-    """What ``--json`` prints. ``launchable``: whether ``init`` and the op would accept the plan on such
-    machines; if not, it is a prediction only, and ``obstacles`` says why. ``exchange``: the one between
-    nodes that the times are of. ``notes``: what was left
-    out, and why: RDMA ports that are no rails, accelerator backends that do not run there."""
+    """What ``--json`` prints: ``plan``, which ``init`` and the op would accept on such machines; or
+    else ``what_if``, a prediction that says what is missing. ``notes``: what was left out, and why:
+    RDMA ports that are no rails, accelerator backends that do not run there."""
 
-    plan: LaunchPlan
-    exchange: Exchange = "direct"
-    launchable: bool
-    obstacles: tuple[str, ...] = ()
+    plan: LaunchPlan | None = None
+    what_if: WhatIf | None = None
     notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     simulation: Simulation | None = None
@@ -109,7 +105,8 @@ def command(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Print the launch plan of an op: placement, routes, chunks, order, predicted time."""
+    """Print the launch plan of an op: placement, routes, chunks, order, predicted time; or, where it
+    cannot be launched, what the machines would do, and what is missing."""
     name = ops.canonical(op)  # before a backend is loaded: a typo should not wait for that
     wanted = sizes_or_defaults(name, given)
     settings = load_settings()
@@ -138,7 +135,7 @@ def command(
         few = count < len(world.nodes)
         return mapped(Topology(nodes=world.nodes[:count])) if few else here
 
-    obstacles = world_obstacles(backends.accelerator, claims, here.kinds)
+    lacks = missing.of_world(backends.accelerator, claims, here.kinds)
     planned = partial(
         explain,
         name,
@@ -150,15 +147,14 @@ def command(
         verbs=backends.verbs,
         chunk=chunk,
         path=path or settings.path,
-        exchange="direct" if exchange == "auto" and not obstacles else exchange,
+        exchange="direct" if exchange == "auto" and not lacks else exchange,
         schedule=registry.accelerator(backends.accelerator).schedule,
     )
     made, considered, pipeline = planned(world=here)
-    obstacles += exchange_obstacles(pipeline.exchange)
     console = Terminal()
     if not as_json:
         console.print(render.topology(world))
-        console.print(render.plan(made, obstacles, where.notes, pipeline.exchange))
+        console.print(render.plan(made, where.notes))
     found = None
     if constants is None and (simulated or trace_file or scaling_file):
         raise Unsupported(
@@ -188,10 +184,8 @@ def command(
         draw("--scaling", scaling_file, "", partial(growth.write, points, title, scaling_file))
     if as_json:
         report = PlanReport(
-            plan=made,
-            exchange=pipeline.exchange,
-            launchable=not obstacles,
-            obstacles=obstacles,
+            plan=made if isinstance(made, LaunchPlan) else None,
+            what_if=made if isinstance(made, WhatIf) else None,
             notes=where.notes,
             alternatives=considered if why else (),
             simulation=found,

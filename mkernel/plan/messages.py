@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import CommonPart
 from mkernel.plan.pipeline import Exchange, Pipeline
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.link_queues import Message
@@ -54,7 +54,7 @@ class OrderPlace(NamedTuple):
 class CallMessages:
     """Messages of a call, between ranks that stand for all. ``chunks``: of each rank's bytes."""
 
-    plan: LaunchPlan
+    plan: CommonPart
     pipeline: Pipeline
     constants: MachineConstants
     chunks: int

@@ -105,11 +105,8 @@ class Prediction(Model):
     )
 
 
-class LaunchPlan(Model):
-    """One op, one shape, one world: all decisions. The same object on every rank.
-
-    What all backends share, and ``schedule``: what the launches of this plan's backend do.
-    """
+class CommonPart(Model):
+    """What plans of all backends share: one op, one shape, one world. The same on every rank."""
 
     schema_version: Literal[1] = 1
     op: OpName
@@ -130,10 +127,6 @@ class LaunchPlan(Model):
     )
     placement: WorldPlacement
     routes: RouteTable
-    schedule: AnySchedule | None = Field(
-        None,
-        description="the backend's own decisions; None while the backend has not been asked for them",
-    )
     prediction: Prediction | None = Field(
         None, description="None: there are no constants of the chips, only of others, which decided"
     )
@@ -150,16 +143,6 @@ class LaunchPlan(Model):
             raise TypeError(f"a plan of {self.op} has no GEMM shape")
         return self.shape
 
-    def part(self, of: type[_Schedule]) -> _Schedule:
-        """The backend's own decisions. TypeError where they are not of this class: the plan was made
-        without its backend, or for another one."""
-        if not isinstance(self.schedule, of):
-            raise TypeError(
-                f"a plan of {self.op} on {self.accelerator} has the schedule {self.schedule!r}, no "
-                f"{of.__name__}; plan with the backend's `schedule`"
-            )
-        return self.schedule
-
     def order(self, runs: Runs) -> ConsumptionOrder:
         """The order in which ranks consume the others' rows. ArgumentError: it is another one's by
         another name, as all are in one node or where a node has one rank."""
@@ -174,6 +157,44 @@ class LaunchPlan(Model):
     def route(self, src: int, dst: int) -> Route:
         """The route of the ordered pair. KeyError if ``src == dst`` or out of range."""
         return self.routes.route(self.placement, src, dst)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        world = self.world_size
+        placed = (self.placement.nodes, self.placement.ranks_per_node)
+        if placed != (self.nodes, self.ranks_per_node):
+            raise ValueError(
+                f"placement is of {placed[0]} nodes x {placed[1]} ranks, the plan of {self.nodes} x "
+                f"{self.ranks_per_node}"
+            )
+        self.routes.check(self.placement)
+        if self.path == "library" and not isinstance(self.shape, GemmShape):
+            raise ValueError(f"{self.op} has no library path")
+        sharded = self.op in ("all_gather_gemm", "gemm_reduce_scatter")
+        if sharded and self.gemm.m % world:
+            raise ValueError(f"shape.m = {self.gemm.m} is not a multiple of {world} ranks")
+        return self
+
+
+class LaunchPlan(CommonPart):
+    """All decisions of a call: what all backends share, and ``schedule``, what the launches of this
+    plan's backend do. Nothing in it is executed by nobody: that is a
+    :class:`mkernel.plan.what_if.WhatIf`."""
+
+    schedule: AnySchedule | None = Field(
+        None,
+        description="the backend's own decisions; None while the backend has not been asked for them",
+    )
+
+    def part(self, of: type[_Schedule]) -> _Schedule:
+        """The backend's own decisions. TypeError where they are not of this class: the plan was made
+        without its backend, or for another one."""
+        if not isinstance(self.schedule, of):
+            raise TypeError(
+                f"a plan of {self.op} on {self.accelerator} has the schedule {self.schedule!r}, no "
+                f"{of.__name__}; plan with the backend's `schedule`"
+            )
+        return self.schedule
 
     def digest(self) -> str:
         """SHA-256 of :meth:`decisions` (hex); equal exactly when all of them are."""
@@ -195,20 +216,13 @@ class LaunchPlan(Model):
         return copied
 
     @model_validator(mode="after")
-    def _complete(self) -> LaunchPlan:
-        world = self.world_size
-        placed = (self.placement.nodes, self.placement.ranks_per_node)
-        if placed != (self.nodes, self.ranks_per_node):
+    def _executed(self) -> Self:
+        untaken = next((one for one in self.routes.classes if not one.taken), None)
+        if untaken is not None:
             raise ValueError(
-                f"placement is of {placed[0]} nodes x {placed[1]} ranks, the plan of {self.nodes} x "
-                f"{self.ranks_per_node}"
+                f"a route of kind {untaken.kind!r}{', staged' * bool(untaken.staged)}: no backend "
+                "takes it, and a plan holds none"
             )
-        self.routes.check(self.placement)
-        if self.path == "library" and not isinstance(self.shape, GemmShape):
-            raise ValueError(f"{self.op} has no library path")
-        sharded = self.op in ("all_gather_gemm", "gemm_reduce_scatter")
-        if sharded and self.gemm.m % world:
-            raise ValueError(f"shape.m = {self.gemm.m} is not a multiple of {world} ranks")
         return self
 
 

@@ -1,4 +1,5 @@
-"""Turns (op, shapes, world, capabilities, topology) into a :class:`LaunchPlan`.
+"""Turns (op, shapes, world, capabilities, topology) into a :class:`LaunchPlan`, or into a
+:class:`WhatIf` where something is missing to launch it.
 
 Deterministic: equal inputs give equal plans on every rank, down to the digest. Nothing is started
 here, and everything that can be wrong with a call's sizes is found here.
@@ -12,10 +13,11 @@ from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, cast
 
 from mkernel.errors import ArgumentError, DtypeError, Unsupported
-from mkernel.plan import arguments, paths
+from mkernel.plan import arguments, missing, paths
 from mkernel.plan.arguments import Layout
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import (
+    CommonPart,
     DtypeName,
     GemmShape,
     LaunchPlan,
@@ -30,6 +32,7 @@ from mkernel.plan.pipeline import Exchange, Pipeline
 from mkernel.plan.request import Scheduler, ScheduleRequest
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
+from mkernel.plan.what_if import WhatIf
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.kinds import NodeKinds
 from mkernel.topology.placement import WorldPlacement
@@ -41,10 +44,10 @@ if TYPE_CHECKING:
 
 
 class Planned(NamedTuple):
-    """A plan, every alternative that was considered for one of its decisions, and its pipeline as the
-    cost model sees it."""
+    """A plan or a what-if, every alternative that was considered for one of its decisions, and its
+    pipeline as the cost model sees it."""
 
-    plan: LaunchPlan
+    plan: LaunchPlan | WhatIf
     alternatives: tuple[Alternative, ...]
     pipeline: Pipeline
 
@@ -68,7 +71,8 @@ def explain(
     exchange: str = "direct",
     schedule: Scheduler = by_rows,
 ) -> Planned:
-    """The plan of one op in one world, and what else was considered; cached by its inputs.
+    """The plan of one op in one world, and what else was considered; cached by its inputs. Where
+    something is missing to launch it (:mod:`mkernel.plan.missing`), what the world would do.
 
     Args:
         op: canonical name or alias (``ag_gemm``).
@@ -88,8 +92,8 @@ def explain(
             :func:`mkernel.plan.chunking.comm_blocks` says.
         path: ``library``; ``fused``, where it keeps the limit of error
             (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
-        exchange: between nodes, ``direct``, as every backend does; ``hierarchical``, or ``auto``, the
-            one that is predicted to be faster: what such a plan's times would be.
+        exchange: between nodes, ``direct``, as every backend does; ``hierarchical``, as none does;
+            ``auto``: the one that is predicted to be faster.
         schedule: gives a plan its backend's part
             (:meth:`mkernel.backends.contracts.accelerator.AcceleratorBackend.schedule`).
 
@@ -163,13 +167,16 @@ _Given = ParamSpec("_Given")
 def _plan_of(considered: Callable[_Given, Planned]) -> Callable[_Given, LaunchPlan]:
     @wraps(considered)
     def plan(*args: _Given.args, **options: _Given.kwargs) -> LaunchPlan:
-        return considered(*args, **options).plan
+        made = considered(*args, **options).plan
+        if isinstance(made, WhatIf):
+            raise Unsupported("; ".join(made.missing))
+        return made
 
     return plan
 
 
 plan = _plan_of(explain)
-"""Returns the plan alone; takes the same arguments."""
+"""Returns the plan alone; takes the same arguments. Unsupported: something is missing to launch it."""
 
 
 class _Nics(NamedTuple):
@@ -211,9 +218,11 @@ def _planned(
     group = claims.group_carries(op, where.nodes) or (
         claims.process_group and any(one.kind != "p2p" for one in where.links.table.classes)
     )
-    links = where.group_links if group else where.links
+    lacks = missing.of_world(accelerator, claims, where.kinds)
+    links = where.group_links if group else where.fastest_links if lacks else where.links
+    lacks += missing.of_routes(links.table, placement)
     path, measured = _predicted(choice, op, shape, dtype, len(placement), constants)
-    common = LaunchPlan(
+    common = CommonPart(
         op=op,
         shape=shape,
         dtype=dtype,
@@ -247,7 +256,14 @@ def _planned(
     if constants is not None and not _hold(constants, where.kinds, placement):
         prediction = None
         alternatives = tuple(one.model_copy(update={"predicted_us": None}) for one in alternatives)
-    made = common.model_copy(update={"schedule": found.schedule, "prediction": prediction})
+    shared = {**dict(common), "prediction": prediction}
+    exchange = found.pipeline.exchange
+    lacks += missing.of_exchange(exchange)
+    made: LaunchPlan | WhatIf = (
+        WhatIf(**shared, exchange=exchange, missing=lacks)
+        if lacks
+        else LaunchPlan(**shared, schedule=found.schedule)
+    )
     return Planned(made, alternatives, found.pipeline)
 
 

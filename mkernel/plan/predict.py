@@ -7,9 +7,9 @@ from typing import NamedTuple
 from mkernel.plan.model import (
     DTYPE_BYTES,
     CombineShape,
+    CommonPart,
     DtypeName,
     GemmShape,
-    LaunchPlan,
     MoeShape,
     OpName,
     Prediction,
@@ -27,7 +27,7 @@ from mkernel.topology.shared_links import SharedLinks
 
 
 def predict(
-    plan: LaunchPlan, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
+    plan: CommonPart, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> Prediction:
     """The prediction of any op: schedule-aware where tiles are planned, else the closed form.
     ``plan``: what all backends share of it; ``links``: those of its routes."""
@@ -37,7 +37,7 @@ def predict(
 
 
 def closed_form(
-    plan: LaunchPlan, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
+    plan: CommonPart, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> Prediction:
     """T_c = work / rate, T_m = bytes to every peer over the slowest link; s: bytes an element.
 
@@ -110,7 +110,7 @@ def payloads(op: OpName, shape: Shape, dtype: DtypeName, world: int) -> Payloads
 
 
 def all_gather_gemm(
-    plan: LaunchPlan, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
+    plan: CommonPart, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> Prediction:
     """AllGather+GEMM: T_c = 2·M·K·N_r/C in waves, T_m = (W-1)/W·M·K·s/B over the slowest link.
 

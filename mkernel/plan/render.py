@@ -13,10 +13,10 @@ from rich.text import Text
 from rich.tree import Tree
 
 from mkernel.plan.decide import Alternative
-from mkernel.plan.model import GemmShape, LaunchPlan
-from mkernel.plan.pipeline import Exchange
+from mkernel.plan.model import CommonPart, GemmShape, LaunchPlan, Prediction
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.simulate import Simulation
+from mkernel.plan.what_if import WhatIf
 from mkernel.topology.kinds import spans
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
 
@@ -49,45 +49,45 @@ def topology(world: Topology) -> RenderableType:
     return tree
 
 
-def plan(
-    made: LaunchPlan,
-    obstacles: Sequence[str] = (),
-    notes: Sequence[str] = (),
-    exchange: Exchange = "direct",
-) -> RenderableType:
-    """What was decided, one decision a line. Times are predictions and say so.
-
-    Args:
-        obstacles: why it cannot be launched. notes: what was left out, and why.
-        exchange: between nodes, that the times are of.
+def plan(made: LaunchPlan | WhatIf, notes: Sequence[str] = ()) -> RenderableType:
+    """What was decided, one decision a line; of a what-if, what is missing to launch it. Times are
+    predictions and say so. ``notes``: what was left out, and why.
     """
-    times = made.prediction
     kinds: Counter[str] = Counter()
     for route in made.routes.classes:
         kinds[route.kind] += route.pairs
     between = f", {made.nic} over {made.verbs} verbs between nodes" if made.nic else ""
     if made.carrier:
         between = f", {made.carrier} between ranks"
+    title = "launch plan" if isinstance(made, LaunchPlan) else "what if"
     rows = {
-        "plan": f"{made.op} · {_sizes(made)} · {made.dtype} → {made.out_dtype}",
+        title: f"{made.op} · {_sizes(made)} · {made.dtype} → {made.out_dtype}",
         "world": f"{made.nodes} nodes x {made.ranks_per_node} ranks on {made.accelerator}{between}",
         "ranks": _shorten([_rank(made, node) for node in range(made.nodes)], 4, "nodes"),
         "path": _path(made),
-        "routes": (", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed")
-        + (f"; {exchange} exchange" if made.nodes > 1 else ""),
-        "schedule": _schedule(made.schedule),
-        "predicted": "nothing: no constants of these chips are known; --constants gives some"
-        if times is None
-        else f"pipelined {times.pipelined_us:.0f} us, sequential "
-        f"{times.sequential_us:.0f} us (compute {times.compute_us:.0f}, communication "
-        f"{times.comm_us:.0f}; constants: {times.constants})",
-        "digest": made.digest()[:16],
+        "routes": ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed",
     }
+    if isinstance(made, LaunchPlan):
+        rows |= {"schedule": _schedule(made.schedule)}
+    elif made.nodes > 1:
+        rows |= {"exchange": made.exchange}
+    rows |= {"predicted": _predicted(made.prediction)}
+    if isinstance(made, LaunchPlan):
+        rows |= {"digest": made.digest()[:16]}
     if notes:
-        rows["notes"] = "; ".join(notes)
-    if obstacles:
-        rows["launch"] = f"NOT POSSIBLE, a prediction only: {'; '.join(obstacles)}"
+        rows |= {"notes": "; ".join(notes)}
+    if isinstance(made, WhatIf):
+        rows |= {"missing": "; ".join(made.missing)}
     return _grid(rows)
+
+
+def _predicted(times: Prediction | None) -> str:
+    if times is None:
+        return "nothing: no constants of these chips are known; --constants gives some"
+    return (
+        f"pipelined {times.pipelined_us:.0f} us, sequential {times.sequential_us:.0f} us (compute "
+        f"{times.compute_us:.0f}, communication {times.comm_us:.0f}; constants: {times.constants})"
+    )
 
 
 def alternatives(considered: Sequence[Alternative]) -> RenderableType:
@@ -135,7 +135,7 @@ def _grid(rows: Mapping[str, str]) -> Table:
     return grid
 
 
-def _path(made: LaunchPlan) -> str:
+def _path(made: CommonPart) -> str:
     """``library``, and where there was a choice, both predicted times."""
     times = made.prediction
     if times is None or times.fused_us is None or times.library_us is None:
@@ -162,7 +162,7 @@ def _leaves(part: BaseModel) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def _sizes(made: LaunchPlan) -> str:
+def _sizes(made: CommonPart) -> str:
     """``M 2048 x N 1024 x K 2048``, or the named sizes of ops that are no GEMM."""
     if isinstance(made.shape, GemmShape):
         return f"M {made.shape.m} x N {made.shape.n} x K {made.shape.k}"
@@ -175,7 +175,7 @@ def _line(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _rank(plan: LaunchPlan, node: int) -> str:
+def _rank(plan: CommonPart, node: int) -> str:
     first = node * plan.ranks_per_node
     own = plan.placement.sites[plan.placement.site_of(node)].seats
     ranks = f"{first}" if len(own) == 1 else f"{first}-{first + len(own) - 1}"

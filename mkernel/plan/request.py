@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.decide import Alternative
-from mkernel.plan.model import LaunchPlan, Prediction
+from mkernel.plan.model import CommonPart, Prediction
 from mkernel.plan.pipeline import Exchange, Pipeline
 from mkernel.plan.schedule import Schedule
 from mkernel.topology.cost import MachineConstants
@@ -20,7 +20,7 @@ class ScheduleRequest:
     """All that a backend's schedule may depend on. The same on every rank, without a device.
 
     Attributes:
-        plan: the part that all backends share; its ``schedule`` and ``prediction`` are None.
+        plan: the part that all backends share; its ``prediction`` is None.
         links: what messages occupy on the plan's routes.
         capabilities: of the backend.
         constants: of the machine; None: there are none, and every decision is the default.
@@ -32,7 +32,7 @@ class ScheduleRequest:
         measured: times of the plan's path by measured constants, which decide instead of the model's.
     """
 
-    plan: LaunchPlan
+    plan: CommonPart
     links: SharedLinks
     capabilities: AcceleratorCapabilities
     constants: MachineConstants | None

@@ -25,7 +25,7 @@ from mkernel.plan.messages import (
     gather,
     scatter,
 )
-from mkernel.plan.model import GemmShape, LaunchPlan
+from mkernel.plan.model import CommonPart, GemmShape
 from mkernel.plan.pipeline import Exchange, Pipeline
 from mkernel.plan.predict import payloads
 from mkernel.topology.cost import MachineConstants
@@ -80,7 +80,7 @@ class Traced(NamedTuple):
 
 
 def simulate(
-    plan: LaunchPlan,
+    plan: CommonPart,
     pipeline: Pipeline,
     constants: MachineConstants,
     *,
@@ -91,7 +91,7 @@ def simulate(
 
 
 def trace(
-    plan: LaunchPlan,
+    plan: CommonPart,
     pipeline: Pipeline,
     constants: MachineConstants,
     *,
@@ -175,7 +175,7 @@ def _sums(
     return [made.join(messages, computed_us) for messages in parts]
 
 
-def _chunks(plan: LaunchPlan, pipeline: Pipeline) -> int:
+def _chunks(plan: CommonPart, pipeline: Pipeline) -> int:
     """Into how many chunks one rank's bytes for another are cut."""
     if pipeline.chunking is not None:
         return pipeline.chunking.chunks_per_rank
@@ -191,7 +191,7 @@ class _Device:
     their own, a kernel starts after the one before it and ends with its last wave.
     """
 
-    def __init__(self, plan: LaunchPlan, pipeline: Pipeline, chunks: int) -> None:
+    def __init__(self, plan: CommonPart, pipeline: Pipeline, chunks: int) -> None:
         if plan.prediction is None:
             raise Unsupported(
                 "nothing to simulate: no constants of these chips are known; --constants gives some"

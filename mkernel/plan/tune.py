@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mkernel.plan.decide import Alternative, choose
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import CommonPart
 from mkernel.plan.order import Runs
 from mkernel.plan.pipeline import Pipeline
 from mkernel.plan.simulate import simulate
@@ -20,7 +20,7 @@ _DETAIL = 1000
 
 
 def tune(
-    timed: LaunchPlan,
+    timed: CommonPart,
     usual: Pipeline,
     rows: Sequence[int],
     orders: Sequence[Runs],

@@ -17,7 +17,7 @@ from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, PlanMismatch, Unsupported
-from mkernel.launchable import world_obstacles
+from mkernel.plan import missing
 from mkernel.plan.model import first_difference
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import Settings
@@ -118,9 +118,9 @@ class Membership:
             group=claims.process_group,
             pinning=self._settings.pinning,
         )
-        obstacles = world_obstacles(self._backends.accelerator, claims, self.map.kinds)
-        if obstacles:
-            raise Unsupported("; ".join(obstacles))
+        lacks = missing.of_world(self._backends.accelerator, claims, self.map.kinds)
+        if lacks:
+            raise Unsupported("; ".join(lacks))
         here = self.map.placement[self._me.rank].accelerator
         node = self.topology.nodes[self._me.node]
         accelerator.open(next(device for device in node.accelerators if device.id == here))

@@ -37,7 +37,6 @@ BACKEND = {*CONTRACT, "mkernel.backends.runtime", "mkernel.backends.transport"}
 WORLD = {
     *BACKEND,
     "mkernel.backends.registry",
-    "mkernel.launchable",
     "mkernel.machine",
     "mkernel.selection",
     "mkernel.world.identity",
@@ -67,7 +66,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.backends.accelerators.hopper": {*BACKEND, "mkernel.backends.cuda"},
     "mkernel.backends.accelerators.streams": {*BACKEND, "mkernel.backends.cuda"},
     "mkernel.world.identity": set(),
-    "mkernel.launchable": WORLD,
     "mkernel.machine": WORLD,
     "mkernel.selection": WORLD,
     "mkernel.doctor": WORLD,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
 
 _ALIGNMENT = 256
 _OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -25,7 +25,7 @@ class Landing(NamedTuple):
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def landings(plan: LaunchPlan) -> dict[str, Landing]:
+def landings(plan: CommonPart) -> dict[str, Landing]:
     """A plan's landings by name. MoE has none because its messages vary in size, attention because it
     passes on what it gets."""
     if plan.op not in _OPS:
@@ -47,7 +47,7 @@ def landings(plan: LaunchPlan) -> dict[str, Landing]:
     return found
 
 
-def landing_bytes(plan: LaunchPlan) -> int:
+def landing_bytes(plan: CommonPart) -> int:
     """Bytes of a window with all of a plan's landings; 0 where its messages are no puts."""
     if plan.world_size == 1 or any(route.kind != "p2p" for route in plan.routes.classes):
         return 0

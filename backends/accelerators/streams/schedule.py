@@ -10,7 +10,7 @@ from mkernel.backends.accelerators.streams.landing import landing_bytes
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.chunking import rows_of_a_rank
-from mkernel.plan.model import AttentionShape, CombineShape, LaunchPlan, OpName
+from mkernel.plan.model import AttentionShape, CombineShape, CommonPart, LaunchPlan, OpName
 from mkernel.plan.order import Runs
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
@@ -191,19 +191,19 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     return found._replace(schedule=made)
 
 
-def _attention(plan: LaunchPlan) -> AttentionShape:
+def _attention(plan: CommonPart) -> AttentionShape:
     if not isinstance(plan.shape, AttentionShape):
         raise TypeError(f"a plan of {plan.op} has no attention shape")
     return plan.shape
 
 
-def _queries(plan: LaunchPlan) -> int:
+def _queries(plan: CommonPart) -> int:
     """Rows of scores that a rank holds at once: the queries of one piece, of all heads."""
     shape = _attention(plan)
     return shape.batch * shape.heads * _most_rows(plan)
 
 
-def _most_rows(plan: LaunchPlan) -> int:
+def _most_rows(plan: CommonPart) -> int:
     """Rows that one rank sends another at once."""
     rows = rows_of_a_rank(plan.shape, plan.world_size)
     if isinstance(plan.shape, AttentionShape):

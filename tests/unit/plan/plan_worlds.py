@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import devices
@@ -42,8 +43,13 @@ def world(nodes: int, ranks_per_node: int) -> Topology:
 
 
 def explained(
-    op: str, sizes: dict[str, int], nodes: int, ranks_per_node: int, **options: Any
-) -> Planned:
+    op: str,
+    sizes: dict[str, int],
+    nodes: int,
+    ranks_per_node: int,
+    how: Callable[..., Any] = explain,
+    **options: Any,
+) -> Any:
     """A plan and its alternatives, with any of the planner's other arguments replaced; ``topology``
     and ``constants`` are those of its map."""
     topology = options.pop("topology", None) or world(max(nodes, 1), max(ranks_per_node, 1))
@@ -59,7 +65,7 @@ def explained(
     claims = arguments["capabilities"]
     constants = arguments.pop("constants", claims.constants)
     where = world_map(topology, ranks_per_node, constants, group=claims.process_group)
-    return explain(op, sizes, world=where, **arguments)
+    return how(op, sizes, world=where, **arguments)
 
 
 def make(nodes: int = 2, ranks_per_node: int = 2, **options: Any) -> LaunchPlan:

@@ -36,7 +36,9 @@ def text(tmp_path: Path, *flags: str, kind: str = "cuda", refused: bool = False)
 
 def plan(tmp_path: Path, *flags: str, kind: str = "cuda", refused: bool = False) -> LaunchPlan:
     told = text(tmp_path, *flags, "--json", kind=kind, refused=refused)
-    return PlanReport.model_validate_json(told).plan
+    made = PlanReport.model_validate_json(told).plan
+    assert made is not None
+    return made
 
 
 def kinds(made: LaunchPlan) -> set[str]:

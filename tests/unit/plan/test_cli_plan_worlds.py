@@ -14,7 +14,9 @@ from devices import world as worlds
 from shipped import constants_of
 
 from mkernel.cli.plan import PlanReport, command
-from mkernel.errors import ArgumentError, NoRoute, ShapeError, Unsupported
+from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, ShapeError, Unsupported
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.what_if import WhatIf
 from mkernel.topology.model import Topology
 from mkernel.topology.sources.chips import architecture
 
@@ -38,7 +40,7 @@ def run(tmp_path: Path, *flags: str, world: Topology | None = None, nodes: int =
 
 
 HOPPER = ("--accelerator", "hopper")
-"""Between nodes a prediction only."""
+"""Between nodes a what-if."""
 
 
 def report(
@@ -48,9 +50,25 @@ def report(
     return PlanReport.model_validate_json(text)
 
 
+def planned(
+    tmp_path: Path, *flags: str, world: Topology | None = None, nodes: int = 16
+) -> LaunchPlan:
+    found = report(tmp_path, *flags, world=world, nodes=nodes)
+    assert found.what_if is None
+    assert found.plan is not None
+    return found.plan
+
+
+def what_if(tmp_path: Path, *flags: str, world: Topology | None = None, nodes: int = 16) -> WhatIf:
+    found = report(tmp_path, *flags, world=world, nodes=nodes)
+    assert found.plan is None
+    assert found.what_if is not None
+    return found.what_if
+
+
 @pytest.mark.parametrize(("nic", "backend"), [("efa", "efa"), ("cx", "cx7"), ("infiniband", "cx7")])
 def test_the_nic_backend_is_that_of_the_devices(tmp_path: Path, nic: str, backend: str) -> None:
-    made = report(tmp_path, *HOPPER, world=machine(nic)).plan
+    made = what_if(tmp_path, *HOPPER, world=machine(nic))
     assert (made.accelerator, made.nic, made.verbs) == ("hopper", backend, "system")
     assert [seat.accelerator for seat in made.placement.sites[0].seats] == [
         f"gpu{i}" for i in range(8)
@@ -70,18 +88,19 @@ def test_the_nic_backend_is_that_of_the_devices(tmp_path: Path, nic: str, backen
 def test_the_accelerator_is_what_init_would_choose_there(
     tmp_path: Path, kind: str, nodes: int, wanted: str
 ) -> None:
-    found = report(tmp_path, world=machine(kind=kind, name="chip H100"), nodes=nodes)
-    assert (found.plan.accelerator, found.launchable) == (wanted, True)
-    assert found.plan.nic is None
+    found = planned(tmp_path, world=machine(kind=kind, name="chip H100"), nodes=nodes)
+    assert (found.accelerator, found.nic) == (wanted, None)
 
 
 def test_what_a_backend_would_do_may_be_hierarchical(tmp_path: Path) -> None:
-    made = report(tmp_path, *HOPPER)
+    made = what_if(tmp_path, *HOPPER)
     assert made.exchange == "hierarchical", "a node's rows cross its NICs once"
-    direct = report(tmp_path, *HOPPER, "--exchange", "direct").plan
+    assert made.missing[1:] == ("no accelerator backend runs the exchange 'hierarchical'",)
+    direct = what_if(tmp_path, *HOPPER, "--exchange", "direct")
+    assert len(direct.missing) == 1
     assert direct.prediction is not None
-    assert made.plan.prediction is not None
-    assert direct.prediction.comm_us > 2 * made.plan.prediction.comm_us
+    assert made.prediction is not None
+    assert direct.prediction.comm_us > 2 * made.prediction.comm_us
 
 
 CHIPS = {"NVIDIA A100-SXM4-80GB": "sm_80", "NVIDIA B200": "sm_100", "NVIDIA L4": "sm_89"}
@@ -92,19 +111,22 @@ def test_a_chip_that_hopper_does_not_run_on(tmp_path: Path, chip: str) -> None:
     """No time of another chip's constants, and it is said that nothing fused runs there."""
     world = machine(name=chip)
     made = report(tmp_path, "--explain", world=world, nodes=1)
-    assert (made.plan.accelerator, made.launchable, made.plan.prediction) == ("streams", True, None)
+    assert made.plan is not None
+    assert (made.plan.accelerator, made.plan.prediction) == ("streams", None)
     assert not any(one.predicted_us for one in made.alternatives)
     assert made.notes == (
         f"not on hopper: it has kernels for sm_90 only, not for {chip} ({CHIPS[chip]})",
     )
-    asked = report(tmp_path, *HOPPER, world=world, nodes=1)
-    assert not asked.launchable
-    assert asked.plan.prediction is None
-    assert asked.obstacles == (
+    asked = what_if(tmp_path, *HOPPER, world=world, nodes=1)
+    assert asked.prediction is None
+    assert asked.missing == (
         f"accelerator 'hopper' has kernels for sm_90 only, not for {chip} ({CHIPS[chip]})",
     )
     text = run(tmp_path, *HOPPER, world=world, nodes=1)
-    assert "NOT POSSIBLE, a prediction only" in text
+    assert "what if" in text
+    assert "launch plan" not in text
+    assert "digest" not in text
+    assert "has kernels for sm_90 only" in " ".join(text.split())
     assert "nothing: no constants of these chips" in text
     for flag in ("--simulate", "--scaling"):
         with pytest.raises(Unsupported, match="no constants of these chips"):
@@ -115,33 +137,61 @@ def test_constants_that_a_user_gives_are_of_the_users_chips(tmp_path: Path) -> N
     file = tmp_path / "constants.json"
     given = constants_of("streams").model_copy(update={"name": "mine"})
     file.write_text(given.model_dump_json())
-    made = report(tmp_path, "--constants", str(file), world=machine(name="NVIDIA L4")).plan
+    made = planned(tmp_path, "--constants", str(file), world=machine(name="NVIDIA L4"))
     assert made.prediction is not None
     assert made.prediction.constants == "mine"
 
 
-def test_hopper_between_nodes_is_a_prediction_only(tmp_path: Path) -> None:
-    alone = report(tmp_path, *HOPPER, nodes=1)
-    assert (alone.launchable, alone.obstacles) == (True, ())
-    apart = report(tmp_path, *HOPPER, "--exchange", "direct", nodes=2)
-    assert not apart.launchable
-    assert len(apart.obstacles) == 1
-    assert "no path between nodes" in apart.obstacles[0]
-    text = run(tmp_path, *HOPPER, nodes=2)
-    assert "NOT POSSIBLE, a prediction only" in " ".join(text.split())
+def test_hopper_between_nodes_is_a_what_if(tmp_path: Path) -> None:
+    assert planned(tmp_path, *HOPPER, nodes=1).accelerator == "hopper"
+    (why,) = what_if(tmp_path, *HOPPER, "--exchange", "direct", nodes=2).missing
+    assert "no path between nodes" in why
+    text = " ".join(run(tmp_path, *HOPPER, nodes=2).split())
+    assert "what if all_gather_gemm" in text
+    assert "missing accelerator 'hopper' has no path between nodes" in text
+    alone = " ".join(run(tmp_path, *HOPPER, nodes=1).split())
+    assert "launch plan all_gather_gemm" in alone
+    assert "missing" not in alone
 
 
-def test_an_exchange_that_no_backend_has_is_marked(tmp_path: Path) -> None:
-    assert report(tmp_path, nodes=4).exchange == "direct"
-    asked = report(tmp_path, "--exchange", "hierarchical", nodes=4)
+def test_an_exchange_that_no_backend_has(tmp_path: Path) -> None:
+    assert planned(tmp_path, nodes=4).accelerator == "streams"
+    asked = what_if(tmp_path, "--exchange", "hierarchical", nodes=4)
     assert asked.exchange == "hierarchical"
-    assert not asked.launchable
-    assert asked.obstacles == ("no accelerator backend runs the exchange 'hierarchical'",)
+    assert asked.missing == ("no accelerator backend runs the exchange 'hierarchical'",)
+
+
+def test_devices_that_do_not_reach_each_other(tmp_path: Path) -> None:
+    """Nobody stages bytes in host memory: a process group carries them, or it is a what-if."""
+    (node,) = machine().nodes
+    apart = worlds(node.model_copy(update={"no_p2p": (("gpu0", "gpu1"),)}))
+    assert what_if(tmp_path, *HOPPER, world=apart, nodes=1).missing == (
+        "gpu0 of node 0 does not reach the memory of gpu1 of node 0, and no accelerator backend stages "
+        "what it sends in host memory",
+    )
+    made = planned(tmp_path, "--accelerator", "streams", world=apart, nodes=1)
+    assert made.carrier == "torch.distributed (nccl)"
+
+
+def test_chips_that_no_backend_knows(tmp_path: Path) -> None:
+    """No other chip stands in for them, and the backends that there are say why they do not fit."""
+    world = machine(kind="tpu", name="v9")
+    why = {
+        "ascend": "is chosen by name only",
+        "hopper": "runs on cuda devices, and v9 is tpu",
+        "streams": "runs on cuda, rocm, ascend, cpu devices, and v9 is tpu",
+    }
+    with pytest.raises(BackendUnavailable, match="no backend that `auto` may choose") as caught:
+        run(tmp_path, world=world)
+    for name, misfit in why.items():
+        assert f"{name}: {misfit}" in str(caught.value)
+    asked = what_if(tmp_path, "--accelerator", "streams", world=world)
+    assert asked.missing == (f"accelerator 'streams' {why['streams']}",)
 
 
 def test_a_simulator_runs_on_no_device(tmp_path: Path) -> None:
-    asked = report(tmp_path, "--accelerator", "ascend", world=machine("cx", "ascend", name="NPU"))
-    assert asked.obstacles[0] == "accelerator 'ascend' is a simulator, and NPU is a real device"
+    asked = what_if(tmp_path, "--accelerator", "ascend", world=machine("cx", "ascend", name="NPU"))
+    assert asked.missing[0] == "accelerator 'ascend' is a simulator, and NPU is a real device"
 
 
 def test_a_world_has_all_accelerators_of_its_nodes(tmp_path: Path) -> None:
@@ -154,6 +204,7 @@ def test_a_world_has_all_accelerators_of_its_nodes(tmp_path: Path) -> None:
     ):
         asked = ("--topology", str(file), *flags, "--m", "65536", "--json")
         made = PlanReport.model_validate_json(commands.run(command, "ag_gemm", *asked)).plan
+        assert made is not None
         assert (made.nodes, made.ranks_per_node) == world
 
 
@@ -162,9 +213,10 @@ def test_management_ports_are_no_rails(tmp_path: Path) -> None:
     slow = tuple(port(i, id=f"ib{i}", kind="infiniband", speed_gbps=25) for i in range(2))
     more = one.nodes[0].model_copy(update={"nics": slow + one.nodes[0].nics})
     found = report(tmp_path, *HOPPER, world=worlds(more), nodes=2)
-    seats = found.plan.placement.sites[0].seats
+    assert found.what_if is not None
+    seats = found.what_if.placement.sites[0].seats
     assert [seat.nics for seat in seats] == [(f"n{i}",) for i in range(8)]
-    assert found.plan.nic == "efa"
+    assert found.what_if.nic == "efa"
     assert found.notes == (
         "ib0, ib1: no rails: infiniband devices, which nic 'efa' does not drive",
     )
@@ -224,7 +276,8 @@ def test_for_people(tmp_path: Path) -> None:
 
 def test_a_world_of_a_thousand_nodes_is_small(tmp_path: Path) -> None:
     text = run(tmp_path, *HOPPER, "--json", nodes=1024)
-    made = PlanReport.model_validate_json(text).plan
+    made = PlanReport.model_validate_json(text).what_if
+    assert made is not None
     assert made.world_size == 8192
     assert sum(one.pairs for one in made.routes.classes) == 8192 * 8191
     assert len(text) < 200_000

@@ -73,7 +73,8 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan_of(text: str) -> LaunchPlan:
     report = plan_command.PlanReport.model_validate_json(text)
-    assert report.launchable, report.obstacles
+    assert report.what_if is None
+    assert report.plan is not None
     return report.plan
 
 

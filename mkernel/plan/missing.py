@@ -1,0 +1,97 @@
+"""What is missing before a call can be launched: a sentence each; empty where nothing is.
+
+By these functions ``mkernel plan`` tells a what-if from a plan, :class:`mkernel.World` refuses worlds,
+and the ops refuse calls, so that they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.pipeline import Exchange
+from mkernel.topology.kinds import NodeKinds
+from mkernel.topology.placement import WorldPlacement
+from mkernel.topology.routes import RouteClass, RouteTable
+
+
+def of_world(
+    accelerator: str, capabilities: AcceleratorCapabilities, world: NodeKinds
+) -> tuple[str, ...]:
+    """Why no world of this accelerator can be made of these nodes.
+
+    Args:
+        accelerator, capabilities: the backend's name, and its claims on such devices.
+        world: its kinds of nodes, with the devices that ranks would use.
+    """
+    found: dict[str, None] = {}
+    for node in world.prototypes:
+        for device in node.accelerators:
+            misfit = capabilities.misfit(device)
+            if misfit is not None:
+                found[f"accelerator {accelerator!r} {misfit}"] = None
+    if len(world.of) > 1 and not capabilities.between_nodes:
+        found[
+            f"accelerator {accelerator!r} has no path between nodes (it claims "
+            f"{', '.join(capabilities.transfer_paths)}); make a world of one node, or use another "
+            "accelerator"
+        ] = None
+    return tuple(found)
+
+
+def of_routes(table: RouteTable, placement: WorldPlacement) -> tuple[str, ...]:
+    """Which ways between ranks no backend takes: relays, and host memory. One pair stands for all of
+    its kind."""
+    found: dict[str, str] = {}
+    for one in table.classes:
+        for what, sentence in _untaken(one, placement):
+            found.setdefault(what, sentence)
+    return tuple(found.values())
+
+
+def _untaken(route: RouteClass, placement: WorldPlacement) -> Iterator[tuple[str, str]]:
+    if route.taken:
+        return
+    src, dst = (
+        f"{placement.sites[site].seats[local].accelerator} of node {node}"
+        for (site, local), node in zip(
+            ((route.src_site, route.src_local), (route.dst_site, route.dst_local)),
+            _nodes(route, placement),
+            strict=True,
+        )
+    )
+    if route.kind == "host":
+        yield (
+            "host",
+            f"{src} does not reach the memory of {dst}, and no accelerator backend stages what it "
+            "sends in host memory",
+        )
+        return
+    if route.kind == "relay":
+        yield (
+            "relay",
+            f"{src} reaches {dst} by a neighbour's NICs, and no accelerator backend relays",
+        )
+    if route.staged:
+        nics = ", ".join(dict.fromkeys(rail.src_nic for rail in route.rails))
+        yield (
+            "staged",
+            f"{src} reaches {dst} through host memory, because NICs ({nics}) do not reach the devices' "
+            "memory, and no accelerator backend stages what it sends there",
+        )
+
+
+def _nodes(route: RouteClass, placement: WorldPlacement) -> tuple[int, int]:
+    """The first nodes of a class of pairs."""
+    src = placement.sites[route.src_site].nodes[0][0]
+    if route.within:
+        return src, src
+    spans = placement.sites[route.dst_site].nodes
+    return src, next(n for first, last in spans for n in range(first, last + 1) if n != src)
+
+
+def of_exchange(exchange: Exchange) -> tuple[str, ...]:
+    """Whether ranks of different nodes exchange as no backend does: backends do so pair by pair."""
+    if exchange == "direct":
+        return ()
+    return (f"no accelerator backend runs the exchange {exchange!r}",)
