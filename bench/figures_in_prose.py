@@ -234,7 +234,7 @@ SENTENCES = (
     ),
     Sentence(
         "README.md",
-        "A plan for 1,024 nodes of 8 GPUs | {} s, {} routes in {} classes |",
+        "A what-if of `hopper` on 1,024 nodes of 8 GPUs | {} s, {} routes in {} classes |",
         lambda: [
             f"{_planned(1024)['plan_s']:.2f}",
             f"{_planned(1024)['pairs']:,}",
@@ -252,7 +252,7 @@ SENTENCES = (
     Sentence("docs/architecture.md", "The product alone takes {} to {} of cuBLAS' time", _product),
     Sentence(
         "docs/architecture.md",
-        "`mkernel plan` for 1,024 nodes takes {} s of CPU that way",
+        "a what-if of `mkernel plan` for 1,024 nodes takes {} s of CPU that way",
         lambda: [f"{_planned(1024)['command_cpu_s']:.1f}"],
     ),
     Sentence(ASCEND, "products run at {} to {} of the speed of torch's", _simulated_product),
