@@ -11,6 +11,7 @@ from mkernel.topology.model import Topology
 from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, place
 from mkernel.topology.routing import routes
 from mkernel.topology.shared_links import SharedLinks
+from mkernel.topology.sources.chips import architecture
 
 
 @dataclass(frozen=True)
@@ -74,5 +75,18 @@ def world_map(
     group: bool = False,
     pinning: Pinning = NOT_PINNED,
 ) -> WorldMap:
-    """The map of these nodes, each with so many ranks; the rest is as in :class:`WorldMap`."""
-    return WorldMap(node_kinds(topology), ranks_per_node, constants, group, pinning)
+    """The map of these nodes, each with so many ranks; the rest is as in :class:`WorldMap`.
+    ``constants`` of other chips than the nodes have count as None: no chip stands in for another."""
+    kinds = node_kinds(topology)
+    known = constants if constants is None or _hold(constants, kinds) else None
+    return WorldMap(kinds, ranks_per_node, known, group, pinning)
+
+
+def _hold(constants: MachineConstants, kinds: NodeKinds) -> bool:
+    """Whether the constants are of the nodes' chips."""
+    return not constants.architectures or all(
+        architecture(one) in constants.architectures
+        for node in kinds.prototypes
+        for one in node.accelerators
+        if not one.emulated
+    )

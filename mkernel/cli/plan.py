@@ -121,11 +121,10 @@ def command(
     )  # fmt: skip
     world, backends, claims = where.topology, where.backends, where.capabilities
     selection.require_op(backends.accelerator, claims, name)
-    constants = constants_for(claims.constants, constants_file or settings.constants)
     mapped = partial(
         world_map,
         ranks_per_node=where.ranks_per_node,
-        constants=constants,
+        constants=constants_for(claims.constants, constants_file or settings.constants),
         group=claims.process_group,
         pinning=settings.pinning,
     )
@@ -156,9 +155,10 @@ def command(
         console.print(render.topology(world))
         console.print(render.plan(made, where.notes))
     found = None
+    constants = here.constants
     if constants is None and (simulated or trace_file or scaling_file):
         raise Unsupported(
-            f"accelerator {backends.accelerator!r} brings no constants of its machine, so nothing "
+            f"accelerator {backends.accelerator!r} brings no constants of these chips, so nothing "
             "can be simulated; --constants FILE gives some (`mkernel probe --measure` writes them)"
         )
     if constants is not None and (simulated or trace_file):

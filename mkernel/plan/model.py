@@ -128,7 +128,7 @@ class CommonPart(Model):
     placement: WorldPlacement
     routes: RouteTable
     prediction: Prediction | None = Field(
-        None, description="None: there are no constants of the chips, only of others, which decided"
+        None, description="None: there are no constants of the chips"
     )
 
     @property

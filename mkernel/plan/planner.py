@@ -34,9 +34,6 @@ from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
 from mkernel.plan.what_if import WhatIf
 from mkernel.topology.cost import MachineConstants
-from mkernel.topology.kinds import NodeKinds
-from mkernel.topology.placement import WorldPlacement
-from mkernel.topology.sources.chips import architecture
 from mkernel.topology.world_map import WorldMap
 
 if TYPE_CHECKING:
@@ -251,12 +248,7 @@ def _planned(
             measured=measured,
         )
     )
-    alternatives = _path_alternatives(path, measured) + found.alternatives
-    prediction: Prediction | None = found.prediction
-    if constants is not None and not _hold(constants, where.kinds, placement):
-        prediction = None
-        alternatives = tuple(one.model_copy(update={"predicted_us": None}) for one in alternatives)
-    shared = {**dict(common), "prediction": prediction}
+    shared = {**dict(common), "prediction": found.prediction}
     exchange = found.pipeline.exchange
     lacks += missing.of_exchange(exchange)
     made: LaunchPlan | WhatIf = (
@@ -264,20 +256,7 @@ def _planned(
         if lacks
         else LaunchPlan(**shared, schedule=found.schedule)
     )
-    return Planned(made, alternatives, found.pipeline)
-
-
-def _hold(constants: MachineConstants, kinds: NodeKinds, placement: WorldPlacement) -> bool:
-    """Whether the constants are of the chips that the ranks use."""
-    if not constants.architectures:
-        return True
-    used = {seat.accelerator for site in placement.sites for seat in site.seats}
-    return all(
-        architecture(one) in constants.architectures
-        for node in kinds.prototypes
-        for one in node.accelerators
-        if one.id in used and not one.emulated
-    )
+    return Planned(made, _path_alternatives(path, measured) + found.alternatives, found.pipeline)
 
 
 def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Alternative, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from commands import run
-from machine_files import machine_file
+from machine_files import ROOT, machine_file
 from shipped import constants_of
 
 from mkernel.cli.plan import PlanReport, command
@@ -84,3 +86,20 @@ def test_a_thousand_nodes_are_simulated(name: str, tmp_path: Path) -> None:
     assert found is not None
     assert found.floor_us <= found.time_us < 1.2 * found.floor_us
     assert sum(one.pairs for one in asked(report).routes.classes) == 8192 * 8191
+
+
+def test_examples_of_the_page_are_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row that docs/architecture.md shows of a plan and of a what-if, in its order."""
+    shutil.copy(machine_file("p5.nccl", tmp_path), tmp_path / "p5.xml")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (block,) = (each for each in page.split("```") if each.startswith("\n$ mkernel plan "))
+    examples = block.strip().split("\n\n")
+    for example in examples:
+        asked, *rows = example.splitlines()
+        arguments = shlex.split(asked.removeprefix("$ mkernel plan "))
+        printed = iter([line.rstrip() for line in run(command, *arguments).splitlines()])
+        assert all(row in printed for row in rows), asked
+    assert len(examples) == 2
