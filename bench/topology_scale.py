@@ -26,8 +26,7 @@ import results_file
 
 from mkernel.backends import registry
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.plan.model import LaunchPlan
-from mkernel.plan.planner import plan
+from mkernel.plan.planner import Planned, explain
 from mkernel.plan.scaling import points, write
 from mkernel.plan.simulate import simulate
 from mkernel.topology.discover import load
@@ -75,8 +74,9 @@ def hurt(world: Topology) -> Topology:
     return Topology(nodes=nodes)
 
 
-def planned(world: Topology, sizes: dict[str, int] = SIZES) -> LaunchPlan:
-    return plan(
+def planned(world: Topology, sizes: dict[str, int] = SIZES) -> Planned:
+    """Of several nodes a what-if: the backend has no path between nodes."""
+    return explain(
         "all_gather_gemm",
         sizes,
         dtype="bfloat16",
@@ -85,6 +85,8 @@ def planned(world: Topology, sizes: dict[str, int] = SIZES) -> LaunchPlan:
         capabilities=registry.accelerator("hopper").capabilities(),
         nic="efa",
         verbs="system",
+        exchange="direct" if len(world.nodes) == 1 else "auto",
+        schedule=registry.accelerator("hopper").schedule,
     )
 
 
@@ -94,16 +96,16 @@ def one(file: Path, nodes: int) -> dict[str, Any]:
     planned(topology)  # whatever is done once
     start = time.perf_counter()
     world = replicate(topology, nodes)
-    made = planned(world)
+    made, _, pipeline = planned(world)
     plan_s = time.perf_counter() - start
     pairs = sum(route.pairs for route in made.routes.classes)
     assert pairs == made.world_size * (made.world_size - 1), "every pair has its route"
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
-    found = simulate(made, CONSTANTS)
+    found = simulate(made, pipeline, CONSTANTS)
     simulate_s = time.perf_counter() - start
     start = time.perf_counter()
-    mixed = planned(hurt(world))
+    mixed = planned(hurt(world)).plan
     return {
         "nodes": nodes,
         "ranks": made.world_size,
