@@ -170,7 +170,7 @@ def main() -> None:
     constants = load_constants(options.constants) if options.constants else machine().constants
     table(found, constants)
     if options.fit:
-        tree = fit(found, constants.model_dump(mode="json", exclude_none=True))
+        tree = fit(found, constants.model_dump(mode="json", exclude_unset=True))
         table(found, MachineConstants.model_validate(tree))
         own = json.loads(options.fit.read_text())["constants"]
         write_section(options.fit, "constants", own | {p: tree[p] for p in ("fused", "library")})

@@ -13,6 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "plugins" / "native" / "fifo_kernel.cpp"
+DATA = {
+    "mkernel/topology/data/links.json",
+    "mkernel/backends/cuda/chips.json",
+    *(f"mkernel/backends/accelerators/{b}/machine.json" for b in ("ascend", "hopper", "streams")),
+}
 HEADERS = {
     "mkernel/include/backends/transport/atomics.hpp",
     "mkernel/include/backends/transport/call_state.hpp",
@@ -111,6 +116,7 @@ def test_native_code_of_plug_ins_compiles_with_the_headers_of_a_wheel(tmp_path: 
         wheel.extractall(tmp_path / "site")
     kinds = {Path(name).suffix for name in names if not name.startswith("mkernel/include/")}
     assert kinds <= {".py", ".pyi", ".so", ".json", ".typed", ".txt", ""}, sorted(kinds)
+    assert set(names) >= DATA
     assert not [name for name in names if name.endswith("CMakeLists.txt")]
     assert {name for name in names if name.startswith("mkernel/include/")} == HEADERS
 
