@@ -15,6 +15,7 @@ from in_world import ABSENT_S, DEADLINE_S, TOLD_S, survivors
 import mkernel
 from mkernel.backends.accelerators.streams import schedule
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
+from mkernel.backends.accelerators.streams.machine import torch_device
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, case_of
 from mkernel.conformance.ranks import Judge, each_case, give_up_after, judge_calls
@@ -87,8 +88,10 @@ def judged_together(cases: Sequence[Case]) -> tuple[list[str], list[int]]:
         return post(streams, *parcels)
 
     with pytest.MonkeyPatch.context() as patch:
-        together = schedule._TRAITS["cpu"]._replace(peers_together=True)
-        patch.setitem(schedule._TRAITS, "cpu", together)
+        cpu = torch_device("cpu")
+        together = cpu.traits.model_copy(update={"peers_together": True})
+        described = cpu.model_copy(update={"traits": together})
+        patch.setattr(schedule, "torch_device", lambda name: described)
         patch.setattr(CallStreams, "post", counted)
         found, messages = [], []
         for case in cases:

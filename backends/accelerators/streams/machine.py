@@ -5,16 +5,32 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from pydantic import Field
+
 from mkernel.backends.cuda.chips import ChipMachine
+from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Finite
 
 FILE = Path(__file__).with_name("machine.json")
+
+
+class Traits(Sourced):
+    """How launches on one kind of device are best made."""
+
+    row_chunks: int = Field(ge=1, description="of a rank's rows by default")
+    overlaps: bool = Field(True, description="messages and products run at the same time")
+    products_in_flight: int = Field(1, ge=1, description="that run side by side")
+    peers_together: bool = Field(False, description="rows of all peers come in one message")
+    head_start_cycles: int = Field(0, ge=0, description="of messages ahead of the first product")
+    tile_elements: int = Field(1, ge=1, description="results that one block computes, at least")
+    comm_share: int = Field(0, ge=0, description="one in so many vector cores is for messages")
 
 
 class TorchDevice(ChipMachine):
     """One kind of device. Without constants nothing is predicted of it."""
 
     source: str = ""
+    traits: Traits
 
 
 class _File(Finite):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
 from mkernel.backends.accelerators.streams.landing import landing_bytes
+from mkernel.backends.accelerators.streams.machine import torch_device
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.chunking import rows_of_a_rank
@@ -109,35 +110,6 @@ _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
 }
 
 
-class _Traits(NamedTuple):
-    """How launches on one kind of device are best made.
-
-    ``row_chunks``: of a rank's rows by default. On two H200s more than one was never faster: the kernel
-    of each further message has to wait for blocks of a product to end. On a CPU nothing overlaps.
-    ``products_in_flight``: the blocks of one product take the multiprocessors that the last blocks of
-    another leave. ``peers_together``: NCCL gives a peer its share of the channels; on four H200 a
-    message alone took a third of the link. ``comm_share``: HCCL multiplies nothing, so the compute
-    stream keeps every cube core; an estimate, because no NPU was there to measure.
-    """
-
-    row_chunks: int
-    overlaps: bool = True
-    products_in_flight: int = 1
-    peers_together: bool = False
-    head_start: bool = False
-    comm_share: int = 0
-
-
-_TRAITS: dict[DeviceName, _Traits] = {
-    "cpu": _Traits(row_chunks=1, overlaps=False),
-    "cuda": _Traits(row_chunks=1, products_in_flight=2, peers_together=True, head_start=True),
-    "npu": _Traits(row_chunks=4, comm_share=6),
-}
-_HEAD_START_CYCLES = 30_000
-"""About 15 us, enough for two events and a launch. Measured on two H200: without it the messages'
-kernel starts when the first product is over."""
-_TILE_ELEMENTS = 128 * 128
-"""One block of a product computes at least so many results."""
 _SCORES = 1 << 23
 """Scores held at once."""
 
@@ -148,7 +120,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     plan, claims = request.plan, request.capabilities
     if not isinstance(claims, StreamsCapabilities):
         raise TypeError(f"schedules of 'streams' need StreamsCapabilities, not {claims!r}")
-    traits, ring = _TRAITS[claims.torch_device], isinstance(plan.shape, AttentionShape)
+    traits, ring = torch_device(claims.torch_device).traits, isinstance(plan.shape, AttentionShape)
     found = by_rows(
         request,
         chunks=traits.row_chunks,
@@ -165,14 +137,14 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     }
     made: StreamsSchedule
     if plan.op == "all_gather_gemm":
-        full = plan.gemm.m * plan.gemm.n >= claims.compute_cores * _TILE_ELEMENTS
-        late = traits.head_start and not window and plan.world_size > 1 and full
+        full = plan.gemm.m * plan.gemm.n >= claims.compute_cores * traits.tile_elements
+        late = full and not window and plan.world_size > 1
         made = GatherSchedule(
             **common,
             order=order,
             peers_together=together,
             products_in_flight=traits.products_in_flight,
-            head_start_cycles=_HEAD_START_CYCLES if late else 0,
+            head_start_cycles=traits.head_start_cycles if late else 0,
         )
     elif plan.op == "gemm_reduce_scatter":
         made = ReduceScatterSchedule(**common, order=order)
