@@ -11,6 +11,7 @@ from in_world import gathers, stores
 import mkernel
 from mkernel.errors import ArgumentError
 from mkernel.launch import host_store
+from mkernel.ops.common import plan_for
 from mkernel.settings import Settings
 from mkernel.topology.placement import Pinning
 from mkernel.world import lifecycle
@@ -25,16 +26,15 @@ def found_by_a_world(port: int) -> dict[str, int]:
         world = lifecycle.join(
             first.identity, first.backends, first.settings, stores(port), "again"
         )
-        before, lifecycle._default.world = lifecycle._default.world, world
         try:
             for rows in (16, 32, 48):
-                gathers(rows, rows=rows)
-            made = mkernel.plan("gemm_all_reduce", m=64, n=64, k=64)
+                gathers(rows, rows=rows, group=world)
+            sizes = {"m": 64, "n": 64, "k": 64}
+            made = plan_for(world, "gemm_all_reduce", sizes, "float16", "float32")
             assert made.placement is world.map.placement
             group = world.accelerator.capabilities().process_group
             assert made.routes is (world.map.group_links if group else world.map.links).table
         finally:
-            lifecycle._default.world = before
             world.close()
     return dict(counts)
 
