@@ -85,8 +85,6 @@ def planned(world: Topology, sizes: dict[str, int] = SIZES) -> Planned:
         capabilities=registry.accelerator("hopper").capabilities(),
         nic="efa",
         verbs="system",
-        exchange="direct" if len(world.nodes) == 1 else "auto",
-        schedule=registry.accelerator("hopper").schedule,
     )
 
 
