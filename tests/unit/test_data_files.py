@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from mkernel.backends import registry
 from mkernel.backends.accelerators.hopper import machine as hopper
 from mkernel.backends.cuda import chips
 from mkernel.errors import InputFileError
-from mkernel.topology import defaults
+from mkernel.topology.cost import LinkConstants, MachineConstants
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = tuple(
@@ -22,7 +23,8 @@ SHIPPED = tuple(
     for name in registry.names(registry.ACCELERATORS)
     if name in ("ascend", "hopper", "streams")
 )
-FILES = [defaults.FILE, chips.FILE, *(registry.accelerator(n).machine_file for n in SHIPPED)]
+DATA = sorted((ROOT / "topology" / "data").iterdir())
+FILES = [*DATA, chips.FILE, *(registry.accelerator(n).machine_file for n in SHIPPED)]
 
 
 def sections(tree: Any, where: str = "", sourced: bool = False) -> Iterator[tuple[str, bool]]:
@@ -64,8 +66,16 @@ def test_a_backend_leads_to_one_file_beside_it(name: str) -> None:
     assert constants.source
 
 
-def test_topology_holds_links_alone() -> None:
-    assert [file.name for file in (ROOT / "topology" / "data").iterdir()] == ["links.json"]
+def test_topology_holds_no_constants_of_accelerators() -> None:
+    """Those are their backends'; links, NICs and hosts are nobody's."""
+    own = (
+        MachineConstants.model_fields.keys()
+        - LinkConstants.model_fields.keys()
+        - {"name", "source"}
+    )
+    for file in DATA:
+        keys = set(re.findall(r'"(\w+)":', file.read_text()))
+        assert keys & own == set(), file
 
 
 def test_rates_are_in_the_file_alone() -> None:
