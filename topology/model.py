@@ -115,6 +115,9 @@ class Accelerator(Finite):
         default=None,
         description="what kernels are compiled for, where a source says it",
     )
+    cores: int | None = Field(
+        default=None, ge=1, description="multiprocessors, cube cores, where a source counts them"
+    )
     emulated: bool = False
 
 

@@ -11,7 +11,7 @@ from mkernel.topology.model import Topology
 from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, place
 from mkernel.topology.routing import routes
 from mkernel.topology.shared_links import SharedLinks
-from mkernel.topology.sources.chips import architecture
+from mkernel.topology.sources.chips import architecture, cores
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,18 @@ class WorldMap:
     def nodes(self) -> int:
         """Number of nodes."""
         return len(self.kinds.of)
+
+    @cached_property
+    def cores(self) -> int | None:
+        """Of the smallest of the nodes' real chips; None: there are none, or one's are not known."""
+        every = [
+            cores(one)
+            for node in self.kinds.prototypes
+            for one in node.accelerators
+            if not one.emulated
+        ]
+        known = [count for count in every if count is not None]
+        return min(known) if known and len(known) == len(every) else None
 
     @cached_property
     def placement(self) -> WorldPlacement:

@@ -17,6 +17,7 @@ from mkernel.errors import Unsupported
 from mkernel.plan import missing, ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.arguments import check_world
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import explain
@@ -26,6 +27,7 @@ from mkernel.plan.what_if import WhatIf
 from mkernel.settings import load as load_settings
 from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Model, Topology
+from mkernel.topology.sources.chips import cores
 from mkernel.topology.world_map import WorldMap, world_map
 
 
@@ -150,10 +152,11 @@ def command(
         schedule=registry.accelerator(backends.accelerator).schedule,
     )
     made, considered, pipeline = planned(world=here)
+    notes = where.notes + _assumed(here, claims)
     console = Terminal()
     if not as_json:
         console.print(render.topology(world))
-        console.print(render.plan(made, where.notes))
+        console.print(render.plan(made, notes))
     found = None
     constants = here.constants
     if constants is None and (simulated or trace_file or scaling_file):
@@ -186,7 +189,7 @@ def command(
         report = PlanReport(
             plan=made if isinstance(made, LaunchPlan) else None,
             what_if=made if isinstance(made, WhatIf) else None,
-            notes=where.notes,
+            notes=notes,
             alternatives=considered if why else (),
             simulation=found,
             scaling=tuple(points),
@@ -200,3 +203,16 @@ def command(
     for file in (trace_file, scaling_file):
         if file:
             console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+
+
+def _assumed(here: WorldMap, claims: AcceleratorCapabilities) -> tuple[str, ...]:
+    """Says so where nobody knows how many cores the chips have."""
+    unknown = [
+        one.name
+        for node in here.kinds.prototypes
+        for one in node.accelerators
+        if not one.emulated and cores(one) is None
+    ]
+    if not unknown:
+        return ()
+    return (f"nobody says how many cores {unknown[0]} has: {claims.compute_cores} are assumed",)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from typing_extensions import Self
+
 from mkernel.plan.model import DtypeName
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, KindName, Model
@@ -29,6 +31,8 @@ class AcceleratorCapabilities(Model):
     simulated: bool = False
     compute_cores: int
     comm_cores: int
+    """Blocks that plans may give to each kernel, where the described machine does not say how many
+    cores its chips have."""
     chunk_invariant: bool = True
     """Whether results are bit-identical for every chunk size."""
     stream_ordered: bool = False
@@ -66,6 +70,13 @@ class AcceleratorCapabilities(Model):
             kernels = ", ".join(self.architectures)
             return f"has kernels for {kernels} only, not for {described(device)}"
         return None
+
+    def with_cores(self, cores: int | None) -> Self:
+        """The same on chips of so many cores. None: they are not known."""
+        if cores is None:
+            return self
+        fewer = {"compute_cores": cores, "comm_cores": min(self.comm_cores, cores)}
+        return self.model_copy(update=fewer)
 
     def group_carries(self, op: str, nodes: int) -> bool:
         """Whether the process group carries the bytes of an op's calls in such a world, as far as this

@@ -105,6 +105,7 @@ def explain(
             f"accelerator {accelerator!r} does not provide {name!r}; "
             f"it provides: {', '.join(capabilities.ops) or 'nothing'}"
         )
+    capabilities = capabilities.with_cores(world.cores)
     nodes, ranks_per_node = world.nodes, world.ranks_per_node
     arguments.check_world(nodes, ranks_per_node)
     in_dtype = arguments.check_dtype("dtype", dtype, capabilities.dtypes, accelerator)

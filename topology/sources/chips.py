@@ -1,10 +1,14 @@
-"""Which chip an accelerator is: what kernels are compiled for, and constants hold for."""
+"""Which chip an accelerator is: what kernels are compiled for, constants hold for, and cores it has."""
 
 from __future__ import annotations
 
 import re
+from functools import cache
+from pathlib import Path
 
-from mkernel.topology.model import Accelerator
+from mkernel.topology.model import Accelerator, Finite
+
+_FILE = Path(__file__).parents[1] / "data" / "chips.json"
 
 _NVIDIA_DEVICES = {
     0x1D: "sm_70",
@@ -46,9 +50,41 @@ def architecture(device: Accelerator) -> str | None:
     if id_ is not None:
         return _NVIDIA_DEVICES.get(int(id_[1], 16))
     for names, found in _NVIDIA_NAMES:
-        if re.search(rf"(?<![A-Za-z0-9])({names})(?![A-Za-z0-9])", device.name):
+        if _has_word(device.name, names):
             return found
     return None
+
+
+def _has_word(name: str, words: str) -> bool:
+    return re.search(rf"(?<![A-Za-z0-9])({words})(?![A-Za-z0-9])", name) is not None
+
+
+class _Chip(Finite):
+    ids: tuple[str, ...]
+    name: str
+    cores: int
+
+
+class _Chips(Finite):
+    source: str
+    chips: tuple[_Chip, ...]
+
+
+@cache
+def _chips() -> tuple[_Chip, ...]:
+    return _Chips.from_file(_FILE, "file of chips").chips
+
+
+def cores(device: Accelerator) -> int | None:
+    """How many cores it has: what a source counted, else what products of its PCI id or name have.
+    None: unknown."""
+    if device.cores is not None or device.kind != "cuda" or device.emulated:
+        return device.cores
+    return next((chip.cores for chip in _chips() if _is(device.name, chip)), None)
+
+
+def _is(name: str, chip: _Chip) -> bool:
+    return name in chip.ids or _has_word(name, chip.name)
 
 
 def described(device: Accelerator) -> str:

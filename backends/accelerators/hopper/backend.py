@@ -96,6 +96,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 index=device.index,
                 pci=device.pci.lower(),
                 architecture=f"sm_{device.major}{device.minor}",
+                cores=device.multiprocessors,
             )
             for device in _devices()
         )

@@ -98,6 +98,7 @@ class Device:
                 name=module.get_device_name(index),
                 index=index,
                 architecture=self._architecture(index),
+                cores=self._multiprocessors(index),
             )
             for index in range(module.device_count())
         )
@@ -110,6 +111,13 @@ class Device:
             return None
         major, minor = torch.cuda.get_device_capability(index)
         return f"sm_{major}{minor}"
+
+    def _multiprocessors(self, index: int) -> int | None:
+        if self.name != "cuda":
+            return None
+        import torch
+
+        return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
     def group_options(self, timeout: timedelta) -> Any:
         """torch.distributed's options for the process group of the calls; None: its defaults."""

@@ -18,7 +18,8 @@ from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, ShapeErro
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.what_if import WhatIf
 from mkernel.topology.model import Topology
-from mkernel.topology.sources.chips import architecture
+from mkernel.topology.sources.chips import architecture, cores
+from mkernel.topology.world_map import world_map
 
 SHAPE = ("--m", "16384", "--n", "2048", "--k", "8192")
 
@@ -219,6 +220,7 @@ def test_management_ports_are_no_rails(tmp_path: Path) -> None:
     assert found.what_if.nic == "efa"
     assert found.notes == (
         "ib0, ib1: no rails: infiniband devices, which nic 'efa' does not drive",
+        "nobody says how many cores NVIDIA H100 has: 132 are assumed",
     )
     with pytest.raises(NoRoute, match="'cx7' drives no RDMA port"):
         report(tmp_path, *HOPPER, "--nic", "cx7", nodes=2)
@@ -244,6 +246,37 @@ def test_chips_by_id_and_by_name(name: str, wanted: str | None) -> None:
     assert architecture(device) == wanted
     told = device.model_copy(update={"architecture": "sm_75"})
     assert architecture(told) == "sm_75"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("10de:20b0", 108), ("GA100 [A100 SXM4 40GB]", 108), ("10de:2330", 132), ("NVIDIA H200", 132),
+        ("NVIDIA H100 PCIe", 114), ("NVIDIA H100", None), ("NVIDIA H20", 78), ("NVIDIA L40", None),
+        ("1002:74a1", None),
+    ],
+)  # fmt: skip
+def test_cores_by_id_and_by_name(name: str, wanted: int | None) -> None:
+    device = gpu(0, name=name)
+    assert cores(device) == wanted
+    assert cores(device.model_copy(update={"cores": 7})) == 7
+
+
+def test_a_plan_has_the_cores_of_the_chips_that_are_described(tmp_path: Path) -> None:
+    """Not those of the chip that the backend's constants are of."""
+    for name, count in (("NVIDIA H20", 78), ("NVIDIA H200", 132)):
+        found = report(tmp_path, *HOPPER, world=machine(name=name), nodes=1)
+        assert found.plan is not None
+        assert found.plan.schedule is not None
+        assert found.plan.schedule.model_dump()["blocks"] == count
+        assert found.notes == ()
+    mixed = machine().nodes[0]
+    fewer = mixed.accelerators[1].model_copy(update={"cores": 100})
+    known = (one.model_copy(update={"cores": 120}) for one in mixed.accelerators[2:])
+    world = worlds(mixed.model_copy(update={"accelerators": (fewer, *known)}))
+    assert world_map(world, 8, None).cores == 100
+    unknown = report(tmp_path, *HOPPER, world=machine(name="NVIDIA H100"), nodes=1)
+    assert unknown.notes == ("nobody says how many cores NVIDIA H100 has: 132 are assumed",)
 
 
 def test_json_with_everything_that_was_asked_for(tmp_path: Path) -> None:
