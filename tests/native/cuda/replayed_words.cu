@@ -15,6 +15,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <new>
@@ -421,6 +422,8 @@ int check_words(int devices, const NamedFault* planted) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    // So many that no two streams share one, where a waiting call would hold up the one that it waits for.
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
     const std::string command = argc > 1 ? argv[1] : "";
     const int devices = argc > 2 ? std::atoi(argv[2]) : 1;
     const NamedFault* planted = argc > 3 ? fault_named(argv[3]) : nullptr;
