@@ -109,6 +109,11 @@ class _Package(ModuleType):
         if name not in HOMES or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its name, as cloudpickle (of Ray, say) pickles plain modules: a function of a user's script
+        takes the modules along that it uses."""
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -139,3 +140,8 @@ def test_a_function_stays_where_a_submodule_has_its_name(first: str) -> None:
         "from mkernel import *",
         "assert callable(plan) and callable(launch) and callable(world)",
     )
+
+
+def test_the_package_pickles_by_name() -> None:
+    """Functions of a script travel to Ray's actors with the modules that they use."""
+    assert pickle.loads(pickle.dumps(mkernel)) is mkernel

@@ -1,0 +1,114 @@
+"""Ranks that torchrun, torch.multiprocessing, SLURM's srun and Ray start."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mkernel.cases.base import TOLERANCE
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+SCRIPT = Path(__file__).with_name("started_rank.py")
+LIMIT_S = 250
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Of a user who started nothing yet. Ranks find their modules where this process does."""
+    told = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_", "MKERNEL_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    return {
+        **kept,
+        "HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *filter(None, sys.path)]),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "MKERNEL_TIMEOUT_S": "100",
+    }
+
+
+def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def assert_ended(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        text, _ = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, text
+
+
+def notes(folder: Path, size: int = 2) -> list[dict[str, Any]]:
+    """What the ranks left, in the order of ranks; their results were right."""
+    found = [json.loads((folder / f"rank{rank}").read_text()) for rank in range(size)]
+    assert [note["rank"] for note in found] == list(range(size))
+    assert {note["size"] for note in found} == {size}
+    assert len({note["name"] for note in found}) == 1
+    for note in found:
+        assert max(note["errors"]) <= TOLERANCE["float32"]
+    return found
+
+
+@pytest.mark.parametrize(("how", "worlds"), [("alone", 1), ("torch", 2)])
+def test_torchrun(
+    how: str, worlds: int, torchrun: list[str], tmp_path: Path, environment: dict[str, str]
+) -> None:
+    command = [*torchrun, "--nproc-per-node", "2", str(SCRIPT), how, str(tmp_path)]
+    assert_ended(start(command, environment))
+    for note in notes(tmp_path):
+        assert note["nodes"] == 1
+        assert len(note["errors"]) == 1 + worlds
+
+
+def test_torch_multiprocessing(tmp_path: Path, environment: dict[str, str]) -> None:
+    assert_ended(start([sys.executable, str(SCRIPT), "processes", str(tmp_path)], environment))
+    for note in notes(tmp_path):
+        assert len(note["errors"]) == 3
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_srun(nodes: int, tmp_path: Path, environment: dict[str, str]) -> None:
+    """A job step of two tasks, on two nodes with a secret of the job's."""
+    step = {
+        "SLURM_JOB_ID": str(free_port() - 15000), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": ["localhost", "localhost,other"][nodes - 1],
+        "SLURM_STEP_TASKS_PER_NODE": "2" if nodes == 1 else "1(x2)",
+        "SLURM_LOCALID": "0",
+    }  # fmt: skip
+    if nodes == 2:
+        environment["MKERNEL_JOB_SECRET"] = "0123456789abcdef"
+    command = [sys.executable, str(SCRIPT), "alone", str(tmp_path)]
+    assert_ended(
+        *(start(command, {**environment, **step, "SLURM_PROCID": str(rank)}) for rank in range(2))
+    )
+    assert {note["nodes"] for note in notes(tmp_path)} == {nodes}
+
+
+def free_port() -> int:
+    """One that a SLURM job may be given."""
+    while True:
+        port = random.randrange(15000, 30000)
+        with socket.socket() as taken:
+            try:
+                taken.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs `pip install ray`")
+def test_ray_actors(tmp_path: Path, environment: dict[str, str]) -> None:
+    assert_ended(start([sys.executable, str(SCRIPT), "actors", str(tmp_path)], environment))
+    for note in notes(tmp_path):
+        assert len(note["errors"]) == 3
