@@ -110,8 +110,8 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its name, as cloudpickle (of Ray, say) pickles plain modules: a function of a user's script
-        takes the modules along that it uses."""
+        """By its name, as cloudpickle (of Ray, say) pickles plain modules: a function of a script takes
+        the modules along that it uses."""
         return import_module, (self.__name__,)
 
 

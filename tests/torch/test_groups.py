@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from groups_in_ranks import EVERY_OP, TIMEOUT_S, gathers, mesh_2x2, ranks, reduces
+from pydantic import SecretStr
 from torch import distributed
 
 import mkernel
 from mkernel.cases.base import TOLERANCE
-from mkernel.errors import PeerFailure, Timeout
+from mkernel.errors import MkernelError, PeerFailure, Timeout
+from mkernel.settings import Settings
+from mkernel.world import handshake, join
+from mkernel.world import hosts as hosts_module
+from mkernel.world.bootstrap import Bootstrap
 from mkernel.world.groups import Group
+from mkernel.world.sealing import Seal
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -174,3 +184,204 @@ def test_worlds_made_in_two_orders_end_by_the_deadline(tmp_path: Path) -> None:
         assert seconds < SHORT_S + 10
         assert f"ranks [{1 - rank}] did not come" in text
         assert "several in one order" in text
+
+
+# ---- what a group may be -------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    mesh = mesh_2x2()
+    pair = distributed.new_group([0, 1])
+    rank = distributed.get_rank()
+    wrong: dict[str, Callable[[], object]] = {
+        "a mesh of two dimensions": lambda: mkernel.init(mesh, accelerator="streams"),
+        "no group": lambda: mkernel.init("tp", accelerator="streams"),  # type: ignore[arg-type]
+        "no world yet": lambda: mkernel.world(mesh["dp"]),
+        "no world of that name": lambda: gathers("dp"),
+        "no default world": lambda: gathers(None),
+    }
+    if rank > 1:
+        wrong["not in it"] = lambda: mkernel.init(pair, accelerator="streams")
+    found = {name: refused(call) for name, call in wrong.items()}
+    tp = mkernel.init(mesh["tp"], accelerator="streams", timeout_s=TIMEOUT_S)
+    found["twice"] = refused(lambda: mkernel.init(mesh["tp"].get_group()))
+    found["a second default"] = refused(mkernel.init)
+    found["another name"] = refused(lambda: gathers("other"))
+    assert gathers(None) <= LIMIT
+    tp.close()
+    found["ended"] = refused(lambda: gathers(tp))
+    found["of an ended one"] = refused(lambda: gathers(tp.name))
+    tp.close()
+    return found
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except MkernelError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_what_is_no_group_is_refused_by_name(tmp_path: Path) -> None:
+    everywhere = ranks(refusals, tmp_path)
+    for rank, found in enumerate(everywhere):
+        assert set(found) - {"not in it"} == set(everywhere[0])
+        for name, (kind, said) in {
+            "a mesh of two dimensions": ("ArgumentError", "of 1 dimension, such as mesh['dp']"),
+            "no group": ("ArgumentError", "expected a torch.distributed.ProcessGroup, or a DeviceMesh"),
+            "no world yet": ("NotInitialized", "call mkernel.init(group=...)"),
+            "no world of that name": ("NotInitialized", "no world of group 'dp'"),
+            "no default world": ("NotInitialized", "call mkernel.init() first"),
+            "twice": ("AlreadyInitialized", "mkernel.finalize(group="),
+            "a second default": ("AlreadyInitialized", "pass group="),
+            "another name": ("NotInitialized", "this process is in worlds '"),
+            "ended": ("NotInitialized", "has ended"),
+            "of an ended one": ("NotInitialized", "no world of group"),
+            **({"not in it": ("ArgumentError", "a group without this rank")} if rank > 1 else {}),
+        }.items():  # fmt: skip
+            assert found[name].startswith(f"{kind}: "), name
+            assert said in found[name], name
+
+
+def on_hosts(hosts: str, secret: str, group: list[int]) -> tuple[int, float] | str:
+    """A group's world where each rank of the job takes itself to be on a host of its own choice."""
+    made = distributed.new_group(group)
+    mine = distributed.get_rank()
+    if mine not in group:
+        return ""
+    settings = Settings().model_copy(
+        update={"timeout_s": TIMEOUT_S, "job_secret": SecretStr(secret)}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (handshake, hosts_module, join):
+            patch.setattr(module, "host_identity", lambda: f"{hosts[mine]}/boot/pid")
+        try:
+            world = mkernel.init(made, accelerator="streams", settings=settings)
+        except MkernelError as error:
+            return f"{type(error).__name__}: {error}"
+        return world.identity.nodes, gathers(made)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "group", "nodes"),
+    [("aabb", [0, 1, 2, 3], 2), ("abab", [0, 2], 1), ("abab", [1, 2], 2), ("abcd", [0, 1, 3], 3)],
+)
+def test_hosts_of_a_group_are_found(
+    hosts: str, group: list[int], nodes: int, tmp_path: Path
+) -> None:
+    everywhere = ranks(on_hosts, tmp_path, hosts, "0123456789abcdef", group)
+    for found in (everywhere[rank] for rank in group):
+        assert not isinstance(found, str), found
+        assert found[0] == nodes
+        assert found[1] <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("hosts", "secret", "group", "said"),
+    [
+        ("abab", "0123456789abcdef", [0, 1, 2, 3], "ranks on a: 0, 2; b: 1, 3 is not legal"),
+        ("aaab", "0123456789abcdef", [1, 2, 3], "ranks on a: 1, 2; b: 3 is not legal"),
+        ("aabb", "", [0, 1, 2, 3], "MKERNEL_JOB_SECRET = '' is not legal"),
+    ],
+    ids=["mixed", "unequal", "several without a secret"],
+)
+def test_hosts_that_do_not_fit_are_refused(
+    hosts: str, secret: str, group: list[int], said: str, tmp_path: Path
+) -> None:
+    everywhere = ranks(on_hosts, tmp_path, hosts, secret, group)
+    for rank in group:
+        assert said in str(everywhere[rank])
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+def called_from_threads() -> list[float]:
+    """Two threads of a process that call two worlds of one rank each, as fast as they can."""
+    own = {rank: [distributed.new_group([rank]) for _ in range(2)] for rank in range(2)}
+    groups = own[distributed.get_rank()]
+    for group in groups:
+        mkernel.init(group, accelerator="ascend", timeout_s=TIMEOUT_S)
+    found: list[float] = []
+
+    def calls(group: Group) -> None:
+        for turn in range(20):
+            found.append(gathers(group, turn))
+            found.append(reduces(groups[turn % 2], turn))
+
+    threads = [threading.Thread(target=calls, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    for found in ranks(called_from_threads, tmp_path, size=2):
+        assert len(found) == 80
+        assert max(found) <= LIMIT
+
+
+class Gathers(torch.autograd.Function):
+    """Backward calls an op of the same world, on autograd's own thread where the device has one."""
+
+    @staticmethod
+    def forward(context: Any, a: torch.Tensor, name: str) -> torch.Tensor:
+        context.name = name
+        return a.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return mkernel.gemm_all_reduce(
+            torch.eye(16), gradients[0].contiguous(), group=context.name
+        ), None
+
+
+def backward_beside_forward() -> bool:
+    mesh = mesh_2x2()
+    for dimension in ("tp", "dp"):
+        mkernel.init(mesh[dimension], accelerator="streams", timeout_s=TIMEOUT_S)
+    right = True
+    for turn in range(5):
+        a = torch.full((16, 32), float(turn), requires_grad=True)
+        made = Gathers.apply(a, mkernel.world(mesh["tp"]).name)  # type: ignore[no-untyped-call]
+        assert gathers(mesh["dp"], turn) <= LIMIT
+        behind = threading.Thread(target=lambda made=made: made.sum().backward())
+        behind.start()
+        behind.join()
+        right &= a.grad is not None and bool((a.grad == 2).all())
+    return right
+
+
+def test_backward_on_another_thread(tmp_path: Path) -> None:
+    assert ranks(backward_beside_forward, tmp_path) == [True] * 4
+
+
+# ---- trust ---------------------------------------------------------------------------------------
+
+
+def forged(name: str) -> str:
+    """What a rank raises where a stranger overwrites a message of rank 1 in the group's own store."""
+    publish = Bootstrap.publish
+
+    def published(self: Bootstrap, key: str, value: Any) -> None:
+        publish(self, key, value)
+        if key == name:
+            message: Any = Seal(b"a stranger's secret").close(key, b'"forged"')
+            self._store.set(key, message)
+
+    group = distributed.new_group([0, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bootstrap, "publish", published)
+        return refused(
+            lambda: mkernel.init(group, accelerator="streams", timeout_s=TIMEOUT_S).barrier()
+        )
+
+
+@pytest.mark.parametrize("name", ["nonce/1", "host/1", "hello/1"])
+def test_messages_in_a_groups_store_are_signed(name: str, tmp_path: Path) -> None:
+    for said in ranks(forged, tmp_path, name, size=2):
+        assert said.startswith("Untrusted: "), said
+        assert name in said
