@@ -158,3 +158,15 @@ def test_the_native_modules_load_without_a_driver() -> None:
             _cuda.devices()
         with pytest.raises(_cuda.CudaError):
             _hopper.ControlBlock()
+
+
+def test_the_number_of_the_first_call_is_written_where_native_code_says() -> None:
+    """Before any peer maps the memory: the epoch, and each copy of it that copy engines read."""
+    try:
+        from mkernel.backends.accelerators.hopper import _hopper
+    except ImportError:
+        pytest.skip("built without nvcc")
+    offsets = _hopper.epoch_offsets()
+    assert len(set(offsets)) == len(offsets) == 1 + _hopper.MAX_COPIED_CHUNKS
+    assert offsets[0] == 0
+    assert all(offset % 8 == 0 and offset < 64 << 10 for offset in offsets)
