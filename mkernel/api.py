@@ -68,7 +68,8 @@ def plan(
             head_dim=, causal=`` for ring attention.
 
     Raises:
-        UnknownOp, Unsupported, ShapeError, DtypeError, ArgumentError, NoRoute.
+        UnknownOp, ShapeError, DtypeError, ArgumentError, NoRoute. Unsupported: the accelerator lacks
+        the op, or something else is missing to launch it (`mkernel plan` shows such calls as what-ifs).
     """
     live = _lifecycle.current() if _lifecycle.is_initialized() else None
     if live is not None:

@@ -25,9 +25,9 @@ from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.plan.simulate import Simulation, trace
 from mkernel.plan.what_if import WhatIf
 from mkernel.settings import load as load_settings
-from mkernel.topology.cost import constants_for
+from mkernel.topology.cost import MachineConstants, constants_for
 from mkernel.topology.model import Model, Topology
-from mkernel.topology.sources.chips import cores
+from mkernel.topology.sources.chips import cores, described
 from mkernel.topology.world_map import WorldMap, world_map
 
 
@@ -126,7 +126,7 @@ def command(
     mapped = partial(
         world_map,
         ranks_per_node=where.ranks_per_node,
-        constants=constants_for(claims.constants, constants_file or settings.constants),
+        constants=constants_for(_own(claims, world), constants_file or settings.constants),
         group=claims.process_group,
         pinning=settings.pinning,
     )
@@ -152,7 +152,7 @@ def command(
         schedule=registry.accelerator(backends.accelerator).schedule,
     )
     made, considered, pipeline = planned(world=here)
-    notes = where.notes + _assumed(here, claims)
+    notes = where.notes + _assumed(made, here, claims)
     console = Terminal()
     if not as_json:
         console.print(render.topology(world))
@@ -205,10 +205,21 @@ def command(
             console.print(f"wrote {file}", highlight=False, soft_wrap=True)
 
 
-def _assumed(here: WorldMap, claims: AcceleratorCapabilities) -> tuple[str, ...]:
+def _own(claims: AcceleratorCapabilities, world: Topology) -> MachineConstants | None:
+    """The backend's constants, where it runs on these chips."""
+    alike = {id(node.accelerators): node.accelerators for node in world.nodes}  # copies share them
+    fits = all(claims.misfit(one) is None for devices in alike.values() for one in devices)
+    return claims.constants if fits else None
+
+
+def _assumed(
+    made: LaunchPlan | WhatIf, here: WorldMap, claims: AcceleratorCapabilities
+) -> tuple[str, ...]:
     """Says so where nobody knows how many cores the chips have."""
+    if isinstance(made, WhatIf) and made.prediction is None:
+        return ()
     unknown = [
-        one.name
+        described(one)
         for node in here.kinds.prototypes
         for one in node.accelerators
         if not one.emulated and cores(one) is None

@@ -101,6 +101,8 @@ def _elsewhere(
         passed_over = tuple(f"not on {other.name}: it {other.detail}" for other in others)
     claims = registry.accelerator(name).capabilities_on(device.kind)
     if len(world.nodes) == 1 or claims.process_group:
+        if nic not in (None, AUTO):
+            registry.nic(nic)  # it is not used, but a misspelt name is told
         return PlannedWorld(
             world, ranks_per_node, Backends(name, None, None), claims, True, passed_over
         )

@@ -14,7 +14,14 @@ from devices import world as worlds
 from shipped import constants_of
 
 from mkernel.cli.plan import PlanReport, command
-from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, ShapeError, Unsupported
+from mkernel.errors import (
+    ArgumentError,
+    BackendUnavailable,
+    NoRoute,
+    ShapeError,
+    UnknownBackend,
+    Unsupported,
+)
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.what_if import WhatIf
 from mkernel.topology.model import Topology
@@ -193,6 +200,7 @@ def test_chips_that_no_backend_knows(tmp_path: Path) -> None:
 def test_a_simulator_runs_on_no_device(tmp_path: Path) -> None:
     asked = what_if(tmp_path, "--accelerator", "ascend", world=machine("cx", "ascend", name="NPU"))
     assert asked.missing[0] == "accelerator 'ascend' is a simulator, and NPU is a real device"
+    assert asked.prediction is None
 
 
 def test_a_world_has_all_accelerators_of_its_nodes(tmp_path: Path) -> None:
@@ -220,7 +228,7 @@ def test_management_ports_are_no_rails(tmp_path: Path) -> None:
     assert found.what_if.nic == "efa"
     assert found.notes == (
         "ib0, ib1: no rails: infiniband devices, which nic 'efa' does not drive",
-        "nobody says how many cores NVIDIA H100 has: 132 are assumed",
+        "nobody says how many cores NVIDIA H100 (sm_90) has: 132 are assumed",
     )
     with pytest.raises(NoRoute, match="'cx7' drives no RDMA port"):
         report(tmp_path, *HOPPER, "--nic", "cx7", nodes=2)
@@ -276,7 +284,7 @@ def test_a_plan_has_the_cores_of_the_chips_that_are_described(tmp_path: Path) ->
     world = worlds(mixed.model_copy(update={"accelerators": (fewer, *known)}))
     assert world_map(world, 8, None).cores == 100
     unknown = report(tmp_path, *HOPPER, world=machine(name="NVIDIA H100"), nodes=1)
-    assert unknown.notes == ("nobody says how many cores NVIDIA H100 has: 132 are assumed",)
+    assert unknown.notes == ("nobody says how many cores NVIDIA H100 (sm_90) has: 132 are assumed",)
 
 
 def test_json_with_everything_that_was_asked_for(tmp_path: Path) -> None:
@@ -324,6 +332,7 @@ def test_a_world_of_a_thousand_nodes_is_small(tmp_path: Path) -> None:
         ((), machine(nodes=3), ArgumentError, "--nodes = 16 .*3, the nodes of"),
         (("--m", "100"), None, ShapeError, "m = 100"),
         (("--path", "library"), None, Unsupported, "library path"),
+        (("--nic", "cx8"), None, UnknownBackend, "cx8"),
     ],
 )
 def test_what_cannot_be_planned_is_said(
