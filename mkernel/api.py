@@ -108,6 +108,7 @@ def plan(
             constants,
             group=claims.process_group,
             pinning=settings.pinning,
+            nics=selection.nic_use(backends.nic, settings),
         )
     return _plan(
         op,

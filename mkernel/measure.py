@@ -53,7 +53,7 @@ def measure(ranks: int, nic: str, verbs: str) -> MachineConstants:
         UnknownBackend, BackendUnavailable: the NIC cannot be used here.
     """
     subject = NicSubject(nic, verbs)
-    subject.device()
+    subject.port()
     try:
         memory = subject.run(_through_memory, 2)[0]
         wire = subject.run(_through_nic, 2)[0]

@@ -17,6 +17,7 @@ from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.printable import one_line
 from mkernel.settings import AUTO, Settings
+from mkernel.topology.lanes import ANY_NIC, NicUse
 from mkernel.topology.model import Accelerator, KindName, Nic
 from mkernel.topology.rails import most_served
 from mkernel.topology.sources.chips import described
@@ -240,6 +241,11 @@ def usual_world(
 
 
 # ---- NICs ----------------------------------------------------------------------------------------
+
+
+def nic_use(nic: str | None, settings: Settings) -> NicUse:
+    """What plans of a world make of its NIC backend. UnknownBackend, BackendUnavailable."""
+    return ANY_NIC if nic is None else registry.nic(nic).use(settings.nic_settings)
 
 
 def chosen_nic(verbs: str = AUTO) -> str:

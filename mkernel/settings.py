@@ -44,7 +44,8 @@ class NicSettings(BaseModel):
         None,
         ge=1,
         le=8,
-        description="devices a rank uses; None: all alike that are nearest to it",
+        description="devices a rank uses; None: all alike that are nearest to it; the same on all "
+        "ranks, as are qps and stripe_bytes",
     )
     qps: int = Field(1, ge=1, le=8, description="queue pairs (QPs) per peer and rail")
     stripe_bytes: int = Field(
@@ -69,6 +70,10 @@ class NicSettings(BaseModel):
     )
     soft_library: str | None = Field(None, description="path of the software provider's library")
     system_library: str = Field("libibverbs.so.1", description="name or path of the system's verbs")
+
+
+PLANNED_SETTINGS = {"rails", "qps", "stripe_bytes"}
+"""Settings of NICs that plans decide by; the same on all ranks."""
 
 
 class Settings(BaseSettings):

@@ -29,7 +29,8 @@ NOT_PINNED = Pinning()
 
 
 class Seat(Model):
-    """What a local rank has on every node of a kind: accelerator, NICs (best first), proxy CPUs."""
+    """What a local rank has on every node of a kind: accelerator, NICs that it uses (best first), proxy
+    CPUs."""
 
     accelerator: str
     nics: tuple[str, ...] = ()
@@ -115,10 +116,12 @@ def place(
     *,
     nics: bool = True,
     pinning: Pinning = NOT_PINNED,
+    most_rails: int | None = None,
 ) -> WorldPlacement:
     """Places ``ranks_per_node`` ranks on each node, node by node.
 
-    Local rank i gets the node's i-th accelerator, or the one that ``pinning`` gives it.
+    Local rank i gets the node's i-th accelerator, or the one that ``pinning`` gives it, and of that
+    one's NICs those that can share a put evenly, ``most_rails`` at most.
     ``nics=False`` leaves NICs and proxies out, for worlds of one node.
 
     Raises:
@@ -131,7 +134,9 @@ def place(
         sites=tuple(
             Site(
                 nodes=kinds.nodes(kind),
-                seats=_seats(node, kinds.nodes(kind)[0][0], ranks_per_node, nics, pinning),
+                seats=_seats(
+                    node, kinds.nodes(kind)[0][0], ranks_per_node, nics, pinning, most_rails
+                ),
             )
             for kind, node in enumerate(kinds.prototypes)
         )
@@ -139,7 +144,12 @@ def place(
 
 
 def _seats(
-    node: Node, number: int, ranks_per_node: int, nics: bool, pinning: Pinning
+    node: Node,
+    number: int,
+    ranks_per_node: int,
+    nics: bool,
+    pinning: Pinning,
+    most_rails: int | None,
 ) -> tuple[Seat, ...]:
     """``number``: of the first such node, for messages."""
     used = _pinned_accelerators(node, number, ranks_per_node, pinning)
@@ -147,7 +157,7 @@ def _seats(
     return tuple(
         Seat(
             accelerator=one.id,
-            nics=tuple(nic.id for nic in affinity.get(one.id, ())),
+            nics=tuple(nic.id for nic in _alike(affinity.get(one.id, ()))[:most_rails]),
             proxy_cpus=cpus_near(node, affinity[one.id][0]) if affinity.get(one.id) else (),
         )
         for one in used
@@ -247,7 +257,7 @@ def usable_nics(node: Node) -> tuple[Nic, ...]:
     return tuple(nic for nic in node.nics if nic.active and nic.kind != "ethernet")
 
 
-def rails(nics: Sequence[Nic]) -> tuple[Nic, ...]:
+def _alike(nics: Sequence[Nic]) -> tuple[Nic, ...]:
     """The NICs that can share a rank's puts evenly. ``nics`` come best first: the first one counts, and
     all that have its kind, link layer and speed."""
     return tuple(

@@ -34,9 +34,6 @@ class Way(Model):
 
     kind: RouteKind
     rails: tuple[Rail, ...] = ()
-    stripe_bytes: int | None = Field(
-        None, ge=1, description="messages from this size on use all rails, smaller ones the first"
-    )
     src_relay: int | None = Field(None, ge=0)
     dst_relay: int | None = Field(None, ge=0)
     staged: tuple[Literal["source", "destination"], ...] = ()
@@ -57,8 +54,6 @@ class Way(Model):
                 f"a route of kind {self.kind!r} with {len(self.rails)} rails and relays "
                 f"{self.src_relay}, {self.dst_relay}"
             )
-        if (self.stripe_bytes is not None) != (len(self.rails) > 1):
-            raise ValueError("stripe_bytes belongs to routes of several rails, and to those only")
         return self
 
 
@@ -113,6 +108,11 @@ class RouteTable(Model):
     def by_ends(self) -> Mapping[Ends, RouteClass]:
         """The classes, to look up."""
         return {one.ends: one for one in self.classes}
+
+    @property
+    def several_rails(self) -> bool:
+        """Whether some ranks are joined by more than one rail."""
+        return any(len(one.rails) > 1 for one in self.classes)
 
     def route(self, placement: WorldPlacement, src: int, dst: int) -> Route:
         """The route of an ordered pair. KeyError: ``src == dst``, or out of range."""

@@ -290,8 +290,6 @@ def _way(
         "bandwidth_gbs": min(limits),
         "latency_us": latency,
     }
-    if len(rails) > 1:
-        fields["stripe_bytes"] = _stripe_bytes(rails, min(limits), constants)
     return Way(**fields)
 
 
@@ -306,15 +304,6 @@ def _matched(
     out = [nic for nic in leaving if src.rail[nic.id] not in by_rail]
     into = [nic for nic in arriving if nic.id not in taken]
     yield from zip(out, into, strict=False)
-
-
-def _stripe_bytes(rails: Sequence[Rail], together: float, constants: LinkConstants) -> int:
-    """The n with n/B1 = (R-1)·signal + n/BR: every further rail costs one more put and its signal."""
-    one = rails[0].bandwidth_gbs
-    if together <= one:
-        return 1 << 62  # the device's own link is the limit: no message gains
-    extra = (len(rails) - 1) * constants.signal_us
-    return max(1, round(extra / (1 / (one * 1e3) - 1 / (together * 1e3))))
 
 
 def _missing(ends: Ends, placement: WorldPlacement, src: _Side, dst: _Side) -> str:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from mkernel.topology.cost import LinkConstants, MachineConstants
 from mkernel.topology.kinds import NodeKinds, node_kinds
+from mkernel.topology.lanes import ANY_NIC, NicPlan, NicUse, nic_schedule
 from mkernel.topology.model import Topology
 from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, place
 from mkernel.topology.routing import routes
@@ -24,6 +25,7 @@ class WorldMap:
         constants: of its machines. None: nobody knows any, and links are as they are rated.
         group: a process group carries what crosses nodes, so that ranks have no NICs.
         pinning: what the user decided of the placement.
+        nics: what plans make of the world's NIC backend.
     """
 
     kinds: NodeKinds
@@ -31,6 +33,7 @@ class WorldMap:
     constants: MachineConstants | None
     group: bool = False
     pinning: Pinning = NOT_PINNED
+    nics: NicUse = ANY_NIC
 
     @property
     def nodes(self) -> int:
@@ -54,7 +57,20 @@ class WorldMap:
         """Of every rank; with NICs where there are several nodes and no process group. ArgumentError,
         as :func:`mkernel.topology.placement.place`."""
         nics = self.nodes > 1 and not self.group
-        return place(self.kinds, self.ranks_per_node, nics=nics, pinning=self.pinning)
+        return place(
+            self.kinds,
+            self.ranks_per_node,
+            nics=nics,
+            pinning=self.pinning,
+            most_rails=self.nics.rails,
+        )
+
+    @cached_property
+    def nic_plan(self) -> NicPlan:
+        """What NIC sessions follow, where they carry what crosses nodes. NoRoute, as ``links``."""
+        table = self.links.table
+        schedule = nic_schedule(self.nics, several_rails=table.several_rails)
+        return NicPlan(self.placement, table, schedule)
 
     @cached_property
     def links(self) -> SharedLinks:
@@ -86,12 +102,13 @@ def world_map(
     *,
     group: bool = False,
     pinning: Pinning = NOT_PINNED,
+    nics: NicUse = ANY_NIC,
 ) -> WorldMap:
     """The map of these nodes, each with so many ranks; the rest is as in :class:`WorldMap`.
     ``constants`` of other chips than the nodes have count as None: no chip stands in for another."""
     kinds = node_kinds(topology)
     known = constants if constants is None or _hold(constants, kinds) else None
-    return WorldMap(kinds, ranks_per_node, known, group, pinning)
+    return WorldMap(kinds, ranks_per_node, known, group, pinning, nics)
 
 
 def _hold(constants: MachineConstants, kinds: NodeKinds) -> bool:

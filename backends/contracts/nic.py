@@ -9,6 +9,7 @@ from typing import ClassVar
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import NicError, Unsupported
 from mkernel.settings import NicSettings
+from mkernel.topology.lanes import NicUse, RankLanes
 from mkernel.topology.model import KindName, Model, Nic
 
 NO_SIGNAL = 0xFFFFFFFF
@@ -30,6 +31,17 @@ class NicCapabilities(Model):
 
 
 @dataclass(frozen=True)
+class LaneStatistics:
+    """What one queue pair to a peer was given of puts: RDMA messages, and bytes of data."""
+
+    peer: int
+    port: str
+    """Id of the port of this rank that it is on."""
+    messages: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class NicStatistics:
     """Counters of one rank's proxy since ``start``."""
 
@@ -43,10 +55,15 @@ class NicStatistics:
     """Regions registered now, by how: host memory, device memory by dmabuf, by peermem."""
     dmabuf_regions: int = 0
     peermem_regions: int = 0
+    lanes: tuple[LaneStatistics, ...] = ()
+    """Of each peer in the order of :meth:`NicSession.address`, its lanes in theirs."""
 
 
 class NicSession(ABC):
     """One rank's opened NIC with its proxy thread and command FIFO.
+
+    It reaches each peer over the lanes that the plan gives it, cuts puts as the plan says, and has
+    nothing to choose (:class:`mkernel.topology.lanes.NicSchedule`).
 
     Order of use: ``address`` for each peer → exchange → ``connect`` → ``start`` → (``register`` →
     exchange → ``bind``) for each region → puts → ``close``. Regions may be added and taken out while
@@ -63,11 +80,13 @@ class NicSession(ABC):
 
     @abstractmethod
     def address(self, peer: int) -> str:
-        """Opaque text that rank ``peer`` hands to its own ``connect`` to reach this rank."""
+        """Opaque text that rank ``peer`` hands to its own ``connect`` to reach this rank.
+        ArgumentError: the plan's rails to it are none that this session has opened."""
 
     @abstractmethod
     def connect(self, peer: int, address: str) -> None:
-        """Connect to ``peer`` by what its ``address(this rank)`` returned."""
+        """Connect to ``peer`` by what its ``address(this rank)`` returned. ArgumentError: it follows
+        another plan; names what differs."""
 
     @abstractmethod
     def register(self, region: int, address: int, nbytes: int) -> str:
@@ -144,7 +163,9 @@ class NicBackend(ABC):
     name: ClassVar[str]
     providers: ClassVar[tuple[str, ...]]
     max_rails: ClassVar[int] = 1
-    """Devices that one session can use."""
+    """Ports that one session can use."""
+    max_queue_pairs: ClassVar[int] = 1
+    """Queue pairs that two ranks can have on a rail."""
     kinds: ClassVar[tuple[KindName, ...]] = ()
     """Kinds of devices that it drives; ``auto`` takes it where a machine's rails are of them. Empty: by
     name only."""
@@ -162,7 +183,21 @@ class NicBackend(ABC):
     def probe(self, verbs: str) -> tuple[Nic, ...]:
         """The devices that provider offers; empty where it is not usable."""
 
+    def use(self, settings: NicSettings) -> NicUse:
+        """What plans make of the settings on this backend: no more than it can do. Pure."""
+        return NicUse(
+            rails=min(settings.rails or self.max_rails, self.max_rails),
+            queue_pairs=min(settings.qps, self.max_queue_pairs),
+            stripe_bytes=settings.stripe_bytes,
+        )
+
     @abstractmethod
-    def open(self, device: str, verbs: str, rank: int, settings: NicSettings) -> NicSession:
-        """Open a device by its probed ``name``, or several, joined by commas, up to ``max_rails``.
-        Raises BackendUnavailable."""
+    def open(self, verbs: str, lanes: RankLanes, settings: NicSettings) -> NicSession:
+        """Open a rank's ports, as probed, to reach its peers over these lanes.
+
+        Args:
+            settings: of queues, time-outs and packets; what ``lanes`` decides is not read there.
+
+        Raises:
+            BackendUnavailable: it cannot be opened, or cannot follow that plan; says why.
+        """

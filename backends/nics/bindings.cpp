@@ -100,11 +100,21 @@ PYBIND11_MODULE(_nics, m) {
         .def_readonly("queue_depth", &nics::ProxyStatistics::queue_depth)
         .def_readonly("stalls", &nics::ProxyStatistics::stalls);
 
+    py::class_<nics::LaneCounts>(m, "LaneCounts")
+        .def_readonly("peer", &nics::LaneCounts::peer)
+        .def_readonly("lane", &nics::LaneCounts::lane)
+        .def_readonly("rail", &nics::LaneCounts::rail)
+        .def_readonly("messages", &nics::LaneCounts::messages)
+        .def_readonly("bytes", &nics::LaneCounts::bytes);
+
     py::class_<nics::Session>(m, "Session")
         .def("capabilities", [](nics::Session& s) { return s.nic().capabilities(); })
         .def(
-            "add_peer", [](nics::Session& s, std::uint32_t peer) { return s.nic().add_peer(peer); },
-            py::arg("peer"), Unlocked())
+            "add_peer",
+            [](nics::Session& s, std::uint32_t peer, const std::vector<std::uint32_t>& rails) {
+                return s.nic().add_peer(peer, rails);
+            },
+            py::arg("peer"), py::arg("rails"), Unlocked())
         .def(
             "connect",
             [](nics::Session& s, std::uint32_t peer, const std::vector<nics::Endpoint>& remote) {
@@ -149,6 +159,7 @@ PYBIND11_MODULE(_nics, m) {
         .def("flush", &nics::Session::flush, py::arg("timeout_s"), Unlocked())
         .def("statistics", &nics::Session::statistics)
         .def("registrations", &nics::Session::registrations)
+        .def("lanes", &nics::Session::lanes)
         .def("failure", &nics::Session::failure)
         .def("close", &nics::Session::close, Unlocked());
 
@@ -187,7 +198,6 @@ PYBIND11_MODULE(_nics, m) {
         .def(py::init<>())
         .def_readwrite("queue_depth", &nics::verbs::Options::queue_depth)
         .def_readwrite("receive_depth", &nics::verbs::Options::receive_depth)
-        .def_readwrite("qps", &nics::verbs::Options::qps)
         .def_readwrite("stripe_bytes", &nics::verbs::Options::stripe_bytes)
         .def_readwrite("rnr_retry", &nics::verbs::Options::rnr_retry)
         .def_readwrite("traffic_class", &nics::verbs::Options::traffic_class)

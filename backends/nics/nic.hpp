@@ -4,7 +4,8 @@
 // inject_failure, close) come from one thread at a time, the session's; add_peer and connect end
 // before the proxy starts, close comes after it has stopped, those on memory may run beside it. The
 // data path (put, ring, poll, mark, reached_mark, arm, settle) belongs to the proxy thread alone.
-// capabilities(), registrations() and failure() may be called by any thread.
+// capabilities(), registrations() and failure() may be called by any thread, lanes() by any once the
+// peers are added.
 //
 // The data path neither allocates nor locks, except once, when it records the first failure.
 #pragma once
@@ -90,6 +91,15 @@ struct Endpoint {
     std::uint32_t credit_rkey = 0;
 };
 
+// What one lane, a queue pair to a peer, has been given of puts so far.
+struct LaneCounts {
+    std::uint32_t peer = 0;
+    std::uint32_t lane = 0;  // of the peer's
+    std::uint32_t rail = 0;  // our port, by its place among those opened
+    std::uint64_t messages = 0;
+    std::uint64_t bytes = 0;
+};
+
 // Region numbers are below this, so that their tables never move while the proxy reads them.
 inline constexpr std::uint32_t kMaxRegions = 1024;
 // At most so many descriptors are slept on.
@@ -133,9 +143,10 @@ class Nic {
 
     [[nodiscard]] virtual Capabilities capabilities() const = 0;
 
-    // Makes the queue pairs that `peer` will connect to; then connects them to those that the peer
-    // made for us, as many as both have. SetupError.
-    virtual std::vector<Endpoint> add_peer(std::uint32_t peer) = 0;
+    // Makes a lane, a queue pair that `peer` will connect to, on each of these rails, which may come
+    // several times; then connects them, one by one, to those that the peer made for us. SetupError.
+    virtual std::vector<Endpoint> add_peer(std::uint32_t peer,
+                                           std::span<const std::uint32_t> rails) = 0;
     virtual void connect(std::uint32_t peer, const std::vector<Endpoint>& remote) = 0;
 
     virtual RemoteKey register_memory(std::uint32_t region, const LocalMemory& memory) = 0;
@@ -147,6 +158,8 @@ class Nic {
     virtual void deregister_memory(std::uint32_t region) = 0;
     // How many regions are registered now, by how.
     [[nodiscard]] virtual Registrations registrations() const = 0;
+    // Every lane, by peer in the order of add_peer; as they were before close().
+    [[nodiscard]] virtual std::vector<LaneCounts> lanes() const = 0;
 
     // Makes a path to `peer` fail, through the NIC's own error machinery. For tests.
     virtual void inject_failure(std::uint32_t peer) = 0;

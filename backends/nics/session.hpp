@@ -42,6 +42,7 @@ class Session {
     [[nodiscard]] ProxyStatistics statistics() const;
     // As they were before close.
     [[nodiscard]] Registrations registrations() const { return nic_->registrations(); }
+    [[nodiscard]] std::vector<LaneCounts> lanes() const { return nic_->lanes(); }
     [[nodiscard]] std::optional<Failure> failure() const;
     void close();
 

@@ -11,9 +11,17 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mkernel.backends.contracts.nic import NO_SIGNAL, NicCapabilities, NicSession, NicStatistics
+from mkernel.backends.contracts.nic import (
+    NO_SIGNAL,
+    LaneStatistics,
+    NicCapabilities,
+    NicSession,
+    NicStatistics,
+)
 from mkernel.backends.nics import _nics
 from mkernel.errors import ArgumentError, MkernelError, NicError, Timeout
+from mkernel.plan.model import first_difference
+from mkernel.topology.lanes import RankLanes
 
 __all__ = ["MAX_REGIONS", "NO_SIGNAL", "PUT_TIMEOUT_S", "Address", "Key", "NativeSession"]
 
@@ -26,7 +34,8 @@ PUT_TIMEOUT_S = 30.0
 _U24 = Annotated[int, Field(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
-_MAX_TEXT = 1 << 14
+_Port = Annotated[str, Field(max_length=256)]
+_MAX_TEXT = 1 << 15
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound="_Message")
 _Mtu = Literal[256, 512, 1024, 2048, 4096]
@@ -51,12 +60,34 @@ class Lane(_Message):
     credit_rkey: _U32
 
 
+class PairPlan(_Message):
+    """What the plan of an address' sender says of the two ranks. ``rails``: its port, the other's."""
+
+    rails: Annotated[list[tuple[_Port, _Port]], Field(min_length=1, max_length=MAX_RAILS)]
+    queue_pairs: Annotated[int, Field(ge=1, le=MAX_LANES)]
+    stripe_bytes: _U64 | None
+
+    @classmethod
+    def of(cls, lanes: RankLanes, peer: int) -> PairPlan:
+        """What a rank's plan says of it and a peer."""
+        return cls(
+            rails=[(pair.own, pair.peers) for pair in lanes.rails(peer)],
+            queue_pairs=lanes.schedule.queue_pairs,
+            stripe_bytes=lanes.schedule.stripe_bytes,
+        )
+
+    def seen_from_the_other_end(self) -> PairPlan:
+        """The same, as the other rank says it."""
+        return self.model_copy(update={"rails": [(theirs, own) for own, theirs in self.rails]})
+
+
 class Address(_Message):
     """How a rank reaches the queue pairs that a peer made for it."""
 
     nic: str = Field(max_length=64)
     rank: _U32
     peer: _U32
+    plan: PairPlan
     lanes: Annotated[list[Lane], Field(min_length=1, max_length=MAX_LANES)]
 
 
@@ -88,9 +119,11 @@ def _parse(model: type[_M], argument: str, text: object) -> _M:
 class NativeSession(NicSession):
     """A NIC session on top of the native one. See :class:`NicSession` for the order of use."""
 
-    def __init__(self, nic: str, rank: int, native: _nics.Session) -> None:
+    def __init__(self, nic: str, lanes: RankLanes, native: _nics.Session) -> None:
         self._nic = nic
-        self._rank = rank
+        self._lanes = lanes
+        self._rank = lanes.rank
+        self._ports = [port.id for port in lanes.ports]
         self._native = native
         self._closed = False
 
@@ -100,9 +133,23 @@ class NativeSession(NicSession):
 
     def address(self, peer: int) -> str:
         """Make queue pairs for ``peer``; the text that it hands to its own ``connect``."""
-        ends = self._setup(lambda: self._native.add_peer(peer))
-        lanes = [Lane.model_validate(end, from_attributes=True) for end in ends]
-        return Address(nic=self._nic, rank=self._rank, peer=peer, lanes=lanes).model_dump_json()
+        pairs = self._lanes.to(peer)
+        for pair in pairs:
+            if pair.own not in self._ports:
+                raise ArgumentError(
+                    f"lanes.rails({peer})",
+                    f"from port {pair.own!r}",
+                    f"ports that rank {self._rank} opens: {', '.join(self._ports)}",
+                )
+        rails = [self._ports.index(pair.own) for pair in pairs]
+        ends = self._setup(lambda: self._native.add_peer(peer, rails))
+        return Address(
+            nic=self._nic,
+            rank=self._rank,
+            peer=peer,
+            plan=PairPlan.of(self._lanes, peer),
+            lanes=[Lane.model_validate(end, from_attributes=True) for end in ends],
+        ).model_dump_json()
 
     def connect(self, peer: int, address: str) -> None:
         """Connect to ``peer`` by what its ``address(this rank)`` returned."""
@@ -112,6 +159,14 @@ class NativeSession(NicSession):
                 "address",
                 f"that of {parsed.nic} rank {parsed.rank} for rank {parsed.peer}",
                 f"what {self._nic} rank {peer} made for rank {self._rank}",
+            )
+        theirs = parsed.plan.seen_from_the_other_end().model_dump()
+        found = first_difference(theirs, PairPlan.of(self._lanes, peer).model_dump(), "nics")
+        if found:
+            raise ArgumentError(
+                "address",
+                f"rank {peer}'s, whose plan has {found[0]} = {found[1]!r}",
+                f"the plan of rank {self._rank}, which has {found[2]!r}",
             )
         ends = [_nics.Endpoint(**lane.model_dump()) for lane in parsed.lanes]
         self._setup(lambda: self._native.connect(peer, ends), peer)
@@ -224,6 +279,10 @@ class NativeSession(NicSession):
             host_regions=regions.host,
             dmabuf_regions=regions.dmabuf,
             peermem_regions=regions.peermem,
+            lanes=tuple(
+                LaneStatistics(lane.peer, self._ports[lane.rail], lane.messages, lane.bytes)
+                for lane in self._native.lanes()
+            ),
         )
 
     def failure(self) -> NicError | None:

@@ -12,13 +12,12 @@ from mkernel.backends.contracts.nic import NicBackend, NicSession
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable
 from mkernel.settings import NicSettings
+from mkernel.topology.lanes import RankLanes
 from mkernel.topology.model import Nic
 
 _OPTIONS = (
     "queue_depth",
     "receive_depth",
-    "qps",
-    "stripe_bytes",
     "rnr_retry",
     "qp_timeout",
     "retry_count",
@@ -27,6 +26,7 @@ _OPTIONS = (
     "gid_index",
 )
 """Settings that native options have by the same name."""
+NEVER_STRIPED = (1 << 64) - 1
 _REINSTALL = "reinstall mkernel: its native NIC module is missing or does not fit this Python"
 
 
@@ -35,6 +35,7 @@ class VerbsBackend(NicBackend):
 
     providers: ClassVar[tuple[str, ...]] = ("soft", "system")
     max_rails: ClassVar[int] = 8
+    max_queue_pairs: ClassVar[int] = 8
 
     def serves(self, nic: Nic) -> bool:
         """Whether this kind of device has such queue pairs."""
@@ -85,13 +86,14 @@ class VerbsBackend(NicBackend):
             return ()
         return tuple(nic for nic in list_nics(verbs) if self.serves(nic))
 
-    def open(self, device: str, verbs: str, rank: int, settings: NicSettings) -> NicSession:
-        """Open a device by its probed ``name`` or ``id`` (``name:port``), or several as rails.
+    def open(self, verbs: str, lanes: RankLanes, settings: NicSettings) -> NicSession:
+        """Open the ports of a rank's lanes.
 
         Raises:
             BackendUnavailable: no such provider or device, it lacks what is needed, or it does not
-                come up.
+                come up; or more ports or queue pairs than it can have.
         """
+        self._can_follow(lanes)
         try:
             from mkernel.backends.nics import _nics
             from mkernel.backends.nics.provider import library_of, peermem_module
@@ -100,13 +102,10 @@ class VerbsBackend(NicBackend):
             raise BackendUnavailable(
                 f"nic {self.name!r} does not load: {error}; {_REINSTALL}"
             ) from error
-        ports = []
-        for each in device.split(","):
-            name, _, port = each.partition(":")
-            ports.append(_nics.PortName(name, int(port) if port.isdecimal() else 1))
         options = _nics.Options()
         for field in _OPTIONS:
             setattr(options, field, getattr(settings, field))
+        options.stripe_bytes = lanes.schedule.stripe_bytes or NEVER_STRIPED
         options.peermem = peermem_module() is not None
         try:
             library = library_of(verbs, settings)
@@ -115,11 +114,31 @@ class VerbsBackend(NicBackend):
                 library,
                 {
                     "library": library,
-                    "ports": ports,
+                    "ports": [_nics.PortName(nic.name, nic.port) for nic in lanes.ports],
                     "options": options,
                     "fifo_slots": settings.fifo_slots,
                 },
             )
         except (OSError, RuntimeError) as error:
             raise BackendUnavailable(f"nic {self.name!r} on verbs {verbs!r}: {error}") from error
-        return NativeSession(self.name, rank, native)
+        return NativeSession(self.name, lanes, native)
+
+    def _can_follow(self, lanes: RankLanes) -> None:
+        ids = [nic.id for nic in lanes.ports]
+        for what, found, most in (
+            ("ports", len(ids), self.max_rails),
+            (
+                "queue pairs of two ranks on each rail",
+                lanes.schedule.queue_pairs,
+                self.max_queue_pairs,
+            ),
+        ):
+            if not 1 <= found <= most:
+                raise BackendUnavailable(
+                    f"nic {self.name!r}: the plan has {found} {what} for rank {lanes.rank}; a session "
+                    f"has 1 to {most}"
+                )
+        if len(set(ids)) < len(ids):
+            raise BackendUnavailable(
+                f"nic {self.name!r}: the plan has a port twice for rank {lanes.rank}: {', '.join(ids)}"
+            )

@@ -129,6 +129,7 @@ def command(
         constants=constants_for(_own(claims, world), constants_file or settings.constants),
         group=claims.process_group,
         pinning=settings.pinning,
+        nics=selection.nic_use(backends.nic, settings),
     )
     here = mapped(world)
 

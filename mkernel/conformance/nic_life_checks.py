@@ -32,9 +32,11 @@ from mkernel.harness.nic_ranks import (
 )
 from mkernel.harness.outcome import CheckFailed, CheckSkipped
 from mkernel.settings import NicSettings
+from mkernel.topology.lanes import RankLanes, nic_schedule
 from mkernel.topology.model import Nic
 
 _KIB = 1 << 10
+_NO_PORT = "mkernel-nonexistent"
 _NOWHERE = "/nonexistent/libmkernel-conformance.so"
 
 
@@ -62,7 +64,7 @@ def capabilities(subject: NicSubject) -> None:
         f"{subject.verbs!r} is not among providers {backend.providers}",
     )
     _status(backend, subject.verbs)
-    device = subject.device()
+    port = subject.port()
     session = subject.session(0)
     try:
         claimed = session.capabilities()
@@ -76,19 +78,22 @@ def capabilities(subject: NicSubject) -> None:
         require(statistics == NicStatistics(0, 0, 0, 0, 0, 0), f"a new session's {statistics}")
     finally:
         session.close()
-    for nic, verbs in (("mkernel-nonexistent", subject.verbs), (device, _NOWHERE)):
+    missing = port.model_copy(update={"id": _NO_PORT, "name": _NO_PORT})
+    for nic, verbs in ((missing, subject.verbs), (port, _NOWHERE)):
         _opens_not(backend, nic, verbs)
 
 
-def _opens_not(backend: NicBackend, nic: str, verbs: str) -> None:
+def _opens_not(backend: NicBackend, nic: Nic, verbs: str) -> None:
     """``open`` of what is not there raises BackendUnavailable."""
+    settings = NicSettings()
+    schedule = nic_schedule(backend.use(settings), several_rails=False)
     try:
-        opened = backend.open(nic, verbs, 0, NicSettings())
+        opened = backend.open(verbs, RankLanes.between_equals(0, (nic,), schedule), settings)
     except BackendUnavailable as error:
         require(bool(str(error)), "BackendUnavailable without a word")
         return
     opened.close()
-    raise CheckFailed(f"open({nic!r}, {verbs!r}) succeeded; expected BackendUnavailable")
+    raise CheckFailed(f"open of {nic.id!r} on {verbs!r} succeeded; expected BackendUnavailable")
 
 
 def _status(backend: NicBackend, verbs: str) -> None:

@@ -34,6 +34,8 @@ from mkernel.harness.outcome import CheckFailed, CheckSkipped, HarnessError
 from mkernel.selection import chosen_verbs
 from mkernel.settings import AUTO, NicSettings
 from mkernel.settings import load as load_settings
+from mkernel.topology.lanes import RankLanes, nic_schedule
+from mkernel.topology.model import Nic
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -204,28 +206,37 @@ class NicSubject:
         if verbs == AUTO:
             verbs = chosen_verbs(name)
         subject = cls(name, verbs, quick, seed)
-        subject.device()
+        subject.port()
         return subject
 
     def backend(self) -> NicBackend:
         """The backend itself. UnknownBackend, BackendUnavailable."""
         return registry.nic(self.name)
 
-    def device(self) -> str:
-        """Name of the first active device."""
+    def port(self) -> Nic:
+        """The first active port."""
         backend = self.backend()
         status = backend.status(self.verbs)
         if not status.usable:
             raise BackendUnavailable(f"{self}: {status.detail}; {status.remedy}")
-        active = [nic.name for nic in backend.probe(self.verbs) if nic.active]
+        active = [nic for nic in backend.probe(self.verbs) if nic.active]
         if not active:
             raise BackendUnavailable(f"{self}: usable, but probe() finds no active device")
         return active[0]
 
+    def lanes(self, rank: int, **settings: Any) -> RankLanes:
+        """What a rank's session follows: all ranks use the first active port."""
+        use = self.backend().use(self._with(settings))
+        schedule = nic_schedule(use, several_rails=False)
+        return RankLanes.between_equals(rank, (self.port(),), schedule)
+
     def session(self, rank: int, **settings: Any) -> NicSession:
-        """Open the device in this process."""
-        values = NicSettings.model_validate({**self.settings.model_dump(), **settings})
-        return self.backend().open(self.device(), self.verbs, rank, values)
+        """Open the port in this process."""
+        lanes = self.lanes(rank, **settings)
+        return self.backend().open(self.verbs, lanes, self._with(settings))
+
+    def _with(self, settings: Mapping[str, Any]) -> NicSettings:
+        return NicSettings.model_validate({**self.settings.model_dump(), **settings})
 
     def scale(self, whole: int, quick: int) -> int:
         """``whole``, or ``quick`` where a quick run was asked for; at least 1."""

@@ -20,6 +20,7 @@ from typing_extensions import Self
 from mkernel.errors import ArgumentError
 from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.schedule import AnySchedule, Schedule
+from mkernel.topology.lanes import NicSchedule
 from mkernel.topology.model import Model
 from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.routes import Route, RouteTable
@@ -127,6 +128,10 @@ class CommonPart(Model):
     )
     placement: WorldPlacement
     routes: RouteTable
+    nics: NicSchedule | None = Field(
+        None,
+        description="how a NIC backend lays puts on the routes' rails; None: none carries them",
+    )
     prediction: Prediction | None = Field(
         None, description="None: there are no constants of the chips"
     )
@@ -223,6 +228,8 @@ class LaunchPlan(CommonPart):
                 f"a route of kind {untaken.kind!r}{', staged' * bool(untaken.staged)}: no backend "
                 "takes it, and a plan holds none"
             )
+        if (self.nics is None) != (self.nic is None):
+            raise ValueError(f"a plan with nic {self.nic!r} has the NIC schedule {self.nics!r}")
         return self
 
 

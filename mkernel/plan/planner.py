@@ -235,6 +235,7 @@ def _planned(
         carrier=claims.carrier if group and len(placement) > 1 else None,
         placement=placement,
         routes=links.table,
+        nics=where.nic_plan.schedule if between.nic else None,
     )
     found = schedule(
         ScheduleRequest(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mkernel.errors import PlanMismatch, Timeout
@@ -20,7 +20,11 @@ still in one of them; of older ones it names the digest."""
 class Agreement:
     """The calls that all ranks of one world have agreed on."""
 
-    def __init__(self, exchange: Exchange, failure: FailureMonitor) -> None:
+    def __init__(
+        self, exchange: Exchange, failure: FailureMonitor, check: Callable[[LaunchPlan], None]
+    ) -> None:
+        """``check`` raises where this world cannot follow a plan, before anybody is told of it."""
+        self._check = check
         self._exchange = exchange
         self._failure = failure
         self._agreed: Recent[str, bool] = Recent()  # what is not kept is agreed on again
@@ -37,6 +41,8 @@ class Agreement:
         number = self._failure.call[0] + 1
         key = _key(plan, places) if places else plan.digest()
         known = self._agreed[key] is not None
+        if not known:
+            self._check(plan)
         # Until a rank has agreed its heartbeat shows no plan: its message in the agreement names it.
         self._failure.call = (number, key if known else "")
         if not known:

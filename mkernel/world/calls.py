@@ -55,7 +55,7 @@ class Calls:
         self._session = membership.session
         self._fifo = membership.session.fifo if membership.session else 0
         self._exchange = exchange
-        self._agreement = Agreement(exchange, failure)
+        self._agreement = Agreement(exchange, failure, membership.check)
         self._failure = failure
         self._running = failure.running
         # Without order a put may still be repeated after the peer has seen it. On an ordered NIC the

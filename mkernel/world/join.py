@@ -16,14 +16,14 @@ from mkernel import machine
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicSession
-from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, PlanMismatch, Unsupported
+from mkernel.errors import ArgumentError, BackendUnavailable, PlanMismatch, Unsupported
 from mkernel.plan import missing
-from mkernel.plan.model import first_difference
-from mkernel.selection import SOFT, SYSTEM
-from mkernel.settings import Settings
+from mkernel.plan.model import LaunchPlan, first_difference
+from mkernel.selection import SOFT, SYSTEM, nic_use
+from mkernel.settings import PLANNED_SETTINGS, Settings
 from mkernel.topology.cost import constants_for
+from mkernel.topology.lanes import NicPlan
 from mkernel.topology.model import Topology
-from mkernel.topology.placement import rails
 from mkernel.topology.world_map import WorldMap, world_map
 from mkernel.world.devices import Chosen
 from mkernel.world.exchange import Exchange
@@ -117,6 +117,7 @@ class Membership:
             constants_for(claims.constants, self._settings.constants),
             group=claims.process_group,
             pinning=self._settings.pinning,
+            nics=nic_use(self._backends.nic, self._settings),
         )
         lacks = missing.of_world(self._backends.accelerator, claims, self.map.kinds)
         if lacks:
@@ -152,6 +153,20 @@ class Membership:
         if hasattr(self, "heap"):
             self.heap.close(quiet=quiet)
 
+    def check(self, plan: LaunchPlan) -> None:
+        """ArgumentError where the NIC sessions do not follow a plan: they were opened for another."""
+        if self.session is None:
+            return
+        given = plan.nics and NicPlan(plan.placement, plan.routes, plan.nics).decisions()
+        found = first_difference(given, self.map.nic_plan.decisions(), "plan")
+        if found:
+            raise ArgumentError(
+                found[0],
+                repr(found[1]),
+                f"{found[2]!r}, as the NIC sessions of this world were opened; plan with its topology "
+                "and settings, or make a world with those of the plan",
+            )
+
     # ---- meeting -------------------------------------------------------------------------------
 
     def _meet(self) -> dict[int, Peer]:
@@ -163,6 +178,7 @@ class Membership:
             "nic": self._backends.nic,
             "verbs": self._backends.verbs,
             "signals": self._settings.signals,
+            "nic_settings": self._settings.nic_settings.model_dump(include=PLANNED_SETTINGS),
         }
         rank = self._me.rank
         self._exchange.publish(
@@ -238,17 +254,8 @@ class Membership:
         status = backend.status(verbs)
         if not status.usable:
             raise BackendUnavailable(f"nic {name!r} on {verbs!r}: {status.detail}; {status.remedy}")
-        here = self.map.placement[me.rank]
-        if not here.nics:
-            raise NoRoute(
-                f"rank {me.rank} on node {me.node} has no active NIC towards other nodes; "
-                "see `mkernel doctor`"
-            )
-        nics = {nic.id: nic for nic in self.topology.nodes[me.node].nics}
-        alike = rails([nics[nic] for nic in here.nics])
-        used = alike[: min(settings.nic_settings.rails or len(alike), backend.max_rails)]
-        devices = ",".join(n.name if n.port == 1 else f"{n.name}:{n.port}" for n in used)
-        session = backend.open(devices, verbs, me.rank, settings.nic_settings)
+        lanes = self.map.nic_plan.of_rank(me.rank, self.topology.nodes[me.node].nics)
+        session = backend.open(verbs, lanes, settings.nic_settings)
         self._undo.callback(session.close)
         if session.fifo == 0:
             raise BackendUnavailable(
@@ -262,6 +269,6 @@ class Membership:
         addresses = self._exchange.collect(f"nic/{me.rank}", far)
         for peer in far:
             session.connect(peer, addresses[peer])
-        session.start(self.heap.pad, here.proxy_cpus)
+        session.start(self.heap.pad, self.map.placement[me.rank].proxy_cpus)
         self.session = self.heap.session = self._failure.session = session
         self._exchange.barrier()  # nobody puts before every queue pair is ready to receive

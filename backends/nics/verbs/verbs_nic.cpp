@@ -15,12 +15,9 @@ VerbsNic::VerbsNic(std::shared_ptr<const Verbs> verbs, const std::vector<PortNam
       max_message_(UINT32_MAX),
       traits_(traits),
       regions_(new LocalRegion[kMaxRegions]) {
-    if (ports.empty() || ports.size() > kMaxRails || options.qps == 0 ||
-        ports.size() * options.qps > kMaxLanes) {
-        throw SetupError(std::to_string(ports.size()) + " rails with " +
-                         std::to_string(options.qps) + " queue pairs each; use 1 to " +
-                         std::to_string(kMaxRails) + " rails and at most " +
-                         std::to_string(kMaxLanes) + " queue pairs in all");
+    if (ports.empty() || ports.size() > kMaxRails) {
+        throw SetupError(std::to_string(ports.size()) + " rails; use 1 to " +
+                         std::to_string(kMaxRails));
     }
     for (const PortName& name : ports) {
         const auto index = static_cast<std::uint32_t>(rails_.size());
@@ -49,7 +46,7 @@ void VerbsNic::close() {
 
 Capabilities VerbsNic::capabilities() const {
     Capabilities c;
-    c.ordered = traits_.in_order && rails_.size() * options_.qps == 1;
+    c.ordered = traits_.in_order && most_lanes_ == 1;
     c.max_message_bytes = max_message_;
     c.max_inline_bytes = max_inline_;
     c.immediate_data = true;
@@ -62,7 +59,8 @@ Capabilities VerbsNic::capabilities() const {
     return c;
 }
 
-std::vector<Endpoint> VerbsNic::add_peer(std::uint32_t rank) {
+std::vector<Endpoint> VerbsNic::add_peer(std::uint32_t rank,
+                                         std::span<const std::uint32_t> rails) {
     if (rank >= kMaxPeers) {
         throw SetupError("peer " + std::to_string(rank) + " is out of range; at most " +
                          std::to_string(kMaxPeers) + " ranks");
@@ -71,8 +69,16 @@ std::vector<Endpoint> VerbsNic::add_peer(std::uint32_t rank) {
     if (peers_[rank]) {
         throw SetupError("peer " + std::to_string(rank) + " already has queue pairs");
     }
-    const auto rails = static_cast<std::uint32_t>(rails_.size());
-    const std::uint32_t count = rails * options_.qps;
+    const auto count = static_cast<std::uint32_t>(rails.size());
+    if (count == 0 || count > kMaxLanes) {
+        throw SetupError("peer " + std::to_string(rank) + " is to have " + std::to_string(count) +
+                         " queue pairs; use 1 to " + std::to_string(kMaxLanes));
+    }
+    for (const std::uint32_t rail : rails) {
+        if (rail < rails_.size()) continue;
+        throw SetupError("peer " + std::to_string(rank) + " is to have a queue pair on rail " +
+                         std::to_string(rail) + " of " + std::to_string(rails_.size()));
+    }
     auto peer = std::make_unique<Peer>();
     peer->rank = rank;
     peer->words.reset(new Words[count]);
@@ -88,7 +94,7 @@ std::vector<Endpoint> VerbsNic::add_peer(std::uint32_t rank) {
         Lane& lane = *peer->lanes.back();
         lane.rank = rank;
         lane.number = i;
-        lane.rail = i % rails;  // the first lanes are on different rails: see connect
+        lane.rail = rails[i];
         lane.words = &peer->words[i];
         lane.words_key = peer->words_mrs[lane.rail]->lkey;
         lane.landing = {reinterpret_cast<std::uint64_t>(&lane.words->landing),
@@ -104,10 +110,13 @@ std::vector<Endpoint> VerbsNic::add_peer(std::uint32_t rank) {
         endpoints.push_back(std::move(mine));
     }
     if (failed()) throw SetupError(failure()->message);
+    for (const auto& lane : peer->lanes) {
+        lane->counts = &counts_.emplace_back(rank, lane->number, lane->rail);
+    }
+    most_lanes_ = std::max(most_lanes_.load(), count);
     peers_[rank] = std::move(peer);
-    lane_count_ += count;
-    ready_.reserve(lane_count_);
-    owing_.reserve(lane_count_);
+    ready_.reserve(counts_.size());
+    owing_.reserve(counts_.size());
     return endpoints;
 }
 
@@ -116,11 +125,11 @@ void VerbsNic::connect(std::uint32_t rank, const std::vector<Endpoint>& remote) 
     if (peer.connected) {
         throw SetupError("peer " + std::to_string(rank) + " is connected already");
     }
-    if (remote.empty()) {
-        throw SetupError("peer " + std::to_string(rank) + " has no queue pair for this rank");
+    if (remote.size() != peer.lanes.size()) {
+        throw SetupError("peer " + std::to_string(rank) + " made " + std::to_string(remote.size()) +
+                         " queue pairs for this rank, which made " +
+                         std::to_string(peer.lanes.size()) + " for it; both must follow one plan");
     }
-    // Ends with more lanes than the other leave those that are over.
-    peer.lanes.resize(std::min(peer.lanes.size(), remote.size()));
     for (const auto& lane : peer.lanes) {
         const Endpoint& end = remote[lane->number];
         if (end.rail >= kMaxRails || end.receives == 0) {
@@ -219,6 +228,16 @@ Registrations VerbsNic::registrations() const {
     return {registered_[static_cast<std::size_t>(Rung::host)],
             registered_[static_cast<std::size_t>(Rung::dmabuf)],
             registered_[static_cast<std::size_t>(Rung::peermem)]};
+}
+
+std::vector<LaneCounts> VerbsNic::lanes() const {
+    std::vector<LaneCounts> found;
+    for (const Counts& each : counts_) {
+        found.push_back({each.peer, each.lane, each.rail,
+                         each.messages.load(std::memory_order_relaxed),
+                         each.bytes.load(std::memory_order_relaxed)});
+    }
+    return found;
 }
 
 void VerbsNic::inject_failure(std::uint32_t rank) {

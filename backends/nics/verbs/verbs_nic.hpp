@@ -2,10 +2,10 @@
 // becomes messages and how these become signals, credits, failures and events. A backend adds how
 // a queue pair is made and how it is posted to.
 //
-// Lanes. A peer is reached over `qps` queue pairs on each rail; each is a *lane*. Lane i of one side
-// is joined to lane i of the other. A put of `stripe_bytes` or more is spread: every lane carries
-// its share. A smaller one takes one lane, in turns. So there is no order between puts where there
-// are several lanes.
+// Lanes. A peer is reached over the queue pairs that add_peer made for it; each is a *lane*. Lane i
+// of one side is joined to lane i of the other. A put of `stripe_bytes` or more is spread: every
+// lane carries its share. A smaller one takes one lane, in turns. So there is no order between puts
+// where there are several lanes.
 //
 // Signals. A put of one message carries its signal as that message's immediate; so does one of
 // several messages on a lane that keeps order, with the last. All else is a group, whose immediates
@@ -22,6 +22,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -39,7 +40,6 @@ namespace mkernel::nics::verbs {
 struct Options {
     std::uint32_t queue_depth = 128;     // requests in flight on a queue pair
     std::uint32_t receive_depth = 4096;  // receives posted on a queue pair
-    std::uint32_t qps = 1;               // queue pairs per peer and rail
     std::uint64_t stripe_bytes = 256 << 10;
     std::uint8_t rnr_retry = 6;
     // The rest applies to RC alone.
@@ -58,13 +58,15 @@ class VerbsNic : public Nic {
     static_assert(2 * kMaxRails <= kMaxDescriptors);
 
     ~VerbsNic() override;
-    std::vector<Endpoint> add_peer(std::uint32_t peer) override;
+    std::vector<Endpoint> add_peer(std::uint32_t peer,
+                                   std::span<const std::uint32_t> rails) override;
     void connect(std::uint32_t peer, const std::vector<Endpoint>& remote) override;
     RemoteKey register_memory(std::uint32_t region, const LocalMemory& memory) override;
     void bind(std::uint32_t region, std::uint32_t peer, const RemoteKey& key) override;
     void withdraw(std::uint32_t region) override;
     void deregister_memory(std::uint32_t region) override;
     Registrations registrations() const override;
+    std::vector<LaneCounts> lanes() const override;
     void inject_failure(std::uint32_t peer) override;
     Capabilities capabilities() const override;
     PutResult put(const transport::PutCommand& command, PutCursor& cursor) override;
@@ -84,6 +86,14 @@ class VerbsNic : public Nic {
         alignas(64) std::uint64_t taken_here = 0;   // what is written to the peer
         alignas(64) std::uint64_t landing = 0;      // receives point here; nothing ever comes
     };
+    // LaneCounts that the proxy thread alone writes; they outlive the lane.
+    struct Counts {
+        std::uint32_t peer = 0;
+        std::uint32_t lane = 0;
+        std::uint32_t rail = 0;
+        std::atomic<std::uint64_t> messages{0};
+        std::atomic<std::uint64_t> bytes{0};
+    };
     struct Lane {
         virtual ~Lane() = default;
         std::uint32_t rank = 0;  // of the peer
@@ -96,6 +106,7 @@ class VerbsNic : public Nic {
         std::uint64_t completed = 0;  // all up to this one are known complete
         std::uint64_t marked = 0;
         bool listed_ready = false;
+        Counts* counts = nullptr;
 
         std::uint64_t told = 0;     // immediates staged, ever
         std::uint64_t allowed = 0;  // how many the peer is known to have room for
@@ -217,7 +228,8 @@ class VerbsNic : public Nic {
     std::vector<int> descriptors_;
     std::optional<ibv_wc> flushed_;  // a flush seen before its cause
     std::uint32_t polls_ = 0;
-    std::uint32_t lane_count_ = 0;
+    std::deque<Counts> counts_;                  // of all lanes, at addresses that stay
+    std::atomic<std::uint32_t> most_lanes_{1};  // that a peer has
 };
 
 }  // namespace mkernel::nics::verbs

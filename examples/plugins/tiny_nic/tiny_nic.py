@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from mkernel.backends.contracts.nic import (
     NO_SIGNAL,
+    LaneStatistics,
     NicBackend,
     NicCapabilities,
     NicSession,
@@ -36,10 +37,13 @@ class TinyNic(NicBackend):
         nic = Nic(id="tiny0", kind="soft", name="tiny0", emulated=True)
         return (nic,) if verbs in self.providers else ()
 
-    def open(self, device, verbs, rank, settings):
-        if device not in [nic.name for nic in self.probe(verbs)]:
-            raise BackendUnavailable(f"tinynic has no device {device!r} on {verbs!r}")
-        return TinySession(rank)
+    def open(self, verbs, lanes, settings):
+        names = [port.name for port in lanes.ports]
+        if names != [nic.name for nic in self.probe(verbs)] or lanes.schedule.queue_pairs != 1:
+            raise BackendUnavailable(
+                f"tinynic opens tiny0 once on 'sockets', not {names} on {verbs!r}"
+            )
+        return TinySession(lanes.rank)
 
 
 class TinySession(NicSession):
@@ -48,7 +52,7 @@ class TinySession(NicSession):
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(b"\0" + self._secret[:8].encode())
         self._listener.listen(128)
-        self._to, self._from, self._threads = {}, [], []
+        self._to, self._sent, self._from, self._threads = {}, {}, [], []
         self._regions, self._bound = {}, {}
         self._sending, self._counting = threading.Lock(), threading.Lock()
         self._count = dict.fromkeys(("puts", "put_bytes", "signals_sent", "signals_raised"), 0)
@@ -66,6 +70,7 @@ class TinySession(NicSession):
         )
 
     def address(self, peer):
+        self._sent[peer] = [0, 0]
         return json.dumps(self._secret)
 
     def connect(self, peer, address):
@@ -115,6 +120,7 @@ class TinySession(NicSession):
                 raise self._fail(peer, error) from error
             self._count["puts"] += 1
             self._count["put_bytes"] += nbytes
+            self._sent[peer][:] = self._sent[peer][0] + 1, self._sent[peer][1] + nbytes
             self._count["signals_sent"] += signal != NO_SIGNAL
 
     def _receive(self, connection):
@@ -143,7 +149,8 @@ class TinySession(NicSession):
         return self._failure is None  # the kernel has a copy of all that was sent
 
     def statistics(self):
-        return NicStatistics(**self._count, queue_depth=0, stalls=0)
+        lanes = (LaneStatistics(to, "tiny0", *sent) for to, sent in self._sent.items())
+        return NicStatistics(**self._count, queue_depth=0, stalls=0, lanes=tuple(lanes))
 
     def failure(self):
         return self._failure

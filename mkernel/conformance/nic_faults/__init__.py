@@ -7,6 +7,7 @@ Rows of :data:`FAULTS` are by the backend that they wrap; a check that no row tr
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from mkernel.conformance.nic_faults.flags import HOLD_NS, Flags
 from mkernel.conformance.nic_faults.wrappers import DataLater, Opener, Put, Relayed, Session
 from mkernel.errors import NicError
 from mkernel.settings import NicSettings
+from mkernel.topology.lanes import RankLanes
 
 
 def _session(base: type[Any] = Session, **methods: Callable[..., Any]) -> Plant:
@@ -70,10 +72,23 @@ def _raise_if_unusable(self: Opener, verbs: str) -> Status:
     return found
 
 
-def _open_anything(
-    self: Opener, device: str, verbs: str, rank: int, settings: NicSettings
+def _open_anything(self: Opener, verbs: str, lanes: RankLanes, settings: NicSettings) -> NicSession:
+    return Opener.open(self, "soft", replace(lanes, ports=self.probe("soft")[:1]), settings)
+
+
+def _open_what_it_can(
+    self: Opener, verbs: str, lanes: RankLanes, settings: NicSettings
 ) -> NicSession:
-    return Opener.open(self, self.probe("soft")[0].name, "soft", rank, settings)
+    most = min(lanes.schedule.queue_pairs, self.max_queue_pairs)
+    schedule = lanes.schedule.model_copy(update={"queue_pairs": most})
+    return Opener.open(self, verbs, replace(lanes, schedule=schedule), settings)
+
+
+def _connect_to_any(self: Session, peer: int, address: str) -> None:
+    told = json.loads(address)
+    own = self.lanes.schedule
+    told["plan"] |= {"queue_pairs": own.queue_pairs, "stripe_bytes": own.stripe_bytes}
+    self.inner.connect(peer, json.dumps(told))
 
 
 _HELD = {"MKERNEL_SOFTVERBS_HOLD_NS": str(HOLD_NS)}
@@ -93,7 +108,7 @@ _ON_RC: tuple[Row, ...] = (
             _session(sessions.SignalBeforeTail)),
     planted(Opener, "RelaxedFlag",
             "The flag is a write behind its data, to memory with relaxed ordering.", "visibility",
-            _session(Flags), settings={"qps": 1}, environment=_RELAXED),
+            _session(Flags), schedule={"queue_pairs": 1}, environment=_RELAXED),
     planted(Opener, "PeersOfTwoBits", "Ranks above 3 are taken for those below.", "worlds",
             _puts(lambda put: [put._replace(peer=put.peer & 3)])),
     planted(Opener, "CutsOddSizes", "The last byte of an odd size does not travel.", "sizes",
@@ -172,6 +187,14 @@ _ON_RC: tuple[Row, ...] = (
             "capabilities", status=_raise_if_unusable),
     planted(Opener, "OpensAnything", "Open takes any device name.", "capabilities",
             open=_open_anything),
+    planted(Opener, "QueuePairsUnused", "There is one queue pair, whatever the plan says.", "plan",
+            schedule={"queue_pairs": 1}),
+    planted(Opener, "NeverStripes", "The plan's stripe is not heeded.", "plan",
+            schedule={"stripe_bytes": 1 << 40}),
+    planted(Opener, "OpensWhatItCan", "Of too many queue pairs it makes as many as it can.", "plan",
+            open=_open_what_it_can),
+    planted(Opener, "ConnectsToAny", "A peer's plan is taken for the own one.", "plan",
+            _session(connect=_connect_to_any)),
     planted(Opener, "ClaimsNothing", "Capabilities give a message size of 0.", "capabilities",
             _answers("capabilities",
                      lambda found: found.model_copy(update={"max_message_bytes": 0}))),
@@ -192,7 +215,8 @@ HONEST: tuple[Row, ...] = (
             "sizes order flush registration reopen"),
     planted(Opener, "FlagBehindData",
             "Breaks nothing: on one RC queue pair, in strictly ordered memory, a flag may be a write "
-            "behind its data.", "visibility in-flight", _session(Flags), settings={"qps": 1}),
+            "behind its data.", "visibility in-flight", _session(Flags),
+            schedule={"queue_pairs": 1}),
     planted(Opener, "HonestLibrary", "Breaks nothing: the library between passes everything on.",
             "visibility in-flight", around=EfaNic, mistake="none"),
 )

@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +20,7 @@ from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.rows import forwards
 from mkernel.harness.nic_ranks import Memory
 from mkernel.settings import NicSettings
+from mkernel.topology.lanes import NicUse, RankLanes
 from mkernel.topology.model import Nic
 
 
@@ -50,7 +52,10 @@ class Put(NamedTuple):
 
 @forwards(NicSession)
 class Session(NicSession):
-    """An honest session around another. ``regions``: address and size of those registered."""
+    """An honest session around another. ``regions``: address and size of those registered. ``lanes``:
+    that it was opened with."""
+
+    lanes: RankLanes
 
     def __init__(self, inner: NicSession) -> None:
         self.inner = inner
@@ -77,16 +82,18 @@ class Opener(NicBackend):
 
     Attributes:
         around: that backend. session: what is put around its sessions.
-        environment, settings: changed before a device is opened. mistake: made at the verbs, by a
-            library between the backend and the software device (``softverbs/planted.cpp``).
+        environment, settings, schedule: changed before a device is opened. mistake: made at the verbs,
+            by a library between the backend and the software device (``softverbs/planted.cpp``).
     """
 
     name: ClassVar[str] = "a planted fault"
     around: ClassVar[type[VerbsBackend]] = Cx7Nic
     providers: ClassVar[tuple[str, ...]] = Cx7Nic.providers
+    max_queue_pairs: ClassVar[int] = Cx7Nic.max_queue_pairs
     session: ClassVar[type[Any]] = Session
     environment: ClassVar[Mapping[str, str]] = {}
     settings: ClassVar[Mapping[str, Any]] = {}
+    schedule: ClassVar[Mapping[str, Any]] = {}
     mistake: ClassVar[str] = ""
 
     def status(self, verbs: str) -> Status:
@@ -95,14 +102,20 @@ class Opener(NicBackend):
     def probe(self, verbs: str) -> tuple[Nic, ...]:
         return self.around().probe(verbs)
 
-    def open(self, device: str, verbs: str, rank: int, settings: NicSettings) -> NicSession:
+    def use(self, settings: NicSettings) -> NicUse:
+        return self.around().use(settings)
+
+    def open(self, verbs: str, lanes: RankLanes, settings: NicSettings) -> NicSession:
         os.environ.update(self.environment)
         if self.mistake:
             os.environ["MKERNEL_PLANTED_MISTAKE"] = self.mistake
             library = Path(library_of(SOFT, settings))
             verbs = str(library.with_name("libmkernel_planted_verbs.so"))
         settings = settings.model_copy(update=dict(self.settings))
-        session: NicSession = self.session(self.around().open(device, verbs, rank, settings))
+        schedule = lanes.schedule.model_copy(update=dict(self.schedule))
+        lanes = replace(lanes, schedule=schedule)
+        session: Session = self.session(self.around().open(verbs, lanes, settings))
+        session.lanes = lanes
         return session
 
 

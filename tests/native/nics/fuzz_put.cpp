@@ -158,12 +158,14 @@ struct Sink final : SignalSink {
     bool early = false;
 };
 
-// With two lanes, over which puts from 4 KiB on are spread.
+// The rails of two lanes.
+constexpr std::array<std::uint32_t, 2> kLanes{0, 0};
+
+// With puts from 4 KiB on spread over two lanes.
 std::unique_ptr<Nic> open(const std::string& nic, const std::string& library) {
     if (nic != "cx7" && nic != "efa") throw std::runtime_error("no NIC " + nic + "; cx7 or efa");
     testing::Setup setup;
     setup.srd = nic == "efa";
-    setup.options.qps = 2;
     setup.options.stripe_bytes = 4096;
     return setup.nic(library);
 }
@@ -179,8 +181,8 @@ class World {
           source_(kBytes),
           target_(kBytes),
           expected_(kBytes) {
-        const auto here = from_.add_peer(1);
-        const auto there = to_.add_peer(0);
+        const auto here = from_.add_peer(1, kLanes);
+        const auto there = to_.add_peer(0, kLanes);
         from_.connect(1, there);
         to_.connect(0, here);
         std::uint64_t at = kGuard;

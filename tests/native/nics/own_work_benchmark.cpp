@@ -98,7 +98,7 @@ double own_ns_per_put(const std::string& library) {
         std::make_unique<cx7::RcNic>(verbs::Verbs::load(library),
                                      std::vector<verbs::PortName>{{"null0"}}, verbs::Options{}),
         kPuts);
-    session.nic().connect(0, session.nic().add_peer(0));
+    session.nic().connect(0, session.nic().add_peer(0, testing::kOneLane));
     session.nic().bind(0, 0, session.nic().register_memory(0, {memory.address(), memory.bytes()}));
     // The proxy finds a full ring: nobody else runs beside it.
     const auto& fifo = *reinterpret_cast<const transport::FifoHandle*>(session.fifo());

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -50,14 +51,24 @@ class Memory {
 };
 
 inline constexpr std::uint32_t kSignals = 1024;
+inline constexpr std::array<std::uint32_t, 1> kOneLane{0};  // on the first rail
 
 // How a rank's NIC is opened.
 struct Setup {
     verbs::Options options{};
     std::vector<verbs::PortName> ports{{"soft0"}};
+    std::uint32_t qps = 1;  // on each port
     bool srd = false;
     std::uint64_t slots = 1024;
 
+    // The rail of each lane to a peer.
+    [[nodiscard]] std::vector<std::uint32_t> rails() const {
+        std::vector<std::uint32_t> of;
+        for (std::uint32_t i = 0; i < ports.size() * qps; ++i) {
+            of.push_back(i % static_cast<std::uint32_t>(ports.size()));
+        }
+        return of;
+    }
     [[nodiscard]] std::unique_ptr<Nic> nic(const std::string& library) const {
         const auto verbs = verbs::Verbs::load(library);
         if (srd) return std::make_unique<efa::SrdNic>(verbs, library, ports, options);
@@ -74,7 +85,7 @@ class Rank {
           pad(transport::SignalPad::format(pad_memory_.data(), kSignals)),
           session(setup.nic(library), setup.slots),
           peer_(peer) {
-        endpoints = session.nic().add_peer(peer);
+        endpoints = session.nic().add_peer(peer, setup.rails());
         key = session.nic().register_memory(0, {memory.address(), memory.bytes()});
     }
     void connect(const std::vector<Endpoint>& remote, const RemoteKey& remote_key) {

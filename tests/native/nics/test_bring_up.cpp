@@ -75,7 +75,7 @@ const std::string kNone(32, '0');
 
 Endpoint endpoint(const verbs::Options& options = {}, std::uint8_t port = 1) {
     const auto nic = open(options, port);
-    return nic->add_peer(0).front();
+    return nic->add_peer(0, testing::kOneLane).front();
 }
 
 TEST(roce_v2_with_an_ipv4_address_is_chosen) {
@@ -119,7 +119,7 @@ TEST(infiniband_takes_its_first_gid_and_the_lid) {
     Endpoint other = mine;
     other.ethernet = true;
     const auto nic = open();
-    nic->add_peer(0);
+    nic->add_peer(0, testing::kOneLane);
     CHECK(says(refusal([&] { nic->connect(0, {other}); }), {"Ethernet", "InfiniBand"}));
 }
 
@@ -132,7 +132,7 @@ TEST(the_smaller_mtu_and_the_settings_reach_the_queue_pair) {
     null.ports[0].gids = {gid(kLinkLocal, IBV_GID_TYPE_ROCE_V2), gid(kIpv4, IBV_GID_TYPE_ROCE_V2)};
     const auto connected = [](const verbs::Options& options, std::uint32_t remote_mtu) {
         const auto nic = open(options);
-        Endpoint other = nic->add_peer(0).front();
+        Endpoint other = nic->add_peer(0, testing::kOneLane).front();
         other.mtu = remote_mtu;
         nic->connect(0, {other});
     };
@@ -204,7 +204,7 @@ struct Sink final : SignalSink {
 
 std::unique_ptr<Nic> connected() {
     auto nic = open();
-    nic->connect(0, nic->add_peer(0));
+    nic->connect(0, nic->add_peer(0, testing::kOneLane));
     nic->bind(0, 0, nic->register_memory(0, {kAddress, 4096}));
     return nic;
 }

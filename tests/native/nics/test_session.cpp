@@ -26,7 +26,7 @@ testing::Setup setup(bool srd, std::size_t rails, std::uint32_t qps) {
     testing::Setup made;
     made.srd = srd;
     made.ports.assign(rails, {"soft0"});
-    made.options.qps = qps;
+    made.qps = qps;
     made.options.stripe_bytes = 4096;
     return made;
 }
@@ -75,9 +75,65 @@ TEST(puts_arrive_whole_over_every_shape) {
     }
 }
 
-TEST(ends_of_unlike_shapes_use_what_both_have) {
-    puts_arrive_whole(setup(false, 1, 4), setup(false, 2, 1));
-    puts_arrive_whole(setup(true, 2, 2), setup(true, 1, 3));
+// What connecting two ends says that cannot be connected; empty: it did.
+std::string refusal(const testing::Setup& here, const testing::Setup& there) {
+    try {
+        testing::Couple(library, kBytes, here, there);
+    } catch (const SetupError& error) {
+        return error.what();
+    }
+    return {};
+}
+
+TEST(ends_of_unlike_shapes_are_refused) {
+    for (const bool srd : {false, true}) {
+        CHECK(refusal(setup(srd, 1, 4), setup(srd, 2, 1)) ==
+              "peer 1 made 2 queue pairs for this rank, which made 4 for it; both must follow one "
+              "plan");
+        CHECK(refusal(setup(srd, 1, 1), setup(srd, 1, 2)).find("made 2") != std::string::npos);
+    }
+}
+
+TEST(lanes_that_cannot_be_are_refused) {
+    const auto nic = setup(false, 2, 1).nic(library);
+    const auto refused = [&](const std::vector<std::uint32_t>& rails) -> std::string {
+        try {
+            nic->add_peer(0, rails);
+        } catch (const SetupError& error) {
+            return error.what();
+        }
+        return {};
+    };
+    CHECK(refused({}).find("0 queue pairs; use 1 to 64") != std::string::npos);
+    CHECK(refused(std::vector<std::uint32_t>(65)).find("65 queue pairs") != std::string::npos);
+    CHECK(refused({0, 1, 2}).find("on rail 2 of 2") != std::string::npos);
+    CHECK(refused({1, 0, 1}).empty());
+    CHECK(nic->lanes().size() == 3 && nic->lanes()[0].rail == 1 && nic->lanes()[2].lane == 2);
+}
+
+// Small puts go round the lanes, large ones lie on all: the lanes' own counters say so, also when
+// the session is closed.
+TEST(lanes_carry_their_turns_and_their_shares) {
+    for (const bool srd : {false, true}) {
+        const auto both = setup(srd, 2, 2);
+        testing::Couple pair(library, kBytes, both);
+        for (std::uint32_t i = 0; i < 6; ++i) CHECK(pair.one.put(100, 0) == WaitResult::ok);
+        CHECK(pair.one.put(8192, 0) == WaitResult::ok);
+        CHECK(pair.other.wait(0, 7));
+        CHECK(pair.one.session.flush(10));
+        pair.one.session.close();
+        const auto lanes = pair.one.session.lanes();
+        CHECK(lanes.size() == 4);
+        for (const LaneCounts& lane : lanes) {
+            CHECK(lane.peer == 1);
+            CHECK(lane.rail == lane.lane % 2);
+            const std::uint64_t turns = lane.lane < 2 ? 2 : 1;
+            CHECK(lane.bytes == 100 * turns + 2048);
+            // The first lane also brings the signal and the value of the large one.
+            CHECK(lane.messages == turns + (lane.lane == 0 ? 3 : 1));
+        }
+        for (const LaneCounts& lane : pair.other.session.lanes()) CHECK(lane.bytes == 0);
+    }
 }
 
 // Many more spread puts than there are group numbers, with and without room for them. On one rail,
@@ -102,7 +158,9 @@ TEST(group_numbers_wrap) {
 
 TEST(only_one_lane_of_rc_claims_order) {
     const auto ordered = [](const testing::Setup& made) {
-        return made.nic(library)->capabilities().ordered;
+        const auto nic = made.nic(library);
+        nic->add_peer(0, made.rails());
+        return nic->capabilities().ordered;
     };
     CHECK(ordered(setup(false, 1, 1)));
     CHECK(!ordered(setup(false, 1, 2)));

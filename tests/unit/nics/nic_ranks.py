@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mkernel.backends.contracts.nic import NicBackend
+from mkernel.backends.contracts.nic import NicBackend, NicSession
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.transport import _transport
 from mkernel.harness.nic_ranks import SIGNALS, Port
 from mkernel.settings import NicSettings
+from mkernel.topology.lanes import RankLanes, nic_schedule
+from mkernel.topology.model import Nic
 
 DEADLINE_S = 60.0
 
@@ -19,6 +21,25 @@ DEADLINE_S = 60.0
 def settings(**values: Any) -> NicSettings:
     """NicSettings with some values changed."""
     return NicSettings.model_validate(values)
+
+
+def lanes(backend: NicBackend, rank: int, device: str = "soft0", **values: Any) -> RankLanes:
+    """A rank's part of a plan by which every peer is reached from all these devices, ``name`` or
+    ``name:port``, joined by commas. ``values``: of the settings."""
+    names = [each.partition(":") for each in device.split(",")]
+    ports = tuple(
+        Nic(id=f"{name}:{port}" if port else name, kind="soft", name=name, port=int(port or 1))
+        for name, _, port in names
+    )
+    schedule = nic_schedule(backend.use(settings(**values)), several_rails=len(ports) > 1)
+    return RankLanes.between_equals(rank, ports, schedule)
+
+
+def opened(
+    backend: NicBackend, rank: int = 0, device: str = "soft0", verbs: str = "soft", **values: Any
+) -> NicSession:
+    """A session on such lanes."""
+    return backend.open(verbs, lanes(backend, rank, device, **values), settings(**values))
 
 
 class Rank(Port):
@@ -32,7 +53,7 @@ class Rank(Port):
         device: str = "soft0",
         **values: Any,
     ) -> None:
-        session = (backend or Cx7Nic()).open(device, "soft", rank, settings(**values))
+        session = opened(backend or Cx7Nic(), rank, device, **values)
         super().__init__(rank, session, nbytes, DEADLINE_S)
 
     def waits(self, signal: int, value: int) -> bool:

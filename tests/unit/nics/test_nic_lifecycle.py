@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from nic_ranks import Rank, local_ranks, settings
+from nic_ranks import Rank, local_ranks, opened
 
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.efa import EfaNic
@@ -172,7 +172,7 @@ def test_a_missing_provider_says_what_to_do() -> None:
     assert status.remedy
     assert nic.probe("/nowhere/libnothing.so") == ()
     with pytest.raises(BackendUnavailable, match="libnothing"):
-        nic.open("soft0", "/nowhere/libnothing.so", 0, settings())
+        opened(nic, verbs="/nowhere/libnothing.so")
 
 
 def test_a_library_that_is_no_provider_is_refused() -> None:
@@ -188,14 +188,14 @@ def test_the_system_provider_answers_either_way() -> None:
 
 def test_unknown_devices_and_gids_are_named() -> None:
     with pytest.raises(BackendUnavailable, match="soft0"):
-        Cx7Nic().open("mlx5_0", "soft", 0, settings())
+        opened(Cx7Nic(), device="mlx5_0")
     with pytest.raises(BackendUnavailable, match="gid_index 9"):
-        Cx7Nic().open("soft0", "soft", 0, settings(gid_index=9))
+        opened(Cx7Nic(), gid_index=9)
     with pytest.raises(BackendUnavailable, match="port"):
-        Cx7Nic().open("soft0:2", "soft", 0, settings())
+        opened(Cx7Nic(), device="soft0:2")
 
 
 def test_a_device_without_rdma_writes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_SOFTVERBS_RDMA_WRITE", "0")
     with pytest.raises(BackendUnavailable, match="no RDMA write"):
-        EfaNic().open("soft0", "soft", 0, settings())
+        opened(EfaNic())

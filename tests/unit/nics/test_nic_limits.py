@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from nic_ranks import DEADLINE_S, local_ranks, settings
+from nic_ranks import DEADLINE_S, local_ranks, opened
 
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.efa import EfaNic
@@ -53,5 +53,5 @@ def test_a_device_set_up_wrongly_does_not_open(
 ) -> None:
     monkeypatch.setenv("MKERNEL_SOFTVERBS_FAULTS", "explode@3")
     with pytest.raises(BackendUnavailable, match="Invalid argument"):
-        backend.open("soft0", "soft", 0, settings())
+        opened(backend)
     assert "MKERNEL_SOFTVERBS_FAULTS='explode@3' is not" in capfd.readouterr().err

@@ -18,6 +18,8 @@ from mkernel.errors import ArgumentError, BackendUnavailable, ShapeError, Unknow
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.standard import by_rows
 from mkernel.probe.report import ProbeReport
+from mkernel.settings import NicSettings
+from mkernel.topology.lanes import NicUse
 from mkernel.topology.model import Topology
 
 
@@ -52,6 +54,9 @@ class FakeCx7:
 
     def probe(self, verbs: str) -> tuple[Any, ...]:
         return (SOFT,) if verbs == "soft" else ()
+
+    def use(self, settings: NicSettings) -> NicUse:
+        return NicUse(queue_pairs=settings.qps, stripe_bytes=settings.stripe_bytes)
 
 
 @pytest.fixture(autouse=True)

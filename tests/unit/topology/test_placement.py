@@ -17,7 +17,6 @@ from mkernel.topology.placement import (
     assign_nics,
     balance,
     place,
-    rails,
     usable_nics,
     visible,
 )
@@ -243,6 +242,12 @@ def test_rails_of_a_rank_are_alike() -> None:
     fast = [nic(i, kind="cx", link_layer="InfiniBand", speed_gbps=400.0) for i in range(3)]
     storage = nic(3, kind="cx", link_layer="Ethernet", speed_gbps=100.0)
     slower = nic(4, kind="cx", link_layer="InfiniBand", speed_gbps=200.0)
-    assert rails([fast[0], storage, fast[1], slower, fast[2]]) == tuple(fast)
-    assert rails([storage, fast[0]]) == (storage,)
-    assert rails([]) == ()
+    gpu0 = gpu(0, 0)
+
+    def used(*nics: Nic, **options: int) -> tuple[str, ...]:
+        placed = place(world(node((gpu0,), nics)), 1, **options)
+        return placed[0].nics
+
+    assert used(fast[0], storage, fast[1], slower, fast[2]) == ("mlx5_0", "mlx5_1", "mlx5_2")
+    assert used(storage, fast[0]) == ("mlx5_3",)
+    assert used(*fast, most_rails=2) == ("mlx5_0", "mlx5_1")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shipped import constants_of
 
 from mkernel.errors import NoRoute
-from mkernel.topology.cost import MachineConstants, transfer_us
+from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import FabricLink, Node, Topology
 from mkernel.topology.placement import place
 from mkernel.topology.routes import Route, RouteTable
@@ -129,14 +129,10 @@ def test_rails_share_the_way_through_host_memory() -> None:
     assert (len(route.rails), route.bandwidth_gbs) == (3, CONSTANTS.host_gbs)
 
 
-def test_big_messages_use_all_rails() -> None:
+def test_a_route_has_all_rails_of_its_ranks() -> None:
     route = every(world(rails(2, 4), rails(2, 4)), 2)[0, 2]
     assert len(route.rails) == 4
     assert route.bandwidth_gbs == 4 * 50
-    assert route.stripe_bytes is not None
-    one = transfer_us(route.stripe_bytes, 50, 0)
-    four = transfer_us(route.stripe_bytes, 200, 3 * CONSTANTS.signal_us)
-    assert one == pytest.approx(four, rel=1e-4), "from here on more rails are faster"
 
 
 def test_the_device_s_own_link_limits_its_rails() -> None:
