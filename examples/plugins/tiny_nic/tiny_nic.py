@@ -39,10 +39,9 @@ class TinyNic(NicBackend):
 
     def open(self, verbs, lanes, settings):
         names = [port.name for port in lanes.ports]
-        if names != [nic.name for nic in self.probe(verbs)] or lanes.schedule.queue_pairs != 1:
-            raise BackendUnavailable(
-                f"tinynic opens tiny0 once on 'sockets', not {names} on {verbs!r}"
-            )
+        known = [nic.name for nic in self.probe(verbs)]
+        if names != known or lanes.schedule.queue_pairs != 1:
+            raise BackendUnavailable(f"tinynic has {known} on {verbs!r}, once, not {names}")
         return TinySession(lanes.rank)
 
 
