@@ -21,13 +21,16 @@ class CountingNic final : public Nic {
     [[nodiscard]] std::uint64_t wrong() const { return wrong_.load(std::memory_order_acquire); }
 
     Capabilities capabilities() const override { return {}; }
-    std::vector<Endpoint> add_peer(std::uint32_t) override { return {}; }
+    std::vector<Endpoint> add_peer(std::uint32_t, std::span<const std::uint32_t>) override {
+        return {};
+    }
     void connect(std::uint32_t, const std::vector<Endpoint>&) override {}
     RemoteKey register_memory(std::uint32_t, const LocalMemory&) override { return {}; }
     void bind(std::uint32_t, std::uint32_t, const RemoteKey&) override {}
     void withdraw(std::uint32_t) override {}
     void deregister_memory(std::uint32_t) override {}
     Registrations registrations() const override { return {}; }
+    std::vector<LaneCounts> lanes() const override { return {}; }
     void inject_failure(std::uint32_t) override {}
     PutResult put(const transport::PutCommand& command, PutCursor&) override {
         if (checked_ && !checked_(command)) wrong_.fetch_add(1, std::memory_order_relaxed);
