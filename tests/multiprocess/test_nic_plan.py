@@ -9,6 +9,7 @@ import torch
 from in_world import relative, shards, stores
 
 import mkernel
+from mkernel.backends.accelerators.ascend.schedule import GemmSchedule
 from mkernel.backends.contracts.nic import LaneStatistics
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import ArgumentError, PlanMismatch
@@ -73,8 +74,7 @@ def test_bytes_take_the_queue_pairs_of_the_plan(
     ):
         assert plan.nics == NicSchedule(queue_pairs=lanes, stripe_bytes=stripe_bytes)
         assert error <= TOLERANCE["float32"]
-        assert plan.chunking is not None
-        chunks = plan.chunking.chunks_per_rank
+        chunks = plan.part(GemmSchedule).chunking.chunks_per_rank
         assert chunks > 2
         far = [2, 3] if rank < 2 else [0, 1]
         assert [lane.peer for lane in counted] == [peer for peer in far for _ in range(lanes)]
