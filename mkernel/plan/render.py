@@ -67,20 +67,8 @@ def plan(made: LaunchPlan | WhatIf, notes: Sequence[str] = ()) -> RenderableType
         "world": f"{made.nodes} nodes x {made.ranks_per_node} ranks on {made.accelerator}{between}",
         "ranks": _shorten([_rank(made, node) for node in range(made.nodes)], 4, "nodes"),
         "path": _path(made),
-<<<<<<< HEAD
         "routes": ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed",
-=======
-        "routes": (", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed")
-        + (f"; {exchange} exchange" if made.nodes > 1 else ""),
         **({"lanes": _lanes(made.nics, made.routes)} if made.nics else {}),
-        "schedule": _schedule(made.schedule),
-        "predicted": "nothing: no constants of these chips are known; --constants gives some"
-        if times is None
-        else f"pipelined {times.pipelined_us:.0f} us, sequential "
-        f"{times.sequential_us:.0f} us (compute {times.compute_us:.0f}, communication "
-        f"{times.comm_us:.0f}; constants: {times.constants})",
-        "digest": made.digest()[:16],
->>>>>>> 98ed236 (nics: the plan's lanes are shown, documented and tested in worlds on both NICs)
     }
     if isinstance(made, LaunchPlan):
         rows |= {"schedule": _schedule(made.schedule)}
@@ -177,9 +165,6 @@ def _leaves(part: BaseModel) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-<<<<<<< HEAD
-def _sizes(made: CommonPart) -> str:
-=======
 def _lanes(nics: NicSchedule, routes: RouteTable) -> str:
     """How puts lie on ports and queue pairs: ``2 rails x 4 queue pairs a peer; puts in turn, …``."""
     rails = sorted({len(one.rails) for one in routes.classes if one.rails})
@@ -189,8 +174,7 @@ def _lanes(nics: NicSchedule, routes: RouteTable) -> str:
     return f"{each} x {pairs} a peer" + (f"; puts {nics.small_puts}{striped}" if striped else "")
 
 
-def _sizes(made: LaunchPlan) -> str:
->>>>>>> 98ed236 (nics: the plan's lanes are shown, documented and tested in worlds on both NICs)
+def _sizes(made: CommonPart) -> str:
     """``M 2048 x N 1024 x K 2048``, or the named sizes of ops that are no GEMM."""
     if isinstance(made.shape, GemmShape):
         return f"M {made.shape.m} x N {made.shape.n} x K {made.shape.k}"
