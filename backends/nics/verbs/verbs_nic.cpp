@@ -59,8 +59,7 @@ Capabilities VerbsNic::capabilities() const {
     return c;
 }
 
-std::vector<Endpoint> VerbsNic::add_peer(std::uint32_t rank,
-                                         std::span<const std::uint32_t> rails) {
+std::vector<Endpoint> VerbsNic::add_peer(std::uint32_t rank, std::span<const std::uint32_t> rails) {
     if (rank >= kMaxPeers) {
         throw SetupError("peer " + std::to_string(rank) + " is out of range; at most " +
                          std::to_string(kMaxPeers) + " ranks");

@@ -228,7 +228,7 @@ class VerbsNic : public Nic {
     std::vector<int> descriptors_;
     std::optional<ibv_wc> flushed_;  // a flush seen before its cause
     std::uint32_t polls_ = 0;
-    std::deque<Counts> counts_;                  // of all lanes, at addresses that stay
+    std::deque<Counts> counts_;                 // of all lanes, at addresses that stay
     std::atomic<std::uint32_t> most_lanes_{1};  // that a peer has
 };
 
