@@ -35,6 +35,7 @@ from mkernel.cases import case_of
 from mkernel.harness.modelled import shapes
 from mkernel.harness.spec import GEMMS, Shape
 from mkernel.plan.model import LaunchPlan, OpName
+from mkernel.world.memory import Arena
 
 BARS = {"gemm_ratio": 0.6, "strict_times": 5.0, "model_only_cpu_s": 10.0}
 WARM_UP = 2
@@ -68,7 +69,8 @@ class World:
         self._pads = [self._allocate(_transport.pad_bytes(space.signals)) for _ in self._ranks]
         for pad in self._pads:
             _transport.pad_format(pad.address, space.signals)
-        self._spaces = [self._allocate(max(space.nbytes, 1)) for _ in self._ranks]
+        self._arena = Arena(space.areas)
+        self._spaces = [self._allocate(self._arena.nbytes) for _ in self._ranks]
 
     def _allocate(self, nbytes: int) -> SymmetricMemory:
         memory = self._backend.allocate(nbytes)
@@ -92,7 +94,7 @@ class World:
                     number=self._epoch,
                     pad=memory[rank].pad,
                     workspace=memory[rank].workspace,
-                    signal_base=0,
+                    areas=self._arena.offsets,
                     peers={peer: memory[peer] for peer in self._ranks if peer != rank},
                     region=0,
                     fifo=0,

@@ -129,7 +129,6 @@ class Settings(BaseSettings):
         description="verbs provider: soft, system, or a library's path; auto: system where the NIC "
         "backend finds a device that is up, else soft, which joins processes of one host only",
     )
-    signals: int = Field(65536, ge=64, le=1 << 23, description="counters in a rank's signal pad")
     job_secret: SecretStr = Field(
         SecretStr(""),
         description="what the job's messages are signed and encrypted with, 16 characters at least "

@@ -34,9 +34,11 @@ class Call:
     Attributes:
         plan: the decisions; ``rank``: whose part to run.
         tensors: by the op's argument names, outputs included (``a``, ``b``, ``out``).
-        epoch: 1 for the plan's first call in this world, then one more each call.
-        number: the call's number in the world, for diagnosis.
-        pad, workspace: addresses of this rank's own; ``signal_base``: first counter of the plan.
+        epoch: 1 for the first call that was launched in this world, then one more each, whatever the
+            plans; the same on all ranks.
+        number: the call's number in the world, for diagnosis: those that were refused count too.
+        pad, workspace: addresses of this rank's own; ``areas``: where in the workspace each of the
+            plan's areas lies, the same on all ranks.
         peers: same-node ranks. A rank that is absent here is reached through ``fifo`` only.
         region: the workspace's region number for NIC puts.
         fifo: address of the ``FifoHandle``; 0 where the world has one node.
@@ -57,7 +59,7 @@ class Call:
     number: int
     pad: int
     workspace: int
-    signal_base: int
+    areas: tuple[int, ...]
     peers: Mapping[int, PeerMemory]
     region: int
     fifo: int
@@ -171,7 +173,7 @@ class AcceleratorBackend(ABC):
 
     @abstractmethod
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """Symmetric memory and signals that ``launch`` of this plan uses, the same on all ranks."""
+        """Symmetric memory and counters that ``launch`` of this plan uses, the same on all ranks."""
 
     @abstractmethod
     def launch(self, call: Call) -> Launch:

@@ -41,21 +41,27 @@ class SymmetricMemory(ABC):
 
 @dataclass(frozen=True)
 class Workspace:
-    """What one plan needs on every rank: ``nbytes`` of symmetric memory, zeroed and then formatted
-    by the backend, and a run of ``signals`` consecutive counters in the signal pad.
+    """What a plan needs on every rank. All plans of a world use the same memory and the same counters,
+    in any order; calls of a world run one after another.
 
-    ``shared``: the plans of a world that say so may use the same memory, in any order (calls of a
-    world run one after another). A later plan may get larger memory than an earlier one.
+    Attributes:
+        areas: bytes of each area of symmetric memory. An area is the same memory for all plans, as
+            large as the largest needs, and never overlaps another: what a plan has in one of them, no
+            plan overwrites that uses the others. Zeroed when it is new and then formatted by the
+            backend; a later plan may get new, larger areas, and an earlier one keeps what it had.
+            Empty: none.
+        signals: how many counters of the signal pad, the first ones. A wait for what a call adds to
+            one is for the count expected before the call and that (``transport/signal.hpp``).
     """
 
-    nbytes: int
-    signals: int
-    shared: bool = False
+    areas: tuple[int, ...] = ()
+    signals: int = 0
 
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """A same-node peer as kernels see it: its signal pad and workspace, mapped here."""
+    """A same-node peer as kernels see it: its signal pad and workspace, mapped here. ``workspace``: 0
+    where the plan needs no memory."""
 
     pad: int
     workspace: int

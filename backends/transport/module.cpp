@@ -62,6 +62,7 @@ PYBIND11_MODULE(_transport, module) {
         .def_readwrite("seen", &Diagnosis::seen)
         .def_readwrite("wanted", &Diagnosis::wanted);
 
+    module.attr("MOST_SIGNALS") = SignalPad::kMostSignals;
     module.def("pad_bytes", &SignalPad::bytes, py::arg("capacity"));
     module.def(
         "pad_format",
@@ -115,6 +116,18 @@ PYBIND11_MODULE(_transport, module) {
             checked(address, index).end_waits(index);
         },
         py::arg("address"), py::arg("index"));
+    module.def(
+        "pad_expected",
+        [](std::uintptr_t address, std::uint32_t index) {
+            return checked(address, index).expected(index).value;
+        },
+        py::arg("address"), py::arg("index"));
+    module.def(
+        "pad_move_on",
+        [](std::uintptr_t address, std::uint32_t index, std::uint64_t amount) {
+            checked(address, index).expected(index).move_on(amount);
+        },
+        py::arg("address"), py::arg("index"), py::arg("amount"));
     module.def(
         "pad_wait",
         [](std::uintptr_t address, std::uint32_t index, std::uint64_t wanted, double timeout_s,

@@ -1,12 +1,14 @@
 // A rank's signal pad in host memory: words (signal.hpp) of either kind, and the rank's abort record.
 //
 // `SignalPad` is the plain handle that kernels, proxies and simulators get by value; the memory is
-// a symmetric segment that the world owns. Layout: one header, then `capacity` words.
+// a symmetric segment that the world owns. Layout: one header, then `capacity` words, then the expected
+// count of each, which only the pad's own rank uses. Pages that nobody touches take no memory.
 //
 //   add(i, v)   to an added word.
 //   wait(i, v)  for a word of either kind: returns `ok` once word i >= v; `aborted` once the abort word
 //               is set; `timed_out` at the deadline, after writing the diagnostic record and the abort
 //               word.
+//   expected(i) of an added word.
 //
 // Any number of threads and processes may add and wait. A waiter spins briefly, then sleeps on a
 // futex shared between processes (the *bell* of its word), so that waiting costs no CPU on a
@@ -57,8 +59,12 @@ class SignalPad {
         : header_(static_cast<SignalPadHeader*>(memory)),
           words_(reinterpret_cast<Word*>(header_ + 1)) {}
 
+    // More than NICs can name (nics/verbs/immediate.hpp) are of no use.
+    static constexpr std::uint32_t kMostSignals = 1u << 23;
+
     static constexpr std::size_t bytes(std::uint32_t capacity) {
-        return sizeof(SignalPadHeader) + std::size_t{capacity} * sizeof(Word);
+        return sizeof(SignalPadHeader) +
+               std::size_t{capacity} * (sizeof(Word) + sizeof(ExpectedCount));
     }
 
     // Once, by the owner, before any peer maps the segment. The memory must be zero.
@@ -85,6 +91,11 @@ class SignalPad {
         const std::uint64_t sum = static_cast<AddedWord&>(words_[index]).add_and_fetch(value);
         ring(bell(index));
         return sum;
+    }
+
+    // The own rank's pad only: its calls run one after another, and who ends one moves the count on.
+    [[nodiscard]] ExpectedCount& expected(std::uint32_t index) const {
+        return reinterpret_cast<ExpectedCount*>(words_ + header_->capacity)[index];
     }
 
     // Ends every wait for a set word whose writer is given up.

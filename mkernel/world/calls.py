@@ -58,6 +58,7 @@ class Calls:
         self._agreement = Agreement(exchange, failure, membership.check)
         self._failure = failure
         self._running = failure.running
+        self._launched = 0
         # Without order a put may still be repeated after the peer has seen it. On an ordered NIC the
         # peer's release, which came after the data, says that its source may be written again.
         self._ordered = membership.session is None or membership.session.capabilities().ordered
@@ -101,8 +102,8 @@ class Calls:
         with self._accelerator.on(tensors):
             places = self._heap.places(tensors)
             number = self._agreement.enter(plan, places)
-            state = self._heap.of_plan(plan)
-            state.epoch += 1
+            memory = self._heap.of_plan(plan)
+            arena = memory.arena
             if self._queues:
                 self._turns.follow()
             launch = self._accelerator.launch(
@@ -110,13 +111,13 @@ class Calls:
                     plan=plan,
                     rank=self._rank,
                     tensors=tensors,
-                    epoch=state.epoch,
+                    epoch=self._launched + 1,
                     number=number,
                     pad=self._pad,
-                    workspace=state.buffer.local.address,
-                    signal_base=state.signal_base,
-                    peers=state.peers,
-                    region=state.buffer.region,
+                    workspace=arena.buffer.local.address if arena else 0,
+                    areas=arena.offsets if arena else (),
+                    peers=memory.peers,
+                    region=arena.buffer.region if arena else 0,
                     fifo=self._fifo,
                     timeout_s=self._failure.timeout_s,
                     view=view,
@@ -129,6 +130,7 @@ class Calls:
                     },
                 )
             )
+            self._launched += 1  # not where a launch is refused, on all ranks alike
             if self._queues:
                 self._turns.queued()
         running.append(launch)

@@ -126,9 +126,7 @@ class Membership:
         node = self.topology.nodes[self._me.node]
         accelerator.open(next(device for device in node.accelerators if device.id == here))
         self.accelerator = self._failure.accelerator = accelerator
-        self.heap = SymmetricHeap(
-            self._me, self._settings.signals, accelerator, self._exchange, self._failure
-        )
+        self.heap = SymmetricHeap(self._me, accelerator, self._exchange, self._failure)
         self._failure.guard(self.heap.pad)
         if claims.process_group:
             self.group = open_group(
@@ -177,7 +175,6 @@ class Membership:
             "accelerator": self._backends.accelerator,
             "nic": self._backends.nic,
             "verbs": self._backends.verbs,
-            "signals": self._settings.signals,
             "nic_settings": self._settings.nic_settings.model_dump(include=PLANNED_SETTINGS),
         }
         rank = self._me.rank

@@ -1,8 +1,9 @@
-"""A world's symmetric memory: signal pad, workspaces of plans, and tensors of :func:`mkernel.empty`."""
+"""A world's symmetric memory: signal pad, what its plans share, tensors of :func:`mkernel.empty`."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
-from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Workspace
+from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.contracts.nic import NicSession
-from mkernel.backends.runtime.host_memory import HostPages
+from mkernel.backends.runtime.host_memory import HostPages, page_up
 from mkernel.backends.transport import _transport
-from mkernel.errors import ArgumentError, NicError
+from mkernel.errors import ArgumentError, NicError, Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.recent import Recent
 from mkernel.world import symmetric
@@ -30,15 +31,38 @@ _kept_until_exit: list[object] = []
 """Memory of broken worlds whose calls did not end in time, and the backends that they run on."""
 
 
-@dataclass
-class PlanState:
-    """What one plan holds in one world: symmetric workspace, same-node peers as kernels see them, first
-    signal, and the number of calls so far."""
+class Arena:
+    """Symmetric memory that plans of a world share: areas, one after another."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """Bytes of each area; :meth:`allocated` says where they lie."""
+        self.sizes = tuple(sizes)
+        ends = [*itertools.accumulate(page_up(size) for size in sizes)]
+        self.offsets = (0, *ends[:-1])
+        self.nbytes = max(1, self.offsets[-1] + self.sizes[-1])
 
     buffer: SymmetricBuffer
+
+    def holds(self, areas: Sequence[int]) -> bool:
+        """Whether a plan that needs these has room."""
+        return len(areas) <= len(self.sizes) and all(map(int.__le__, areas, self.sizes))
+
+    def larger(self, areas: Sequence[int]) -> Arena:
+        """One that also holds these. It is at least twice as large, so that all that earlier plans keep
+        is no more than the newest."""
+        pairs = itertools.zip_longest(self.sizes, areas, fillvalue=0)
+        sizes = [max(need, 2 * size if need > size else size) for size, need in pairs]
+        least, total = 2 * sum(self.sizes), sum(sizes)
+        return Arena([max(size, -(-size * least // total)) for size in sizes])
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """What calls of one plan use in one world: the arena, where it needs memory, and same-node peers as
+    kernels see them."""
+
+    arena: Arena | None
     peers: Mapping[int, PeerMemory]
-    signal_base: int
-    epoch: int = 0
 
 
 class SymmetricHeap:
@@ -50,29 +74,24 @@ class SymmetricHeap:
     def __init__(
         self,
         identity: Identity,
-        signals: int,
         accelerator: AcceleratorBackend,
         exchange: Exchange,
         failure: FailureMonitor,
     ) -> None:
-        """``signals``: the capacity of the pad."""
         self._identity = identity
-        self._signals = signals
         self._accelerator = accelerator
         self._exchange = exchange
         self._failure = failure
         self._regions = 0
-        self._signals_taken = 0
-        self._plans: dict[str, PlanState] = {}  # with memory or signals of their own
-        self._sharing: Recent[str, PlanState] = Recent()  # with none: they can be adopted again
-        self._shared: SymmetricBuffer | None = None
-        self._host_only: SymmetricBuffer | None = None
+        self._plans: Recent[str, PlanMemory] = Recent()  # one that is not kept is adopted again
+        self._arena: Arena | None = None  # the newest
         self._users: list[SymmetricBuffer] = []
         self._held = contextlib.ExitStack()
         self.session: NicSession | None = None
+        # As many counters as can be named: host pages that nobody touches take no memory.
         self._pad = self._allocate(
-            _transport.pad_bytes(signals),
-            lambda memory: _transport.pad_format(memory.address, signals),
+            _transport.pad_bytes(_transport.MOST_SIGNALS),
+            lambda memory: _transport.pad_format(memory.address, _transport.MOST_SIGNALS),
             HostPages(),
         )
         self.pad = self._pad.local.address
@@ -143,44 +162,34 @@ class SymmetricHeap:
             for rank in range(self._identity.size)
         )
 
-    # ---- the plans' workspaces -----------------------------------------------------------------
+    # ---- what plans share ----------------------------------------------------------------------
 
-    def of_plan(self, plan: LaunchPlan) -> PlanState:
-        """What a plan holds. Its first call, on which all ranks agree, allocates it: collective."""
+    def of_plan(self, plan: LaunchPlan) -> PlanMemory:
+        """What a plan's calls use. Collective where it needs more memory than any plan before; all
+        ranks agree on the plan first."""
         digest = plan.digest()
-        return self._plans.get(digest) or self._sharing[digest] or self._adopt(plan)
+        return self._plans[digest] or self._adopt(plan, digest)
 
-    def _adopt(self, plan: LaunchPlan) -> PlanState:
+    def _adopt(self, plan: LaunchPlan, digest: str) -> PlanMemory:
         needs = self._accelerator.workspace(plan)
-        signals = self._signals_taken + needs.signals
-        if signals > self._signals:
-            raise ArgumentError(
-                "MKERNEL_SIGNALS",
-                self._signals,
-                f"at least {signals} for the plans of this world",
+        if needs.signals > _transport.MOST_SIGNALS:
+            raise Unsupported(
+                f"a plan of {plan.op} with {plan.shape} needs {needs.signals} signals, and a signal "
+                f"pad has {_transport.MOST_SIGNALS}, as many as a NIC's immediate can name; cut it "
+                "in larger chunks or tiles"
             )
-        base, self._signals_taken = self._signals_taken, signals
-        buffer = self._workspace(needs)
+        arena = self._arena_for(needs.areas) if needs.areas else None
+        mapped = arena.buffer.peers if arena else {}
         peers = {
-            rank: PeerMemory(self._pad.peers[rank].address, memory.address)
-            for rank, memory in buffer.peers.items()
+            rank: PeerMemory(pad.address, mapped[rank].address if arena else 0)
+            for rank, pad in self._pad.peers.items()
         }
-        state = PlanState(buffer, peers, base)
-        own = needs.signals or (needs.nbytes and not needs.shared)
-        kept = self._plans if own else self._sharing
-        kept[plan.digest()] = state
-        return state
+        self._plans[digest] = made = PlanMemory(arena, peers)
+        return made
 
-    def _workspace(self, needs: Workspace) -> SymmetricBuffer:
-        """Memory for a plan: its own, or what the world's plans share. The latter doubles where it is
-        too small, so that all that earlier plans keep is no more than the newest."""
-        if not needs.shared and needs.nbytes == 0:  # it is still how peers' pads are known
-            self._host_only = self._host_only or self._allocate(1, source=HostPages())
-            return self._host_only
-        if not needs.shared:
-            return self._allocate(needs.nbytes, self._accelerator.format)
-        nbytes = max(1, needs.nbytes)  # a world of one needs none
-        if self._shared is None or self._shared.nbytes < nbytes:
-            before = 0 if self._shared is None else self._shared.nbytes
-            self._shared = self._allocate(max(nbytes, 2 * before), self._accelerator.format)
-        return self._shared
+    def _arena_for(self, areas: Sequence[int]) -> Arena:
+        if self._arena is None or not self._arena.holds(areas):
+            arena = Arena(areas) if self._arena is None else self._arena.larger(areas)
+            arena.buffer = self._allocate(arena.nbytes, self._accelerator.format)
+            self._arena = arena
+        return self._arena

@@ -47,7 +47,7 @@ class Queueing(StreamsAccelerator):
         self.events.append(f"format {memory.nbytes}")
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        return Workspace(nbytes=1000 * plan.gemm.m, signals=1, shared=True)
+        return Workspace((1000 * plan.gemm.m,), signals=1)
 
     def launch(self, call: Call) -> StreamsLaunch:
         self.calls.append(call)
@@ -58,20 +58,6 @@ class Queueing(StreamsAccelerator):
 
     def failure(self) -> Failure | None:
         return self.recorded
-
-
-class Wordless(Queueing):
-    """Plans need nothing but the memory that they share."""
-
-    def workspace(self, plan: LaunchPlan) -> Workspace:
-        return Workspace(nbytes=1000 * plan.gemm.m, signals=0, shared=True)
-
-
-class Unshared(Queueing):
-    """Every plan has a workspace of its own."""
-
-    def workspace(self, plan: LaunchPlan) -> Workspace:
-        return Workspace(nbytes=1000 * plan.gemm.m, signals=1)
 
 
 class Broken(Queueing):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from stranger import where
 from torch.distributed import TCPStore
 
 import mkernel
+from mkernel.backends.transport import _transport
+from mkernel.cases import Case, case_of
+from mkernel.conformance.ranks import Judge, seconds_apart
+from mkernel.plan.model import OpName
 from mkernel.plan.recent import Recent
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -47,7 +55,7 @@ def kept_after(shapes: int) -> tuple[list[int], float]:
     world = mkernel.world()
     recents: list[Recent[Any, Any]] = [
         world.planned, world.checked, world._calls._agreement._agreed,
-        world._membership.heap._sharing,
+        world._membership.heap._plans,
     ]  # fmt: skip
     for recent in recents:
         recent.most = FEW
@@ -58,11 +66,10 @@ def kept_after(shapes: int) -> tuple[list[int], float]:
             out = mkernel.gemm_all_reduce(a, torch.ones(16, 16))
             mkernel.synchronize()
             wrong = max(wrong, float((out - world.size * 16 * rows).abs().max()))
-    assert not world._membership.heap._plans
     return [recent.kept() for recent in recents], wrong
 
 
-@pytest.mark.parametrize("name", ["queueing_backend:Wordless", "streams"])
+@pytest.mark.parametrize("name", ["queueing_backend:Queueing", "streams", "ascend"])
 def test_a_world_keeps_the_last_shapes_only(name: str) -> None:
     """A shape that comes back is planned, agreed on and given its workspace again."""
     found = mkernel.launch(kept_after, 5 * FEW, accelerator=name, ranks_per_node=2)
@@ -70,3 +77,78 @@ def test_a_world_keeps_the_last_shapes_only(name: str) -> None:
     for kept, _ in found:
         assert max(kept) <= 2 * FEW
         assert min(kept) >= FEW
+
+
+# ---- memory and signals --------------------------------------------------------------------------
+
+MOST = {"m": 96, "n": 24, "k": 16, "tokens": 24, "sequence": 24}
+"""The largest that a dimension is drawn; sizes are multiples of these."""
+
+
+def drawn(op: OpName, size: Callable[[str], int]) -> Case:
+    """A small problem of an op. ``size``: of a dimension."""
+    sizes: dict[str, int] = {}
+    if op == "moe_dispatch_gemm":
+        sizes = {
+            "tokens": size("tokens"),
+            "hidden": 16,
+            "features": 4 * size("n"),
+            "experts": 4,
+            "top_k": 2,
+        }
+    elif op == "ring_attention":
+        sizes = {
+            "batch": 1,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_dim": 16,
+            "causal": size("sequence") <= 12,
+        }
+        sizes["sequence"] = 4 * size("sequence")
+    else:
+        sizes = {"m": 2 * size("m"), "n": 4 * size("n"), "k": 4 * size("k")}
+    return case_of(op)(sizes=sizes, dtype="float32", out_dtype="float32")
+
+
+def taken() -> tuple[int, int, int]:
+    """How many symmetric buffers a rank holds, bytes of the newest that plans use, and how many words
+    of its pad calls have used."""
+    heap = mkernel.world()._membership.heap
+    assert heap._arena is not None
+    words = (ctypes.c_uint64 * (1 << 20)).from_address(_transport.word_address(heap.pad, 0))
+    return heap._regions, heap._arena.nbytes, int(np.flatnonzero(words)[-1]) + 1
+
+
+def many_shapes(shapes: int) -> tuple[list[str], list[tuple[int, int, int]]]:
+    """Judge calls of all ops, first of the largest shape of each and then of so many others, ranks
+    apart by some milliseconds: what was wrong, and what was taken after a quarter and after all."""
+    ops = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "moe_dispatch_gemm",
+           "ring_attention")  # fmt: skip
+    wrong, marks = [], []
+    largest = [Judge(drawn(op, MOST.__getitem__)) for op in ops]
+    for number, judge in enumerate((*largest, largest[0], *largest)):  # in even and in odd epochs
+        wrong += judge(number)
+    random = Random(5)  # the same on every rank
+    plans = set()
+    while len(plans) < shapes:
+        case = drawn(random.choice(ops), lambda name: random.randint(1, MOST[name]))
+        if str(case) in plans:
+            continue
+        plans.add(str(case))
+        seconds_apart(case, len(plans), 0.002)
+        wrong += Judge(case)(len(plans))
+        if len(plans) in (shapes // 4, shapes):
+            marks.append(taken())
+    return wrong, marks
+
+
+@pytest.mark.parametrize("nic", [None, "cx7", "efa"])
+def test_any_number_of_shapes_shares_memory_and_signals(nic: str | None) -> None:
+    """More than a pad of 65536 signals had for plans with signals of their own."""
+    way: dict[str, Any] = {"nodes": 2, "ranks_per_node": 1, "nic": nic, "verbs": "soft"}
+    if nic is None:
+        way = {"ranks_per_node": 2}
+    found = mkernel.launch(many_shapes, 1500 if nic is None else 300, accelerator="ascend", **way)
+    for wrong, (some, all_of_them) in found:
+        assert not wrong
+        assert all_of_them == some

@@ -27,19 +27,19 @@ def reduce(rows: int, **options: Any) -> torch.Tensor:
     return mkernel.gemm_all_reduce(torch.ones(rows, K), torch.ones(K, N), **options)
 
 
-def workspaces(name: str) -> tuple[list[int], list[str], list[int]]:
-    """Calls of plans with 8, 20, 10, 8, 100 rows: workspace addresses, events, first signals."""
+def workspaces() -> tuple[list[int], list[str], list[int]]:
+    """Calls of plans with 8, 20, 10, 8, 100 rows: workspace addresses, events, epochs."""
     for rows in (8, 20, 10, 8, 100):
         reduce(rows)
     mkernel.synchronize()
     made = backend()
     events = [event for event in made.events if event.startswith("format")]
-    return [c.workspace for c in made.calls], events, [c.signal_base for c in made.calls]
+    return [c.workspace for c in made.calls], events, [c.epoch for c in made.calls]
 
 
 def test_plans_share_a_workspace_that_grows() -> None:
-    for addresses, events, signals in mkernel.launch(
-        workspaces, BACKEND, ranks_per_node=2, accelerator=BACKEND
+    for addresses, events, epochs in mkernel.launch(
+        workspaces, ranks_per_node=2, accelerator=BACKEND
     ):
         small, larger, same, again, largest = addresses
         assert larger != small
@@ -48,15 +48,25 @@ def test_plans_share_a_workspace_that_grows() -> None:
         assert largest not in (small, larger)
         # Doubled where that is more than what is needed; formatted once each, never the pad.
         assert events == ["format 8000", "format 20000", "format 100000"]
-        assert signals == [0, 1, 2, 0, 3]
+        assert epochs == [1, 2, 3, 4, 5], "of the world, whatever the plans"
 
 
-def test_a_plan_that_does_not_share_has_its_own() -> None:
-    name = "queueing_backend:Unshared"
-    for addresses, events, _ in mkernel.launch(workspaces, name, accelerator=name):
-        assert addresses[0] == addresses[3]
-        assert len(set(addresses)) == 4
-        assert events == [f"format {1000 * rows}" for rows in (8, 20, 10, 100)]
+def test_areas_never_overlap_and_grow_together() -> None:
+    first = memory.Arena((100, 5000))
+    assert (first.offsets, first.nbytes) == ((0, 4096), 9096)
+    assert first.holds((100, 1)), "in any order of plans"
+    assert not first.holds((101, 1))
+    assert not first.holds((1, 1, 1))
+    for areas in ((101, 1), (1, 6000), (1, 1, 1), (90_000, 0)):
+        second = first.larger(areas)
+        assert second.holds(areas)
+        assert second.holds(first.sizes)
+        assert sum(second.sizes) >= 2 * sum(first.sizes), (
+            "all that is kept is no more than the newest"
+        )
+        ends = [a + size for a, size in zip(second.offsets, second.sizes, strict=True)]
+        assert all(end <= begin for end, begin in zip(ends, second.offsets[1:], strict=False))
+    assert memory.Arena((0, 0)).nbytes == 1
 
 
 def peers_write() -> list[tuple[int, int]]:

@@ -86,7 +86,6 @@ def test_what_is_known_passes_in_silence(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         *(("MKERNEL_TIMEOUT_S", value) for value in ("nan", "inf", "1e308", "1e-9", "0", "-1")),
         *(("MKERNEL_HEARTBEAT_S", value) for value in ("nan", "inf", "1e308", "1e-9")),
-        ("MKERNEL_SIGNALS", "1" + "0" * 30),
         ("MKERNEL_NODES", "1000000"),
         ("MKERNEL_RANKS_PER_DEVICE", "1000000000"),
         ("MKERNEL_NIC_SETTINGS__FIFO_SLOTS", "1" + "0" * 18),

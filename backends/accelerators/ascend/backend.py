@@ -211,9 +211,11 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         return HostMemory.attach(descriptor)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """Slots and signals. ValueError for tiles that the buffers cannot hold."""
-        geometry = _op(plan).geometry(plan)
-        return Workspace(nbytes=geometry.workspace_bytes, signals=geometry.signals)
+        """Inboxes and outboxes of even and odd epochs, scratch; words (``kernels/call.hpp``).
+        ValueError for tiles that the buffers cannot hold."""
+        g = _op(plan).geometry(plan)
+        areas = (g.inbox_bytes, g.inbox_bytes, g.outbox_bytes, g.outbox_bytes, g.scratch_bytes)
+        return Workspace(areas, signals=g.words)
 
     def model(self, traces: Sequence[bytes], view: View) -> ModelledRun:
         """Replay on the default machine description (``machine.json``)."""
@@ -246,7 +248,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             number=call.number & 0xFFFFFFFF,
             pad=call.pad,
             workspace=call.workspace,
-            signal_base=call.signal_base,
+            areas=call.areas,
             region=call.region,
             peers=peers,
             blocks=blocks,

@@ -96,16 +96,18 @@ class GemmOp:
 def _gather(call: Call, geometry: _ascend.AgGemmGeometry) -> Mapping[str, Any]:
     """Fill ``call.tensors["gathered"]`` [M, K]: own rows from ``a``, others from their slots.
 
-    May run after the kernels have released the slots: a peer writes this epoch's parity again in epoch
-    e + 2, which it reaches only after epoch e + 1, for which it needs rows that this rank sends after
-    this call has returned.
+    May run after the kernels have released the slots: a peer writes them again in epoch e + 2 at the
+    earliest, which it reaches only after epoch e + 1, for which it needs what this rank sends after
+    this call has returned, whatever the op. (Who makes calls without communication makes them between
+    barriers.)
     """
     own, cut = call.tensors["a"], call.plan.part(GemmSchedule).chunking
     for source, part in enumerate(torch.split(call.tensors["gathered"], len(own))):
         if source == call.rank:
             part.copy_(own)
             continue
-        address = call.workspace + geometry.slot_offset(call.epoch & 1, source)
+        inbox = call.areas[call.epoch % 2]
+        address = call.workspace + inbox + geometry.slot_offset(call.rank, source)
         memory = (ctypes.c_byte * part.nbytes).from_address(address)
         slot, done = torch.frombuffer(memory, dtype=part.dtype), 0
         for rows in torch.split(part, cut.tile_m):

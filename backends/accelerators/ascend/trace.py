@@ -97,9 +97,9 @@ RECORD = np.dtype(
 Records = npt.NDArray[np.void]
 Core = tuple[Role, Records]
 
-_HEADER = struct.Struct("<7I")
+_HEADER = struct.Struct("<6I")
 _CORE = struct.Struct("<IIQ")
-_MAGIC = 0x31546B6D
+_MAGIC = 0x32546B6D
 
 
 def instruction(
@@ -127,9 +127,9 @@ def wait_flag(source: Pipe, waiting: Pipe, event: int = 0) -> Records:
 
 
 def blob(rank: int, world: int, cores: Sequence[Core]) -> bytes:
-    """A rank's trace on node 0, all its signals at 0 before the call. Cores of a kind are numbered
+    """A rank's trace on node 0. Cores of a kind are numbered
     in the order given."""
-    parts = [_HEADER.pack(_MAGIC, rank, world, 0, 0, len(cores), 0)]
+    parts = [_HEADER.pack(_MAGIC, rank, world, 0, len(cores), 0)]
     numbers = dict.fromkeys(Role, 0)
     for kind, records in cores:
         parts += [_CORE.pack(kind, numbers[kind], len(records)), records.tobytes()]

@@ -168,7 +168,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         """A workspace, shared by all plans of a world; its flags are its own, so no signals."""
         from mkernel.backends.accelerators.hopper.dispatch import executor_of
 
-        return Workspace(nbytes=executor_of(plan).workspace_bytes(plan), signals=0, shared=True)
+        return Workspace((executor_of(plan).workspace_bytes(plan),))
 
     def launch(self, call: Call) -> HopperLaunch:
         """Queue the call on torch's current stream, after the world's previous one."""

@@ -144,7 +144,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         """A window where messages are puts; else none: torch's allocator serves the calls."""
         how = schedules.check(plan, self.device)
         if how.window_bytes == 0:
-            return Workspace(nbytes=0, signals=0)
+            return Workspace()
         if self._windows is None:
             raise Unsupported(
                 f"the plan puts rows into windows of {how.window_bytes} bytes, and this rank has none; "

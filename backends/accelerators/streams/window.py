@@ -49,7 +49,7 @@ class Words:
         """``call``: one whose plan has the signals. CudaError where devices cannot address the pads."""
         self._rank, self._world = call.rank, call.plan.world_size
         self._pad = call.pad
-        self._indices = range(call.signal_base, call.signal_base + words_of(self._world))
+        self._indices = range(words_of(self._world))
         self._native = native()
         self._mapped = []
         self._addresses: dict[int, list[int]] = {}  # by rank, of all its words

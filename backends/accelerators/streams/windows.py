@@ -54,11 +54,10 @@ class Windows:
             return DeviceMemory.attach(descriptor, self._index)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """What a plan whose messages are puts needs. The words come with the world's first window."""
+        """What a plan whose messages are puts needs."""
         nbytes = plan.part(StreamsSchedule).window_bytes
-        signals = 0 if self._plans else words_of(plan.world_size)
         self._plans.add(plan.digest())
-        return Workspace(nbytes=nbytes, signals=signals, shared=True)
+        return Workspace((nbytes,), signals=words_of(plan.world_size))
 
     def words(self, call: Call) -> Words | None:
         """The words of a call whose workspace is a window; None where it is not. OSError where the

@@ -1,7 +1,12 @@
 // What VerbsNic refuses and what it reports. The first failure is the session's; see Nic::fail.
 #include "backends/nics/verbs/verbs_nic.hpp"
+#include "backends/transport/signal_pad.hpp"
 
 namespace mkernel::nics::verbs {
+
+static_assert(transport::SignalPad::kMostSignals == kMaxSignal + 1,
+              "a pad has as many signals as an immediate can name");
+
 namespace {
 
 std::string text(std::uint64_t number) {

@@ -47,12 +47,12 @@ class TinyAccelerator(AcceleratorBackend, Instrumented):
         return HostMemory.attach(descriptor)
 
     def workspace(self, plan):
-        """Two copies of a rank's rows; a signal a (source, chunk), and one a reader."""
+        """A rank's rows, for even and for odd epochs; a signal a reader, one a (chunk, source)."""
         world, k = plan.world_size, plan.gemm.k
         rows = plan.gemm.m // world
-        itemsize = getattr(torch, plan.dtype).itemsize
+        nbytes = rows * k * getattr(torch, plan.dtype).itemsize
         chunks = -(-rows // plan.part(RowSchedule).rows_per_chunk)
-        return Workspace(nbytes=2 * rows * k * itemsize, signals=world * chunks + world)
+        return Workspace(areas=(nbytes, nbytes), signals=world + world * chunks)
 
     def launch(self, call):
         return TinyLaunch(call)
@@ -62,6 +62,7 @@ class TinyLaunch(Launch, InstrumentedLaunch):
     _pool = ThreadPoolExecutor(8)
 
     def __init__(self, call):
+        self._call = call
         self._seconds = {}
         comm = self._pool.submit(self._timed, "comm", send, call, None)
         before = comm if call.view == "sequential" else None
@@ -79,6 +80,9 @@ class TinyLaunch(Launch, InstrumentedLaunch):
             return False
         for kernel in self._kernels:
             kernel.result()  # raises what the kernel raised
+        if self._call is not None and not _transport.pad_aborted(self._call.pad):
+            move_on(self._call)
+        self._call = None
         return True
 
     def times(self):
@@ -89,7 +93,7 @@ def send(call):
     """The comm kernel: own rows, chunk by chunk, to where the peers read them."""
     a, mine = call.tensors["a"], shared_rows(call, call.workspace)
     for peer in call.peers:  # what this overwrites was sent two calls ago
-        if not awaited(call, release_signal(call, peer), call.epoch - 2, peer, None):
+        if call.epoch > 2 and not awaited(call, release_signal(peer), -1, peer, None):
             return
     for number, (start, end) in enumerate(chunks(call)):
         mine[start:end] = a[start:end]
@@ -103,7 +107,7 @@ def compute(call):
     order = call.plan.order(call.plan.part(RowSchedule).order)
     sources = order[call.rank]
     if call.view == "sequential" and not all(
-        awaited(call, chunk_signal(call, source, number), call.epoch, source, number)
+        awaited(call, chunk_signal(call, source, number), 1, source, number)
         for source in sources[1:]
         for number in range(len(chunks(call)))
     ):
@@ -112,20 +116,22 @@ def compute(call):
         rows = a if source == call.rank else shared_rows(call, call.peers[source].workspace)
         for number, (start, end) in enumerate(chunks(call)):
             signal = chunk_signal(call, source, number)
-            if source != call.rank and not awaited(call, signal, call.epoch, source, number):
+            if source != call.rank and not awaited(call, signal, 1, source, number):
                 return
             at = source * len(a) + start
             out[at : at + end - start] = rows[start:end].float() @ b
             if "gathered" in call.tensors:
                 call.tensors["gathered"][at : at + end - start] = rows[start:end]
         if source != call.rank:
-            _transport.pad_add(call.peers[source].pad, release_signal(call, call.rank), 1)
+            _transport.pad_add(call.peers[source].pad, release_signal(call.rank), 1)
 
 
-def awaited(call, signal, value, peer, chunk):
-    """False after an abort or at the deadline, which also aborts: the kernel then returns."""
-    if value <= 0 or call.view == "compute_only":
+def awaited(call, signal, amount, peer, chunk):
+    """Wait until this call has added so much to a signal; -1: until the calls before it have added all
+    but one. False after an abort or at the deadline, which also aborts: the kernel then returns."""
+    if call.view == "compute_only":
         return True
+    value = _transport.pad_expected(call.pad, signal) + amount
     who = _transport.Diagnosis()
     who.waiter = _transport.Waiter.compute_kernel
     who.peer, who.op = peer, call.number
@@ -137,9 +143,9 @@ def awaited(call, signal, value, peer, chunk):
 
 
 def shared_rows(call, workspace):
-    """A rank's rows in its workspace, in the half that this call uses."""
+    """A rank's rows in its workspace, in the area that this call uses."""
     a = call.tensors["a"]
-    at = workspace + call.epoch % 2 * a.numel() * a.itemsize
+    at = workspace + call.areas[call.epoch % 2]
     memory = (ctypes.c_char * (a.numel() * a.itemsize)).from_address(at)
     return torch.frombuffer(memory, dtype=a.dtype).view(a.shape)
 
@@ -149,9 +155,21 @@ def chunks(call):
     return [(start, min(rows, start + step)) for start in range(0, rows, step)]
 
 
+# All plans use the same signals. Each has one rank that adds to it, whatever the plan, and that rank's
+# calls follow one another: what it adds for a later call never comes before what it adds for this one.
+
+
+def release_signal(reader):
+    return reader
+
+
 def chunk_signal(call, source, number):
-    return call.signal_base + source * len(chunks(call)) + number
+    return call.plan.world_size * (1 + number) + source
 
 
-def release_signal(call, reader):
-    return call.signal_base + call.plan.world_size * len(chunks(call)) + reader
+def move_on(call):
+    """The call has ended: what each signal is expected to be before the next one."""
+    for peer in call.peers:
+        _transport.pad_move_on(call.pad, release_signal(peer), 1)
+        for number in range(len(chunks(call))):
+            _transport.pad_move_on(call.pad, chunk_signal(call, peer, number), 1)

@@ -93,19 +93,34 @@ class _Queued(Launch, InstrumentedLaunch):
         return instrumented.trace(self._inner)
 
 
-class SkipsWaits(Honest):
-    """Computes with those rows of other ranks that lie there, which are the previous call's."""
+class _Repeats(Honest):
+    """Launches some calls twice. All ranks do, so that the world's calls are numbered alike on all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._launched = 0
+
+    def next(self, call: Call, **changes: Any) -> Launch:
+        """The next call that the wrapped backend gets."""
+        self._launched += 1
+        return self.inner.launch(replace(call, epoch=self._launched, **changes))
+
+
+class SkipsWaits(_Repeats):
+    """Computes with those rows of other ranks that lie there, which are an earlier call's."""
+
+    _later: Launch | None = None
 
     def launch(self, call: Call) -> Launch:
+        if self._later is not None:
+            _finish(self._later)
         if call.plan.op == "moe_dispatch_gemm":  # it would not know how many rows it has
-            return self.inner.launch(call)
-        first = replace(call, epoch=2 * call.epoch - 1, view="compute_only")
-        early = self.inner.launch(first)
+            return self.next(call)
+        early = self.next(call, view="compute_only")
         _finish(early)
-        # The data still travels, for the next call to find. The first rank that gets here can have
-        # seen none of it: nobody had sent any.
-        again = replace(call, epoch=2 * call.epoch, tensors=_elsewhere(call.tensors))
-        self._later = self.inner.launch(again)
+        # The data still travels, for a later call to find. The first rank that gets here can have seen
+        # none of it: nobody had sent any.
+        self._later = self.next(call, tensors=_elsewhere(call.tensors))
         return early
 
 
@@ -147,7 +162,7 @@ class _GivesUp(Launch, InstrumentedLaunch):
         return None
 
 
-class SendsLate(Honest):
+class SendsLate(_Repeats):
     """Rank 0 returns with the right result while others still wait for its rows. It reads those from
     the caller's memory when that has changed, or after some seconds."""
 
@@ -156,18 +171,16 @@ class SendsLate(Honest):
         self._late: threading.Thread | None = None
 
     def launch(self, call: Call) -> Launch:
-        if call.plan.op == "moe_dispatch_gemm":  # a rank's rows follow from the ids, which all have
-            return self.inner.launch(call)
         if self._late is not None:
             self._late.join()
-        first = self.inner.launch(replace(call, epoch=2 * call.epoch - 1))
+        if call.plan.op == "moe_dispatch_gemm":  # a rank's rows follow from the ids, which all have
+            return self.next(call)
+        first = self.next(call)
         _finish(first)
-        again = replace(call, epoch=2 * call.epoch)
         if call.rank:
-            return self.inner.launch(again)
-        again = replace(again, tensors=_elsewhere(call.tensors))
+            return self.next(call)
         read = next(call.tensors[name] for name in ("a", "x", "y", "q") if name in call.tensors)
-        self._late = threading.Thread(target=self._send, args=(again, read, read.clone()))
+        self._late = threading.Thread(target=self._send, args=(call, read, read.clone()))
         self._late.start()
         return first
 
@@ -175,7 +188,7 @@ class SendsLate(Honest):
         end = time.monotonic() + 5
         while torch.equal(read, before) and time.monotonic() < end:
             time.sleep(0.001)
-        _finish(self.inner.launch(call))
+        _finish(self.next(call, tensors=_elsewhere(call.tensors)))
 
 
 class Timeless(Followed):

@@ -75,7 +75,9 @@ class DryRank {
   protected:
     void bind(CallArgs& args) const {
         args.rank = rank_;
-        args.workspace = args.pad = at(8);
+        args.inbox = args.pad = at(8);
+        args.outbox = at(1000);
+        args.scratch = at(2000);
         args.peers = peers_.data();
         args.order = order_.data();
     }

@@ -252,12 +252,16 @@ void puts_copy_and_leave_the_rest() {
 void a_traced_core_never_takes_the_short_cut() {
     std::vector<sim::Record> trace;
     Bench traced(sim::Role::cube, &trace), plain(sim::Role::cube);
-    for (auto* bench : {&traced, &plain}) bench->environment.pad.add(2, 5);
+    for (auto* bench : {&traced, &plain}) {
+        bench->environment.pad.expected(2).move_on(3);
+        bench->environment.pad.add(2, 8);
+    }
     CHECK(plain.core.ttest(2, 5));
     CHECK(!plain.core.ttest(2, 6));
     CHECK(!traced.core.ttest(2, 5));
     traced.core.annotate(9);
     CHECK(traced.core.twait(2, 5, 1));
+    CHECK(plain.core.twait(2, -4, 1));  // what no call is known to have added either
     CHECK(trace.size() == 1 && trace[0].kind == sim::Kind::twait && trace[0].chunk == 9 &&
           trace[0].amount == 5);
     traced.environment.pad.abort(transport::AbortCode::cancelled, {});

@@ -43,9 +43,7 @@ struct Reduce {
 template <class Op>
 class World {
   public:
-    static constexpr std::uint32_t kSignals = 4096;
-
-    explicit World(const Op& op) : op_(op), memory_(op.g.world, kSignals, op.g.workspace_bytes()) {
+    explicit World(const Op& op) : op_(op), memory_(op.g.world, test::Sizes::of(op.g)) {
         for (std::uint32_t r = 0; r < op.g.world; ++r) {
             a_.emplace_back(op.rows_of_a() * op.g.k);
             b_.emplace_back(op.g.k * op.g.n);
@@ -156,7 +154,7 @@ void geometry_covers_a_slot_once() {
         }
         CHECK(at == 71 * 200 * 4);
         CHECK(g.slot_bytes() >= at && g.slot_bytes() % kSlotAlignment == 0);
-        CHECK(g.signals() == 2 * 3 * g.chunks() + 2 * 3 + 3 + 1);
+        CHECK(g.words() == kMaxWorld + 3 * (3 * g.chunks() + 3));
     }
 }
 
@@ -188,7 +186,7 @@ void every_wait_is_needed(const char* name, const Op& op) {
     test::every_wait_is_needed(
         name, [&] { return std::make_unique<World<Op>>(op); },
         [&](const auto& records, std::size_t at) {
-            return records[at].signal >= op.g.released(0);
+            return records[at].signal < kMaxWorld || records[at].signal == word_of(op.g.finished());
         });
 }
 

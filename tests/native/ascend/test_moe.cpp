@@ -27,7 +27,6 @@ using sim::Role;
 namespace {
 
 constexpr std::uint32_t kTokens = 37, kTopK = 3, kExperts = 2, kHidden = 72, kFeatures = 104;
-constexpr std::uint32_t kSignals = 1024;
 constexpr std::uint32_t kRanks = 3, kVectorBlocks = 4;
 
 moe::Geometry geometry(std::uint32_t world, bool far) {
@@ -221,13 +220,12 @@ class World {
         host::Call prepared(std::uint32_t rank, std::uint64_t epoch, host::View view) {
             return world.prepared(which, rank, epoch, view);
         }
-        [[nodiscard]] const test::WorldMemory& memory() const { return world.memory_[which]; }
+        [[nodiscard]] const test::WorldMemory& memory() const { return world.memory_; }
     };
 
     explicit World(std::uint32_t world)
         : g_(geometry(world, false)),
-          memory_{{world, kSignals, g_.workspace_bytes()},
-                  {world, kSignals, combine_geometry(world, false).workspace_bytes()}} {
+          memory_(world, test::Sizes::of(g_, combine_geometry(world, false))) {
         for (std::uint32_t i = 0; i < world; ++i) ranks_.emplace_back(world);
     }
 
@@ -247,7 +245,7 @@ class World {
         }
         for (const std::uint32_t which : {0u, 1u}) {
             Half half{*this, which};
-            test::run_all(half, epoch, view);
+            test::run_all(half, 2 * epoch - 1 + which, view);
         }
         if (view == host::View::compute_only) return;
         test::Error error;
@@ -264,7 +262,7 @@ class World {
 
     host::Call prepared(std::uint32_t which, std::uint32_t rank, std::uint64_t epoch,
                         host::View view) {
-        host::Call call = test::call_of(memory_[which], rank, epoch, view);
+        host::Call call = test::call_of(memory_, rank, epoch, view);
         call.kernels = kernels(which, rank);
         call.blocks = {.comm = 3, .cube = which == 0 ? 3u : 0u, .vector = kVectorBlocks};
         return call;
@@ -316,7 +314,7 @@ class World {
     }
 
     moe::Geometry g_;
-    test::WorldMemory memory_[2];  // of the dispatch's plan, of the combine's
+    test::WorldMemory memory_;  // of both plans
     std::vector<Rank> ranks_;
     std::vector<std::int32_t> ids_;
 };
@@ -328,7 +326,7 @@ class LaterHalf : public World {
         call(1, host::View::pipelined);
     }
     host::Call prepared(std::uint32_t rank, std::uint64_t epoch, host::View view) {
-        return half_.prepared(rank, 1 + epoch, view);
+        return half_.prepared(rank, 2 + epoch, view);
     }
     [[nodiscard]] const test::WorldMemory& memory() const { return half_.memory(); }
 
@@ -351,7 +349,7 @@ bool spread_before_another(const std::vector<sim::Record>& records, std::size_t 
         std::uint32_t found = record.kind == sim::Kind::twait ? 0 : items;
         for (; found < items; ++found) {
             const auto [source, number] = args.chunk(found);
-            if (g.spread(source, number) == record.signal) break;
+            if (word_of(g.spread(source, number)) == record.signal) break;
         }
         return found;
     };
@@ -368,18 +366,21 @@ bool spread_before_another(const std::vector<sim::Record>& records, std::size_t 
     });
 }
 
+// Whether a record waits for what a rank has released, or for the own blocks before that is said.
+bool between_calls(const sim::Record& record) {
+    return record.signal < kMaxWorld ||
+           record.signal == word_of(geometry(kRanks, false).finished());
+}
+
 void every_wait_is_needed() {
     test::every_wait_is_needed(
         "dispatch", [] { return std::make_unique<LaterHalf>(kRanks, 0); },
         [](const auto& records, std::size_t at) {
-            return records[at].signal >= geometry(kRanks, false).released(0) ||
-                   spread_before_another(records, at);
+            return between_calls(records[at]) || spread_before_another(records, at);
         });
     test::every_wait_is_needed(
         "combine", [] { return std::make_unique<LaterHalf>(kRanks, 1); },
-        [](const auto& records, std::size_t at) {
-            return records[at].signal >= combine_geometry(kRanks, false).released(0);
-        });
+        [](const auto& records, std::size_t at) { return between_calls(records[at]); });
 }
 
 // --- mutations ----------------------------------------------------------------------------------

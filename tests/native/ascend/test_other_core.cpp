@@ -71,11 +71,11 @@ class CountingCore {
     void fence() {}
 
     void tnotify(std::uint32_t, std::byte*, std::uint32_t, std::uint64_t) { ++done["TNOTIFY"]; }
-    [[nodiscard]] bool twait(std::uint32_t, std::uint64_t, std::uint32_t) {
+    [[nodiscard]] bool twait(std::uint32_t, std::int64_t, std::uint32_t) {
         ++done["TWAIT"];
         return waits_end;
     }
-    [[nodiscard]] bool ttest(std::uint32_t, std::uint64_t) { return false; }
+    [[nodiscard]] bool ttest(std::uint32_t, std::int64_t) { return false; }
     [[nodiscard]] bool nic_put(const transport::PutCommand& command) {
         ++done["NIC_PUT"];
         put_far += command.bytes;
@@ -158,7 +158,8 @@ struct Call {
 
     Call() {
         args.pad = &g_memory[0];
-        args.workspace = &g_memory[1];
+        args.inbox = &g_memory[1];
+        args.outbox = args.scratch = &g_memory[5];
         args.peers = peers.data();
         args.order = order.data();
     }

@@ -15,21 +15,37 @@
 
 namespace mkernel::ascend::test {
 
-// What a plan has on one rank.
-struct RankMemory {
-    RankMemory(std::uint32_t signals, std::size_t workspace_bytes)
-        : pad(signals), workspace(workspace_bytes) {}
-    Pad pad;
-    Pages workspace;
+// What plans of a world need on each rank.
+struct Sizes {
+    std::uint64_t inbox = 0, outbox = 0, scratch = 0, words = 0;
+
+    // What the largest of these plans need.
+    template <class... Geometries>
+    static Sizes of(const Geometries&... plans) {
+        return {std::max({plans.inbox_bytes()...}), std::max({plans.outbox_bytes()...}),
+                std::max({plans.scratch_bytes()...}), std::max({plans.words()...})};
+    }
 };
 
-// What it has on all of them. Strict calls of a world are looked at together.
+struct RankMemory {
+    explicit RankMemory(const Sizes& sizes)
+        : pad(static_cast<std::uint32_t>(sizes.words)),
+          inbox{Pages(sizes.inbox), Pages(sizes.inbox)},
+          outbox{Pages(sizes.outbox), Pages(sizes.outbox)},
+          scratch(sizes.scratch) {}
+    Pad pad;
+    Pages inbox[2], outbox[2], scratch;
+};
+
+// What all plans of a world share. Strict calls are looked at together.
 struct WorldMemory {
-    WorldMemory(std::uint32_t world, std::uint32_t signals, std::size_t workspace_bytes) {
+    WorldMemory(std::uint32_t world, const Sizes& sizes) {
         std::vector<sim::Races::Range> shared;
         for (std::uint32_t i = 0; i < world; ++i) {
-            const RankMemory& rank = ranks.emplace_back(signals, workspace_bytes);
-            shared.push_back({rank.workspace.memory.get(), workspace_bytes});
+            const RankMemory& rank = ranks.emplace_back(sizes);
+            for (const Pages& inbox : rank.inbox) {
+                shared.push_back({inbox.memory.get(), sizes.inbox});
+            }
         }
         races = std::make_shared<sim::Races>(std::move(shared));
     }
@@ -42,13 +58,16 @@ struct WorldMemory {
 inline host::Call call_of(const WorldMemory& world, std::uint32_t rank, std::uint64_t epoch,
                           host::View view) {
     host::Call call;
+    const std::size_t odd = epoch % 2;
     for (const RankMemory& each : world.ranks) {
-        call.peers.push_back({each.pad.memory(), each.workspace.memory.get()});
+        call.peers.push_back({each.pad.memory(), each.inbox[odd].memory.get()});
     }
     call.args.rank = rank;
     call.args.epoch = epoch;
     call.args.pad = call.peers[rank].pad;
-    call.args.workspace = call.peers[rank].workspace;
+    call.args.inbox = call.peers[rank].inbox;
+    call.args.outbox = world.ranks[rank].outbox[odd].memory.get();
+    call.args.scratch = world.ranks[rank].scratch.memory.get();
     call.timeout_ns = 120'000'000'000;
     call.view = view;
     call.trace = epoch % 2 == 0;
@@ -123,7 +142,6 @@ inline std::vector<sim::Record> issued(const std::string& trace, sim::Role role,
     };
     sim::TraceHeader header;
     take(header);
-    at += header.baselines * sizeof(sim::TraceBaseline);
     std::vector<sim::Record> found;
     for (std::uint32_t i = 0; i < header.cores; ++i) {
         sim::TraceCore core;

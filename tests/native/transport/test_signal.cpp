@@ -148,7 +148,7 @@ TEST(a_host_ends_waits_for_a_set_word) {
     CHECK(pad.word(5)->load() == kEndsWaits);
     CHECK(pad.load(4) == 0 && pad.load(6) == 0);
     CHECK(reinterpret_cast<std::uintptr_t>(pad.word(8)) ==
-          reinterpret_cast<std::uintptr_t>(memory) + nbytes);
+          reinterpret_cast<std::uintptr_t>(memory) + SignalPad::bytes(0) + 8 * sizeof(Word));
     ::munmap(memory, nbytes);
 }
 

@@ -55,6 +55,72 @@ TEST(a_signal_publishes_what_was_written_before) {
     CHECK(wrong == 0);
 }
 
+// Calls of plans that use the same words for other things: so many additions each, by several threads.
+// Some of them, which their own call does not wait for, come when the next call has begun. No wait ends
+// before its own call's additions have come, and none is left waiting.
+TEST(plans_share_added_words_though_additions_come_late) {
+    const Pad p;
+    constexpr std::uint32_t kCalls = 600, kWords = 3, kAdders = 4;
+    const auto share = [](std::uint32_t call, std::uint32_t word) {
+        return std::uint64_t{(call * 7 + word * 5) % 4};
+    };
+    const auto is_late = [](std::uint32_t call, std::uint32_t word) {
+        return (call + word) % 4 == 0;
+    };
+    std::atomic<std::uint64_t> added[kCalls][kWords] = {};
+    std::atomic<std::uint32_t> begun{0};
+    std::atomic<int> wrong{0};
+    const auto add_all = [&](bool late) {
+        for (std::uint32_t call = 0; call < kCalls; ++call) {
+            while (begun.load() <= call + (late ? 1 : 0)) std::this_thread::yield();
+            for (std::uint32_t word = 0; word < kWords; ++word) {
+                if (is_late(call, word) != late) continue;
+                added[call][word] += share(call, word);
+                p.pad.add(word, share(call, word));
+            }
+        }
+    };
+    std::vector<std::thread> adders;
+    for (std::uint32_t adder = 0; adder < kAdders; ++adder) {
+        adders.emplace_back([&] { add_all(false); });
+        adders.emplace_back([&] { add_all(true); });
+    }
+    for (std::uint32_t call = 0; call < kCalls; ++call) {
+        ++begun;
+        for (std::uint32_t word = 0; word < kWords; ++word) {
+            if (is_late(call, word)) continue;
+            const std::uint64_t amount = kAdders * share(call, word);
+            if (p.pad.wait(word, p.pad.expected(word).after(amount), monotonic_ns() + 30 * kSecond,
+                           {}) != WaitResult::ok) {
+                ++wrong;
+            }
+            if (added[call][word] != amount) ++wrong;
+        }
+        for (std::uint32_t word = 0; word < kWords; ++word) {
+            p.pad.expected(word).move_on(kAdders * share(call, word));
+        }
+    }
+    ++begun;
+    for (std::thread& adder : adders) adder.join();
+    for (std::uint32_t word = 0; word < kWords; ++word) {
+        CHECK(p.pad.load(word) == p.pad.expected(word).value);
+    }
+    CHECK(wrong == 0);
+}
+
+// A call that adds less than its count is moved on by would let no later call end; one that adds more, a
+// later call too early. So the counts say what is added, to the last one.
+TEST(a_count_that_is_wrong_shows) {
+    const Pad p;
+    p.pad.expected(1).move_on(3);
+    p.pad.add(1, 2);
+    p.pad.add(1, 1);  // of the next call
+    CHECK(p.pad.load(1) < p.pad.expected(1).after(1));
+    p.pad.expected(2).move_on(3);
+    p.pad.add(2, 4);
+    CHECK(p.pad.load(2) >= p.pad.expected(2).after(1));
+}
+
 TEST(many_adders_lose_nothing) {
     const Pad p;
     constexpr std::uint64_t kEach = 20'000;

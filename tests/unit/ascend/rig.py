@@ -33,6 +33,7 @@ from mkernel.cases.comparison import Comparison
 from mkernel.plan.chunking import cut
 from mkernel.plan.model import LaunchPlan, OpName
 from mkernel.plan.pipeline import USUAL_TILE, GemmTile
+from mkernel.world.memory import Arena
 
 SCALE = 0.11
 """Of attention's scores."""
@@ -49,8 +50,7 @@ VIEWS_IN_ANY_ORDER: tuple[View, ...] = (
 
 PATIENCE_S = 60.0
 """How long to wait for what must end, however busy the machine is."""
-SIGNALS = 4096
-SIGNAL_BASE = 17
+SIGNALS = 8192
 REGION = 5
 
 
@@ -177,9 +177,11 @@ class Rank:
 
 @dataclass
 class World:
-    """All ranks of a plan in this process. Use as a context manager."""
+    """All ranks of a plan in this process; ``plan`` may become one of the ``others``, which share its
+    memory and words. Use as a context manager."""
 
     plan: LaunchPlan
+    others: Sequence[LaunchPlan] = ()
     slots: int | None = None
     fifo_slots: int = 16
     strict: _ascend.Strict | None = None
@@ -188,21 +190,27 @@ class World:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        self.options = {"scale": SCALE} if self.plan.op == "ring_attention" else {}
-        self.case = case_for(self.plan, replicate_b=False, **self.options)
         self.backend = AscendAccelerator(slots=self.slots, strict=self.strict)
-        need = self.backend.workspace(self.plan)
-        assert SIGNAL_BASE + need.signals <= SIGNALS
+        needs = [self.backend.workspace(plan) for plan in (self.plan, *self.others)]
+        assert max(need.signals for need in needs) <= SIGNALS
+        self.arena = Arena([max(sizes) for sizes in zip(*(n.areas for n in needs), strict=True)])
         for _ in range(self.plan.world_size):
             pad = self.backend.allocate(_transport.pad_bytes(SIGNALS))
             _transport.pad_format(pad.address, SIGNALS)
             self.ranks.append(
-                Rank(pad, self.backend.allocate(max(need.nbytes, 1)), Fifo(self.fifo_slots))
+                Rank(pad, self.backend.allocate(self.arena.nbytes), Fifo(self.fifo_slots))
             )
+        self.take(self.plan)
         self._launches: list[AscendLaunch] = []
         self._stop = threading.Event()
         self._nic = threading.Thread(target=self._drain, daemon=True)
         self._nic.start()
+
+    def take(self, plan: LaunchPlan) -> None:
+        """The next calls are this plan's."""
+        self.plan = plan
+        self.options = {"scale": SCALE} if plan.op == "ring_attention" else {}
+        self.case = case_for(plan, replicate_b=False, **self.options)
 
     def __enter__(self) -> World:
         return self
@@ -250,9 +258,9 @@ class World:
         """A rank's workspace, in place."""
         return self.view(self.ranks[rank].workspace)
 
-    def add(self, rank: int, signal: int, value: int = 1) -> None:
-        """Raise one of the plan's signals at a rank, as a peer would."""
-        _transport.pad_add(self.ranks[rank].pad.address, SIGNAL_BASE + signal, value)
+    def add(self, rank: int, word: int, value: int = 1) -> None:
+        """Add to a word at a rank, as a peer would."""
+        _transport.pad_add(self.ranks[rank].pad.address, word, value)
 
     def outcome(self, rank: int) -> tuple[AbortCode, Diagnosis]:
         """Why a rank's call ended: the pad's abort record."""
@@ -294,7 +302,7 @@ class World:
                 number=100 + self.epoch,
                 pad=own.pad.address,
                 workspace=own.workspace.address,
-                signal_base=SIGNAL_BASE,
+                areas=self.arena.offsets,
                 peers=peers,
                 region=REGION,
                 fifo=own.fifo.address if self.plan.nodes > 1 and with_fifo else 0,
@@ -401,13 +409,13 @@ def slices_follow_each_other(track: Track, total_us: float) -> bool:
     return end <= total_us + 1e-6
 
 
-HEADER, BASELINE, CORE = struct.Struct("<7I"), struct.Struct("<IIQ"), struct.Struct("<IIQ")
+HEADER, CORE = struct.Struct("<6I"), struct.Struct("<IIQ")
 
 
 def cores(blob: bytes | bytearray) -> list[tuple[Role, Records]]:
     """Every core's records of a trace, in place."""
-    *_, baselines, count, _ = HEADER.unpack_from(blob)
-    at, found = HEADER.size + baselines * BASELINE.size, []
+    *_, count, _ = HEADER.unpack_from(blob)
+    at, found = HEADER.size, []
     for _ in range(count):
         kind, _, length = CORE.unpack_from(blob, at)
         at += CORE.size

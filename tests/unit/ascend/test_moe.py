@@ -22,7 +22,6 @@ from mkernel.plan.model import CombineShape, LaunchPlan, OpName
 from .rig import (
     A3,
     PATIENCE_S,
-    SIGNAL_BASE,
     VIEWS_IN_ANY_ORDER,
     World,
     case_for,
@@ -306,9 +305,9 @@ def test_waits_for_every_chunk(source: int) -> None:
     with World(plan) as world:
         world.poison()
         world.epoch = 1
-        world.add(last, shape.ids(1, source))
+        world.add(last, shape.ids(source, epoch=1))
         for chunk in range(shape.chunks):
-            world.add(last, shape.arrived(1, source, chunk))
+            world.add(last, shape.arrived(source, chunk, epoch=1))
         case = case_for(plan)
         launch = world.launch(last, inputs(plan, case)[last], timeout_s=0.5)
         assert launch.wait(PATIENCE_S)
@@ -322,7 +321,7 @@ def test_a_rank_that_does_not_come_is_named(view: View) -> None:
     with World(plan) as world:
         code, seen = world.alone(0, given[0], view=view)
         assert (code, seen.peer) == (AbortCode.timeout, 1)
-        assert seen.signal == SIGNAL_BASE + MoeDispatchOp().geometry(plan).ids(1, 1)
+        assert seen.signal == MoeDispatchOp().geometry(plan).ids(1, epoch=1)
     with World(plan) as world, World(combine_plan(plan)) as home:
         sent = run(world, given)
         out = torch.empty(plan.shape.tokens, plan.shape.features, dtype=torch.float16)

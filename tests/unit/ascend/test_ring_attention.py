@@ -14,7 +14,6 @@ from mkernel.plan.model import LaunchPlan
 
 from .rig import (
     PATIENCE_S,
-    SIGNAL_BASE,
     VIEWS_IN_ANY_ORDER,
     World,
     modelled_views,
@@ -178,7 +177,7 @@ def test_waits_for_every_chunk() -> None:
         world.poison()
         tensors = world.tensors(seed=3)
         for chunk in range(geometry.chunks):
-            world.add(1, geometry.arrived(1, 0, chunk))
+            world.add(1, geometry.arrived(0, chunk, epoch=1))
         world.alone(1, tensors[1])
         assert not world.errors(tensors)[1] <= 0.1
 
@@ -188,9 +187,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     with World(plan) as world:
         code, seen = world.alone(0, world.tensors(seed=1)[0])
         assert (code, seen.peer) == (AbortCode.timeout, 1)
-        assert seen.signal == SIGNAL_BASE + RingAttentionOp().geometry(plan).arrived(
-            1, 1, seen.chunk
-        )
+        assert seen.signal == RingAttentionOp().geometry(plan).arrived(1, seen.chunk, epoch=1)
 
 
 def test_heads_that_are_too_wide_are_refused() -> None:

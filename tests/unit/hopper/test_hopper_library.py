@@ -234,7 +234,7 @@ def run(
         for number in numbers:
             call = Call(
                 plan=made, rank=rank, tensors=everyone[rank], epoch=1, number=number, pad=0,
-                workspace=workspace_of(rank), signal_base=0,
+                workspace=workspace_of(rank), areas=(0,),
                 peers={p: PeerMemory(0, workspace_of(p)) for p in range(world) if p != rank},
                 region=0, fifo=0, timeout_s=float(number & 7), view=view, symmetric=shared,
             )  # fmt: skip

@@ -172,16 +172,12 @@ class Rank:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8)
         self.pad = HostMemory.create(_transport.pad_bytes(SIGNALS))
         _transport.pad_format(self.pad.address, SIGNALS)
-        self.signal_base = next(
-            word for word in range(SIGNALS) if word_at(self, word + 2) % mmap.PAGESIZE == 0
-        )
-        """The words lie on both sides of a page's end."""
         self.words: Words | None = None
 
     def streams(self, plan: LaunchPlan, number: int, ranks: list[Rank]) -> tuple[Call, CallStreams]:
         call = Call(
             plan=plan, rank=self.rank, tensors={}, epoch=1, number=number,
-            pad=self.pad.address, workspace=self.memory.data_ptr(), signal_base=self.signal_base,
+            pad=self.pad.address, workspace=self.memory.data_ptr(), areas=(0,),
             peers={r.rank: PeerMemory(r.pad.address, r.memory.data_ptr())
                    for r in ranks if r is not self},
             region=0, fifo=0, timeout_s=1.0,
@@ -293,7 +289,7 @@ def test_a_call_that_failed_ends_its_waits(machine: Machine, monkeypatch: Any) -
     def asleep(seconds: float) -> None:
         rounds.append(seconds)
         if len(rounds) == 1:
-            for word in range(first.signal_base, first.signal_base + words_of(2)):
+            for word in range(words_of(2)):
                 ctypes.c_int64.from_address(word_at(first, word)).value = 1
         else:
             machine.drain()

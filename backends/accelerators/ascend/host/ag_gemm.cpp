@@ -32,19 +32,14 @@ class AgGemm final : public OpKernels<ag_gemm::Args> {
         return {{&args_.a, false}, {&args_.b, false}, {&args_.out, true}};
     }
 
-    void count_as_communicated(const transport::SignalPad& pad) const override {
-        OpKernels::count_as_communicated(pad);
-        const ag_gemm::Geometry& g = args_.geometry;
-        for (std::uint32_t source = 0; source < g.world; ++source) {
+  protected:
+    [[nodiscard]] std::uint32_t finishing() const override { return blocks_.cube; }
+    void each_arrival(const Amount& amount) const override {
+        OpKernels::each_arrival(amount);
+        for (std::uint32_t source = 0; source < world(); ++source) {
             if (source == args_.rank || !args_.same_node(source)) continue;
-            raise(pad, g.summary(args_.parity(), source), g.chunks());
+            amount(args_.word(args_.geometry.summary(source)), args_.geometry.chunks());
         }
-    }
-    [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override {
-        const ag_gemm::Geometry& g = args_.geometry;
-        auto all = OpKernels::baselines(blocks_.cube);
-        all.push_back(before(g.summary(args_.parity(), 0), g.world, uses() * g.chunks()));
-        return all;
     }
 
   private:

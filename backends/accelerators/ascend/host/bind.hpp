@@ -76,10 +76,16 @@ pybind11::class_<Geometry> bind_geometry(pybind11::module_& module, const char* 
     using pybind11::arg;
     return pybind11::class_<Geometry>(module, name)
         .def_property_readonly("chunks", &Geometry::chunks)
-        .def_property_readonly("workspace_bytes", &Geometry::workspace_bytes)
-        .def_property_readonly("signals", &Geometry::signals)
-        .def("arrived", &Geometry::arrived, arg("parity"), arg("source"), arg("chunk"))
-        .def("released", &Geometry::released, arg("rank"));
+        .def_property_readonly("inbox_bytes", &Geometry::inbox_bytes)
+        .def_property_readonly("outbox_bytes", &Geometry::outbox_bytes)
+        .def_property_readonly("scratch_bytes", &Geometry::scratch_bytes)
+        .def_property_readonly("words", &Geometry::words)
+        .def(
+            "arrived",
+            [](const Geometry& g, std::uint32_t source, std::uint32_t chunk, std::uint64_t epoch) {
+                return word_of(g.arrived(source, chunk), epoch);
+            },
+            arg("source"), arg("chunk"), arg("epoch"));
 }
 
 // Each op's geometry and the factory of its kernels.

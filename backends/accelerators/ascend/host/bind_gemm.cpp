@@ -37,8 +37,7 @@ std::shared_ptr<host::Kernels> reduce_kernels(const gemm_reduce::Geometry& g, co
 void bind_gemm(py::module_& module) {
     using Gather = ag_gemm::Geometry;
     auto gather = bind_geometry<Gather>(module, "AgGemmGeometry");
-    gather.def("summary", &Gather::summary, "parity"_a, "source"_a)
-        .def("slot_offset", &Gather::slot_offset, "parity"_a, "source"_a);
+    gather.def("slot_offset", &Gather::slot_offset, "reader"_a, "source"_a);
     bind_init(gather, Field{"world", &Gather::world}, Field{"m_local", &Gather::m_local},
               Field{"n", &Gather::n}, Field{"k", &Gather::k}, Field{"dtype", &Gather::dtype},
               Field{"tile_m", &Gather::tile_m}, Field{"tile_n", &Gather::tile_n},
@@ -47,7 +46,6 @@ void bind_gemm(py::module_& module) {
 
     using Reduce = gemm_reduce::Geometry;
     auto reduce = bind_geometry<Reduce>(module, "GemmReduceGeometry");
-    reduce.def("summed", &Reduce::summed, "tile"_a);
     bind_init(reduce, Field{"world", &Reduce::world}, Field{"m", &Reduce::m},
               Field{"n", &Reduce::n}, Field{"k", &Reduce::k}, Field{"dtype", &Reduce::dtype},
               Field{"out_dtype", &Reduce::out_dtype}, Field{"replicated", &Reduce::replicated},

@@ -101,7 +101,12 @@ void bind_moe(py::module_& module) {
         .def_property_readonly("table_words", &moe::Geometry::table_words)
         .def_property_readonly("most_rows",
                                [](const moe::Geometry& g) { return g.routing.most_rows(); })
-        .def("ids", &moe::Geometry::ids, "parity"_a, "source"_a);
+        .def(
+            "ids",
+            [](const moe::Geometry& g, std::uint32_t source, std::uint64_t epoch) {
+                return word_of(g.ids(source), epoch);
+            },
+            "source"_a, "epoch"_a);
 
     bind_geometry<moe_combine::Geometry>(module, "MoeCombineGeometry")
         .def(py::init(&combine_geometry), py::kw_only(), "world"_a, "tokens"_a, "top_k"_a,

@@ -23,26 +23,25 @@ class GemmReduce final : public OpKernels<gemm_reduce::Args> {
         return {{&args_.a, false}, {&args_.b, false}, {&args_.out, true}};
     }
 
-    void count_as_communicated(const transport::SignalPad& pad) const override {
-        OpKernels::count_as_communicated(pad);
+  protected:
+    [[nodiscard]] std::uint32_t finishing() const override {
+        return args_.compute_only ? blocks_.cube : blocks_.comm;
+    }
+    void each_arrival(const Amount& amount) const override {
+        OpKernels::each_arrival(amount);
         const gemm_reduce::Geometry& g = args_.geometry;
         for (std::uint32_t tile = 0; g.replicated && tile < g.grid_tiles(); ++tile) {
             const bool own = tile >= g.first(args_.rank) && tile < g.end(args_.rank);
-            if (!own) raise(pad, g.summed(tile), 1);
+            if (!own) amount(args_.word(g.summed(tile)), 1);
         }
-        raise(pad, g.finished(), blocks_.comm);
     }
-    [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override {
+    void each_own(const Amount& amount) const override {
         const gemm_reduce::Geometry& g = args_.geometry;
-        auto all = OpKernels::baselines(blocks_.comm);
-        if (g.replicated) all.push_back(before(g.summed(0), g.grid_tiles(), calls()));
-        for (std::uint32_t owner = 0; owner < g.world; ++owner) {
+        for (std::uint32_t owner = 0; g.world > 1 && owner < g.world; ++owner) {
             for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
-                const std::uint64_t tiles = g.chunk_end(owner, chunk) - g.chunk_begin(owner, chunk);
-                all.push_back(before(g.computed(owner, chunk), 1, calls() * tiles));
+                amount(args_.word(g.computed(owner, chunk)), g.chunk_tiles(owner, chunk));
             }
         }
-        return all;
     }
 };
 

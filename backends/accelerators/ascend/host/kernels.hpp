@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,18 +45,20 @@ class Kernels {
     virtual bool arrived(sim::Core& core) const = 0;
 
     [[nodiscard]] virtual std::uint32_t world() const = 0;
-    [[nodiscard]] virtual std::uint32_t signals() const = 0;
-    [[nodiscard]] virtual std::uint64_t workspace_bytes() const = 0;
+    // Words of a signal pad, bytes of each part of the memory (kernels/call.hpp).
+    [[nodiscard]] virtual std::uint64_t words() const = 0;
+    [[nodiscard]] virtual std::uint64_t inbox_bytes() const = 0;
+    [[nodiscard]] virtual std::uint64_t outbox_bytes() const = 0;
+    [[nodiscard]] virtual std::uint64_t scratch_bytes() const = 0;
     virtual std::vector<Tensor> tensors() = 0;
 
     // Called before a record, on one vector core that runs alone. A record runs blocks one after
     // another, so what blocks of this call learn from each other by memory is written to it here.
     virtual void foresee(sim::Core&) const {}
 
-    // Compute-only view: raises here what nobody else will and later calls count on.
-    virtual void count_as_communicated(const transport::SignalPad& pad) const = 0;
-    // Where the own signals of this call stood before it.
-    [[nodiscard]] virtual std::vector<sim::TraceBaseline> baselines() const = 0;
+    // How much this call, in its view, adds to each word of the own pad once all of it has come.
+    using Amount = std::function<void(std::uint32_t word, std::uint64_t amount)>;
+    virtual void each_amount(const Amount& amount) const = 0;
 };
 
 // Refuses (std::invalid_argument) tile sizes that a cube core's buffers cannot hold.

@@ -45,13 +45,12 @@ Launch::Launch(Call call) : call_(std::move(call)) {
     for (const auto& [view, writable] : kernels.tensors()) {
         memory.push_back({view->base, span_bytes(*view), writable});
     }
-    if (const std::uint64_t bytes = kernels.workspace_bytes(); bytes > 0) {
-        memory.push_back({args.workspace, bytes, true});
-        for (const auto& peer : call_.peers) {
-            if (peer.workspace == nullptr || peer.workspace == args.workspace) continue;
-            memory.push_back({peer.workspace, bytes, true});
-        }
-    }
+    const auto touched = [&memory](const std::byte* base, std::uint64_t bytes) {
+        if (base != nullptr && bytes > 0) memory.push_back({base, bytes, true});
+    };
+    for (const Peer& peer : call_.peers) touched(peer.inbox, kernels.inbox_bytes());
+    touched(args.outbox, kernels.outbox_bytes());
+    touched(args.scratch, kernels.scratch_bytes());
 
     environment_.strict = call_.strict;
 
@@ -84,9 +83,6 @@ std::shared_ptr<Launch> Launch::start(Call call) {
         launch->environment_.waits = &*launch->waits_;
         launch->environment_.races =
             started.races ? started.races.get() : &launch->races_.emplace();
-    }
-    if (started.kernels->world() > 1 && started.view == View::compute_only) {
-        started.kernels->count_as_communicated(launch->environment_.pad);
     }
     const bool one_after_other = started.view == View::sequential && communicates;
     const bool compute_first = started.kernels->compute_first();
@@ -177,6 +173,12 @@ void Launch::count_ended(Kernel& kernel) {
     const std::lock_guard lock(mutex_);
     if (--kernels_left_ > 0) return;
     end_races();
+    const transport::SignalPad& pad = environment_.pad;
+    if (pad.aborted() == transport::AbortCode::none) {  // else there is no next call
+        call_.kernels->each_amount([&pad](std::uint32_t word, std::uint64_t amount) {
+            pad.expected(word).move_on(amount);
+        });
+    }
     {
         const std::lock_guard running(g_running_mutex);
         g_running.erase(this);
@@ -198,11 +200,13 @@ std::string record(Call call) {
             real.push_back(view->base);
         }
     }
-    call.args.pad = call.args.workspace = invent();
-    for (std::uint32_t peer = 0; peer < call.peers.size(); ++peer) {
-        if (call.peers[peer].pad == nullptr) continue;
-        call.peers[peer].workspace = peer == call.args.rank ? call.args.workspace : invent();
+    for (std::byte** each : {&call.args.pad, &call.args.outbox, &call.args.scratch}) {
+        *each = invent();
     }
+    for (Peer& peer : call.peers) {
+        if (peer.pad != nullptr) peer.inbox = invent();
+    }
+    call.args.inbox = call.peers[call.args.rank].inbox;
     call.trace = true;
     Launch launch(std::move(call));
     launch.environment_.dry = true;
@@ -244,7 +248,6 @@ void Launch::cancel_all() {
 
 std::string Launch::trace() const {
     if (!call_.trace) return {};
-    const std::vector<sim::TraceBaseline> baselines = call_.kernels->baselines();
     std::string blob;
     const auto append = [&blob](const auto* data, std::size_t count) {
         blob.append(reinterpret_cast<const char*>(data), count * sizeof(*data));
@@ -252,11 +255,9 @@ std::string Launch::trace() const {
     const sim::TraceHeader header{.rank = call_.args.rank,
                                   .world = call_.kernels->world(),
                                   .node = call_.node,
-                                  .baselines = static_cast<std::uint32_t>(baselines.size()),
                                   .cores = comm_.blocks() + compute_.blocks(),
                                   .compute_first = call_.kernels->compute_first() ? 1U : 0U};
     append(&header, 1);
-    append(baselines.data(), baselines.size());
     for (const Kernel* kernel : {&comm_, &compute_}) {
         for (const Part& part : kernel->parts) {
             for (std::uint32_t i = 0; i < part.blocks; ++i) {

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -50,9 +51,13 @@ host::Blocks blocks_of(const BlockCounts& counts) {
     return {std::get<0>(counts), std::get<1>(counts), std::get<2>(counts)};
 }
 
+// Where in a workspace the parts of its memory lie (kernels/call.hpp): inboxes of even and odd epochs,
+// outboxes of even and odd epochs, scratch.
+using Areas = std::array<std::uint64_t, 5>;
+
 std::shared_ptr<host::Launch> launch(
     std::shared_ptr<host::Kernels> kernels, std::uint32_t rank, std::uint64_t epoch,
-    std::uint32_t number, std::uint64_t pad, std::uint64_t workspace, std::uint32_t signal_base,
+    std::uint32_t number, std::uint64_t pad, std::uint64_t workspace, const Areas& areas,
     std::uint32_t region, const std::vector<std::pair<std::uint64_t, std::uint64_t>>& peers,
     const BlockCounts& blocks, std::uint32_t node, std::uint64_t fifo, double timeout_s,
     const std::string& view_name, bool trace, std::optional<sim::StrictOptions> strict) {
@@ -62,11 +67,19 @@ std::shared_ptr<host::Launch> launch(
     call.args.rank = rank;
     call.args.epoch = epoch;
     call.args.pad = pointer<std::byte>(pad);
-    call.args.workspace = pointer<std::byte>(workspace);
-    call.args.signal_base = signal_base;
+    const auto [even_inbox, odd_inbox, even_outbox, odd_outbox, scratch] = areas;
+    const bool odd = (epoch & 1) != 0;
+    call.args.inbox_offset = odd ? odd_inbox : even_inbox;
+    call.args.outbox_offset = odd ? odd_outbox : even_outbox;
+    call.args.inbox = pointer<std::byte>(workspace + call.args.inbox_offset);
+    call.args.outbox = pointer<std::byte>(workspace + call.args.outbox_offset);
+    call.args.scratch = pointer<std::byte>(workspace + scratch);
     call.args.region = region;
     for (const auto& [peer_pad, peer_workspace] : peers) {
-        call.peers.push_back({pointer<std::byte>(peer_pad), pointer<std::byte>(peer_workspace)});
+        const bool near = peer_pad != 0;
+        call.peers.push_back(
+            {pointer<std::byte>(peer_pad),
+             pointer<std::byte>(near ? peer_workspace + call.args.inbox_offset : 0)});
     }
     call.blocks = blocks_of(blocks);
     call.number = number;
@@ -79,11 +92,10 @@ std::shared_ptr<host::Launch> launch(
     if (epoch == 0) throw py::value_error("epochs begin at 1");
     const transport::SignalPad signals(call.args.pad);
     if (!signals.valid()) throw py::value_error("pad does not hold a formatted signal pad");
-    const std::uint64_t end = signal_base + std::uint64_t{call.kernels->signals()};
-    if (end > signals.capacity()) {
-        throw py::value_error("the plan needs signals up to " + std::to_string(end) +
-                              ", the signal pad has " + std::to_string(signals.capacity()) +
-                              "; raise the setting `signals`");
+    if (const std::uint64_t words = call.kernels->words(); words > signals.capacity()) {
+        throw py::value_error("the plan needs " + std::to_string(words) +
+                              " words of a signal pad, which has " +
+                              std::to_string(signals.capacity()) + "; cut it in larger chunks");
     }
     const py::gil_scoped_release release;
     return host::Launch::start(std::move(call));
@@ -166,7 +178,7 @@ PYBIND11_MODULE(_ascend, module) {
         .def("trace", [](const host::Launch& self) { return py::bytes(self.trace()); });
 
     module.def("launch", &launch, py::kw_only(), "kernels"_a, "rank"_a, "epoch"_a, "number"_a,
-               "pad"_a, "workspace"_a, "signal_base"_a, "region"_a, "peers"_a, "blocks"_a, "node"_a,
+               "pad"_a, "workspace"_a, "areas"_a, "region"_a, "peers"_a, "blocks"_a, "node"_a,
                "fifo"_a, "timeout_s"_a, "view"_a, "trace"_a, "strict"_a = py::none());
 
     module.def("record", &record, py::kw_only(), "kernels"_a, "rank"_a, "same_node"_a, "blocks"_a,

@@ -61,21 +61,23 @@ class MoeDispatch final : public OpKernels<moe::Args> {
     }
     void foresee(sim::Core& core) const override { core.finish(moe::vector(core, args_)); }
 
-    void count_as_communicated(const transport::SignalPad& pad) const override {
-        OpKernels::count_as_communicated(pad);
+  protected:
+    [[nodiscard]] std::uint32_t finishing() const override { return blocks_.vector; }
+    void each_arrival(const Amount& amount) const override {
+        OpKernels::each_arrival(amount);
         for (std::uint32_t other = 0; other < world(); ++other) {
-            if (other != args_.rank) raise(pad, args_.geometry.ids(args_.parity(), other), 1);
+            if (other != args_.rank) amount(args_.word(args_.geometry.ids(other)), 1);
         }
     }
-    [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override {
+    void each_own(const Amount& amount) const override {
         const moe::Geometry& g = args_.geometry;
-        const std::uint32_t chunks = g.world * g.chunks();
-        auto all = OpKernels::baselines(blocks_.vector);
-        all.push_back(before(g.ids(args_.parity(), 0), g.world, uses()));
-        all.push_back(before(g.spread(0, 0), chunks, calls()));
-        all.push_back(before(g.counted(), 1, calls() * chunks));
-        all.push_back(before(g.placed(), 1, calls() * g.world));
-        return all;
+        amount(args_.word(g.counted()), std::uint64_t{g.world} * g.chunks());
+        amount(args_.word(g.placed()), g.world);
+        for (std::uint32_t source = 0; source < g.world; ++source) {
+            for (std::uint32_t chunk = 0; chunk < g.chunks(); ++chunk) {
+                amount(args_.word(g.spread(source, chunk)), 1);
+            }
+        }
     }
 };
 
@@ -91,9 +93,9 @@ class MoeCombine final : public OpKernels<moe_combine::Args> {
         if (args_.y.rows > 0) all.push_back({&args_.y, false});
         return all;
     }
-    [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override {
-        return OpKernels::baselines(blocks_.vector);
-    }
+
+  protected:
+    [[nodiscard]] std::uint32_t finishing() const override { return blocks_.vector; }
 };
 
 }  // namespace

@@ -28,40 +28,42 @@ class OpKernels : public Kernels {
     }
     bool arrived(sim::Core& core) const override { return await_arrival(core, args_); }
     [[nodiscard]] std::uint32_t world() const override { return args_.geometry.world; }
-    [[nodiscard]] std::uint32_t signals() const override { return args_.geometry.signals(); }
-    [[nodiscard]] std::uint64_t workspace_bytes() const override {
-        return args_.geometry.workspace_bytes();
+    [[nodiscard]] std::uint64_t words() const override { return args_.geometry.words(); }
+    [[nodiscard]] std::uint64_t inbox_bytes() const override {
+        return args_.geometry.inbox_bytes();
+    }
+    [[nodiscard]] std::uint64_t outbox_bytes() const override {
+        return args_.geometry.outbox_bytes();
+    }
+    [[nodiscard]] std::uint64_t scratch_bytes() const override {
+        return args_.geometry.scratch_bytes();
     }
 
-    void count_as_communicated(const transport::SignalPad& pad) const override {
-        for (std::uint32_t source = 0; source < world(); ++source) {
-            for (std::uint32_t chunk = 0; chunk < args_.geometry.chunks(); ++chunk) {
-                if (source == args_.rank || !is_sent_here(args_, source, chunk)) continue;
-                raise(pad, args_.geometry.arrived(args_.parity(), source, chunk), 1);
+    void each_amount(const Amount& amount) const override {
+        if (world() > 1) {
+            amount(args_.word(args_.geometry.finished()), finishing());
+            for (std::uint32_t other = 0; other < world(); ++other) {
+                if (other != args_.rank) amount(other, 1);  // its release
             }
+            if (!args_.compute_only) each_arrival(amount);
         }
+        each_own(amount);
     }
 
   protected:
-    // `finishing`: the blocks that count `finished` up in each call.
-    [[nodiscard]] std::vector<sim::TraceBaseline> baselines(std::uint32_t finishing) const {
-        const auto& g = args_.geometry;
-        return {before(g.arrived(args_.parity(), 0, 0), world() * g.chunks(), uses()),
-                before(g.released(0), world(), calls()),
-                before(g.finished(), 1, calls() * finishing)};
+    // Blocks that release the call together.
+    [[nodiscard]] virtual std::uint32_t finishing() const = 0;
+    // What other ranks add to remote words.
+    virtual void each_arrival(const Amount& amount) const {
+        for (std::uint32_t source = 0; source < world(); ++source) {
+            for (std::uint32_t chunk = 0; chunk < args_.geometry.chunks(); ++chunk) {
+                if (source == args_.rank || !is_sent_here(args_, source, chunk)) continue;
+                amount(args_.word(args_.geometry.arrived(source, chunk)), 1);
+            }
+        }
     }
-    // `count` signals of the plan from `first` on, each at `value`.
-    [[nodiscard]] sim::TraceBaseline before(std::uint32_t first, std::uint32_t count,
-                                            std::uint64_t value) const {
-        return {args_.signal_base + first, count, value};
-    }
-    // Earlier calls: all, and those of the same parity.
-    [[nodiscard]] std::uint64_t calls() const { return args_.epoch - 1; }
-    [[nodiscard]] std::uint64_t uses() const { return args_.uses() - 1; }
-
-    void raise(const transport::SignalPad& pad, std::uint32_t signal, std::uint64_t value) const {
-        pad.add(args_.signal_base + signal, value);
-    }
+    // What cores of this rank add to local words beside `finished`.
+    virtual void each_own(const Amount&) const {}
 
     Args args_;
     Blocks blocks_;

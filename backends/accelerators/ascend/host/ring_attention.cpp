@@ -46,19 +46,20 @@ class RingAttention final : public OpKernels<ring_attention::Args> {
                 {&args_.out, true},
                 {&args_.lse, true}};
     }
-    [[nodiscard]] std::vector<sim::TraceBaseline> baselines() const override {
+
+  protected:
+    [[nodiscard]] std::uint32_t finishing() const override { return args_.geometry.cubes; }
+    void each_own(const Amount& amount) const override {
         using ring_attention::kVectorsPerCube;
         const ring_attention::Geometry& g = args_.geometry;
-        auto all = OpKernels::baselines(g.cubes);
         for (std::uint32_t cube = 0; cube < g.cubes; ++cube) {
             const std::uint64_t tiles = ring_attention::Steps(args_, cube).size();
             if (tiles == 0) continue;
-            const std::uint64_t scored = tiles + ring_attention::kAhead;
-            all.push_back(before(g.scored(cube), 1, calls() * scored));
-            all.push_back(
-                before(g.weighed(cube * kVectorsPerCube), kVectorsPerCube, calls() * tiles));
+            amount(args_.word(g.scored(cube)), tiles + ring_attention::kAhead);
+            for (std::uint32_t half = 0; half < kVectorsPerCube; ++half) {
+                amount(args_.word(g.weighed(cube * kVectorsPerCube + half)), tiles);
+            }
         }
-        return all;
     }
 };
 

@@ -6,29 +6,33 @@
 
 namespace mkernel::ascend {
 
-// Bytes of the own workspace, and where they go in a peer's.
+// Bytes of the own outbox, and where they go in a peer's inbox.
 struct Put {
     std::uint64_t from = 0, to = 0, bytes = 0;
 };
 
-// Adds one to `signal` (an index relative to the plan's first) of another rank, behind what this
-// block has written before its latest fence. Same node: that is in the peer's memory already, and
-// `put` is not looked at. Other node: the NIC first puts those bytes, which lie in the own
-// workspace. False if the call was aborted or its deadline has passed.
+// Adds one to a word of another rank's pad, behind what this block has written before its latest fence.
+// Same node: that is in the peer's memory already, and `put` is not looked at. Other node: the NIC first
+// puts those bytes. False if the call was aborted or its deadline has passed.
 template <class Core>
-bool announce(Core& core, const CallArgs& call, std::uint32_t peer, std::uint32_t signal,
+bool announce(Core& core, const CallArgs& call, std::uint32_t peer, std::uint32_t word,
               const Put& put = {}) {
     if (call.same_node(peer)) {
-        core.tnotify(peer, call.peers[peer].pad, call.signal_base + signal, 1);
+        core.tnotify(peer, call.peers[peer].pad, word, 1);
         return true;
     }
-    return core.nic_put({.local_offset = put.from,
-                         .remote_offset = put.to,
+    return core.nic_put({.local_offset = call.outbox_offset + put.from,
+                         .remote_offset = call.inbox_offset + put.to,
                          .bytes = put.bytes,
                          .peer = peer,
                          .region = call.region,
-                         .signal = call.signal_base + signal,
+                         .signal = word,
                          .value = 1});
+}
+template <class Core>
+bool announce(Core& core, const CallArgs& call, std::uint32_t peer, Remote word,
+              const Put& put = {}) {
+    return announce(core, call, peer, call.word(word), put);
 }
 
 }  // namespace mkernel::ascend

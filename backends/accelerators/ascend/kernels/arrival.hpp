@@ -1,5 +1,5 @@
 // Waiting for chunks of all other ranks together. An op's geometry says how many chunks a rank has
-// (`chunks`), which signal tells of one (`arrived`) and, where not every rank gets every chunk,
+// (`chunks`), which word tells of one (`arrived`) and, where not every rank gets every chunk,
 // whether this one does (`needs`).
 #pragma once
 
@@ -23,8 +23,7 @@ bool wait_arrived(Core& core, const Args& args, std::uint32_t chunk) {
     for (std::uint32_t step = 1; step < g.world; ++step) {
         const std::uint32_t source = args.order[step];
         if (!is_sent_here(args, source, chunk)) continue;
-        const std::uint32_t signal = args.signal_base + g.arrived(args.parity(), source, chunk);
-        if (!core.twait(signal, args.uses(), source)) return false;
+        if (!core.twait(args.word(g.arrived(source, chunk)), 1, source)) return false;
     }
     return true;
 }

@@ -1,9 +1,29 @@
-// What every op's kernels know of a call: who this rank is, which epoch, and where its memory and
-// its peers' lies. Geometry and tensors are the op's own.
+// What every op's kernels know of a call: who this rank is, which call of the world, and where its
+// memory, its words and its peers' lie. Geometry and tensors are the op's own.
 //
-// Signals only grow. Those that a peer may raise for epoch e+1 before this rank has consumed epoch
-// e come in two sets, by the epoch's parity: on a NIC without order a flag of e+1 must not be taken
-// for one of e. Such a flag is complete at `uses` times what one call adds to it.
+// All plans of a world use the same memory and the same words, in any order; calls of a world run one
+// after another on each rank, and a rank may be one call ahead of another, or more where nobody waits
+// for it. So whatever a rank that is ahead touches at another one comes twice, for calls of even and of
+// odd number (epoch):
+//   inbox    written by peers, read here. A peer writes it in epoch e when this rank has released
+//            e - 2: when no core of it reads its inbox, or waits for a remote word, of e - 2 or before
+//            (release.hpp).
+//   outbox   written here, read by the NIC. Written in epoch e when every rank of another node has
+//            released e - 2: it has got, and so the NIC has read, all that was put to it then. (A NIC
+//            without order may repeat a put: there the host flushes it before the next call.)
+//   Remote   words that peers add to.
+// What only this rank touches is there once, and free when the call before has ended here:
+//   scratch  memory of its cores.
+//   Local    words that only its cores add to.
+// Inbox and outbox do not overlap in any two plans, nor do remote and local words: else who is ahead
+// could write over what this rank still reads or waits for of its own.
+//
+// Words are only ever added to, and a wait is for what *this* call adds: beside a word the pad keeps the
+// count that it had, or will have, when all calls before this one had added everything
+// (SignalPad::expected), and the word has come at that count plus the call's amount. A late addition of
+// an earlier call can delay such a wait but not end it, and one of epoch e + 2 cannot come before this
+// rank's release of e, which is behind its waits for remote words of e. When a call has ended, the host
+// moves the counts on by what was added for it, no more and no less (host/kernels.hpp: each_amount).
 #pragma once
 
 #include <cstddef>
@@ -31,10 +51,37 @@ constexpr std::uint64_t slot_aligned(std::uint64_t bytes) {
     return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }
 
+// Words of a plan, each kind numbered from 0.
+struct Remote {
+    std::uint32_t number = 0;
+};
+struct Local {
+    std::uint32_t number = 0;
+};
+
+// Where words lie in a signal pad, for all plans of all worlds alike:
+//   [0, kMaxWorld)  how many calls each rank has released (release.hpp)
+//   then, three in turn: remote word n in even epochs, in odd ones, local word n
+constexpr std::uint32_t word_of(Remote word, std::uint64_t epoch) {
+    return kMaxWorld + 3 * word.number + static_cast<std::uint32_t>(epoch & 1);
+}
+constexpr std::uint32_t word_of(Local word) {
+    return kMaxWorld + 3 * word.number + 2;
+}
+// Words of a pad that a plan with so many of its own needs.
+constexpr std::uint64_t words_needed(std::uint32_t remote, std::uint32_t local) {
+    return kMaxWorld + std::uint64_t{3} * (remote > local ? remote : local);
+}
+
+// Which slot of `reader`'s inbox is `source`'s: there is one for each other rank.
+constexpr std::uint32_t slot_of(std::uint32_t reader, std::uint32_t source) {
+    return source > reader ? source - 1 : source;
+}
+
 // A same-node rank, mapped here; both null for a rank of another node.
 struct Peer {
     std::byte* pad = nullptr;
-    std::byte* workspace = nullptr;
+    std::byte* inbox = nullptr;
 };
 
 struct Range {
@@ -48,20 +95,19 @@ struct Tiling {
 
 struct CallArgs {
     std::uint32_t rank = 0;
-    std::uint64_t epoch = 1;
-    std::byte* pad = nullptr;              // the own rank's
-    std::byte* workspace = nullptr;        // the own rank's
+    std::uint64_t epoch = 1;   // number of the call in its world, from 1 on
+    std::byte* pad = nullptr;  // this and the next three: the own rank's
+    std::byte* inbox = nullptr;
+    std::byte* outbox = nullptr;
+    std::byte* scratch = nullptr;
     const Peer* peers = nullptr;           // [world]
     const std::uint32_t* order = nullptr;  // [world]: the ranks as work takes them, itself first
-    std::uint32_t signal_base = 0;         // the plan's first signal
-    std::uint32_t region = 0;              // of the workspace, for NIC puts
+    std::uint32_t region = 0;              // for NIC puts: the memory that all of these lie in,
+    std::uint64_t inbox_offset = 0, outbox_offset = 0;  // on every rank there
     bool compute_only = false;  // the view without communication: chunks count as present
 
-    [[nodiscard]] constexpr std::uint32_t parity() const {
-        return static_cast<std::uint32_t>(epoch & 1);
-    }
-    // How many calls up to this one had its parity.
-    [[nodiscard]] constexpr std::uint64_t uses() const { return (epoch + 1) / 2; }
+    [[nodiscard]] constexpr std::uint32_t word(Remote word) const { return word_of(word, epoch); }
+    [[nodiscard]] constexpr std::uint32_t word(Local word) const { return word_of(word); }
     [[nodiscard]] constexpr bool same_node(std::uint32_t other) const {
         return peers[other].pad != nullptr;
     }

@@ -1,10 +1,10 @@
 // To whom a rank sends what all other ranks get, and which block sends what.
 //
 // Each same-node rank is one destination; all ranks of other nodes together are one more, whose
-// items are packed once in the own workspace and sent from there. More blocks than destinations:
+// items are packed once in the own outbox and sent from there. More blocks than destinations:
 // blocks are dealt out evenly to destinations and share their items; else (item, destination) pairs
 // go round-robin over blocks. Before its first put to a destination a block waits until it has
-// released epoch - 2, whose part of the workspace is about to be overwritten.
+// released epoch - 2, whose inbox is about to be overwritten.
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/release.hpp"
@@ -14,9 +14,8 @@ namespace mkernel::ascend {
 template <class Core>
 class Destinations {
   public:
-    // `released`: signal index of rank 0 (release.hpp).
-    Destinations(Core& core, const CallArgs& call, std::uint32_t world, std::uint32_t released)
-        : core_(core), released_(core, call, released) {
+    Destinations(Core& core, const CallArgs& call, std::uint32_t world)
+        : core_(core), released_(core, call, world) {
         for (std::uint32_t step = 1; step < world; ++step) {
             const std::uint32_t peer = (call.rank + step) % world;
             if (call.same_node(peer)) {
@@ -62,11 +61,7 @@ class Destinations {
 
     bool wait_released(std::uint32_t destination) {
         core_.annotate(kNoAnnotation);
-        if (destination != kFar) return released_.wait(destination);
-        for (const std::uint32_t peer : *this) {
-            if (!released_.wait(peer)) return false;
-        }
-        return true;
+        return destination == kFar ? released_.wait_outbox() : released_.wait(destination);
     }
 
     Core& core_;

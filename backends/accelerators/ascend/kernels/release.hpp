@@ -1,60 +1,58 @@
 // The end of a kernel that reads what peers wrote: when all its blocks are through, every rank may
-// write this epoch's parity of the workspace again (in epoch + 2).
+// write this epoch's inbox again, and add to its remote words (in epoch + 2; call.hpp).
 //   finished     +1 by each block of the kernel; block 0 releases once all have
-//   released(s)  +1 by rank s when it has finished a call: a put of epoch e waits for >= e - 2
+//   word s of the pad: +1 by rank s when it releases a call, each once, in order
+// Every call releases in every view.
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/announce.hpp"
 
 namespace mkernel::ascend {
 
-// Tells every other rank, directly or through the NIC. From one block. False if a wait was aborted.
+// From every block, last. `finished`: a word of the plan. False if a wait was aborted or timed out.
 template <class Core>
-bool announce_release(Core& core, const CallArgs& args, std::uint32_t world,
-                      std::uint32_t released) {
+bool release(Core& core, const CallArgs& args, std::uint32_t world, Local finished) {
+    core.annotate(kNoAnnotation);
+    core.fence();
+    core.tnotify(args.rank, args.pad, args.word(finished), 1);
+    if (core.index() != 0) return true;
+    if (!core.twait(args.word(finished), core.count(), args.rank)) return false;
     for (std::uint32_t step = 1; step < world; ++step) {
         const std::uint32_t peer = (args.rank + step) % world;
-        if (!announce(core, args, peer, released + args.rank)) return false;
+        if (!announce(core, args, peer, args.rank)) return false;
     }
     return true;
 }
 
-// From every block, last. `released`, `finished`: signal indices, the former of rank 0. False if a
-// wait was aborted or timed out.
-template <class Core>
-bool release(Core& core, const CallArgs& args, std::uint32_t world, std::uint32_t released,
-             std::uint32_t finished) {
-    core.annotate(kNoAnnotation);
-    core.fence();
-    core.tnotify(args.rank, args.pad, args.signal_base + finished, 1);
-    if (core.index() != 0) return true;
-    if (!core.twait(args.signal_base + finished, args.epoch * core.count(), args.rank)) {
-        return false;
-    }
-    return announce_release(core, args, world, released);
-}
-
-// Whose workspaces a block may write: those of ranks that have released epoch - 2, each waited for
-// once.
+// Where a block may write: what the others have released, each waited for once.
 template <class Core>
 class Released {
   public:
-    // `released`: signal index of rank 0.
-    Released(Core& core, const CallArgs& args, std::uint32_t released)
-        : core_(core), args_(args), signal_(args.signal_base + released) {}
+    Released(Core& core, const CallArgs& args, std::uint32_t world)
+        : core_(core), args_(args), world_(world) {}
 
-    // Before a write to `peer`'s workspace. False if the wait was aborted or timed out.
+    // Before a write to `peer`'s inbox or, other node, a put there. False if the wait was aborted or
+    // timed out.
     bool wait(std::uint32_t peer) {
         const std::uint64_t bit = std::uint64_t{1} << peer;
         if (args_.epoch <= 2 || (known_ & bit) != 0) return true;
         known_ |= bit;
-        return core_.twait(signal_ + peer, args_.epoch - 2, peer);
+        // Of the releases that all calls before this one bring, the last one may still be to come.
+        return core_.twait(peer, -1, peer);
+    }
+
+    // Before a write to the own outbox.
+    bool wait_outbox() {
+        for (std::uint32_t peer = 0; peer < world_; ++peer) {
+            if (!args_.same_node(peer) && !wait(peer)) return false;
+        }
+        return true;
     }
 
   private:
     Core& core_;
     const CallArgs& args_;
-    std::uint32_t signal_;
+    std::uint32_t world_;
     std::uint64_t known_ = 0;  // bit per rank
 };
 

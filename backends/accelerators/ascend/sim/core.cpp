@@ -392,11 +392,23 @@ transport::Diagnosis Core::diagnosis(std::uint32_t peer) const {
             .op = environment_.op};
 }
 
-bool Core::twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer, Where where) {
+std::uint64_t Core::wanted(std::uint32_t signal, std::int64_t amount) const {
+    const std::int64_t value =
+        static_cast<std::int64_t>(environment_.pad.expected(signal).value) + amount;
+    return static_cast<std::uint64_t>(std::max<std::int64_t>(value, 0));
+}
+
+bool Core::twait(std::uint32_t signal, std::int64_t amount, std::uint32_t peer, Where where) {
     where_ = where;
     if (strict_ && !strict_->executes_wait()) return true;
-    record({.kind = Kind::twait, .pipe = Pipe::S, .signal = signal, .peer = peer, .amount = value});
+    // In a trace a call is alone: what earlier calls add is there.
+    record({.kind = Kind::twait,
+            .pipe = Pipe::S,
+            .signal = signal,
+            .peer = peer,
+            .amount = static_cast<std::uint64_t>(std::max<std::int64_t>(amount, 0))});
     if (environment_.dry) return true;
+    const std::uint64_t value = wanted(signal, amount);
     if (!await(signal, value, peer)) return false;
     if (strict_) strict_->seen(peer, signal, value);
     return true;
@@ -426,8 +438,8 @@ bool Core::await(std::uint32_t signal, std::uint64_t value, std::uint32_t peer) 
     return result == transport::WaitResult::ok;
 }
 
-bool Core::ttest(std::uint32_t signal, std::uint64_t value) {
-    return trace_ == nullptr && !strict_ && environment_.pad.load(signal) >= value;
+bool Core::ttest(std::uint32_t signal, std::int64_t amount) {
+    return trace_ == nullptr && !strict_ && environment_.pad.load(signal) >= wanted(signal, amount);
 }
 
 bool Core::nic_put(const transport::PutCommand& command, Where where) {

@@ -15,8 +15,10 @@
 //   fence()    all pipes of the core are drained and what they wrote is visible to whoever sees a
 //              later tnotify/nic_put of this core.
 //   tnotify    adds to a 64-bit counter of the pad of any same-node rank; release.
-//   twait      returns true once the own pad's counter is >= value (acquire), false when the call
-//              is aborted or its deadline passed; the kernel then returns at once.
+//   twait      returns true once this call has added `amount` to the own pad's counter (acquire): once
+//              it is >= what it was expected to be before the call (SignalPad::expected) + amount. A
+//              negative amount leaves out as much of what earlier calls add. False when the call is
+//              aborted or its deadline passed; the kernel then returns at once.
 //   nic_put    queues a put-with-signal to a rank of another node; false as twait.
 #pragma once
 
@@ -164,11 +166,11 @@ class Core {
 
     void tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value,
                  Where where = Where::current());
-    [[nodiscard]] bool twait(std::uint32_t signal, std::uint64_t value, std::uint32_t peer,
+    [[nodiscard]] bool twait(std::uint32_t signal, std::int64_t amount, std::uint32_t peer,
                              Where where = Where::current());
-    // True if the counter is >= value now. A traced or strict core answers false: what it does must
+    // True if twait would not have to wait. A traced or strict core answers false: what it does must
     // not depend on how the host interleaved the ranks, so it always takes the path that waits.
-    [[nodiscard]] bool ttest(std::uint32_t signal, std::uint64_t value);
+    [[nodiscard]] bool ttest(std::uint32_t signal, std::int64_t amount);
     [[nodiscard]] bool nic_put(const transport::PutCommand& command,
                                Where where = Where::current());
 
@@ -226,7 +228,9 @@ class Core {
                      const isa::Tile& column);
     void record_vector(Kind kind, const isa::Tile& work);
     [[nodiscard]] std::string name() const;
-    // twait, but for what strict simulation makes of it.
+    // What a counter is at once this call has added so much to it.
+    [[nodiscard]] std::uint64_t wanted(std::uint32_t signal, std::int64_t amount) const;
+    // twait, but for what strict simulation makes of it; until the counter is at `value`.
     [[nodiscard]] bool await(std::uint32_t signal, std::uint64_t value, std::uint32_t peer);
     [[nodiscard]] transport::Diagnosis diagnosis(std::uint32_t peer) const;
     [[nodiscard]] int priority() const { return role_ == Role::cube ? 1 : 0; }

@@ -101,20 +101,9 @@ struct Signal {
 struct RankState {
     std::uint32_t node = 0;
     Resource memory, egress, ingress;
-    std::vector<TraceBaseline> baselines;
     std::unordered_map<std::uint32_t, Signal> signals;
 
-    Signal& signal(std::uint32_t index) {
-        const auto [found, fresh] = signals.try_emplace(index);
-        if (fresh) {
-            for (const TraceBaseline& each : baselines) {
-                if (index >= each.first && index - each.first < each.count) {
-                    found->second.value = each.value;
-                }
-            }
-        }
-        return found->second;
-    }
+    Signal& signal(std::uint32_t index) { return signals[index]; }
 };
 
 struct Event {
@@ -190,7 +179,6 @@ class Simulation {
             compute_first_ = header.compute_first != 0;
             RankState& rank = ranks_[header.rank];
             rank.node = header.node;
-            rank.baselines = reader.take<TraceBaseline>(header.baselines);
             for (std::uint32_t i = 0; i < header.cores; ++i) {
                 const auto head = reader.take<TraceCore>();
                 CoreState& core = cores_.emplace_back();
@@ -227,9 +215,6 @@ class Simulation {
                 if (record.kind != Kind::tnotify || record.peer != core.rank) continue;
                 ranks_[core.rank].signal(record.signal).own += record.amount;
             }
-        }
-        for (RankState& rank : ranks_) {
-            for (auto& [index, signal] : rank.signals) signal.own += signal.value;
         }
     }
 

@@ -14,7 +14,7 @@
 //     of the ordered pair of ranks, the rank's egress and ingress, the node's NIC in each
 //     direction.
 //   - A signal is seen `signal_ns` after it was raised; one that a NIC put carries, when the data
-//     is there. Counters start where they stood before the call.
+//     is there. Counters start at 0.
 // What is not: limits of issue queues, bank conflicts, contention inside a core, clock throttling.
 #pragma once
 

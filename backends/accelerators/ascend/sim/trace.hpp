@@ -5,7 +5,8 @@
 // does not depend on how the host interleaved the cores.
 //
 // Blob of one rank, little-endian as the host writes it, read only on the same kind of host:
-//   TraceHeader, `baselines` x TraceBaseline, then per core: TraceCore, `records` x Record.
+//   TraceHeader, then per core: TraceCore, `records` x Record. Signals count what this call adds: a wait
+//   is for so much of it, whatever was added before.
 #pragma once
 
 #include <cstdint>
@@ -77,21 +78,13 @@ struct Record {
 static_assert(sizeof(Record) == 32);
 
 struct TraceHeader {
-    static constexpr std::uint32_t kMagic = 0x31546b6d;  // "mkT1"
+    static constexpr std::uint32_t kMagic = 0x32546b6d;  // "mkT2"
     std::uint32_t magic = kMagic;
     std::uint32_t rank = 0;
     std::uint32_t world = 0;
     std::uint32_t node = 0;
-    std::uint32_t baselines = 0;
     std::uint32_t cores = 0;
     std::uint32_t compute_first = 0;  // sequential view: communication comes second
-};
-
-// Signals [first, first + count) of this rank stood at `value` before the call.
-struct TraceBaseline {
-    std::uint32_t first = 0;
-    std::uint32_t count = 0;
-    std::uint64_t value = 0;
 };
 
 // How a call runs: both kernels at once, one after the other, or compute alone.

@@ -5,17 +5,15 @@
 // rows (the *staging slot*) holds its tiles one after another, each dense in its valid size: slot
 // bytes are exactly m_local * k elements and a chunk is one contiguous range.
 //
-// Workspace of a rank: [2 parities][world slots]. Slot s of parity (epoch & 1) receives rank s's
-// rows; the own slot, which receives nothing, is where chunks are packed for NIC puts, so that
-// local and remote offsets of a put are equal.
+// Memory of a rank (call.hpp):
+//   inbox   a slot for each other rank, which receives its rows
+//   outbox  a slot in which chunks are packed for NIC puts
 //
-// Signals of the plan, from `signal_base` (call.hpp: parity, uses; release.hpp: the last two).
-//   arrived(p, s, c)  +1 by rank s when chunk c of parity p is in place here; ready: >= uses
-//   summary(p, s)     +1 for each chunk of rank s, by same-node ranks only: a second message through
-//                     a NIC that does not keep order could overtake the data; all ready:
-//                     >= uses * chunks
-//   released(s)       by rank s when it has finished a call
-//   finished          by each compute block of this rank
+// Words:
+//   arrived(s, c)  remote: +1 by rank s when chunk c is in place here
+//   summary(s)     remote: +1 for each chunk of rank s, by same-node ranks only: a second message through
+//                  a NIC that does not keep order could overtake the data
+//   finished       local: +1 by each compute block (release.hpp)
 #pragma once
 
 #include <cstddef>
@@ -72,28 +70,27 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint64_t slot_bytes() const {
         return slot_aligned(std::uint64_t{m_local} * k * isa::bytes_of(dtype));
     }
-    [[nodiscard]] constexpr std::uint64_t slot_offset(std::uint32_t parity,
+    // Bytes from the start of `reader`'s inbox to the slot of `source`.
+    [[nodiscard]] constexpr std::uint64_t slot_offset(std::uint32_t reader,
                                                       std::uint32_t source) const {
-        return (std::uint64_t{parity} * world + source) * slot_bytes();
+        return slot_of(reader, source) * slot_bytes();
     }
-    [[nodiscard]] constexpr std::uint64_t workspace_bytes() const {
-        return world == 1 ? 0 : slot_offset(2, 0);
+    [[nodiscard]] constexpr std::uint64_t inbox_bytes() const { return (world - 1) * slot_bytes(); }
+    [[nodiscard]] constexpr std::uint64_t outbox_bytes() const {
+        return world == 1 ? 0 : slot_bytes();
     }
+    [[nodiscard]] constexpr std::uint64_t scratch_bytes() const { return 0; }
 
-    // Signal indices relative to the plan's first.
-    [[nodiscard]] constexpr std::uint32_t arrived(std::uint32_t parity, std::uint32_t source,
-                                                  std::uint32_t chunk) const {
-        return (parity * world + source) * chunks() + chunk;
+    [[nodiscard]] constexpr Remote arrived(std::uint32_t source, std::uint32_t chunk) const {
+        return {source * chunks() + chunk};
     }
-    [[nodiscard]] constexpr std::uint32_t summary(std::uint32_t parity,
-                                                  std::uint32_t source) const {
-        return arrived(2, 0, 0) + parity * world + source;
+    [[nodiscard]] constexpr Remote summary(std::uint32_t source) const {
+        return {arrived(world, 0).number + source};
     }
-    [[nodiscard]] constexpr std::uint32_t released(std::uint32_t rank) const {
-        return summary(2, 0) + rank;
+    [[nodiscard]] constexpr Local finished() const { return {0}; }
+    [[nodiscard]] constexpr std::uint64_t words() const {
+        return words_needed(summary(world).number, 1);
     }
-    [[nodiscard]] constexpr std::uint32_t finished() const { return released(world); }
-    [[nodiscard]] constexpr std::uint32_t signals() const { return finished() + 1; }
 };
 
 struct Args : CallArgs {
@@ -103,12 +100,11 @@ struct Args : CallArgs {
     isa::GlobalView out;                        // [world * m_local, n], rows contiguous
     const std::uint32_t* send_order = nullptr;  // [chunks]: the order in which chunks leave
 
-    // Tile (row_group, k_tile) of `source`'s rows in a workspace.
-    [[nodiscard]] constexpr isa::GlobalView staged(std::byte* base, std::uint32_t source,
-                                                   std::uint32_t row_group,
+    // Tile (row_group, k_tile) of a rank's rows in a slot.
+    [[nodiscard]] constexpr isa::GlobalView staged(std::byte* slot, std::uint32_t row_group,
                                                    std::uint32_t k_tile) const {
         const Geometry& g = geometry;
-        return {base + g.slot_offset(parity(), source) + g.tile_offset(row_group, k_tile),
+        return {slot + g.tile_offset(row_group, k_tile),
                 g.dtype,
                 g.rows_of(row_group),
                 g.depth_of(k_tile),

@@ -33,7 +33,7 @@ class Compute {
             if (!output_tile(tiles[i])) return false;
         }
         product_.close();
-        return g_.world == 1 || release(core_, args_, g_.world, g_.released(0), g_.finished());
+        return g_.world == 1 || release(core_, args_, g_.world, g_.finished());
     }
 
   private:
@@ -46,31 +46,27 @@ class Compute {
         const std::uint32_t column = n_tile * g_.tile_n;
         const std::uint32_t columns = part_of(g_.n, column, g_.tile_n);
         const isa::GlobalView out = args_.out.sub(row, column, g_.rows_of(row_group), columns);
-        return product_.tile(out, args_.b.sub(0, column, g_.k, columns),
-                             [&](std::uint32_t k_tile) -> isa::GlobalView {
-                                 const std::uint32_t chunk =
-                                     g_.chunk_of(row_group * g_.k_tiles() + k_tile);
-                                 core_.annotate(source == args_.rank ? kNone : chunk);
-                                 if (source == args_.rank) return args_.own_tile(row_group, k_tile);
-                                 if (!wait_chunk(source, chunk)) return {};
-                                 return args_.staged(args_.workspace, source, row_group, k_tile);
-                             });
+        return product_.tile(
+            out, args_.b.sub(0, column, g_.k, columns),
+            [&](std::uint32_t k_tile) -> isa::GlobalView {
+                const std::uint32_t chunk = g_.chunk_of(row_group * g_.k_tiles() + k_tile);
+                core_.annotate(source == args_.rank ? kNone : chunk);
+                if (source == args_.rank) return args_.own_tile(row_group, k_tile);
+                if (!wait_chunk(source, chunk)) return {};
+                return args_.staged(args_.inbox + g_.slot_offset(args_.rank, source), row_group,
+                                    k_tile);
+            });
     }
 
     // Once all chunks of a same-node rank are in, its summary spares the other waits.
     bool wait_chunk(std::uint32_t source, std::uint32_t chunk) {
         if (args_.compute_only || (complete_ >> source & 1) != 0) return true;
-        if (args_.same_node(source) &&
-            core_.ttest(args_.signal_base + g_.summary(args_.parity(), source),
-                        args_.uses() * g_.chunks())) {
+        if (args_.same_node(source) && core_.ttest(args_.word(g_.summary(source)), g_.chunks())) {
             complete_ |= std::uint64_t{1} << source;
             return true;
         }
         if (source == waited_source_ && chunk == waited_chunk_) return true;
-        if (!core_.twait(args_.signal_base + g_.arrived(args_.parity(), source, chunk),
-                         args_.uses(), source)) {
-            return false;
-        }
+        if (!core_.twait(args_.word(g_.arrived(source, chunk)), 1, source)) return false;
         waited_source_ = source;
         waited_chunk_ = chunk;
         return true;

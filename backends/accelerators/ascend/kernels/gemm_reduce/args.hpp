@@ -7,20 +7,21 @@
 // owner, the last one shorter.
 //
 // A *slot* holds one rank's partial results, in float32, for all tiles of one owner, each tile
-// dense in its valid size, one after another: a chunk is one contiguous range. Workspace of a rank:
-//   inbox   [2 parities][world] slots: the own tiles' partials from each rank (own slot: unused)
-//   outbox  [2 parities][world] slots: what this rank computed for each owner. A NIC may still read
-//           a slot when the call is over; its owner's release says that it has arrived.
-//   results AllReduce: the other owners' finished tiles, in the output's dtype, all of C. Of one
-//           parity: an owner has a result only after this rank has sent its partials of the
-//           same epoch, that is after this rank's call before.
+// dense in its valid size, one after another: a chunk is one contiguous range. Memory of a rank
+// (call.hpp):
+//   inbox   a slot for each other rank: the own tiles' partials from it. AllReduce: then the other
+//           owners' finished tiles, in the output's dtype, all of C. These come without a wait for this
+//           rank's release: an owner has a result only after this rank has sent its partials of the
+//           same call, that is after all its calls before.
+//   outbox  a slot for each rank: what this rank computed for that owner. AllReduce: then one for the
+//           own finished tiles, for ranks of other nodes.
 //
-// Signals of the plan, from `signal_base` (call.hpp: parity, uses; release.hpp: the last two).
-//   computed(o, c)    +1 here for each tile of owner o's chunk c in the outbox; only ever local
-//   arrived(p, s, c)  +1 by rank s when its part of the own chunk c is in the inbox
-//   summed(t)         AllReduce: +1 by its owner when the result of tile t is here
-//   released(s)       by rank s when it has finished a call
-//   finished          by each communication block of this rank
+// Words:
+//   arrived(s, c)   remote: +1 by rank s when its part of the own chunk c is in the inbox
+//   summed(t)       remote, AllReduce: +1 by its owner when the result of tile t is here
+//   computed(o, c)  local: +1 for each tile of owner o's chunk c in the outbox
+//   finished        local: +1 by each communication block; in the view without communication by each
+//                   block of the compute kernel (release.hpp)
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/call.hpp"
@@ -70,6 +71,15 @@ struct Geometry {
                                                     std::uint32_t chunk) const {
         return chunk_begin(owner, chunk + 1);
     }
+    [[nodiscard]] constexpr std::uint32_t chunk_tiles(std::uint32_t owner,
+                                                      std::uint32_t chunk) const {
+        return chunk_end(owner, chunk) - chunk_begin(owner, chunk);
+    }
+    // Whether the others send `owner` their part of a chunk of its own.
+    [[nodiscard]] constexpr bool needs(std::uint32_t owner, std::uint32_t,
+                                       std::uint32_t chunk) const {
+        return chunk_tiles(owner, chunk) > 0;
+    }
 
     [[nodiscard]] constexpr Area area(std::uint32_t owner, std::uint32_t tile) const {
         const std::uint32_t row = tile / n_tiles() * tile_m, column = tile % n_tiles() * tile_n;
@@ -100,36 +110,45 @@ struct Geometry {
         }
         return slot_aligned(most);
     }
-    [[nodiscard]] constexpr std::uint64_t inbox(std::uint32_t parity, std::uint32_t source) const {
-        return (std::uint64_t{parity} * world + source) * slot_bytes();
-    }
-    [[nodiscard]] constexpr std::uint64_t outbox(std::uint32_t parity, std::uint32_t owner) const {
-        return inbox(2 + parity, owner);
+    // Bytes from the start of `owner`'s inbox to the partials of `source`, and from the start of any
+    // inbox to a finished tile.
+    [[nodiscard]] constexpr std::uint64_t inbox(std::uint32_t owner, std::uint32_t source) const {
+        return slot_of(owner, source) * slot_bytes();
     }
     [[nodiscard]] constexpr std::uint64_t result_offset(std::uint32_t tile) const {
-        return outbox(2, 0) + before(tile) * isa::bytes_of(out_dtype);
+        return (world - 1) * slot_bytes() + before(tile) * isa::bytes_of(out_dtype);
     }
-    [[nodiscard]] constexpr std::uint64_t workspace_bytes() const {
+    // The same of the outbox: partials for `owner`, and a finished tile of `rank`'s own.
+    [[nodiscard]] constexpr std::uint64_t outbox(std::uint32_t owner) const {
+        return owner * slot_bytes();
+    }
+    [[nodiscard]] constexpr std::uint64_t own_result_offset(std::uint32_t rank,
+                                                            std::uint32_t tile) const {
+        return outbox(world) + (before(tile) - before(first(rank))) * isa::bytes_of(out_dtype);
+    }
+    [[nodiscard]] constexpr std::uint64_t inbox_bytes() const {
         if (world == 1) return 0;
-        return slot_aligned(replicated ? result_offset(grid_tiles()) : outbox(2, 0));
+        return slot_aligned(result_offset(replicated ? grid_tiles() : 0));
     }
+    [[nodiscard]] constexpr std::uint64_t outbox_bytes() const {
+        return world == 1 ? 0 : outbox(world + (replicated ? 1 : 0));
+    }
+    [[nodiscard]] constexpr std::uint64_t scratch_bytes() const { return 0; }
 
-    // Signal indices relative to the plan's first.
-    [[nodiscard]] constexpr std::uint32_t computed(std::uint32_t owner, std::uint32_t chunk) const {
-        return owner * chunks() + chunk;
+    [[nodiscard]] constexpr Remote arrived(std::uint32_t source, std::uint32_t chunk) const {
+        return {source * chunks() + chunk};
     }
-    [[nodiscard]] constexpr std::uint32_t arrived(std::uint32_t parity, std::uint32_t source,
-                                                  std::uint32_t chunk) const {
-        return computed(world, 0) + (parity * world + source) * chunks() + chunk;
+    [[nodiscard]] constexpr Remote summed(std::uint32_t tile) const {
+        return {arrived(world, 0).number + tile};
     }
-    [[nodiscard]] constexpr std::uint32_t summed(std::uint32_t tile) const {
-        return arrived(2, 0, 0) + tile;
+    [[nodiscard]] constexpr Local finished() const { return {0}; }
+    [[nodiscard]] constexpr Local computed(std::uint32_t owner, std::uint32_t chunk) const {
+        return {1 + owner * chunks() + chunk};
     }
-    [[nodiscard]] constexpr std::uint32_t released(std::uint32_t rank) const {
-        return summed(replicated ? grid_tiles() : 0) + rank;
+    [[nodiscard]] constexpr std::uint64_t words() const {
+        return words_needed(summed(replicated ? grid_tiles() : 0).number,
+                            computed(world, 0).number);
     }
-    [[nodiscard]] constexpr std::uint32_t finished() const { return released(world); }
-    [[nodiscard]] constexpr std::uint32_t signals() const { return finished() + 1; }
 };
 
 struct Args : CallArgs {
@@ -138,13 +157,18 @@ struct Args : CallArgs {
     isa::GlobalView b;    // [k, n], rows or columns contiguous
     isa::GlobalView out;  // [m / world or m, n], rows contiguous
 
-    // Tile of `owner`, dense at `slot` of a workspace.
+    // Tile of `owner`, dense in `slot`.
     [[nodiscard]] constexpr isa::GlobalView partial(std::byte* slot, std::uint32_t owner,
                                                     std::uint32_t tile) const {
         return dense(slot + geometry.tile_offset(owner, tile), isa::DType::float32, tile);
     }
-    [[nodiscard]] constexpr isa::GlobalView result(std::byte* base, std::uint32_t tile) const {
-        return dense(base + geometry.result_offset(tile), geometry.out_dtype, tile);
+    // A finished tile in an inbox.
+    [[nodiscard]] constexpr isa::GlobalView result(std::byte* inbox_of, std::uint32_t tile) const {
+        return dense(inbox_of + geometry.result_offset(tile), geometry.out_dtype, tile);
+    }
+    // One of the own ones in the outbox.
+    [[nodiscard]] constexpr isa::GlobalView own_result(std::uint32_t tile) const {
+        return dense(outbox + geometry.own_result_offset(rank, tile), geometry.out_dtype, tile);
     }
     // Tile of `owner` in the user's output: any owner's where it is replicated, else the own ones.
     [[nodiscard]] constexpr isa::GlobalView output(std::uint32_t tile) const {

@@ -6,8 +6,8 @@
 //   outbox → inbox of the tile's owner, as soon as a chunk is computed (TPUT or NIC)
 //   inbox, and the own part in the outbox → sum in rank order, in float32 → rounded once → out
 // AllReduce (`replicated`) goes on:
-//   out → results of every same-node rank (TPUT); own results → those of other nodes (NIC)
-//   results, as each tile comes → out
+//   out → inbox of every same-node rank (TPUT); outbox → those of other nodes (NIC)
+//   inbox, as each tile comes → out
 // Items of work, round by round (the chunk's number): send the chunk of each other owner; sum (and
 // push on) each tile of the own chunk; AllReduce: take in the tiles of the others' previous chunk.
 // Blocks take them in turns, each its own in order.
@@ -37,14 +37,14 @@ class Comm {
             if (round < g_.chunks() && !(send(round) && sum(round))) return false;
             if (g_.replicated && round > 0 && !take_in(round - 1)) return false;
         }
-        return release(core_, args_, g_.world, g_.released(0), g_.finished());
+        return release(core_, args_, g_.world, g_.finished());
     }
 
   private:
     bool send(std::uint32_t chunk) {
         for (std::uint32_t step = 1; step < g_.world; ++step) {
             const std::uint32_t owner = args_.order[step];
-            if (g_.chunk_begin(owner, chunk) == g_.chunk_end(owner, chunk)) continue;
+            if (g_.chunk_tiles(owner, chunk) == 0) continue;
             if (mine() && !partials_.send(owner, chunk)) return false;
         }
         return true;
@@ -54,8 +54,7 @@ class Comm {
         for (std::uint32_t tile = g_.chunk_begin(args_.rank, chunk);
              tile < g_.chunk_end(args_.rank, chunk); ++tile) {
             if (!mine()) continue;
-            const isa::GlobalView staged =
-                stages_ ? args_.result(args_.workspace, tile) : isa::GlobalView{};
+            const isa::GlobalView staged = stages_ ? args_.own_result(tile) : isa::GlobalView{};
             if (!partials_.sum(chunk, tile, args_.output(tile), staged)) return false;
             core_.fence();
             if (g_.replicated && !push(tile)) return false;
@@ -63,20 +62,18 @@ class Comm {
         return true;
     }
 
-    // The own tile, which is in the output (and among the own results), to every other rank.
+    // The own tile, which is in the output (and in the outbox), to every other rank.
     bool push(std::uint32_t tile) {
-        const std::uint64_t offset = g_.result_offset(tile);
-        const std::uint64_t bytes = g_.result_offset(tile + 1) - offset;
+        const std::uint64_t from = g_.own_result_offset(args_.rank, tile),
+                            to = g_.result_offset(tile), bytes = g_.result_offset(tile + 1) - to;
         for (std::uint32_t step = 1; step < g_.world; ++step) {
             const std::uint32_t rank = args_.order[step];
             if (args_.same_node(rank)) {
-                partials_.copy(rank, args_.result(args_.peers[rank].workspace, tile),
+                partials_.copy(rank, args_.result(args_.peers[rank].inbox, tile),
                                args_.output(tile));
                 core_.fence();
             }
-            if (!announce(core_, args_, rank, g_.summed(tile), {offset, offset, bytes})) {
-                return false;
-            }
+            if (!announce(core_, args_, rank, g_.summed(tile), {from, to, bytes})) return false;
         }
         return true;
     }
@@ -88,10 +85,8 @@ class Comm {
                  tile < g_.chunk_end(owner, chunk); ++tile) {
                 if (!mine()) continue;
                 core_.annotate(chunk);
-                if (!core_.twait(args_.signal_base + g_.summed(tile), args_.epoch, owner)) {
-                    return false;
-                }
-                partials_.copy(args_.rank, args_.output(tile), args_.result(args_.workspace, tile));
+                if (!core_.twait(args_.word(g_.summed(tile)), 1, owner)) return false;
+                partials_.copy(args_.rank, args_.output(tile), args_.result(args_.inbox, tile));
             }
         }
         core_.fence();
@@ -105,7 +100,7 @@ class Comm {
     const Args& args_;
     const Geometry& g_;
     Partials<Core> partials_;
-    bool stages_ = false;  // results for other nodes lie in the workspace too
+    bool stages_ = false;  // results for other nodes lie in the outbox too
     std::uint32_t item_ = 0;
 };
 

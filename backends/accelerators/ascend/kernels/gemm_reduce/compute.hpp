@@ -5,8 +5,8 @@
 //      can sum, and links are in use, from the first round on. Tiles are dealt out to blocks in
 //      this order.
 //   2. A tile goes, in float32, to the outbox; a fence, and its chunk's `computed` counts it. Before
-//      the first one for an owner on another node a block waits until that has released epoch - 2,
-//      whose slot the NIC has read by then. It waits for nothing else.
+//      the first one a block waits until the ranks of other nodes have released epoch - 2, whose
+//      outbox the NIC has read by then. It waits for nothing else.
 //   3. In a world of one rank it goes straight to the output, converted to its dtype.
 #pragma once
 
@@ -25,7 +25,7 @@ class Compute {
           args_(args),
           g_(args.geometry),
           product_(core, g_.tiling(), g_.dtype),
-          released_(core, args, g_.released(0)) {}
+          released_(core, args, g_.world) {}
 
     // False if a wait was aborted or timed out.
     bool run() {
@@ -38,30 +38,29 @@ class Compute {
                 for (std::uint32_t tile = g_.chunk_begin(owner, chunk);
                      tile < g_.chunk_end(owner, chunk); ++tile, ++number) {
                     if (number % core_.count() != core_.index()) continue;
-                    if (!args_.same_node(owner) && !released_.wait(owner)) return false;
+                    if (!released_.wait_outbox()) return false;
                     compute(owner, chunk, tile);
                 }
             }
         }
         product_.close();
         core_.annotate(kNoAnnotation);
-        // Without a communication kernel nobody reads the inbox.
-        return !args_.compute_only || core_.index() != 0 ||
-               announce_release(core_, args_, g_.world, g_.released(0));
+        // Without a communication kernel nobody else does.
+        return !args_.compute_only || g_.world == 1 ||
+               release(core_, args_, g_.world, g_.finished());
     }
 
   private:
     void compute(std::uint32_t owner, std::uint32_t chunk, std::uint32_t tile) {
         const Area at = g_.area(owner, tile);
         const isa::GlobalView to =
-            g_.world == 1
-                ? args_.output(tile)
-                : args_.partial(args_.workspace + g_.outbox(args_.parity(), owner), owner, tile);
+            g_.world == 1 ? args_.output(tile)
+                          : args_.partial(args_.outbox + g_.outbox(owner), owner, tile);
         product_.tile(to, args_.b.sub(0, at.column, g_.k, at.columns),
                       args_.a.sub(at.row, 0, at.rows, g_.k));
         if (g_.world == 1) return;
         core_.fence();
-        core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.computed(owner, chunk), 1);
+        core_.tnotify(args_.rank, args_.pad, args_.word(g_.computed(owner, chunk)), 1);
     }
 
     Core& core_;

@@ -24,7 +24,7 @@ class Partials {
     static constexpr std::uint32_t kBandBytes = 32 << 10;
 
     Partials(Core& core, const Args& args)
-        : core_(core), args_(args), g_(args.geometry), released_(core, args, g_.released(0)) {}
+        : core_(core), args_(args), g_(args.geometry), released_(core, args, g_.world) {}
 
     // All below: false if a wait was aborted or timed out.
 
@@ -32,18 +32,17 @@ class Partials {
         core_.annotate(chunk);
         if (!wait_computed(owner, chunk)) return false;
         if (!released_.wait(owner)) return false;
-        const std::uint64_t from = g_.outbox(args_.parity(), owner),
-                            to = g_.inbox(args_.parity(), args_.rank);
+        const std::uint64_t from = g_.outbox(owner), to = g_.inbox(owner, args_.rank);
         if (args_.same_node(owner)) {
             for (std::uint32_t tile = g_.chunk_begin(owner, chunk);
                  tile < g_.chunk_end(owner, chunk); ++tile) {
-                copy(owner, args_.partial(args_.peers[owner].workspace + to, owner, tile),
-                     args_.partial(args_.workspace + from, owner, tile));
+                copy(owner, args_.partial(args_.peers[owner].inbox + to, owner, tile),
+                     args_.partial(args_.outbox + from, owner, tile));
             }
             core_.fence();
         }
         const Range range = g_.chunk_range(owner, chunk);
-        return announce(core_, args_, owner, g_.arrived(args_.parity(), args_.rank, chunk),
+        return announce(core_, args_, owner, g_.arrived(args_.rank, chunk),
                         {from + range.offset, to + range.offset, range.bytes});
     }
 
@@ -84,8 +83,7 @@ class Partials {
     }
 
     bool wait_computed(std::uint32_t owner, std::uint32_t chunk) {
-        const std::uint64_t tiles = g_.chunk_end(owner, chunk) - g_.chunk_begin(owner, chunk);
-        return core_.twait(args_.signal_base + g_.computed(owner, chunk), args_.epoch * tiles,
+        return core_.twait(args_.word(g_.computed(owner, chunk)), g_.chunk_tiles(owner, chunk),
                            args_.rank);
     }
 
@@ -139,8 +137,8 @@ class Partials {
     }
 
     [[nodiscard]] std::byte* slot_of(std::uint32_t source) const {
-        return args_.workspace + (source == args_.rank ? g_.outbox(args_.parity(), source)
-                                                       : g_.inbox(args_.parity(), source));
+        return source == args_.rank ? args_.outbox + g_.outbox(source)
+                                    : args_.inbox + g_.inbox(args_.rank, source);
     }
 
     Core& core_;

@@ -11,20 +11,18 @@
 //
 // A chunk is `rows_per_chunk` tokens of one rank, of which those that another rank needs go there,
 // one after another from where the chunk's first token lies in the slot. Chunks are signalled even
-// if none goes: what a call adds to each signal is fixed. Workspace of a rank, each slot being ids,
-// then tokens:
-//   inbox   [2 parities][world] slots: from each rank (own slot: unused)
-//   outbox  [2 parities][world] slots, where the world has several nodes: for each rank of another
-//           node. The NIC has read a slot when its receiver has released the call.
+// if none goes: what a call adds to each word is fixed. Memory of a rank (call.hpp), each slot being
+// ids, then tokens:
+//   inbox   a slot for each other rank: what comes from it
+//   outbox  where the world has several nodes, the same: what goes to it, if on another node
 //
-// Signals of the plan, from `signal_base` (call.hpp: parity, uses; release.hpp: the last two).
-//   ids(p, s)         +1 by rank s when its ids are here
-//   arrived(p, s, c)  +1 by rank s when chunk c of its tokens is here
-//   counted           +1 for each chunk of every source when its places are counted
-//   placed            +1 for each source when their rows are known
-//   spread(s, c)      +1 when the tokens of chunk c of source s are in their rows
-//   released(s)       by rank s when it has finished a call
-//   finished          by each vector block of this rank's compute kernel
+// Words:
+//   ids(s)         remote: +1 by rank s when its ids are here
+//   arrived(s, c)  remote: +1 by rank s when chunk c of its tokens is here
+//   counted        local: +1 for each chunk of every source when its places are counted
+//   placed         local: +1 for each source when their rows are known
+//   spread(s, c)   local: +1 when the tokens of chunk c of source s are in their rows
+//   finished       local: +1 by each vector block of the compute kernel (release.hpp)
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/moe/routing.hpp"
@@ -59,15 +57,13 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint64_t slot_bytes() const {
         return slot_aligned(token_offset(routing.tokens));
     }
-    [[nodiscard]] constexpr std::uint64_t inbox(std::uint32_t parity, std::uint32_t source) const {
-        return (std::uint64_t{parity} * world + source) * slot_bytes();
+    // Bytes from the start of a rank's inbox, or outbox, to the slot of another one.
+    [[nodiscard]] constexpr std::uint64_t slot(std::uint32_t rank, std::uint32_t other) const {
+        return slot_of(rank, other) * slot_bytes();
     }
-    [[nodiscard]] constexpr std::uint64_t outbox(std::uint32_t parity, std::uint32_t target) const {
-        return inbox(2 + parity, target);
-    }
-    [[nodiscard]] constexpr std::uint64_t workspace_bytes() const {
-        return world == 1 ? 0 : far ? outbox(2, 0) : inbox(2, 0);
-    }
+    [[nodiscard]] constexpr std::uint64_t inbox_bytes() const { return (world - 1) * slot_bytes(); }
+    [[nodiscard]] constexpr std::uint64_t outbox_bytes() const { return far ? inbox_bytes() : 0; }
+    [[nodiscard]] constexpr std::uint64_t scratch_bytes() const { return 0; }
 
     // Words of this call's tables behind the routing's: what chunks have to do with rows.
     //   here[world][chunks]                places of a chunk that have their row here
@@ -98,24 +94,19 @@ struct Geometry {
     }
     [[nodiscard]] constexpr std::uint64_t table_words() const { return next(world, 0, 0); }
 
-    // Signal indices relative to the plan's first.
-    [[nodiscard]] constexpr std::uint32_t ids(std::uint32_t parity, std::uint32_t source) const {
-        return parity * world + source;
+    [[nodiscard]] constexpr Remote ids(std::uint32_t source) const { return {source}; }
+    [[nodiscard]] constexpr Remote arrived(std::uint32_t source, std::uint32_t chunk) const {
+        return {world + source * chunks() + chunk};
     }
-    [[nodiscard]] constexpr std::uint32_t arrived(std::uint32_t parity, std::uint32_t source,
-                                                  std::uint32_t chunk) const {
-        return ids(2, 0) + (parity * world + source) * chunks() + chunk;
+    [[nodiscard]] constexpr Local finished() const { return {0}; }
+    [[nodiscard]] constexpr Local counted() const { return {1}; }
+    [[nodiscard]] constexpr Local placed() const { return {2}; }
+    [[nodiscard]] constexpr Local spread(std::uint32_t source, std::uint32_t chunk) const {
+        return {3 + source * chunks() + chunk};
     }
-    [[nodiscard]] constexpr std::uint32_t spread(std::uint32_t source, std::uint32_t chunk) const {
-        return arrived(2, 0, 0) + source * chunks() + chunk;
+    [[nodiscard]] constexpr std::uint64_t words() const {
+        return words_needed(arrived(world, 0).number, spread(world, 0).number);
     }
-    [[nodiscard]] constexpr std::uint32_t counted() const { return spread(world, 0); }
-    [[nodiscard]] constexpr std::uint32_t placed() const { return counted() + 1; }
-    [[nodiscard]] constexpr std::uint32_t released(std::uint32_t rank) const {
-        return placed() + 1 + rank;
-    }
-    [[nodiscard]] constexpr std::uint32_t finished() const { return released(world); }
-    [[nodiscard]] constexpr std::uint32_t signals() const { return finished() + 1; }
 };
 
 struct Chunk {
@@ -149,7 +140,7 @@ struct Args : CallArgs {
         return {slot + g.token_offset(token), g.dtype, count, g.hidden, g.hidden, 1};
     }
     [[nodiscard]] constexpr std::byte* received(std::uint32_t source) const {
-        return workspace + geometry.inbox(parity(), source);
+        return inbox + geometry.slot(rank, source);
     }
     // A token of `source`, which came as number `at` of its slot.
     [[nodiscard]] constexpr isa::GlobalView token(std::uint32_t source, std::uint32_t token,

@@ -1,8 +1,9 @@
 // MoE dispatch, communication kernel (vector cores): ids and tokens to every other rank.
 //   1. Items of work: the ids for each other rank; then, chunk by chunk, the tokens for each.
 //      Blocks take them in turns.
-//   2. Before its first write for a rank a block waits until that has released epoch - 2, whose
-//      slots are about to be overwritten. It waits for nothing else.
+//   2. Before its first write for a rank a block waits until that has released epoch - 2, whose inbox
+//      is about to be overwritten; before its first one in the outbox for all ranks of other nodes. It
+//      waits for nothing else.
 //   3. Tokens of a chunk that go: those with an expert there, found by going through their ids.
 //      Tokens that follow one another travel together. Same node: TPUT straight into the inbox
 //      there, fence, TNOTIFY; other node: TPUT into the outbox, fence, NIC put.
@@ -24,7 +25,7 @@ class Comm {
           g_(args.geometry),
           ids_(core, args.own_ids.base, static_cast<std::uint64_t>(args.own_ids.row_stride)),
           rows_(g_.dtype, g_.hidden),
-          released_(core, args, g_.released(0)) {}
+          released_(core, args, g_.world) {}
 
     // False if a wait was aborted or timed out.
     bool run() {
@@ -34,7 +35,9 @@ class Comm {
             const std::uint32_t target = args_.order[1 + item % targets];
             const std::uint32_t turn = item / targets;
             core_.annotate(turn == 0 ? kNoAnnotation : turn - 1);
-            if (!released_.wait(target)) return false;
+            if (!(args_.same_node(target) ? released_.wait(target) : released_.wait_outbox())) {
+                return false;
+            }
             if (!(turn == 0 ? send_ids(target) : send_tokens(target, turn - 1))) return false;
         }
         return true;
@@ -44,7 +47,7 @@ class Comm {
     bool send_ids(std::uint32_t target) {
         const isa::RowBuffers words(isa::DType::int32, 1);
         core_.tput(target, args_.slot_ids(slot(target)), args_.own_ids, words.ping, words.pong);
-        return publish(target, g_.ids(args_.parity(), args_.rank), 0,
+        return publish(target, g_.ids(args_.rank), 0,
                        std::uint64_t{g_.routing.places()} * sizeof(std::int32_t));
     }
 
@@ -60,8 +63,8 @@ class Comm {
             at += run;
             token += run;  // which the loop has seen not to go, or is the end
         }
-        return publish(target, g_.arrived(args_.parity(), args_.rank, chunk),
-                       g_.token_offset(first), g_.token_offset(at) - g_.token_offset(first));
+        return publish(target, g_.arrived(args_.rank, chunk), g_.token_offset(first),
+                       g_.token_offset(at) - g_.token_offset(first));
     }
 
     bool goes(std::uint32_t target, std::uint32_t token) {
@@ -74,18 +77,16 @@ class Comm {
 
     // Where this rank writes what `target` gets.
     [[nodiscard]] std::byte* slot(std::uint32_t target) const {
-        return args_.same_node(target)
-                   ? args_.peers[target].workspace + g_.inbox(args_.parity(), args_.rank)
-                   : args_.workspace + g_.outbox(args_.parity(), target);
+        return args_.same_node(target) ? args_.peers[target].inbox + g_.slot(target, args_.rank)
+                                       : args_.outbox + g_.slot(args_.rank, target);
     }
 
-    // Raises a signal of `target` when these bytes of its slot are there.
-    bool publish(std::uint32_t target, std::uint32_t signal, std::uint64_t offset,
-                 std::uint64_t bytes) {
+    // Adds to a word of `target` when these bytes of its slot are there.
+    bool publish(std::uint32_t target, Remote word, std::uint64_t offset, std::uint64_t bytes) {
         core_.fence();
-        return announce(core_, args_, target, signal,
-                        {g_.outbox(args_.parity(), target) + offset,
-                         g_.inbox(args_.parity(), args_.rank) + offset, bytes});
+        return announce(
+            core_, args_, target, word,
+            {g_.slot(args_.rank, target) + offset, g_.slot(target, args_.rank) + offset, bytes});
     }
 
     Core& core_;
@@ -104,9 +105,7 @@ bool await_arrival(Core& core, const Args& args) {
     const Geometry& g = args.geometry;
     for (std::uint32_t step = 1; step < g.world; ++step) {
         const std::uint32_t source = args.order[step];
-        if (!core.twait(args.signal_base + g.ids(args.parity(), source), args.uses(), source)) {
-            return false;
-        }
+        if (!core.twait(args.word(g.ids(source)), 1, source)) return false;
     }
     return ascend::await_arrival(core, args);
 }

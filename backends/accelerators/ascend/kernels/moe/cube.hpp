@@ -73,8 +73,7 @@ class Cube {
                 const std::uint32_t end = words_.count(g_.first(source, chunk + 1, expert));
                 core_.annotate(chunk);
                 if (begin < end && end > row &&
-                    !core_.twait(args_.signal_base + g_.spread(source, chunk), args_.epoch,
-                                 args_.rank)) {
+                    !core_.twait(args_.word(g_.spread(source, chunk)), 1, args_.rank)) {
                     return false;
                 }
                 begin = end;

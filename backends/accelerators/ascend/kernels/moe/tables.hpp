@@ -29,9 +29,7 @@ class Tables {
         core_.annotate(kNoAnnotation);
         if (chunks % core_.count() == core_.index()) come_home();
         for (std::uint32_t source = core_.index(); source < g_.world; source += core_.count()) {
-            if (!core_.twait(args_.signal_base + g_.counted(), args_.epoch * chunks, args_.rank)) {
-                return false;
-            }
+            if (!core_.twait(args_.word(g_.counted()), chunks, args_.rank)) return false;
             place(source);
         }
         return wait_placed(core_, args_);
@@ -39,8 +37,7 @@ class Tables {
 
     // Until the rows of every source are known.
     static bool wait_placed(Core& core, const Args& args) {
-        const Geometry& g = args.geometry;
-        return core.twait(args.signal_base + g.placed(), args.epoch * g.world, args.rank);
+        return core.twait(args.word(args.geometry.placed()), args.geometry.world, args.rank);
     }
 
   private:
@@ -49,17 +46,16 @@ class Tables {
         return {core_, view.base, static_cast<std::uint64_t>(view.row_stride)};
     }
 
-    void raise(std::uint32_t signal) {
+    void raise(Local word) {
         core_.fence();
-        core_.tnotify(args_.rank, args_.pad, args_.signal_base + signal, 1);
+        core_.tnotify(args_.rank, args_.pad, args_.word(word), 1);
     }
 
     bool count(const Chunk& chunk) {
         const auto [source, number] = chunk;
         core_.annotate(number);
         if (source != args_.rank && !args_.compute_only &&
-            !core_.twait(args_.signal_base + g_.ids(args_.parity(), source), args_.uses(),
-                         source)) {
+            !core_.twait(args_.word(g_.ids(source)), 1, source)) {
             return false;
         }
         for (std::uint32_t expert = 0; expert < r_.experts; ++expert) {

@@ -29,7 +29,7 @@ class Vector {
              item += core_.count()) {
             if (!spread(args_.chunk(item))) return false;
         }
-        return g_.world == 1 || release(core_, args_, g_.world, g_.released(0), g_.finished());
+        return g_.world == 1 || release(core_, args_, g_.world, g_.finished());
     }
 
   private:
@@ -38,8 +38,7 @@ class Vector {
         const auto [source, number] = chunk;
         core_.annotate(number);
         if (source != args_.rank && !args_.compute_only &&
-            !core_.twait(args_.signal_base + g_.arrived(args_.parity(), source, number),
-                         args_.uses(), source)) {
+            !core_.twait(args_.word(g_.arrived(source, number)), 1, source)) {
             return false;
         }
         for (std::uint32_t expert = 0; expert < r.experts; ++expert) {
@@ -66,7 +65,7 @@ class Vector {
             at += needed ? 1 : 0;
         }
         core_.fence();
-        core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.spread(source, number), 1);
+        core_.tnotify(args_.rank, args_.pad, args_.word(g_.spread(source, number)), 1);
         return true;
     }
 

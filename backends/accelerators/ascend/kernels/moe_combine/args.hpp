@@ -9,16 +9,14 @@
 // is `rows_per_chunk` tokens of the home rank, whatever chunks the dispatch had. Sums run in slot
 // order, so no number of blocks, chunks or ranks shows in the bits.
 //
-// Workspace of a rank:
-//   inbox   [2 parities]: rows of its places in the order of `home`
-//   outbox  [2 parities][world], where the world has several nodes: for each rank of another node,
-//           its inbox as far as this rank fills it. The NIC has read it when the home rank has
-//           released the call.
+// Memory of a rank (call.hpp):
+//   inbox   rows of its places in the order of `home`
+//   outbox  where the world has several nodes, for each other rank: its inbox as far as this rank fills
+//           it, if it is on another node
 //
-// Signals of the plan, from `signal_base` (call.hpp: parity, uses; release.hpp: the last two).
-//   arrived(p, s, c)  +1 by rank s when its rows of the own chunk c are here
-//   released(s)       by rank s when it has finished a call
-//   finished          by each vector block of this rank's compute kernel
+// Words:
+//   arrived(s, c)  remote: +1 by rank s when its rows of the own chunk c are here
+//   finished       local: +1 by each vector block of the compute kernel (release.hpp)
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/moe/routing.hpp"
@@ -46,26 +44,25 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint64_t row_offset(std::uint32_t row) const {
         return std::uint64_t{row} * features * isa::bytes_of(dtype);
     }
-    [[nodiscard]] constexpr std::uint64_t inbox(std::uint32_t parity) const {
-        return parity * slot_aligned(row_offset(routing.places()));
+    [[nodiscard]] constexpr std::uint64_t inbox_bytes() const {
+        return world == 1 ? 0 : slot_aligned(row_offset(routing.places()));
     }
-    [[nodiscard]] constexpr std::uint64_t outbox(std::uint32_t parity, std::uint32_t home) const {
-        return inbox(2 + parity * world + home);
+    // Bytes from the start of `rank`'s outbox to what goes to `home`.
+    [[nodiscard]] constexpr std::uint64_t outbox(std::uint32_t rank, std::uint32_t home) const {
+        return slot_of(rank, home) * inbox_bytes();
     }
-    [[nodiscard]] constexpr std::uint64_t workspace_bytes() const {
-        return world == 1 ? 0 : far ? outbox(2, 0) : inbox(2);
+    [[nodiscard]] constexpr std::uint64_t outbox_bytes() const {
+        return far ? (world - 1) * inbox_bytes() : 0;
     }
+    [[nodiscard]] constexpr std::uint64_t scratch_bytes() const { return 0; }
 
-    // Signal indices relative to the plan's first.
-    [[nodiscard]] constexpr std::uint32_t arrived(std::uint32_t parity, std::uint32_t source,
-                                                  std::uint32_t chunk) const {
-        return (parity * world + source) * chunks() + chunk;
+    [[nodiscard]] constexpr Remote arrived(std::uint32_t source, std::uint32_t chunk) const {
+        return {source * chunks() + chunk};
     }
-    [[nodiscard]] constexpr std::uint32_t released(std::uint32_t rank) const {
-        return arrived(2, 0, 0) + rank;
+    [[nodiscard]] constexpr Local finished() const { return {0}; }
+    [[nodiscard]] constexpr std::uint64_t words() const {
+        return words_needed(arrived(world, 0).number, 1);
     }
-    [[nodiscard]] constexpr std::uint32_t finished() const { return released(world); }
-    [[nodiscard]] constexpr std::uint32_t signals() const { return finished() + 1; }
 };
 
 struct Args : CallArgs {
@@ -75,9 +72,9 @@ struct Args : CallArgs {
     isa::GlobalView tables;   // [1, words] int32
     isa::GlobalView out;      // [tokens, features], rows contiguous
 
-    [[nodiscard]] constexpr isa::GlobalView row(std::byte* inbox, std::uint32_t number) const {
+    [[nodiscard]] constexpr isa::GlobalView row(std::byte* base, std::uint32_t number) const {
         const Geometry& g = geometry;
-        return {inbox + g.row_offset(number), g.dtype, 1, g.features, g.features, 1};
+        return {base + g.row_offset(number), g.dtype, 1, g.features, g.features, 1};
     }
 };
 

@@ -1,7 +1,8 @@
 // MoE combine, communication kernel (vector cores): rows of y to the ranks of their tokens.
 //   1. Items of work: (chunk, home rank), chunk by chunk; blocks take them in turns.
-//   2. Before its first write for a home rank a block waits until that has released epoch - 2,
-//      whose inbox is about to be overwritten. It waits for nothing else.
+//   2. Before its first write for a home rank a block waits until that has released epoch - 2, whose
+//      inbox is about to be overwritten; before its first one in the outbox for all ranks of other
+//      nodes. It waits for nothing else.
 //   3. The rows of a chunk, place by place: same node, TPUT straight into the inbox there, fence,
 //      TNOTIFY; other node, TPUT into the outbox, where they lie as there, fence, NIC put.
 #pragma once
@@ -21,7 +22,7 @@ class Comm {
           g_(args.geometry),
           words_(core, args.tables.base),
           buffers_(g_.dtype, g_.features),
-          released_(core, args, g_.released(0)) {}
+          released_(core, args, g_.world) {}
 
     // False if a wait was aborted or timed out.
     bool run() {
@@ -37,11 +38,10 @@ class Comm {
     bool send(std::uint32_t home, std::uint32_t chunk) {
         const moe::Routing& r = g_.routing;
         core_.annotate(chunk);
-        if (!released_.wait(home)) return false;
-        const std::uint64_t inbox = g_.inbox(args_.parity());
-        const std::uint64_t outbox = g_.outbox(args_.parity(), home);
-        std::byte* const to =
-            args_.same_node(home) ? args_.peers[home].workspace + inbox : args_.workspace + outbox;
+        const bool near = args_.same_node(home);
+        if (!(near ? released_.wait(home) : released_.wait_outbox())) return false;
+        const std::uint64_t outbox = g_.outbox(args_.rank, home);
+        std::byte* const to = near ? args_.peers[home].inbox : args_.outbox + outbox;
         const std::uint32_t start = words_.count(r.start(home)),
                             begin = words_.count(r.begin(home, g_.token(chunk))),
                             end = words_.count(r.begin(home, g_.token(chunk + 1)));
@@ -52,8 +52,8 @@ class Comm {
         }
         core_.fence();
         const std::uint64_t offset = g_.row_offset(start + begin);
-        return announce(core_, args_, home, g_.arrived(args_.parity(), args_.rank, chunk),
-                        {outbox + offset, inbox + offset, g_.row_offset(end - begin)});
+        return announce(core_, args_, home, g_.arrived(args_.rank, chunk),
+                        {outbox + offset, offset, g_.row_offset(end - begin)});
     }
 
     Core& core_;

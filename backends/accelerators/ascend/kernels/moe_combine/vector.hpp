@@ -46,7 +46,7 @@ class Vector {
             core_.wait_flag(Pipe::V, Pipe::MTE2, half);
             core_.wait_flag(Pipe::MTE3, Pipe::V, half);
         }
-        return g_.world == 1 || release(core_, args_, g_.world, g_.released(0), g_.finished());
+        return g_.world == 1 || release(core_, args_, g_.world, g_.finished());
     }
 
   private:
@@ -126,7 +126,7 @@ class Vector {
             const std::uint32_t row = words_.count(g_.routing.rows(args_.rank, number - own_));
             return args_.y.sub(row, 0, 1, g_.features);
         }
-        return args_.row(args_.workspace + g_.inbox(args_.parity()), number);
+        return args_.row(args_.inbox, number);
     }
 
     // The `number`th buffer of UB.

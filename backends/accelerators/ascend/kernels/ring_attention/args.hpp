@@ -2,7 +2,7 @@
 //
 // Data flow of a rank:
 //   own k, v → vector cores → every rank that needs them, chunk by chunk (TPUT, or packed and NIC)
-//   cube cores, one tile of queries after another, blocks of keys in a fixed order (schedule.hpp):
+//   cube cores, one tile of queries after another, blocks of keys in a fixed order (steps.hpp):
 //     q · kᵀ → scores, float32, in the ring of the cube core, in memory
 //     vector cores: scale, mask, running maximum → weights e^(s - max), in the input's dtype → ring
 //     weights · v → part, float32 → ring
@@ -14,19 +14,20 @@
 // Causal: positions are cut in 2 * world pieces; rank r holds pieces r and 2 * world - 1 - r, so
 // that all ranks have the same work. What no query of a rank can see is not sent there.
 //
-// A chunk is `rows_per_chunk` positions of a piece, the last one shorter. Workspace of a rank:
-// [2 parities][world] slots, each a rank's positions one after another, of each the keys of all
-// heads, then their values: a chunk is one contiguous range, and tiles of keys may have any number
-// of chunks. The own slot, which receives nothing, is where chunks are packed for NIC puts, so that
-// local and remote offsets of a put are equal. Then the ring of each cube core.
+// A chunk is `rows_per_chunk` positions of a piece, the last one shorter. Memory of a rank
+// (call.hpp):
+//   inbox    a slot for each other rank: its positions one after another, of each the keys of all
+//            heads, then their values. So a chunk is one contiguous range, and tiles of keys may have
+//            any number of chunks.
+//   outbox   a slot in which chunks are packed for NIC puts
+//   scratch  the ring of each cube core
 //
-// Signals of the plan, from `signal_base` (call.hpp: parity, uses; release.hpp: released, finished).
-//   arrived(p, s, c)  +1 by rank s when chunk c of parity p is in place here; ready: >= uses
-//   released(s)       by rank s when it has finished a call
-//   finished          by each cube core of this rank
-//   scored(b)         +1 a step by cube core b: the step's scores and part are in its ring
-//   weighed(v)        +1 a tile by vector core v: its rows' weights are there, and the part before
-//                     them is taken
+// Words:
+//   arrived(s, c)  remote: +1 by rank s when chunk c is in place here
+//   finished       local: +1 by each cube core (release.hpp)
+//   scored(b)      local: +1 a step by cube core b: the step's scores and part are in its ring
+//   weighed(v)     local: +1 a tile by vector core v: its rows' weights are there, and the part before
+//                  them is taken
 #pragma once
 
 #include <cstddef>
@@ -128,9 +129,13 @@ struct Geometry {
             std::uint64_t{piece_of(chunk)} * piece_rows() + chunk_start(chunk);
         return {before * position_bytes(), chunk_rows(chunk) * position_bytes()};
     }
-    [[nodiscard]] constexpr std::uint64_t slot_offset(std::uint32_t parity,
+    [[nodiscard]] constexpr std::uint64_t slot_bytes() const {
+        return slot_aligned(rows * position_bytes());
+    }
+    // Bytes from the start of `reader`'s inbox to the slot of `source`.
+    [[nodiscard]] constexpr std::uint64_t slot_offset(std::uint32_t reader,
                                                       std::uint32_t source) const {
-        return (std::uint64_t{parity} * world + source) * slot_aligned(rows * position_bytes());
+        return slot_of(reader, source) * slot_bytes();
     }
 
     // The ring of a cube core: kRing tiles of scores, of weights and of parts.
@@ -146,27 +151,24 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint64_t ring_offset(std::uint32_t cube) const {
         const std::uint64_t bytes =
             slot_aligned(kRing * (scores_bytes() + weights_bytes() + part_bytes()));
-        return (world == 1 ? 0 : slot_offset(2, 0)) + cube * bytes;
+        return cube * bytes;
     }
-    [[nodiscard]] constexpr std::uint64_t workspace_bytes() const { return ring_offset(cubes); }
+    [[nodiscard]] constexpr std::uint64_t inbox_bytes() const { return (world - 1) * slot_bytes(); }
+    [[nodiscard]] constexpr std::uint64_t outbox_bytes() const {
+        return world == 1 ? 0 : slot_bytes();
+    }
+    [[nodiscard]] constexpr std::uint64_t scratch_bytes() const { return ring_offset(cubes); }
 
-    // Signal indices relative to the plan's first.
-    [[nodiscard]] constexpr std::uint32_t arrived(std::uint32_t parity, std::uint32_t source,
-                                                  std::uint32_t chunk) const {
-        return (parity * world + source) * chunks() + chunk;
+    [[nodiscard]] constexpr Remote arrived(std::uint32_t source, std::uint32_t chunk) const {
+        return {source * chunks() + chunk};
     }
-    [[nodiscard]] constexpr std::uint32_t released(std::uint32_t rank) const {
-        return arrived(2, 0, 0) + rank;
+    [[nodiscard]] constexpr Local finished() const { return {0}; }
+    [[nodiscard]] constexpr Local scored(std::uint32_t cube) const { return {1 + cube}; }
+    [[nodiscard]] constexpr Local weighed(std::uint32_t vector) const {
+        return {scored(cubes).number + vector};
     }
-    [[nodiscard]] constexpr std::uint32_t finished() const { return released(world); }
-    [[nodiscard]] constexpr std::uint32_t scored(std::uint32_t cube) const {
-        return finished() + 1 + cube;
-    }
-    [[nodiscard]] constexpr std::uint32_t weighed(std::uint32_t vector) const {
-        return scored(cubes) + vector;
-    }
-    [[nodiscard]] constexpr std::uint32_t signals() const {
-        return weighed(cubes * kVectorsPerCube);
+    [[nodiscard]] constexpr std::uint64_t words() const {
+        return words_needed(arrived(world, 0).number, weighed(cubes * kVectorsPerCube).number);
     }
 };
 
@@ -178,18 +180,15 @@ struct Args : CallArgs {
     isa::GlobalView lse;     // [batch * heads * rows, 1] float32
     float scale = 1;
 
-    // Keys, or values, of head `plane` (batch * kv_heads + head): `count` of `source`'s from the
-    // `at`th position of its `piece`th piece on. Of other ranks: as they lie in the workspace at
-    // `base`.
-    [[nodiscard]] constexpr isa::GlobalView keys(std::byte* base, std::uint32_t source,
-                                                 std::uint32_t piece, bool values,
+    // Keys, or values, of head `plane` (batch * kv_heads + head): `count` of a rank's from the `at`th
+    // position of its `piece`th piece on. Of other ranks: as they lie in a slot.
+    [[nodiscard]] constexpr isa::GlobalView keys(std::byte* slot, std::uint32_t piece, bool values,
                                                  std::uint32_t plane, std::uint32_t at,
                                                  std::uint32_t count) const {
         const Geometry& g = geometry;
         const std::uint64_t row = std::uint64_t{piece} * g.piece_rows() + at;
         const std::uint64_t head = (values ? g.planes() : 0) + plane;
-        return {base + g.slot_offset(parity(), source) + row * g.position_bytes() +
-                    head * g.row_bytes(),
+        return {slot + row * g.position_bytes() + head * g.row_bytes(),
                 g.dtype,
                 count,
                 g.head_dim,
@@ -209,7 +208,7 @@ struct Args : CallArgs {
                                                    std::uint32_t queries,
                                                    std::uint32_t count) const {
         const Geometry& g = geometry;
-        return {workspace + g.ring_offset(cube) + step % kRing * g.scores_bytes(),
+        return {scratch + g.ring_offset(cube) + step % kRing * g.scores_bytes(),
                 isa::DType::float32,
                 queries,
                 count,
@@ -220,7 +219,7 @@ struct Args : CallArgs {
                                                     std::uint32_t queries,
                                                     std::uint32_t count) const {
         const Geometry& g = geometry;
-        return {workspace + g.ring_offset(cube) + kRing * g.scores_bytes() +
+        return {scratch + g.ring_offset(cube) + kRing * g.scores_bytes() +
                     step % kRing * g.weights_bytes(),
                 g.dtype,
                 queries,
@@ -231,7 +230,7 @@ struct Args : CallArgs {
     [[nodiscard]] constexpr isa::GlobalView part(std::uint32_t cube, std::uint32_t step,
                                                  std::uint32_t queries) const {
         const Geometry& g = geometry;
-        return {workspace + g.ring_offset(cube) + kRing * (g.scores_bytes() + g.weights_bytes()) +
+        return {scratch + g.ring_offset(cube) + kRing * (g.scores_bytes() + g.weights_bytes()) +
                     step % kRing * g.part_bytes(),
                 isa::DType::float32,
                 queries,

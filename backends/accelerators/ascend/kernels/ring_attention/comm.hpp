@@ -3,8 +3,8 @@
 // Data flow: the own keys and values go to every other rank that needs them, straight, chunk by
 // chunk in the order in which they are seen there.
 //   1. Blocks share destinations and chunks (destinations.hpp).
-//   2. Same node: TPUT the chunk into the peer's slot, fence, TNOTIFY arrived.
-//   3. Other node: TPUT it into the own slot, fence, then for each such rank one command to the NIC
+//   2. Same node: TPUT the chunk into the own slot of the peer's inbox, fence, TNOTIFY arrived.
+//   3. Other node: TPUT it into the outbox, fence, then for each such rank one command to the NIC
 //      proxy: put the chunk's range, raise arrived there when the data is visible.
 #pragma once
 
@@ -18,10 +18,7 @@ template <class Core>
 class Comm {
   public:
     Comm(Core& core, const Args& args)
-        : core_(core),
-          args_(args),
-          g_(args.geometry),
-          destinations_(core, args, g_.world, g_.released(0)) {}
+        : core_(core), args_(args), g_(args.geometry), destinations_(core, args, g_.world) {}
 
     // False if a wait was aborted or timed out.
     bool run() {
@@ -35,9 +32,9 @@ class Comm {
     bool send_near(std::uint32_t peer, std::uint32_t chunk) {
         if (!g_.needs(peer, args_.rank, chunk)) return true;
         core_.annotate(chunk);
-        copy(peer, args_.peers[peer].workspace, chunk);
+        copy(peer, args_.peers[peer].inbox + g_.slot_offset(peer, args_.rank), chunk);
         core_.fence();
-        return announce(core_, args_, peer, arrived(chunk));
+        return announce(core_, args_, peer, g_.arrived(args_.rank, chunk));
     }
 
     bool send_far(std::uint32_t chunk) {
@@ -46,35 +43,32 @@ class Comm {
         for (const std::uint32_t peer : destinations_) {
             if (!g_.needs(peer, args_.rank, chunk)) continue;
             if (!packed) {
-                copy(args_.rank, args_.workspace, chunk);
+                copy(args_.rank, args_.outbox, chunk);
                 core_.fence();
                 packed = true;
             }
             const Range range = g_.chunk_range(chunk);
-            const std::uint64_t offset = g_.slot_offset(args_.parity(), args_.rank) + range.offset;
-            if (!announce(core_, args_, peer, arrived(chunk), {offset, offset, range.bytes})) {
+            const std::uint64_t to = g_.slot_offset(peer, args_.rank) + range.offset;
+            if (!announce(core_, args_, peer, g_.arrived(args_.rank, chunk),
+                          {range.offset, to, range.bytes})) {
                 return false;
             }
         }
         return true;
     }
 
-    // The chunk from the user's tensors into the own rank's slot of a workspace.
-    void copy(std::uint32_t peer, std::byte* workspace, std::uint32_t chunk) {
+    // The chunk from the user's tensors into a slot.
+    void copy(std::uint32_t peer, std::byte* slot, std::uint32_t chunk) {
         const isa::RowBuffers buffers(g_.dtype, g_.head_dim);
         const std::uint32_t piece = g_.piece_of(chunk), at = g_.chunk_start(chunk),
                             rows = g_.chunk_rows(chunk);
         for (const bool values : {false, true}) {
             for (std::uint32_t plane = 0; plane < g_.planes(); ++plane) {
-                core_.tput(peer, args_.keys(workspace, args_.rank, piece, values, plane, at, rows),
+                core_.tput(peer, args_.keys(slot, piece, values, plane, at, rows),
                            args_.own_keys(piece, values, plane, at, rows), buffers.ping,
                            buffers.pong);
             }
         }
-    }
-
-    [[nodiscard]] std::uint32_t arrived(std::uint32_t chunk) const {
-        return g_.arrived(args_.parity(), args_.rank, chunk);
     }
 
     Core& core_;

@@ -31,7 +31,6 @@ class Cube {
     bool run() {
         Steps ahead(args_, cube_), behind = ahead;
         const std::uint32_t tiles = ahead.size();
-        const std::uint64_t before = (args_.epoch - 1) * tiles;
         product_.open();
         for (std::uint32_t n = 0; tiles > 0 && n < tiles + kAhead; ++n) {
             if (n < tiles) {
@@ -39,15 +38,15 @@ class Cube {
                 ahead.advance();
             }
             if (n >= kAhead) {
-                if (!wait_weighed(behind.step(), before + n - kAhead + 1)) return false;
+                if (!wait_weighed(behind.step(), n - kAhead + 1)) return false;
                 weigh(behind.step(), n - kAhead);
                 behind.advance();
             }
             core_.fence();
-            core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.scored(cube_), 1);
+            core_.tnotify(args_.rank, args_.pad, args_.word(g_.scored(cube_)), 1);
         }
         product_.close();
-        return g_.world == 1 || release(core_, args_, g_.world, g_.released(0), g_.finished());
+        return g_.world == 1 || release(core_, args_, g_.world, g_.finished());
     }
 
   private:
@@ -81,17 +80,15 @@ class Cube {
         const std::uint32_t plane = batch * g_.kv_heads + head / (g_.heads / g_.kv_heads);
         return step.source == args_.rank
                    ? args_.own_keys(step.piece, values, plane, step.at, step.keys)
-                   : args_.keys(args_.workspace, step.source, step.piece, values, plane, step.at,
-                                step.keys);
+                   : args_.keys(args_.inbox + g_.slot_offset(args_.rank, step.source), step.piece,
+                                values, plane, step.at, step.keys);
     }
 
-    bool wait_weighed(const Step& step, std::uint64_t tiles) {
+    bool wait_weighed(const Step& step, std::uint32_t tiles) {
         core_.annotate(g_.chunk_at(step.piece, step.at));
         for (std::uint32_t half = 0; half < kVectorsPerCube; ++half) {
             const std::uint32_t vector = cube_ * kVectorsPerCube + half;
-            if (!core_.twait(args_.signal_base + g_.weighed(vector), tiles, args_.rank)) {
-                return false;
-            }
+            if (!core_.twait(args_.word(g_.weighed(vector)), tiles, args_.rank)) return false;
         }
         return true;
     }
@@ -103,8 +100,7 @@ class Cube {
         if (args_.compute_only || step.source == args_.rank) return true;
         for (std::uint32_t& chunk = here_[step.source]; chunk <= last; ++chunk) {
             core_.annotate(chunk);
-            if (!core_.twait(args_.signal_base + g_.arrived(args_.parity(), step.source, chunk),
-                             args_.uses(), step.source)) {
+            if (!core_.twait(args_.word(g_.arrived(step.source, chunk)), 1, step.source)) {
                 return false;
             }
         }

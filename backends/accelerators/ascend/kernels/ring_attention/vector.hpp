@@ -35,12 +35,9 @@ class Vector {
     bool run() {
         Steps ahead(args_, cube_), behind = ahead;
         const std::uint32_t tiles = ahead.size(), steps = tiles > 0 ? tiles + kAhead : 0;
-        const std::uint64_t before = (args_.epoch - 1) * steps;
         for (std::uint32_t n = 0; n < steps; ++n) {
             annotate(behind.step());
-            if (!core_.twait(args_.signal_base + g_.scored(cube_), before + n + 1, args_.rank)) {
-                return false;
-            }
+            if (!core_.twait(args_.word(g_.scored(cube_)), n + 1, args_.rank)) return false;
             if (n < tiles) {
                 annotate(ahead.step());
                 weigh(ahead.step(), n);
@@ -53,8 +50,7 @@ class Vector {
             }
             if (n + 1 < steps) core_.fence();
             if (n < tiles) {
-                core_.tnotify(args_.rank, args_.pad, args_.signal_base + g_.weighed(core_.index()),
-                              1);
+                core_.tnotify(args_.rank, args_.pad, args_.word(g_.weighed(core_.index())), 1);
             }
         }
         return true;
