@@ -22,6 +22,9 @@ _NOTHING_TO_SHARE: tuple[OpName, ...] = ("moe_dispatch_gemm", "moe_combine")
 """Ops of which every pair of ranks exchanges rows of its own: no message of theirs serves a node."""
 
 
+_WITHOUT_B: tuple[OpName, ...] = ("moe_combine", "ring_attention")
+
+
 def check_world(
     nodes: int, ranks_per_node: int, names: tuple[str, str] = ("nodes", "ranks_per_node")
 ) -> None:
@@ -82,10 +85,14 @@ def check_dtype(
     return value
 
 
-def check_layout(value: str, capabilities: AcceleratorCapabilities, accelerator: str) -> Layout:
+def check_layout(
+    value: str, op: OpName, capabilities: AcceleratorCapabilities, accelerator: str
+) -> Layout:
     """The value as a layout of B that the backend claims. LayoutError, ArgumentError."""
     if value not in get_args(Layout):
         raise ArgumentError("b_layout", repr(value), f"one of: {', '.join(get_args(Layout))}")
+    if value != "row" and op in _WITHOUT_B:
+        raise ArgumentError("b_layout", repr(value), f"'row': {op} has no such tensor")
     if value not in capabilities.b_layouts:
         raise LayoutError(
             "b_layout",

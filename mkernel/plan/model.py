@@ -196,9 +196,12 @@ class LaunchPlan(CommonPart):
         without its backend, or for another one."""
         if not isinstance(self.schedule, of):
             raise TypeError(
-                f"a plan of {self.op} on {self.accelerator} has the schedule {self.schedule!r}, no "
-                f"{of.__name__}; plan with the backend's `schedule`"
+                f"a plan of {self.op} on {self.accelerator}, path {self.path!r}, has the schedule "
+                f"{self.schedule!r}, no {of.__name__}; plan with the backend's `schedule`"
             )
+        kind = type(self.schedule).model_fields["kind"].default
+        if self.schedule.kind != kind:
+            raise ArgumentError("plan.schedule.kind", repr(self.schedule.kind), repr(kind))
         return self.schedule
 
     def digest(self) -> str:

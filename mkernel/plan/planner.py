@@ -34,6 +34,7 @@ from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
 from mkernel.plan.what_if import WhatIf
 from mkernel.topology.cost import MachineConstants
+from mkernel.topology.shared_links import SharedLinks
 from mkernel.topology.world_map import WorldMap
 
 if TYPE_CHECKING:
@@ -99,30 +100,10 @@ def explain(
         ShapeError, DtypeError, LayoutError, ArgumentError: the argument, its value, what is legal.
         NoRoute: two ranks have no path between them.
     """
-    name = canonical(op)
-    if name not in capabilities.ops:
-        raise Unsupported(
-            f"accelerator {accelerator!r} does not provide {name!r}; "
-            f"it provides: {', '.join(capabilities.ops) or 'nothing'}"
-        )
     capabilities = capabilities.with_cores(world.cores)
-    nodes, ranks_per_node = world.nodes, world.ranks_per_node
-    arguments.check_world(nodes, ranks_per_node)
-    in_dtype = arguments.check_dtype("dtype", dtype, capabilities.dtypes, accelerator)
-    default = "float32" if capabilities.mixed_dtypes else in_dtype
-    result_dtype = arguments.check_dtype(
-        "out_dtype", out_dtype or default, capabilities.out_dtypes, accelerator
+    asked, library = _checked(
+        op, sizes, dtype, out_dtype, b_layout, world, accelerator, capabilities, nic, verbs, path
     )
-    if not capabilities.mixed_dtypes and result_dtype != in_dtype:
-        raise DtypeError(
-            "out_dtype",
-            repr(result_dtype),
-            f"{in_dtype!r}, the inputs'",
-            why=f"accelerator {accelerator!r} keeps it",
-        )
-    layout = arguments.check_layout(b_layout, capabilities, accelerator)
-    shape = shape_of(name, sizes, nodes * ranks_per_node, in_dtype, result_dtype, capabilities)
-    library = arguments.has_library_path(path, name, nodes, accelerator, capabilities)
     if chunk is not None:
         check_integer(ArgumentError, "chunk", chunk, MAX_DIMENSION)
     for argument, blocks, cores in (
@@ -131,21 +112,10 @@ def explain(
     ):
         if blocks is not None:
             check_integer(ArgumentError, argument, blocks, cores)
-    if nodes > 1 and not capabilities.process_group:
-        for argument, given, what in (("nic", nic, "NIC backend"), ("verbs", verbs, "provider")):
-            if not given:
-                raise ArgumentError(
-                    argument, given, f"the name of a {what}", why=f"the world has {nodes} nodes"
-                )
     return _planned(
-        name,
-        shape,
-        in_dtype,
-        result_dtype,
-        layout,
+        asked,
         world,
         accelerator,
-        _Nics(nic, verbs) if nodes > 1 and not capabilities.process_group else _Nics(),
         _Choice(
             capabilities,
             chunk,
@@ -153,7 +123,7 @@ def explain(
             comm_blocks,
             cast(PathChoice, path),
             library,
-            arguments.exchanges(exchange, name, nodes),
+            arguments.exchanges(exchange, asked.op, world.nodes),
         ),
         schedule,
     )
@@ -177,11 +147,85 @@ plan = _plan_of(explain)
 """Returns the plan alone; takes the same arguments. Unsupported: something is missing to launch it."""
 
 
-class _Nics(NamedTuple):
-    """NIC backend and verbs provider between nodes, where they carry anything."""
+def common_part(
+    plan: LaunchPlan,
+    *,
+    world: WorldMap,
+    accelerator: str,
+    capabilities: AcceleratorCapabilities,
+    nic: str | None,
+    verbs: str | None,
+) -> CommonPart:
+    """What all plans of a plan's op, shape, dtypes, layout and path share in this world. Raises what
+    :func:`explain` does where this world has none; its arguments are those."""
+    sizes = plan.shape.model_dump(exclude={"kind"})
+    asked, _ = _checked(
+        plan.op, sizes, plan.dtype, plan.out_dtype, plan.b_layout, world, accelerator,
+        capabilities, nic, verbs, plan.path,
+    )  # fmt: skip
+    links = _links(asked.op, world, accelerator, capabilities)[0]
+    return _common(asked, world, accelerator, capabilities, plan.path, links)
 
-    nic: str | None = None
-    verbs: str | None = None
+
+class _Asked(NamedTuple):
+    """A call whose arguments were checked; NIC backend and verbs provider between nodes, where they
+    carry anything."""
+
+    op: OpName
+    shape: Shape
+    dtype: DtypeName
+    out_dtype: DtypeName
+    b_layout: Layout
+    nic: str | None
+    verbs: str | None
+
+
+def _checked(
+    op: str,
+    sizes: Mapping[str, int],
+    dtype: str,
+    out_dtype: str | None,
+    b_layout: str,
+    world: WorldMap,
+    accelerator: str,
+    capabilities: AcceleratorCapabilities,
+    nic: str | None,
+    verbs: str | None,
+    path: str,
+) -> tuple[_Asked, bool]:
+    """Also whether there is a library path."""
+    name = canonical(op)
+    if name not in capabilities.ops:
+        raise Unsupported(
+            f"accelerator {accelerator!r} does not provide {name!r}; "
+            f"it provides: {', '.join(capabilities.ops) or 'nothing'}"
+        )
+    nodes, ranks_per_node = world.nodes, world.ranks_per_node
+    arguments.check_world(nodes, ranks_per_node)
+    in_dtype = arguments.check_dtype("dtype", dtype, capabilities.dtypes, accelerator)
+    default = "float32" if capabilities.mixed_dtypes else in_dtype
+    result_dtype = arguments.check_dtype(
+        "out_dtype", out_dtype or default, capabilities.out_dtypes, accelerator
+    )
+    if not capabilities.mixed_dtypes and result_dtype != in_dtype:
+        raise DtypeError(
+            "out_dtype",
+            repr(result_dtype),
+            f"{in_dtype!r}, the inputs'",
+            why=f"accelerator {accelerator!r} keeps it",
+        )
+    layout = arguments.check_layout(b_layout, name, capabilities, accelerator)
+    shape = shape_of(name, sizes, nodes * ranks_per_node, in_dtype, result_dtype, capabilities)
+    library = arguments.has_library_path(path, name, nodes, accelerator, capabilities)
+    by_nics = nodes > 1 and not capabilities.process_group
+    if by_nics:
+        for argument, given, what in (("nic", nic, "NIC backend"), ("verbs", verbs, "provider")):
+            if not given:
+                raise ArgumentError(
+                    argument, given, f"the name of a {what}", why=f"the world has {nodes} nodes"
+                )
+    nics = (nic, verbs) if by_nics else (None, None)
+    return _Asked(name, shape, in_dtype, result_dtype, layout, *nics), library
 
 
 @dataclass(frozen=True)
@@ -200,43 +244,17 @@ class _Choice:
 
 @lru_cache(maxsize=256)
 def _planned(
-    op: OpName,
-    shape: Shape,
-    dtype: DtypeName,
-    out_dtype: DtypeName,
-    b_layout: Layout,
+    asked: _Asked,
     where: WorldMap,
     accelerator: str,
-    between: _Nics,
     choice: _Choice,
     schedule: Scheduler,
 ) -> Planned:
     """The plan of checked inputs: the part that all backends share, then the backend's."""
-    claims, constants, placement = choice.claims, where.constants, where.placement
-    group = claims.group_carries(op, where.nodes) or (
-        claims.process_group and any(one.kind != "p2p" for one in where.links.table.classes)
-    )
-    lacks = missing.of_world(accelerator, claims, where.kinds)
-    links = where.group_links if group else where.fastest_links if lacks else where.links
-    lacks += missing.of_routes(links.table, placement)
-    path, measured = _predicted(choice, op, shape, dtype, len(placement), constants)
-    common = CommonPart(
-        op=op,
-        shape=shape,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        b_layout=b_layout,
-        path=path,
-        nodes=where.nodes,
-        ranks_per_node=where.ranks_per_node,
-        accelerator=accelerator,
-        nic=between.nic,
-        verbs=between.verbs,
-        carrier=claims.carrier if group and len(placement) > 1 else None,
-        placement=placement,
-        routes=links.table,
-        nics=where.nic_plan.schedule if between.nic else None,
-    )
+    claims, constants = choice.claims, where.constants
+    links, lacks = _links(asked.op, where, accelerator, claims)
+    path, measured = _predicted(choice, asked, len(where.placement), constants)
+    common = _common(asked, where, accelerator, claims, path, links)
     found = schedule(
         ScheduleRequest(
             plan=common,
@@ -261,6 +279,40 @@ def _planned(
     return Planned(made, _path_alternatives(path, measured) + found.alternatives, found.pipeline)
 
 
+def _links(
+    op: OpName, where: WorldMap, accelerator: str, claims: AcceleratorCapabilities
+) -> tuple[SharedLinks, tuple[str, ...]]:
+    """The links of an op's routes, and what is missing before anything goes over them."""
+    group = claims.group_carries(op, where.nodes) or (
+        claims.process_group and any(one.kind != "p2p" for one in where.links.table.classes)
+    )
+    lacks = missing.of_world(accelerator, claims, where.kinds)
+    links = where.group_links if group else where.fastest_links if lacks else where.links
+    return links, lacks + missing.of_routes(links.table, where.placement)
+
+
+def _common(
+    asked: _Asked,
+    where: WorldMap,
+    accelerator: str,
+    claims: AcceleratorCapabilities,
+    path: PathName,
+    links: SharedLinks,
+) -> CommonPart:
+    group = any(one.kind == "group" for one in links.table.classes)
+    return CommonPart(
+        **asked._asdict(),
+        path=path,
+        nodes=where.nodes,
+        ranks_per_node=where.ranks_per_node,
+        accelerator=accelerator,
+        carrier=claims.carrier if group else None,
+        placement=where.placement,
+        routes=links.table,
+        nics=where.nic_plan.schedule if asked.nic else None,
+    )
+
+
 def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Alternative, ...]:
     """Both paths, where the backend has two and their times are known."""
     if times is None or times.fused_us is None or times.library_us is None:
@@ -274,13 +326,12 @@ def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Altern
 
 def _predicted(
     choice: _Choice,
-    op: OpName,
-    shape: Shape,
-    dtype: DtypeName,
+    asked: _Asked,
     world: int,
     constants: MachineConstants | None,
 ) -> tuple[PathName, Prediction | None]:
     """The path, and its times where both paths' are known. A tie goes to the fused one."""
+    op, shape, dtype = asked.op, asked.shape, asked.dtype
     wanted: PathName = "library" if choice.path == "library" else "fused"
     if not choice.library or not isinstance(shape, GemmShape):
         return wanted, None

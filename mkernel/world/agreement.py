@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from mkernel.errors import PlanMismatch, Timeout
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.plan.recent import Recent
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.memory import Place
+
+Check = Callable[[LaunchPlan, Mapping[str, torch.Tensor]], None]
 
 MOST_TEXTS = 256
 """Calls whose plans a rank keeps as text, at least, to name the field that differs where a peer is
@@ -20,9 +24,7 @@ still in one of them; of older ones it names the digest."""
 class Agreement:
     """The calls that all ranks of one world have agreed on."""
 
-    def __init__(
-        self, exchange: Exchange, failure: FailureMonitor, check: Callable[[LaunchPlan], None]
-    ) -> None:
+    def __init__(self, exchange: Exchange, failure: FailureMonitor, check: Check) -> None:
         """``check`` raises where this world cannot follow a plan, before anybody is told of it."""
         self._check = check
         self._exchange = exchange
@@ -31,10 +33,13 @@ class Agreement:
         self._lately: Recent[str, dict[str, Any]] = Recent(MOST_TEXTS)  # what was told of calls
         self._last = ""  # the key of the agreement before, whose text lies in the store
 
-    def enter(self, plan: LaunchPlan, places: Mapping[str, Place]) -> int:
+    def enter(
+        self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]
+    ) -> int:
         """Begin the next call, which every rank makes alike; returns its number. PlanMismatch.
 
         Args:
+            tensors: of the call.
             places: of tensors in symmetric memory. Peers write to them, so that they must lie at the
                 same place everywhere.
         """
@@ -42,7 +47,7 @@ class Agreement:
         key = _key(plan, places) if places else plan.digest()
         known = self._agreed[key] is not None
         if not known:
-            self._check(plan)
+            self._check(plan, tensors)
         # Until a rank has agreed its heartbeat shows no plan: its message in the agreement names it.
         self._failure.call = (number, key if known else "")
         if not known:

@@ -101,7 +101,7 @@ class Calls:
             running.popleft()
         with self._accelerator.on(tensors):
             places = self._heap.places(tensors)
-            number = self._agreement.enter(plan, places)
+            number = self._agreement.enter(plan, tensors, places)
             memory = self._heap.of_plan(plan)
             arena = memory.arena
             if self._queues:

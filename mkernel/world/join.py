@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from functools import cached_property
 
+import torch
 from torch.distributed import ProcessGroup
 
 from mkernel import machine
@@ -22,9 +23,9 @@ from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.selection import SOFT, SYSTEM, nic_use
 from mkernel.settings import PLANNED_SETTINGS, Settings
 from mkernel.topology.cost import constants_for
-from mkernel.topology.lanes import NicPlan
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import WorldMap, world_map
+from mkernel.world.admission import admit
 from mkernel.world.devices import Chosen
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
@@ -151,19 +152,9 @@ class Membership:
         if hasattr(self, "heap"):
             self.heap.close(quiet=quiet)
 
-    def check(self, plan: LaunchPlan) -> None:
-        """ArgumentError where the NIC sessions do not follow a plan: they were opened for another."""
-        if self.session is None:
-            return
-        given = plan.nics and NicPlan(plan.placement, plan.routes, plan.nics).decisions()
-        found = first_difference(given, self.map.nic_plan.decisions(), "plan")
-        if found:
-            raise ArgumentError(
-                found[0],
-                repr(found[1]),
-                f"{found[2]!r}, as the NIC sessions of this world were opened; plan with its topology "
-                "and settings, or make a world with those of the plan",
-            )
+    def check(self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse a plan of another world or of other tensors (:mod:`mkernel.world.admission`)."""
+        admit(plan, tensors, self.map, self._backends, self.accelerator)
 
     # ---- meeting -------------------------------------------------------------------------------
 

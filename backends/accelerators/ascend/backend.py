@@ -27,7 +27,7 @@ from mkernel.backends.contracts.instrumented import (
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
-from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
@@ -212,8 +212,15 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
         """Inboxes and outboxes of even and odd epochs, scratch; words (``kernels/call.hpp``).
-        ValueError for tiles that the buffers cannot hold."""
-        g = _op(plan).geometry(plan)
+        ArgumentError for a schedule that the kernels cannot run, such as one of tiles that the buffers
+        cannot hold."""
+        try:
+            g = _op(plan).geometry(plan)
+        except ArgumentError:
+            raise
+        except ValueError as error:
+            legal = "one that the kernels of these cores can run"
+            raise ArgumentError("plan.schedule", plan.schedule, legal, why=str(error)) from None
         areas = (g.inbox_bytes, g.inbox_bytes, g.outbox_bytes, g.outbox_bytes, g.scratch_bytes)
         return Workspace(areas, signals=g.words)
 

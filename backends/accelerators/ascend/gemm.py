@@ -141,7 +141,7 @@ def _kernels(
     plan: LaunchPlan, rank: int, geometry: Any, *, a: Matrix, b: Matrix, out: Matrix
 ) -> _ascend.Kernels:
     kernels: _ascend.Kernels
-    every = plan.order(plan.part(GemmSchedule).order)
+    every = plan.order("node")
     if _gathers(plan):
         kernels = native().ag_gemm(
             geometry=geometry,

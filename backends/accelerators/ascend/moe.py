@@ -13,7 +13,6 @@ from mkernel.backends.accelerators.ascend.schedule import CombineSchedule, Dispa
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan.chunking import tiling
 from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape
-from mkernel.plan.order import ConsumptionOrder
 from mkernel.plan.pipeline import Tiling
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class MoeDispatchOp:
             out_dtype=plan.out_dtype,
             tables=tables.data_ptr(),
             routing=0,
-            order=list(_order(plan)[call.rank]),
+            order=list(plan.order("node")[call.rank]),
         )
 
         def finish(_: torch.Tensor = grouped) -> Mapping[str, Any]:
@@ -162,7 +161,7 @@ class MoeCombineOp:
             weights=weights,
             tables=tables.data_ptr(),
             out=out,
-            order=list(_order(plan).consumers(rank)),
+            order=list(plan.order("node").consumers(rank)),
         )
         return kernels
 
@@ -200,12 +199,6 @@ def _dispatch_geometry(
     return made
 
 
-def _order(plan: LaunchPlan) -> ConsumptionOrder:
-    if isinstance(plan.shape, MoeShape):
-        return plan.order(plan.part(DispatchSchedule).order)
-    return plan.order(plan.part(CombineSchedule).order)
-
-
 def _recorded(
     plan: LaunchPlan, rank: int, geometry: _ascend.MoeDispatchGeometry, ids: torch.Tensor
 ) -> Prepared:
@@ -222,7 +215,7 @@ def _recorded(
         out_dtype=plan.out_dtype,
         tables=tables.data_ptr(),
         routing=ids.data_ptr(),
-        order=list(_order(plan)[rank]),
+        order=list(plan.order("node")[rank]),
     )
 
     def finish(_: torch.Tensor = ids) -> Mapping[str, Any]:

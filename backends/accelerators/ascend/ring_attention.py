@@ -67,7 +67,7 @@ class RingAttentionOp:
     def _prepared(
         self, plan: LaunchPlan, rank: int, addresses: Mapping[str, int], scale: float
     ) -> Prepared:
-        order = list(plan.order(plan.part(AttentionSchedule).order)[rank])
+        order = list(plan.order("node")[rank])
         return Prepared(
             native().ring_attention(
                 geometry=self.geometry(plan), **addresses, scale=scale, order=order

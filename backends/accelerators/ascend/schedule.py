@@ -1,4 +1,8 @@
-"""What a launch on simulated NPUs does: chunks and tiles, the order of ranks, and cores."""
+"""What a launch on simulated NPUs does: chunks, tiles and cores.
+
+The order in which ranks are consumed is the kernels' own (``kernels/consumption.hpp``): those of the
+node first, then the others.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from pydantic import Field
 
 from mkernel.plan.chunking import tiling
 from mkernel.plan.model import MoeShape, OpName
-from mkernel.plan.order import Runs
 from mkernel.plan.pipeline import Chunking, Tiling
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
@@ -19,12 +22,11 @@ VECTORS_PER_CUBE = 2
 
 
 class GemmSchedule(Schedule):
-    """How a GEMM op runs. ``chunking`` is of what a rank sends; ``order``: in which the others are
-    consumed, or sent to. ``cube_cores`` multiply; ``comm_cores``, vector cores, communicate."""
+    """How a GEMM op runs. ``chunking`` is of what a rank sends. ``cube_cores`` multiply;
+    ``comm_cores``, vector cores, communicate."""
 
     kind: Literal["ascend.gemm"] = "ascend.gemm"
     chunking: Chunking
-    order: Runs
     cube_cores: int = Field(ge=1)
     comm_cores: int = Field(ge=1)
 
@@ -37,7 +39,6 @@ class DispatchSchedule(Schedule):
     kind: Literal["ascend.moe_dispatch"] = "ascend.moe_dispatch"
     rows_per_chunk: int = Field(ge=1)
     tiling: Tiling
-    order: Runs
     cube_cores: int = Field(ge=1)
     vector_cores: int = Field(ge=1)
     comm_cores: int = Field(ge=1)
@@ -49,7 +50,6 @@ class CombineSchedule(Schedule):
 
     kind: Literal["ascend.moe_combine"] = "ascend.moe_combine"
     rows_per_chunk: int = Field(ge=1)
-    order: Runs
     vector_cores: int = Field(ge=1)
     comm_cores: int = Field(ge=1)
 
@@ -61,7 +61,6 @@ class AttentionSchedule(Schedule):
 
     kind: Literal["ascend.ring_attention"] = "ascend.ring_attention"
     rows_per_chunk: int = Field(ge=1)
-    order: Runs
     cube_cores: int = Field(ge=1)
     comm_cores: int = Field(ge=1)
 
@@ -78,7 +77,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     plan = request.plan
     made = _BY_ROWS.get(plan.op)
     found = by_tiles(request) if made is None else by_rows(request)
-    decided = found.schedule.model_dump(exclude={"kind"})
+    decided = found.schedule.model_dump(exclude={"kind", "order"})
     decided |= cores(
         plan.op,
         found.pipeline.compute_blocks,

@@ -28,7 +28,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     TilingName,
 )
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.errors import Unsupported
+from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ _ELEMENT_BYTES = tuning.ELEMENT_BYTES
 
 def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _hopper.AllGatherSchedule]:
     how, rows = plan.part(GatherSchedule), plan.gemm.m // plan.world_size
+    if how.gathered_engine == "copy_engine" and how.gathered_blocks != 1:
+        raise ArgumentError(
+            "plan.schedule.gathered_blocks", how.gathered_blocks, "1 for a copy engine"
+        )
     return how, native().AllGatherSchedule(
         rows, how.chunk_rows, how.push_blocks, how.columns_ahead, how.slices
     )

@@ -21,6 +21,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.errors import ArgumentError
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class LibraryExecutor:
     def workspace_bytes(plan: LaunchPlan) -> int:
         """Bytes of the workspace that a plan on this path needs. Unsupported."""
         one_node(plan)
+        _check(plan)
         offset: int = native().DATA_OFFSET
         return offset + _staging(plan)
 
@@ -119,6 +121,17 @@ def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(a, b, out=out)
     else:
         torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+
+
+def _check(plan: LaunchPlan) -> None:
+    """ArgumentError for a schedule that a call would not follow."""
+    how = plan.part(LibrarySchedule)
+    if how.product not in (plan.dtype, "float32"):
+        raise ArgumentError("plan.schedule.product", how.product, f"{plan.dtype} or float32")
+    reduced = plan.op == "gemm_all_reduce" and plan.world_size > 1
+    if (how.way is not None) != reduced:
+        legal = "one_shot or two_shot" if reduced else "None: nothing is summed everywhere"
+        raise ArgumentError("plan.schedule.way", how.way, legal)
 
 
 def _staging(plan: LaunchPlan) -> int:

@@ -20,6 +20,8 @@ from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.routing import Routing, route
 from mkernel.backends.accelerators.streams.schedule import DispatchSchedule
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.errors import ShapeError
+from mkernel.plan.model import CombineShape
 
 
 def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
@@ -52,6 +54,7 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``out``."""
     y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
     routing: Routing = call.options["state"]
+    _check_experts(call, len(routing.counts))
     with streams.compute():
         packed = torch.split(y[routing.returning], routing.rows_to)
         rows = streams.scratch("rows", (sum(routing.rows_from), y.shape[1]), y.dtype)
@@ -68,6 +71,13 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
             total.addcmul_(rows[places[:, slot]].float(), weights[:, slot : slot + 1])
         out.copy_(total)
     return {}
+
+
+def _check_experts(call: Call, there: int) -> None:
+    shape, world = call.plan.shape, call.plan.world_size
+    assert isinstance(shape, CombineShape)
+    if there * world != shape.experts:
+        raise ShapeError("state", f"of {there} experts a rank", f"{shape.experts} on {world} ranks")
 
 
 def _everyones(call: Call, streams: CallStreams, own: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,6 @@ def combine_plan(plan: LaunchPlan, *, features: int | None = None, chunk: int = 
     sent = plan.part(DispatchSchedule)
     how = CombineSchedule(
         rows_per_chunk=rows,
-        order=sent.order,
         vector_cores=sent.vector_cores,
         comm_cores=sent.comm_cores,
     )

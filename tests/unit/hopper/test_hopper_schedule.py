@@ -1,49 +1,33 @@
-"""No field of a schedule is decoration: another value is another launch, or is refused."""
+"""No field of a plan of ``hopper`` is decoration: another value is another launch, or is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import devices
 import pytest
 import torch
-from gpu_plans import gpu_plan
 from hopper_calls import CONTEXT, last_rank
+from plan_walk import Launch, WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import dispatch, gemm, library, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.schedule import (
-    GatherSchedule,
-    LibrarySchedule,
-    ReduceSchedule,
-)
+from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
 from mkernel.backends.contracts.instrumented import View
-from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.errors import BackendUnavailable
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.schedule import Schedule
 
-OTHERS: dict[type[Schedule], dict[str, Any]] = {
-    GatherSchedule: {
-        "tiling": "deep", "chunk_rows": 100, "push_blocks": 4, "columns_ahead": 3, "slices": 3,
-        "band": 4, "blocks": 100, "gathered_engine": "bulk", "gathered_blocks": 3,
-    },
-    ReduceSchedule: {
-        "tiling": "deep", "rows": 1024, "panel_rows": 3, "panel_columns": 5, "pace": 17,
-        "by_outbox": True, "band": 4, "blocks": 100, "product_tiling": "deep",
-    },
-    LibrarySchedule: {"product": "float32", "way": "two_shot"},
-}  # fmt: skip
-"""For each field, a value that the plans below do not have."""
 BUILT = ("AllGatherSchedule", "ReduceSchedule", "Product")
 STARTED = (
     "PipelinedGather", "PipelinedReduce", "all_reduce", "reduce_scatter", "copy", "rendezvous",
-    "push_rows", "all_gather_gemm",
+    "push_rows", "all_gather_gemm", "all_gather",
 )  # fmt: skip
 LEAST_ADDRESS = 1 << 20
 CASES = [
-    ("all_gather_gemm", "fused", GatherSchedule),
-    ("gemm_reduce_scatter", "fused", ReduceSchedule),
-    ("gemm_all_reduce", "fused", ReduceSchedule),
-    ("gemm_all_reduce", "library", LibrarySchedule),
+    (op, path)
+    for op in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+    for path in ("fused", "library")
 ]
 
 
@@ -89,52 +73,61 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     return module
 
 
-def planned(op: str, path: str) -> LaunchPlan:
-    sizes = {"m": 4096, "n": 512, "k": 512}
-    return gpu_plan(HopperAccelerator(), op, 2, sizes, dtype="bfloat16", path=path)
+def world_of_two() -> WalkedWorld:
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
+    return WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
 
 
-def launched(started: Started, plan: LaunchPlan) -> list[Any]:
-    """What launches of the plan on rank 1 make and start, and the bytes that they need."""
-    started.told.clear()
-    executor = dispatch.executor_of(plan)
-    nbytes = executor.workspace_bytes(plan)
+SIZES = {"m": 4096, "n": 512, "k": 512}
+
+
+def launches(started: Started, world: WalkedWorld, usual: LaunchPlan) -> Launch:
+    """What calls of a plan on rank 1 make and start, and the bytes that they need; the tensors are
+    those of the usual one."""
     views: tuple[View, ...] = ("pipelined", "sequential")
-    for view in views:
-        call = last_rank(plan, view, gathered=plan.op == "all_gather_gemm")
-        executor(call, CONTEXT).start(call, 5)
-    return [nbytes, *started.told]
+    calls = [last_rank(usual, view, gathered=usual.op == "all_gather_gemm") for view in views]
+
+    def launch(plan: LaunchPlan) -> object:
+        started.told.clear()
+        world.admit(plan, dict(calls[0].tensors))
+        nbytes = world.accelerator.workspace(plan).areas
+        for call in calls:
+            made = replace(call, plan=plan)
+            dispatch.executor_of(plan)(made, CONTEXT).start(made, 5)
+        return [nbytes, *started.told]
+
+    return launch
 
 
-@pytest.mark.parametrize(
-    ("op", "path", "kind", "field"),
-    [(*case, field) for case in CASES for field in OTHERS[case[2]]],
-)
-def test_every_field_changes_the_launch(
-    started: Started, op: str, path: str, kind: type[Schedule], field: str
-) -> None:
-    plan = planned(op, path)
-    part, value = plan.part(kind), OTHERS[kind][field]
-    assert getattr(part, field) != value
-    usual = launched(started, plan)
-    assert usual == launched(started, plan)
-    other = plan.model_copy(update={"schedule": part.model_copy(update={field: value})})
-    try:
-        assert launched(started, other) != usual
-    except (ValueError, Unsupported) as error:
-        if field not in str(error):
-            raise
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
+@pytest.mark.parametrize(("op", "path"), CASES)
+def test_no_field_is_decoration(started: Started, op: str, path: str) -> None:
+    world = world_of_two()
+    usual = world.plan(op, SIZES, dtype="bfloat16", path=path)
+    assert usual.path == path
+    assert decorations(usual, launches(started, world, usual)) == []
 
 
-def test_the_table_has_every_field() -> None:
-    for kind, others in OTHERS.items():
-        assert {"kind", *others} == set(kind.model_fields)
+class Painted(LibrarySchedule):
+    kind: Any = "tests.painted"  # type: ignore[mutable-override]
+    colour: str = "red"
 
 
-@pytest.mark.parametrize(("op", "path", "kind"), CASES)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_field_that_is_decoration_is_found(started: Started) -> None:
+    world = world_of_two()
+    usual = world.plan("gemm_all_reduce", SIZES, dtype="bfloat16", path="library")
+    part = Painted(**{**dict(usual.part(LibrarySchedule)), "kind": "tests.painted"})
+    painted = usual.model_copy(update={"schedule": part})
+    found = decorations(painted, launches(started, world, painted))
+    assert found == ["schedule.colour: 'red' or 'red-other'"]
+
+
+@pytest.mark.parametrize(("op", "path"), CASES)
 def test_a_plan_without_its_backends_part_is_not_launched(
-    started: Started, op: str, path: str, kind: type[Schedule]
+    started: Started, op: str, path: str
 ) -> None:
-    plan = planned(op, path).model_copy(update={"schedule": None})
-    with pytest.raises(TypeError, match=kind.__name__):
+    usual = world_of_two().plan(op, SIZES, dtype="bfloat16", path=path)
+    plan = usual.model_copy(update={"schedule": None})
+    with pytest.raises(TypeError, match="Schedule; plan with the backend's `schedule`"):
         dispatch.executor_of(plan).workspace_bytes(plan)

@@ -1,0 +1,128 @@
+"""What a world refuses to launch: plans of another world, and tensors that a plan is not of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import TypeAdapter
+
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
+from mkernel.plan.model import (
+    AttentionShape,
+    CommonPart,
+    GemmShape,
+    LaunchPlan,
+    MoeShape,
+    first_difference,
+)
+from mkernel.plan.planner import common_part
+from mkernel.topology.world_map import WorldMap
+from mkernel.world.identity import Backends
+
+
+def admit(
+    plan: LaunchPlan,
+    tensors: Mapping[str, torch.Tensor],
+    world: WorldMap,
+    backends: Backends,
+    accelerator: AcceleratorBackend,
+) -> None:
+    """Return where the part of a plan that all backends share is this world's: its ranks, placement,
+    routes, and what carries them; an op, dtypes and sizes that the accelerator claims, and that
+    ``tensors`` have. What the backend's own part says, its ``workspace`` and ``launch`` follow or
+    refuse.
+
+    Raises:
+        ArgumentError: a field of the plan, its value, and that of this world.
+        ShapeError, DtypeError, LayoutError: a tensor, and what the plan has.
+        Unsupported, NoRoute: there are no such plans in this world.
+    """
+    own = common_part(
+        plan,
+        world=world,
+        accelerator=backends.accelerator,
+        capabilities=accelerator.capabilities(),
+        nic=backends.nic,
+        verbs=backends.verbs,
+    )
+    for name in [field for field in CommonPart.model_fields if field != "prediction"]:
+        theirs, ours = getattr(plan, name), getattr(own, name)
+        if theirs != ours:
+            _refuse(f"plan.{name}", theirs, ours)
+    for name, wanted in planned_tensors(plan).items():
+        if name in tensors:
+            _check(name, tensors[name], wanted, plan.b_layout)
+
+
+def _refuse(field: str, theirs: Any, ours: Any) -> None:
+    """Name the first part of the field in which they differ."""
+    dumps = [
+        TypeAdapter(Any).dump_python(one, mode="json", warnings=False) for one in (theirs, ours)
+    ]
+    found = first_difference(dumps[0], dumps[1], field) or (field, theirs, ours)
+    raise ArgumentError(found[0], found[1], f"{found[2]!r}, as in this world")
+
+
+class _Planned(NamedTuple):
+    """A tensor as planned; ``shape``: None is any size. ``stored``: as the plan's layout of B says."""
+
+    shape: tuple[int | None, ...]
+    dtypes: tuple[str, ...]
+    stored: bool = False
+
+
+def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
+    """The tensors of a rank's call."""
+    shape, world = plan.shape, plan.world_size
+    given, result = (plan.dtype,), (plan.out_dtype,)
+    if isinstance(shape, GemmShape):
+        own, gathers = shape.m // world, plan.op == "all_gather_gemm"
+        rows = own if plan.op == "gemm_reduce_scatter" else shape.m
+        found = {
+            "a": _Planned((own if gathers else shape.m, shape.k), given),
+            "b": _Planned((shape.k, shape.n), given, stored=True),
+            "out": _Planned((rows, shape.n), result),
+        }
+        return found | ({"gathered": _Planned((shape.m, shape.k), given)} if gathers else {})
+    if isinstance(shape, AttentionShape):
+        rows = shape.sequence // world
+        queries = (shape.batch, shape.heads, rows, shape.head_dim)
+        keys = _Planned((shape.batch, shape.kv_heads, rows, shape.head_dim), given)
+        return {
+            "q": _Planned(queries, given),
+            "k": keys,
+            "v": keys,
+            "out": _Planned(queries, result),
+            "lse": _Planned(queries[:3], ("float32",)),
+        }
+    places = (shape.tokens, shape.top_k)
+    if isinstance(shape, MoeShape):
+        weights = (shape.experts // world, shape.hidden, shape.features)
+        return {
+            "x": _Planned((shape.tokens, shape.hidden), given),
+            "topk_ids": _Planned(places, ("int32", "int64")),
+            "w": _Planned(weights, given, stored=True),
+        }
+    return {
+        "y": _Planned((None, shape.features), given),
+        "topk_weights": _Planned(places, ("float32",)),
+        "out": _Planned((shape.tokens, shape.features), result),
+    }
+
+
+def _check(name: str, tensor: torch.Tensor, wanted: _Planned, b_layout: str) -> None:
+    found = tuple(tensor.shape)
+    fits = len(found) == len(wanted.shape) and all(
+        size in (None, there) for size, there in zip(wanted.shape, found, strict=True)
+    )
+    if not fits:
+        raise ShapeError(name, found, f"{wanted.shape}, as planned")
+    if str(tensor.dtype).removeprefix("torch.") not in wanted.dtypes:
+        raise DtypeError(name, tensor.dtype, f"{' or '.join(wanted.dtypes)}, as planned")
+    transposed = wanted.stored and b_layout == "column"
+    if not (tensor.transpose(-1, -2) if transposed else tensor).is_contiguous():
+        stored = f"{b_layout}-major" if wanted.stored else "contiguous"
+        raise LayoutError(name, f"strides {tensor.stride()}", f"{stored} and packed, as planned")

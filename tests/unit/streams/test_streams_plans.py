@@ -1,0 +1,282 @@
+"""No field of a plan of ``streams`` is decoration: another value is other messages, chunks, events or
+memory, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import devices
+import pytest
+import torch
+from plan_walk import WalkedWorld, decorations
+
+from mkernel.backends.accelerators.streams import (
+    call_streams,
+    matmul,
+    online_softmax,
+    window,
+    windows,
+)
+from mkernel.backends.accelerators.streams.backend import PUT_OPS, StreamsAccelerator, _op
+from mkernel.backends.accelerators.streams.device import Device
+from mkernel.backends.accelerators.streams.routing import route
+from mkernel.backends.accelerators.streams.schedule import CombineSchedule
+from mkernel.backends.accelerators.streams.scratch import Scratch
+from mkernel.backends.accelerators.streams.windows import Windows
+from mkernel.backends.accelerators.streams.worker import StreamsLaunch
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import PeerMemory
+from mkernel.backends.runtime.host_memory import HostMemory
+from mkernel.backends.transport import _transport
+from mkernel.plan.model import CombineShape, LaunchPlan
+from mkernel.topology.model import Topology
+from mkernel.topology.reshape import split_into_nodes
+from mkernel.world.admission import planned_tensors
+
+SIZES: dict[str, dict[str, int]] = {
+    "all_gather_gemm": {"m": 96, "n": 16, "k": 8},
+    "gemm_reduce_scatter": {"m": 96, "n": 16, "k": 8},
+    "gemm_all_reduce": {"m": 94, "n": 16, "k": 8},
+    "moe_dispatch_gemm": {"tokens": 24, "hidden": 8, "features": 12, "experts": 8, "top_k": 2},
+    "moe_combine": {"tokens": 24, "features": 12, "experts": 8, "top_k": 2},
+    "ring_attention": {"batch": 1, "heads": 2, "kv_heads": 1, "sequence": 96, "head_dim": 8},
+}
+RANK, WORLD, CHUNK, SIGNALS = 1, 4, 5, 64
+FAR = 1 << 40
+"""Peers' workspaces, which nothing reads, are this far apart."""
+
+
+class Painted(CombineSchedule):
+    """Has a field that is decoration, which must be found."""
+
+    kind: Any = "tests.painted_rows"  # type: ignore[mutable-override]
+    colour: str = "red"
+
+
+class Recorder:
+    """What a call does, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def tell(self, *what: Any) -> Any:
+        self.told.append(what)
+        return SimpleNamespace(wait=lambda *_: None)
+
+
+class Stream:
+    device_index = 0
+
+    def __init__(self, number: int, recorder: Recorder) -> None:
+        self.cuda_stream, self._recorder = number, recorder
+
+    def wait_event(self, event: Event) -> None:
+        self._recorder.tell("waits", self.cuda_stream, event.of)
+
+    def wait_stream(self, other: Stream) -> None:
+        self._recorder.tell("waits", self.cuda_stream, other.cuda_stream)
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    of = -1
+
+    def record(self, stream: Stream) -> None:
+        self.of = stream.cuda_stream
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.0
+
+
+class RecordedDevice:
+    """A kind of torch device whose streams are numbers."""
+
+    has_streams = True
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self.name, self._recorder = name, recorder
+        self.queues = name == "cuda"
+        self._made = 0
+
+    def stream(self, device: object) -> Stream:
+        self._made += 1
+        return Stream(self._made, self._recorder)
+
+    def current(self, device: object) -> Stream:
+        self._made = 0
+        return Stream(0, self._recorder)
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        self._recorder.tell("on", stream.cuda_stream)
+        return nullcontext()
+
+    def event(self, *, timed: bool) -> Event:
+        return Event()
+
+    def hold(self, stream: Stream, cycles: int) -> None:
+        self._recorder.tell("held", cycles)
+
+    def shared(
+        self, device: object, compute: Stream, comm: Stream, share: int
+    ) -> AbstractContextManager[None]:
+        self._recorder.tell("shared", share)
+        return nullcontext()
+
+    def release(self, group: object) -> None:
+        """Nothing is under way."""
+
+
+class RecordedNative:
+    """Stands for the part of `_cuda` that a window needs."""
+
+    CudaError = RuntimeError
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def MappedPages(self, address: int, nbytes: int) -> object:
+        return address
+
+    def copy(self, dst: int, src: int, nbytes: int, *, stream: int) -> None:
+        self._recorder.tell("put", dst, nbytes, stream)
+
+    def write_word(self, address: int, value: int, *, stream: int) -> None:
+        self._recorder.tell("word", value, stream)
+
+    def wait_word(self, device: int, address: int, value: int, *, stream: int) -> None:
+        self._recorder.tell("awaits", value, stream)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+
+    def receive(tensor: torch.Tensor, group: object = None, group_src: int = -1) -> Any:
+        return made.tell("receive", group_src, tuple(tensor.shape))
+
+    def send(tensor: torch.Tensor, group: object = None, group_dst: int = -1) -> Any:
+        return made.tell("send", group_dst, tuple(tensor.shape))
+
+    def one(way: Callable[..., Any], tensor: torch.Tensor, group: Any, group_peer: int) -> Any:
+        return (way.__name__, group_peer, tuple(tensor.shape))
+
+    def batch(operations: list[Any]) -> list[Any]:
+        return [made.tell("batch", *operations)]
+
+    def product(self: object, a: torch.Tensor, out: torch.Tensor) -> None:
+        made.tell("product", tuple(a.shape), tuple(out.shape), str(out.dtype))
+
+    def see(self: object, k: torch.Tensor, v: torch.Tensor, first: int | None) -> None:
+        made.tell("scores", tuple(k.shape), first)
+
+    fake = SimpleNamespace(irecv=receive, isend=send, P2POp=one, batch_isend_irecv=batch)
+    monkeypatch.setattr(call_streams, "distributed", fake)
+    monkeypatch.setattr(matmul.Factor, "product", product)
+    monkeypatch.setattr(online_softmax.OnlineSoftmax, "_see", see)
+    for module in (window, windows):
+        monkeypatch.setattr(module, "native", lambda: RecordedNative(made))
+    return made
+
+
+def gpus(count: int, kind: str, nodes: int) -> Topology:
+    one = devices.node(tuple(devices.gpu(i, kind=kind) for i in range(count)))
+    return devices.world(*[one] * nodes)
+
+
+def world_of(where: str) -> WalkedWorld:
+    """``cpu``, ``cuda`` and ``npu``: two nodes of two ranks, whose messages are torch.distributed's;
+    ``puts``: one node of four GPUs that reach each other."""
+    if where == "cpu":
+        machine = devices.world(devices.node())
+        cpu = devices.SIM.model_copy(update={"id": "cpu0", "kind": "cpu"})
+        return WalkedWorld(
+            StreamsAccelerator("cpu"), split_into_nodes(machine, 2, 2, cpu, devices.SOFT), 2
+        )
+    accelerator = StreamsAccelerator("npu" if where == "npu" else "cuda")
+    claims = accelerator.capabilities()
+    if where == "puts":
+        claims = claims.model_copy(update={"put_ops": PUT_OPS})
+    accelerator._capabilities = claims
+    kind = "ascend" if where == "npu" else "cuda"
+    topology = gpus(4, kind, 1) if where == "puts" else gpus(2, kind, 2)
+    return WalkedWorld(accelerator, topology, 4 if where == "puts" else 2, claims)
+
+
+def tensors(plan: LaunchPlan) -> dict[str, torch.Tensor]:
+    made = {}
+    for name, (shape, dtypes, _) in planned_tensors(plan).items():
+        size = [1 if one is None else one for one in shape]
+        made[name] = torch.zeros(size, dtype=getattr(torch, dtypes[0]))
+    if "topk_ids" in made:
+        made["topk_ids"] = (torch.arange(made["topk_ids"].numel()) % 8).view(-1, 2)
+    return made
+
+
+def combined(plan: LaunchPlan, given: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The state of a dispatch whose tokens go everywhere; ``y`` gets its rows."""
+    shape = plan.shape
+    assert isinstance(shape, CombineShape)
+    every = torch.arange(WORLD * shape.tokens * shape.top_k).view(WORLD, shape.tokens, shape.top_k)
+    found = route(every % shape.experts, RANK, shape.experts // WORLD, real=True)
+    given["y"] = torch.zeros((len(found.row_token), shape.features), dtype=given["out"].dtype)
+    return {"state": found}
+
+
+CASES = [(where, op) for where in ("cpu", "cuda", "npu") for op in SIZES] + [
+    ("puts", op) for op in PUT_OPS
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
+@pytest.mark.parametrize(("where", "op"), CASES)
+def test_no_field_is_decoration(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, where: str, op: str
+) -> None:
+    world = world_of(where)
+    accelerator: Any = world.accelerator
+    usual = world.plan(op, SIZES[op], dtype="bfloat16", out_dtype="bfloat16", chunk=CHUNK)
+    given, options = tensors(usual), {"scale": 1.0}
+    if op == "moe_combine":
+        options |= combined(usual, given)
+    device: Any = Device("cpu") if where == "cpu" else RecordedDevice(accelerator.device, recorder)
+    pads = [HostMemory.create(_transport.pad_bytes(SIGNALS)) for _ in range(WORLD)]
+    for pad in pads:
+        _transport.pad_format(pad.address, SIGNALS)
+
+    def launch(plan: LaunchPlan) -> object:
+        recorder.told.clear()
+        world.admit(plan, given)
+        accelerator._windows = Windows(device) if where == "puts" else None
+        needs = accelerator.workspace(plan)
+        memory = torch.zeros(max(1, sum(needs.areas)), dtype=torch.uint8)
+        peers = {r: PeerMemory(pads[r].address, r * FAR) for r in range(WORLD) if r != RANK}
+        call = Call(
+            plan=plan, rank=RANK, tensors=given, epoch=1, number=1, pad=pads[RANK].address,
+            workspace=memory.data_ptr(), areas=(0,), peers=peers, region=0, fifo=0, timeout_s=9.0,
+            options=options,
+        )  # fmt: skip
+        start = memory.data_ptr()
+        monkeypatch.setattr(
+            window, "bytes_at", lambda at, nbytes: memory[at - start : at - start + nbytes]
+        )
+        words = accelerator._windows.words(call) if accelerator._windows else None
+        started = StreamsLaunch(call, _op(plan.op), device, words)
+        started.run(Scratch())
+        assert started.wait(9.0)
+        results = {name: tuple(found.shape) for name, found in started.results().items()
+                   if isinstance(found, torch.Tensor)}  # fmt: skip
+        return needs, recorder.told[:], results
+
+    assert decorations(usual, launch) == []
+    if op == "moe_combine":
+        part = Painted(**{**dict(usual.part(CombineSchedule)), "kind": "tests.painted_rows"})
+        found = decorations(usual.model_copy(update={"schedule": part}), launch)
+        assert found == ["schedule.colour: 'red' or 'red-other'"]
