@@ -142,7 +142,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
         """A window where messages are puts; else none: torch's allocator serves the calls."""
-        how = schedules.check(plan, self.device)
+        how = schedules.check(plan, self._device.name)
         if how.window_bytes == 0:
             return Workspace()
         if self._windows is None:
