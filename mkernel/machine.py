@@ -74,22 +74,24 @@ def seated(machine: Topology, used: Sequence[tuple[str | None, int] | None]) -> 
 
     Args:
         machine: one node.
-        used: by each of its ranks, in their order: PCI address, where it is known, and index.
+        used: by each of its ranks, in their order: PCI address, where it is known, and index among
+            the devices that the process is shown.
     """
     node = machine.nodes[0]
+    real = [one for one in node.accelerators if not one.emulated]
     first: list[Accelerator] = []
     for device in used:
-        found = next((one for one in node.accelerators if device and _is(one, *device)), None)
+        if device is None:
+            return machine
+        pci, index = device
+        named = (one for one in real if one.pci == pci) if pci else iter(real[index : index + 1])
+        found = next(named, None)
         if found is None or found in first:
             return machine
         first.append(found)
     rest = tuple(one for one in node.accelerators if one not in first)
     changed = node.model_copy(update={"accelerators": (*first, *rest)})
     return machine.model_copy(update={"nodes": (changed,)})
-
-
-def _is(one: Accelerator, pci: str | None, index: int) -> bool:
-    return not one.emulated and (one.pci == pci if pci else one.index == index)
 
 
 def shown(machine: Topology, devices: tuple[Accelerator, ...]) -> Topology:

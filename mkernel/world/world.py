@@ -82,7 +82,12 @@ class World:
         )
         self._failure.elsewhere = self._turns.elsewhere
         self._calls = Calls(self._membership, self._exchange, self._failure, self._turns)
-        self._turns.join()
+        try:
+            self._turns.join()
+        except BaseException as error:  # Ctrl-C while the calls of other worlds end
+            self._failure.tell(error)
+            self._membership.leave()
+            raise
 
     # ---- what it consists of -------------------------------------------------------------------
 

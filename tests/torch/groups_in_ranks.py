@@ -47,6 +47,7 @@ def torch_distributed(folder: str) -> Iterator[None]:
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     yield
+    distributed.barrier()  # nobody leaves while another still connects
     distributed.destroy_process_group()
 
 

@@ -31,6 +31,12 @@ def test_ranks_are_placed_on_what_they_use() -> None:
     assert places(("0000:03:00.0", 0), ("0000:02:00.0", 0)) == ["cuda3", "cuda2"]
 
 
+def test_devices_are_counted_as_the_process_is_shown_them() -> None:
+    shown = Node(id=0, hostname="host", numa=(), accelerators=(DEVICES[3], DEVICES[1]))
+    placed = place(seated(Topology(nodes=(shown,)), [(None, 1), (None, 0)]), 2, nics=False)
+    assert [one.accelerator for one in placed] == ["cuda1", "cuda3"]
+
+
 @pytest.mark.parametrize("used", [[(None, 2), None], [(None, 2)] * 2, [("0000:09:00.0", 2)] * 2])
 def test_else_they_are_placed_in_order(used: list[Any]) -> None:
     assert places(*used) == ["cuda0", "cuda1"]
