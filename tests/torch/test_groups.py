@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups_in_ranks import EVERY_OP, TIMEOUT_S, gathers, mesh_2x2, ranks, reduces
+from groups_in_ranks import EVERY_OP, TIMEOUT_S, gathers, mesh_2x2, ranks, reduces, routes
 from pydantic import SecretStr
 from torch import distributed
 
@@ -111,6 +112,25 @@ def test_groups_of_a_launched_world(nodes: int) -> None:
     for found in everywhere:
         assert [count for count, _ in found[:2]] == [1, nodes]
         assert max(error for _, error in found) <= LIMIT
+
+
+def through_the_nic() -> list[tuple[int, bool, float]]:
+    """Tensor parallel inside the emulated nodes, experts across them."""
+    os.environ["MKERNEL_NODES"] = "2"
+    mesh = mesh_2x2()
+    found = []
+    for dimension, op in (("tp", gathers), ("dp", routes)):
+        world = mkernel.init(mesh[dimension], accelerator="ascend", timeout_s=TIMEOUT_S)
+        errors = [op(world, turn) for turn in range(3)]
+        found.append((world.identity.nodes, world.nic is not None, max(errors)))
+    found.append((1, False, reduces(mesh["tp"])))
+    return found
+
+
+def test_experts_across_nodes_beside_tensor_parallel_inside(tmp_path: Path) -> None:
+    for found in ranks(through_the_nic, tmp_path):
+        assert [one[:2] for one in found] == [(1, False), (2, True), (1, False)]
+        assert max(error for *_, error in found) <= LIMIT
 
 
 # ---- failures ------------------------------------------------------------------------------------
