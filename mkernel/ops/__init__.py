@@ -1,1 +1,8 @@
-"""The ops. Each module opens with its data flow; shared checks are in ``validate``."""
+"""The ops. Each module opens with its data flow; shared checks are in ``validate``.
+
+To import this package registers them all as ``torch.ops.mkernel``.
+"""
+
+from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, replicated
+
+__all__ = ["all_gather_gemm", "gemm_all_reduce", "gemm_reduce_scatter", "replicated"]

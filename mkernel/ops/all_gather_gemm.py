@@ -14,9 +14,12 @@ from typing import Literal, overload
 
 import torch
 
-from mkernel.ops.gemm import GemmOp
-from mkernel.ops.untraced import untraced
+from mkernel.ops import derivatives
+from mkernel.ops.gemm import ARGUMENTS, GemmOp
+from mkernel.ops.plain import seen_by_torch
+from mkernel.ops.registration import group_name, register
 from mkernel.world.groups import Group
+from mkernel.world.lifecycle import current
 
 OP = GemmOp("all_gather_gemm", gathers=True)
 
@@ -31,6 +34,7 @@ def all_gather_gemm(
     chunk: int | None = None,
     gathered: torch.Tensor | None = None,
     return_gathered: Literal[False] = False,
+    save_gathered: bool = False,
     group: Group = None,
 ) -> torch.Tensor: ...
 
@@ -45,11 +49,11 @@ def all_gather_gemm(
     chunk: int | None = None,
     gathered: torch.Tensor | None = None,
     return_gathered: Literal[True],
+    save_gathered: bool = False,
     group: Group = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@untraced
 def all_gather_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -59,6 +63,7 @@ def all_gather_gemm(
     chunk: int | None = None,
     gathered: torch.Tensor | None = None,
     return_gathered: bool = False,
+    save_gathered: bool = False,
     group: Group = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """C [M, N_r] = concat(a over ranks, in rank order) @ b, with float32 accumulation.
@@ -78,6 +83,8 @@ def all_gather_gemm(
         gathered: [M, K] row-major, in the dtype of ``a``, to write the gathered A to. In memory of
             :func:`mkernel.empty` it costs nothing where kernels gather there.
         return_gathered: return (C, A) with the gathered A; allocated where ``gathered`` is None.
+        save_gathered: keep the gathered A for the backward of b, which takes W times the memory of
+            a; else it is gathered again there.
         group: names the world; None: the default one.
 
     Returns:
@@ -85,7 +92,8 @@ def all_gather_gemm(
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
-            tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
+            tensor (a DTensor, one with a tangent, ...; with ``out`` one that requires grad);
+            nothing was started.
         NotInitialized: no world. Unsupported: the accelerator does not provide this op, or the call is
             inside a transform or mode of torch that has to see what it computes.
         PlanMismatch: another rank called with other shapes, dtypes or options.
@@ -95,8 +103,52 @@ def all_gather_gemm(
 
     Source of the decomposition: the dual-kernel AllGather+GEMM described in docs/architecture.md.
     """
+    if out is None and gathered is None and seen_by_torch((a, b)):
+        ops, name = torch.ops.mkernel, group_name(group)
+        c: torch.Tensor
+        if return_gathered or save_gathered:
+            c, whole = ops.all_gather_gemm_gathered(
+                a, b, out_dtype=out_dtype, chunk=chunk, group=name
+            )
+            return (c, whole) if return_gathered else c
+        c = ops.all_gather_gemm(a, b, out_dtype=out_dtype, chunk=chunk, group=name)
+        return c
     wanted = return_gathered if gathered is None else gathered
     done = OP.call(
         a, b, out=out, out_dtype=out_dtype, chunk=chunk, gathered=wanted, group=group
     ).outputs
     return (done["out"], done["gathered"]) if return_gathered else done["out"]
+
+
+def _gathered(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    done = OP.call(a, b, out_dtype=out_dtype, chunk=chunk, gathered=True, group=group).outputs
+    return done["out"], done["gathered"]
+
+
+def _gathered_fake(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ranks = current(group).size
+    return OP.fake(a, b, out_dtype, ranks), a.new_empty((a.shape[0] * ranks, a.shape[1]))
+
+
+OP.register(derivatives.save_gather, derivatives.gather_backward)
+register(
+    f"all_gather_gemm_gathered({ARGUMENTS}) -> (Tensor, Tensor)",
+    _gathered,
+    _gathered_fake,
+    derivatives.save_gather,
+    derivatives.gather_backward,
+)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import Unpack
 
@@ -12,12 +15,25 @@ from mkernel.errors import ShapeError
 from mkernel.ops import validate
 from mkernel.ops.common import Done, Execution, checked, plan_for, tensor_signature
 from mkernel.ops.plain import plain
+from mkernel.ops.registration import register
+from mkernel.ops.untraced import untraced
 from mkernel.plan.model import LaunchPlan, PathChoice
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
 _ARGUMENTS = ("a", "b", "out", "gathered")
+ARGUMENTS = "Tensor a, Tensor b, *, ScalarType? out_dtype=None, int? chunk=None, str group"
+"""What the schemas of the registered ops begin with."""
+
+
+def _differ(a: Tensor, b: Tensor) -> ShapeError:
+    return ShapeError(
+        "b",
+        validate.describe(b),
+        f"[K, N] with K = {a.shape[1]}, the number of columns of a",
+        why=f"K differs: a has {a.shape[1]}, b has {b.shape[0]}",
+    )
 
 
 @dataclass(frozen=True)
@@ -63,12 +79,7 @@ class GemmOp:
         wanted = out_dtype or (out.dtype if out is not None else a.dtype)
         out_name = validate.dtype_name("out_dtype", wanted, capabilities.out_dtypes)
         if a.shape[1] != b.shape[0]:
-            raise ShapeError(
-                "b",
-                validate.describe(b),
-                f"[K, N] with K = {a.shape[1]}, the number of columns of a",
-                why=f"K differs: a has {a.shape[1]}, b has {b.shape[0]}",
-            )
+            raise _differ(a, b)
         validate.row_major("a", a)
         b_layout = validate.layout("b", b, capabilities)
         rows = a.shape[0] * (world.size if self.gathers else 1)
@@ -91,6 +102,7 @@ class GemmOp:
             validate.output("gathered", gathered, (rows, a.shape[1]), a.dtype)
         return Checked(plan, shape, wanted)
 
+    @untraced
     def call(
         self,
         a: torch.Tensor,
@@ -104,7 +116,7 @@ class GemmOp:
         group: Group = None,
         **execution: Unpack[Execution],
     ) -> Done:
-        """One call in the world of a group. Outputs: ``out``, and ``gathered`` if asked.
+        """One call in a group's world. Outputs: ``out``, and ``gathered`` if asked.
 
         ``path``: instead of the setting's.
         """
@@ -142,3 +154,48 @@ class GemmOp:
         if overwritten:  # autograd may have saved them for a backward, and must hear of it
             increment_version(overwritten)
         return Done(plan, record, outputs)
+
+    def register(self, save: Callable[..., None], backward: Callable[..., Any]) -> None:
+        """Make it known to torch as ``torch.ops.mkernel.NAME``, and, where it writes to a tensor of the
+        caller's, ``NAME_out``.
+
+        Args:
+            save, backward: its derivative (:mod:`mkernel.ops.derivatives`).
+        """
+
+        def kernel(
+            a: Tensor,
+            b: Tensor,
+            *,
+            out_dtype: torch.dtype | None = None,
+            chunk: int | None = None,
+            group: str,
+        ) -> Tensor:
+            called = self.call(a, b, out_dtype=out_dtype, chunk=chunk, group=group)
+            result: Tensor = called.outputs["out"]
+            return result
+
+        def fake(
+            a: Tensor,
+            b: Tensor,
+            *,
+            out_dtype: torch.dtype | None = None,
+            chunk: int | None = None,
+            group: str,
+        ) -> Tensor:
+            return self.fake(a, b, out_dtype, current(group).size)
+
+        register(f"{self.name}({ARGUMENTS}) -> Tensor", kernel, fake, save, backward)
+
+    def fake(self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, ranks: int) -> Tensor:
+        """An output without data, of a call on tensors that may be without."""
+        validate.matrix("a", a)
+        validate.matrix("b", b)
+        if a.shape[1] != b.shape[0]:
+            raise _differ(a, b)
+        rows = a.shape[0]
+        if self.gathers:
+            rows = rows * ranks
+        elif self.scatters:
+            rows = rows // ranks
+        return a.new_empty((rows, b.shape[1]), dtype=out_dtype or a.dtype)

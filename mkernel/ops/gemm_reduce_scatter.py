@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import torch
 
+from mkernel.ops import derivatives
 from mkernel.ops.gemm import GemmOp
-from mkernel.ops.untraced import untraced
+from mkernel.ops.plain import seen_by_torch
+from mkernel.ops.registration import group_name
 from mkernel.world.groups import Group
 
 OP = GemmOp("gemm_reduce_scatter", scatters=True)
 
 
-@untraced
 def gemm_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -47,9 +48,19 @@ def gemm_reduce_scatter(
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
-            tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
+            tensor (a DTensor, one with a tangent, ...; with ``out`` one that requires grad);
+            nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
-    done = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group).outputs
-    result: torch.Tensor = done["out"]
+    result: torch.Tensor
+    if out is None and seen_by_torch((a, b)):
+        result = torch.ops.mkernel.gemm_reduce_scatter(
+            a, b, out_dtype=out_dtype, chunk=chunk, group=group_name(group)
+        )
+        return result
+    done = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
+    result = done.outputs["out"]
     return result
+
+
+OP.register(derivatives.save_operands, derivatives.scatter_backward)

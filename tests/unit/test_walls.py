@@ -71,6 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.doctor": WORLD,
     "mkernel.world": WORLD,
     "mkernel.ops": OPS,
+    "mkernel.nn": {*OPS, "mkernel.ops"},
     "mkernel.cases": {*OPS, "mkernel.ops"},
     "mkernel.launch": API,
     "mkernel.fork_server": API,

@@ -1,0 +1,49 @@
+"""The order of communicating ops, as Inductor's scheduler is told it.
+
+Inductor adds a dependency from each effectful op to the one before. In torch 2.13 it notes it under the
+name of the op's buffer and looks it up under that of the operation, so that it is lost, and ops whose
+outputs do not depend on each other are launched in any order: on ranks whose programs differ, in
+different ones. Here it is noted under the right name; where torch does so too, this adds nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch._ops import OpOverload
+
+_waiting: list[OpOverload] = []
+
+
+def keep_order(op: OpOverload) -> None:
+    """From now on of this op too."""
+    _waiting.append(op)
+
+
+def teach(*, load: bool = False) -> None:
+    """Before ops are lowered. ``load``: import Inductor, which takes seconds; else, where nobody has
+    imported it, nothing is being lowered."""
+    if _waiting and (load or "torch._inductor.lowering" in sys.modules):
+        from torch._inductor.lowering import fallback_handler, register_lowering
+
+        while _waiting:
+            op = _waiting.pop()
+            lower = fallback_handler(op)  # type: ignore[no-untyped-call]
+            register_lowering(op, type_promotion_kind=None)(_ordered(lower))
+
+
+def _ordered(lower: Callable[..., Any]) -> Callable[..., Any]:
+    def lowered(*arguments: Any, **keywords: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        graph = V.graph
+        first = len(graph.operations)
+        result = lower(*arguments, **keywords)
+        for before in graph.effectful_ops.values():
+            for made in graph.operations[first:]:
+                graph.additional_star_deps[made.get_operation_name()].add(before.get_name())
+        return result
+
+    return lowered

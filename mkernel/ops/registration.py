@@ -1,0 +1,75 @@
+"""How an op is registered with torch, as ``torch.ops.mkernel.NAME``: schema, kernel, fake kernel and
+derivative.
+
+An op communicates: whether its outputs are used on a rank or not, it must run there, once, and in the
+order in which the program calls ops, since its peers wait for it. Torch's compilers know such ops as
+*effectful*: a token goes from each to the next, so that none is removed, merged with another or moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._higher_order_ops import effects
+
+from mkernel.ops import inductor
+from mkernel.world.groups import Group
+from mkernel.world.lifecycle import current
+
+_LIBRARY = torch.library.Library("mkernel", "FRAGMENT")  # type: ignore[no-untyped-call]
+_ORDERED = getattr(effects, "EffectType", None) or effects._EffectType  # the name before torch 2.9
+
+
+def register(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    save: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+    *,
+    communicates: bool = True,
+) -> None:
+    """Define an op.
+
+    Args:
+        schema: torch's, without a namespace: ``name(Tensor a, ...) -> Tensor``.
+        kernel: runs the op, on plain tensors. fake: gives its outputs' shapes and dtypes.
+        save, backward: as :func:`torch.library.register_autograd` takes them; without them a tensor
+            that requires grad is an error of torch's.
+        communicates: whether peers wait for its kernel.
+    """
+    name = schema.partition("(")[0]
+    qualified = f"mkernel::{name}"
+    _LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(qualified, _asked(fake) if communicates else fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=save, lib=_LIBRARY)
+    op = getattr(torch.ops.mkernel, name).default
+    if communicates:
+        effects._register_effectful_op(op, _ORDERED.ORDERED)
+        inductor.keep_order(op)
+
+
+def _asked(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """``fake``; who asks may be Inductor."""
+
+    def asked(*arguments: Any, **keywords: Any) -> Any:
+        inductor.teach()
+        return fake(*arguments, **keywords)
+
+    return asked
+
+
+def group_name(group: Group) -> str:
+    """The name by which registered ops know the world of a group. NotInitialized."""
+    if torch.compiler.is_compiling():
+        inductor.teach(load=True)
+    return current(group).name
+
+
+group_name.__dict__["_dynamo_marked_constant"] = (
+    True  # a compiled function calls into the world it saw
+)

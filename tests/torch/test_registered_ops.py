@@ -1,0 +1,269 @@
+"""The ops that torch knows: schemas, fake kernels, derivatives, and what compilers make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+
+import mkernel
+from mkernel.errors import ArgumentError
+from mkernel.world.world import World
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+RANKS = 2
+M, K, N = 8, 16, 24
+"""M counts all rows where they are split over the ranks; K and N are one rank's where these are."""
+
+
+def operand(name: str, rank: int, *shape: int) -> Tensor:
+    """Values that every process can draw of any rank's."""
+    seed = 1000 * rank + sum(map(ord, name))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def on_ranks(check: Callable[..., Any], *arguments: Any, accelerator: str = "streams") -> list[Any]:
+    return mkernel.launch(
+        check, *arguments, ranks_per_node=RANKS, accelerator=accelerator, timeout_s=60
+    )
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def operands(op: str, rank: int) -> tuple[Tensor, Tensor]:
+    rows = M // RANKS if op == "all_gather_gemm" else M
+    return operand("a", rank, rows, K), operand("b", rank, K, N)
+
+
+def whole(op: str, a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
+    """Every rank's C, by plain torch on all ranks' operands."""
+    if op == "all_gather_gemm":
+        return [torch.cat(a) @ each for each in b]
+    total = sum((x @ y for x, y in zip(a, b, strict=True)), torch.zeros(()))
+    return list(total.chunk(RANKS)) if op == "gemm_reduce_scatter" else [total] * RANKS
+
+
+def weighed(op: str, c: Tensor, rank: int) -> Tensor:
+    """A rank's loss. C of an AllReduce is one tensor, so its loss is the same on all ranks."""
+    of = 0 if op == "gemm_all_reduce" else rank
+    return (c * operand("weights", of, *c.shape).to(c.dtype)).sin().sum()
+
+
+def expected(op: str, column: bool) -> list[tuple[Tensor, ...]]:
+    """Every rank's loss and gradients of a and b, in float64."""
+    drawn = [operands(op, rank) for rank in range(RANKS)]
+    a = [x.double().requires_grad_() for x, _ in drawn]
+    b = [y.double().requires_grad_() for _, y in drawn]
+    losses = [weighed(op, c, rank) for rank, c in enumerate(whole(op, a, b))]
+    (losses[0] if op == "gemm_all_reduce" else sum(losses)).backward()
+    return [
+        (losses[r].detach(), *(x.grad for x in (a[r], b[r]) if x.grad is not None))
+        for r in range(RANKS)
+    ]
+
+
+def differentiated(op: str, column: bool, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    world = mkernel.world()
+    a, b = operands(op, world.rank)
+    if column:
+        b = b.t().contiguous().t()
+    a.requires_grad_(), b.requires_grad_()
+    c = getattr(mkernel, op)(a, b, **options)
+    gathered = None
+    if isinstance(c, tuple):
+        c, gathered = c
+    loss = weighed(op, c, world.rank)
+    if gathered is not None:
+        loss = loss + 0 * gathered.sum()
+    loss.backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    return loss.detach(), a.grad, b.grad
+
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "all_gather_gemm": [{}, {"save_gathered": True}, {"return_gathered": True}],
+    "gemm_reduce_scatter": [{}],
+    "gemm_all_reduce": [{}],
+}
+
+
+@pytest.mark.parametrize("accelerator", ["streams", "ascend"])
+@pytest.mark.parametrize("column", [False, True], ids=["row-major", "column-major"])
+@pytest.mark.parametrize(
+    ("op", "options"), [(op, each) for op, many in OPTIONS.items() for each in many]
+)
+def test_gradients_are_those_of_the_unsharded_product(
+    op: str, options: dict[str, Any], column: bool, accelerator: str
+) -> None:
+    results = on_ranks(differentiated, op, column, options, accelerator=accelerator)
+    for found, wanted in zip(results, expected(op, column), strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+def gathered_differentiated() -> tuple[Tensor, Tensor]:
+    world = mkernel.world()
+    a, b = operands("all_gather_gemm", world.rank)
+    a.requires_grad_()
+    c, gathered = mkernel.all_gather_gemm(a, b, return_gathered=True)
+    both = weighed("all_gather_gemm", c, world.rank) + weighed("all_gather_gemm", gathered, 7)
+    (of_both,) = torch.autograd.grad(both, a, retain_graph=True)
+    (of_gathered,) = torch.autograd.grad(weighed("all_gather_gemm", gathered, 7), a)
+    return of_both, of_gathered
+
+
+def test_the_gathered_tensor_has_a_gradient_of_its_own() -> None:
+    a = [operands("all_gather_gemm", rank)[0].double().requires_grad_() for rank in range(RANKS)]
+    b = [operands("all_gather_gemm", rank)[1].double() for rank in range(RANKS)]
+    whole_a = torch.cat(a)
+    of_gathered = RANKS * weighed("all_gather_gemm", whole_a, 7)
+    of_c = sum(weighed("all_gather_gemm", whole_a @ b[rank], rank) for rank in range(RANKS))
+    alone = torch.autograd.grad(of_gathered, a, retain_graph=True)
+    both = torch.autograd.grad(of_gathered + of_c, a)
+    for rank, (found_both, found_alone) in enumerate(on_ranks(gathered_differentiated)):
+        torch.testing.assert_close(found_both.double(), both[rank], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found_alone.double(), alone[rank], rtol=1e-4, atol=1e-4)
+
+
+def keeps() -> list[list[tuple[int, ...]]]:
+    """Shapes that each way of gathering saves for the backward."""
+    found = []
+    for options in OPTIONS["all_gather_gemm"][:2]:
+        saved: list[tuple[int, ...]] = []
+        a, b = (each.requires_grad_() for each in operands("all_gather_gemm", mkernel.world().rank))
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, saved=saved: saved.append(tuple(tensor.shape)) or tensor,
+            lambda tensor: tensor,
+        ):
+            mkernel.all_gather_gemm(a, b, **options)
+        found.append(saved)
+    return found
+
+
+def test_the_gathered_tensor_is_kept_only_where_asked_for() -> None:
+    for again, kept in on_ranks(keeps):
+        assert (M, K) not in again
+        assert (M, K) in kept
+
+
+def overwrites(op: str) -> str:
+    a, b = (each.requires_grad_() for each in operands(op, mkernel.world().rank))
+    try:
+        getattr(mkernel, op)(a, b, out=torch.empty(1))
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("op", OPTIONS)
+def test_an_output_of_the_callers_has_no_gradient(op: str) -> None:
+    for error in on_ranks(overwrites, op):
+        assert "requires grad" in error
+        assert "out" in error
+
+
+# ---- what compilers see --------------------------------------------------------------------------
+
+REGISTERED = [*OPTIONS, "all_gather_gemm_gathered", "replicated_gemm"]
+
+
+def checks(op: str, world: World) -> dict[str, str]:
+    rows = operands("all_gather_gemm" if "gather" in op else op, world.rank)
+    arguments = tuple(each.requires_grad_() for each in rows)
+    done = opcheck(getattr(torch.ops.mkernel, op).default, arguments, {"group": world.name})
+    return dict(done)
+
+
+def checked_everywhere() -> dict[str, dict[str, str]]:
+    world = mkernel.world()
+    assert mkernel.all_gather_gemm  # registers the ops
+    return {op: checks(op, world) for op in REGISTERED}
+
+
+def test_torch_finds_nothing_wrong_with_any_registered_op() -> None:
+    for found in on_ranks(checked_everywhere):
+        assert list(found) == REGISTERED
+        for op, outcome in found.items():
+            assert set(outcome.values()) == {"SUCCESS"}, (op, outcome)
+
+
+def layer(a: Tensor, b: Tensor, down: Tensor) -> Tensor:
+    """Without pointwise operations, for which Inductor starts a C++ compiler."""
+    return mkernel.gemm_reduce_scatter(mkernel.all_gather_gemm(a, b), down)
+
+
+def compiled(backend: str) -> tuple[float, list[float], int]:
+    """Greatest differences from the eager layer, of the result and of gradients; graphs made."""
+    world = mkernel.world()
+    a, b = operands("all_gather_gemm", world.rank)
+    down = operand("down", world.rank, N, K)
+    inputs = [each.requires_grad_() for each in (a, b, down)]
+    wanted = layer(*inputs)
+    gradients = torch.autograd.grad(wanted.sin().sum(), inputs)
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend(backend)
+    got = torch.compile(layer, backend=graphs, fullgraph=True)(*inputs)
+    found = torch.autograd.grad(got.sin().sum(), inputs)
+    differences = [float((x - y).abs().max()) for x, y in zip(found, gradients, strict=True)]
+    return float((got - wanted).detach().abs().max()), differences, graphs.frame_count
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_layer_compiles_into_one_graph_with_the_same_results(backend: str) -> None:
+    for difference, gradients, graphs in on_ranks(compiled, backend):
+        assert graphs == 1
+        assert difference <= 1e-5
+        assert max(gradients) <= 1e-4
+
+
+def unused(a: Tensor, b: Tensor, used: bool) -> tuple[Tensor, ...]:
+    first = mkernel.all_gather_gemm(a, b)
+    second = mkernel.all_gather_gemm(a, b)
+    mkernel.gemm_all_reduce(a, b)
+    return (first, second) if used else (a @ b,)
+
+
+def counted(backend: str) -> int:
+    """Calls of the world in one call of a compiled function, whose results only rank 0 uses."""
+    world = mkernel.world()
+    a, b = operands("all_gather_gemm", world.rank)
+    torch._dynamo.reset()
+    function = torch.compile(unused, backend=backend, fullgraph=True)
+    function(a, b, world.rank == 0)
+    with mock.patch.object(World, "run", autospec=True, side_effect=World.run) as run:
+        function(a, b, world.rank == 0)
+    return run.call_count
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_no_call_is_removed_or_merged(backend: str) -> None:
+    assert on_ranks(counted, backend) == [3] * RANKS
+
+
+def exported() -> tuple[float, bool]:
+    class Layer(torch.nn.Module):
+        def forward(self, a: Tensor, b: Tensor, down: Tensor) -> Tensor:
+            return layer(a, b, down)
+
+    world = mkernel.world()
+    a, b = operands("all_gather_gemm", world.rank)
+    arguments = (a, b, operand("down", world.rank, N, K))
+    program = torch.export.export(Layer(), arguments)
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    difference = (program.module()(*arguments) - layer(*arguments)).abs().max()
+    return float(difference), any("mkernel" in name for name in names)
+
+
+def test_a_layer_can_be_exported() -> None:
+    for difference, has_ops in on_ranks(exported):
+        assert difference == 0
+        assert has_ops
