@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mkernel.plan.chunking import chunking, other_row_chunks, row_chunk
@@ -67,6 +67,7 @@ def test_order_by_hand() -> None:
     )
 
 
+@settings(deadline=None)  # how long an example takes is the machine's business
 @given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(get_args(Runs)))
 def test_order_starts_at_home_and_never_collides(nodes: int, ranks: int, runs: Runs) -> None:
     order = ConsumptionOrder(nodes=nodes, ranks_per_node=ranks, runs=runs)
