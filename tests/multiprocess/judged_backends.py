@@ -6,7 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from mkernel.conformance.faults.altering import Altered, Ended
+from mkernel.backends.contracts.accelerator import Call, Launch
+from mkernel.conformance.faults.altering import Altered, Ended, Honest
+from mkernel.errors import Unsupported
 
 
 class WrongOnce(Altered):
@@ -27,6 +29,22 @@ class Fifth(WrongOnce):
 
 class Sixth(WrongOnce):
     epoch = 6
+
+
+class RefusesThird(Honest):
+    """Refuses to launch the third call, on all ranks alike. Remembers the epochs of the others."""
+
+    wraps = "ascend"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[int] = []
+
+    def launch(self, call: Call) -> Launch:
+        if call.number == 3:
+            raise Unsupported("the third call")
+        self.epochs.append(call.epoch)
+        return self.inner.launch(call)
 
 
 class NeedsFilledMemory(Altered):

@@ -60,6 +60,13 @@ class Queueing(StreamsAccelerator):
         return self.recorded
 
 
+class Wordy(Queueing):
+    """Plans need more signals than a pad can have."""
+
+    def workspace(self, plan: LaunchPlan) -> Workspace:
+        return Workspace((8,), signals=_transport.MOST_SIGNALS + 1)
+
+
 class Broken(Queueing):
     """The second call raises when it is waited for."""
 

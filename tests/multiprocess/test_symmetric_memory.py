@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mkernel
-from mkernel.errors import ArgumentError, PlanMismatch
+from mkernel.errors import ArgumentError, PlanMismatch, Unsupported
 from mkernel.world import memory
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -49,6 +49,30 @@ def test_plans_share_a_workspace_that_grows() -> None:
         # Doubled where that is more than what is needed; formatted once each, never the pad.
         assert events == ["format 8000", "format 20000", "format 100000"]
         assert epochs == [1, 2, 3, 4, 5], "of the world, whatever the plans"
+
+
+def test_a_plan_that_needs_too_many_signals_is_named() -> None:
+    name = "queueing_backend:Wordy"
+    with pytest.raises(Unsupported, match=r"a plan of gemm_all_reduce .* needs 8388609 signals"):
+        mkernel.launch(reduce, 8, accelerator=name)
+
+
+def epochs_around_a_refusal() -> list[int]:
+    for number in range(1, 6):
+        if number == 3:
+            with pytest.raises(Unsupported, match="the third call"):
+                reduce(8 * number)
+        else:
+            assert reduce(8 * number).eq(mkernel.world().size * K).all()
+    found: list[int] = backend().epochs
+    return found
+
+
+def test_a_call_that_is_not_launched_counts_for_nothing() -> None:
+    """Nobody releases it, so that the next one must not take the memory of the call before it."""
+    name = "judged_backends:RefusesThird"
+    found = mkernel.launch(epochs_around_a_refusal, ranks_per_node=2, accelerator=name)
+    assert found == [[1, 2, 3, 4]] * 2
 
 
 def test_areas_never_overlap_and_grow_together() -> None:
