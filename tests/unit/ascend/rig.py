@@ -285,27 +285,30 @@ class World:
         timeout_s: float = PATIENCE_S,
         with_fifo: bool = True,
         options: Mapping[str, Any] | None = None,
+        plan: LaunchPlan | None = None,
+        epoch: int | None = None,
     ) -> AscendLaunch:
-        node = self.plan.placement[rank].node
+        plan, epoch = plan or self.plan, epoch or self.epoch
+        node = plan.placement[rank].node
         peers = {
             r: PeerMemory(self.ranks[r].pad.address, self.ranks[r].workspace.address)
-            for r in range(self.plan.world_size)
-            if r != rank and self.plan.placement[r].node == node
+            for r in range(plan.world_size)
+            if r != rank and plan.placement[r].node == node
         }
         own = self.ranks[rank]
         started = self.backend.launch(
             Call(
-                plan=self.plan,
+                plan=plan,
                 rank=rank,
                 tensors=tensors,
-                epoch=self.epoch,
-                number=100 + self.epoch,
+                epoch=epoch,
+                number=100 + epoch,
                 pad=own.pad.address,
                 workspace=own.workspace.address,
                 areas=self.arena.offsets,
                 peers=peers,
                 region=REGION,
-                fifo=own.fifo.address if self.plan.nodes > 1 and with_fifo else 0,
+                fifo=own.fifo.address if plan.nodes > 1 and with_fifo else 0,
                 timeout_s=timeout_s,
                 view=view,
                 trace=trace,

@@ -95,7 +95,7 @@ def test_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     plan: Any = SimpleNamespace(op="gemm_all_reduce", path="fused")
     monkeypatch.setattr(FUSED["gemm_all_reduce"], "workspace_bytes", lambda plan: 10)
     workspace = HopperAccelerator().workspace(plan)
-    assert (workspace.nbytes, workspace.signals, workspace.shared) == (10, 0, True)
+    assert (workspace.areas, workspace.signals) == ((10,), 0)
     plan.op = "moe_combine"
     with pytest.raises(Unsupported, match="no kernel of moe_combine; it has: all_gather_gemm, "):
         HopperAccelerator().workspace(plan)

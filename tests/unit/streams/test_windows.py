@@ -48,12 +48,10 @@ def call(of: LaunchPlan) -> Any:
     return SimpleNamespace(plan=of)
 
 
-def test_the_words_come_with_the_first_plan(made: Windows) -> None:
-    first, second = (plan("all_gather_gemm", 4, m=64 * m, n=24, k=40) for m in (1, 2))
-    assert made.workspace(first).signals == words_of(4)
-    needs = made.workspace(second)
-    assert (needs.signals, needs.shared) == (0, True)
-    assert needs.nbytes == 2 * 64 * 40 * 4
+def test_all_plans_have_the_same_words(made: Windows) -> None:
+    for m in (1, 2):
+        needs = made.workspace(plan("all_gather_gemm", 4, m=64 * m, n=24, k=40))
+        assert (needs.signals, needs.areas) == (words_of(4), (m * 64 * 40 * 4,))
 
 
 def test_other_plans_have_no_words(made: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
