@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from mkernel.errors import Unsupported
 from mkernel.world.bootstrap import Bootstrap
@@ -94,6 +94,14 @@ class GroupStore(Store):
     def add(self, key: str, amount: int) -> NoReturn:
         """Unsupported: the store itself adds, so that the sum cannot be signed."""
         raise Unsupported(f"key {key!r}: a counter of the store cannot be signed")
+
+
+def innermost(store: Store) -> Store:
+    """The store in which others put their prefixes. Where it is written in Python torch does not keep
+    it alive: who uses it does."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _name(key: str) -> str:

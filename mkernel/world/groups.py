@@ -10,6 +10,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from mkernel.errors import ArgumentError
+from mkernel.world.group_store import innermost
 
 if TYPE_CHECKING:
     from mkernel.world.world import World
@@ -67,9 +68,7 @@ def _client(store: Any, group: ProcessGroup) -> Store:
     if hasattr(store, "clone"):
         made: Store = store.clone()
         return made
-    inner = store  # before torch 2.9 only a client of the innermost store can be made
-    while isinstance(inner, PrefixStore):
-        inner = inner.underlying_store
+    inner = innermost(store)  # before torch 2.9 only a client of this one can be made
     if not isinstance(inner, TCPStore):  # of one process, or of files: nothing blocks there
         return PrefixStore(f"group/{_hashed(group)}", inner)
     client = TCPStore(inner.host, inner.port, wait_for_workers=False)

@@ -28,6 +28,7 @@ class _Groups:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._default: ProcessGroup | None = None  # where a world made it
+        self._store: Store | None = None  # of that group, also when its world has ended
         self._in_use: set[ProcessGroup] = set()
 
     def made_default(self) -> bool:
@@ -58,6 +59,7 @@ class _Groups:
                 )
                 made = self._default = _default_group()
                 assert made is not None
+                self._store = store
             else:
                 made = _beside(before, backend, store, rank, size, timeout, options, name)
             self._in_use.add(made)
@@ -73,7 +75,7 @@ class _Groups:
             if not self._in_use:
                 if self.made_default():
                     distributed.destroy_process_group()
-                self._default = None
+                self._default = self._store = None
 
 
 def _beside(

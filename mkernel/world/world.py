@@ -21,7 +21,7 @@ from mkernel.world.calls import CallRecord, Calls
 from mkernel.world.devices import Chosen
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
-from mkernel.world.group_store import GroupStore
+from mkernel.world.group_store import GroupStore, innermost
 from mkernel.world.identity import Backends, Identity
 from mkernel.world.join import DRAIN_S, Membership
 from mkernel.world.order import Turns
@@ -71,6 +71,7 @@ class World:
         self.planned: Recent[Hashable, LaunchPlan] = Recent()
         self.checked: Recent[Hashable, Any] = Recent()
         self._key = key
+        self._stores = [innermost(store) for store in stores]
         self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)
         self._exchange = Exchange(self._failure)
         self._membership = Membership(
