@@ -103,7 +103,7 @@ def all_gather_gemm(
 
     Source of the decomposition: the dual-kernel AllGather+GEMM described in docs/architecture.md.
     """
-    if out is None and gathered is None and seen_by_torch((a, b)):
+    if out is None and gathered is None and seen_by_torch(a, b):
         ops, name = torch.ops.mkernel, group_name(group)
         c: torch.Tensor
         if return_gathered or save_gathered:

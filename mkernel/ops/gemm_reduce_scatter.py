@@ -53,7 +53,7 @@ def gemm_reduce_scatter(
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
     result: torch.Tensor
-    if out is None and seen_by_torch((a, b)):
+    if out is None and seen_by_torch(a, b):
         result = torch.ops.mkernel.gemm_reduce_scatter(
             a, b, out_dtype=out_dtype, chunk=chunk, group=group_name(group)
         )

@@ -51,14 +51,16 @@ def plain(op: str, names: tuple[str, ...], values: tuple[Any, ...]) -> tuple[Any
         )
 
 
-def seen_by_torch(values: tuple[Any, ...]) -> bool:
+def seen_by_torch(*values: Any) -> bool:
     """Whether torch has to see the call of a registered op: it records a graph for gradients, or it
     traces, or a mode of it stands in for the data."""
     if torch.compiler.is_compiling() or _dispatch_modes() or _tracing():
         return True
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+    if torch.is_grad_enabled():
+        for value in values:  # in every call: a generator would double the time
+            if isinstance(value, Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 def _usual(values: tuple[Any, ...]) -> bool:
