@@ -117,8 +117,11 @@ TEST(lanes_carry_their_turns_and_their_shares) {
     for (const bool srd : {false, true}) {
         const auto both = setup(srd, 2, 2);
         testing::Couple pair(library, kBytes, both);
-        for (std::uint32_t i = 0; i < 6; ++i) CHECK(pair.one.put(100, 0) == WaitResult::ok);
-        CHECK(pair.one.put(8192, 0) == WaitResult::ok);
+        // Apart from each other: each rail's thread of the software device writes its own.
+        for (std::uint32_t i = 0; i < 6; ++i) {
+            CHECK(pair.one.put(100, 0, 1, i * 128, i * 128) == WaitResult::ok);
+        }
+        CHECK(pair.one.put(8192, 0, 1, 1024, 1024) == WaitResult::ok);
         CHECK(pair.other.wait(0, 7));
         CHECK(pair.one.session.flush(10));
         pair.one.session.close();
