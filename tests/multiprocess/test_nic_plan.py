@@ -116,7 +116,11 @@ def changed(field: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("nics.queue_pairs", 2, "plan.nics.queue_pairs = 2 is not legal; expected 1, as in this world"),
+        (
+            "nics.queue_pairs",
+            2,
+            "plan.nics.queue_pairs = 2 is not legal; expected 1, as in this world",
+        ),
         ("nics.stripe_bytes", 4096, "plan.nics.stripe_bytes = 4096"),
         ("placement.sites.0.seats.0.nics", ["soft7"], "plan.placement.sites[0].seats[0].nics[0]"),
         ("routes.classes.1.rails.0.src_nic", "soft7", "plan.routes.classes[1].rails[0].src_nic"),
