@@ -103,16 +103,14 @@ def all_gather_gemm(
 
     Source of the decomposition: the dual-kernel AllGather+GEMM described in docs/architecture.md.
     """
+    if gathered is None and not (return_gathered or save_gathered):
+        return OP.result(a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
     if out is None and gathered is None and seen_by_torch(a, b):
-        ops, name = torch.ops.mkernel, group_name(group)
         c: torch.Tensor
-        if return_gathered or save_gathered:
-            c, whole = ops.all_gather_gemm_gathered(
-                a, b, out_dtype=out_dtype, chunk=chunk, group=name
-            )
-            return (c, whole) if return_gathered else c
-        c = ops.all_gather_gemm(a, b, out_dtype=out_dtype, chunk=chunk, group=name)
-        return c
+        c, whole = torch.ops.mkernel.all_gather_gemm_gathered(
+            a, b, out_dtype=out_dtype, chunk=chunk, group=group_name(group)
+        )
+        return (c, whole) if return_gathered else c
     wanted = return_gathered if gathered is None else gathered
     done = OP.call(
         a, b, out=out, out_dtype=out_dtype, chunk=chunk, gathered=wanted, group=group

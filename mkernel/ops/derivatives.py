@@ -23,28 +23,24 @@ _FEWEST_COLUMNS = 8
 """Columns of a product that is thrown away: kernels take no fewer than 16 bytes of a row."""
 
 
-def _ops() -> Any:
-    return torch.ops.mkernel
-
-
 def _gathered(a: Tensor, b: Tensor, options: dict[str, Any]) -> Tensor:
     """AG(a) alone: what AllGather+GEMM gathers, with as few columns of b as it takes."""
     some = b[:, :_FEWEST_COLUMNS].contiguous()
-    gathered: Tensor = _ops().all_gather_gemm_gathered(a, some, **options)[1]
+    gathered: Tensor = torch.ops.mkernel.all_gather_gemm_gathered(a, some, **options)[1]
     return gathered
 
 
 def save_gather(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
     """Keeps a and b, and the gathered A where the call returned it."""
     a, b = inputs[:2]
-    _keep(ctx, inputs, keyword_only_inputs)
+    _keep(ctx, keyword_only_inputs)
     if isinstance(output, Tensor):
         ctx.save_for_backward(a, b)
     else:
         ctx.save_for_backward(a, b, output[1])
 
 
-def _keep(ctx: Any, inputs: Any, keywords: Any) -> None:
+def _keep(ctx: Any, keywords: Any) -> None:
     ctx.options = {"chunk": keywords["chunk"], "group": keywords["group"]}
 
 
@@ -61,7 +57,7 @@ def gather_backward(ctx: Any, of_c: Tensor | None, of_gathered: Tensor | None = 
             right = torch.cat([one if each is None else each for _, each in given])
         else:
             left, right = given[0]
-        of_a = _ops().gemm_reduce_scatter(left.contiguous(), right, **ctx.options)
+        of_a = torch.ops.mkernel.gemm_reduce_scatter(left.contiguous(), right, **ctx.options)
     if ctx.needs_input_grad[1] and of_c is not None:
         whole = kept[0] if kept else _gathered(a, b, ctx.options)
         of_b = whole.t() @ of_c.to(a.dtype)
@@ -70,7 +66,7 @@ def gather_backward(ctx: Any, of_c: Tensor | None, of_gathered: Tensor | None = 
 
 def save_operands(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
     """Keeps a and b."""
-    _keep(ctx, inputs, keyword_only_inputs)
+    _keep(ctx, keyword_only_inputs)
     ctx.save_for_backward(*inputs[:2])
 
 
@@ -79,10 +75,10 @@ def scatter_backward(ctx: Any, of_c: Tensor) -> Any:
     a, b = ctx.saved_tensors
     of_c = of_c.to(a.dtype).contiguous()
     if not ctx.needs_input_grad[1]:
-        return _ops().all_gather_gemm(of_c, b.t(), **ctx.options), None
+        return torch.ops.mkernel.all_gather_gemm(of_c, b.t(), **ctx.options), None
     if not ctx.needs_input_grad[0]:
         return None, a.t() @ _gathered(of_c, b.t(), ctx.options)
-    of_a, whole = _ops().all_gather_gemm_gathered(of_c, b.t(), **ctx.options)
+    of_a, whole = torch.ops.mkernel.all_gather_gemm_gathered(of_c, b.t(), **ctx.options)
     return of_a, a.t() @ whole
 
 

@@ -14,8 +14,8 @@ from typing_extensions import Unpack
 from mkernel.errors import ShapeError
 from mkernel.ops import validate
 from mkernel.ops.common import Done, Execution, checked, plan_for, tensor_signature
-from mkernel.ops.plain import plain
-from mkernel.ops.registration import register
+from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.registration import group_name, register
 from mkernel.ops.untraced import untraced
 from mkernel.plan.model import LaunchPlan, PathChoice
 from mkernel.world.groups import Group
@@ -155,9 +155,28 @@ class GemmOp:
             increment_version(overwritten)
         return Done(plan, record, outputs)
 
+    def result(
+        self,
+        a: Tensor,
+        b: Tensor,
+        *,
+        out: Tensor | None,
+        out_dtype: torch.dtype | None,
+        chunk: int | None,
+        group: Group,
+    ) -> Tensor:
+        """The output of one call, through torch's dispatcher where torch has to see it."""
+        found: Tensor
+        if out is None and seen_by_torch(a, b):
+            registered = getattr(torch.ops.mkernel, self.name)
+            found = registered(a, b, out_dtype=out_dtype, chunk=chunk, group=group_name(group))
+        else:
+            done = self.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
+            found = done.outputs["out"]
+        return found
+
     def register(self, save: Callable[..., None], backward: Callable[..., Any]) -> None:
-        """Make it known to torch as ``torch.ops.mkernel.NAME``, and, where it writes to a tensor of the
-        caller's, ``NAME_out``.
+        """Make it known to torch as ``torch.ops.mkernel.NAME``.
 
         Args:
             save, backward: its derivative (:mod:`mkernel.ops.derivatives`).

@@ -13,8 +13,6 @@ import torch
 
 from mkernel.ops import derivatives
 from mkernel.ops.gemm import GemmOp
-from mkernel.ops.plain import seen_by_torch
-from mkernel.ops.registration import group_name
 from mkernel.world.groups import Group
 
 OP = GemmOp("gemm_reduce_scatter", scatters=True)
@@ -52,15 +50,7 @@ def gemm_reduce_scatter(
             nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
-    result: torch.Tensor
-    if out is None and seen_by_torch(a, b):
-        result = torch.ops.mkernel.gemm_reduce_scatter(
-            a, b, out_dtype=out_dtype, chunk=chunk, group=group_name(group)
-        )
-        return result
-    done = OP.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
-    result = done.outputs["out"]
-    return result
+    return OP.result(a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
 
 
 OP.register(derivatives.save_operands, derivatives.scatter_backward)

@@ -57,7 +57,7 @@ def weighed(op: str, c: Tensor, rank: int) -> Tensor:
     return (c * operand("weights", of, *c.shape).to(c.dtype)).sin().sum()
 
 
-def expected(op: str, column: bool) -> list[tuple[Tensor, ...]]:
+def expected(op: str) -> list[tuple[Tensor, ...]]:
     """Every rank's loss and gradients of a and b, in float64."""
     drawn = [operands(op, rank) for rank in range(RANKS)]
     a = [x.double().requires_grad_() for x, _ in drawn]
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_the_unsharded_product(
     op: str, options: dict[str, Any], column: bool, accelerator: str
 ) -> None:
     results = on_ranks(differentiated, op, column, options, accelerator=accelerator)
-    for found, wanted in zip(results, expected(op, column), strict=True):
+    for found, wanted in zip(results, expected(op), strict=True):
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
