@@ -82,65 +82,53 @@ class Calls:
                 f"{view!r}: it is not mkernel.backends.contracts.instrumented.Instrumented"
             )
         with self._turns:
-            return self._run(plan, tensors, options, view, trace=trace, wait=wait)
-
-    def _run(
-        self,
-        plan: LaunchPlan,
-        tensors: Mapping[str, torch.Tensor],
-        options: Mapping[str, Any],
-        view: View,
-        *,
-        trace: bool,
-        wait: bool,
-    ) -> CallRecord:
-        self._failure.raise_if_broken()
-        self._failure.raise_recorded()
-        running = self._running
-        while running and running[0].wait(0.0):
-            running.popleft()
-        with self._accelerator.on(tensors):
-            places = self._heap.places(tensors)
-            number = self._agreement.enter(plan, tensors, places)
-            memory = self._heap.of_plan(plan)
-            arena = memory.arena
-            if self._queues:
-                self._turns.follow()
-            launch = self._accelerator.launch(
-                Call(
-                    plan=plan,
-                    rank=self._rank,
-                    tensors=tensors,
-                    epoch=self._launched + 1,
-                    number=number,
-                    pad=self._pad,
-                    workspace=arena.buffer.local.address if arena else 0,
-                    areas=arena.offsets if arena else (),
-                    peers=memory.peers,
-                    region=arena.buffer.region if arena else 0,
-                    fifo=self._fifo,
-                    timeout_s=self._failure.timeout_s,
-                    view=view,
-                    trace=trace,
-                    timed=wait or view != "pipelined",
-                    options=options,
-                    group=self._group,
-                    symmetric={
-                        name: self._heap.everywhere(place) for name, place in places.items()
-                    },
+            self._failure.raise_if_broken()
+            self._failure.raise_recorded()
+            running = self._running
+            while running and running[0].wait(0.0):
+                running.popleft()
+            with self._accelerator.on(tensors):
+                places = self._heap.places(tensors)
+                number = self._agreement.enter(plan, tensors, places)
+                memory = self._heap.of_plan(plan)
+                arena = memory.arena
+                if self._queues:
+                    self._turns.follow()
+                launch = self._accelerator.launch(
+                    Call(
+                        plan=plan,
+                        rank=self._rank,
+                        tensors=tensors,
+                        epoch=self._launched + 1,
+                        number=number,
+                        pad=self._pad,
+                        workspace=arena.buffer.local.address if arena else 0,
+                        areas=arena.offsets if arena else (),
+                        peers=memory.peers,
+                        region=arena.buffer.region if arena else 0,
+                        fifo=self._fifo,
+                        timeout_s=self._failure.timeout_s,
+                        view=view,
+                        trace=trace,
+                        timed=wait or view != "pipelined",
+                        options=options,
+                        group=self._group,
+                        symmetric={
+                            name: self._heap.everywhere(place) for name, place in places.items()
+                        },
+                    )
                 )
-            )
-            self._launched += 1  # not where a launch is refused, on all ranks alike
-            if self._queues:
-                self._turns.queued()
-        running.append(launch)
-        if not (wait or trace or view != "pipelined") and self._queues:
-            return CallRecord(LaunchTimes(), None, launch.results())
-        self._await_all()
-        if not self._ordered:
-            self._flush()
-        times, recorded = instrumented.times(launch), instrumented.trace(launch)
-        return CallRecord(times, recorded, launch.results())
+                self._launched += 1  # not where a launch is refused, on all ranks alike
+                if self._queues:
+                    self._turns.queued()
+            running.append(launch)
+            if not (wait or trace or view != "pipelined") and self._queues:
+                return CallRecord(LaunchTimes(), None, launch.results())
+            self._await_all()
+            if not self._ordered:
+                self._flush()
+            times, recorded = instrumented.times(launch), instrumented.trace(launch)
+            return CallRecord(times, recorded, launch.results())
 
     def synchronize(self) -> None:
         """Return once every call that this rank has made is over.
