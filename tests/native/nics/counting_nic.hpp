@@ -4,14 +4,13 @@
 
 #include <atomic>
 #include <functional>
-#include <span>
 #include <vector>
 
-#include "backends/nics/nic.hpp"
+#include "tests/native/nics/idle_nic.hpp"
 
 namespace mkernel::nics::testing {
 
-class CountingNic final : public Nic {
+class CountingNic final : public IdleNic {
   public:
     // `checked` sees every command, on the proxy's thread; false: it is wrong.
     explicit CountingNic(std::function<bool(const transport::PutCommand&)> checked = {})
@@ -20,37 +19,18 @@ class CountingNic final : public Nic {
     [[nodiscard]] std::uint64_t taken() const { return taken_.load(std::memory_order_acquire); }
     [[nodiscard]] std::uint64_t wrong() const { return wrong_.load(std::memory_order_acquire); }
 
-    Capabilities capabilities() const override { return {}; }
-    std::vector<Endpoint> add_peer(std::uint32_t, std::span<const std::uint32_t>) override {
-        return {};
-    }
-    void connect(std::uint32_t, const std::vector<Endpoint>&) override {}
-    RemoteKey register_memory(std::uint32_t, const LocalMemory&) override { return {}; }
-    void bind(std::uint32_t, std::uint32_t, const RemoteKey&) override {}
-    void withdraw(std::uint32_t) override {}
-    void deregister_memory(std::uint32_t) override {}
-    Registrations registrations() const override { return {}; }
-    std::vector<LaneCounts> lanes() const override { return {}; }
-    void inject_failure(std::uint32_t) override {}
     PutResult put(const transport::PutCommand& command, PutCursor&) override {
         if (checked_ && !checked_(command)) wrong_.fetch_add(1, std::memory_order_relaxed);
         if (command.signal != transport::PutCommand::kNoSignal) raised_.push_back(command);
         taken_.fetch_add(1, std::memory_order_release);
         return PutResult::done;
     }
-    void ring() override {}
     int poll(SignalSink& sink) override {
         for (const auto& each : raised_) sink.raise(each.peer, each.signal, each.value);
         const int count = static_cast<int>(raised_.size());
         raised_.clear();
         return count;
     }
-    void mark() override {}
-    bool reached_mark() const override { return true; }
-    void arm() override {}
-    std::span<const int> descriptors() const override { return {}; }
-    void settle() override {}
-    void close() override {}
 
   private:
     std::function<bool(const transport::PutCommand&)> checked_;

@@ -7,6 +7,7 @@
 #include "backends/nics/proxy.hpp"
 #include "backends/transport/fifo_device.hpp"
 #include "check.hpp"
+#include "idle_nic.hpp"
 #include "pair.hpp"
 
 using namespace mkernel;
@@ -21,7 +22,7 @@ constexpr std::uint64_t kSecond = 1'000'000'000;
 constexpr std::uint64_t kPatience = 30 * kSecond;
 
 // Takes a put in two steps where a peer's queue is open, and completes at once.
-class GatedNic final : public Nic {
+class GatedNic final : public testing::IdleNic {
   public:
     static constexpr std::uint32_t kPeers = 4;
 
@@ -31,18 +32,6 @@ class GatedNic final : public Nic {
         return taken_[peer];
     }
 
-    Capabilities capabilities() const override { return {}; }
-    std::vector<Endpoint> add_peer(std::uint32_t, std::span<const std::uint32_t>) override {
-        return {};
-    }
-    void connect(std::uint32_t, const std::vector<Endpoint>&) override {}
-    RemoteKey register_memory(std::uint32_t, const LocalMemory&) override { return {}; }
-    void bind(std::uint32_t, std::uint32_t, const RemoteKey&) override {}
-    void withdraw(std::uint32_t) override {}
-    void deregister_memory(std::uint32_t) override {}
-    Registrations registrations() const override { return {}; }
-    std::vector<LaneCounts> lanes() const override { return {}; }
-    void inject_failure(std::uint32_t) override {}
     PutResult put(const transport::PutCommand& c, PutCursor& cursor) override {
         if (!cursor.begun) {  // the first half always fits
             if (half_[c.peer]) overtaken_ = true;
@@ -55,14 +44,6 @@ class GatedNic final : public Nic {
         taken_[c.peer].push_back(c.bytes);
         return PutResult::done;
     }
-    void ring() override {}
-    int poll(SignalSink&) override { return 0; }
-    void mark() override {}
-    bool reached_mark() const override { return true; }
-    void arm() override {}
-    std::span<const int> descriptors() const override { return {}; }
-    void settle() override {}
-    void close() override {}
 
     std::atomic<bool> overtaken_{false};  // a put began before the peer's last one had ended
 
