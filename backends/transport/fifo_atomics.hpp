@@ -64,6 +64,10 @@ MKERNEL_HOST_DEVICE inline void pause() {
 
 #else
 
+// A host has one scope.
+using transport::add_release;
+using transport::store_release;
+
 // Additions return what was there before.
 MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_relaxed(std::uint64_t* at, std::uint64_t value) {
     return detail::shared(at).fetch_add(value, std::memory_order_relaxed);
@@ -73,17 +77,9 @@ MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_acquire(std::uint64_t* at, st
     return detail::shared(at).fetch_add(value, std::memory_order_acquire);
 }
 
-MKERNEL_HOST_DEVICE inline void add_release(std::uint64_t* at, std::uint64_t value) {
-    detail::shared(at).fetch_add(value, std::memory_order_release);
-}
-
 // Returns what was there before.
 MKERNEL_HOST_DEVICE inline std::uint32_t exchange_acquire(std::uint32_t* at, std::uint32_t value) {
     return detail::shared(at).exchange(value, std::memory_order_acquire);
-}
-
-MKERNEL_HOST_DEVICE inline void store_release(std::uint32_t* at, std::uint32_t value) {
-    detail::shared(at).store(value, std::memory_order_release);
 }
 
 // Nanoseconds on the clock of this side.
