@@ -14,6 +14,8 @@ from mkernel.topology.model import KindName, Model, Nic
 
 NO_SIGNAL = 0xFFFFFFFF
 """As a put's ``signal``: raise none."""
+SELF = 0xFFFFFFFF
+"""As a put's ``peer``: it is a completion (:meth:`NicSession.put`)."""
 PUT_VALUE_MAX = 255
 """Every NIC adds values of 1 to this in one put; more may be refused with an ArgumentError."""
 
@@ -136,7 +138,14 @@ class NicSession(ABC):
     ) -> None:
         """Queue one put-with-signal from the host, as a kernel would through the FIFO. Offsets are
         relative to the region; ``nbytes`` 0 raises only the signal, ``signal`` :data:`NO_SIGNAL`
-        none. ArgumentError, NicError, Timeout (no room in the queue)."""
+        none.
+
+        With ``peer`` :data:`SELF` and ``nbytes`` 0, nothing is put: ``value`` is added to the own
+        rank's ``signal`` once all that was queued before is complete locally, so that its sources may
+        be written again.
+
+        Raises:
+            ArgumentError. NicError. Timeout: no room in the queue."""
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:

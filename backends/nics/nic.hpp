@@ -102,6 +102,8 @@ struct LaneCounts {
 
 // Region numbers are below this, so that their tables never move while the proxy reads them.
 inline constexpr std::uint32_t kMaxRegions = 1024;
+// Marks that can be in use at once.
+inline constexpr std::uint32_t kMarks = 16;
 // At most so many descriptors are slept on.
 inline constexpr std::size_t kMaxDescriptors = 16;
 
@@ -172,9 +174,10 @@ class Nic {
     // Takes completions and arrivals; returns how many. 0 once failed.
     virtual int poll(SignalSink& sink) = 0;
 
-    // mark() remembers what is posted; reached_mark(): all of that is complete locally.
-    virtual void mark() = 0;
-    [[nodiscard]] virtual bool reached_mark() const = 0;
+    // mark() remembers under that number, below kMarks, what is staged or posted now; reached_mark():
+    // all of that is complete locally.
+    virtual void mark(std::uint32_t number) = 0;
+    [[nodiscard]] virtual bool reached_mark(std::uint32_t number) const = 0;
 
     // Sleeping: arm(), poll once more, ppoll on descriptors(), settle(). settle() reads pending
     // asynchronous events too.
@@ -184,6 +187,17 @@ class Nic {
 
     // Releases everything. Twice is harmless.
     virtual void close() = 0;
+
+    // Fails with INVALID_PUT: `why` the command cannot be done. Proxy thread.
+    void reject(const transport::PutCommand& command, const std::string& why) {
+        const auto text = [](std::uint64_t number) { return std::to_string(number); };
+        Failure failure;
+        failure.status = "INVALID_PUT";
+        failure.peer = command.peer;
+        failure.message = "put of " + text(command.bytes) + " bytes of region " +
+                          text(command.region) + " to rank " + text(command.peer) + ": " + why;
+        fail(std::move(failure));
+    }
 
     [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire); }
     [[nodiscard]] std::optional<Failure> failure() const {

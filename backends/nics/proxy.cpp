@@ -35,7 +35,11 @@ std::uint64_t cpu_ns() {
 
 Proxy::Proxy(Nic& nic, transport::Fifo& fifo, transport::SignalPad pad,
              const std::vector<int>& cpus)
-    : nic_(nic), fifo_(fifo), pad_(pad), waiting_(fifo.handle().capacity) {
+    : nic_(nic),
+      fifo_(fifo),
+      pad_(pad),
+      waiting_(fifo.handle().capacity),
+      completions_(fifo.handle().capacity) {
     cpu_set_t set;
     CPU_ZERO(&set);
     for (const int cpu : cpus) {
@@ -76,6 +80,7 @@ void Proxy::run() {
         bool worked = false;
         if (!halted()) worked = post();
         if (nic_.poll(*this) > 0) worked = true;
+        progress_completions();
         progress_flush();
         if (worked) {
             idle = 0;
@@ -120,10 +125,15 @@ bool Proxy::post() {
 bool Proxy::post(transport::FifoRing& ring, std::uint64_t goal) {
     bool worked = false;
     transport::PutCommand command;
-    for (int n = 0; n < kBatch && !waiting_.full() && ring.pop(command); ++n) {
+    for (int n = 0; n < kBatch && has_room() && ring.pop(command); ++n) {
         worked = true;
         const std::uint64_t number = taken_++;
         if (ring.popped() == goal) flush_.commands = taken_;
+        if (command.peer == transport::PutCommand::kSelf) {
+            completions_.add(command, number);
+            mark_completions();
+            continue;
+        }
         PutCursor cursor;
         if (!waiting_.has(command.peer)) {
             const PutResult result = put(command, cursor);
@@ -163,6 +173,29 @@ PutResult Proxy::put(const transport::PutCommand& command, PutCursor& cursor) {
     return result;
 }
 
+// Those whose commands before have all been handed over.
+void Proxy::mark_completions() {
+    while (completions_.can_mark() && completions_.next_number() < waiting_.oldest(taken_)) {
+        nic_.mark(completions_.take_mark());
+    }
+}
+
+// Raises those that are due.
+void Proxy::progress_completions() {
+    while (!completions_.empty() && !nic_.failed()) {
+        mark_completions();
+        if (!completions_.marked() || !nic_.reached_mark(completions_.first_mark())) return;
+        const transport::PutCommand& command = completions_.first();
+        if (command.bytes != 0 || command.signal >= pad_.capacity()) {
+            return nic_.reject(command, "a completion brings no bytes and raises a signal of " +
+                                            std::to_string(pad_.capacity()) + ", not " +
+                                            std::to_string(command.signal));
+        }
+        pad_.add(command.signal, command.value);
+        completions_.remove_first();
+    }
+}
+
 bool Proxy::raise(std::uint32_t, std::uint32_t signal, std::uint64_t value) {
     if (signal >= pad_.capacity()) return false;
     bump(signals_raised_, 1);  // first: who sees the signal sees it counted
@@ -191,10 +224,11 @@ bool Proxy::flush_due() {
 void Proxy::progress_flush() {
     begin_flush();
     if (flush_due()) {
-        nic_.mark();
+        nic_.mark(kFlushMark);
         flush_.marked = true;
     }
-    if (!flush_.marked || nic_.failed() || !nic_.reached_mark()) return;
+    if (!flush_.marked || nic_.failed() || !nic_.reached_mark(kFlushMark)) return;
+    if (completions_.oldest(taken_) < flush_.commands) return;
     flush_.marked = false;
     std::atomic_ref(flushed_).store(flush_.number, std::memory_order_seq_cst);
     syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&flushed_), FUTEX_WAKE_PRIVATE, INT_MAX,
@@ -232,7 +266,7 @@ void Proxy::sleep() {
     if (!nic_.failed()) nic_.arm();
     // Whatever came between the last look and the arming: see it now, or it wakes us.
     begin_flush();
-    const bool open = !halted() && !waiting_.full();
+    const bool open = !halted() && has_room();
     const bool news = stop_.load(std::memory_order_seq_cst) || (open && fifo_.ready()) ||
                       nic_.poll(*this) > 0 || flush_due() || (nic_.failed() && !reported_);
     if (!news) {

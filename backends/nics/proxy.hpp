@@ -14,6 +14,10 @@
 // and tried again. There is room for as many as the FIFO has slots; when that is used up, commands
 // stay in the FIFO.
 //
+// Completions (transport/put_command.hpp) are taken in order. Each waits until the commands before it
+// have been handed over, marks what the NIC has then, and is raised once that is complete. Puts that
+// were handed over meanwhile for other peers are waited for too.
+//
 // After a failure of the NIC or an abort of the world it posts nothing more; a NIC failure also
 // sets the abort word of the pad (AbortCode::nic_error), which wakes whoever waits there.
 #pragma once
@@ -26,6 +30,7 @@
 #include <thread>
 #include <vector>
 
+#include "backends/nics/completions.hpp"
 #include "backends/nics/nic.hpp"
 #include "backends/nics/waiting.hpp"
 #include "backends/transport/fifo.hpp"
@@ -59,8 +64,8 @@ class Proxy final : private SignalSink {
     Proxy(const Proxy&) = delete;
     Proxy& operator=(const Proxy&) = delete;
 
-    // True once every command pushed before is complete locally, by a device: once its push had
-    // ended. False at the deadline (monotonic_ns) or once the NIC failed or the world aborted. Any
+    // True once every command pushed before is complete locally (of a completion: raised), by a device:
+    // once its push had ended. False at the deadline (monotonic_ns) or once the NIC failed or the world aborted. Any
     // thread, several at once.
     bool flush(std::uint64_t deadline_ns);
 
@@ -75,6 +80,9 @@ class Proxy final : private SignalSink {
     bool post(transport::FifoRing& ring, std::uint64_t goal);
     PutResult put(const transport::PutCommand& command, PutCursor& cursor);
     bool retry();
+    [[nodiscard]] bool has_room() const { return !waiting_.full() && !completions_.full(); }
+    void mark_completions();
+    void progress_completions();
     void begin_flush();
     bool flush_begun() const;
     bool flush_due();
@@ -85,6 +93,8 @@ class Proxy final : private SignalSink {
     bool halted();
     bool raise(std::uint32_t peer, std::uint32_t signal, std::uint64_t value) override;
 
+    static constexpr std::uint32_t kFlushMark = 0;  // the others are the completions'
+
     Nic& nic_;
     transport::Fifo& fifo_;
     transport::SignalPad pad_;
@@ -92,6 +102,7 @@ class Proxy final : private SignalSink {
 
     // Proxy thread only.
     Waiting waiting_;
+    Completions completions_;
     bool reported_ = false;            // the failure went to the pad
     std::uint64_t taken_ = 0;          // commands
     std::uint64_t idle_since_ns_ = 0;  // 0: not idle

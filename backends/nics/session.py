@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mkernel.backends.contracts.nic import (
     NO_SIGNAL,
+    SELF,
     LaneStatistics,
     NicCapabilities,
     NicSession,
@@ -23,7 +24,7 @@ from mkernel.errors import ArgumentError, MkernelError, NicError, Timeout
 from mkernel.plan.model import first_difference
 from mkernel.topology.lanes import RankLanes
 
-__all__ = ["MAX_REGIONS", "NO_SIGNAL", "PUT_TIMEOUT_S", "Address", "Key", "NativeSession"]
+__all__ = ["MAX_REGIONS", "NO_SIGNAL", "PUT_TIMEOUT_S", "SELF", "Address", "Key", "NativeSession"]
 
 MAX_REGIONS = 1024
 MAX_RAILS = 8
@@ -228,7 +229,7 @@ class NativeSession(NicSession):
         self, peer: int, region: int, local: int, remote: int, nbytes: int, signal: int, value: int
     ) -> None:
         """Queue one put-with-signal, as a kernel would. ``nbytes`` 0 raises only the signal;
-        ``signal`` :data:`NO_SIGNAL` raises none.
+        ``signal`` :data:`NO_SIGNAL` raises none; ``peer`` :data:`SELF` asks for a completion.
 
         Raises:
             NicError: the session has failed. Timeout: no room in the FIFO for 30 s.

@@ -9,6 +9,11 @@ namespace mkernel::transport {
 // put `bytes` from (region, local_offset) here to (region, remote_offset) at `peer`, then add
 // `value` to signal `signal` there. bytes == 0: only the signal. Regions are symmetric: the same
 // number names the same buffer on every rank.
+//
+// A *completion* is a command to kSelf without bytes: `value` is added to the own rank's `signal` once
+// all commands before it in its ring, whatever their peers, are complete locally. Their sources may then
+// be written again, also on a NIC that keeps no order and may place a put twice. It says nothing of
+// what peers have seen.
 struct PutCommand {
     std::uint64_t local_offset = 0;
     std::uint64_t remote_offset = 0;
@@ -19,6 +24,7 @@ struct PutCommand {
     std::uint32_t value = 0;
 
     static constexpr std::uint32_t kNoSignal = 0xffffffff;
+    static constexpr std::uint32_t kSelf = 0xffffffff;  // as peer
 };
 
 }  // namespace mkernel::transport

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mkernel.backends.contracts.nic import NO_SIGNAL, PUT_VALUE_MAX
+from mkernel.backends.contracts.nic import NO_SIGNAL, PUT_VALUE_MAX, SELF
 from mkernel.backends.transport import _transport
 from mkernel.conformance.check import Check
 from mkernel.errors import ArgumentError
@@ -563,6 +563,42 @@ def flush(subject: NicSubject) -> None:
     subject.run(_flush, 2, subject.scale(300, 20), environment=subject.slow_link(0.002))
 
 
+_COMPLETION = 7
+"""The signal that a sender's own completions add to."""
+
+
+def _completion(me: Rank, rounds: int, settings: dict[str, Any]) -> None:
+    nbytes, parts = 64 * _KIB, 4
+    with me.open((1 + rounds) * parts * nbytes, **settings) as port:
+        pattern = Pattern(me.subject.seed, (1 + rounds) * parts * nbytes)
+        staging = port.memory.bytes[: parts * nbytes]
+        arrived = port.memory.bytes[parts * nbytes :]
+        me.exchange()
+        for step in range(1, rounds + 1) if me.rank == 0 else ():
+            staging[:] = pattern.window(step * 61, parts * nbytes)
+            for part in range(parts):
+                at = part * nbytes
+                port.session.put(1, 0, at, step * parts * nbytes + at, nbytes, 0, 1)
+            port.session.put(SELF, 0, 0, 0, 0, _COMPLETION, 3)
+            port.exactly(_COMPLETION, 3 * step, "the completion of four puts")
+        if me.rank == 1:
+            port.wait(0, parts * rounds, "the puts before completions")
+            for step in range(1, rounds + 1):
+                require_equal(
+                    arrived[(step - 1) * parts * nbytes :][: parts * nbytes],
+                    pattern.window(step * 61, parts * nbytes),
+                    "a put whose source was overwritten after its completion",
+                )
+        me.exchange()
+
+
+def completion(subject: NicSubject) -> None:
+    """The source is overwritten as soon as the completion is seen, on one queue pair and on several."""
+    rounds = subject.scale(200, 20)
+    for settings in ({}, _STRIPED):
+        subject.run(_completion, 2, rounds, settings, environment=subject.slow_link(0.002))
+
+
 DATA_CHECKS: tuple[Check, ...] = (
     Check(
         "visibility",
@@ -578,4 +614,7 @@ DATA_CHECKS: tuple[Check, ...] = (
     Check("counter-wrap", "signals are 64-bit counters, however many puts", counter_wrap),
     Check("order", "puts to one peer show in order, where the NIC claims it", order),
     Check("flush", "after flush a put's source may be overwritten", flush),
+    Check(
+        "completion", "after a completion the sources of puts before may be overwritten", completion
+    ),
 )

@@ -256,18 +256,18 @@ int VerbsNic::poll(SignalSink& sink) {
     return total;
 }
 
-void VerbsNic::mark() {
+void VerbsNic::mark(std::uint32_t number) {
     for (const auto& peer : peers_) {
         if (!peer) continue;
-        for (const auto& lane : peer->lanes) lane->marked = lane->posted;
+        for (const auto& lane : peer->lanes) lane->marked[number] = lane->posted;
     }
 }
 
-bool VerbsNic::reached_mark() const {
+bool VerbsNic::reached_mark(std::uint32_t number) const {
     for (const auto& peer : peers_) {
         if (!peer) continue;
         for (const auto& lane : peer->lanes) {
-            if (lane->completed < lane->marked) return false;
+            if (lane->completed < lane->marked[number]) return false;
         }
     }
     return true;

@@ -15,15 +15,6 @@ std::string text(std::uint64_t number) {
 
 }  // namespace
 
-void VerbsNic::reject(const transport::PutCommand& c, const std::string& why) {
-    Failure failure;
-    failure.status = "INVALID_PUT";
-    failure.peer = c.peer;
-    failure.message = "put of " + text(c.bytes) + " bytes of region " + text(c.region) +
-                      " to rank " + text(c.peer) + ": " + why;
-    fail(std::move(failure));
-}
-
 bool VerbsNic::check(const transport::PutCommand& c) {
     if (c.peer >= peers_.size() || !peers_[c.peer] || !peers_[c.peer]->connected) {
         reject(c, "not a connected peer; the route should not lead through this NIC");

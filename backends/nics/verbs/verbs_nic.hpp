@@ -72,8 +72,8 @@ class VerbsNic : public Nic {
     PutResult put(const transport::PutCommand& command, PutCursor& cursor) override;
     void ring() override;
     int poll(SignalSink& sink) override;
-    void mark() override;
-    bool reached_mark() const override;
+    void mark(std::uint32_t number) override;
+    bool reached_mark(std::uint32_t number) const override;
     void arm() override;
     std::span<const int> descriptors() const override { return descriptors_; }
     void settle() override;
@@ -104,7 +104,7 @@ class VerbsNic : public Nic {
         std::shared_ptr<ibv_qp> qp;
         std::uint64_t posted = 0;     // requests staged or posted, ever
         std::uint64_t completed = 0;  // all up to this one are known complete
-        std::uint64_t marked = 0;
+        std::array<std::uint64_t, kMarks> marked{};
         bool listed_ready = false;
         Counts* counts = nullptr;
 
@@ -213,7 +213,6 @@ class VerbsNic : public Nic {
 
     // failures.cpp
     bool check(const transport::PutCommand& command);
-    void reject(const transport::PutCommand& command, const std::string& why);
     void report(const ibv_wc& wc);
     void bad_arrival(const Lane& lane, const ibv_wc& wc, const std::string& what);
     void read_events();

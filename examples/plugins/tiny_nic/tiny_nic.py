@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from mkernel.backends.contracts.nic import (
     NO_SIGNAL,
+    SELF,
     LaneStatistics,
     NicBackend,
     NicCapabilities,
@@ -107,6 +108,9 @@ class TinySession(NicSession):
     def put(self, peer, region, local, remote, nbytes, signal, value):
         if self._closed or self._failure is not None:
             raise self._failure or MkernelError("this session is closed")
+        if peer == SELF:  # a completion: the kernel has a copy of all that was sent
+            _transport.pad_add(self._pad, signal, value)
+            return
         address, size = self._regions.get(region, (0, -1))
         if local + nbytes > size or remote + nbytes > self._bound.get((region, peer), -1):
             raise ArgumentError("put", (peer, region, local, remote, nbytes), "what is bound")

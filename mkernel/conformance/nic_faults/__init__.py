@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from mkernel.backends.contracts.nic import NicSession
+from mkernel.backends.contracts.nic import SELF, NicSession
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics.efa import EfaNic
 from mkernel.backends.transport import _transport
@@ -145,6 +145,10 @@ _ON_RC: tuple[Row, ...] = (
             "order", _session(sessions.Reorders)),
     planted(Opener, "FlushAtOnce", "Flush returns True while puts have yet to read their source.",
             "flush", _session(sessions.FlushAtOnce)),
+    planted(Opener, "CompletesAtOnce", "A completion is raised when it is queued.", "completion",
+            _session(sessions.CompletesAtOnce)),
+    planted(Opener, "CompletesNever", "Completions are dropped.", "completion",
+            _puts(lambda put: [] if put.peer == SELF else [put])),
     planted(Opener, "FlushNever", "Flush returns False whatever happened.", "flush",
             _answers("flush", lambda done: False)),
     planted(Opener, "RegionsTooWide",

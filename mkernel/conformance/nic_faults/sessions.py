@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from multiprocessing.util import Finalize
 from typing import ClassVar
 
-from mkernel.backends.contracts.nic import NO_SIGNAL, NicSession
+from mkernel.backends.contracts.nic import NO_SIGNAL, SELF, NicSession
+from mkernel.backends.transport import _transport
 from mkernel.conformance.nic_faults.wrappers import DataLater, Put, Session
 from mkernel.errors import MkernelError
 from mkernel.harness.nic_ranks import Memory
@@ -43,6 +44,22 @@ class SequenceWraps(Session):
     def change(self, put: Put) -> Iterable[Put]:
         self.counts[put.peer, put.signal] += 1
         return [put] if self.counts[put.peer, put.signal] % 4096 else []
+
+
+class CompletesAtOnce(Session):
+    """A completion is raised when it is queued, whatever is under way."""
+
+    pad = 0
+
+    def start(self, pad: int, cpus: tuple[int, ...]) -> None:
+        self.pad = pad
+        self.inner.start(pad, cpus)
+
+    def change(self, put: Put) -> Iterable[Put]:
+        if put.peer != SELF:
+            return [put]
+        _transport.pad_add(self.pad, put.signal, put.value)
+        return []
 
 
 class DropsSilently(Session):

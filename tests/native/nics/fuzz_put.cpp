@@ -231,10 +231,10 @@ class World {
             return compare();
         }
         from_.ring();
-        from_.mark();
+        from_.mark(0);
         const bool beyond = goes_beyond(c);
         const std::uint64_t wanted = signals(c) && !beyond ? c.value : 0;
-        while (!from_.reached_mark() || sink.raised < wanted || (beyond && !to_.failed())) {
+        while (!from_.reached_mark(0) || sink.raised < wanted || (beyond && !to_.failed())) {
             from_.poll(none);
             to_.poll(sink);
             if (from_.failed() || (to_.failed() && !beyond)) return "failed on its way";

@@ -25,8 +25,8 @@ class IdleNic : public Nic {
     void inject_failure(std::uint32_t) override {}
     void ring() override {}
     int poll(SignalSink&) override { return 0; }
-    void mark() override {}
-    bool reached_mark() const override { return true; }
+    void mark(std::uint32_t) override {}
+    bool reached_mark(std::uint32_t) const override { return true; }
     void arm() override {}
     std::span<const int> descriptors() const override { return {}; }
     void settle() override {}

@@ -21,7 +21,8 @@ namespace {
 constexpr std::uint64_t kSecond = 1'000'000'000;
 constexpr std::uint64_t kPatience = 30 * kSecond;
 
-// Takes a put in two steps where a peer's queue is open, and completes at once.
+// Takes a put in two steps where a peer's queue is open. What it takes is complete at once, or, while
+// it holds, once it is let.
 class GatedNic final : public testing::IdleNic {
   public:
     static constexpr std::uint32_t kPeers = 4;
@@ -32,6 +33,14 @@ class GatedNic final : public testing::IdleNic {
         return taken_[peer];
     }
 
+    void hold(bool hold) { holds_ = hold; }
+    // Of the puts since it holds, so many.
+    void let_complete(std::uint64_t puts) { complete_ = puts; }
+    void mark(std::uint32_t number) override { marks_[number] = posted_; }
+    bool reached_mark(std::uint32_t number) const override {
+        return !holds_ || complete_ >= marks_[number];
+    }
+
     PutResult put(const transport::PutCommand& c, PutCursor& cursor) override {
         if (!cursor.begun) {  // the first half always fits
             if (half_[c.peer]) overtaken_ = true;
@@ -40,6 +49,7 @@ class GatedNic final : public testing::IdleNic {
         }
         if (!open_[c.peer]) return PutResult::busy;
         half_[c.peer] = false;
+        if (holds_) ++posted_;
         const std::lock_guard lock(mutex_);
         taken_[c.peer].push_back(c.bytes);
         return PutResult::done;
@@ -50,6 +60,10 @@ class GatedNic final : public testing::IdleNic {
   private:
     std::array<std::atomic<bool>, kPeers> open_{};
     std::array<bool, kPeers> half_{};
+    std::atomic<bool> holds_{false};
+    std::atomic<std::uint64_t> complete_{0};
+    std::uint64_t posted_ = 0;
+    std::array<std::uint64_t, kMarks> marks_{};
     std::mutex mutex_;
     std::array<std::vector<std::uint64_t>, kPeers> taken_;
 };
@@ -186,6 +200,86 @@ TEST(a_flush_covers_what_a_device_pushed) {
     CHECK(rig.proxy.flush(monotonic_ns() + kPatience));
     CHECK(rig.nic.taken(0) == numbers(0, 1));
     CHECK(rig.proxy.statistics().queue_depth == 0);
+}
+
+// A completion waits for the commands before it, also where they were set aside, and then for the NIC;
+// later commands are handed over meanwhile.
+TEST(a_completion_waits_for_what_was_put_before) {
+    Rig rig(64);
+    const auto complete = [&](std::uint32_t signal, std::uint32_t value) {
+        transport::PutCommand c;
+        c.peer = transport::PutCommand::kSelf;
+        c.signal = signal;
+        c.value = value;
+        return rig.fifo.handle().push(c, rig.pad, monotonic_ns() + kPatience, {});
+    };
+    const auto raised = [&](std::uint32_t signal, std::uint64_t value) {
+        return rig.pad.wait(signal, value, monotonic_ns() + kPatience, {}) == WaitResult::ok;
+    };
+    rig.nic.open(1);
+    CHECK(complete(3, 7) == WaitResult::ok);  // of nothing
+    CHECK(raised(3, 7));
+    rig.nic.hold(true);
+    CHECK(rig.push(1, 0) == WaitResult::ok);
+    CHECK(complete(4, 1) == WaitResult::ok);
+    rig.nic.let_complete(1);
+    CHECK(raised(4, 1));
+    CHECK(rig.push(0, 0) == WaitResult::ok);  // to a shut queue
+    CHECK(complete(5, 1) == WaitResult::ok);
+    for (std::uint64_t i = 1; i <= 40; ++i) {
+        CHECK(rig.push(1, i) == WaitResult::ok);
+        CHECK(complete(6, 1) == WaitResult::ok);
+    }
+    CHECK(rig.soon([&] { return rig.nic.taken(1).size() == 41; }));
+    rig.nic.let_complete(41);
+    CHECK(!rig.proxy.flush(monotonic_ns() + kSecond / 20));
+    CHECK(rig.pad.load(5) == 0 && rig.pad.load(6) == 0);
+    rig.nic.open(0);
+    CHECK(rig.soon([&] { return rig.nic.taken(0).size() == 1; }));
+    CHECK(!rig.proxy.flush(monotonic_ns() + kSecond / 20));
+    CHECK(rig.pad.load(5) == 0);
+    rig.nic.let_complete(42);
+    CHECK(rig.proxy.flush(monotonic_ns() + kPatience));
+    CHECK(rig.pad.load(5) == 1 && rig.pad.load(6) == 40);  // a flush covers completions
+    CHECK(rig.proxy.statistics().puts == 42);
+}
+
+// Completions come one by one although far more are pushed than there are marks, or room for them.
+TEST(a_completion_does_not_wait_for_what_is_put_after) {
+    Rig rig(8);
+    rig.nic.open(1);
+    rig.nic.hold(true);
+    std::thread producer([&] {
+        for (std::uint64_t i = 0; i < 100; ++i) {
+            CHECK(rig.push(1, i) == WaitResult::ok);
+            transport::PutCommand c;
+            c.peer = transport::PutCommand::kSelf;
+            c.signal = 2;
+            c.value = 1;
+            CHECK(rig.fifo.handle().push(c, rig.pad, monotonic_ns() + kPatience, {}) ==
+                  WaitResult::ok);
+        }
+    });
+    for (std::uint64_t i = 1; i <= 100; ++i) {
+        CHECK(rig.soon([&] { return rig.nic.taken(1).size() >= i; }));
+        CHECK(rig.pad.load(2) < i);
+        rig.nic.let_complete(i);
+        CHECK(rig.pad.wait(2, i, monotonic_ns() + kPatience, {}) == WaitResult::ok);
+    }
+    producer.join();
+}
+
+TEST(a_completion_of_a_signal_that_is_not_there_is_an_invalid_put) {
+    for (const bool bytes : {false, true}) {
+        Rig rig(8);
+        transport::PutCommand c;
+        c.peer = transport::PutCommand::kSelf;
+        c.signal = bytes ? 3 : 64;
+        c.bytes = bytes ? 8 : 0;
+        CHECK(rig.fifo.handle().push(c, rig.pad, monotonic_ns() + kPatience, {}) == WaitResult::ok);
+        CHECK(rig.soon([&] { return rig.pad.aborted() == transport::AbortCode::nic_error; }));
+        CHECK(rig.nic.failure() && rig.nic.failure()->status == "INVALID_PUT");
+    }
 }
 
 // With everything set aside that there is room for, producers wait, and time out: nothing is lost.

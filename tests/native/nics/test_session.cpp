@@ -10,6 +10,7 @@
 
 #include "check.hpp"
 #include "pair.hpp"
+#include "setting.hpp"
 
 using namespace mkernel;
 using namespace mkernel::nics;
@@ -269,6 +270,40 @@ TEST(regions_come_and_go_beside_traffic) {
         CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
         CHECK(!pair.one.session.flush(10));
         CHECK(pair.one.session.failure() && pair.one.session.failure()->status == "INVALID_PUT");
+    }
+}
+
+// A source that is written again as soon as the NIC says so, over and over: what arrives is what it
+// held when it was put. The SRD device repeats puts and holds them back.
+TEST(a_source_may_be_written_again_after_a_completion) {
+    constexpr std::uint32_t kRounds = 300;
+    constexpr std::uint64_t kPiece = 3000;
+    for (const bool srd : {false, true}) {
+        for (const std::uint32_t qps : {1u, 4u}) {
+            const testing::Setting twice("MKERNEL_SOFTVERBS_DUPLICATES", "100");
+            testing::Couple pair(library, kBytes, setup(srd, 1, qps));
+            for (std::uint32_t round = 1; round <= kRounds; ++round) {
+                const std::uint64_t to = round * kPiece;
+                std::memset(pair.one.memory.data(), static_cast<int>(round), kPiece);
+                CHECK(pair.one.put(kPiece, 1, 1, 0, to) == WaitResult::ok);
+                transport::PutCommand c;
+                c.peer = transport::PutCommand::kSelf;
+                c.signal = 9;
+                c.value = 2;
+                CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
+                CHECK(pair.one.wait(9, 2 * std::uint64_t{round}));
+            }
+            CHECK(pair.other.wait(1, kRounds));
+            std::uint64_t wrong = 0;
+            for (std::uint32_t round = 1; round <= kRounds; ++round) {
+                const auto* came = pair.other.memory.data() + round * kPiece;
+                for (std::uint64_t i = 0; i < kPiece; ++i) {
+                    wrong += came[i] != static_cast<std::byte>(round) ? 1 : 0;
+                }
+            }
+            CHECK(wrong == 0);
+            CHECK(pair.one.session.statistics().puts == kRounds);
+        }
     }
 }
 
