@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, cast
 
 import typer
 from rich.console import Console
@@ -324,7 +324,7 @@ def _model(
 
 def _ops(text: str | None) -> tuple[OpName, ...]:
     if text == "all":
-        return get_args(OpName)
+        return (*ops.OPS, *ops.COMPANIONS)
     return tuple(ops.canonical(part) for part in (text or ",".join(GEMMS)).split(","))
 
 

@@ -3,6 +3,18 @@
 To import this package registers them all as ``torch.ops.mkernel``.
 """
 
-from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, replicated
+from mkernel.ops import (
+    all_gather_gemm,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+    replicated,
+    ring_attention,
+)
 
-__all__ = ["all_gather_gemm", "gemm_all_reduce", "gemm_reduce_scatter", "replicated"]
+__all__ = [
+    "all_gather_gemm",
+    "gemm_all_reduce",
+    "gemm_reduce_scatter",
+    "replicated",
+    "ring_attention",
+]

@@ -16,10 +16,12 @@ from typing import Literal, overload
 import torch
 from typing_extensions import Unpack
 
-from mkernel.errors import ArgumentError, LayoutError, ShapeError
+from mkernel.errors import ArgumentError, ShapeError
+from mkernel.ops import ring_attention_backward as gradients
 from mkernel.ops import validate
 from mkernel.ops.common import Done, Execution, plan_for
-from mkernel.ops.plain import plain
+from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.registration import group_name, register
 from mkernel.ops.untraced import untraced
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
@@ -42,6 +44,27 @@ def zigzag_positions(sequence: int, world_size: int, rank: int) -> torch.Tensor:
     return torch.cat([torch.arange(first, first + piece), torch.arange(last, last + piece)])
 
 
+def _check_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[int, int, int, int, int]:
+    """B, Hq, Hkv, S/W, D."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ShapeError(name, type(tensor).__name__, "a torch.Tensor [B, H, S/W, D]")
+        if tensor.dim() != 4 or 0 in tensor.shape:
+            raise ShapeError(name, validate.describe(tensor), "[B, H, S/W, D], all at least 1")
+    batch, heads, rows, width = q.shape
+    kv_heads = k.shape[1]
+    legal = (batch, kv_heads, rows, width)
+    for name, tensor in (("k", k), ("v", v)):
+        if tuple(tensor.shape) != legal:
+            raise ShapeError(name, validate.describe(tensor), f"{legal}, as q and k say")
+    if heads % kv_heads:
+        raise ShapeError("k", validate.describe(k), f"a number of heads that divides q's {heads}")
+    return batch, heads, kv_heads, rows, width
+
+
+@untraced
 def call(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -57,25 +80,13 @@ def call(
     world = current(group)
     q, k, v = plain("ring_attention", ("q", "k", "v"), (q, k, v))
     capabilities = world.accelerator.capabilities()
+    batch, heads, kv_heads, rows, width = _check_shapes(q, k, v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ShapeError(name, type(tensor).__name__, "a torch.Tensor [B, H, S/W, D]")
-        if tensor.dim() != 4 or 0 in tensor.shape:
-            raise ShapeError(name, validate.describe(tensor), "[B, H, S/W, D], all at least 1")
         validate.on_device(name, tensor, world.accelerator.device)
-        if not tensor.is_contiguous():
-            raise LayoutError(name, validate.describe(tensor), "contiguous", why=".contiguous()")
+        validate.contiguous(name, tensor)
     dtype = validate.dtype_name("q.dtype", q.dtype, capabilities.dtypes)
     for name, tensor in (("k", k), ("v", v)):
         validate.same_dtype(f"{name}.dtype", tensor, "q", q)
-    batch, heads, rows, width = q.shape
-    kv_heads = k.shape[1]
-    legal = (batch, kv_heads, rows, width)
-    for name, tensor in (("k", k), ("v", v)):
-        if tuple(tensor.shape) != legal:
-            raise ShapeError(name, validate.describe(tensor), f"{legal}, as q and k say")
-    if heads % kv_heads:
-        raise ShapeError("k", validate.describe(k), f"a number of heads that divides q's {heads}")
     if scale is not None and not math.isfinite(scale):
         raise ArgumentError("scale", scale, "a finite number")
     plan = plan_for(
@@ -129,7 +140,6 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@untraced
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -162,11 +172,55 @@ def ring_attention(
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
-            tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
+            tensor (a DTensor, one with a tangent, ...); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
 
     Source of the online softmax: Milakov and Gimelshein, "Online normalizer calculation for
     softmax", 2018; of the ring: Liu, Zaharia and Abbeel, "Ring Attention", 2023.
     """
+    if seen_by_torch(q, k, v):
+        out: torch.Tensor
+        out, lse = torch.ops.mkernel.ring_attention(
+            q, k, v, causal=causal, scale=scale, chunk=chunk, group=group_name(group)
+        )
+        return (out, lse) if return_lse else out
     done = call(q, k, v, causal=causal, scale=scale, chunk=chunk, group=group).outputs
     return (done["out"], done["lse"]) if return_lse else done["out"]
+
+
+def _kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    done = call(q, k, v, causal=causal, scale=scale, chunk=chunk, group=group).outputs
+    return done["out"], done["lse"]
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_shapes(q, k, v)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+register(
+    "ring_attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None, "
+    "int? chunk=None, str group) -> (Tensor, Tensor)",
+    _kernel,
+    _fake,
+    gradients.save,
+    gradients.backward,
+)

@@ -60,6 +60,12 @@ def on_device(name: str, tensor: torch.Tensor, device: str) -> None:
         )
 
 
+def contiguous(name: str, tensor: torch.Tensor) -> None:
+    """LayoutError where elements are not packed in order."""
+    if not tensor.is_contiguous():
+        raise LayoutError(name, describe(tensor), "contiguous", why="call .contiguous()")
+
+
 def row_major(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A matrix whose rows are contiguous and packed. LayoutError."""
     if not tensor.is_contiguous():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
 from mkernel.plan.model import DtypeName, OpName, PathChoice
+from mkernel.plan.ops import forward
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.shapes import check_integer
 from mkernel.topology.model import MAX_ACCELERATORS, MAX_NODES
@@ -18,11 +19,11 @@ Layout = Literal["row", "column"]
 MAX_RANKS = 131072
 """The largest world that is planned."""
 
-_NOTHING_TO_SHARE: tuple[OpName, ...] = ("moe_dispatch_gemm", "moe_combine")
+_NOTHING_TO_SHARE: tuple[str, ...] = ("moe_dispatch_gemm", "moe_combine")
 """Ops of which every pair of ranks exchanges rows of its own: no message of theirs serves a node."""
 
 
-_WITHOUT_B: tuple[OpName, ...] = ("moe_combine", "ring_attention")
+_WITHOUT_B: tuple[str, ...] = ("moe_combine", "ring_attention")
 
 
 def check_world(
@@ -44,7 +45,7 @@ def exchanges(wanted: str, op: OpName, nodes: int) -> tuple[Exchange, ...]:
     every: tuple[Exchange, ...] = get_args(Exchange)
     if wanted not in ("auto", *every):
         raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(every)}")
-    if nodes == 1 or op in _NOTHING_TO_SHARE:
+    if nodes == 1 or forward(op) in _NOTHING_TO_SHARE:
         if wanted == "hierarchical" and nodes > 1:
             raise ArgumentError(
                 "exchange", repr(wanted), f"direct for {op!r}: each pair exchanges rows of its own"
@@ -91,7 +92,7 @@ def check_layout(
     """The value as a layout of B that the backend claims. LayoutError, ArgumentError."""
     if value not in get_args(Layout):
         raise ArgumentError("b_layout", repr(value), f"one of: {', '.join(get_args(Layout))}")
-    if value != "row" and op in _WITHOUT_B:
+    if value != "row" and forward(op) in _WITHOUT_B:
         raise ArgumentError("b_layout", repr(value), f"'row': {op} has no such tensor")
     if value not in capabilities.b_layouts:
         raise LayoutError(

@@ -41,6 +41,7 @@ OpName = Literal[
     "moe_dispatch_gemm",
     "moe_combine",
     "ring_attention",
+    "ring_attention_backward",
 ]
 
 

@@ -1,4 +1,5 @@
-"""The ops' names: five canonical ones, and the short aliases users know from elsewhere."""
+"""The ops' names: five canonical ones, the short aliases users know from elsewhere, and the ops that
+are launched only for these."""
 
 from __future__ import annotations
 
@@ -14,15 +15,26 @@ ALIASES: dict[str, str] = {
     "gemm_rs": "gemm_reduce_scatter",
     "dispatch_gemm": "moe_dispatch_gemm",
 }
-OPS: tuple[str, ...] = (
+OPS: tuple[OpName, ...] = (
     "all_gather_gemm",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "moe_dispatch_gemm",
     "ring_attention",
 )
-COMPANIONS: tuple[str, ...] = ("moe_combine",)
+COMPANIONS: tuple[OpName, ...] = ("moe_combine",)
 """Planned and launched like ops, but only after one: ``moe_combine`` takes a dispatch's handle."""
+
+
+BACKWARD: dict[OpName, OpName] = {"ring_attention": "ring_attention_backward"}
+"""Ops that compute another's gradients, with its sizes; the GEMM ops are each other's. Autograd calls
+them."""
+_FORWARD = {backward: forward for forward, backward in BACKWARD.items()}
+
+
+def forward(op: str) -> str:
+    """The op whose gradients this one computes; an op that computes none itself."""
+    return _FORWARD.get(cast(OpName, op), op)
 
 
 def canonical(name: str) -> OpName:
@@ -33,7 +45,7 @@ def canonical(name: str) -> OpName:
     """
     plain = name.strip().lower().replace("-", "_")
     plain = ALIASES.get(plain, plain)
-    if plain in OPS or plain in COMPANIONS:
+    if forward(plain) in (*OPS, *COMPANIONS):
         return cast(OpName, plain)
     short = {full: alias for alias, full in ALIASES.items()}
     legal = ", ".join(f"{op} ({short[op]})" if op in short else op for op in OPS)

@@ -15,6 +15,7 @@ from mkernel.plan.model import (
     Prediction,
     Shape,
 )
+from mkernel.plan.ops import forward
 from mkernel.plan.pipeline import Pipeline
 from mkernel.topology.cost import (
     MachineConstants,
@@ -44,13 +45,14 @@ def closed_form(
     AllGather+GEMM: work 2·M·K·N, M/W·K·s a peer. GEMM+ReduceScatter: 2·M·N·K, M/W·N·s a peer;
     GEMM+AllReduce: the same twice. MoE: 2·T·k·H·I, T·k/W·H·s a peer (uniform routing), a combine
     T·k/W·I·s. Ring attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a peer.
+    A backward of attention has 2.5 times the work, and float32 gradients travel too.
     pipelined = max(T_c, T_m) + launch, the floor; sequential = T_c + T_m + launch.
     """
     world = plan.world_size
     rate = (
         constants.tflops_per_core(plan.dtype) * pipeline.compute_blocks * 1e6
     )  # flop a microsecond
-    compute = work(plan.shape, world) / rate
+    compute = _MORE_WORK.get(plan.op, 1.0) * work(plan.shape, world) / rate
     comm = 0.0
     if world > 1:
         payload = sum(payloads(plan.op, plan.shape, plan.dtype, world))
@@ -69,6 +71,10 @@ def prediction(
         pipelined_us=pipelined + start,
         constants=constants.name,
     )
+
+
+_MORE_WORK: dict[str, float] = {"ring_attention_backward": 2.5}
+"""Than the op whose gradients it computes."""
 
 
 def work(shape: Shape, world: int) -> float:
@@ -96,6 +102,7 @@ class Payloads(NamedTuple):
 def payloads(op: OpName, shape: Shape, dtype: DtypeName, world: int) -> Payloads:
     """What each ordered pair of ranks exchanges; MoE with uniform routing."""
     size = DTYPE_BYTES[dtype]
+    back = max(size, DTYPE_BYTES["float32"]) if forward(op) != op else 0  # gradients that go home
     if isinstance(shape, GemmShape):
         if op == "all_gather_gemm":
             return Payloads(gather=shape.m / world * shape.k * size)
@@ -106,7 +113,7 @@ def payloads(op: OpName, shape: Shape, dtype: DtypeName, world: int) -> Payloads
     if isinstance(shape, CombineShape):
         return Payloads(gather=shape.tokens * shape.top_k / world * shape.features * size)
     own = shape.batch * shape.kv_heads * shape.sequence / world * shape.head_dim
-    return Payloads(gather=2.0 * own * size)
+    return Payloads(gather=2.0 * own * (size + back))
 
 
 def all_gather_gemm(

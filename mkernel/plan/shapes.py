@@ -18,6 +18,7 @@ from mkernel.plan.model import (
     MoeShape,
     Shape,
 )
+from mkernel.plan.ops import forward
 
 if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities
@@ -60,12 +61,12 @@ def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str,
             option = "--" + name.replace("_", "-")
             raise ArgumentError(option, value, f"{op} takes {', '.join(names)}")
     chosen = {n: v for n, v in given.items() if n in names and v is not None}
-    return {**DEFAULT_SIZES[op], **chosen}
+    return {**DEFAULT_SIZES[forward(op)], **chosen}
 
 
 def size_names(op: str) -> tuple[str, ...]:
     """The sizes that an op's plan takes, by name."""
-    return tuple(name for name in SHAPES[op].model_fields if name != "kind")
+    return tuple(name for name in SHAPES[forward(op)].model_fields if name != "kind")
 
 
 def shape_of(
@@ -81,7 +82,7 @@ def shape_of(
     for name, value in sizes.items():
         if name not in names:
             raise ArgumentError(name, value, f"{op} takes {', '.join(names)}")
-    for name, field in SHAPES[op].model_fields.items():
+    for name, field in SHAPES[forward(op)].model_fields.items():
         if name == "kind":
             continue
         if name not in sizes and field.is_required():
@@ -89,7 +90,7 @@ def shape_of(
         if name in sizes and field.annotation is int:
             check_integer(ShapeError, name, sizes[name], MAX_DIMENSION)
     try:
-        shape = SHAPES[op](**sizes)
+        shape = SHAPES[forward(op)](**sizes)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or op

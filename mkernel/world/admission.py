@@ -75,7 +75,7 @@ class _Planned(NamedTuple):
 
 
 def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
-    """The tensors of a rank's call."""
+    """The tensors of a rank's call, and of the call that computes its gradients."""
     shape, world = plan.shape, plan.world_size
     given, result = (plan.dtype,), (plan.out_dtype,)
     if isinstance(shape, GemmShape):
@@ -97,6 +97,11 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
             "v": keys,
             "out": _Planned(queries, result),
             "lse": _Planned(queries[:3], ("float32",)),
+            "grad_out": _Planned(queries, given),
+            "grad_lse": _Planned(queries[:3], ("float32",)),
+            "grad_q": _Planned(queries, given),
+            "grad_k": keys,
+            "grad_v": keys,
         }
     places = (shape.tokens, shape.top_k)
     if isinstance(shape, MoeShape):

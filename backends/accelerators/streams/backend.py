@@ -39,6 +39,7 @@ _OPS = {
     "moe_dispatch_gemm": "moe:dispatch",
     "moe_combine": "moe:combine",
     "ring_attention": "ring_attention:run",
+    "ring_attention_backward": "ring_attention_backward:run",
 }
 """Where each op lies: ``module:function`` of this package."""
 PUT_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")

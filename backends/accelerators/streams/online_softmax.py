@@ -38,10 +38,7 @@ class OnlineSoftmax:
     def _see(self, k: torch.Tensor, v: torch.Tensor, first_row: int | None) -> None:
         scores = self._q @ k.transpose(2, 3)
         if first_row is not None:
-            rows, keys = self._shape[3], k.shape[2]
-            at = torch.arange(max(rows, keys), device=k.device)
-            hidden = at[None, :keys] + first_row > at[:rows, None]
-            scores.view(*self._shape[:4], keys).masked_fill_(hidden, float("-inf"))
+            hide(scores.view(*self._shape[:4], k.shape[2]), first_row)
         top = torch.maximum(self._top, scores.amax(3, keepdim=True))
         # A row that has seen nothing yet has no maximum to subtract: -inf - -inf is not a number.
         base = top.masked_fill(top == float("-inf"), 0.0)
@@ -55,3 +52,11 @@ class OnlineSoftmax:
         """(attention [B, Hkv, G, P, D], log-sum-exp [B, Hkv, G, P]), float32."""
         lse = self._top + self._sum.log()
         return (self._total / self._sum).view(self._shape), lse.view(self._shape[:4])
+
+
+def hide(scores: torch.Tensor, first_row: int) -> None:
+    """Scores [..., P, c] of keys that a row does not see become -inf: it sees key i from row
+    ``first_row + i`` on."""
+    rows, keys = scores.shape[-2:]
+    at = torch.arange(max(rows, keys), device=scores.device)
+    scores.masked_fill_(at[None, :keys] + first_row > at[:rows, None], float("-inf"))

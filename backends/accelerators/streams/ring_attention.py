@@ -8,13 +8,13 @@ results are deterministic. Causal: positions are cut in 2·W pieces and rank r h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
+from mkernel.backends.accelerators.streams.call_streams import CallStreams, Message, Sent
 from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
 from mkernel.backends.accelerators.streams.rows import chunks
 from mkernel.backends.accelerators.streams.schedule import AttentionSchedule
@@ -23,7 +23,7 @@ from mkernel.plan.model import AttentionShape
 
 
 @dataclass(frozen=True)
-class _Cell:
+class Cell:
     """Keys and values [2, B, Hkv, c, D] from position ``start`` of the ``slot``-th piece on."""
 
     slot: int
@@ -33,70 +33,96 @@ class _Cell:
 
 def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``out`` and ``lse``."""
-    q, k, v, out, lse = (call.tensors[name] for name in ("q", "k", "v", "out", "lse"))
-    shape, world = call.plan.shape, call.plan.world_size
-    if not isinstance(shape, AttentionShape):
-        raise TypeError(f"a plan of {call.plan.op} has no attention shape")
+    q, out, lse = (call.tensors[name] for name in ("q", "out", "lse"))
     how = call.plan.part(AttentionSchedule)
-    held = 2 if shape.causal else 1
-    rows = q.shape[2] // held  # of a piece
-
     with streams.compute():
-        grouped = q.view(q.shape[0], k.shape[1], -1, held, rows, q.shape[3])
         queries = [
-            OnlineSoftmax(grouped[:, :, :, i], call.options["scale"], how.keys_at_once)
-            for i in range(held)
+            OnlineSoftmax(piece, call.options["scale"], how.keys_at_once)
+            for piece in pieces(call, q)
         ]
-        own = [
-            _Cell(slot, start, torch.stack([each[:, :, slot * rows :][:, :, start:end]
-                                            for each in (k, v)]))
-            for slot in range(held)
-            for start, end in chunks(rows, how.rows_per_chunk)
-        ]  # fmt: skip
-    blocks = _blocks(call, streams, own)
+        own = own_cells(call)
+    steps = blocks(call, streams, own)
     if streams.sequential:
-        blocks = iter(list(blocks))
-    for source, cells in blocks:
+        steps = iter(list(steps))
+    for source, cells in steps:
         with streams.compute():
-            for cell in cells:
-                for i, query in enumerate(queries):
-                    gap = 0
-                    if shape.causal:
-                        gap = _piece(call.rank, i, world) - _piece(source, cell.slot, world)
-                    if gap >= 0:
-                        masked = shape.causal and gap == 0
-                        query.see(cell.kv[0], cell.kv[1], cell.start if masked else None)
+            for i, cell, first_row in meetings(call, source, cells):
+                k, v = cells[cell].kv
+                queries[i].see(k, v, first_row)
     with streams.compute():
-        results = out.view(grouped.shape)
-        sums = lse.view(grouped.shape[:5])
-        for i, query in enumerate(queries):
-            results[:, :, :, i], sums[:, :, :, i] = query.result()
+        for query, results, sums in zip(queries, pieces(call, out), pieces(call, lse), strict=True):
+            attended, log_sums = query.result()
+            results.copy_(attended)
+            sums.copy_(log_sums)
     return {}
+
+
+def held(call: Call) -> int:
+    """How many pieces of the sequence a rank has."""
+    if not isinstance(call.plan.shape, AttentionShape):
+        raise TypeError(f"a plan of {call.plan.op} has no attention shape")
+    return 2 if call.plan.shape.causal else 1
+
+
+def pieces(call: Call, queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views [B, Hkv, G, P, ...] of each piece's queries, or of what there is of each query."""
+    batch, heads, rows, *width = queries.shape
+    groups, count = call.tensors["k"].shape[1], held(call)
+    grouped = queries.view(batch, groups, heads // groups, count, rows // count, *width)
+    return grouped.unbind(3)
+
+
+def own_cells(call: Call) -> list[Cell]:
+    """A rank's keys and values, cut as they travel."""
+    k, v, count = call.tensors["k"], call.tensors["v"], held(call)
+    rows = k.shape[2] // count
+    return [
+        Cell(slot, start, torch.stack([each[:, :, slot * rows :][:, :, start:end]
+                                       for each in (k, v)]))
+        for slot in range(count)
+        for start, end in chunks(rows, call.plan.part(AttentionSchedule).rows_per_chunk)
+    ]  # fmt: skip
+
+
+def meetings(
+    call: Call, source: int, cells: Sequence[Cell]
+) -> Iterator[tuple[int, int, int | None]]:
+    """(piece of queries here, cell, first row) of what meets of a rank's cells: the cell's key i is
+    seen by rows from ``first row + i`` on; None: by all."""
+    world, count = call.plan.world_size, held(call)
+    for number, cell in enumerate(cells):
+        for i in range(count):
+            gap = (
+                1 if count == 1 else _piece(call.rank, i, world) - _piece(source, cell.slot, world)
+            )
+            if gap >= 0:
+                yield i, number, None if gap else cell.start
 
 
 def _piece(rank: int, slot: int, world: int) -> int:
     return 2 * world - 1 - rank if slot else rank
 
 
-def _blocks(
-    call: Call, streams: CallStreams, cells: list[_Cell]
-) -> Iterator[tuple[int, list[_Cell]]]:
+def blocks(call: Call, streams: CallStreams, cells: list[Cell]) -> Iterator[tuple[int, list[Cell]]]:
     """(whose, cells) of each step, passed on before they are handed out."""
     rank, world = call.rank, call.plan.world_size
     for step in range(world):
-        passed = cells
-        messages = []
+        passed, messages = cells, list[Message]()
         if streams.communicates and step < world - 1:
-            passed = [_Cell(c.slot, c.start, torch.empty_like(c.kv)) for c in cells]
-            messages = [
-                streams.post(
-                    [Sent((rank + 1) % world, cell.kv, None)],
-                    [((rank - 1) % world, place.kv)],
-                    number,
-                )
-                for number, (cell, place) in enumerate(zip(cells, passed, strict=True))
-            ]
+            passed = [Cell(c.slot, c.start, torch.empty_like(c.kv)) for c in cells]
+            messages = pass_on(call, streams, [c.kv for c in cells], [c.kv for c in passed])
         yield (rank - step) % world, cells
         for message in messages:
             streams.wait(message)
         cells = passed
+
+
+def pass_on(
+    call: Call, streams: CallStreams, own: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
+) -> list[Message]:
+    """Start to send tensors to the next rank, and to get as many from the one before."""
+    rank, world = call.rank, call.plan.world_size
+    return [
+        streams.post([Sent((rank + 1) % world, one, None)], [((rank - 1) % world, place)], number)
+        for number, (one, place) in enumerate(zip(own, places, strict=True))
+    ]

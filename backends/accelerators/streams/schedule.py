@@ -107,6 +107,7 @@ _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
     "moe_dispatch_gemm": DispatchSchedule,
     "moe_combine": CombineSchedule,
     "ring_attention": AttentionSchedule,
+    "ring_attention_backward": AttentionSchedule,
 }
 
 

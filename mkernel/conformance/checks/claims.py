@@ -8,10 +8,10 @@ from typing import get_args
 import torch
 
 from mkernel.backends.contracts.status import Status
-from mkernel.conformance.accelerator import OPS, AcceleratorSubject, blame
+from mkernel.conformance.accelerator import AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import DtypeName
+from mkernel.plan.model import DtypeName, OpName
 from mkernel.topology.model import Accelerator
 
 _PATHS = {"p2p", "nic"}
@@ -42,7 +42,7 @@ def _devices(devices: object) -> Iterator[str]:
 
 def _claims(claims: AcceleratorCapabilities) -> Iterator[str]:
     legal: dict[str, set[str]] = {
-        "ops": set(OPS),
+        "ops": set(get_args(OpName)),
         "dtypes": set(get_args(DtypeName)),
         "out_dtypes": set(get_args(DtypeName)),
         "b_layouts": {"row", "column"},

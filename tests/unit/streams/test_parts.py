@@ -17,6 +17,7 @@ from mkernel.backends.accelerators.streams.schedule import GatherSchedule
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError
+from mkernel.plan.ops import BACKWARD
 from mkernel.plan.shapes import SHAPES
 
 
@@ -97,7 +98,7 @@ def test_what_it_claims() -> None:
     backend = StreamsAccelerator("cpu")
     claims = backend.capabilities()
     assert backend.status().usable
-    assert set(claims.ops) == set(SHAPES)
+    assert set(claims.ops) == {*SHAPES, *BACKWARD.values()}
     assert claims.process_group
     assert backend.collectives == "gloo"
     assert [device.kind for device in backend.probe()] == ["cpu"]

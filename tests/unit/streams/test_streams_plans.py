@@ -14,6 +14,7 @@ import torch
 from plan_walk import WalkedWorld, decorations
 
 from mkernel.backends.accelerators.streams import (
+    attention_gradient,
     call_streams,
     matmul,
     online_softmax,
@@ -44,6 +45,7 @@ SIZES: dict[str, dict[str, int]] = {
     "moe_combine": {"tokens": 24, "features": 12, "experts": 8, "top_k": 2},
     "ring_attention": {"batch": 1, "heads": 2, "kv_heads": 1, "sequence": 96, "head_dim": 8},
 }
+SIZES["ring_attention_backward"] = SIZES["ring_attention"]
 RANK, WORLD, CHUNK, SIGNALS = 1, 4, 5, 64
 FAR = 1 << 40
 """Peers' workspaces, which nothing reads, are this far apart."""
@@ -177,10 +179,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     def see(self: object, k: torch.Tensor, v: torch.Tensor, first: int | None) -> None:
         made.tell("scores", tuple(k.shape), first)
 
+    def gradients(self: object, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+        made.tell("gradients", tuple(k.shape), rest[2])
+
     fake = SimpleNamespace(irecv=receive, isend=send, P2POp=one, batch_isend_irecv=batch)
     monkeypatch.setattr(call_streams, "distributed", fake)
     monkeypatch.setattr(matmul.Factor, "product", product)
     monkeypatch.setattr(online_softmax.OnlineSoftmax, "_see", see)
+    monkeypatch.setattr(attention_gradient.AttentionGradient, "_see", gradients)
     for module in (window, windows):
         monkeypatch.setattr(module, "native", lambda: RecordedNative(made))
     return made

@@ -1,0 +1,93 @@
+"""The derivative of ring attention: one call, in which keys and values go round the ring again.
+
+Data flow of one call on rank r:
+  q, dO (own) and the forward's log-sum-exp stay; k, v of every rank come by, one block a step
+  scores are computed again ──▶ added to dq here, and to dk, dv of the block, which follow it
+  after W steps dk, dv of the own block are home; sums are float32 and rounded once
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mkernel.ops import validate
+from mkernel.ops.common import plan_for
+from mkernel.ops.plain import plain
+from mkernel.ops.registration import register
+from mkernel.ops.untraced import untraced
+from mkernel.world.lifecycle import current
+
+OP = "ring_attention_backward"
+
+
+@untraced
+def _kernel(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    world = current(group)
+    given = {"grad_out": grad_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if grad_lse is not None:
+        given["grad_lse"] = grad_lse
+    given = dict(zip(given, plain(OP, tuple(given), tuple(given.values())), strict=True))
+    dtype = validate.dtype_name("q.dtype", q.dtype, world.accelerator.capabilities().dtypes)
+    batch, heads, rows, width = q.shape
+    sizes = {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": k.shape[1],
+        "sequence": rows * world.size,
+        "head_dim": width,
+        "causal": causal,
+    }
+    plan = plan_for(world, OP, sizes, dtype, dtype, chunk=chunk)
+    found = {f"grad_{name}": torch.empty_like(given[name]) for name in ("q", "k", "v")}
+    options = {"scale": width**-0.5 if scale is None else float(scale)}
+    world.run(plan, {**given, **found}, options=options)
+    return found["grad_q"], found["grad_k"], found["grad_v"]
+
+
+def _fake(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+register(
+    f"{OP}(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, *, "
+    "bool causal, float? scale=None, int? chunk=None, str group) -> (Tensor, Tensor, Tensor)",
+    _kernel,
+    _fake,
+)
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
+    """Keeps all tensors of the call."""
+    ctx.set_materialize_grads(False)
+    ctx.options = dict(keyword_only_inputs)
+    ctx.save_for_backward(*inputs, *output)
+
+
+def backward(ctx: Any, of_out: Tensor | None, of_lse: Tensor | None) -> Any:
+    """dq, dk, dv in one call."""
+    tensors = ctx.saved_tensors
+    if of_out is None:
+        of_out = torch.zeros_like(tensors[3])
+    if of_lse is not None:
+        of_lse = of_lse.contiguous()
+    return torch.ops.mkernel.ring_attention_backward(
+        of_out.contiguous(), of_lse, *tensors, **ctx.options
+    )

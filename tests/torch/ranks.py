@@ -1,0 +1,41 @@
+"""What tests of registered ops share: tensors that every process can draw, ops called on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+import mkernel
+
+
+def operand(name: str, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values that every process can draw of any rank's."""
+    seed = 1000 * rank + sum(map(ord, name))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def on_ranks(
+    check: Callable[..., Any], *arguments: Any, ranks: int = 2, accelerator: str = "streams"
+) -> list[Any]:
+    """What ``check`` returns on each rank."""
+    return mkernel.launch(
+        check, *arguments, ranks_per_node=ranks, accelerator=accelerator, timeout_s=60
+    )
+
+
+def checked(op: Any, arguments: Iterable[Any], **options: Any) -> dict[str, str]:
+    """Findings of torch.library.opcheck of an op in the world; all ranks check in lock-step."""
+    group = {"group": mkernel.world().name}
+    found = opcheck(op.default, tuple(arguments), {**options, **group}, raise_exception=False)
+    return {name: str(outcome) for name, outcome in found.items() if outcome != "SUCCESS"}
+
+
+def close(found: Any, wanted: Any, tolerance: float, what: str = "") -> None:
+    """Fail where a result is not the float64 one."""
+    assert found.shape == wanted.shape, what
+    error = float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    assert error <= tolerance, f"{what}: relative error {error:.2e}"
