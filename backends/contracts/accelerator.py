@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Workspace
@@ -72,6 +72,19 @@ class Call:
     symmetric: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
+class Again(NamedTuple):
+    """How native code starts calls like one that was launched (``call_starter.h``).
+
+    Attributes:
+        starter: a PyCapsule that holds a ``MkernelCallStarter``.
+        launches: stands for every call that was started by a starter of this world: its ``wait`` is
+            True while none of them is under way. One object a world.
+    """
+
+    starter: object
+    launches: Launch
+
+
 class Launch(ABC):
     """A running call. The world waits on it in slices, so that Ctrl-C and aborts are seen.
 
@@ -88,6 +101,17 @@ class Launch(ABC):
         """Outputs whose sizes only the call finds out (MoE); after ``wait`` returned True, on a
         stream-ordered backend right after the launch."""
         return {}
+
+    def again(self) -> Again | None:
+        """For calls of the same plan whose tensors have the same shapes, strides, dtypes and places in
+        symmetric memory; asked right after the launch, of a stream-ordered backend. None: they are
+        launched as this one was."""
+        return None
+
+    def calls_over(self) -> int:
+        """How many calls that it stands for are known to be over. It only grows, in ``wait``: each is
+        given the deadline anew."""
+        return 0
 
 
 class AcceleratorBackend(ABC):

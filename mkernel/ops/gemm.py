@@ -114,11 +114,12 @@ class GemmOp:
         gathered: bool | torch.Tensor = False,
         path: PathChoice | None = None,
         group: Group = None,
+        signature: bytes | None = None,
         **execution: Unpack[Execution],
     ) -> Done:
         """One call in a group's world. Outputs: ``out``, and ``gathered`` if asked.
 
-        ``path``: instead of the setting's.
+        ``path``: instead of the setting's. ``signature``: as :meth:`_known` gave it.
         """
         world = current(group)
         a, b, out, gathered = plain(self.name, _ARGUMENTS, (a, b, out, gathered))
@@ -150,7 +151,7 @@ class GemmOp:
             else:
                 overwritten.append(gathered)
             outputs["gathered"] = gathered
-        record = world.run(plan, {"a": a, "b": b, **outputs}, **execution)
+        record = world.run(plan, {"a": a, "b": b, **outputs}, signature=signature, **execution)
         if overwritten:  # autograd may have saved them for a backward, and must hear of it
             increment_version(overwritten)
         return Done(plan, record, outputs)
@@ -166,14 +167,48 @@ class GemmOp:
         group: Group,
     ) -> Tensor:
         """The output of one call, through torch's dispatcher where torch has to see it."""
-        found: Tensor
+        found: Any = None
+        if not torch.compiler.is_compiling():
+            found = self._known(a, b, out, out_dtype, chunk, group)
+            if isinstance(found, Tensor):
+                return found
         if out is None and seen_by_torch(a, b):
             registered = getattr(torch.ops.mkernel, self.name)
-            found = registered(a, b, out_dtype=out_dtype, chunk=chunk, group=group_name(group))
-        else:
-            done = self.call(a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
-            found = done.outputs["out"]
-        return found
+            result: Tensor = registered(
+                a, b, out_dtype=out_dtype, chunk=chunk, group=group_name(group)
+            )
+            return result
+        return self._called(a, b, out, out_dtype, chunk, group, found)
+
+    def _known(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor | None,
+        out_dtype: torch.dtype | None,
+        chunk: int | None,
+        group: Group,
+    ) -> Any:
+        """The output of a call like one before, started without Python. Else the signature under which
+        such calls may be known from the next on; or None."""
+        known = current(group).known
+        return None if known is None else known(self.name, a, b, out, out_dtype, chunk)
+
+    def _called(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor | None,
+        out_dtype: torch.dtype | None,
+        chunk: int | None,
+        group: Group,
+        signature: bytes | None,
+    ) -> Tensor:
+        done = self.call(
+            a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group, signature=signature
+        )
+        result: Tensor = done.outputs["out"]
+        return result
 
     def register(self, save: Callable[..., None], backward: Callable[..., Any]) -> None:
         """Make it known to torch as ``torch.ops.mkernel.NAME``.
@@ -190,9 +225,10 @@ class GemmOp:
             chunk: int | None = None,
             group: str,
         ) -> Tensor:
-            called = self.call(a, b, out_dtype=out_dtype, chunk=chunk, group=group)
-            result: Tensor = called.outputs["out"]
-            return result
+            found = self._known(a, b, None, out_dtype, chunk, group)
+            if isinstance(found, Tensor):
+                return found
+            return self._called(a, b, None, out_dtype, chunk, group, found)
 
         def fake(
             a: Tensor,

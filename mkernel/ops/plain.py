@@ -16,11 +16,8 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from mkernel.errors import ArgumentError, Unsupported
+from mkernel.world.torch_state import dispatch_modes, function_modes, tracing, transforms
 
-_transforms = torch._C._functorch.peek_interpreter_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_tracing = torch._C._is_tracing
 _USUAL_FUNCTIONS = (
     getattr_static(Tensor, "__torch_function__"),
     torch._C._disabled_torch_function_impl,
@@ -38,7 +35,7 @@ def plain(op: str, names: tuple[str, ...], values: tuple[Any, ...]) -> tuple[Any
             and DTensor among them; one without dense memory of its own.
         Unsupported: the call is inside a mode or transform that has to see or trace what it does.
     """
-    quiet = not (_dispatch_modes() or _function_modes() or _tracing()) and _transforms() is None
+    quiet = not (dispatch_modes() or function_modes() or tracing()) and transforms() is None
     if quiet and _usual(values):  # in nearly every call; it costs a microsecond
         return values
     _refuse_surroundings(op)
@@ -54,7 +51,7 @@ def plain(op: str, names: tuple[str, ...], values: tuple[Any, ...]) -> tuple[Any
 def seen_by_torch(*values: Any) -> bool:
     """Whether torch has to see the call of a registered op: it records a graph for gradients, or it
     traces, or a mode of it stands in for the data."""
-    if torch.compiler.is_compiling() or _dispatch_modes() or _tracing():
+    if torch.compiler.is_compiling() or dispatch_modes() or tracing():
         return True
     if torch.is_grad_enabled():
         for value in values:  # in every call: a generator would double the time
@@ -163,12 +160,12 @@ def _remedy(value: Tensor) -> str:
 def _refuse_surroundings(op: str) -> None:
     """Unsupported where torch is not just computing."""
     where = None
-    if _dispatch_modes():
+    if dispatch_modes():
         modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         where = type(modes[-1]).__name__
-    elif _transforms() is not None:
+    elif transforms() is not None:
         where = "a transform of torch.func (grad, vmap, jvp, functionalize, ...)"
-    elif _tracing():
+    elif tracing():
         where = "torch.jit.trace"
     else:  # torch.set_default_device and `with torch.device(...)` are such modes, and harmless
         for mode in torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]

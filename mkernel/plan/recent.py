@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -17,12 +18,14 @@ class Recent(dict[K, V | None]):
 
     Two generations: what is used comes into the younger; when that is full the older goes, and the
     younger becomes the older. So what is kept is found as fast as in a dict, and what goes depends on
-    the order of uses alone, which is the same on every rank.
+    the order of uses alone, which is the same on every rank. Until the generations move on, a use of a
+    key changes nothing; ``forgets`` is called when they do.
     """
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MOST, forgets: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.most = most
+        self.forgets = forgets
         self._before: dict[K, V | None] = {}
 
     def __missing__(self, key: K) -> V | None:
@@ -35,6 +38,7 @@ class Recent(dict[K, V | None]):
         if len(self) >= self.most and key not in self:
             self._before = dict(self)
             self.clear()
+            self.forgets()
         super().__setitem__(key, value)
 
     def kept(self) -> int:

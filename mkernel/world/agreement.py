@@ -33,6 +33,10 @@ class Agreement:
         self._lately: Recent[str, dict[str, Any]] = Recent(MOST_TEXTS)  # what was told of calls
         self._last = ""  # the key of the agreement before, whose text lies in the store
 
+    def forgets(self, told: Callable[[], None]) -> None:
+        """Call ``told`` whenever calls are forgotten."""
+        self._agreed.forgets = told
+
     def enter(
         self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]
     ) -> int:

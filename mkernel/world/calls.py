@@ -22,6 +22,7 @@ from mkernel.world.agreement import Agreement
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.join import DRAIN_S, Membership
+from mkernel.world.known import known_calls, learn
 from mkernel.world.order import Turns
 
 _WAIT_SLICE_S = 0.05
@@ -41,6 +42,10 @@ class Calls:
 
     Args:
         turns: the world's turns among all worlds of this process.
+
+    Attributes:
+        known: starts calls that :meth:`run` was told the signature of, without Python; None: there is
+            no such way here.
     """
 
     def __init__(
@@ -64,6 +69,12 @@ class Calls:
         self._ordered = membership.session is None or membership.session.capabilities().ordered
         # Calls may be left to the device where the host need not wait for its puts.
         self._queues = membership.accelerator.capabilities().stream_ordered and self._ordered
+        self.known = (
+            known_calls(self, failure, self._running, turns, self._pad) if self._queues else None
+        )
+        if self.known is not None:
+            self._heap.watched_by(self.known)
+            self._agreement.forgets(self.known.forget)
 
     def run(
         self,
@@ -74,6 +85,7 @@ class Calls:
         *,
         trace: bool,
         wait: bool,
+        signature: bytes | None,
     ) -> CallRecord:
         """:meth:`mkernel.World.run`."""
         if view != "pipelined" and not isinstance(self._accelerator, Instrumented):
@@ -122,6 +134,8 @@ class Calls:
                 if self._queues:
                     self._turns.queued()
             running.append(launch)
+            if signature is not None and self.known is not None:
+                learn(self.known, signature, launch, self._failure.call[1], tensors["out"])
             if not (wait or trace or view != "pipelined") and self._queues:
                 return CallRecord(LaunchTimes(), None, launch.results())
             self._await_all()
@@ -166,6 +180,8 @@ class Calls:
             self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
+        if self.known is not None:
+            self.known.close()
         if error is None and self._running:
             self.synchronize()
         if self._failure.notice is None:
@@ -193,7 +209,11 @@ class Calls:
         # Its own waits end by the deadline; before it starts, the user's own work may be queued.
         limit_s = 2 * self._failure.timeout_s + DRAIN_S
         deadline = time.monotonic() + limit_s
-        while not self._running[0].wait(_WAIT_SLICE_S):
+        first = self._running[0]
+        over = first.calls_over()
+        while not first.wait(_WAIT_SLICE_S):
+            if first.calls_over() != over:
+                over, deadline = first.calls_over(), time.monotonic() + limit_s
             if time.monotonic() > deadline:
                 self._failure.raise_recorded()
                 error = Timeout(

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,9 @@ from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.identity import Identity
 from mkernel.world.symmetric import SymmetricBuffer
+
+if TYPE_CHECKING:
+    from mkernel.backends.runtime._known_calls import KnownCalls
 
 Place = tuple[int, int]
 """Where a tensor lies in symmetric memory: number of the buffer of ``empty``, offset in bytes."""
@@ -86,6 +90,7 @@ class SymmetricHeap:
         self._plans: Recent[str, PlanMemory] = Recent()  # one that is not kept is adopted again
         self._arena: Arena | None = None  # the newest
         self._users: list[SymmetricBuffer] = []
+        self._known: KnownCalls | None = None
         self._held = contextlib.ExitStack()
         self.session: NicSession | None = None
         # As many counters as can be named: host pages that nobody touches take no memory.
@@ -139,7 +144,14 @@ class SymmetricHeap:
         buffer = self._allocate(math.prod(sizes) * dtype.itemsize)
         made = buffer.local.tensor(0, sizes, dtype)
         self._users.append(buffer)
+        if self._known is not None:
+            self._known.add_buffer(buffer.local.address, buffer.nbytes)
         return made
+
+    def watched_by(self, known: KnownCalls) -> None:
+        """Tell ``known`` of users' buffers, and when plans are forgotten. Before there are any."""
+        self._known = known
+        self._plans.forgets = known.forget
 
     def places(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
         """By name, where those tensors lie that are in a buffer of ``empty``."""

@@ -45,29 +45,30 @@ class DeviceOrder:
 
     Attributes:
         under_way: names of the worlds whose calls are being made, the innermost last.
+        turns: of the worlds that there are.
     """
 
     def __init__(self, device: str) -> None:
         self.lock = threading.RLock()
         self.under_way: list[str] = []
+        self.turns: set[Turns] = set()
         self._device = device
-        self._turns: set[Turns] = set()
         self._last: dict[bool, Queued] = {}  # by whether it was captured into a graph
 
     def join(self, turns: Turns) -> None:
         """A world begins. What other worlds have queued is over when this returns: while a world is
         alone nobody notes where it queues its calls."""
         with self.lock:
-            for other in list(self._turns):
+            for other in list(self.turns):
                 with contextlib.suppress(WorldError):  # it hears of it at its own next call
                     other.drain()
             self._last.clear()
-            self._turns.add(turns)
+            self.turns.add(turns)
 
     def leave(self, turns: Turns) -> None:
         """A world has ended."""
         with self.lock:
-            self._turns.discard(turns)
+            self.turns.discard(turns)
 
     def follow(self, world: str) -> None:
         """What is queued on the current stream from now on comes after the last call of other worlds.
@@ -78,7 +79,7 @@ class DeviceOrder:
         Raises:
             Unsupported: another capture, which has not ended yet, holds the last call.
         """
-        if len(self._turns) < 2:
+        if len(self.turns) < 2:
             return
         module = torch.get_device_module(self._device)
         stream, captured = module.current_stream(), _capturing(module)
@@ -101,7 +102,7 @@ class DeviceOrder:
 
     def queued(self, world: str) -> None:
         """A call has been queued on the current stream."""
-        if len(self._turns) < 2:
+        if len(self.turns) < 2:
             return
         module = torch.get_device_module(self._device)
         stream, captured = module.current_stream(), _capturing(module)
@@ -129,6 +130,9 @@ class Turns:
         limit_s: how long another world may keep its turn.
         drain: returns once all that this world has queued is over.
         tell: lets the other ranks know of an error.
+
+    Attributes:
+        order: of all worlds on this type of device.
     """
 
     def __init__(
@@ -139,19 +143,20 @@ class Turns:
         drain: Callable[[], None],
         tell: Callable[[BaseException], None],
     ) -> None:
-        self._world = world
-        self._order = order_of(device)
+        self.device = device
+        self.world = world
+        self.order = order_of(device)
         self._limit_s = limit_s
         self._tell = tell
         self.drain = drain
 
     def __enter__(self) -> None:
-        order = self._order
+        order = self.order
         if not order.lock.acquire(blocking=False) and not order.lock.acquire(
             timeout=self._limit_s()
         ):
             raise self._late()
-        order.under_way.append(self._world)
+        order.under_way.append(self.world)
 
     def __exit__(
         self,
@@ -159,34 +164,34 @@ class Turns:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._order.under_way.pop()
-        self._order.lock.release()
+        self.order.under_way.pop()
+        self.order.lock.release()
 
     def join(self) -> None:
         """The world begins to make calls."""
-        self._order.join(self)
+        self.order.join(self)
 
     def leave(self) -> None:
         """The world makes no call any more."""
-        self._order.leave(self)
+        self.order.leave(self)
 
     def follow(self) -> None:
         """:meth:`DeviceOrder.follow`."""
-        self._order.follow(self._world)
+        self.order.follow(self.world)
 
     def queued(self) -> None:
         """:meth:`DeviceOrder.queued`."""
-        self._order.queued(self._world)
+        self.order.queued(self.world)
 
     def elsewhere(self) -> str:
         """The other world that this process is calling or making; empty: there is none. Any thread."""
-        busy = (*self._order.under_way[-1:], *_being_made[-1:])
-        return next((world for world in busy if world != self._world), "")
+        busy = (*self.order.under_way[-1:], *_being_made[-1:])
+        return next((world for world in busy if world != self.world), "")
 
     def _late(self) -> Timeout:
         error = Timeout(
-            f"a call of world {self._world!r} waited {self._limit_s():g} s for a call of world "
-            f"{self.elsewhere() or self._world!r} that another thread of this process makes; ranks "
+            f"a call of world {self.world!r} waited {self._limit_s():g} s for a call of world "
+            f"{self.elsewhere() or self.world!r} that another thread of this process makes; ranks "
             "that share several worlds call them in one order"
         )
         self._tell(error)

@@ -42,6 +42,8 @@ class World:
         on_end: called once, when it begins to close.
         planned: plans of this world's calls by what was asked for; belongs to ``mkernel.ops``.
         checked: what passed the checks of an op by its arguments' signature; likewise.
+        known: starts a call that it has seen before, or says under which signature :meth:`run` may let
+            it see one (``backends/runtime/_known_calls.pyi``); None: this world has no such way.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class World:
         )
         self._failure.elsewhere = self._turns.elsewhere
         self._calls = Calls(self._membership, self._exchange, self._failure, self._turns)
+        self.known = None if self._calls.known is None else self._calls.known.call
         try:
             self._turns.join()
         except BaseException as error:  # Ctrl-C while the calls of other worlds end
@@ -147,6 +150,7 @@ class World:
         view: View = "pipelined",
         trace: bool = False,
         wait: bool = False,
+        signature: bytes | None = None,
     ) -> CallRecord:
         """Run one call of a plan. Collective: every rank, with the same plan and view.
 
@@ -154,13 +158,18 @@ class World:
         ``wait``, a trace or another view than the product's is asked for. The record has times and
         trace only of a call that has ended.
 
+        Args:
+            signature: that :attr:`known` gave the call, which may start such calls from now on.
+
         Raises:
             Unsupported: the accelerator is not instrumented, and has the product's view only.
             PlanMismatch: another rank calls something else; nothing was launched.
             WorldError: PeerFailure, Timeout, NicError, Untrusted or Cancelled, the same kind on every
                 rank; of this call, or of an earlier one that was only queued.
         """
-        return self._calls.run(plan, tensors, options or {}, view, trace=trace, wait=wait)
+        return self._calls.run(
+            plan, tensors, options or {}, view, trace=trace, wait=wait, signature=signature
+        )
 
     def synchronize(self) -> None:
         """Return once every call that this rank has made is over; WorldError says what broke one."""

@@ -19,6 +19,7 @@ DATA = {
     *(f"mkernel/backends/accelerators/{b}/machine.json" for b in ("ascend", "hopper", "streams")),
 }
 HEADERS = {
+    "mkernel/include/backends/contracts/call_starter.h",
     "mkernel/include/backends/transport/atomics.hpp",
     "mkernel/include/backends/transport/call_state.hpp",
     "mkernel/include/backends/transport/clock.hpp",

@@ -1,0 +1,31 @@
+from collections import deque
+from typing import Any
+
+class KnownCalls:
+    def __new__(
+        cls,
+        functions: dict[str, Any],
+        failure: object,
+        calls: object,
+        running: deque[Any],
+        lock: Any,
+        under_way: list[str],
+        worlds: set[Any],
+        name: str,
+        pad: int,
+    ) -> KnownCalls: ...
+    def call(
+        self, op: str, a: object, b: object, out: object, out_dtype: object, chunk: object, /
+    ) -> Any: ...
+    def learn(
+        self,
+        signature: bytes,
+        starter: object,
+        launches: object,
+        key: str,
+        allocate: object,
+        arguments: tuple[Any, ...],
+    ) -> None: ...
+    def forget(self) -> None: ...
+    def add_buffer(self, address: int, nbytes: int, /) -> None: ...
+    def close(self) -> None: ...

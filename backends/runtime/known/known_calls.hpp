@@ -1,0 +1,94 @@
+// Calls of a world whose signature it has run before, started without Python.
+//
+// The world's own state stays where Python has it (call numbers, the order of worlds, failures): this
+// reads and writes the same objects, so that calls of either kind follow one another. What is not
+// certain here is left to Python, which decides and raises: `call` then returns None, and has done
+// nothing. It runs with the GIL and in the world's turn.
+//
+// An entry may be used only while its call needs no agreement and no new memory. So all are dropped
+// whenever the world forgets shapes (`forget`), on all ranks at the same call.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "backends/contracts/call_starter.h"
+#include "backends/runtime/known/reference.hpp"
+#include "backends/runtime/known/signature.hpp"
+#include "backends/runtime/known/torch_view.hpp"
+#include "backends/transport/signal_pad.hpp"
+
+namespace mkernel::known {
+
+// The world's objects, as `World` and what it consists of have them.
+struct WorldState {
+    Reference failure;           // FailureMonitor: call, notice, timeout_s
+    Reference calls;             // Calls: _launched
+    Reference running;           // deque of launches
+    Reference acquire, release;  // of the lock of the device's order
+    Reference under_way;         // list of worlds whose calls are being made
+    Reference worlds;            // set of those that the device has
+    Reference name;
+    transport::SignalPad pad;
+};
+
+struct KnownCall {
+    Reference capsule;                            // keeps `starter`
+    const MkernelCallStarter* starter = nullptr;  // null: such calls go through Python
+    Reference launches;                           // what to wait on for calls that it started
+    Reference key;                                // of the agreement
+    Reference allocate, arguments;                // make the output
+};
+
+class KnownCalls {
+  public:
+    // Calls kept at most: then all are forgotten. More than a world has shapes.
+    static constexpr std::size_t kMost = 4096;
+
+    TorchView torch;
+    WorldState world;
+
+    // `arguments`: op, a, b, out or None, out_dtype or None, chunk or None. The output; None: make the
+    // call from Python; bytes: likewise, and `learn` may be told of it under this signature. Null with a
+    // Python exception.
+    PyObject* call(PyObject* const* arguments);
+
+    void learn(const Signature& signature, KnownCall call);
+    void forget() { calls_.clear(); }
+    // From now on every call is Python's. References into the world go.
+    void close() {
+        closed_ = true;
+        calls_.clear();
+        world = {};
+    }
+    // Users' memory that all ranks have at one place; the n-th is buffer n of the world.
+    void add_buffer(std::uint64_t address, std::uint64_t nbytes) {
+        buffers_.push_back({address, nbytes});
+    }
+
+    int traverse(visitproc visit, void* arg) const;
+
+  private:
+    struct Buffer {
+        std::uint64_t address, nbytes;
+    };
+    struct Tensors {
+        PyObject* objects[kMostTensors];
+        std::uint64_t addresses[kMostTensors];
+    };
+
+    Answer sign(PyObject* const* arguments, Signature& signature, Tensors& tensors) const;
+    bool place(TensorSignature& tensor, std::uint64_t address, std::uint64_t nbytes) const;
+    // Queues the call and counts it. In the world's turn.
+    Answer start(const KnownCall& known, const Signature& signature, const Tensors& tensors);
+    bool listed(const KnownCall& known) const;
+
+    bool closed_ = false;
+    std::unordered_map<Signature, KnownCall, SignatureHash> calls_;
+    std::vector<Buffer> buffers_;
+};
+
+}  // namespace mkernel::known

@@ -1,0 +1,52 @@
+// What a call has to know of torch, asked through Python's C interface: nothing here links torch.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+
+#include "backends/runtime/known/exchange.hpp"
+#include "backends/runtime/known/reference.hpp"
+#include "backends/runtime/known/signature.hpp"
+
+namespace mkernel::known {
+
+// Yes, no, or a Python exception is set.
+enum class Answer { no, yes, raised };
+
+// torch's functions, as `torch_view.py` finds them. One a process would do; each KnownCalls has its own.
+class TorchView {
+  public:
+    // From a dict of that module. False with a Python exception.
+    bool open(PyObject* functions);
+
+    // Whether torch just computes: no mode, transform, trace or forward-mode derivative is active.
+    [[nodiscard]] Answer quiet() const;
+    // Whether operations on tensors that require grad are recorded.
+    [[nodiscard]] Answer records() const { return is_true(is_grad_enabled_); }
+    // Whether `device` is the calling thread's current one, where torch has one of this type.
+    [[nodiscard]] Answer is_current(const DlDevice& device) const;
+
+    // `no`: it is none of which a kernel needs the address alone, or its shape is not of the kind that
+    // is remembered. `recorded`: of `records`.
+    Answer read(PyObject* tensor, bool recorded, TensorSignature& signature,
+                std::uint64_t& address, std::uint64_t& nbytes) const;
+    // torch's current stream of the device. False with a Python exception.
+    bool current_stream(const TensorSignature& tensor, std::uint64_t& stream) const;
+    // Tells autograd that a tensor was written to. False with a Python exception.
+    bool written(PyObject* tensor) const;
+
+  private:
+    [[nodiscard]] static Answer is_true(const Reference& function);
+
+    const DlExchange* exchange_ = nullptr;
+    Reference capsule_;
+    Reference tensor_, parameter_;  // types
+    Reference quiet_;               // ((function, what it returns then), ...)
+    Reference forward_ad_, level_;  // a module's dict, and the name of the level in it
+    Reference is_grad_enabled_, is_neg_, increment_version_;
+    Reference current_device_;  // None where there is none
+    Reference requires_grad_;   // the attribute's name
+};
+
+}  // namespace mkernel::known

@@ -1,0 +1,57 @@
+"""Calls that a world has run before: native code starts them without Python
+(``backends/runtime/known/known_calls.hpp``)."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from mkernel.backends.contracts.accelerator import Launch
+from mkernel.world.order import Turns
+from mkernel.world.torch_state import allocation, native_functions
+
+if TYPE_CHECKING:
+    import torch
+
+    from mkernel.backends.runtime._known_calls import KnownCalls
+
+
+def known_calls(
+    calls: object, failure: object, running: deque[Launch], turns: Turns, pad: int
+) -> KnownCalls | None:
+    """What starts one world's calls without Python. None: this torch, or this build, has no way.
+
+    Args:
+        calls, failure: the world's Calls and FailureMonitor, whose state it reads and moves on.
+    """
+    functions = native_functions(turns.device)
+    try:
+        from mkernel.backends.runtime._known_calls import KnownCalls
+    except ImportError:  # native modules of an older build
+        return None
+    if functions is None:
+        return None
+    return KnownCalls(
+        functions=functions,
+        failure=failure,
+        calls=calls,
+        running=running,
+        lock=turns.order.lock,
+        under_way=turns.order.under_way,
+        worlds=turns.order.turns,
+        name=turns.world,
+        pad=pad,
+    )
+
+
+def learn(known: KnownCalls, signature: bytes, launch: Launch, key: str, out: torch.Tensor) -> None:
+    """Start calls of this signature as ``launch`` was from now on.
+
+    Args:
+        key: of the agreement. out: an output of such a call.
+    """
+    again = launch.again()
+    starter: Any = None if again is None else again.starter
+    launches = None if again is None else again.launches
+    allocate, arguments = allocation(out)
+    known.learn(signature, starter, launches, key, allocate, arguments)

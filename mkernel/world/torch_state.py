@@ -1,0 +1,55 @@
+"""What torch is doing around a call, and its functions that a call is started by.
+
+Torch's own names of these are private. Where one is missing calls go another way, slower.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
+
+transforms = torch._C._functorch.peek_interpreter_stack
+dispatch_modes = torch._C._len_torch_dispatch_stack
+function_modes = torch._C._len_torch_function_stack
+tracing = torch._C._is_tracing
+
+
+def native_functions(device: str) -> dict[str, Any] | None:
+    """What native code asks of torch (``backends/runtime/known/torch_view.cpp``), for calls on tensors
+    of a type of device. None: this torch lets nobody read tensors from native code (before 2.10)."""
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None:
+        return None
+    return {
+        "exchange": exchange,
+        "tensor": Tensor,
+        "parameter": Parameter,
+        "quiet": ((dispatch_modes, 0), (function_modes, 0), (tracing, False), (transforms, None)),
+        "forward_ad": forward_ad.__dict__,
+        "level": "_current_level",
+        "is_grad_enabled": torch.is_grad_enabled,
+        "is_neg": Tensor.is_neg,
+        "increment_version": increment_version,
+        "current_device": _current_device(device),
+    }
+
+
+def allocation(like: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """(function, arguments) that make a tensor without contents as ``like``, which is row-major; on the
+    current device, where there are several."""
+    shape, kind = tuple(like.shape), like.device.type
+    # As torch's own compiler allocates: past the dispatcher, in a quarter of the time of torch.empty.
+    quick = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
+    if quick is not None and (kind == "cpu" or _current_device(kind) is not None):
+        return quick, (shape, like.stride(), like.dtype)
+    return partial(torch.empty, dtype=like.dtype, device=like.device), (shape,)
+
+
+def _current_device(device: str) -> Any:
+    return getattr(torch._C, f"_{device}_getDevice", None)

@@ -1,0 +1,123 @@
+"""A backend whose calls native code starts again, on host memory: what a GPU's backend does, where
+there is none. Its starter is a C function as any other's, which here comes back into Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from queueing_backend import Queueing
+
+from mkernel.backends.contracts.accelerator import Again, Call, Launch
+from mkernel.plan.model import LaunchPlan
+
+QUEUED, DECLINED, RAISED = 0, 1, -1
+ALIGNMENT = 64
+
+
+class NativeCall(ctypes.Structure):
+    """``MkernelCall``."""
+
+    _fields_: ClassVar = [
+        ("number", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint64),
+        ("timeout_s", ctypes.c_double),
+        ("stream", ctypes.c_uint64),
+        ("addresses", ctypes.POINTER(ctypes.c_uint64)),
+        ("tensors", ctypes.POINTER(ctypes.py_object)),
+    ]
+
+
+START = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(NativeCall))
+
+
+class NativeStarter(ctypes.Structure):
+    """``MkernelCallStarter``."""
+
+    _fields_: ClassVar = [
+        ("start", START),
+        ("self", ctypes.c_void_p),
+        ("alignment", ctypes.c_uint64),
+    ]
+
+
+NAME = b"mkernel.call_starter.1"
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+class Started(Launch):
+    """All calls that starters have started."""
+
+    def __init__(self) -> None:
+        self.under_way: list[Launch] = []
+        self._over = 0
+
+    def wait(self, timeout_s: float) -> bool:
+        while self.under_way and self.under_way[0].wait(timeout_s):
+            self.under_way.pop(0)
+            self._over += 1
+        return not self.under_way
+
+    def calls_over(self) -> int:
+        return self._over
+
+
+class Restartable(Launch):
+    """A launch that can be started again."""
+
+    def __init__(self, inner: Launch, again: Callable[[], Again]) -> None:
+        self._inner = inner
+        self._again = again
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._inner.wait(timeout_s)
+
+    def again(self) -> Again:
+        return self._again()
+
+
+class Starting(Queueing):
+    """Remembers which calls came by a starter. ``answer``: what starters do instead of a call."""
+
+    name: ClassVar[str] = "starting"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[Call] = []
+        self.launches = Started()
+        self.answer = QUEUED
+        self._kept: list[NativeStarter] = []
+
+    def workspace(self, plan: LaunchPlan) -> Any:
+        made = super().workspace(plan)
+        return replace(made, areas=(1000,))
+
+    def launch(self, call: Call) -> Any:
+        template = replace(call, tensors={})
+        return Restartable(super().launch(call), lambda: self._starter(template))
+
+    def _starter(self, template: Call) -> Again:
+        def start(_: int, native: Any) -> int:
+            if self.answer != QUEUED:
+                return self.answer
+            told = native.contents
+            tensors = {name: told.tensors[i] for i, name in enumerate(("a", "b", "out"))}
+            assert [told.addresses[i] for i in range(3)] == [t.data_ptr() for t in tensors.values()]
+            call = replace(
+                template,
+                tensors=tensors,
+                number=told.number,
+                epoch=told.epoch,
+                timeout_s=told.timeout_s,
+            )
+            self.started.append(call)
+            self.launches.under_way.append(Queueing.launch(self, call))
+            return QUEUED
+
+        made = NativeStarter(START(start), None, ALIGNMENT)
+        self._kept.append(made)
+        return Again(_capsule(ctypes.addressof(made), NAME, None), self.launches)

@@ -1,0 +1,350 @@
+"""Calls of a known signature start without Python, and mean what they mean through Python."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from in_world import DEADLINE_S, stores
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mkernel
+from mkernel.errors import MkernelError, Timeout
+from mkernel.launch import host_store, report
+from mkernel.ops.gemm_all_reduce import OP
+from mkernel.world import lifecycle
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.usefixtures("leaves_nothing"),
+    pytest.mark.skipif(
+        not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+        reason="this torch has no exchange table: every call goes through Python",
+    ),
+]
+
+BACKEND = "starting_backend:Starting"
+M, N, K = 64, 40, 72
+
+
+def backend() -> Any:
+    return mkernel.world().accelerator
+
+
+def inputs(iteration: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = mkernel.world().rank if rank is None else rank
+    made = torch.Generator().manual_seed(1000 * iteration + rank)
+    return torch.randn(M, K, generator=made), torch.randn(K, N, generator=made)
+
+
+def error(out: torch.Tensor, iteration: int) -> float:
+    parts = [inputs(iteration, rank) for rank in range(mkernel.world().size)]
+    truth = sum((a.double() @ b.double() for a, b in parts), torch.zeros(M, N).double())
+    return float((out.double() - truth).abs().max())
+
+
+def began(call: Callable[[], object]) -> int:
+    """How many calls of it began without Python."""
+    before = len(backend().started)
+    call()
+    return len(backend().started) - before
+
+
+def in_ranks(function: Callable[..., Any], ranks: int = 1, **world: Any) -> list[Any]:
+    return mkernel.launch(
+        function, ranks_per_node=ranks, accelerator=BACKEND, timeout_s=DEADLINE_S, **world
+    )
+
+
+# ---- what such calls are -------------------------------------------------------------------------
+
+
+def repeated() -> tuple[list[int], list[int], list[int], tuple[int, bool], float]:
+    outs, ways = [], []
+    for iteration in range(6):
+        if iteration == 3:  # through Python, between the others
+            a, b = inputs(iteration)
+            ways.append(
+                began(lambda a=a, b=b: outs.append(mkernel.gemm_all_reduce(a, b, chunk=16)))
+            )
+            continue
+        a, b = inputs(iteration)
+        ways.append(began(lambda a=a, b=b: outs.append(mkernel.gemm_all_reduce(a, b))))
+    number, key = mkernel.world()._failure.call
+    mkernel.synchronize()
+    worst = max(error(out, iteration) for iteration, out in enumerate(outs))
+    calls = backend().calls
+    return (
+        ways,
+        [call.number for call in calls],
+        [call.epoch for call in calls],
+        (number, key == calls[-1].plan.digest()),
+        worst,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_they_have_the_numbers_and_results_of_all_calls(ranks: int) -> None:
+    for ways, numbers, epochs, heartbeat, worst in in_ranks(repeated, ranks):
+        assert ways == [0, 1, 1, 0, 1, 1]
+        assert numbers == [1, 2, 3, 4, 5, 6]
+        assert epochs == [1, 2, 3, 4, 5, 6]
+        assert heartbeat == (6, True)
+        assert worst < 1e-4
+
+
+class Quiet(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Own(torch.Tensor):
+    """A subclass without behaviour of its own."""
+
+
+def situations() -> dict[str, tuple[int, str, float]]:
+    """By situation: calls that began without Python (of one), the error if it was refused, else how far
+    the result is from that of the call through Python."""
+    a, b = inputs(0)
+    usual = mkernel.gemm_all_reduce(a, b)
+    mkernel.gemm_all_reduce(a, b, out=torch.empty(M, N))
+    op = torch.ops.mkernel.gemm_all_reduce
+    group = mkernel.world().name
+    leaf = a.clone().requires_grad_()
+    weight = torch.nn.Parameter(b)
+    odd = torch.empty(a.numel() + 1)[1:].view(M, K).copy_(a)
+    found: dict[str, tuple[int, str, float]] = {}
+
+    def look(name: str, call: Callable[[], torch.Tensor]) -> None:
+        before, refused, apart = len(backend().started), "", 0.0
+        try:
+            out = call()
+            mkernel.synchronize()
+            apart = float((out.detach() - usual).abs().max())
+        except MkernelError as error:
+            refused = type(error).__name__
+        found[name] = (len(backend().started) - before, refused, apart)
+
+    def under(mode: Any, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with mode:
+            return call()
+
+    def call() -> torch.Tensor:
+        return mkernel.gemm_all_reduce(a, b)
+
+    look("plain", call)
+    look("out", lambda: mkernel.gemm_all_reduce(a, b, out=torch.empty(M, N)))
+    look("registered op", lambda: op(a, b, group=group))
+    look("group", lambda: mkernel.gemm_all_reduce(a, b, group=mkernel.world()))
+    look("requires grad", lambda: mkernel.gemm_all_reduce(leaf, b))
+    look("no_grad", lambda: under(torch.no_grad(), lambda: mkernel.gemm_all_reduce(leaf, weight)))
+    look("inference", lambda: under(torch.inference_mode(), call))
+    look("dispatch mode", lambda: under(Quiet(), call))
+    look("function mode", lambda: under(Functions(), call))
+    look("default device", lambda: under(torch.device("cpu"), call))
+    look("subclass", lambda: mkernel.gemm_all_reduce(a.as_subclass(Own), b))
+    look("negated", lambda: mkernel.gemm_all_reduce(torch._neg_view(-a), b))
+    look("unaligned", lambda: mkernel.gemm_all_reduce(odd, b))
+    look("column-major, first", lambda: mkernel.gemm_all_reduce(a, b.t().contiguous().t()))
+    look("column-major, again", lambda: mkernel.gemm_all_reduce(a, b.t().contiguous().t()))
+    look("strided", lambda: mkernel.gemm_all_reduce(torch.cat((a, a), 1)[:, :K], b))
+    look("chunk", lambda: mkernel.gemm_all_reduce(a, b, chunk=16))
+    look("compiled", lambda: torch.compile(mkernel.gemm_all_reduce, backend="eager")(a, b))
+    look("vmap", lambda: torch.vmap(lambda one: mkernel.gemm_all_reduce(one, b))(a[None])[0])
+    look("waited for", lambda: OP.call(a, b, wait=True).outputs["out"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[int, str, float]]:
+    return in_ranks(situations)[0]
+
+
+def test_results_are_those_of_calls_through_python(
+    found: dict[str, tuple[int, str, float]],
+) -> None:
+    assert {name: apart for name, (_, _, apart) in found.items() if apart > 1e-5} == {}
+
+
+def test_they_are_taken_only_where_nothing_else_has_to_see_the_call(
+    found: dict[str, tuple[int, str, float]],
+) -> None:
+    taken = {name for name, (calls, _, _) in found.items() if calls}
+    # Gradients are recorded, compiled code runs and modes see the registered op outside of its kernel,
+    # which then begins such a call.
+    assert taken == {
+        "plain", "out", "registered op", "group", "requires grad", "no_grad", "inference",
+        "column-major, again", "compiled", "dispatch mode",
+    }  # fmt: skip
+
+
+def test_refusals_are_those_of_calls_through_python(
+    found: dict[str, tuple[int, str, float]],
+) -> None:
+    refused = {name: kind for name, (_, kind, _) in found.items() if kind}
+    assert refused.keys() >= {"function mode", "vmap"}
+    assert set(refused.values()) <= {"Unsupported", "ArgumentError", "LayoutError"}
+
+
+def written() -> tuple[int, int]:
+    a, b = inputs(0)
+    out = torch.empty(M, N)
+    mkernel.gemm_all_reduce(a, b, out=out)
+    before = out._version
+    taken = began(lambda: mkernel.gemm_all_reduce(a, b, out=out))
+    return taken, out._version - before
+
+
+def test_autograd_hears_that_an_output_was_written() -> None:
+    assert in_ranks(written) == [(1, 1)]
+
+
+def in_symmetric_memory() -> list[tuple[str, int, dict[str, tuple[int, ...]]]]:
+    a, b = inputs(0)
+    ours, other = (mkernel.empty((M, N), dtype=torch.float32) for _ in range(2))
+    found = []
+    for name, out in (
+        ("private", torch.empty(M, N)), ("ours", ours), ("other", other), ("ours", ours),
+        ("other", other), ("private", torch.empty(M, N)),
+    ):  # fmt: skip
+        taken = began(lambda out=out: mkernel.gemm_all_reduce(a, b, out=out))
+        found.append((name, taken, dict(backend().calls[-1].symmetric)))
+    return found
+
+
+def test_a_place_in_symmetric_memory_is_part_of_the_signature() -> None:
+    (found,) = in_ranks(in_symmetric_memory)
+    assert [taken for _, taken, _ in found] == [0, 0, 0, 1, 1, 1]
+    places = {name: symmetric for name, _, symmetric in found[:3]}
+    assert places["private"] == {}
+    assert places["ours"] != places["other"]
+    assert all(symmetric == places[name] for name, _, symmetric in found)
+
+
+# ---- when they are not known any more ------------------------------------------------------------
+
+
+def forgotten(shapes: int) -> list[int]:
+    """Whether the first shape is known, after so many others."""
+    world = mkernel.world()
+    for recent in (world._calls._agreement._agreed, world._membership.heap._plans):
+        recent.most = 4
+    a, b = inputs(0)
+    found = []
+    mkernel.gemm_all_reduce(a, b)
+    found.append(began(lambda: mkernel.gemm_all_reduce(a, b)))
+    for rows in range(1, shapes + 1):
+        mkernel.gemm_all_reduce(torch.ones(rows, 8), torch.ones(8, 8))
+    found.append(began(lambda: mkernel.gemm_all_reduce(a, b)))
+    found.append(began(lambda: mkernel.gemm_all_reduce(a, b)))
+    return found
+
+
+@pytest.mark.parametrize(("shapes", "wanted"), [(2, [1, 1, 1]), (20, [1, 0, 1])])
+def test_what_the_world_forgets_is_agreed_on_again(shapes: int, wanted: list[int]) -> None:
+    assert mkernel.launch(
+        forgotten, shapes, ranks_per_node=2, accelerator=BACKEND, timeout_s=DEADLINE_S
+    ) == [wanted, wanted]
+
+
+def declines() -> tuple[int, list[int], float]:
+    mkernel.gemm_all_reduce(*inputs(0))
+    backend().answer = 1
+    taken = began(lambda: mkernel.gemm_all_reduce(*inputs(0)))
+    backend().answer = 0
+    out = mkernel.gemm_all_reduce(*inputs(0))
+    mkernel.synchronize()
+    return taken, [call.number for call in backend().calls], error(out, 0)
+
+
+def test_what_a_starter_declines_is_launched_from_python_under_the_same_number() -> None:
+    for taken, numbers, wrong in in_ranks(declines, 2):
+        assert taken == 0
+        assert numbers == [1, 2, 3]
+        assert wrong < 1e-4
+
+
+def breaks() -> None:
+    a, b = inputs(0)
+    mkernel.gemm_all_reduce(a, b)
+    mkernel.synchronize()
+    mkernel.world()._failure.tell(Timeout("planted"))
+    taken = len(backend().started)
+    try:
+        mkernel.gemm_all_reduce(a, b)
+    except MkernelError as error:
+        report((type(error).__name__, str(error), len(backend().started) - taken))
+        raise
+
+
+def test_a_broken_world_is_raised_at_the_next_call() -> None:
+    seen: dict[int, Any] = {}
+    with pytest.raises(MkernelError):
+        in_ranks(breaks, on_report=seen.__setitem__)
+    assert seen == {0: ("Timeout", "planted", 0)}
+
+
+def of_two_worlds(port: int) -> list[int]:
+    a, b = inputs(0)
+    mkernel.gemm_all_reduce(a, b)
+    found = [began(lambda: mkernel.gemm_all_reduce(a, b))]
+    like = mkernel.world()
+    other = lifecycle.join(like.identity, like.backends, like.settings, stores(port), "other")
+    found.append(began(lambda: mkernel.gemm_all_reduce(a, b)))
+    other.close()
+    found.append(began(lambda: mkernel.gemm_all_reduce(a, b)))
+    return found
+
+
+def test_calls_of_several_worlds_are_ordered_in_python() -> None:
+    store, port = host_store(1, 30)
+    assert mkernel.launch(
+        of_two_worlds, port, ranks_per_node=1, accelerator=BACKEND, timeout_s=DEADLINE_S
+    ) == [[1, 0, 1]]
+    del store
+
+
+# ---- what they cost ------------------------------------------------------------------------------
+
+
+def grown(calls: int) -> tuple[int, int, int]:
+    """(calls without Python, objects that the collector knows, blocks of memory) more after so many."""
+    a, b = inputs(0)
+    mkernel.gemm_all_reduce(a, b)
+
+    def several(count: int) -> None:
+        for _ in range(count):
+            mkernel.gemm_all_reduce(a, b)
+            mkernel.synchronize()
+
+    def forget() -> None:  # what this backend remembers for the tests
+        backend().started.clear()
+        backend().calls.clear()
+
+    several(50)
+    forget()
+    gc.collect()
+    objects, blocks = len(gc.get_objects()), sys.getallocatedblocks()
+    taken = began(lambda: several(calls))
+    forget()
+    gc.collect()
+    return taken, len(gc.get_objects()) - objects, sys.getallocatedblocks() - blocks
+
+
+def test_calls_leave_no_object_behind() -> None:
+    ((taken, objects, blocks),) = mkernel.launch(
+        grown, 10_000, ranks_per_node=1, accelerator=BACKEND, timeout_s=DEADLINE_S
+    )
+    assert taken == 10_000
+    assert objects < 50
+    assert blocks < 500
