@@ -17,16 +17,16 @@ extern "C" {
 #define MKERNEL_CALL_STARTER "mkernel.call_starter.1"
 
 typedef struct {
-    uint64_t number;           /* of the call in its world; refused ones count */
-    uint64_t epoch;            /* likewise; refused ones do not count */
-    double timeout_s;          /* of every wait of the call */
-    uint64_t stream;           /* torch's current stream of the tensors' device; 0 where it has none */
+    uint64_t number;  /* of the call in its world; refused ones count */
+    uint64_t epoch;   /* likewise; refused ones do not count */
+    double timeout_s; /* of every wait of the call */
+    uint64_t stream;  /* torch's current stream of the tensors' device; 0 where it has none */
     const uint64_t* addresses; /* of the op's tensors, inputs first, then outputs */
     void* const* tensors;      /* the same as PyObject*, borrowed */
 } MkernelCall;
 
 typedef enum {
-    MKERNEL_CALL_RAISED = -1,  /* a Python exception is set, as a launch would raise it */
+    MKERNEL_CALL_RAISED = -1, /* a Python exception is set, as a launch would raise it */
     MKERNEL_CALL_QUEUED = 0,
     MKERNEL_CALL_DECLINED = 1, /* nothing was done: the world launches the call from Python, which
                                 * raises what a kernel has recorded */

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.contracts.accelerator import Call, Launch
+from mkernel.backends.contracts.accelerator import Again, Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.cuda.memory import DeviceMemory
@@ -38,26 +39,22 @@ class HopperLaunch(Launch, InstrumentedLaunch):
         order: _hopper.CallOrder,
         number: int,
         events: tuple[torch.cuda.Event, torch.cuda.Event] | None,
+        again: Callable[[], Again | None] = lambda: None,
     ) -> None:
         """``number``: the call's number in ``order``. ``events``: the call lies between them, where
-        it is timed."""
+        it is timed. ``again``: of :meth:`again`."""
         self._order = order
         self._number = number
         self._events = events
+        self._again = again
 
     def wait(self, timeout_s: float) -> bool:
         """True once the device is past the call. RuntimeError where the device has failed."""
-        if self._order.finished(self._number):
-            return True
-        if timeout_s <= 0:
-            return False
-        start = time.monotonic()
-        while not self._order.finished(self._number):
-            waited = time.monotonic() - start
-            if waited >= timeout_s:
-                return False
-            time.sleep(min(_LONGEST_PAUSE_S, waited / 50))  # short waits must not get longer
-        return True
+        return _await(self._order, self._number, timeout_s)
+
+    def again(self) -> Again | None:
+        """By the executor's starter."""
+        return self._again()
 
     def times(self) -> LaunchTimes:
         """``compute`` is the whole call on the device; communication runs inside it."""
@@ -65,6 +62,44 @@ class HopperLaunch(Launch, InstrumentedLaunch):
             return LaunchTimes()
         start, end = self._events
         return LaunchTimes({"comm": 0.0, "compute": start.elapsed_time(end) * 1e-3})
+
+
+class StartedCalls(Launch):
+    """All calls of a world that starters have queued, and those between them."""
+
+    def __init__(self, order: Any) -> None:
+        """``order``: the world's CallOrder."""
+        self._order = order
+        self._over = 0
+
+    def wait(self, timeout_s: float) -> bool:
+        """True once the device is past the last one. RuntimeError where the device has failed."""
+        latest = self._order.latest
+        if _await(self._order, latest, timeout_s):
+            self._over = latest
+            return True
+        while self._over < latest and self._order.finished(self._over + 1):
+            self._over += 1
+        return False
+
+    def calls_over(self) -> int:
+        """The number of the last one that is known to be over."""
+        return self._over
+
+
+def _await(order: _hopper.CallOrder, number: int, timeout_s: float) -> bool:
+    """Whether a call is over, at the latest then."""
+    if order.finished(number):
+        return True
+    if timeout_s <= 0:
+        return False
+    start = time.monotonic()
+    while not order.finished(number):
+        waited = time.monotonic() - start
+        if waited >= timeout_s:
+            return False
+        time.sleep(min(_LONGEST_PAUSE_S, waited / 50))  # short waits must not get longer
+    return True
 
 
 class DeviceSession:
@@ -87,8 +122,9 @@ class DeviceSession:
         self.control: _hopper.ControlBlock = made.ControlBlock()
         self._current = torch.cuda.device(index)  # entered around calls; made once
         self._order: _hopper.CallOrder = made.CallOrder(index)
-        self._context = DispatchContext(index, self._order, self.control.address)
+        self._context = DispatchContext(index, self._order, self.control.address, self.control)
         self._calls: Recent[tuple[str, int], Executor] = Recent()  # by plan and workspace
+        self._started = StartedCalls(self._order)
         self._used = False
 
     def close(self, timeout_s: float) -> bool:
@@ -150,7 +186,13 @@ class DeviceSession:
             if events is not None:
                 events[1].record()
             number = order.end(stream)
-        return HopperLaunch(order, number, events)
+        return HopperLaunch(
+            order, number, events, again=partial(self._again, calls, call.symmetric)
+        )
+
+    def _again(self, calls: Executor, symmetric: Mapping[str, tuple[int, ...]]) -> Again | None:
+        starter = calls.starter(symmetric)
+        return None if starter is None else Again(starter, self._started)
 
 
 def _timer() -> torch.cuda.Event:

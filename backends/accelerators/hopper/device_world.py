@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 class DispatchContext(NamedTuple):
     """What all executors of a world share: the device, the order of its calls (which also has the
-    second stream for copies), and the address of the rank's HostControl."""
+    second stream for copies), and the address of the rank's HostControl and its owner."""
 
     device: int
     order: _hopper.CallOrder
     control: int
+    control_block: _hopper.ControlBlock | None = None
 
 
 def one_node(plan: LaunchPlan) -> int:

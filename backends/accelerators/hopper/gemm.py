@@ -10,6 +10,7 @@ Addresses must be multiples of 16: tensors that are not go through a copy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -114,6 +115,13 @@ class AllGatherExecutor:
         if "gathered" in tensors:
             self._copy_gathered(call, a, tensors["gathered"], stream)
 
+    def starter(self, symmetric: Mapping[str, tuple[int, ...]]) -> object:
+        """Starts calls into ``out`` alone."""
+        context = self._context
+        return native().gather_starter(
+            context.device, context.order, context.control_block, self._pipelined
+        )
+
     def _one_after_the_other(
         self, call: Call, addresses: tuple[int, int, int], stream: int
     ) -> None:
@@ -198,9 +206,7 @@ class ReduceExecutor:
         a, b, out = _aligned(tensors["a"]), _aligned(tensors["b"]), tensors["out"]
         written = _writable(out)
         number, addresses = call_id(call), (a.data_ptr(), b.data_ptr(), written.data_ptr())
-        outs: list[int] = []
-        if call.symmetric and self._everywhere and written is out:
-            outs = list(call.symmetric.get("out", ()))
+        outs = self._outs(call.symmetric) if written is out else []
         if call.view == "compute_only":
             world = self._world.of_call(number, call.timeout_s)
             product = self._product.of(*addresses)
@@ -211,6 +217,17 @@ class ReduceExecutor:
             self._pipelined.start(number, call.timeout_s, *addresses, stream, outs)
         if written is not out:
             out.copy_(written)
+
+    def starter(self, symmetric: Mapping[str, tuple[int, ...]]) -> object:
+        """Starts calls into an ``out`` that lies as this one."""
+        context, outs = self._context, self._outs(symmetric)
+        return native().reduce_starter(
+            context.device, context.order, context.control_block, self._pipelined, outs
+        )
+
+    def _outs(self, symmetric: Mapping[str, tuple[int, ...]]) -> list[int]:
+        """Every rank's ``out``, where kernels write to all of them."""
+        return list(symmetric.get("out", ())) if symmetric and self._everywhere else []
 
     def _product_then_collective(
         self, call: Call, a: torch.Tensor, b: torch.Tensor, outs: list[int], stream: int

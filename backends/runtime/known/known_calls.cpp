@@ -53,7 +53,8 @@ class Turn {
         PyErr_Fetch(&type, &value, &trace);
         if (noted_) {
             const Py_ssize_t last = PyList_GET_SIZE(world_.under_way.get()) - 1;
-            if (PyList_SetSlice(world_.under_way.get(), last, last + 1, nullptr) != 0) PyErr_Clear();
+            if (PyList_SetSlice(world_.under_way.get(), last, last + 1, nullptr) != 0)
+                PyErr_Clear();
         }
         const Reference released = Reference::owned(PyObject_CallNoArgs(world_.release.get()));
         if (!released) PyErr_WriteUnraisable(world_.release.get());
@@ -72,12 +73,13 @@ class Turn {
 
 }  // namespace
 
-bool KnownCalls::place(TensorSignature& tensor, std::uint64_t address,
-                       std::uint64_t nbytes) const {
+bool KnownCalls::place(TensorSignature& tensor, std::uint64_t address, std::uint64_t nbytes) const {
     for (std::size_t number = 0; number < buffers_.size(); ++number) {
         const Buffer& buffer = buffers_[number];
-        if (address + nbytes <= buffer.address || address >= buffer.address + buffer.nbytes) continue;
-        if (address < buffer.address || address + nbytes > buffer.address + buffer.nbytes) return false;
+        if (address + nbytes <= buffer.address || address >= buffer.address + buffer.nbytes)
+            continue;
+        if (address < buffer.address || address + nbytes > buffer.address + buffer.nbytes)
+            return false;
         tensor.buffer = static_cast<std::int64_t>(number) + 1;
         tensor.offset = static_cast<std::int64_t>(address - buffer.address);
     }
@@ -133,8 +135,7 @@ PyObject* KnownCalls::call(PyObject* const* arguments) {
         if (!out) return nullptr;
         TensorSignature made{};
         std::uint64_t nbytes = 0;
-        const Answer read =
-            torch.read(out.get(), false, made, tensors.addresses[kInputs], nbytes);
+        const Answer read = torch.read(out.get(), false, made, tensors.addresses[kInputs], nbytes);
         if (read == Answer::raised) return nullptr;
         if (read == Answer::no) return from_python();
         tensors.objects[kInputs] = out.get();

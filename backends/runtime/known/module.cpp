@@ -12,8 +12,7 @@ using namespace mkernel::known;
 namespace {
 
 struct Object {
-    PyObject_HEAD
-    KnownCalls* calls;  // null while it is being made
+    PyObject_HEAD KnownCalls* calls;  // null while it is being made
 };
 
 KnownCalls* calls_of(PyObject* self) {
@@ -84,8 +83,8 @@ PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
 PyObject* learn(PyObject* self, PyObject* arguments, PyObject* keywords) {
     Py_buffer bytes;
     PyObject *starter, *launches, *key, *allocate, *with;
-    static const char* const names[] = {"signature", "starter",  "launches",
-                                        "key",       "allocate", "arguments", nullptr};
+    static const char* const names[] = {"signature", "starter",   "launches", "key",
+                                        "allocate",  "arguments", nullptr};
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "y*OOUOO!:learn",
                                      const_cast<char**>(names), &bytes, &starter, &launches, &key,
                                      &allocate, &PyTuple_Type, &with)) {
@@ -137,11 +136,13 @@ PyObject* close(PyObject* self, PyObject*) {
 
 PyMethodDef methods[] = {
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)), METH_FASTCALL,
-     "call(op, a, b, out, out_dtype, chunk) -> the output; None: call from Python; bytes: likewise, "
+     "call(op, a, b, out, out_dtype, chunk) -> the output; None: call from Python; bytes: "
+     "likewise, "
      "and the call may be learned under this signature"},
     {"learn", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&learn)),
      METH_VARARGS | METH_KEYWORDS,
-     "learn(signature, starter, launches, key, allocate, arguments): start such calls by the capsule "
+     "learn(signature, starter, launches, key, allocate, arguments): start such calls by the "
+     "capsule "
      "`starter` from now on; None: from Python"},
     {"forget", &forget, METH_NOARGS, "Forget all calls that were learned."},
     {"add_buffer", &add_buffer, METH_VARARGS,

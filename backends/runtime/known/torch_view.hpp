@@ -29,8 +29,8 @@ class TorchView {
 
     // `no`: it is none of which a kernel needs the address alone, or its shape is not of the kind that
     // is remembered. `recorded`: of `records`.
-    Answer read(PyObject* tensor, bool recorded, TensorSignature& signature,
-                std::uint64_t& address, std::uint64_t& nbytes) const;
+    Answer read(PyObject* tensor, bool recorded, TensorSignature& signature, std::uint64_t& address,
+                std::uint64_t& nbytes) const;
     // torch's current stream of the device. False with a Python exception.
     bool current_stream(const TensorSignature& tensor, std::uint64_t& stream) const;
     // Tells autograd that a tensor was written to. False with a Python exception.

@@ -16,6 +16,7 @@ void bind_calls(py::module_& module) {
         .def("fork", &CallOrder::fork, py::arg("stream"))
         .def("join", &CallOrder::join, py::arg("stream"))
         .def("end", &CallOrder::end, py::arg("stream"))
+        .def_property_readonly("latest", &CallOrder::latest)
         .def("finished", &CallOrder::finished, py::arg("call"));
 
     py::class_<ControlBlock>(module, "ControlBlock")

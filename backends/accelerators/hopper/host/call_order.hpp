@@ -31,6 +31,9 @@ class CallOrder {
     // The call's number, for `finished`; 0 while capturing: nothing runs that could end.
     std::uint64_t end(std::uint64_t stream);
 
+    // The number of the last call that was not captured; 0: none.
+    [[nodiscard]] std::uint64_t latest() const { return calls_; }
+
     // Whether that call's work is over. CudaError where the device has failed.
     [[nodiscard]] bool finished(std::uint64_t call) const;
 

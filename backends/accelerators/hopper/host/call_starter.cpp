@@ -1,0 +1,80 @@
+#include "backends/accelerators/hopper/host/call_starter.hpp"
+
+#include <stdexcept>
+#include <utility>
+
+#include "backends/cuda/device.hpp"
+#include "backends/cuda/error.hpp"
+
+namespace py = pybind11;
+
+namespace mkernel::hopper {
+
+namespace {
+
+constexpr std::uint64_t kAlignment = 16;  // of whatever tensor maps and bulk copies address
+
+struct Handed {
+    MkernelCallStarter table;
+    std::unique_ptr<CallStarter> starter;
+};
+
+// Sets the Python exception that the same error would be, had Python made the call.
+MkernelCallResult start(void* self, const MkernelCall* call) {
+    try {
+        return static_cast<CallStarter*>(self)->start(*call);
+    } catch (py::error_already_set& error) {
+        error.restore();
+    } catch (const cuda::CudaError& error) {
+        PyObject* const module = PyImport_ImportModule("mkernel.backends.cuda._cuda");
+        PyObject* const type =
+            module == nullptr ? nullptr : PyObject_GetAttrString(module, "CudaError");
+        if (type != nullptr) PyErr_SetString(type, error.what());
+        Py_XDECREF(type);
+        Py_XDECREF(module);
+    } catch (const std::logic_error& error) {  // invalid_argument, length_error
+        PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return MKERNEL_CALL_RAISED;
+}
+
+void destroy(PyObject* capsule) {
+    delete static_cast<Handed*>(PyCapsule_GetPointer(capsule, MKERNEL_CALL_STARTER));
+}
+
+}  // namespace
+
+CallStarter::CallStarter(int device, py::object order, py::object control)
+    : device_(device),
+      kept_order_(std::move(order)),
+      kept_control_(std::move(control)),
+      order_(kept_order_.cast<CallOrder&>()),
+      control_(kept_control_.cast<const ControlBlock&>()) {}
+
+MkernelCallResult CallStarter::start(const MkernelCall& call) {
+    if (control_.failed()) return MKERNEL_CALL_DECLINED;
+    const cuda::DeviceScope scope(device_);
+    order_.begin(call.stream);
+    try {
+        queue(call);
+    } catch (...) {
+        order_.end(call.stream);
+        throw;
+    }
+    order_.end(call.stream);
+    return MKERNEL_CALL_QUEUED;
+}
+
+py::object CallStarter::capsule(std::unique_ptr<CallStarter> starter) {
+    auto handed = std::make_unique<Handed>();
+    handed->table = {&hopper::start, starter.get(), kAlignment};
+    handed->starter = std::move(starter);
+    PyObject* const made = PyCapsule_New(&handed->table, MKERNEL_CALL_STARTER, &destroy);
+    if (made == nullptr) throw py::error_already_set();
+    handed.release();
+    return py::reinterpret_steal<py::object>(made);
+}
+
+}  // namespace mkernel::hopper

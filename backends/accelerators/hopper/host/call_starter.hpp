@@ -1,0 +1,50 @@
+// Starts calls of one plan without Python: the backend's side of contracts/call_starter.h. Made by the
+// plan's executor, for one way of laying out `out`.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "backends/accelerators/hopper/host/call_order.hpp"
+#include "backends/accelerators/hopper/host/control_block.hpp"
+#include "backends/contracts/call_starter.h"
+
+namespace mkernel::hopper {
+
+class CallStarter {
+  public:
+    // Python objects, which outlive it: the world's CallOrder and ControlBlock.
+    CallStarter(int device, pybind11::object order, pybind11::object control);
+    virtual ~CallStarter() = default;
+    CallStarter(const CallStarter&) = delete;
+    CallStarter& operator=(const CallStarter&) = delete;
+
+    // As the contract's `start`, with the GIL held. Throws what the work throws.
+    MkernelCallResult start(const MkernelCall& call);
+
+    // The capsule that the contract asks for, which owns the starter.
+    static pybind11::object capsule(std::unique_ptr<CallStarter> starter);
+
+  protected:
+    // Queues the call's work, between the world's calls before and after it. With the GIL held.
+    virtual void queue(const MkernelCall& call) = 0;
+
+    [[nodiscard]] int device() const { return device_; }
+
+  private:
+    int device_;
+    pybind11::object kept_order_, kept_control_;
+    CallOrder& order_;
+    const ControlBlock& control_;
+};
+
+// The number of a call as kernels note it: the low 32 bits.
+inline std::uint32_t call_number(const MkernelCall& call) {
+    return static_cast<std::uint32_t>(call.number);
+}
+
+}  // namespace mkernel::hopper
