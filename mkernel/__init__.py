@@ -34,6 +34,7 @@ from mkernel.settings import Settings
 
 if TYPE_CHECKING:
     from mkernel.api import capabilities, plan
+    from mkernel.async_tensor_parallel.enable import enable_async_tensor_parallel
     from mkernel.headers import include_dir
     from mkernel.launch import launch
     from mkernel.ops.all_gather_gemm import all_gather_gemm
@@ -58,6 +59,7 @@ __all__ = [
     "all_gather_gemm",
     "capabilities",
     "empty",
+    "enable_async_tensor_parallel",
     "errors",
     "finalize",
     "gemm_all_reduce",
@@ -83,6 +85,7 @@ HOMES = {
     "all_gather_gemm": "mkernel.ops.all_gather_gemm",
     "capabilities": "mkernel.api",
     "empty": "mkernel.world.lifecycle",
+    "enable_async_tensor_parallel": "mkernel.async_tensor_parallel.enable",
     "finalize": "mkernel.world.lifecycle",
     "gemm_all_reduce": "mkernel.ops.gemm_all_reduce",
     "gemm_reduce_scatter": "mkernel.ops.gemm_reduce_scatter",

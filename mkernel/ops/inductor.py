@@ -4,6 +4,9 @@ Inductor adds a dependency from each effectful op to the one before. In torch 2.
 name of the op's buffer and looks it up under that of the operation, so that it is lost, and ops whose
 outputs do not depend on each other are launched in any order: on ranks whose programs differ, in
 different ones. Here it is noted under the right name; where torch does so too, this adds nothing.
+
+Ops that a pass put into a graph after differentiation have no token there. They take their places among
+the others when they are lowered.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-_waiting: list[OpOverload] = []
+_waiting: list[tuple[OpOverload, Any]] = []
 
 
-def keep_order(op: OpOverload) -> None:
-    """From now on of this op too."""
-    _waiting.append(op)
+def keep_order(op: OpOverload, effect: Any) -> None:
+    """From now on of this op too, among those of the same effect."""
+    _waiting.append((op, effect))
 
 
 def teach(*, load: bool = False) -> None:
@@ -29,21 +32,26 @@ def teach(*, load: bool = False) -> None:
         from torch._inductor.lowering import fallback_handler, register_lowering
 
         while _waiting:
-            op = _waiting.pop()
+            op, effect = _waiting.pop()
             lower = fallback_handler(op)  # type: ignore[no-untyped-call]
-            register_lowering(op, type_promotion_kind=None)(_ordered(lower))
+            register_lowering(op, type_promotion_kind=None)(_ordered(op, effect, lower))
 
 
-def _ordered(lower: Callable[..., Any]) -> Callable[..., Any]:
+def _ordered(op: OpOverload, effect: Any, lower: Callable[..., Any]) -> Callable[..., Any]:
     def lowered(*arguments: Any, **keywords: Any) -> Any:
         from torch._inductor.virtualized import V
 
         graph = V.graph
         first = len(graph.operations)
         result = lower(*arguments, **keywords)
+        made: list[Any] = graph.operations[first:]
         for before in graph.effectful_ops.values():
-            for made in graph.operations[first:]:
-                graph.additional_star_deps[made.get_operation_name()].add(before.get_name())
+            for each in made:
+                graph.additional_star_deps[each.get_operation_name()].add(before.get_name())
+        if graph.current_node.target is op:  # without a token, for which torch would do this
+            for each in made:
+                each.has_side_effects = lambda: True
+            graph.effectful_ops[effect] = made[-1]
         return result
 
     return lowered

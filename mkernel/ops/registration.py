@@ -50,7 +50,7 @@ def register(
     op = getattr(torch.ops.mkernel, name).default
     if communicates:
         effects._register_effectful_op(op, _ORDERED.ORDERED)
-        inductor.keep_order(op)
+        inductor.keep_order(op, _ORDERED.ORDERED)
 
 
 def _asked(fake: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,70 @@
+"""The switch. Inductor, whose import takes a second, is imported where it is used."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from mkernel.async_tensor_parallel.report import Report
+
+
+class AsyncTensorParallel:
+    """Async tensor parallel while it is enabled; a context that disables it at its end.
+
+    Attributes:
+        report: what was rewritten so far, and what was left. A graph that Inductor takes from its cache
+            was rewritten when it was first compiled, and is not counted again.
+    """
+
+    def __init__(self) -> None:
+        from torch._inductor import config
+
+        from mkernel.async_tensor_parallel.inductor_pass import FusesCollectives
+
+        self.report = Report()
+        self._before: Any = config.post_grad_custom_pre_pass
+        self._pass = FusesCollectives(self.report, self._before)
+        config.post_grad_custom_pre_pass = self._pass
+
+    def disable(self) -> None:
+        """Compile graphs as they are from now on; what is compiled stays. RuntimeError: another pass
+        has been put in its place meanwhile."""
+        from torch._inductor import config
+
+        if self._pass.enabled and config.post_grad_custom_pre_pass is not self._pass:
+            raise RuntimeError(
+                "torch._inductor.config.post_grad_custom_pre_pass is "
+                f"{config.post_grad_custom_pre_pass!r}, not the pass of async tensor parallel; take "
+                "that one off first"
+            )
+        if self._pass.enabled:
+            self._pass.enabled = False
+            config.post_grad_custom_pre_pass = self._before
+
+    def __enter__(self) -> AsyncTensorParallel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.disable()
+
+
+def enable_async_tensor_parallel() -> AsyncTensorParallel:
+    """From now on ``torch.compile`` fuses collectives of tensor parallelism with their products.
+
+    In graphs that Inductor compiles, all gathers whose result is the left side of a matrix product,
+    and reduce scatters and all reduces (``sum``, ``avg``) of a matrix product, become calls of
+    ``torch.ops.mkernel``, wherever the world of their group takes them: a program that
+    ``torch.distributed.tensor.parallel.parallelize_module`` made needs no other change. Forward and
+    backward graphs alike. Worlds are not made while compiling, because that is collective: call
+    ``mkernel.init(group)`` before. All ranks must enable it, before they compile.
+
+    Returns:
+        What disables it again, also as a context, and reports what was rewritten:
+        ``print(mkernel.enable_async_tensor_parallel().report)`` after the first step.
+    """
+    return AsyncTensorParallel()

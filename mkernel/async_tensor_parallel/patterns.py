@@ -1,0 +1,247 @@
+"""Collectives that stand beside matrix products in a graph, as functional collectives and DTensor write
+them after Inductor's decompositions.
+
+    gather, along dimension 0     wait(all_gather_into_tensor(shard)) [W * d0, ...]
+    gather, along another one     cat(the W parts of that along dimension 0, dim)
+    scatter, along dimension 0    wait(reduce_scatter_tensor(x))
+    scatter, along another one    wait(reduce_scatter_tensor(cat(the W parts of x along dim, 0)))
+    reduce                        wait(all_reduce(x))
+
+Linear layers flatten their activations to matrices: ``reshape → mm → reshape``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+GATHER = c10d.all_gather_into_tensor.default
+SCATTER = c10d.reduce_scatter_tensor.default
+REDUCE = c10d.all_reduce.default
+WAIT = c10d.wait_tensor.default
+VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+
+
+def value(node: Node) -> Tensor:
+    """The fake tensor that a node stands for."""
+    found: Tensor = node.meta["val"]
+    return found
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are known to be equal, without a guard on symbolic ones."""
+    return bool(statically_known_true(one == other))
+
+
+def collectives(graph: Graph) -> list[Node]:
+    """Gathers, scatters and reductions, in the graph's order."""
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    return [
+        node
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "_c10d_functional"
+        and name(node).startswith(kinds)
+    ]
+
+
+def name(node: Node) -> str:
+    """The name of the op that a node calls, without namespace and overload."""
+    target: Any = node.target
+    found: str = target._opname
+    return found
+
+
+def argument(node: Node, wanted: str) -> Any:
+    """An argument of an op by its name in the schema, wherever the node has it."""
+    target: Any = node.target
+    for place, each in enumerate(target._schema.arguments):
+        if each.name == wanted:
+            if place < len(node.args):
+                return node.args[place]
+            return node.kwargs.get(wanted, each.default_value)
+    raise KeyError(wanted)
+
+
+def group_name(node: Node) -> str:
+    """Torch's name of a collective's group."""
+    group = argument(node, "group_name")
+    found: str = group if isinstance(group, str) else group.group_name
+    return found
+
+
+def awaited(collective: Node) -> Node | None:
+    """The wait for a collective, where nothing else uses it."""
+    users = list(collective.users)
+    return users[0] if len(users) == 1 and users[0].target is WAIT else None
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+class Product(NamedTuple):
+    """``mm``: an ``aten.mm``, or an ``aten.addmm`` with ``bias``, which is added to each row."""
+
+    mm: Node
+    a: Node
+    b: Node
+    bias: Node | None
+
+
+def product(node: Node) -> Product | None:
+    """The product that a node is."""
+    if node.target is aten.mm.default:
+        a, b = node.args[:2]
+        return Product(node, a, b, None)  # type: ignore[arg-type]
+    if node.target is aten.addmm.default:
+        bias, a, b = node.args[:3]
+        plain = argument(node, "beta") == 1 and argument(node, "alpha") == 1
+        if plain and isinstance(bias, Node) and value(bias).dim() == 1:
+            return Product(node, a, b, bias)  # type: ignore[arg-type]
+    return None
+
+
+def flattened(node: Node) -> Iterator[Node]:
+    """A node and its views of other leading dimensions, whose rows are its own in the same order."""
+    yield node
+    for user in node.users:
+        if user.target in VIEWS and _same_rows(user, node):
+            yield from flattened(user)
+
+
+def _same_rows(one: Node, other: Node) -> bool:
+    rows, others = value(one).shape, value(other).shape
+    return len(rows) > 0 and len(others) > 0 and equal(rows[-1], others[-1])
+
+
+def producer(node: Node) -> tuple[Node, bool]:
+    """What a node is a view of, as :func:`flattened` follows them; whether nothing but it uses that."""
+    alone = True
+    while node.target in VIEWS:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if not _same_rows(node, source):
+            break
+        node = source
+        alone = alone and len(node.users) == 1
+    return node, alone
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+
+class Parts(NamedTuple):
+    """``whole`` cut along ``dim`` into equal parts, which are ``pieces`` of the graph, in order."""
+
+    whole: Node
+    dim: int
+    pieces: tuple[Node, ...]
+
+    def used_once(self) -> bool:
+        """Whether the whole is used for nothing but its parts, and each of them once."""
+        cuts = {p if p.target is aten.slice.Tensor else p.args[0] for p in self.pieces}
+        return set(self.whole.users) == cuts and all(len(p.users) == 1 for p in self.pieces)
+
+
+def parts(cat: Node, count: int) -> Parts | None:
+    """The parts of one tensor, each once and in order, that a concatenation puts together."""
+    pieces = cat.args[0]
+    if not isinstance(pieces, (list, tuple)) or len(pieces) != count:
+        return None
+    found: set[tuple[Node, int]] = set()
+    for place, piece in enumerate(pieces):
+        part = _part(piece, place, count) if isinstance(piece, Node) else None
+        if part is None:
+            return None
+        found.add(part)
+    if len(found) != 1:
+        return None
+    ((whole, dim),) = found
+    return Parts(whole, dim, tuple(pieces))  # type: ignore[arg-type]
+
+
+def _part(piece: Node, place: int, count: int) -> tuple[Node, int] | None:
+    """Of what ``piece`` is part number ``place`` of ``count`` equal ones, and along which dimension."""
+    if piece.target is operator.getitem:
+        split, index = piece.args
+        if index != place or not isinstance(split, Node) or split.target not in _SPLITS:
+            return None
+        whole, dim = split.args[0], argument(split, "dim")
+    elif piece.target is aten.slice.Tensor:
+        whole, dim = piece.args[0], argument(piece, "dim")
+        size = value(piece).shape[dim]
+        begins = argument(piece, "start") or 0
+        if not equal(begins, place * size) or argument(piece, "step") != 1:
+            return None
+    else:
+        return None
+    assert isinstance(whole, Node)
+    dim = dim % value(whole).dim()
+    even = equal(value(piece).shape[dim] * count, value(whole).shape[dim])
+    return (whole, dim) if even else None
+
+
+# ---- collectives with their surroundings -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gather:
+    """``result``: all ranks' ``shard``, one after another along ``dim``."""
+
+    start: Node
+    shard: Node
+    result: Node
+    dim: int
+
+
+def gather(start: Node, ranks: int) -> Gather | None:
+    """What a gather gathers; None: something else uses it before it has ended."""
+    wait = awaited(start)
+    shard = start.args[0]
+    if wait is None or not isinstance(shard, Node):
+        return None
+    for cat in [user for cut in wait.users for part in (cut, *cut.users) for user in part.users]:
+        found = parts(cat, ranks) if cat.target is aten.cat.default else None
+        if found is not None and found.whole is wait and found.dim == 0 and found.used_once():
+            return Gather(start, shard, cat, argument(cat, "dim") % value(cat).dim())
+    return Gather(start, shard, wait, 0)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A reduction over ranks: ``result`` is the sum, or the part of it along ``dim`` that is this
+    rank's (``dim`` None: all of it). ``summand`` is what each rank adds; ``alone``: nothing else uses
+    it, nor what lies between."""
+
+    start: Node
+    summand: Node
+    result: Node
+    dim: int | None
+    alone: bool
+
+
+def reduction(start: Node, ranks: int) -> Sum | None:
+    """What is summed; None: something else uses the sum before it is there."""
+    wait = awaited(start)
+    summand = start.args[0]
+    if wait is None or not isinstance(summand, Node):
+        return None
+    if start.target is REDUCE:
+        return Sum(start, summand, wait, None, len(summand.users) == 1)
+    if summand.target is aten.cat.default and argument(summand, "dim") == 0:
+        found = parts(summand, ranks)
+        if found is not None:
+            alone = found.used_once() and len(summand.users) == 1
+            return Sum(start, found.whole, wait, found.dim, alone)
+    return Sum(start, summand, wait, 0, len(summand.users) == 1)

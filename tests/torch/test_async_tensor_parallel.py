@@ -1,0 +1,480 @@
+"""Async tensor parallel: what is rewritten, what is left and why, and that results stay the same.
+
+Programs are traced and differentiated as Inductor does it, the pass rewrites their graphs, and these
+are run as they are; one test has Inductor generate code too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from groups_in_ranks import TIMEOUT_S, ranks
+from torch import Tensor, distributed, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import mkernel
+from mkernel.async_tensor_parallel import Report, patterns, rewrite
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+RANKS = 2
+B, S, H, N = 3, 8, 12, 20
+"""A batch of sequences, of all ranks; features, and those of a product on one rank."""
+
+
+def drawn(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A rank's tensor."""
+    seed = sum(map(ord, name)) + 1000 * distributed.get_rank()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    rewriting: Any = config.post_grad_custom_pre_pass
+    rewriting(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    return make_boxed_func(graph.forward)
+
+
+def compiled(program: Callable[..., Any]) -> Callable[..., Any]:
+    """A program whose graphs the pass has rewritten."""
+    torch._dynamo.reset()
+    backend = aot_autograd(
+        fw_compiler=_compiler,
+        bw_compiler=_compiler,
+        decompositions=select_decomp_table(),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    made: Callable[..., Any] = torch.compile(program, backend=backend, fullgraph=True)
+    return made
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """What becomes of a program: ops that collectives become, words of why others are left."""
+
+    program: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    rewritten: dict[str, int]
+    left: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float32
+    sizes: tuple[int, ...] = ()
+    """Of the first dimension, which is symbolic; empty: no size is."""
+
+
+def gathers(dim: int, use: Callable[..., Any]) -> Callable[..., Any]:
+    def program(x: Tensor, *weights: Tensor) -> Any:
+        return use(funcol.all_gather_tensor(x, dim, distributed.group.WORLD), *weights)
+
+    return program
+
+
+def scatters(dim: int, reduce_op: str, make: Callable[..., Tensor] = torch.matmul) -> Any:
+    def program(*inputs: Tensor) -> Tensor:
+        x = make(*inputs)
+        return funcol.reduce_scatter_tensor(x, reduce_op, dim, distributed.group.WORLD)
+
+    return program
+
+
+def reduces(reduce_op: str, make: Callable[..., Tensor] = torch.matmul) -> Any:
+    def program(*inputs: Tensor) -> Tensor:
+        return funcol.all_reduce(make(*inputs), reduce_op, distributed.group.WORLD)
+
+    return program
+
+
+def swapped(x: Tensor, w: Tensor) -> Tensor:
+    """Gathers along dimension 1, but puts the ranks' parts together in the opposite order."""
+    whole = funcol.all_gather_tensor(x, 0, distributed.group.WORLD)
+    return torch.cat(whole.chunk(RANKS)[::-1], 1) @ w
+
+
+def scatters_swapped(x: Tensor, w: Tensor) -> Tensor:
+    parts = (x @ w).chunk(RANKS, 1)
+    return funcol.reduce_scatter_tensor(torch.cat(parts[::-1]), "sum", 0, distributed.group.WORLD)
+
+
+def used_twice(x: Tensor, w: Tensor) -> Any:
+    y = x @ w
+    return funcol.all_reduce(y, "sum", distributed.group.WORLD), y.sin()
+
+
+def in_another_group(x: Tensor, w: Tensor) -> Any:
+    return funcol.all_reduce(x @ w, "sum", _another_group)
+
+
+_another_group: Any = None
+
+ROWS, PART, WEIGHT = (B * S // RANKS, H), (B, S // RANKS, H), (H, N)
+WHOLE = (B, S, H)
+CASES = {
+    "rows": Case(gathers(0, torch.matmul), (ROWS, WEIGHT), {"all_gather_gemm": 1}),
+    "batches": Case(
+        gathers(0, torch.matmul), ((B, S, H), WEIGHT), {"all_gather_gemm": 1}
+    ),
+    "sequences": Case(gathers(1, torch.matmul), (PART, WEIGHT), {"all_gather_gemm": 1}),
+    "one sequence": Case(
+        gathers(1, torch.matmul), ((1, S, H), WEIGHT), {"all_gather_gemm": 1}
+    ),
+    "inner dimension": Case(
+        gathers(2, torch.matmul), ((2, B, S // RANKS, H), WEIGHT), {"all_gather_gemm": 1}
+    ),
+    "several weights": Case(
+        gathers(1, lambda x, v, w: (x @ v, x @ w)),
+        (PART, WEIGHT, (H, N + 4)),
+        {"all_gather_gemm_gathered": 1},
+    ),
+    "gathered is used": Case(
+        gathers(1, lambda x, w: (x.sin(), x @ w)), (PART, WEIGHT), {"all_gather_gemm_gathered": 1}
+    ),
+    "bias": Case(
+        gathers(0, nn.functional.linear), (ROWS, (N, H), (N,)), {"all_gather_gemm": 1}
+    ),
+    "bias of sequences": Case(
+        gathers(1, nn.functional.linear), (PART, (N, H), (N,)), {"all_gather_gemm": 1}
+    ),
+    "any number of sequences": Case(
+        gathers(1, torch.matmul), (PART, WEIGHT), {"all_gather_gemm": 1}, sizes=(3, 5, 4)
+    ),
+    "half": Case(
+        gathers(1, torch.matmul), (PART, WEIGHT), {"all_gather_gemm": 1}, dtype=torch.bfloat16
+    ),
+    "sum of rows": Case(scatters(0, "sum"), ((B * S, H), WEIGHT), {"gemm_reduce_scatter": 1}),
+    "sum of batches": Case(scatters(0, "sum"), ((4, S, H), WEIGHT), {"gemm_reduce_scatter": 1}),
+    "sum of sequences": Case(scatters(1, "sum"), (WHOLE, WEIGHT), {"gemm_reduce_scatter": 1}),
+    "mean of sequences": Case(scatters(1, "avg"), (WHOLE, WEIGHT), {"gemm_reduce_scatter": 1}),
+    "sum": Case(reduces("sum"), (WHOLE, WEIGHT), {"gemm_all_reduce": 1}),
+    "mean": Case(reduces("avg"), (WHOLE, WEIGHT), {"gemm_all_reduce": 1}),
+    "mean of halves": Case(
+        reduces("avg"), (WHOLE, WEIGHT), {"gemm_all_reduce": 1}, dtype=torch.float16
+    ),
+    "greatest": Case(reduces("max"), (WHOLE, WEIGHT), {}, ("reduce op is max",)),
+    "greatest of rows": Case(
+        scatters(0, "max"), ((B * S, H), WEIGHT), {}, ("reduce op is max",)
+    ),
+    "another group": Case(in_another_group, (WHOLE, WEIGHT), {}, ("its group has no world",)),
+    "product is used": Case(used_twice, (WHOLE, WEIGHT), {}, ("is used elsewhere too",)),
+    "no product": Case(reduces("sum", torch.add), (WHOLE, WHOLE), {}, ("is no matrix product",)),
+    "on the right": Case(
+        gathers(0, lambda x, w: w @ x), (ROWS, (N, B * S)), {}, ("as its left side",)
+    ),
+    "with itself": Case(
+        gathers(0, lambda x: x @ x.t()), (ROWS,), {}, ("before the right side",)
+    ),
+    "batches with themselves": Case(
+        gathers(1, lambda x: x.flatten(0, 1) @ x.flatten(0, 1).t()), (PART,), {},
+        ("before the right side",),
+    ),
+    "strided weights": Case(
+        gathers(1, lambda x, w: (x @ w[:, 2:-2], w.sum())), (PART, WEIGHT), {"all_gather_gemm": 1}
+    ),
+    "nothing": Case(gathers(0, torch.sin), (ROWS,), {}, ("as its left side",)),
+    "columns": Case(
+        gathers(2, torch.matmul), (PART, (H * RANKS, N)), {}, ("along the last dimension",)
+    ),
+    "sum of columns": Case(scatters(2, "sum"), (WHOLE, WEIGHT), {}, ("product's columns",)),
+    "bias in the sum": Case(
+        reduces("sum", nn.functional.linear), (WHOLE, (N, H), (N,)), {"gemm_all_reduce": 1}
+    ),
+    "bias in a mean of rows": Case(
+        scatters(1, "avg", nn.functional.linear), (WHOLE, (N, H), (N,)), {"gemm_reduce_scatter": 1}
+    ),
+    "other order": Case(swapped, (PART, WEIGHT), {}, ("as its left side",)),
+    "sum in other order": Case(scatters_swapped, (WHOLE, WEIGHT), {}, ("is no matrix product",)),
+    "two of a chain": Case(
+        lambda x, v, w: scatters(1, "sum")(gathers(1, torch.matmul)(x, v).relu(), w),
+        (PART, WEIGHT, (N, H)),
+        {"all_gather_gemm": 1, "gemm_reduce_scatter": 1},
+    ),
+}  # fmt: skip
+
+
+class Found(NamedTuple):
+    """How a case went on one rank."""
+
+    rewritten: dict[str, int]
+    left: list[str]
+    called: int
+    equal: bool
+
+
+def called(world: mkernel.World) -> list[str]:
+    """The ops of all calls that a world runs from now on."""
+    found: list[str] = []
+    run = world.run
+
+    def counted(plan: mkernel.LaunchPlan, *arguments: Any, **keywords: Any) -> Any:
+        found.append(plan.op)
+        return run(plan, *arguments, **keywords)
+
+    world.run = counted  # type: ignore[method-assign]
+    return found
+
+
+def close(found: Any, wanted: Any, dtype: torch.dtype) -> bool:
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    try:
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    except AssertionError:
+        return False
+    return True
+
+
+def judged(case: Case, world: mkernel.World) -> Found:
+    right = True
+    run, calls = world.run, called(world)
+    with mkernel.enable_async_tensor_parallel() as enabled:
+        program = compiled(case.program)
+        for size in case.sizes or (case.shapes[0][0],):
+            shapes = [(size, *case.shapes[0][1:]), *case.shapes[1:]]
+            inputs = [drawn(str(i), *shape, dtype=case.dtype) for i, shape in enumerate(shapes)]
+            if case.sizes:
+                torch._dynamo.mark_dynamic(inputs[0], 0)
+            right = right and close(program(*inputs), case.program(*inputs), case.dtype)
+    world.run = run  # type: ignore[method-assign]
+    report = enabled.report
+    left = [each.why for each in report.decisions if each.op is None]
+    return Found(dict(report.rewritten), left, len(calls), right)
+
+
+def with_a_world(judge: Callable[..., Any], *arguments: Any) -> Any:
+    global _another_group  # noqa: PLW0603 - programs are functions of tensors alone
+    _another_group = distributed.new_group()
+    torch.manual_seed(distributed.get_rank())
+    world = mkernel.init(distributed.group.WORLD, accelerator="streams", timeout_s=TIMEOUT_S)
+    return judge(world, *arguments)
+
+
+def all_cases(world: mkernel.World) -> dict[str, Found]:
+    return {name: judged(case, world) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def every_case(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    return ranks(with_a_world, tmp_path_factory.mktemp("cases"), all_cases, size=RANKS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program(name: str, every_case: list[dict[str, Found]]) -> None:
+    case = CASES[name]
+    for found in (each[name] for each in every_case):
+        assert found.rewritten == case.rewritten
+        assert len(found.left) == len(case.left)
+        for why, words in zip(found.left, case.left, strict=True):
+            assert words in why
+        assert found.called == sum(case.rewritten.values()) * max(1, len(case.sizes))
+        assert found.equal
+
+
+# ---- rewrites that are wrong -------------------------------------------------------------------------
+
+
+def any_order(piece: torch.fx.Node, place: int, count: int) -> Any:
+    """Takes parts in whatever order for the parts in order."""
+    found = [_part(piece, each, count) for each in range(count)]
+    return next((each for each in found if each is not None), None)
+
+
+_part = patterns._part
+_reduction = patterns.reduction
+
+MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
+    "gathered rows are left in the order of ranks": (
+        rewrite, "_rows_by_program", lambda graph, rows, *rest: rows, "sequences",
+    ),
+    "rows are scattered as they lie": (
+        rewrite, "_rows_by_rank", lambda graph, rows, *rest: rows, "sum of sequences",
+    ),
+    "a mean is a sum": (
+        rewrite, "_mean", lambda graph, c, *rest: c, "mean",
+    ),
+    "every rank's bias is its own": (
+        rewrite, "_summed", lambda graph, bias, *rest: bias, "bias in the sum",
+    ),
+    "a bias is forgotten": (
+        rewrite, "_biased", lambda graph, rows, product: rows, "bias",
+    ),
+    "the wrong dimension": (
+        patterns, "reduction", lambda *a: dataclasses.replace(_reduction(*a), dim=0),
+        "sum of sequences",
+    ),
+    "gathered parts in any order": (patterns, "_part", any_order, "other order"),
+    "scattered parts in any order": (patterns, "_part", any_order, "sum in other order"),
+}  # fmt: skip
+"""What is replaced where, and the case that must notice."""
+
+
+def with_mistakes(world: mkernel.World) -> dict[str, bool]:
+    found = {}
+    for name, (module, attribute, wrong, case) in MISTAKES.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, attribute, wrong)
+            found[name] = judged(CASES[case], world).equal
+    return found
+
+
+def test_wrong_rewrites_are_noticed(tmp_path: Path) -> None:
+    for found in ranks(with_a_world, tmp_path, with_mistakes, size=RANKS):
+        assert found == dict.fromkeys(MISTAKES, False)
+
+
+# ---- the switch ----------------------------------------------------------------------------------
+
+
+def test_another_pass_runs_first_and_is_put_back() -> None:
+    seen: list[str] = []
+
+    def another(graph: torch.fx.Graph) -> None:
+        seen.append("another")
+
+    with config.patch(post_grad_custom_pre_pass=another):
+        with mkernel.enable_async_tensor_parallel() as outer:
+            inner = mkernel.enable_async_tensor_parallel()
+            config.post_grad_custom_pre_pass(torch.fx.Graph())
+            with pytest.raises(RuntimeError, match="take that one off first"):
+                outer.disable()
+            inner.disable()
+            inner.disable()
+        assert config.post_grad_custom_pre_pass is another
+    assert seen == ["another"]
+    assert str(outer.report) == "no collective was met"
+
+
+def test_the_code_cache_knows_the_pass() -> None:
+    with mkernel.enable_async_tensor_parallel():
+        key = config.post_grad_custom_pre_pass.uuid()
+        mkernel.init(accelerator="streams")
+        assert config.post_grad_custom_pre_pass.uuid() != key
+        mkernel.finalize()
+        assert config.post_grad_custom_pre_pass.uuid() == key
+    with config.patch(post_grad_custom_pre_pass=print), mkernel.enable_async_tensor_parallel():
+        assert config.post_grad_custom_pre_pass.uuid() is None
+
+
+# ---- models of parallelize_module --------------------------------------------------------------------
+
+
+class GatedMlp(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(H)
+        self.gate, self.up = (nn.Linear(H, 2 * N, bias=bias) for _ in range(2))
+        self.down = nn.Linear(2 * N, H, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        z: Tensor = x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        return z
+
+
+def styles(sequence_dim: int | None) -> dict[str, Any]:
+    if sequence_dim is None:
+        return {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    split = Shard(sequence_dim)
+    return {
+        "norm": SequenceParallel(sequence_dim=sequence_dim),
+        "gate": ColwiseParallel(input_layouts=split),
+        "up": ColwiseParallel(input_layouts=split),
+        "down": RowwiseParallel(output_layouts=split, use_local_output=False),
+    }
+
+
+class Step(NamedTuple):
+    tensors: list[Tensor]
+    rewritten: dict[str, int]
+    left: dict[tuple[str, str], int]
+    calls: list[str]
+
+
+def local(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
+
+
+def steps(
+    world: mkernel.World, sequence_dim: int | None, bias: bool, codegen: bool
+) -> tuple[Step, Step]:
+    """One step of a model as it is, and one of it compiled: output and gradients, all of them whole."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    torch.manual_seed(0)
+    model = parallelize_module(GatedMlp(bias), mesh, styles(sequence_dim))
+    whole = torch.randn(4, S, H)
+    calls = called(world)
+
+    def step(run: Callable[..., Tensor], report: Report) -> Step:
+        x: Tensor = whole.clone()
+        if sequence_dim is not None:
+            part = x.chunk(RANKS, sequence_dim)[world.rank].contiguous()
+            x = DTensor.from_local(part, mesh, [Shard(sequence_dim)])
+        x.requires_grad_()
+        model.zero_grad()
+        calls.clear()
+        y = run(x)
+        y.sin().sum().backward()
+        tensors = [local(each) for each in (y, x.grad, *(p.grad for p in model.parameters()))]
+        return Step(tensors, dict(report.rewritten), dict(report.left), list(calls))
+
+    plain = step(model, Report())
+    with mkernel.enable_async_tensor_parallel() as enabled:
+        if not codegen:
+            return plain, step(compiled(model), enabled.report)
+        with (
+            config.patch(fx_graph_cache=False),
+            functorch_config.patch(enable_autograd_cache=False),
+        ):
+            return plain, step(torch.compile(model, fullgraph=True), enabled.report)
+
+
+FUSED: dict[int | None, list[str]] = {
+    None: ["gemm_all_reduce"] * 3,
+    0: ["all_gather_gemm", "gemm_reduce_scatter"] * 2 + ["gemm_reduce_scatter"],
+}
+FUSED[1] = FUSED[0]
+"""A step's calls. What gate and up add to the input's gradient is summed apart."""
+
+
+@pytest.mark.parametrize(
+    ("sequence_dim", "bias", "codegen"),
+    [
+        (None, False, False),
+        (None, True, False),
+        (0, False, False),
+        (1, False, False),
+        (1, True, False),
+        (1, False, True),
+    ],
+)
+def test_models_of_parallelize_module(
+    sequence_dim: int | None, bias: bool, codegen: bool, tmp_path: Path
+) -> None:
+    found = ranks(
+        with_a_world, tmp_path, steps, sequence_dim, bias, codegen, size=RANKS,
+    )  # fmt: skip
+    for plain, fused in found:
+        assert plain.calls == []
+        assert fused.calls == FUSED[sequence_dim]
+        assert sum(fused.rewritten.values()) == len(fused.calls)
+        assert fused.left == {}
+        torch.testing.assert_close(fused.tensors, plain.tensors, rtol=1e-4, atol=1e-4)
