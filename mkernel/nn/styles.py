@@ -1,0 +1,134 @@
+"""Styles for ``torch.distributed.tensor.parallel.parallelize_module`` whose linear layers communicate
+while they compute.
+
+They take the place, and the arguments, of torch's styles of the same names: a plan needs another import
+alone. Parameters become DTensors, as torch's styles make them, so that checkpoints, optimisers and
+clipping see what they are used to. What no fused op computes (embeddings, subclasses of ``Linear``,
+layouts that change on the way) is left to torch's styles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
+from torch.nn import Linear, Module
+
+from mkernel.errors import ArgumentError
+from mkernel.nn.linear import column_product, row_product
+from mkernel.world.lifecycle import current
+
+
+class _Layouts(NamedTuple):
+    """``split``: the dimension along which ranks have parts of the activation outside of the pair."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    local: bool
+    split: int | None
+    group: str
+
+
+class _FusedLinear(Linear):
+    """A ``Linear`` whose parameters are DTensors. Takes and gives plain tensors or DTensors."""
+
+    _layouts: _Layouts
+
+    def forward(self, input: Tensor) -> Tensor:
+        layouts = self._layouts
+        if isinstance(input, DTensor):
+            input = input.redistribute(placements=layouts.inputs).to_local()
+        y = self._product(input, _local(self.weight), _local(self.bias), layouts)
+        if layouts.local:
+            return y
+        assert isinstance(self.weight, DTensor)
+        return DTensor.from_local(y, self.weight.device_mesh, layouts.outputs, run_check=False)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, layouts: _Layouts) -> Tensor:
+        raise NotImplementedError
+
+
+class _ColwiseLinear(_FusedLinear):
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, layouts: _Layouts) -> Tensor:
+        return column_product(x, weight, bias, layouts.split, layouts.group)
+
+
+class _RowwiseLinear(_FusedLinear):
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, layouts: _Layouts) -> Tensor:
+        return row_product(x, weight, bias, layouts.split, layouts.group)
+
+
+class ColwiseParallel(TorchColwiseParallel):
+    """Each rank has out_features / W features of a ``Linear``.
+
+    Fused for ``input_layouts`` ``Replicate()`` (GEMM+AllReduce in backward) and ``Shard(dim)`` of any
+    dimension but the last (AllGather+GEMM, GEMM+ReduceScatter in backward), with ``output_layouts``
+    ``Shard(-1)``. The world of the mesh must exist: ``mkernel.init(mesh)``.
+
+    Args:
+        input_layouts, output_layouts, use_local_output: as of torch's ``ColwiseParallel``.
+    """
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        """ArgumentError: ranks cannot share the features. NotInitialized."""
+        fused = _fused(module, self.input_layouts) and self.output_layouts == (Shard(-1),)
+        if not fused:
+            return super()._apply(module, device_mesh)
+        return _become(_ColwiseLinear, self, module, device_mesh, "out_features")
+
+
+class RowwiseParallel(TorchRowwiseParallel):
+    """Each rank has in_features / W inputs of a ``Linear``.
+
+    Fused for ``output_layouts`` ``Replicate()`` (GEMM+AllReduce) and ``Shard(dim)`` of any dimension
+    but the last (GEMM+ReduceScatter, AllGather+GEMM in backward), with ``input_layouts`` ``Shard(-1)``.
+    The world of the mesh must exist: ``mkernel.init(mesh)``.
+
+    Args:
+        input_layouts, output_layouts, use_local_output: as of torch's ``RowwiseParallel``.
+    """
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        """ArgumentError: ranks cannot share the features. NotInitialized."""
+        fused = _fused(module, self.output_layouts) and self.input_layouts == (Shard(-1),)
+        if not fused:
+            return super()._apply(module, device_mesh)
+        return _become(_RowwiseLinear, self, module, device_mesh, "in_features")
+
+
+def _fused(module: Module, outside: Sequence[Placement]) -> bool:
+    """Whether ops compute a module whose activation has these layouts outside of a pair."""
+    (layout,) = outside
+    plain = type(module) is Linear
+    return plain and (layout == Replicate() or (isinstance(layout, Shard) and layout.dim >= 0))
+
+
+def _become(
+    kind: type[_FusedLinear], style: Any, module: Module, mesh: DeviceMesh, shared: str
+) -> Module:
+    """``module``, its parameters distributed, as a layer of ``kind``."""
+    world = current(mesh)
+    features = getattr(module, shared)
+    if features % world.size:
+        raise ArgumentError(shared, features, f"a multiple of the mesh's {world.size} ranks")
+    distribute_module(module, mesh, style._partition_linear_fn)
+    (outside,) = style.input_layouts if kind is _ColwiseLinear else style.output_layouts
+    module.__class__ = kind
+    assert isinstance(module, _FusedLinear)
+    module._layouts = _Layouts(
+        style.input_layouts,
+        style.output_layouts,
+        style.use_local_output,
+        outside.dim if isinstance(outside, Shard) else None,
+        world.name,
+    )
+    return module
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
