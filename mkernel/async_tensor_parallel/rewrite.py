@@ -169,7 +169,7 @@ def _check(world: World, op: GemmOp, a: Tensor, b: Tensor, out_dtype: torch.dtyp
 
     try:
         with FakeTensorMode():
-            op.check(world, expected(a), expected(b), None, out_dtype, False, None, None)
+            op.check(world, expected(a), expected(b), out_dtype=out_dtype)
     except MkernelError as error:
         raise _Left(f"{op.name} does not take it: {error}") from None
 

@@ -5,19 +5,25 @@ Data flow of one call on rank r:
   a (own rows) ──comm kernel──▶ chunk by chunk into every peer's workspace: same node by put over
                                 the scale-up fabric; other nodes by a command to the NIC's proxy
   each chunk's signal ──▶ the peer's compute kernel goes on with the rows that the chunk holds
+Several b share one gather: the call computes the widest product and gives the gathered rows, with which
+a library computes the others after it.
 Synchronisation: one signal a (source, chunk), awaited as `>= epoch`; none is ever reset.
 """
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
+from torch import Tensor
 
-from mkernel.ops import derivatives
-from mkernel.ops.gemm import ARGUMENTS, GemmOp
-from mkernel.ops.plain import seen_by_torch
+from mkernel.errors import ArgumentError
+from mkernel.ops import around, derivatives, validate
+from mkernel.ops.gemm import GemmOp
+from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, register
+from mkernel.ops.untraced import untraced
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -26,61 +32,110 @@ OP = GemmOp("all_gather_gemm", gathers=True)
 
 @overload
 def all_gather_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
     *,
-    out: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    gather_dim: int = 0,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
-    gathered: torch.Tensor | None = None,
+    gathered: Tensor | None = None,
     return_gathered: Literal[False] = False,
     save_gathered: bool = False,
     group: Group = None,
-) -> torch.Tensor: ...
+) -> Tensor: ...
 
 
 @overload
 def all_gather_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
     *,
-    out: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    gather_dim: int = 0,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
-    gathered: torch.Tensor | None = None,
+    gathered: Tensor | None = None,
     return_gathered: Literal[True],
     save_gathered: bool = False,
     group: Group = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def all_gather_gemm(
+    a: Tensor,
+    b: Sequence[Tensor],
+    *,
+    bias: Sequence[Tensor] | None = None,
+    gather_dim: int = 0,
+    out: Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    gathered: Tensor | None = None,
+    return_gathered: Literal[False] = False,
+    save_gathered: bool = False,
+    group: Group = None,
+) -> list[Tensor]: ...
+
+
+@overload
+def all_gather_gemm(
+    a: Tensor,
+    b: Sequence[Tensor],
+    *,
+    bias: Sequence[Tensor] | None = None,
+    gather_dim: int = 0,
+    out: Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    gathered: Tensor | None = None,
+    return_gathered: Literal[True],
+    save_gathered: bool = False,
+    group: Group = None,
+) -> tuple[list[Tensor], Tensor]: ...
 
 
 def all_gather_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor | Sequence[Tensor],
     *,
-    out: torch.Tensor | None = None,
+    bias: Tensor | Sequence[Tensor] | None = None,
+    gather_dim: int = 0,
+    out: Tensor | Sequence[Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
-    gathered: torch.Tensor | None = None,
+    gathered: Tensor | None = None,
     return_gathered: bool = False,
     save_gathered: bool = False,
     group: Group = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """C [M, N_r] = concat(a over ranks, in rank order) @ b, with float32 accumulation.
+) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
+    """C [M, N_r] = concat(a over ranks, in rank order) @ b (+ bias), with float32 accumulation.
 
-    Collective: every rank of the world calls it with the same shapes, dtypes and options.
+    Collective: every rank of the world calls it with the same shapes, dtypes and options; strides may
+    differ, but for the major order of b.
     Floating point: one fixed order of K per output element, so the result is bit-identical from
     call to call, for every chunk size and, on one path (``LaunchPlan.path``), world split. NaN and
-    infinities pass as in ``a @ b``.
+    infinities pass as in ``a @ b``. A bias is added to the rounded C, which is then rounded again.
 
     Args:
-        a: [M/W, K], this rank's rows; row-major contiguous. M/W is the same on every rank.
-        b: [K, N_r], this rank's columns (N_r the same on every rank); row-major, or column-major
-            (the transpose of a contiguous [N_r, K], such as an ``nn.Linear`` weight).
-        out: [M, N_r] row-major to write to; allocated where None.
+        a: [M/W, K], this rank's rows; or an activation such as [B, S, K], of which this rank has a
+            part along ``gather_dim``, as large as any other's. What is not packed with that dimension
+            outermost in memory (``a.movedim(gather_dim, 0).is_contiguous()``) the op copies first,
+            where the accelerator does not take it as it is (``LaunchPlan.copies``).
+        b: [K, N_r], this rank's columns (N_r the same on every rank), with any strides: row-major and
+            column-major ones (the transpose of a contiguous [N_r, K], such as an ``nn.Linear`` weight)
+            are never copied, parts of such ones (``W[:, 256:512]``) on most accelerators. Or several,
+            which share one gather: the widest product is computed while rows arrive, the others by
+            torch when they are there.
+        bias: [N_r], in the dtype of ``a``; of several b, one each.
+        gather_dim: dimension of ``a`` along which ranks have parts; any but the last.
+        out: [M, N_r] to write to, contiguous; allocated where None. Of several b, one each.
         out_dtype: of C; default: that of ``out``, else that of ``a``.
         chunk: tiles of A a communication chunk; default: the planner's choice.
-        gathered: [M, K] row-major, in the dtype of ``a``, to write the gathered A to. In memory of
+        gathered: [M, K], contiguous, in the dtype of ``a``, to write the gathered A to. In memory of
             :func:`mkernel.empty` it costs nothing where kernels gather there.
         return_gathered: return (C, A) with the gathered A; allocated where ``gathered`` is None.
         save_gathered: keep the gathered A for the backward of b, which takes W times the memory of
@@ -88,12 +143,16 @@ def all_gather_gemm(
         group: names the world; None: the default one.
 
     Returns:
-        C [M, N_r], or (C, A).
+        C [M, N_r], or (C, A); where a has more dimensions they have the same ones, [B, S, N_r]. Of
+        several b, a list in place of C. What is allocated is packed with ``gather_dim`` outermost, as
+        ``torch.ops.symm_mem.fused_all_gather_matmul`` returns it. A DTensor sharded as the op takes
+        it (a along ``gather_dim``, b along 1, bias along 0) counts as its local part; results are
+        plain.
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
-            tensor (a DTensor, one with a tangent, ...; with ``out`` one that requires grad);
-            nothing was started.
+            tensor (a DTensor placed otherwise, one with a tangent, ...; with ``out`` one that requires
+            grad); nothing was started.
         NotInitialized: no world. Unsupported: the accelerator does not provide this op, or the call is
             inside a transform or mode of torch that has to see what it computes.
         PlanMismatch: another rank called with other shapes, dtypes or options.
@@ -103,50 +162,253 @@ def all_gather_gemm(
 
     Source of the decomposition: the dual-kernel AllGather+GEMM described in docs/architecture.md.
     """
+    if isinstance(b, list | tuple):
+        results, whole = _several(
+            a, b, bias, gather_dim, out, out_dtype, chunk, gathered, save_gathered, group
+        )
+        return (results, whole) if return_gathered else results
+    one: tuple[Any, Any, Any] = (b, bias, out)
+    return _one(
+        a, *one, gather_dim, out_dtype, chunk, gathered, return_gathered, save_gathered, group
+    )
+
+
+def _one(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    gather_dim: int,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    gathered: Tensor | None,
+    return_gathered: bool,
+    save_gathered: bool,
+    group: Group,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The product with one b."""
     if gathered is None and not (return_gathered or save_gathered):
-        return OP.result(a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
-    if out is None and gathered is None and seen_by_torch(a, b):
-        c: torch.Tensor
+        return OP.result(
+            a, b, bias, gather_dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group
+        )
+    a, b, bias = OP.local(a, b, bias, gather_dim, group)
+    if out is None and gathered is None and seen_by_torch(a, b, bias):
+        c: Tensor
         c, whole = torch.ops.mkernel.all_gather_gemm_gathered(
-            a, b, out_dtype=out_dtype, chunk=chunk, group=group_name(group)
+            a,
+            b,
+            bias,
+            gather_dim=gather_dim,
+            out_dtype=out_dtype,
+            chunk=chunk,
+            group=group_name(group),
         )
         return (c, whole) if return_gathered else c
     wanted = return_gathered if gathered is None else gathered
     done = OP.call(
-        a, b, out=out, out_dtype=out_dtype, chunk=chunk, gathered=wanted, group=group
+        a,
+        b,
+        bias,
+        dim=gather_dim,
+        out=out,
+        out_dtype=out_dtype,
+        chunk=chunk,
+        gathered=wanted,
+        group=group,
     ).outputs
     return (done["out"], done["gathered"]) if return_gathered else done["out"]
 
 
 def _gathered(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
     *,
+    gather_dim: int = 0,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    done = OP.call(a, b, out_dtype=out_dtype, chunk=chunk, gathered=True, group=group).outputs
+) -> tuple[Tensor, Tensor]:
+    done = OP.call(
+        a,
+        b,
+        bias,
+        dim=gather_dim,
+        out_dtype=out_dtype,
+        chunk=chunk,
+        gathered=True,
+        group=group,
+    ).outputs
     return done["out"], done["gathered"]
 
 
 def _gathered_fake(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
     *,
+    gather_dim: int = 0,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     ranks = current(group).size
-    return OP.fake(a, b, out_dtype, ranks), a.new_empty((a.shape[0] * ranks, a.shape[1]))
+    return OP.fake(a, b, gather_dim, out_dtype, ranks), OP.fake_gathered(a, gather_dim, ranks)
+
+
+# ---- several b -----------------------------------------------------------------------------------
+
+
+def _several(
+    a: Tensor,
+    b: Sequence[Tensor],
+    bias: Any,
+    gather_dim: int,
+    out: Any,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    gathered: Tensor | None,
+    save_gathered: bool,
+    group: Group,
+) -> tuple[list[Tensor], Tensor]:
+    """Every product, and the gathered A."""
+    biases = _one_each("bias", bias, b)
+    outs = _one_each("out", out, b)
+    parts = [OP.local(a, *each, gather_dim, group) for each in zip(b, biases, strict=True)]
+    a, b, biases = parts[0][0], [each[1] for each in parts], [each[2] for each in parts]
+    if out is None and gathered is None and seen_by_torch(a, *b, *biases):
+        results, whole = torch.ops.mkernel.all_gather_gemms(
+            a,
+            b,
+            [] if bias is None else biases,
+            gather_dim=gather_dim,
+            out_dtype=out_dtype,
+            chunk=chunk,
+            save_gathered=save_gathered,
+            group=group_name(group),
+        )
+        return list(results), whole
+    return _call_several(a, b, biases, gather_dim, outs, out_dtype, chunk, gathered, group)
+
+
+def _one_each(name: str, given: Any, b: Sequence[Tensor]) -> list[Tensor | None]:
+    if not b:
+        raise ArgumentError("b", "an empty list", "a matrix, or a list of one or more")
+    if given is None:
+        return [None] * len(b)
+    if not isinstance(given, list | tuple) or len(given) != len(b):
+        found = f"{len(given)} of them" if isinstance(given, list | tuple) else type(given).__name__
+        raise ArgumentError(name, found, f"a list of {len(b)}, one for each b")
+    return list(given)
+
+
+@untraced
+def _call_several(
+    a: Tensor,
+    b: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    dim: int,
+    outs: Sequence[Tensor | None],
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    gathered: Tensor | None,
+    group: Group,
+) -> tuple[list[Tensor], Tensor]:
+    """One launch, then the products that are left."""
+    world = current(group)
+    names = [(f"b[{at}]", f"bias[{at}]", f"out[{at}]") for at in range(len(b))]
+    for number, label in enumerate(names):
+        plain(OP.name, label, (b[number], biases[number], outs[number]))
+        matrix = validate.matrix(label[0], b[number])
+        validate.on_device(label[0], matrix, world.accelerator.device)
+    columns = tuple(each.shape[1] for each in b)
+    widest = columns.index(max(columns))
+    for number, (b_name, bias_name, _) in enumerate(names):  # of the widest the call checks it
+        other, bias = b[number], biases[number]
+        if number != widest:
+            validate.same_dtype(f"{b_name}.dtype", other, "a", a)
+            validate.same_columns(b_name, other, b[widest])
+        if number != widest and bias is not None:
+            validate.vector(bias_name, bias, columns[number], a.dtype)
+            validate.on_device(bias_name, bias, world.accelerator.device)
+    dtype = out_dtype or next((each.dtype for each in outs if each is not None), a.dtype)
+    done = OP.call(
+        a,
+        b[widest],
+        biases[widest],
+        dim=dim,
+        out=outs[widest],
+        out_dtype=dtype,
+        chunk=chunk,
+        gathered=True if gathered is None else gathered,
+        products=columns,
+        group=group,
+    )
+    whole: Tensor = done.outputs["gathered"]
+    dim = validate.dimension("gather_dim", dim, whole)
+    lead = OP.lead(whole, dim, 1)
+    rows, results = around.as_rows(whole, dim), []
+    for number, width in enumerate(done.plan.products):
+        out = outs[number]
+        if number == done.plan.launched:
+            results.append(done.outputs["out"])
+            continue
+        made = rows.new_empty((len(rows), width), dtype=dtype)
+        shaped = around.from_rows(made, lead, dim)
+        around.product(rows, b[number], biases[number], made)
+        if out is not None:
+            shaped = validate.output(names[number][2], out, tuple(shaped.shape), dtype, dim).copy_(
+                shaped
+            )
+        results.append(shaped)
+    return results, whole
+
+
+def _several_kernel(
+    a: Tensor,
+    b: list[Tensor],
+    bias: list[Tensor],
+    *,
+    gather_dim: int = 0,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    save_gathered: bool = False,
+    group: str,
+) -> tuple[list[Tensor], Tensor]:
+    nothing: list[Tensor | None] = [None] * len(b)
+    biases: list[Tensor | None] = [*bias] if bias else nothing
+    return _call_several(a, b, biases, gather_dim, nothing, out_dtype, chunk, None, group)
+
+
+def _several_fake(
+    a: Tensor,
+    b: list[Tensor],
+    bias: list[Tensor],
+    *,
+    gather_dim: int = 0,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    save_gathered: bool = False,
+    group: str,
+) -> tuple[list[Tensor], Tensor]:
+    ranks = current(group).size
+    results = [OP.fake(a, each, gather_dim, out_dtype, ranks) for each in b]
+    return results, OP.fake_gathered(a, gather_dim, ranks)
 
 
 OP.register(derivatives.save_gather, derivatives.gather_backward)
 register(
-    f"all_gather_gemm_gathered({ARGUMENTS}) -> (Tensor, Tensor)",
+    f"all_gather_gemm_gathered({OP.arguments}) -> (Tensor, Tensor)",
     _gathered,
     _gathered_fake,
     derivatives.save_gather,
     derivatives.gather_backward,
+)
+register(
+    "all_gather_gemms(Tensor a, Tensor[] b, Tensor[] bias, *, int gather_dim=0, ScalarType? "
+    "out_dtype=None, int? chunk=None, bool save_gathered=False, str group) -> (Tensor[], Tensor)",
+    _several_kernel,
+    _several_fake,
+    derivatives.save_gather_many,
+    derivatives.gather_many_backward,
 )

@@ -9,6 +9,7 @@ import torch
 
 from mkernel import selection
 from mkernel.backends.contracts.instrumented import View
+from mkernel.plan.around import NOTHING, Around
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
 from mkernel.plan.planner import plan
 from mkernel.world.calls import CallRecord
@@ -65,6 +66,7 @@ def plan_for(
     out_dtype: DtypeName,
     *,
     b_layout: Literal["row", "column"] = "row",
+    around: Around = NOTHING,
     chunk: int | None = None,
     path: PathChoice | None = None,
 ) -> LaunchPlan:
@@ -73,7 +75,7 @@ def plan_for(
     ``path``: instead of the setting's. Remembered by the world: checking a call's sizes again would
     cost more than a small message.
     """
-    key = (op, *sizes.items(), dtype, out_dtype, b_layout, repr(chunk), path)
+    key = (op, *sizes.items(), dtype, out_dtype, b_layout, around, repr(chunk), path)
     found = world.planned[key]
     if found is None:
         capabilities = world.accelerator.capabilities()
@@ -84,6 +86,7 @@ def plan_for(
             dtype=dtype,
             out_dtype=out_dtype,
             b_layout=b_layout,
+            around=around,
             world=world.map,
             accelerator=world.backends.accelerator,
             capabilities=capabilities,

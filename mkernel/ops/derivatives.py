@@ -1,92 +1,185 @@
 """Derivatives of the GEMM ops, by which torch differentiates ``torch.ops.mkernel``.
 
 With W ranks, a^T the transpose of a, AG the gathering of rows and RS the sum over ranks whose rows are
-scattered:
+scattered, 1 a row of ones:
 
-    C = AG(a) @ b       da = RS(dC @ b^T)      db = AG(a)^T @ dC
-    C = RS(a @ b)       da = AG(dC) @ b^T      db = a^T @ AG(dC)
-    C = AR(a @ b)       da = dC @ b^T          db = a^T @ dC
+    C = AG(a) @ b + bias    da = RS(dC @ b^T)      db = AG(a)^T @ dC      dbias = 1 @ dC
+    C = RS(a @ b) + bias    da = AG(dC) @ b^T      db = a^T @ AG(dC)      dbias = 1 @ AG(dC)
+    C = AR(a @ b) + bias    da = dC @ b^T          db = a^T @ dC          dbias = 1 @ dC
 
 AllGather+GEMM and GEMM+ReduceScatter are each other's backward. With the first two every rank's loss is
-its own, and the gradients are those of the sum of all losses. C of GEMM+AllReduce is one tensor that
-every rank holds: so is its gradient, the same on every rank.
+its own, and the gradients are those of the sum of all losses; the bias of the second is one tensor that
+every rank holds, and so is its gradient. C of GEMM+AllReduce is one tensor that every rank holds: so is
+its gradient, the same on every rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mkernel.ops.around import as_rows
+
 _FEWEST_COLUMNS = 8
 """Columns of a product that is thrown away: kernels take no fewer than 16 bytes of a row."""
 
 
-def _gathered(a: Tensor, b: Tensor, options: dict[str, Any]) -> Tensor:
+def _gathered(a: Tensor, b: Tensor, dim: int, options: dict[str, Any]) -> Tensor:
     """AG(a) alone: what AllGather+GEMM gathers, with as few columns of b as it takes."""
     some = b[:, :_FEWEST_COLUMNS].contiguous()
-    gathered: Tensor = torch.ops.mkernel.all_gather_gemm_gathered(a, some, **options)[1]
+    ops = torch.ops.mkernel
+    gathered: Tensor = ops.all_gather_gemm_gathered(a, some, gather_dim=dim, **options)[1]
     return gathered
+
+
+def _keep(ctx: Any, keywords: Any, dim: str | None) -> None:
+    ctx.options = {"chunk": keywords["chunk"], "group": keywords["group"]}
+    ctx.dim = 0 if dim is None else keywords[dim]
+
+
+def _needs(ctx: Any) -> tuple[bool, bool, bool]:
+    """Whether a, b, bias need gradients. Of a bias that was left out torch says nothing."""
+    a, b, *bias = ctx.needs_input_grad
+    return a, b, any(bias)
+
+
+def _given(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Those of the arguments that torch was given."""
+    return gradients[: len(ctx.needs_input_grad)]
+
+
+def _of_bias(of_c: Tensor, bias_dtype: torch.dtype) -> Tensor:
+    return of_c.flatten(0, -2).sum(0).to(bias_dtype)
+
+
+# ---- AllGather+GEMM ------------------------------------------------------------------------------
 
 
 def save_gather(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
     """Keeps a and b, and the gathered A where the call returned it."""
     a, b = inputs[:2]
-    _keep(ctx, keyword_only_inputs)
+    _keep(ctx, keyword_only_inputs, "gather_dim")
     if isinstance(output, Tensor):
         ctx.save_for_backward(a, b)
     else:
         ctx.save_for_backward(a, b, output[1])
 
 
-def _keep(ctx: Any, keywords: Any) -> None:
-    ctx.options = {"chunk": keywords["chunk"], "group": keywords["group"]}
-
-
 def gather_backward(ctx: Any, of_c: Tensor | None, of_gathered: Tensor | None = None) -> Any:
-    """Of AllGather+GEMM."""
+    """Of AllGather+GEMM with one B."""
     a, b, *kept = ctx.saved_tensors
-    parts = [(of_c, b.t()), (of_gathered, None)]  # sums over ranks: dC @ b^T, and A's own gradient
-    given = [(each.to(a.dtype), right) for each, right in parts if each is not None]
-    of_a = of_b = None
-    if ctx.needs_input_grad[0] and given:
-        if len(given) > 1 or given[0][1] is None:
-            one = torch.eye(a.shape[1], dtype=a.dtype, device=a.device)
-            left = torch.cat([each for each, _ in given], dim=1)
-            right = torch.cat([one if each is None else each for _, each in given])
-        else:
-            left, right = given[0]
-        of_a = torch.ops.mkernel.gemm_reduce_scatter(left.contiguous(), right, **ctx.options)
-    if ctx.needs_input_grad[1] and of_c is not None:
-        whole = kept[0] if kept else _gathered(a, b, ctx.options)
-        of_b = whole.t() @ of_c.to(a.dtype)
-    return of_a, of_b
+    of_a, (of_b,), (of_bias,) = _of_gather(ctx, a, [b], kept, [of_c], of_gathered, *_needs(ctx))
+    return _given(ctx, of_a, of_b, of_bias)
 
 
-def save_operands(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
+def save_gather_many(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
+    """Keeps a and all of b; the gathered A only where the call asks for that."""
+    a, b, _ = inputs
+    _keep(ctx, keyword_only_inputs, "gather_dim")
+    kept = [output[1]] if keyword_only_inputs["save_gathered"] else []
+    ctx.save_for_backward(a, *b, *kept)
+    ctx.count = len(b)
+
+
+def gather_many_backward(ctx: Any, of_c: Sequence[Tensor | None], of_gathered: Any) -> Any:
+    """Of AllGather+GEMM with several B."""
+    a, *rest = ctx.saved_tensors
+    b, kept = rest[: ctx.count], rest[ctx.count :]
+    needs_a, needs_b, needs_bias = ctx.needs_input_grad
+    some = any(needs_bias)
+    of_a, of_b, of_bias = _of_gather(
+        ctx, a, b, kept, of_c, of_gathered, needs_a, any(needs_b), some
+    )
+    return of_a, of_b, of_bias if needs_bias else []
+
+
+def _of_gather(
+    ctx: Any,
+    a: Tensor,
+    b: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    of_c: Sequence[Tensor | None],
+    of_gathered: Tensor | None,
+    needs_a: bool,
+    needs_b: bool,
+    needs_bias: bool,
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """Gradients of a, of each b, of each bias."""
+    dim, nothing = ctx.dim, [None] * len(b)
+    given = [
+        (None if each is None else each.to(a.dtype), y) for each, y in zip(of_c, b, strict=True)
+    ]
+    of_a: Tensor | None = None
+    of_b: list[Tensor | None] = [*nothing]
+    of_bias: list[Tensor | None] = [*nothing]
+    if needs_a:
+        # One sum over ranks of them all: dC @ b^T, and A's own gradient.
+        parts = [(each, y.t()) for each, y in given if each is not None]
+        if of_gathered is not None:
+            one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+            parts.append((of_gathered.to(a.dtype), one))
+        if len(parts) > 1:
+            left = torch.cat([each for each, _ in parts], dim=-1)
+            right = torch.cat([each for _, each in parts])
+            parts = [(left, right)]
+        if parts:
+            of_a = torch.ops.mkernel.gemm_reduce_scatter(*parts[0], scatter_dim=dim, **ctx.options)
+    if needs_b and any(each is not None for each, _ in given):
+        whole = kept[0] if kept else _gathered(a, b[0], dim, ctx.options)
+        rows = as_rows(whole, dim).t()
+        of_b = [None if each is None else rows @ as_rows(each, dim) for each, _ in given]
+    if needs_bias:
+        of_bias = [None if each is None else _of_bias(each, a.dtype) for each, _ in given]
+    return of_a, of_b, of_bias
+
+
+# ---- the reductions ------------------------------------------------------------------------------
+
+
+def save_scatter(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
     """Keeps a and b."""
-    _keep(ctx, keyword_only_inputs)
+    _keep(ctx, keyword_only_inputs, "scatter_dim")
     ctx.save_for_backward(*inputs[:2])
 
 
 def scatter_backward(ctx: Any, of_c: Tensor) -> Any:
-    """Of GEMM+ReduceScatter: dC is gathered once for both gradients."""
+    """Of GEMM+ReduceScatter: dC is gathered once for all gradients."""
     a, b = ctx.saved_tensors
-    of_c = of_c.to(a.dtype).contiguous()
-    if not ctx.needs_input_grad[1]:
-        return torch.ops.mkernel.all_gather_gemm(of_c, b.t(), **ctx.options), None
-    if not ctx.needs_input_grad[0]:
-        return None, a.t() @ _gathered(of_c, b.t(), ctx.options)
-    of_a, whole = torch.ops.mkernel.all_gather_gemm_gathered(of_c, b.t(), **ctx.options)
-    return of_a, a.t() @ whole
+    dim, options = ctx.dim, ctx.options
+    needs_a, needs_b, needs_bias = _needs(ctx)
+    of_c, turned = of_c.to(a.dtype), b.t()
+    of_a = whole = None
+    if not needs_a:
+        whole = _gathered(of_c, turned, dim, options)
+    elif needs_b or needs_bias:
+        ops = torch.ops.mkernel
+        of_a, whole = ops.all_gather_gemm_gathered(of_c, turned, gather_dim=dim, **options)
+    else:
+        of_a = torch.ops.mkernel.all_gather_gemm(of_c, turned, gather_dim=dim, **options)
+    of_b = as_rows(a, dim).t() @ as_rows(whole, dim) if needs_b and whole is not None else None
+    of_bias = _of_bias(whole, a.dtype) if needs_bias and whole is not None else None
+    return _given(ctx, of_a, of_b, of_bias)
+
+
+def save_reduce(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
+    """Keeps a and b."""
+    _keep(ctx, keyword_only_inputs, None)
+    ctx.save_for_backward(*inputs[:2])
 
 
 def reduce_backward(ctx: Any, of_c: Tensor) -> Any:
     """Of GEMM+AllReduce: nothing travels."""
     a, b = ctx.saved_tensors
+    needs_a, needs_b, needs_bias = _needs(ctx)
     of_c = of_c.to(a.dtype)
-    return (
-        of_c @ b.t() if ctx.needs_input_grad[0] else None,
-        a.t() @ of_c if ctx.needs_input_grad[1] else None,
+    return _given(
+        ctx,
+        of_c @ b.t() if needs_a else None,
+        as_rows(a, 0).t() @ as_rows(of_c, 0) if needs_b else None,
+        _of_bias(of_c, a.dtype) if needs_bias else None,
     )

@@ -1,9 +1,10 @@
-"""What the three GEMM ops share: the checks of a and b, the plan, the output."""
+"""What the three GEMM ops share: checks of the arguments, the plan, the call, the registration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -12,37 +13,50 @@ from torch.autograd.graph import increment_version
 from typing_extensions import Unpack
 
 from mkernel.errors import ShapeError
-from mkernel.ops import validate
+from mkernel.ops import around, validate
 from mkernel.ops.common import Done, Execution, checked, plan_for, tensor_signature
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, register
+from mkernel.ops.sharded import local
 from mkernel.ops.untraced import untraced
+from mkernel.plan.around import Around
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan, PathChoice
+from mkernel.plan.strides import Stored, Strides, copied, rows_of, stored
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
-_ARGUMENTS = ("a", "b", "out", "gathered")
-ARGUMENTS = "Tensor a, Tensor b, *, ScalarType? out_dtype=None, int? chunk=None, str group"
-"""What the schemas of the registered ops begin with."""
+_ARGUMENTS = ("a", "b", "bias", "out", "gathered")
 
 
 def _differ(a: Tensor, b: Tensor) -> ShapeError:
     return ShapeError(
         "b",
         validate.describe(b),
-        f"[K, N] with K = {a.shape[1]}, the number of columns of a",
-        why=f"K differs: a has {a.shape[1]}, b has {b.shape[0]}",
+        f"[K, N] with K = {a.shape[-1]}, the last dimension of a",
+        why=f"K differs: a has {a.shape[-1]}, b has {b.shape[0]}",
     )
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks of a call found: its plan; shape and dtype of the output."""
+    """What the checks of a call found.
+
+    Attributes:
+        plan: of the call. dtype: of the output.
+        dim: of a and out that ranks share, counted from the first.
+        lead: sizes of out's other dimensions than its last, ``dim`` first; of a's, ``whole``, as
+            gathered.
+        direct: whether the launch takes the caller's tensors as they are, and leaves nothing to do.
+    """
 
     plan: LaunchPlan
-    shape: tuple[int, int]
     dtype: torch.dtype
+    dim: int
+    lead: tuple[int, ...]
+    whole: tuple[int, ...]
+    direct: bool
 
 
 @dataclass(frozen=True)
@@ -56,62 +70,110 @@ class GemmOp:
     gathers: bool = False
     scatters: bool = False
 
+    @property
+    def dim(self) -> str | None:
+        """The argument that names the dimension of activations along which ranks share rows."""
+        return "gather_dim" if self.gathers else "scatter_dim" if self.scatters else None
+
+    @property
+    def arguments(self) -> str:
+        """What the schema of the registered op begins with."""
+        dim = "" if self.dim is None else f"int {self.dim}=0, "
+        options = f"{dim}ScalarType? out_dtype=None, int? chunk=None, str group"
+        return f"Tensor a, Tensor b, Tensor? bias=None, *, {options}"
+
+    def lead(self, a: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
+        """Sizes of an output's dimensions but its last, ``dim`` first. ShapeError."""
+        first, *rest = a.shape[dim : dim + 1] + a.shape[:dim] + a.shape[dim + 1 : -1]
+        if self.gathers:
+            first = first * ranks
+        elif self.scatters:
+            if rest and first % ranks:  # of a matrix the planner says it
+                raise ShapeError(
+                    "a", validate.describe(a), f"a multiple of {ranks} ranks along {self.dim}={dim}"
+                )
+            first = first // ranks
+        return (first, *rest)
+
     def check(
         self,
         world: World,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        out_dtype: torch.dtype | None,
-        gathered: bool | torch.Tensor,
-        chunk: int | None,
-        path: PathChoice | None,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dim: int = 0,
+        out: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        gathered: bool | Tensor = False,
+        chunk: int | None = None,
+        path: PathChoice | None = None,
+        products: tuple[int, ...] = (),
     ) -> Checked:
         """Check the arguments of a call, and plan it."""
         capabilities = world.accelerator.capabilities()
         device = world.accelerator.device
-        validate.matrix("a", a)
+        validate.activation("a", a)
         validate.matrix("b", b)
         validate.on_device("a", a, device)
         validate.on_device("b", b, device)
+        dim = validate.dimension(self.dim or "dim", dim, a)
         dtype = validate.dtype_name("a.dtype", a.dtype, capabilities.dtypes)
         validate.same_dtype("b.dtype", b, "a", a)
         wanted = out_dtype or (out.dtype if out is not None else a.dtype)
         out_name = validate.dtype_name("out_dtype", wanted, capabilities.out_dtypes)
-        if a.shape[1] != b.shape[0]:
+        k, n = b.shape
+        if a.shape[-1] != k:
             raise _differ(a, b)
-        validate.row_major("a", a)
-        b_layout = validate.layout("b", b, capabilities)
-        rows = a.shape[0] * (world.size if self.gathers else 1)
+        if bias is not None:
+            validate.vector("bias", bias, n, a.dtype)
+            validate.on_device("bias", bias, device)
+        lead, whole = self.lead(a, dim, world.size), _whole(a, dim, world.size)
+        rows = prod(whole if self.gathers else a.shape[:-1])
+        outputs = [("out", out, lead, n, wanted)]
+        if not isinstance(gathered, bool):
+            outputs.append(("gathered", gathered, whole, k, a.dtype))
+        strides: dict[str, Strides] = {}
+        for name, output, *_ in outputs:
+            if output is not None and output.dim() == a.dim():
+                packed = output.movedim(dim, 0).is_contiguous()
+                strides[name] = "packed" if packed else "scattered"
+        outermost = a.movedim(dim, 0)
+        step = max(1, capabilities.alignment_bytes // a.element_size())
+        strides["a"] = rows_of(outermost.shape, outermost.stride(), step)
+        layout, strides["b"] = _readable(b, step, capabilities)
         plan = plan_for(
             world,
             self.name,
-            {"m": rows, "n": b.shape[1], "k": a.shape[1]},
+            {"m": rows, "n": n, "k": k},
             dtype,
             out_name,
-            b_layout=b_layout,
+            b_layout=layout,
+            around=Around(copied(strides, capabilities), bias is not None, products),
             chunk=chunk,
             path=path,
         )
-        shape = (rows // world.size if self.scatters else rows, b.shape[1])
-        if out is not None:
-            validate.on_device("out", out, device)
-            validate.output("out", out, shape, wanted)
-        if not isinstance(gathered, bool):
-            validate.on_device("gathered", gathered, device)
-            validate.output("gathered", gathered, (rows, a.shape[1]), a.dtype)
-        return Checked(plan, shape, wanted)
+        for name, output, sizes, width, output_dtype in outputs:
+            if output is not None:
+                shape = (*sizes[1 : dim + 1], sizes[0], *sizes[dim + 1 :], width)
+                validate.on_device(name, output, device)
+                validate.output(name, output, shape, output_dtype, dim)
+        direct = a.dim() == 2 and not plan.copies and bias is None
+        return Checked(plan, wanted, dim, lead, whole, direct)
 
     @untraced
     def call(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None = None,
         *,
-        out: torch.Tensor | None = None,
+        dim: int = 0,
+        out: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         chunk: int | None = None,
-        gathered: bool | torch.Tensor = False,
+        gathered: bool | Tensor = False,
+        products: tuple[int, ...] = (),
         path: PathChoice | None = None,
         group: Group = None,
         signature: bytes | None = None,
@@ -119,39 +181,65 @@ class GemmOp:
     ) -> Done:
         """One call in a group's world. Outputs: ``out``, and ``gathered`` if asked.
 
-        ``path``: instead of the setting's. ``signature``: as :meth:`_known` gave it.
+        Args:
+            dim: of ``a``, along which ranks share rows.
+            products: columns of all B that the gathered A is multiplied with.
+            path: instead of the setting's.
+            signature: as :meth:`_known` gave it.
         """
         world = current(group)
-        a, b, out, gathered = plain(self.name, _ARGUMENTS, (a, b, out, gathered))
+        a, b, bias, out, gathered = plain(self.name, _ARGUMENTS, (a, b, bias, out, gathered))
         known = checked(
             world,
             (
                 self.name,
                 tensor_signature(a),
                 tensor_signature(b),
+                tensor_signature(bias),
                 tensor_signature(out),
                 tensor_signature(gathered),
+                dim,
                 out_dtype,
                 repr(chunk),
                 path,
+                products,
             ),
-            lambda: self.check(world, a, b, out, out_dtype, gathered, chunk, path),
+            lambda: self.check(
+                world,
+                a,
+                b,
+                bias,
+                dim=dim,
+                out=out,
+                out_dtype=out_dtype,
+                gathered=gathered,
+                chunk=chunk,
+                path=path,
+                products=products,
+            ),
         )
         plan = known.plan
         overwritten = []
         if out is None:
-            out = torch.empty(known.shape, dtype=known.dtype, device=a.device)
+            rows = torch.empty((prod(known.lead), plan.gemm.n), dtype=known.dtype, device=a.device)
+            out = around.from_rows(rows, known.lead, known.dim)
         else:
             overwritten.append(out)
         outputs = {"out": out}
         if gathered is not False:
             if gathered is True:
-                whole = (plan.gemm.m, plan.gemm.k)
-                gathered = torch.empty(whole, dtype=a.dtype, device=a.device)
+                rows = torch.empty((plan.gemm.m, plan.gemm.k), dtype=a.dtype, device=a.device)
+                gathered = around.from_rows(rows, known.whole, known.dim)
             else:
                 overwritten.append(gathered)
             outputs["gathered"] = gathered
-        record = world.run(plan, {"a": a, "b": b, **outputs}, signature=signature, **execution)
+        given = {"a": a, "b": b, **outputs}
+        if known.direct:
+            record = world.run(plan, given, signature=signature, **execution)
+        else:
+            launched = around.before(plan, given, known.dim)
+            record = world.run(plan, launched, **execution)
+            around.after(plan, launched, given, known.dim, bias)
         if overwritten:  # autograd may have saved them for a backward, and must hear of it
             increment_version(overwritten)
         return Done(plan, record, outputs)
@@ -160,6 +248,8 @@ class GemmOp:
         self,
         a: Tensor,
         b: Tensor,
+        bias: Tensor | None,
+        dim: int,
         *,
         out: Tensor | None,
         out_dtype: torch.dtype | None,
@@ -169,21 +259,25 @@ class GemmOp:
         """The output of one call, through torch's dispatcher where torch has to see it."""
         found: Any = None
         if not torch.compiler.is_compiling():
-            found = self._known(a, b, out, out_dtype, chunk, group)
+            found = self._known(a, b, bias, dim, out, out_dtype, chunk, group)
             if isinstance(found, Tensor):
                 return found
-        if out is None and seen_by_torch(a, b):
+        a, b, bias = self.local(a, b, bias, dim, group)
+        if out is None and seen_by_torch(a, b, bias):
             registered = getattr(torch.ops.mkernel, self.name)
+            dims = {} if self.dim is None else {self.dim: dim}
             result: Tensor = registered(
-                a, b, out_dtype=out_dtype, chunk=chunk, group=group_name(group)
+                a, b, bias, **dims, out_dtype=out_dtype, chunk=chunk, group=group_name(group)
             )
             return result
-        return self._called(a, b, out, out_dtype, chunk, group, found)
+        return self._called(a, b, bias, dim, out, out_dtype, chunk, group, found)
 
     def _known(
         self,
         a: Tensor,
         b: Tensor,
+        bias: Tensor | None,
+        dim: int,
         out: Tensor | None,
         out_dtype: torch.dtype | None,
         chunk: int | None,
@@ -192,12 +286,16 @@ class GemmOp:
         """The output of a call like one before, started without Python. Else the signature under which
         such calls may be known from the next on; or None."""
         known = current(group).known
-        return None if known is None else known(self.name, a, b, out, out_dtype, chunk)
+        if known is None or bias is not None or dim:
+            return None
+        return known(self.name, a, b, out, out_dtype, chunk)
 
     def _called(
         self,
         a: Tensor,
         b: Tensor,
+        bias: Tensor | None,
+        dim: int,
         out: Tensor | None,
         out_dtype: torch.dtype | None,
         chunk: int | None,
@@ -205,10 +303,27 @@ class GemmOp:
         signature: bytes | None,
     ) -> Tensor:
         done = self.call(
-            a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group, signature=signature
+            a,
+            b,
+            bias,
+            dim=dim,
+            out=out,
+            out_dtype=out_dtype,
+            chunk=chunk,
+            group=group,
+            signature=signature,
         )
         result: Tensor = done.outputs["out"]
         return result
+
+    def local(self, a: Any, b: Any, bias: Any, dim: int, group: Group) -> tuple[Any, Any, Any]:
+        """The arguments on this rank; a DTensor's part where it is sharded as the op takes it.
+        ArgumentError."""
+        return (
+            local("a", a, dim if self.gathers else -1, group),
+            local("b", b, 1 if self.gathers else 0, group),
+            local("bias", bias, 0 if self.gathers else None, group),
+        )
 
     def register(self, save: Callable[..., None], backward: Callable[..., Any]) -> None:
         """Make it known to torch as ``torch.ops.mkernel.NAME``.
@@ -220,37 +335,65 @@ class GemmOp:
         def kernel(
             a: Tensor,
             b: Tensor,
+            bias: Tensor | None = None,
             *,
             out_dtype: torch.dtype | None = None,
             chunk: int | None = None,
             group: str,
+            **dims: int,
         ) -> Tensor:
-            found = self._known(a, b, None, out_dtype, chunk, group)
+            dim = self.dim_of(dims)
+            found = self._known(a, b, bias, dim, None, out_dtype, chunk, group)
             if isinstance(found, Tensor):
                 return found
-            return self._called(a, b, None, out_dtype, chunk, group, found)
+            return self._called(a, b, bias, dim, None, out_dtype, chunk, group, found)
 
         def fake(
             a: Tensor,
             b: Tensor,
+            bias: Tensor | None = None,
             *,
             out_dtype: torch.dtype | None = None,
             chunk: int | None = None,
             group: str,
+            **dims: int,
         ) -> Tensor:
-            return self.fake(a, b, out_dtype, current(group).size)
+            return self.fake(a, b, self.dim_of(dims), out_dtype, current(group).size)
 
-        register(f"{self.name}({ARGUMENTS}) -> Tensor", kernel, fake, save, backward)
+        register(f"{self.name}({self.arguments}) -> Tensor", kernel, fake, save, backward)
 
-    def fake(self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, ranks: int) -> Tensor:
+    def dim_of(self, options: dict[str, int]) -> int:
+        """What a registered op was told; torch leaves out what is the default."""
+        return options.get(self.dim or "", 0)
+
+    def fake(
+        self, a: Tensor, b: Tensor, dim: int, out_dtype: torch.dtype | None, ranks: int
+    ) -> Tensor:
         """An output without data, of a call on tensors that may be without."""
-        validate.matrix("a", a)
+        validate.activation("a", a)
         validate.matrix("b", b)
-        if a.shape[1] != b.shape[0]:
+        if a.shape[-1] != b.shape[0]:
             raise _differ(a, b)
-        rows = a.shape[0]
-        if self.gathers:
-            rows = rows * ranks
-        elif self.scatters:
-            rows = rows // ranks
-        return a.new_empty((rows, b.shape[1]), dtype=out_dtype or a.dtype)
+        dim = validate.dimension(self.dim or "dim", dim, a)
+        lead = self.lead(a, dim, ranks)
+        made = a.new_empty((*lead, b.shape[1]), dtype=out_dtype or a.dtype)
+        return made.movedim(0, dim) if dim else made
+
+    def fake_gathered(self, a: Tensor, dim: int, ranks: int) -> Tensor:
+        """The gathered A, likewise."""
+        dim = validate.dimension(self.dim or "dim", dim, a)
+        made = a.new_empty((*_whole(a, dim, ranks), a.shape[-1]))
+        return made.movedim(0, dim) if dim else made
+
+
+def _whole(a: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
+    """Sizes of the gathered A's dimensions but its last, ``dim`` first."""
+    return (a.shape[dim] * ranks, *a.shape[:dim], *a.shape[dim + 1 : -1])
+
+
+def _readable(b: Tensor, step: int, capabilities: AcceleratorCapabilities) -> Stored:
+    """How b lies, or will lie when it has been copied into a layout that the backend reads."""
+    found = stored(b.shape, b.stride(), step)
+    if found.layout in capabilities.b_layouts:
+        return found
+    return Stored(capabilities.b_layouts[0], "scattered")

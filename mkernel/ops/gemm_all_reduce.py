@@ -22,36 +22,44 @@ def gemm_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """The sum over ranks of a @ b, on every rank, the same bits everywhere.
+    """The sum over ranks of a @ b (+ bias), on every rank, the same bits everywhere.
 
-    Collective: every rank of the world calls it with the same shapes, dtypes and options. Products
-    accumulate in float32; partial results are added in rank order, in float32, and rounded once.
+    Collective: every rank of the world calls it with the same shapes, dtypes and options; strides may
+    differ, but for the major order of b. Products accumulate in float32; partial results are added in
+    rank order, in float32, and rounded once. A bias is added to the rounded sum, which is then rounded
+    again.
 
     Args:
-        a: [M, K_r], this rank's columns of A; row-major contiguous.
-        b: [K_r, N], this rank's rows of B; row-major, or column-major (the transpose of a
-            contiguous [N, K_r]).
-        out: [M, N] row-major to write to; allocated where None. In memory of :func:`mkernel.empty`
+        a: [M, K_r], this rank's columns of A, or an activation such as [B, S, K_r]. What is not packed
+            the op copies first, where the accelerator does not take it as it is
+            (``LaunchPlan.copies``).
+        b: [K_r, N], this rank's rows of B, with any strides: row-major and column-major ones (the
+            transpose of a contiguous [N, K_r]) are never copied, parts of such ones on most
+            accelerators not either.
+        bias: [N], in the dtype of ``a``, the same on every rank; added once.
+        out: [M, N] contiguous to write to; allocated where None. In memory of :func:`mkernel.empty`
             kernels write it on every rank without a copy.
         out_dtype: of the result; default: that of ``out``, else that of ``a``.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.
         group: names the world; None: the default one.
 
     Returns:
-        C [M, N].
+        C [M, N], or [B, S, N]. A DTensor placed as the op takes it (a sharded along its last
+        dimension, b along 0, bias replicated) counts as its local part; the result is plain.
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
-            tensor (a DTensor, one with a tangent, ...; with ``out`` one that requires grad);
-            nothing was started.
+            tensor (a DTensor placed otherwise, one with a tangent, ...; with ``out`` one that requires
+            grad); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
-    return OP.result(a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
+    return OP.result(a, b, bias, 0, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
 
 
-OP.register(derivatives.save_operands, derivatives.reduce_backward)
+OP.register(derivatives.save_reduce, derivatives.reduce_backward)

@@ -22,35 +22,52 @@ def gemm_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
+    scatter_dim: int = 0,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """Rows [r·M/W, (r+1)·M/W) of the sum over ranks of a @ b, on rank r.
+    """Rows [r·M/W, (r+1)·M/W) of the sum over ranks of a @ b (+ bias), on rank r.
 
-    Collective: every rank of the world calls it with the same shapes, dtypes and options. Products
-    accumulate in float32; partial results are added in rank order, in float32, and rounded once.
+    Collective: every rank of the world calls it with the same shapes, dtypes and options; strides may
+    differ, but for the major order of b. Products accumulate in float32; partial results are added in
+    rank order, in float32, and rounded once. A bias is added to the rounded sum, which is then rounded
+    again.
 
     Args:
-        a: [M, K_r], this rank's columns of A; row-major contiguous. M is a multiple of W.
-        b: [K_r, N], this rank's rows of B; row-major, or column-major (the transpose of a
-            contiguous [N, K_r]).
-        out: [M/W, N] row-major to write to; allocated where None.
+        a: [M, K_r], this rank's columns of A, M a multiple of W; or an activation such as [B, S, K_r],
+            whose part along ``scatter_dim`` each rank gets. What is not packed with that dimension
+            outermost in memory (``a.movedim(scatter_dim, 0).is_contiguous()``) the op copies first,
+            where the accelerator does not take it as it is (``LaunchPlan.copies``).
+        b: [K_r, N], this rank's rows of B, with any strides: row-major and column-major ones (the
+            transpose of a contiguous [N, K_r]) are never copied, parts of such ones on most
+            accelerators not either.
+        bias: [N], in the dtype of ``a``, the same on every rank; added once. So is its gradient, the
+            sum over all ranks' rows.
+        scatter_dim: dimension of ``a`` along which ranks get parts of the result; any but the last. W
+            divides it.
+        out: [M/W, N] to write to, contiguous; allocated where None.
         out_dtype: of the result; default: that of ``out``, else that of ``a``.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.
         group: names the world; None: the default one.
 
     Returns:
-        C [M/W, N].
+        C [M/W, N], or [B, S/W, N]; allocated packed with ``scatter_dim`` outermost, as
+        ``torch.ops.symm_mem.fused_matmul_reduce_scatter`` returns it. A DTensor placed as the op takes
+        it (a sharded along its last dimension, b along 0, bias replicated) counts as its local part;
+        the result is plain.
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
-            tensor (a DTensor, one with a tangent, ...; with ``out`` one that requires grad);
-            nothing was started.
+            tensor (a DTensor placed otherwise, one with a tangent, ...; with ``out`` one that requires
+            grad); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
-    return OP.result(a, b, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
+    return OP.result(
+        a, b, bias, scatter_dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group
+    )
 
 
-OP.register(derivatives.save_operands, derivatives.scatter_backward)
+OP.register(derivatives.save_scatter, derivatives.scatter_backward)

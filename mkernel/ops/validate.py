@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
-from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import DtypeName
 
 _NAMES: dict[torch.dtype, DtypeName] = {
@@ -36,6 +33,40 @@ def matrix(name: str, value: object) -> torch.Tensor:
     return value
 
 
+def activation(name: str, value: object) -> torch.Tensor:
+    """A tensor [.., K] of at least two dimensions, none of them empty. DtypeError, ShapeError."""
+    if not isinstance(value, torch.Tensor):
+        raise DtypeError(name, describe(value), "a torch.Tensor")
+    if value.dim() < 2:
+        raise ShapeError(name, describe(value), "2 dimensions or more", why=f"{value.dim()}-D")
+    if 0 in value.shape:
+        raise ShapeError(name, describe(value), "at least 1 row and 1 column", why="empty")
+    return value
+
+
+def dimension(name: str, value: object, tensor: torch.Tensor) -> int:
+    """A dimension of an activation [.., K] but its last, counted from the first. ArgumentError."""
+    most = tensor.dim() - 2
+    if isinstance(value, int) and not isinstance(value, bool):
+        found = value + tensor.dim() if value < 0 else value
+        if 0 <= found <= most:
+            return found
+    raise ArgumentError(
+        name, repr(value), f"0 to {most}: a dimension of a {tuple(tensor.shape)}, but not its last"
+    )
+
+
+def vector(name: str, value: object, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A bias of so many elements. DtypeError, ShapeError."""
+    if not isinstance(value, torch.Tensor):
+        raise DtypeError(name, describe(value), "a torch.Tensor")
+    if tuple(value.shape) != (size,):
+        raise ShapeError(name, describe(value), f"[{size}], one element a column of b")
+    if value.dtype != dtype:
+        raise DtypeError(f"{name}.dtype", value.dtype, f"{dtype}, the dtype of a")
+    return value
+
+
 def dtype_name(name: str, dtype: torch.dtype, legal: tuple[DtypeName, ...]) -> DtypeName:
     """The plan's name of a dtype that the backend takes. DtypeError."""
     found = _NAMES.get(dtype)
@@ -50,6 +81,12 @@ def same_dtype(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) 
         raise DtypeError(
             name, tensor.dtype, f"{like.dtype}, the dtype of {other}", why="dtypes must not mix"
         )
+
+
+def same_columns(name: str, b: torch.Tensor, like: torch.Tensor) -> None:
+    """ShapeError where two matrices cannot follow the same one in a product."""
+    if len(b) != len(like):
+        raise ShapeError(name, describe(b), f"[K, N] with K = {len(like)}, as the other b")
 
 
 def on_device(name: str, tensor: torch.Tensor, device: str) -> None:
@@ -75,28 +112,13 @@ def row_major(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def layout(
-    name: str, tensor: torch.Tensor, capabilities: AcceleratorCapabilities
-) -> Literal["row", "column"]:
-    """``row`` for a packed row-major matrix, ``column`` for the transpose of one (an ``nn.Linear``
-    weight seen as [K, N]). LayoutError where the backend reads neither."""
-    found: Literal["row", "column"] | None = None
-    if tensor.is_contiguous():
-        found = "row"
-    elif tensor.t().is_contiguous():
-        found = "column"
-    if found is None or found not in capabilities.b_layouts:
-        legal = " or ".join(f"{kind}-major packed" for kind in capabilities.b_layouts)
-        raise LayoutError(name, describe(tensor), legal, why="call .contiguous()")
-    return found
-
-
 def output(
-    name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, dim: int = 0
 ) -> torch.Tensor:
-    """A caller's output tensor. ShapeError, DtypeError, LayoutError."""
+    """A caller's output tensor: contiguous, or with ``dim`` outermost in memory. ShapeError,
+    DtypeError, LayoutError."""
     if tuple(tensor.shape) != shape:
         raise ShapeError(name, describe(tensor), f"shape {shape}")
     if tensor.dtype != dtype:
         raise DtypeError(name, tensor.dtype, str(dtype))
-    return row_major(name, tensor)
+    return tensor if dim and tensor.movedim(dim, 0).is_contiguous() else row_major(name, tensor)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
 from mkernel.plan.model import DtypeName, OpName, PathChoice
 from mkernel.plan.ops import forward
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.shapes import check_integer
+from mkernel.plan.strides import Layout
 from mkernel.topology.model import MAX_ACCELERATORS, MAX_NODES
 
 if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities
-
-Layout = Literal["row", "column"]
 
 MAX_RANKS = 131072
 """The largest world that is planned."""

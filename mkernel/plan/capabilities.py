@@ -24,6 +24,9 @@ class AcceleratorCapabilities(Model):
     """Whether a sum over ranks may add results of single ranks that were rounded to the output's
     dtype, each once; else everything is float32 until the end."""
     b_layouts: tuple[Literal["row", "column"], ...]
+    pitched: tuple[Literal["a", "b"], ...] = ()
+    """Operands of GEMM ops that it takes with any distance, a multiple of ``alignment_bytes``, between
+    rows (columns, of a column-major b). Other tensors whose elements are not packed are copied."""
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
     peer_access: bool

@@ -31,6 +31,8 @@ PathName = Literal["fused", "library"]
 """How a GEMM op runs: one kernel that communicates while it computes; or a library's product and a
 collective of the backend's own, one after the other."""
 PathChoice = Literal["auto", "fused", "library"]
+Copied = Literal["a", "b", "out", "gathered"]
+"""A tensor of a GEMM op between which and the launch a copy may stand."""
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -116,6 +118,18 @@ class CommonPart(Model):
     dtype: DtypeName
     out_dtype: DtypeName
     b_layout: Literal["row", "column"]
+    copies: tuple[Copied, ...] = Field(
+        (),
+        description="what the op copies on this rank, since the backend does not take it as the "
+        "caller's lies in memory: operands before the launch, results after it. Each rank has its "
+        "own; they are not compared",
+    )
+    bias: bool = Field(False, description="after the launch the op adds a bias to each row of out")
+    products: tuple[int, ...] = Field(
+        (),
+        description="AllGather+GEMM with several B: the columns of each, in the caller's order. The "
+        "launch computes the first of the widest; a library the others, from the rows it gathered",
+    )
     path: PathName = Field(
         "fused", description="the faster one by prediction, or the one asked for"
     )
@@ -148,6 +162,11 @@ class CommonPart(Model):
         if not isinstance(self.shape, GemmShape):
             raise TypeError(f"a plan of {self.op} has no GEMM shape")
         return self.shape
+
+    @property
+    def launched(self) -> int:
+        """Which of ``products`` the launch computes; 0 where there is one."""
+        return self.products.index(self.gemm.n) if self.products else 0
 
     def order(self, runs: Runs) -> ConsumptionOrder:
         """The order in which ranks consume the others' rows. ArgumentError: it is another one's by
@@ -210,8 +229,9 @@ class LaunchPlan(CommonPart):
         return self._digest
 
     def decisions(self) -> dict[str, Any]:
-        """Everything that ranks must share, as JSON: the plan without its prediction."""
-        return self.model_dump(mode="json", exclude={"prediction"})
+        """Everything that ranks must share, as JSON: the plan without its prediction and its copies,
+        which peers do not see."""
+        return self.model_dump(mode="json", exclude={"prediction", "copies"})
 
     @cached_property
     def _digest(self) -> str:

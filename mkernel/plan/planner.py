@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, cast
 
 from mkernel.errors import ArgumentError, DtypeError, Unsupported
 from mkernel.plan import arguments, missing, paths
-from mkernel.plan.arguments import Layout
+from mkernel.plan.around import NOTHING, Around, check_around
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import (
     CommonPart,
@@ -32,6 +32,7 @@ from mkernel.plan.pipeline import Exchange, Pipeline
 from mkernel.plan.request import Scheduler, ScheduleRequest
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
+from mkernel.plan.strides import Layout
 from mkernel.plan.what_if import WhatIf
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.shared_links import SharedLinks
@@ -57,6 +58,7 @@ def explain(
     dtype: str,
     out_dtype: str | None = None,
     b_layout: str = "row",
+    around: Around = NOTHING,
     world: WorldMap,
     accelerator: str,
     capabilities: AcceleratorCapabilities,
@@ -80,6 +82,7 @@ def explain(
         dtype: of the inputs: ``float16``, ``bfloat16`` or ``float32``.
         out_dtype: of the output. None: ``float32``, or the inputs' where the backend keeps it.
         b_layout: ``row``: B is stored [k, n]; ``column``: [n, k], like an ``nn.Linear`` weight.
+        around: what a GEMM op does before and after the launch.
         world: where the ranks are; it has a process group where the capabilities ask for one.
         accelerator, capabilities: the backend's name and what it claims.
         nic, verbs: NIC backend and verbs provider between nodes. In a world of one node, or where a
@@ -102,8 +105,9 @@ def explain(
     """
     capabilities = capabilities.with_cores(world.cores)
     asked, library = _checked(
-        op, sizes, dtype, out_dtype, b_layout, world, accelerator, capabilities, nic, verbs, path
-    )
+        op, sizes, dtype, out_dtype, b_layout, world, accelerator, capabilities, nic, verbs, path,
+        around,
+    )  # fmt: skip
     if chunk is not None:
         check_integer(ArgumentError, "chunk", chunk, MAX_DIMENSION)
     for argument, blocks, cores in (
@@ -161,7 +165,7 @@ def common_part(
     sizes = plan.shape.model_dump(exclude={"kind"})
     asked, _ = _checked(
         plan.op, sizes, plan.dtype, plan.out_dtype, plan.b_layout, world, accelerator,
-        capabilities, nic, verbs, plan.path,
+        capabilities, nic, verbs, plan.path, Around(plan.copies, plan.bias, plan.products),
     )  # fmt: skip
     links = _links(asked.op, world, accelerator, capabilities)[0]
     return _common(asked, world, accelerator, capabilities, plan.path, links)
@@ -178,6 +182,7 @@ class _Asked(NamedTuple):
     b_layout: Layout
     nic: str | None
     verbs: str | None
+    around: Around
 
 
 def _checked(
@@ -192,6 +197,7 @@ def _checked(
     nic: str | None,
     verbs: str | None,
     path: str,
+    around: Around,
 ) -> tuple[_Asked, bool]:
     """Also whether there is a library path."""
     name = canonical(op)
@@ -216,6 +222,8 @@ def _checked(
         )
     layout = arguments.check_layout(b_layout, name, capabilities, accelerator)
     shape = shape_of(name, sizes, nodes * ranks_per_node, in_dtype, result_dtype, capabilities)
+    columns = shape.n if isinstance(shape, GemmShape) else None
+    check_around(name, around, columns)
     library = arguments.has_library_path(path, name, nodes, accelerator, capabilities)
     by_nics = nodes > 1 and not capabilities.process_group
     if by_nics:
@@ -225,7 +233,7 @@ def _checked(
                     argument, given, f"the name of a {what}", why=f"the world has {nodes} nodes"
                 )
     nics = (nic, verbs) if by_nics else (None, None)
-    return _Asked(name, shape, in_dtype, result_dtype, layout, *nics), library
+    return _Asked(name, shape, in_dtype, result_dtype, layout, *nics, around), library
 
 
 @dataclass(frozen=True)
@@ -300,8 +308,11 @@ def _common(
     links: SharedLinks,
 ) -> CommonPart:
     group = any(one.kind == "group" for one in links.table.classes)
+    fields = asked._asdict()
+    around: Around = fields.pop("around")
     return CommonPart(
-        **asked._asdict(),
+        **fields,
+        **around._asdict(),
         path=path,
         nodes=where.nodes,
         ranks_per_node=where.ranks_per_node,

@@ -69,6 +69,7 @@ def plan(made: LaunchPlan | WhatIf, notes: Sequence[str] = ()) -> RenderableType
         "path": _path(made),
         "routes": ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed",
         **({"lanes": _lanes(made.nics, made.routes)} if made.nics else {}),
+        **({"around": around} if (around := _around(made)) else {}),
     }
     if isinstance(made, LaunchPlan):
         rows |= {"schedule": _schedule(made.schedule)}
@@ -82,6 +83,21 @@ def plan(made: LaunchPlan | WhatIf, notes: Sequence[str] = ()) -> RenderableType
     if isinstance(made, WhatIf):
         rows |= {"missing": "; ".join(made.missing)}
     return _grid(rows)
+
+
+def _around(made: CommonPart) -> str:
+    """What the op does before and after the launch."""
+    before = [name for name in made.copies if name in ("a", "b")]
+    after = [name for name in made.copies if name not in before]
+    steps = [f"copies {' and '.join(before)}"] if before else []
+    if made.products:
+        columns = ", ".join(map(str, made.products))
+        steps += [
+            f"launches product {made.launched} of {columns} columns, then a library the others"
+        ]
+    steps += ["adds the bias"] * made.bias
+    steps += [f"copies {' and '.join(after)}"] if after else []
+    return "; ".join(steps)
 
 
 def _predicted(times: Prediction | None) -> str:

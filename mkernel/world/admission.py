@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import (
     AttentionShape,
     CommonPart,
@@ -19,6 +20,7 @@ from mkernel.plan.model import (
     first_difference,
 )
 from mkernel.plan.planner import common_part
+from mkernel.plan.strides import rows_of
 from mkernel.topology.world_map import WorldMap
 from mkernel.world.identity import Backends
 
@@ -54,7 +56,7 @@ def admit(
             _refuse(f"plan.{name}", theirs, ours)
     for name, wanted in planned_tensors(plan).items():
         if name in tensors:
-            _check(name, tensors[name], wanted, plan.b_layout)
+            _check(name, tensors[name], wanted, plan, accelerator.capabilities())
 
 
 def _refuse(field: str, theirs: Any, ours: Any) -> None:
@@ -118,7 +120,13 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
     }
 
 
-def _check(name: str, tensor: torch.Tensor, wanted: _Planned, b_layout: str) -> None:
+def _check(
+    name: str,
+    tensor: torch.Tensor,
+    wanted: _Planned,
+    plan: LaunchPlan,
+    claims: AcceleratorCapabilities,
+) -> None:
     found = tuple(tensor.shape)
     fits = len(found) == len(wanted.shape) and all(
         size in (None, there) for size, there in zip(wanted.shape, found, strict=True)
@@ -127,7 +135,12 @@ def _check(name: str, tensor: torch.Tensor, wanted: _Planned, b_layout: str) -> 
         raise ShapeError(name, found, f"{wanted.shape}, as planned")
     if str(tensor.dtype).removeprefix("torch.") not in wanted.dtypes:
         raise DtypeError(name, tensor.dtype, f"{' or '.join(wanted.dtypes)}, as planned")
-    transposed = wanted.stored and b_layout == "column"
-    if not (tensor.transpose(-1, -2) if transposed else tensor).is_contiguous():
-        stored = f"{b_layout}-major" if wanted.stored else "contiguous"
+    transposed = wanted.stored and plan.b_layout == "column"
+    seen = tensor.transpose(-1, -2) if transposed else tensor
+    if seen.is_contiguous():
+        return
+    step = max(1, claims.alignment_bytes // tensor.element_size())
+    pitched = name in claims.pitched and isinstance(plan.shape, GemmShape)
+    if not pitched or rows_of(seen.shape, seen.stride(), step) != "pitched":
+        stored = f"{plan.b_layout}-major" if wanted.stored else "contiguous"
         raise LayoutError(name, f"strides {tensor.stride()}", f"{stored} and packed, as planned")

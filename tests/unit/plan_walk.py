@@ -12,12 +12,15 @@ from pydantic import BaseModel
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import MkernelError
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import GemmShape, LaunchPlan
 from mkernel.plan.planner import plan as plan_of
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import world_map
 from mkernel.world.admission import admit
 from mkernel.world.identity import Backends
+
+FOLLOWED_BY_OPS = ("copies", "bias", "products")
+"""What of a plan of a GEMM op the op follows, around the launch (``tests/torch/test_operands.py``)."""
 
 Path = tuple[str | int, ...]
 Launch = Callable[[LaunchPlan], object]
@@ -60,6 +63,7 @@ def decorations(plan: LaunchPlan, launch: Launch) -> list[str]:
     return [
         f"{dotted(path)}: {value!r} or {other!r}"
         for path, value, annotation in leaves(plan)
+        if not (isinstance(plan.shape, GemmShape) and path[0] in FOLLOWED_BY_OPS)
         for other in others(value, annotation)
         if not _shows(put(plan, path, other), path, launch, usual)
     ]

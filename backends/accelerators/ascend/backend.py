@@ -184,6 +184,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             dtypes=("float16", "bfloat16", "float32"),
             out_dtypes=("float32", "float16", "bfloat16"),
             b_layouts=("row", "column"),
+            pitched=("a", "b"),
             alignment_bytes=16,
             transfer_paths=("p2p", "nic"),
             peer_access=True,

@@ -195,6 +195,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         dtypes=("float32", "bfloat16", "float16"),
         out_dtypes=("float32", "bfloat16", "float16"),
         b_layouts=("row", "column"),
+        pitched=("b",),
         alignment_bytes=1,
         transfer_paths=("torch.distributed", "p2p") if copies else ("torch.distributed",),
         peer_access=copies,

@@ -1,0 +1,54 @@
+"""What a GEMM op does on its own rank before and after a launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, get_args
+
+from mkernel.errors import ArgumentError
+from mkernel.plan.model import Copied, OpName
+from mkernel.plan.shapes import MAX_DIMENSION, check_integer
+
+_GEMMS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+
+
+class Around(NamedTuple):
+    """As :class:`mkernel.plan.model.CommonPart` has it.
+
+    Attributes:
+        copies: tensors that the op copies: operands before, results after the launch.
+        bias: whether it adds one.
+        products: columns of each B where AllGather+GEMM is given several; the most of these are N.
+    """
+
+    copies: tuple[Copied, ...] = ()
+    bias: bool = False
+    products: tuple[int, ...] = ()
+
+
+NOTHING = Around()
+
+
+def check_around(op: OpName, around: Around, columns: int | None) -> None:
+    """ArgumentError for what an op does not do.
+
+    Args:
+        columns: of the product that is launched.
+    """
+    if op not in _GEMMS:
+        for argument, value in around._asdict().items():
+            if value:
+                raise ArgumentError(argument, repr(value), f"nothing: {op} has no such step")
+        return
+    legal = [one for one in get_args(Copied) if one != "gathered" or op == "all_gather_gemm"]
+    for name in around.copies:
+        if name not in legal:
+            raise ArgumentError("copies", repr(name), f"of {', '.join(legal)}")
+    products = around.products
+    if products and op != "all_gather_gemm":
+        raise ArgumentError("products", products, f"(): {op} has one product")
+    for each in products:
+        check_integer(ArgumentError, "products", each, MAX_DIMENSION)
+    if products and max(products) != columns:
+        raise ArgumentError(
+            "products", products, f"at most {columns} columns, those of the launched one"
+        )

@@ -1,0 +1,79 @@
+"""How matrices lie in memory: packed, with a pitch, or neither; and which of them an op copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+from mkernel.errors import ArgumentError
+from mkernel.plan.model import Copied
+
+if TYPE_CHECKING:
+    from mkernel.plan.capabilities import AcceleratorCapabilities
+
+Layout = Literal["row", "column"]
+Strides = Literal["packed", "pitched", "scattered"]
+"""Of a matrix, seen in its major order: no gaps; a gap behind every row, after which the next one is
+aligned again; neither."""
+
+
+class Stored(NamedTuple):
+    """The major order of a matrix, and its strides in that order."""
+
+    layout: Layout
+    strides: Strides
+
+
+def rows_of(sizes: Sequence[int], strides: Sequence[int], step: int) -> Strides:
+    """How [..., width] lies in memory as a matrix of rows, whose last dimension is the width.
+
+    Args:
+        sizes, strides: of a tensor, as torch counts them, with at least one element.
+        step: elements by which aligned rows begin.
+    """
+    width = sizes[-1]
+    if width > 1 and strides[-1] != 1:
+        return "scattered"
+    outer = [
+        (size, stride)
+        for size, stride in zip(reversed(sizes[:-1]), reversed(strides[:-1]), strict=True)
+        if size > 1
+    ]
+    if not outer:
+        return "packed"
+    pitch = expected = outer[0][1]
+    for size, stride in outer:
+        if stride != expected:
+            return "scattered"
+        expected = size * stride
+    if pitch == width:
+        return "packed"
+    return "pitched" if pitch > width and pitch % step == 0 else "scattered"
+
+
+def stored(sizes: Sequence[int], strides: Sequence[int], step: int) -> Stored:
+    """How a matrix lies in memory: by rows, or by columns where it does not lie so by rows."""
+    by_rows = rows_of(sizes, strides, step)
+    by_columns = rows_of(sizes[::-1], strides[::-1], step)
+    if by_rows == "packed" or (by_rows == "pitched" and by_columns != "packed"):
+        return Stored("row", by_rows)
+    if by_columns != "scattered" or strides[0] < strides[1]:  # a copy reads it as it lies
+        return Stored("column", by_columns)
+    return Stored("row", by_rows)
+
+
+def copied(
+    strides: Mapping[str, Strides], capabilities: AcceleratorCapabilities
+) -> tuple[Copied, ...]:
+    """The tensors of a call between which and the launch the op puts a copy. ArgumentError.
+
+    Args:
+        strides: by name; of those that are missing: packed.
+    """
+    names: tuple[Copied, ...] = get_args(Copied)
+    for name, found in strides.items():
+        if name not in names or found not in get_args(Strides):
+            legal = f"{' or '.join(get_args(Strides))}, of {', '.join(names)}"
+            raise ArgumentError("strides", f"{name}: {found}", legal)
+    taken = {"packed": names, "pitched": capabilities.pitched, "scattered": ()}
+    return tuple(name for name in names if name not in taken[strides.get(name, "packed")])

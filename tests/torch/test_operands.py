@@ -1,0 +1,604 @@
+"""What the GEMM ops take: strided matrices, activations of any dimensions, a bias, several b, DTensors.
+
+Every form is compared with the unsharded product in float64, its gradients too. Copies stand in the
+plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+
+import mkernel
+from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
+from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from mkernel.ops.gemm import GemmOp
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+RANKS = 2
+S, K, N = 8, 16, 24
+"""S counts the positions of all ranks; K and N are one rank's where they are sharded."""
+BACKENDS = ("streams", "ascend")
+OPS: dict[str, GemmOp] = {
+    "all_gather_gemm": all_gather_gemm.OP,
+    "gemm_reduce_scatter": gemm_reduce_scatter.OP,
+    "gemm_all_reduce": gemm_all_reduce.OP,
+}
+
+
+def drawn(name: str, rank: int, *shape: int) -> Tensor:
+    """Values that every process can draw of any rank's."""
+    seed = 1000 * rank + sum(map(ord, name))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def on_ranks(check: Callable[..., Any], *arguments: Any, accelerator: str) -> list[Any]:
+    return mkernel.launch(
+        check, *arguments, ranks_per_node=RANKS, accelerator=accelerator, timeout_s=120
+    )
+
+
+# ---- how tensors may lie in memory ---------------------------------------------------------------
+
+
+def packed(x: Tensor) -> Tensor:
+    return x.contiguous()
+
+
+def transposed(x: Tensor) -> Tensor:
+    """In column-major order."""
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def columns_of(x: Tensor, first: int = 16, step: int = 1, after: int = 8) -> Tensor:
+    """Some of the columns of a larger tensor."""
+    wider = x.new_full((*x.shape[:-1], first + step * x.shape[-1] + after), float("nan"))
+    wider[..., first : first + step * x.shape[-1] : step] = x
+    return wider[..., first : first + step * x.shape[-1] : step]
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Some of the rows of a larger matrix in column-major order."""
+    return columns_of(x.t()).t()
+
+
+def of_odd_pitch(x: Tensor) -> Tensor:
+    return columns_of(x, first=3)
+
+
+def from_odd_column(x: Tensor) -> Tensor:
+    return columns_of(x, first=3, after=13)
+
+
+def every_second(x: Tensor) -> Tensor:
+    return columns_of(x, step=2)
+
+
+def outermost(x: Tensor) -> Tensor:
+    """With dimension 1 outermost in memory."""
+    return x.movedim(1, 0).contiguous().movedim(0, 1)
+
+
+# ---- a call, and what it must give ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one call of an op passes its tensors.
+
+    Attributes:
+        batch: sizes of the dimensions of an activation beside the sharded one and K.
+        dim: where the sharded one is.
+        lies, b_lies: in memory, of a and of b.
+        copies: what of them the plan says is copied, by backend; None: nothing.
+    """
+
+    batch: tuple[int, ...] = ()
+    dim: int = 0
+    lies: Callable[[Tensor], Tensor] = packed
+    b_lies: Callable[[Tensor], Tensor] = packed
+    bias: bool = False
+    dtype: torch.dtype = torch.float32
+    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def a(self, op: GemmOp, rank: int) -> Tensor:
+        rows = S // RANKS if op.gathers else S
+        shape = [*self.batch]
+        shape.insert(self.dim, rows)
+        return self.lies(drawn("a", rank, *shape, K).to(self.dtype))
+
+    def b(self, rank: int) -> Tensor:
+        return self.b_lies(drawn("b", rank, K, N).to(self.dtype))
+
+    def bias_of(self, op: GemmOp, rank: int) -> Tensor | None:
+        if not self.bias:
+            return None
+        return drawn("bias", rank if op.gathers else 0, N).to(self.dtype)
+
+
+def both(*names: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(BACKENDS, names)
+
+
+MATRICES = {
+    "packed": Form(),
+    "b transposed": Form(b_lies=transposed),
+    "columns of b": Form(b_lies=columns_of),
+    "columns of b transposed": Form(b_lies=rows_of),
+    "columns of an odd b": Form(b_lies=of_odd_pitch, copies={"ascend": ("b",)}),
+    "columns of b from an odd one": Form(b_lies=from_odd_column),
+    "every second column of b": Form(b_lies=every_second, copies=both("b")),
+    "columns of a": Form(lies=columns_of, copies={"streams": ("a",)}),
+    "a transposed": Form(lies=transposed, copies=both("a")),
+    "a and b": Form(lies=every_second, b_lies=every_second, copies=both("a", "b")),
+    "bias": Form(bias=True),
+    "bias in bfloat16": Form(bias=True, dtype=torch.bfloat16),
+    "float16": Form(bias=True, b_lies=columns_of, dtype=torch.float16),
+}
+ACTIVATIONS = {
+    "[S, B, H]": Form(batch=(3,)),
+    "[1, S, H]": Form(batch=(1,), dim=1),
+    "[3, S, H]": Form(batch=(3,), dim=1, copies=both("a")),
+    "[3, S, H], S outermost": Form(batch=(3,), dim=1, lies=outermost),
+    "columns of [3, S, H]": Form(batch=(3,), dim=1, lies=columns_of, copies=both("a")),
+    "[2, 3, S, H]": Form(batch=(2, 3), dim=2, bias=True, copies=both("a")),
+    "[2, S, 3, H]": Form(batch=(2, 3), dim=1, bias=True, copies=both("a")),
+}
+FORMS = MATRICES | ACTIVATIONS
+
+
+def whole(
+    op: GemmOp, form: Form, a: list[Tensor], b: list[Tensor], bias: list[Any]
+) -> list[Tensor]:
+    """Every rank's C, by plain torch on all ranks' operands."""
+    if op.gathers:
+        results = [torch.cat(a, form.dim) @ each for each in b]
+    else:
+        total = sum((x @ y for x, y in zip(a, b, strict=True)), torch.zeros(()))
+        results = list(total.chunk(RANKS, form.dim)) if op.scatters else [total] * RANKS
+    return [c if z is None else c + z for c, z in zip(results, bias, strict=True)]
+
+
+def weighed(op: GemmOp, c: Tensor, rank: int) -> Tensor:
+    """A rank's loss. C of an AllReduce is one tensor, so its loss is the same on all ranks."""
+    of = rank if op.gathers or op.scatters else 0
+    return (c * drawn("weights", of, *c.shape)).sum()
+
+
+def expected(op: GemmOp, form: Form) -> list[tuple[Tensor, ...]]:
+    """Every rank's C and the gradients of its a, b and bias, in float64."""
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.double().requires_grad_()
+
+    a = [leaf(form.a(op, rank)) for rank in range(RANKS)]
+    b = [leaf(form.b(rank)) for rank in range(RANKS)]
+    bias: list[Any] = [form.bias_of(op, rank) for rank in range(RANKS)]
+    if form.bias:
+        bias = [leaf(each) for each in bias]
+        bias = bias if op.gathers else [bias[0]] * RANKS
+    c = whole(op, form, a, b, bias)
+    losses = [weighed(op, each, rank) for rank, each in enumerate(c)]
+    (losses[0] if not (op.gathers or op.scatters) else sum(losses)).backward()
+    return [
+        tuple(
+            x
+            for x in (c[r].detach(), a[r].grad, b[r].grad, bias[r].grad if form.bias else None)
+            if x is not None
+        )
+        for r in range(RANKS)
+    ]
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+
+
+def differences(found: tuple[Any, ...], wanted: tuple[Tensor, ...], dtype: torch.dtype) -> str:
+    """Which of C and its gradients are wrong."""
+    wrong = []
+    for name, one, other in zip(("C", "da", "db", "dbias"), found, wanted, strict=False):
+        if one is None or one.shape != other.shape:
+            wrong.append(f"{name} is {None if one is None else tuple(one.shape)}")
+            continue
+        error = float((one.double() - other).norm() / other.norm())
+        if not error <= TOLERANCE[dtype] * (1 if name == "C" else 4):
+            wrong.append(f"{name} is off by {error:g}")
+    return ", ".join(wrong)
+
+
+def dims_of(op: GemmOp, form: Form) -> dict[str, Any]:
+    return {} if op.dim is None else {op.dim: form.dim}
+
+
+def called(name: str) -> list[str]:
+    """What is wrong of each form's call: without gradients, with an ``out``, with gradients."""
+    world, op, found = mkernel.world(), OPS[name], []
+    public = getattr(mkernel, name)
+    for label, form in FORMS.items():
+        rank, wanted = world.rank, expected(op, form)
+        a, b, bias = form.a(op, rank), form.b(rank), form.bias_of(op, rank)
+        dims = dims_of(op, form)
+        c = public(a, b, bias=bias, **dims)
+        wrong = differences((c,), wanted[rank][:1], form.dtype)
+        out = torch.full(tuple(c.shape), float("nan"), dtype=form.dtype)
+        if public(a, b, bias=bias, out=out, **dims) is not out or not torch.equal(out, c):
+            wrong += " out differs"
+        plan = op.call(a, b, bias, dim=form.dim if op.dim else 0).plan
+        copies = form.copies.get(world.backends.accelerator, ())
+        if op.dim is None and form.lies is outermost:
+            copies = ("a",)
+        elif op.dim is None and form.batch and form.lies is packed:
+            copies = ()
+        elif op.dim is None and form.batch:  # of rows at one distance: as columns of a matrix
+            copies = MATRICES["columns of a"].copies.get(world.backends.accelerator, ())
+        if plan.copies != copies or plan.bias is not form.bias:
+            wrong += f" copies {plan.copies} of {copies}, bias {plan.bias}"
+        inputs = [x for x in (a, b, bias) if x is not None]
+        for x in inputs:
+            x.requires_grad_()
+        c = public(a, b, bias=bias, **dims)
+        gradients = torch.autograd.grad(weighed(op, c, rank), inputs)
+        wrong += differences((c.detach(), *gradients), wanted[rank], form.dtype)
+        if wrong:
+            found.append(f"{label}: {wrong}")
+    return found
+
+
+@pytest.mark.parametrize("accelerator", BACKENDS)
+@pytest.mark.parametrize("op", OPS)
+def test_every_form_has_the_values_and_gradients_of_the_unsharded_product(
+    op: str, accelerator: str
+) -> None:
+    assert on_ranks(called, op, accelerator=accelerator) == [[]] * RANKS
+
+
+def gathers() -> list[str]:
+    """A gathered A of more dimensions, given and returned."""
+    rank, op, found = mkernel.world().rank, all_gather_gemm.OP, []
+    for label, form in ACTIVATIONS.items():
+        a = form.a(op, rank)
+        wanted = torch.cat([form.a(op, r) for r in range(RANKS)], form.dim)
+        into = torch.empty(wanted.shape)
+        for given in (None, into):
+            _, gathered = mkernel.all_gather_gemm(
+                a, form.b(rank), gather_dim=form.dim, gathered=given, return_gathered=True
+            )
+            if not torch.equal(gathered, wanted) or given not in (None, gathered):
+                found.append(label)
+    return found
+
+
+@pytest.mark.parametrize("accelerator", BACKENDS)
+def test_the_gathered_activation_is_the_whole_one(accelerator: str) -> None:
+    assert on_ranks(gathers, accelerator=accelerator) == [[]] * RANKS
+
+
+# ---- several b -----------------------------------------------------------------------------------
+
+WIDTHS = (8, N, 16, N)
+
+
+def many(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    b = [drawn(f"b{at}", rank, K, width) for at, width in enumerate(WIDTHS)]
+    bias = [drawn(f"bias{at}", rank, width) for at, width in enumerate(WIDTHS)]
+    b[2], b[3] = transposed(b[2]), columns_of(b[3])
+    return b, bias
+
+
+def several(form: Form, with_bias: bool, options: dict[str, Any]) -> str:
+    rank, op = mkernel.world().rank, all_gather_gemm.OP
+    shards = [form.a(op, r).double().requires_grad_() for r in range(RANKS)]
+    weights, losses = [], torch.zeros((), dtype=torch.float64)
+    for r in range(RANKS):
+        b, bias = ([x.double().requires_grad_() for x in each] for each in many(r))
+        whole_a = torch.cat(shards, form.dim)
+        c = [whole_a @ y + (z if with_bias else 0) for y, z in zip(b, bias, strict=True)]
+        losses = losses + sum(weighed(op, each, r) for each in c)
+        weights.append((b, bias, [each.detach() for each in c]))
+    losses.backward()
+    b, bias = many(rank)
+    a = form.a(op, rank).requires_grad_()
+    inputs = [a, *(x.requires_grad_() for x in b)]
+    inputs += [x.requires_grad_() for x in bias] if with_bias else []
+    c = mkernel.all_gather_gemm(
+        a, b, bias=bias if with_bias else None, gather_dim=form.dim, **options
+    )
+    gathered = None
+    if isinstance(c, tuple):
+        c, gathered = c
+    gradients = torch.autograd.grad(sum(weighed(op, each, rank) for each in c), inputs)
+    with torch.no_grad():  # by no dispatcher, into given memory
+        outs = [torch.empty_like(each) for each in c]
+        again = mkernel.all_gather_gemm(
+            a, b, bias=bias if with_bias else None, gather_dim=form.dim, out=outs
+        )
+    wrong = ""
+    exact = weights[rank]
+    if any(x is not y for x, y in zip(again, outs, strict=True)):
+        wrong += "other outs; "
+    if gathered is not None and not torch.equal(
+        gathered, torch.cat([form.a(op, r) for r in range(RANKS)], form.dim)
+    ):
+        wrong += "gathered; "
+    expected_gradients = [shards[rank].grad, *(x.grad for x in exact[0])]
+    expected_gradients += [x.grad for x in exact[1]] if with_bias else []
+    pairs = [*zip(c, exact[2], strict=True), *zip(again, exact[2], strict=True)]
+    pairs += zip(gradients, expected_gradients, strict=True)
+    for number, (one, other) in enumerate(pairs):
+        assert other is not None
+        if not float((one.detach().double() - other).norm() / other.norm()) < 2e-5:
+            wrong += f"{number} of {len(pairs)}; "
+    return wrong
+
+
+@pytest.mark.parametrize("accelerator", BACKENDS)
+def test_several_products_of_one_gather(accelerator: str) -> None:
+    assert on_ranks(several_forms, accelerator=accelerator) == [[]] * RANKS
+
+
+def several_forms() -> list[str]:
+    options: list[dict[str, Any]] = [{}, {"return_gathered": True}, {"save_gathered": True}]
+    found = []
+    for label in ("packed", "[3, S, H]"):
+        for with_bias in (False, True):
+            for option in options:
+                wrong = several(FORMS[label], with_bias, option)
+                if wrong:
+                    found.append(f"{label}, bias {with_bias}, {option}: {wrong}")
+    return found
+
+
+def launches() -> tuple[int, tuple[int, ...], int]:
+    """Calls of the world for one list, and what its plan says."""
+    from unittest import mock
+
+    from mkernel.world.world import World
+
+    rank = mkernel.world().rank
+    with mock.patch.object(World, "run", autospec=True, side_effect=World.run) as run:
+        mkernel.all_gather_gemm(Form().a(all_gather_gemm.OP, rank), many(rank)[0])
+    plan = run.call_args.args[1]
+    return run.call_count, plan.products, plan.launched
+
+
+def test_several_products_are_one_launch_of_the_widest() -> None:
+    assert on_ranks(launches, accelerator="streams") == [(1, WIDTHS, 1)] * RANKS
+
+
+# ---- DTensors ------------------------------------------------------------------------------------
+
+
+def sharded(x: Tensor, placement: Any) -> Any:
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    return DTensor.from_local(x, init_device_mesh("cpu", (RANKS,)), [placement], run_check=False)
+
+
+def dtensors(name: str) -> list[str]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    world, op, found = mkernel.world(), OPS[name], []
+    public, rank = getattr(mkernel, name), mkernel.world().rank
+    for label in ("bias", "[2, 3, S, H]"):
+        form = FORMS[label]
+        dims = dims_of(op, form)
+        a, b, bias = form.a(op, rank), form.b(rank), form.bias_of(op, rank)
+        assert bias is not None
+        last = a.dim() - 1
+        fits = (Shard(form.dim), Shard(1), Shard(0)) if op.gathers else (
+            Shard(last), Shard(0), Replicate()
+        )  # fmt: skip
+        wanted = expected(op, form)[rank]
+        given = [sharded(x, p).requires_grad_() for x, p in zip((a, b, bias), fits, strict=True)]
+        c = public(given[0], given[1], bias=given[2], **dims)
+        if type(c) is not Tensor:
+            found.append(f"{label}: C is a {type(c).__name__}")
+        gradients = torch.autograd.grad(weighed(op, c, rank), given)
+        if [g.placements for g in gradients] != [x.placements for x in given]:
+            found.append(f"{label}: gradients are placed otherwise")
+        local = [g.to_local() for g in gradients]
+        wrong = differences((c.detach(), *local), wanted, form.dtype)
+        found += [f"{label}: {wrong}"] if wrong else []
+        for at, argument in enumerate(("a", "b", "bias")):
+            other = Replicate() if fits[at] != Replicate() else Shard(0)
+            changed = [x.detach() for x in given]
+            changed[at] = sharded((a, b, bias)[at], other)
+            try:
+                public(changed[0], changed[1], bias=changed[2], **dims)
+                found.append(f"{label}: {argument} placed {other} is taken")
+            except ArgumentError as error:
+                told = str(error)
+                if error.argument != argument or f"placements=[{fits[at]!r}]".replace(
+                    "dim=", ""
+                ) not in told or ".to_local()" not in told:  # fmt: skip
+                    found.append(f"{label}: {told}")
+    assert world.size == RANKS
+    return found
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_dtensors_that_fit_are_unwrapped_and_others_refused(op: str) -> None:
+    assert on_ranks(dtensors, op, accelerator="streams") == [[]] * RANKS
+
+
+def of_other_ranks() -> str:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("x", "y"))
+    a = DTensor.from_local(Form().a(all_gather_gemm.OP, 0), mesh["y"], [Shard(0)], run_check=False)
+    try:
+        mkernel.all_gather_gemm(a, Form().b(0))
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_a_dtensor_of_other_ranks_is_refused() -> None:
+    for error in on_ranks(of_other_ranks, accelerator="streams"):
+        assert "ranks of the group" in error
+        assert error.startswith("a = ")
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def wrong_calls() -> list[str]:
+    rank = mkernel.world().rank
+    form = ACTIVATIONS["[3, S, H]"]
+    gather, scatter = mkernel.all_gather_gemm, mkernel.gemm_reduce_scatter
+    op = all_gather_gemm.OP
+    a, b, bias = form.a(op, rank), form.b(rank), torch.ones(N)
+    whole_a = form.a(gemm_reduce_scatter.OP, rank)
+    calls: dict[str, tuple[type[ArgumentError], str, Callable[[], object]]] = {
+        "the last dimension": (ArgumentError, "gather_dim", lambda: gather(a, b, gather_dim=2)),
+        "counted from the last": (ArgumentError, "gather_dim", lambda: gather(a, b, gather_dim=-1)),
+        "no number": (ArgumentError, "gather_dim", lambda: gather(a, b, gather_dim=True)),
+        "beyond": (ArgumentError, "scatter_dim", lambda: scatter(whole_a, b, scatter_dim=3)),
+        "uneven": (
+            ShapeError, "a", lambda: scatter(whole_a[:, :-1], b, scatter_dim=1)
+        ),
+        "uneven rows": (ShapeError, "a", lambda: scatter(whole_a, b, scatter_dim=0)),
+        "bias of another size": (ShapeError, "bias", lambda: gather(a, b, bias=bias[1:])),
+        "bias of another dtype": (
+            DtypeError, "bias.dtype", lambda: gather(a, b, bias=bias.bfloat16())
+        ),
+        "a bias for several b": (ArgumentError, "bias", lambda: gather(a, [b, b], bias=bias)),
+        "fewer biases": (ArgumentError, "bias", lambda: gather(a, [b, b], bias=[bias])),
+        "no b": (ArgumentError, "b", lambda: gather(a, [])),
+        "a b of another K": (ShapeError, "b[0]", lambda: gather(a, [b[1:, 1:], b])),
+        "a b of another dtype": (DtypeError, "b[1].dtype", lambda: gather(a, [b, b[:, 1:].half()])),
+        "b of rank 3": (ShapeError, "b[1]", lambda: gather(a, [b, b[None]])),
+        "out of a matrix": (
+            ShapeError, "out", lambda: gather(a, b, gather_dim=1, out=torch.empty(3 * S, N))
+        ),
+        "out with gaps": (
+            LayoutError, "out",
+            lambda: gather(a, b, gather_dim=1, out=torch.empty(3, S, 2 * N)[..., ::2]),
+        ),
+    }  # fmt: skip
+    return [
+        f"{label}: {told!r}"
+        for label, (kind, argument, call) in calls.items()
+        if not isinstance(told := refusal(call), kind) or told.argument != argument
+    ]
+
+
+def refusal(call: Callable[[], object]) -> ArgumentError | None:
+    try:
+        call()
+    except ArgumentError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("accelerator", BACKENDS)
+def test_wrong_operands_are_refused_by_name(accelerator: str) -> None:
+    assert on_ranks(wrong_calls, accelerator=accelerator) == [[]] * RANKS
+
+
+def lies_differently() -> bool:
+    """Ranks whose tensors lie otherwise make one call."""
+    rank, op = mkernel.world().rank, gemm_reduce_scatter.OP
+    form = (FORMS["packed"], FORMS["a and b"])[rank]
+    c = mkernel.gemm_reduce_scatter(form.a(op, rank), form.b(rank))
+    return not differences((c,), expected(op, FORMS["packed"])[rank][:1], torch.float32)
+
+
+@pytest.mark.parametrize("accelerator", BACKENDS)
+def test_strides_are_a_ranks_own(accelerator: str) -> None:
+    assert on_ranks(lies_differently, accelerator=accelerator) == [True] * RANKS
+
+
+# ---- what torch sees -----------------------------------------------------------------------------
+
+
+def checked_by_torch() -> dict[str, dict[str, str]]:
+    world, found = mkernel.world(), {}
+    for name, op in OPS.items():
+        for label in ("columns of b", "bias", "[3, S, H]", "[2, S, 3, H]"):
+            form = FORMS[label]
+            given = (form.a(op, world.rank), form.b(world.rank), form.bias_of(op, world.rank))
+            arguments = tuple(x if x is None else x.requires_grad_() for x in given)
+            options = {**dims_of(op, form), "group": world.name}
+            registered = getattr(torch.ops.mkernel, name).default
+            found[f"{name} {label}"] = dict(opcheck(registered, arguments, options))
+    op, form = all_gather_gemm.OP, FORMS["[3, S, H]"]
+    a = form.a(op, world.rank).requires_grad_()
+    b, bias = many(world.rank)
+    options = {"gather_dim": form.dim, "group": world.name}
+    for x in (*b, *bias):
+        x.requires_grad_()
+    ops = torch.ops.mkernel
+    found["gathered"] = dict(
+        opcheck(ops.all_gather_gemm_gathered.default, (a, b[0], bias[0]), options)
+    )
+    for biases in ([], bias):
+        found[f"several, {len(biases)}"] = dict(
+            opcheck(ops.all_gather_gemms.default, (a, b, biases), options)
+        )
+    return found
+
+
+def test_torch_finds_nothing_wrong_with_any_form() -> None:
+    for found in on_ranks(checked_by_torch, accelerator="streams"):
+        for form, outcome in found.items():
+            assert set(outcome.values()) == {"SUCCESS"}, (form, outcome)
+
+
+def block(x: Tensor, up: list[Tensor], bias: list[Tensor], down: Tensor, shift: Tensor) -> Tensor:
+    """An MLP on [B, S, H] with sequence parallelism, its two first weights on one gather."""
+    left, right = mkernel.all_gather_gemm(x, up, bias=bias, gather_dim=1)
+    return mkernel.gemm_reduce_scatter(left * right, down, bias=shift, scatter_dim=1)
+
+
+def compiled(backend: str) -> tuple[list[float], int]:
+    """Greatest differences from the eager block, of the result and of gradients; graphs made."""
+    rank = mkernel.world().rank
+    form = ACTIVATIONS["[3, S, H]"]
+    x = form.a(all_gather_gemm.OP, rank).requires_grad_()
+    up = [columns_of(drawn(name, rank, K, N)).requires_grad_() for name in ("u", "v")]
+    bias = [drawn(name, rank, N).requires_grad_() for name in ("w", "x")]
+    down, shift = drawn("down", rank, N, K).requires_grad_(), drawn("s", 0, K).requires_grad_()
+    inputs = [x, *up, *bias, down, shift]
+    wanted = block(x, up, bias, down, shift)
+    gradients = torch.autograd.grad(wanted.sin().sum(), inputs)
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend(backend)
+    got = torch.compile(block, backend=graphs, fullgraph=True)(x, up, bias, down, shift)
+    found = torch.autograd.grad(got.sin().sum(), inputs)
+    pairs = [(got.detach(), wanted.detach()), *zip(found, gradients, strict=True)]
+    same = got.stride() == wanted.stride()
+    return [float((x - y).abs().max()) if same else 99.0 for x, y in pairs], graphs.frame_count
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_block_compiles_into_one_graph_with_the_same_results(backend: str) -> None:
+    for different, graphs in on_ranks(compiled, backend, accelerator="streams"):
+        assert graphs == 1
+        assert max(different) <= 1e-3
+
+
+def compiled_dtensors() -> tuple[float, int]:
+    from torch.distributed.tensor import Shard
+
+    rank, op = mkernel.world().rank, all_gather_gemm.OP
+    a, b = sharded(Form().a(op, rank), Shard(0)), sharded(Form().b(rank), Shard(1))
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return mkernel.all_gather_gemm(a, b)
+
+    graphs = CompileCounterWithBackend("aot_eager")
+    got = torch.compile(product, backend=graphs, fullgraph=True)(a, b)
+    return float((got - product(a, b)).abs().max()), graphs.frame_count
+
+
+def test_dtensors_are_unwrapped_in_a_compiled_graph() -> None:
+    assert on_ranks(compiled_dtensors, accelerator="streams") == [(0.0, 1)] * RANKS
