@@ -1,6 +1,7 @@
 """Cases of the three GEMM ops. Option ``replicate_b`` (AllGather only, default True): every rank uses
 the same B, else its own columns. Option ``tensors``: the user's own whole ``a`` and ``b`` instead of
-random data; A is then cut by rows (AllGather) or K (the others), B by columns or K.
+random data; A is then cut by rows (AllGather) or K (the others), B by columns or K. Option ``gap``:
+behind each row of A and B (column, of a column-major B) lie so many elements of a larger tensor, NaN.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ def _on_cpu(at: torch.Tensor | slice) -> torch.Tensor | slice:
     return at if isinstance(at, slice) else at.cpu()
 
 
+def _apart(rows: torch.Tensor, gap: int) -> torch.Tensor:
+    """The same rows as part of a wider matrix."""
+    wider = rows.new_full((rows.shape[0], rows.shape[1] + gap), float("nan"))
+    part = wider[:, : rows.shape[1]]
+    return part.copy_(rows)
+
+
 class GemmCase(Case):
     """What the three have in common."""
 
@@ -46,10 +54,13 @@ class GemmCase(Case):
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
         """a and b of ``rank``."""
-        return {
-            "a": self._a(rank, world_size, iteration, into.get("a")),
-            "b": self.laid_out(self._b(rank, world_size, iteration, into.get("b"))),
-        }
+        a = self._a(rank, world_size, iteration, into.get("a"))
+        b = self.laid_out(self._b(rank, world_size, iteration, into.get("b")))
+        gap = self.options.get("gap", 0)
+        if gap:
+            a = _apart(a, gap)
+            b = _apart(b.t(), gap).t() if self.layout == "column" else _apart(b, gap)
+        return {"a": a, "b": b}
 
     def laid_out(self, b: torch.Tensor) -> torch.Tensor:
         """B in the case's layout."""

@@ -93,6 +93,13 @@ def _misread_columns(call: Call, b: torch.Tensor) -> torch.Tensor:
     return b.t().contiguous().view(b.shape).t().contiguous().t()
 
 
+def _ignore_gaps(call: Call, b: torch.Tensor) -> torch.Tensor:
+    if 1 not in b.stride():  # of an op whose b is no matrix
+        return b
+    packed = (1, len(b)) if call.plan.b_layout == "column" else (b.shape[1], 1)
+    return b.as_strided(b.shape, packed)
+
+
 def _swap_nodes(ended: Ended) -> None:
     out, nodes = ended.outputs["out"], ended.call.plan.nodes
     if nodes > 1:
@@ -346,6 +353,8 @@ TABLE: tuple[Row, ...] = (
             "shapes", results(_zero_one_element)),
     planted(Altered, "IgnoresLayout", "Reads column-major weights as if they were row-major.",
             "dtypes", inputs("b", change=_misread_columns)),
+    planted(Altered, "IgnoresGaps", "Reads matrices as if nothing lay between their rows.",
+            "strides", inputs("b", change=_ignore_gaps)),
     planted(Altered, "NarrowOutputs", "Rounds results to bfloat16 whatever was asked for.", "dtypes",
             results(lambda tensor: tensor.copy_(tensor.bfloat16().to(tensor.dtype)))),
     planted(Altered, "SwapsNodes",
