@@ -28,6 +28,11 @@ class SymmetricMemory(ABC):
         close. None: it is host memory. OSError: the device exports none."""
         return None
 
+    def flush(self) -> int:
+        """Of device memory: address of the ``DeviceFlush`` (``backends/transport/mover.hpp``) after
+        which kernels see what a NIC wrote there. 0: they see it at once."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """Release the mapping and the memory, the latter once no tensor of it is left. Twice is

@@ -95,13 +95,22 @@ class NicSession(ABC):
         """Register host memory under a world-wide region number; returns the key for the peers."""
 
     def register_device(
-        self, region: int, address: int, nbytes: int, dmabuf: int = -1, offset: int = 0
+        self,
+        region: int,
+        address: int,
+        nbytes: int,
+        dmabuf: int = -1,
+        offset: int = 0,
+        flush: int = 0,
     ) -> str:
         """The same for device memory, which a NIC reaches through a dmabuf or a peermem module.
 
         Args:
             dmabuf: descriptor of one that holds the memory, the caller's to close afterwards; -1:
-                its accelerator exports none. offset: of the memory in it.
+                its accelerator exports none. offset: of the memory in it. flush: address of a
+                ``DeviceFlush`` (``backends/transport/mover.hpp``) that is called before signals of
+                arrived puts are raised; 0: kernels see at once what a NIC wrote. It stays valid
+                until the session is closed.
 
         Raises:
             NicError: neither way is open. Unsupported: this NIC knows neither.

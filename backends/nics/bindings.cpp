@@ -124,11 +124,14 @@ PYBIND11_MODULE(_nics, m) {
         .def(
             "register",
             [](nics::Session& s, std::uint32_t region, std::uint64_t address, std::uint64_t bytes,
-               bool device, int dmabuf, std::uint64_t offset) {
-                return s.nic().register_memory(region, {address, bytes, device, dmabuf, offset});
+               bool device, int dmabuf, std::uint64_t offset, std::uintptr_t flush) {
+                using mkernel::transport::DeviceFlush;
+                return s.nic().register_memory(region,
+                                               {address, bytes, device, dmabuf, offset,
+                                                reinterpret_cast<const DeviceFlush*>(flush)});
             },
             py::arg("region"), py::arg("address"), py::arg("nbytes"), py::kw_only(),
-            py::arg("device"), py::arg("dmabuf"), py::arg("offset"), Unlocked())
+            py::arg("device"), py::arg("dmabuf"), py::arg("offset"), py::arg("flush"), Unlocked())
         .def("deregister", &nics::Session::deregister, py::arg("region"), py::arg("timeout_s"),
              Unlocked())
         .def(
@@ -180,6 +183,18 @@ PYBIND11_MODULE(_nics, m) {
         },
         py::arg("library"), py::arg("efa_library"), py::arg("device"), Unlocked());
     m.attr("EFA_RDMA_WRITE") = nics::verbs::kEfaRdmaWrite;
+
+    m.def(
+        "set_mover",
+        [](const std::string& library, std::uintptr_t mover) {
+            using mkernel::transport::Mover;
+            const nics::verbs::Library opened(library);
+            const auto symbol = opened.find("mkernel_softverbs_set_mover");
+            if (symbol.address == nullptr) return false;
+            int (*set)(Mover*) = symbol;
+            return set(reinterpret_cast<Mover*>(mover)) == 0;
+        },
+        py::arg("library"), py::arg("mover"), Unlocked());
 
     m.def(
         "devices",

@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "backends/transport/mover.hpp"
 #include "backends/transport/put_command.hpp"
 
 namespace mkernel::nics {
@@ -61,6 +62,9 @@ struct LocalMemory {
     int dmabuf = -1;      // descriptor of a dmabuf that holds it, or -1. It stays the caller's, who
                           // may close it once the memory is registered
     std::uint64_t dmabuf_offset = 0;  // of `address` in the dmabuf, which begins at its granularity
+    // Of a device whose kernels see what a NIC wrote only after it; null: they see it at once. It stays
+    // valid until the NIC is closed.
+    const transport::DeviceFlush* flush = nullptr;
 };
 
 // How memory came to be registered; the ladder is in verbs/registration.hpp.
@@ -126,7 +130,7 @@ enum class PutResult {
 };
 
 // Where arrived signals go. Called by poll() on the proxy thread, once a put's bytes are all
-// visible.
+// visible, to running kernels too where they are in a device's memory.
 class SignalSink {
   public:
     // False: no such signal here; the NIC then fails with INVALID_PUT.

@@ -7,10 +7,11 @@ module, anything else a path.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics import _nics
+from mkernel.backends.transport import mover
 from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.settings import NicSettings
 from mkernel.settings import load as load_settings
@@ -44,6 +45,13 @@ def _loadable(library: str) -> str:
     if "/" in library and path.exists() and not path.is_file():
         raise BackendUnavailable(f"verbs library {library} is no regular file; name a library")
     return library
+
+
+def hand_over_mover(library: str) -> None:
+    """Give this process's mover, where it has one, to a library that takes one (the soft device)."""
+    native: Any = _nics
+    if mover.registered():
+        native.set_mover(library, mover.registered())
 
 
 def provider_status(verbs: str, settings: NicSettings | None = None) -> Status:

@@ -174,13 +174,21 @@ class NativeSession(NicSession):
 
     def register(self, region: int, address: int, nbytes: int) -> str:
         """Register host memory under a world-wide region number; returns the key for the peers."""
-        return self._register(region, address, nbytes, device=False, dmabuf=-1, offset=0)
+        return self._register(region, address, nbytes, device=False, dmabuf=-1, offset=0, flush=0)
 
     def register_device(
-        self, region: int, address: int, nbytes: int, dmabuf: int = -1, offset: int = 0
+        self,
+        region: int,
+        address: int,
+        nbytes: int,
+        dmabuf: int = -1,
+        offset: int = 0,
+        flush: int = 0,
     ) -> str:
         """The same for device memory, by dmabuf or through peermem. NicError: neither is open."""
-        return self._register(region, address, nbytes, device=True, dmabuf=dmabuf, offset=offset)
+        return self._register(
+            region, address, nbytes, device=True, dmabuf=dmabuf, offset=offset, flush=flush
+        )
 
     def _register(self, region: int, address: int, nbytes: int, **device: Any) -> str:
         if not 0 <= region < MAX_REGIONS:

@@ -96,7 +96,7 @@ class VerbsBackend(NicBackend):
         self._can_follow(lanes)
         try:
             from mkernel.backends.nics import _nics
-            from mkernel.backends.nics.provider import library_of, peermem_module
+            from mkernel.backends.nics.provider import hand_over_mover, library_of, peermem_module
             from mkernel.backends.nics.session import NativeSession
         except ImportError as error:
             raise BackendUnavailable(
@@ -109,6 +109,7 @@ class VerbsBackend(NicBackend):
         options.peermem = peermem_module() is not None
         try:
             library = library_of(verbs, settings)
+            hand_over_mover(library)
             native = self.open_native(
                 verbs,
                 library,

@@ -101,7 +101,7 @@ def _register(session: NicSession, region: int, memory: SymmetricMemory, nbytes:
     if dmabuf is None:
         return session.register(region, memory.address, nbytes)
     try:
-        return session.register_device(region, memory.address, nbytes, dmabuf)
+        return session.register_device(region, memory.address, nbytes, dmabuf, flush=memory.flush())
     finally:
         if dmabuf >= 0:
             os.close(dmabuf)

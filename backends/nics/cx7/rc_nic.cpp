@@ -128,7 +128,7 @@ bool RcNic::stage(Lane& each, const Write& write) {
     slot.sg_list = &lane.pieces[lane.chain];
     slot.num_sge = write.source.length != 0 ? 1 : 0;
     slot.opcode = write.told ? IBV_WR_RDMA_WRITE_WITH_IMM : IBV_WR_RDMA_WRITE;
-    slot.send_flags = write.source.length <= max_inline_ ? IBV_SEND_INLINE : 0;
+    slot.send_flags = !write.device && write.source.length <= max_inline_ ? IBV_SEND_INLINE : 0;
     slot.imm_data = htonl(write.immediate);
     slot.wr.rdma.remote_addr = write.remote_addr;
     slot.wr.rdma.rkey = write.rkey;

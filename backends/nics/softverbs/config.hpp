@@ -47,7 +47,10 @@ struct Config {
     std::uint32_t max_message = 1u << 30;  // MKERNEL_SOFTVERBS_MAX_MESSAGE: bytes
     std::uint8_t scramble = 0;  // MKERNEL_SOFTVERBS_SCRAMBLE: every payload byte is XORed with it,
                                 // so that a test can see which bytes this device carried
-    bool by_reference = true;   // MKERNEL_SOFTVERBS_BY_REFERENCE=0: copy through the rings
+    bool unflushed =
+        false;  // MKERNEL_SOFTVERBS_UNFLUSHED=1: what it writes into device memory shows
+                // when the accelerator's flush is called, and not before
+    bool by_reference = true;  // MKERNEL_SOFTVERBS_BY_REFERENCE=0: copy through the rings
 
     // RC.
     bool relaxed = false;  // MKERNEL_SOFTVERBS_RELAXED_ORDERING=1: writes land in any order until

@@ -15,6 +15,35 @@ namespace {
 constexpr int kSpins = 50;                         // empty rounds before the engine sleeps
 constexpr std::uint64_t kMaxSleepNs = 50'000'000;  // in case a waker died before it woke us
 
+// Those whose device writes wait for a flush.
+class OpenContexts {
+  public:
+    void add(Context* context) {
+        const std::lock_guard lock(mutex_);
+        all_.push_back(context);
+    }
+    void remove(const Context* context) {
+        const std::lock_guard lock(mutex_);
+        std::erase(all_, context);
+    }
+    void show_unflushed() {
+        const std::lock_guard lock(mutex_);
+        for (Context* each : all_) {
+            const Control control(*each);
+            each->show_unflushed();
+        }
+    }
+
+  private:
+    std::mutex mutex_;
+    std::vector<Context*> all_;
+};
+
+OpenContexts& open_contexts() {
+    static OpenContexts contexts;
+    return contexts;
+}
+
 }  // namespace
 
 Control::Control(Context& context) {
@@ -37,15 +66,18 @@ Context::Context(ibv_device* opened) : verbs_context{}, config(Config::from_envi
     context.num_comp_vectors = 1;
     context.abi_compat = __VERBS_ABI_IS_EXTENDED;
     sz = sizeof(verbs_context);
+    if (config.unflushed) open_contexts().add(this);
     engine_ = std::thread([this] { run(); });
     pthread_setname_np(engine_.native_handle(), "softverbs");
 }
 
 Context::~Context() {
+    open_contexts().remove(this);
     stop_.store(true, std::memory_order_seq_cst);
     wake();
     engine_.join();
     qps.clear();
+    offers.forget_all(copies);
 }
 
 Qp* Context::create_qp(const ibv_qp_init_attr& init) {
@@ -72,14 +104,149 @@ void Context::destroy_qp(Qp* qp) {
 }
 
 std::shared_ptr<RemotePort> Context::connect(const PortAddress& address) {
-    std::erase_if(remotes_, [](const auto& each) { return each.second.expired(); });
-    auto& known = remotes_[address.cookie];
-    auto remote = known.lock();
-    if (!remote) {
-        remote = std::make_shared<RemotePort>(address);
-        known = remote;
+    forget_expired();
+    const auto found = remotes_.find(address.cookie);
+    if (found != remotes_.end()) {
+        if (auto port = found->second.port.lock()) return port;
     }
-    return remote;
+    auto made = std::make_shared<RemotePort>(address);
+    Remote& remote = remotes_[address.cookie];
+    remote.port = made;
+    for (const Mr* mr : device_regions_) tell(remote, *mr, mr->length);
+    return made;
+}
+
+void Context::forget_expired() {
+    std::erase_if(remotes_, [this](const auto& each) {
+        if (!each.second.port.expired()) return false;
+        offers.forget(each.first, copies);
+        return true;
+    });
+}
+
+// ---- device memory
+
+void Context::tell(Remote& remote, const Mr& mr, std::uint64_t length) {
+    Offers::Message message;
+    message.from = port.address().cookie;
+    message.token = mr.device->token;
+    message.length = length;
+    message.memory = mr.device->exported;
+    remote.outbox.emplace_back(message, length != 0 ? mr.device->fd : nullptr);
+    flush(remote);
+}
+
+bool Context::flush(Remote& remote) {
+    const auto peer = remote.port.lock();
+    while (peer && !remote.outbox.empty()) {
+        const auto& [message, fd] = remote.outbox.front();
+        const bool sent = offers.send(peer->cookie(), message, fd ? fd->get() : -1);
+        if (sent) {
+            remote.outbox.pop_front();
+            peer->header().offered.fetch_add(1, std::memory_order_seq_cst);
+        }
+        ring_doorbell(peer->header());
+        if (!sent) return told_all_ = false;
+    }
+    return true;
+}
+
+bool Context::told(RemotePort& peer) {
+    const auto found = remotes_.find(peer.cookie());
+    return found == remotes_.end() || flush(found->second);
+}
+
+void Context::offer(const Mr& mr) {
+    if (config.unflushed) mover()->flushed.store([] { open_contexts().show_unflushed(); });
+    device_regions_.push_back(&mr);
+    for (auto& [cookie, remote] : remotes_) tell(remote, mr, mr.length);
+}
+
+void Context::withdraw(const Mr& mr) {
+    std::erase(device_regions_, &mr);
+    copies.drain();
+    std::erase_if(unflushed_, [&mr](const Unflushed& each) { return each.rkey == mr.rkey; });
+    for (auto& [cookie, remote] : remotes_) tell(remote, mr, 0);
+}
+
+// Whether something was sent or came.
+bool Context::exchange_offers() {
+    bool worked = false;
+    const std::uint32_t offered = port.header().offered.load(std::memory_order_seq_cst);
+    if (offered != offers_seen_) {
+        offers_seen_ = offered;
+        offers.receive(copies);
+        worked = true;
+    }
+    if (!told_all_) {
+        told_all_ = true;
+        for (auto& [cookie, remote] : remotes_) flush(remote);
+        worked = true;
+    }
+    return worked;
+}
+
+PayloadSource Context::find_payload(RemotePort& from, std::uint8_t flags, std::int32_t fd,
+                                    std::uint64_t file, std::uint64_t offset,
+                                    std::uint32_t length) {
+    if ((flags & kDevice) == 0) return {from.reference(fd, file, offset, length), 0};
+    std::uint64_t address = offers.find(from.cookie(), file, offset, length);
+    if (address == 0) {  // it was offered before the packet was sent
+        offers.receive(copies);
+        address = offers.find(from.cookie(), file, offset, length);
+    }
+    return {nullptr, address};
+}
+
+std::vector<std::byte> Context::fetch(std::uint64_t address, std::size_t bytes) {
+    std::vector<std::byte> read(bytes);
+    if (!copies.copy(reinterpret_cast<std::uint64_t>(read.data()), address, bytes)) read.clear();
+    return read;
+}
+
+Context::Placed Context::place(const Mr& mr, std::uint64_t address, const PayloadSource& from,
+                               std::size_t bytes, DeviceCopies::Batch& batch) {
+    batch = 0;
+    const bool waits = mr.device && config.unflushed;
+    // What must be seen on the way passes through here; the rest is copied from memory to memory.
+    std::vector<std::byte> payload;
+    const std::byte* host = from.host;
+    if (host == nullptr && (!mr.device || waits || config.scramble != 0)) {
+        payload = fetch(from.device, bytes);
+        if (payload.size() != bytes) return Placed::busy;  // it failed: nothing ends any more
+        host = payload.data();
+    }
+    if (!mr.device) {
+        place_bytes(config, address, host, bytes);
+        return Placed::now;
+    }
+    if (waits || config.scramble != 0) {
+        std::vector<std::byte> changed(bytes);
+        place_bytes(config, reinterpret_cast<std::uint64_t>(changed.data()), host, bytes);
+        payload = std::move(changed);
+        host = payload.data();
+    }
+    if (waits) {
+        unflushed_.push_back({mr.rkey, address, std::move(payload)});
+        return Placed::now;
+    }
+    const std::uint64_t source =
+        host != nullptr ? reinterpret_cast<std::uint64_t>(host) : from.device;
+    const auto queued = copies.queue(address, source, bytes);
+    if (!queued) return Placed::busy;
+    batch = *queued;
+    return Placed::later;
+}
+
+void Context::show_unflushed() {
+    for (const Unflushed& each : unflushed_) {
+        const auto source = reinterpret_cast<std::uint64_t>(each.bytes.data());
+        if (!copies.queue(each.address, source, each.bytes.size()) && copies.drain()) {
+            copies.queue(each.address, source, each.bytes.size());
+        }
+    }
+    copies.drain();
+    unflushed_.clear();
 }
 
 void Context::raise_event(ibv_event_type type, ibv_qp* qp, ibv_cq* cq) {
@@ -127,10 +294,16 @@ bool Context::round(std::uint64_t& wake_at) {
         port.header().silent.store(stalled || cut ? 1 : 0, std::memory_order_release);
         if (stalled) return false;
     }
-    bool worked = false;
+    bool worked = exchange_offers();
+    worked |= copies.poll(now);
     for (const auto& qp : qps) worked |= qp->step(now, wake_at);
     worked |= fabric.step(now, wake_at);
-    return worked;
+    copies.submit(now);
+    if (copies.failed() && !failure_raised_) {
+        failure_raised_ = true;
+        raise_event(IBV_EVENT_DEVICE_FATAL, nullptr, nullptr);
+    }
+    return worked || (!copies.idle() && !copies.failed());
 }
 
 void Context::run() {
@@ -157,6 +330,10 @@ void Context::sleep() {
     sleeping.store(1, std::memory_order_seq_cst);
     std::uint64_t wake_at = UINT64_MAX;
     const bool worked = round(wake_at);
+    if (!worked) {
+        const std::lock_guard lock(control);
+        forget_expired();
+    }
     const std::uint64_t now = now_ns();
     if (!worked && !stop_.load(std::memory_order_seq_cst) && wake_at > now) {
         const std::uint64_t pause = std::min(wake_at - now, kMaxSleepNs);

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -34,6 +35,13 @@ class Control {
     std::unique_lock<std::mutex> lock_;
 };
 
+// Where a payload is: in memory of this process, or at an address of the mover. Neither: out of reach.
+struct PayloadSource {
+    const std::byte* host = nullptr;
+    std::uint64_t device = 0;
+    [[nodiscard]] bool reached() const { return host != nullptr || device != 0; }
+};
+
 struct Context : verbs_context {
     // Throws std::system_error.
     explicit Context(ibv_device* device);
@@ -55,6 +63,22 @@ struct Context : verbs_context {
 
     void wake() { ring_doorbell(port.header()); }
 
+    // Writes bytes that arrived. `batch`: of the copy, where they are there later.
+    enum class Placed { now, later, busy };
+    Placed place(const Mr& mr, std::uint64_t address, const PayloadSource& from, std::size_t bytes,
+                 DeviceCopies::Batch& batch);
+    // Bytes of device memory, read at once; empty where that failed.
+    std::vector<std::byte> fetch(std::uint64_t address, std::size_t bytes);
+    // Where the payload is that a packet of `from` refers to.
+    PayloadSource find_payload(RemotePort& from, std::uint8_t flags, std::int32_t fd,
+                               std::uint64_t file, std::uint64_t offset, std::uint32_t length);
+    // Whether a peer has been sent all that it must know of device memory here; tries to.
+    bool told(RemotePort& remote);
+    void offer(const Mr& mr);
+    void withdraw(const Mr& mr);
+    // Config::unflushed: now they show.
+    void show_unflushed();
+
     // What falls on the message that is about to go to that completion queue. An overflow is done here,
     // the rest is the queue pair's to do.
     struct Struck {
@@ -71,6 +95,8 @@ struct Context : verbs_context {
     std::mutex control;
     std::atomic<int> control_waiting{0};
     MrTable regions;
+    DeviceCopies copies;
+    Offers offers{port.address()};
     std::vector<std::unique_ptr<Qp>> qps;
     std::mt19937_64 random{config.seed};  // engine
     Fabric fabric{*this};                 // SRD
@@ -81,8 +107,27 @@ struct Context : verbs_context {
     void run();
     void sleep();
     bool round(std::uint64_t& wake_at);
+    void forget_expired();
+    bool exchange_offers();
 
-    std::unordered_map<std::uint64_t, std::weak_ptr<RemotePort>> remotes_;  // by cookie
+    struct Remote {
+        std::weak_ptr<RemotePort> port;
+        std::deque<std::pair<Offers::Message, std::shared_ptr<const Fd>>> outbox;
+    };
+    void tell(Remote& remote, const Mr& mr, std::uint64_t length);
+    bool flush(Remote& remote);
+    struct Unflushed {
+        std::uint32_t rkey;
+        std::uint64_t address;
+        std::vector<std::byte> bytes;
+    };
+
+    std::unordered_map<std::uint64_t, Remote> remotes_;  // by cookie
+    std::vector<const Mr*> device_regions_;
+    std::vector<Unflushed> unflushed_;
+    std::uint32_t offers_seen_ = 0;
+    bool told_all_ = true;         // no outbox holds anything
+    bool failure_raised_ = false;  // of the mover
     std::uint32_t next_ring_ = 0;
     std::uint32_t generation_ = 1;
     std::atomic<bool> stop_{false};

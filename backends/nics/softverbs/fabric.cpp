@@ -67,6 +67,7 @@ bool Fabric::step(std::uint64_t now, std::uint64_t& wake_at) {
         for (auto& in : incoming_) {
             if (in) worked |= take(*in, now, wake_at);
         }
+        worked |= settle();
         worked |= place(now, wake_at);
         for (auto& in : incoming_) {
             if (in) worked |= retry_unready(*in, now, wake_at);

@@ -19,6 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "backends/nics/softverbs/device_memory.hpp"
 #include "backends/nics/softverbs/flow.hpp"
 #include "backends/nics/softverbs/port.hpp"
 #include "backends/nics/softverbs/srd_qp.hpp"
@@ -92,6 +93,12 @@ class Fabric {
         std::uint64_t not_before;
     };
 
+    struct Moving {
+        Incoming* flow;
+        std::uint64_t message;
+        DeviceCopies::Batch batch;
+    };
+
     // Sending.
     Outgoing& outgoing(const PortAddress& address);
     static bool present(Outgoing& out, std::uint64_t now);
@@ -112,11 +119,14 @@ class Fabric {
     void close(Outgoing& out);
 
     // Receiving.
+    bool settle();
+    void end_placement(Incoming& in, std::uint64_t message);
     void accept(std::uint64_t now);
     bool take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at);
     void give_up(Incoming& in, std::uint64_t message);
     bool place(std::uint64_t now, std::uint64_t& wake_at);
-    void execute(Placement& placement);
+    // False where there is no room for a copy: it must come again.
+    bool execute(Placement& placement);
     // The queue pair of that number that takes messages; null: none does, or none does any more.
     [[nodiscard]] SrdQp* receiver(std::uint32_t number) const;
     ibv_wc_status judge(const Incoming& in, const FlowPacket& packet) const;
@@ -131,6 +141,7 @@ class Fabric {
     std::unordered_map<std::uint64_t, std::unique_ptr<Outgoing>> outgoing_;  // by cookie
     std::array<std::unique_ptr<Incoming>, kMaxFlows> incoming_;
     std::vector<Placement> placements_;
+    std::vector<Moving> moving_;  // placements whose bytes are on their way
     std::mt19937_64 random_;
     std::uint32_t next_qpn_;
     std::uint64_t looked_at_ = 0;  // when the senders were last seen alive

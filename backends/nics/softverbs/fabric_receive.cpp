@@ -56,6 +56,7 @@ void Fabric::accept(std::uint64_t now) {
 
 void Fabric::drop(Incoming& in) {
     std::erase_if(placements_, [&in](const Placement& each) { return each.flow == &in; });
+    std::erase_if(moving_, [&in](const Moving& each) { return each.flow == &in; });
 }
 
 SrdQp* Fabric::receiver(std::uint32_t number) const {
@@ -163,38 +164,64 @@ bool Fabric::place(std::uint64_t now, std::uint64_t& wake_at) {
         } else {
             placements_.erase(placements_.begin() + static_cast<std::ptrdiff_t>(chosen));
         }
-        moved += placement.packet.length;
-        execute(placement);
+        const std::size_t under_way = moving_.size();
+        if (!execute(placement)) {
+            placements_.push_back(std::move(placement));
+            break;
+        }
+        if (moving_.size() == under_way) moved += placement.packet.length;
         worked = true;
     }
     return worked;
 }
 
-void Fabric::execute(Placement& placement) {
+bool Fabric::execute(Placement& placement) {
     Incoming& in = *placement.flow;
     const FlowPacket& p = placement.packet;
     Arriving& message = in.messages.at(p.message);
     if (message.status == IBV_WC_SUCCESS) {
-        const std::byte* source = placement.payload.data();
+        PayloadSource source{placement.payload.data(), 0};
         if ((p.flags & kReference) != 0) {
-            source = in.sender->reference(p.ref_fd, p.ref_inode, p.ref_offset, p.length);
+            source = context_.find_payload(*in.sender, p.flags, p.ref_fd, p.ref_inode, p.ref_offset,
+                                           p.length);
         }
         const Mr* mr = context_.regions.find(p.rkey);
         if (receiver(p.destination) == nullptr) {
             message.status = IBV_WC_REM_INV_RD_REQ_ERR;  // destroyed, or in error, since
         } else if (p.length == 0) {
             // Nothing to place.
-        } else if (source == nullptr) {
+        } else if (!source.reached()) {
             message.status = IBV_WC_REM_ABORT_ERR;  // the sender took its memory back
         } else if (mr == nullptr || !mr->contains(p.remote_addr, p.length)) {
             message.status = IBV_WC_REM_ACCESS_ERR;  // deregistered since
         } else {
-            place_bytes(context_.config, p.remote_addr, source, p.length);
+            DeviceCopies::Batch batch = 0;
+            const auto placed = context_.place(*mr, p.remote_addr, source, p.length, batch);
+            if (placed == Context::Placed::busy) return false;
+            if (placed == Context::Placed::later) {
+                moving_.push_back({&in, p.message, batch});
+                return true;
+            }
         }
     }
+    end_placement(in, p.message);
+    return true;
+}
+
+void Fabric::end_placement(Incoming& in, std::uint64_t number) {
+    Arriving& message = in.messages.at(number);
     if (--message.outstanding == 0 && message.taken == message.first.total) {
-        finish(in, p.message, message);
+        finish(in, number, message);
     }
+}
+
+// What waited for copies that are done, in the order of these.
+bool Fabric::settle() {
+    std::size_t ended = 0;
+    while (ended < moving_.size() && context_.copies.done(moving_[ended].batch)) ++ended;
+    for (std::size_t i = 0; i < ended; ++i) end_placement(*moving_[i].flow, moving_[i].message);
+    moving_.erase(moving_.begin(), moving_.begin() + static_cast<std::ptrdiff_t>(ended));
+    return ended != 0;
 }
 
 // Every byte is placed: the receive and the answer.

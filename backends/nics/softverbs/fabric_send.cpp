@@ -219,10 +219,13 @@ bool Fabric::transmit(SrdQp& qp, const SrdRequest& r, Outgoing& out, std::uint64
     do {
         const std::uint32_t left = sge.length - qp.cursor_;
         const Mr* mr = sge.length != 0 ? context_.regions.find(sge.lkey) : nullptr;
-        const bool reference =
-            mr != nullptr && context_.config.by_reference && left >= kReferenceFrom && mr->backing;
+        const bool device = mr != nullptr && mr->device;
+        const bool reference = device || (mr != nullptr && context_.config.by_reference &&
+                                          left >= kReferenceFrom && mr->backing);
+        if (device && !context_.told(*out.remote)) return false;
         FlowPacket p;
-        p.length = std::min(left, reference ? kFlowReference : kFlowPayload);
+        const std::uint32_t most = device ? kDeviceReference : kFlowReference;
+        p.length = std::min(left, reference ? most : kFlowPayload);
         p.bytes = static_cast<std::uint32_t>(sizeof(p)) + (reference ? 0 : align_packet(p.length));
         p.bytes = (p.bytes + 127) / 128 * 128;
         std::byte* at = reserve(out, p.bytes);
@@ -239,7 +242,11 @@ bool Fabric::transmit(SrdQp& qp, const SrdRequest& r, Outgoing& out, std::uint64
         p.queue_key = r.queue_key;
         p.opcode = r.opcode;
         p.rnr_retry = qp.rnr_retry;
-        if (reference) {
+        if (device) {
+            p.flags |= kReference | kDevice;
+            p.ref_inode = mr->device->token;
+            p.ref_offset = sge.addr + qp.cursor_ - reinterpret_cast<std::uint64_t>(mr->addr);
+        } else if (reference) {
             p.flags |= kReference;
             p.ref_fd = mr->backing->fd.get();
             p.ref_inode = mr->backing->inode;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "backends/nics/softverbs/config.hpp"
+#include "backends/nics/softverbs/device_memory.hpp"
 #include "backends/nics/softverbs/port.hpp"
 
 namespace mkernel::nics::softverbs {
@@ -41,6 +42,7 @@ void place_bytes(const Config& config, std::uint64_t address, const std::byte* s
 struct Mr : ibv_mr {
     unsigned int access = 0;
     std::optional<Backing> backing;
+    std::optional<DeviceBacking> device;  // it is device memory
 
     [[nodiscard]] bool contains(std::uint64_t start, std::uint64_t bytes) const {
         const auto base = reinterpret_cast<std::uint64_t>(addr);

@@ -81,6 +81,8 @@ class RemotePort : public Port {
     // Throws std::system_error: ENOENT-like where the process or port is gone.
     explicit RemotePort(const PortAddress& address);
 
+    [[nodiscard]] std::uint64_t cookie() const { return address_.cookie; }
+
     // Whether its process runs. Asks the kernel at most once a millisecond; dead stays dead.
     bool alive(std::uint64_t now);
 

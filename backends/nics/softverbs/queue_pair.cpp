@@ -238,6 +238,7 @@ void Qp::disconnect() {
     if (claimed_) outbound().producer.closed.store(1, std::memory_order_release);
     claimed_ = false;
     held_.clear();
+    moving_.clear();
     remote_.reset();
 }
 
@@ -246,6 +247,7 @@ void Qp::disconnect() {
 bool Qp::step(std::uint64_t now, std::uint64_t& wake_at) {
     bool worked = false;
     if (!context_.mute(now)) {
+        if (state == IBV_QPS_RTR || state == IBV_QPS_RTS) worked |= settle();
         if (state == IBV_QPS_RTR || state == IBV_QPS_RTS) worked |= receive(now, wake_at);
         if (state == IBV_QPS_RTS) worked |= take_acks(now);
         if (state == IBV_QPS_RTS) worked |= send(now);
@@ -272,6 +274,11 @@ bool Qp::flush_queues() {
         worked = true;
     }
     sq_sent_ = sq_completed_;
+    for (; !moving_.empty(); moving_.pop_front()) {
+        if (!moving_.front().takes) continue;
+        complete_receive(moving_.front().wr_id, IBV_WC_WR_FLUSH_ERR, {});
+        worked = true;
+    }
     while (!rq_.empty()) {
         complete_receive(rq_.take(), IBV_WC_WR_FLUSH_ERR, {});
         worked = true;

@@ -10,11 +10,13 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "backends/nics/softverbs/completion.hpp"
+#include "backends/nics/softverbs/device_memory.hpp"
 #include "backends/nics/softverbs/memory.hpp"
 #include "backends/nics/softverbs/port.hpp"
 #include "backends/nics/softverbs/receive_queue.hpp"
@@ -23,6 +25,7 @@
 namespace mkernel::nics::softverbs {
 
 struct Context;
+struct PayloadSource;
 
 inline constexpr std::uint32_t kMaxSge = 1;
 inline constexpr std::uint32_t kMaxInline = 256;
@@ -82,16 +85,34 @@ struct Qp final : ibv_qp, SlotOwner {
     void fail_send(std::uint64_t number, ibv_wc_status status, std::uint32_t vendor_err);
 
     // Responder.
+    struct Held {
+        Packet packet;
+        std::vector<std::byte> payload;  // a copy: the sender may have its memory back already
+        std::uint64_t not_before;
+    };
+    struct Moving {
+        Packet packet;
+        DeviceCopies::Batch batch;
+        bool takes;  // the receive of that number
+        std::uint64_t wr_id;
+    };
     bool receive(std::uint64_t now, std::uint64_t& wake_at);
     // Whether the packet was executed; if not it stays at the head of the ring.
     bool execute(const Packet& packet, const std::byte* payload, std::uint64_t now,
                  std::uint64_t& wake_at);
     bool may_write(const Packet& packet) const;
-    // Null where the sender's memory cannot be read.
-    const std::byte* source_of(const Packet& packet, const std::byte* payload) const;
+    PayloadSource source_of(const Packet& packet, const std::byte* payload) const;
     bool relaxed(const Packet& packet) const;
-    // Writes what was held back and is due; all of it where `everything` must be there now.
-    bool land(std::uint64_t now, std::uint64_t& wake_at, bool everything = false);
+    // Whether the packet's bytes are there, or on their way in `batch`; if not it must come again.
+    bool place(const Packet& packet, const PayloadSource& source, std::uint64_t now,
+               DeviceCopies::Batch& batch);
+    // Writes what was held back and is due; whether that was anything.
+    bool land(std::uint64_t now, std::uint64_t& wake_at);
+    // Writes all that was held back; false where there was no room for a copy.
+    bool land_all();
+    bool land(const Held& held);
+    // Ends what waited for copies that are done.
+    bool settle();
     bool have_receive(std::uint64_t now, std::uint64_t& wake_at);
     void complete_receive(std::uint64_t wr_id, ibv_wc_status status, const Packet& packet);
     void refuse(ibv_wc_status at_requester, ibv_event_type event);
@@ -140,13 +161,10 @@ struct Qp final : ibv_qp, SlotOwner {
     std::uint64_t executed_ = 0;  // messages
     std::uint64_t rnr_until_ = 0;
     std::uint64_t rnr_count_ = 0;
-    bool deaf_ = false;  // the peer died in mid-message: nothing more comes
-    struct Held {
-        Packet packet;
-        std::vector<std::byte> payload;  // a copy: the sender may have its memory back already
-        std::uint64_t not_before;
-    };
-    std::vector<Held> held_;  // writes with relaxed ordering that have not landed
+    bool deaf_ = false;                // the peer died in mid-message: nothing more comes
+    std::vector<Held> held_;           // writes with relaxed ordering that have not landed
+    DeviceCopies::Batch landing_ = 0;  // the last copy of these
+    std::deque<Moving> moving_;        // packets from the first one on whose bytes are on their way
 };
 
 }  // namespace mkernel::nics::softverbs

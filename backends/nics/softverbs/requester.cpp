@@ -81,23 +81,31 @@ bool Qp::send_message(const SendRequest& r, std::uint64_t now) {
         const std::uint32_t left = total - cursor_;
         const std::byte* source = nullptr;
         const Backing* backing = nullptr;
+        const DeviceBacking* device = nullptr;
         std::uint64_t ref_offset = 0;
         if (r.inlined) {
             source = inline_data_.data() + sq_sent_ % sq_.size() * cap_.max_inline_data + cursor_;
         } else if (left != 0) {
             const Mr* mr = context_.regions.find(r.source.lkey);
             source = reinterpret_cast<const std::byte*>(r.source.addr + cursor_);
-            if (context_.config.by_reference && left >= kReferenceFrom && mr->backing) {
+            device = mr->device ? &*mr->device : nullptr;
+            if (device != nullptr) {
+                ref_offset = r.source.addr + cursor_ - reinterpret_cast<std::uint64_t>(mr->addr);
+            } else if (context_.config.by_reference && left >= kReferenceFrom && mr->backing) {
                 backing = &*mr->backing;
                 ref_offset = backing->offset + r.source.addr + cursor_ -
                              reinterpret_cast<std::uint64_t>(mr->addr);
             }
         }
-        const std::uint32_t length =
-            std::min(left, backing != nullptr ? kMaxReference : kMaxPayload);
+        const bool reference = backing != nullptr || device != nullptr;
+        const std::uint32_t most = device != nullptr    ? kDeviceReference
+                                   : backing != nullptr ? kMaxReference
+                                                        : kMaxPayload;
+        const std::uint32_t length = std::min(left, most);
+        if (device != nullptr && !context_.told(*remote_)) return false;
         Packet p;
-        p.bytes = static_cast<std::uint32_t>(sizeof(Packet)) +
-                  (backing != nullptr ? 0 : align_packet(length));
+        p.bytes =
+            static_cast<std::uint32_t>(sizeof(Packet)) + (reference ? 0 : align_packet(length));
         std::byte* at = reserve(p.bytes);
         if (at == nullptr) return false;
         p.opcode = r.tells ? Opcode::write_imm : Opcode::write;
@@ -113,6 +121,10 @@ bool Qp::send_message(const SendRequest& r, std::uint64_t now) {
             p.flags |= kReference;
             p.ref_fd = backing->fd.get();
             p.ref_inode = backing->inode;
+            p.ref_offset = ref_offset;
+        } else if (device != nullptr) {
+            p.flags |= kReference | kDevice;
+            p.ref_inode = device->token;
             p.ref_offset = ref_offset;
         } else if (length != 0) {
             std::memcpy(at + sizeof(Packet), source, length);

@@ -33,6 +33,7 @@ bool Qp::receive(std::uint64_t now, std::uint64_t& wake_at) {
         Packet p;
         std::memcpy(&p, at, sizeof(p));
         if (!readable(p, tail_)) {
+            if (!moving_.empty()) break;
             refuse(IBV_WC_REM_INV_REQ_ERR, IBV_EVENT_QP_REQ_ERR);
             break;
         }
@@ -40,8 +41,7 @@ bool Qp::receive(std::uint64_t now, std::uint64_t& wake_at) {
             if (!context_.link.arrived(p.arrival, now, wake_at)) break;
             if (!execute(p, at + sizeof(Packet), now, wake_at)) break;
             context_.link.take(p.arrival, p.length);
-            if ((p.flags & kLast) != 0) ++executed_;
-            moved += p.length;
+            if (moving_.empty()) moved += p.length;
         }
         tail_ += p.bytes;
     }
@@ -114,7 +114,13 @@ void Qp::complete_receive(std::uint64_t wr_id, ibv_wc_status status, const Packe
 bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
                  std::uint64_t& wake_at) {
     const bool tells = p.opcode == Opcode::write_imm;
-    if ((p.opcode != Opcode::write && !tells) || (access_ & IBV_ACCESS_REMOTE_WRITE) == 0) {
+    const bool known =
+        (p.opcode == Opcode::write || tells) && (access_ & IBV_ACCESS_REMOTE_WRITE) != 0;
+    const bool last = (p.flags & kLast) != 0;
+    const bool takes = tells && last;
+    // What is to be refused, or waits for a receive, comes after what was executed before.
+    if (!moving_.empty() && (!known || !may_write(p) || (takes && rq_.empty()))) return false;
+    if (!known) {
         refuse(IBV_WC_REM_INV_REQ_ERR, IBV_EVENT_QP_REQ_ERR);
         return false;
     }
@@ -122,35 +128,68 @@ bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
         refuse(IBV_WC_REM_ACCESS_ERR, IBV_EVENT_QP_ACCESS_ERR);
         return false;
     }
-    const bool takes = tells && (p.flags & kLast) != 0;
     if (takes && !have_receive(now, wake_at)) return false;
 
-    const std::byte* source = source_of(p, payload);
-    if (source == nullptr) {
-        // A peer that was killed takes its memory along: silence, as from a dead card.
-        deaf_ = !remote_->alive(now + 2'000'000);
-        if (!deaf_) refuse(IBV_WC_REM_OP_ERR, IBV_EVENT_QP_REQ_ERR);
+    DeviceCopies::Batch batch = 0;
+    if (p.length != 0) {
+        const PayloadSource source = source_of(p, payload);
+        if (!source.reached()) {
+            if (!moving_.empty()) return false;
+            // A peer that was killed takes its memory along: silence, as from a dead card.
+            deaf_ = !remote_->alive(now + 2'000'000);
+            if (!deaf_) refuse(IBV_WC_REM_OP_ERR, IBV_EVENT_QP_REQ_ERR);
+            return false;
+        }
+        if (takes && !land_all()) return false;
+        if (!place(p, source, now, batch)) return false;
+    } else if (takes && !land_all()) {
         return false;
     }
-    if (p.length != 0 && relaxed(p)) {
-        if (held_.size() == kMaxHeld) land(now, wake_at, true);
-        const std::uint64_t hold = context_.config.hold_ns;
-        const bool waits = context_.random() % 4 == 0;
-        held_.push_back(
-            {p, {source, source + p.length}, waits ? now + context_.random() % hold : now});
-    } else if (p.length != 0) {
-        place_bytes(context_.config, p.remote_addr, source, p.length);
+    if (takes) batch = std::max(batch, landing_);
+    if (!context_.copies.done(batch) || !moving_.empty()) {
+        moving_.push_back({p, batch, takes, takes ? rq_.take() : 0});
+        return true;
     }
-    if (takes) {
-        land(now, wake_at, true);
-        complete_receive(rq_.take(), IBV_WC_SUCCESS, p);
-    }
+    if (takes) complete_receive(rq_.take(), IBV_WC_SUCCESS, p);
+    if (last) ++executed_;
     return true;
 }
 
-const std::byte* Qp::source_of(const Packet& p, const std::byte* payload) const {
-    if ((p.flags & kReference) == 0) return payload;
-    return remote_->reference(p.ref_fd, p.ref_inode, p.ref_offset, p.length);
+bool Qp::settle() {
+    bool settled = false;
+    while (!moving_.empty() && context_.copies.done(moving_.front().batch)) {
+        const Moving first = moving_.front();
+        moving_.pop_front();
+        if (first.takes) complete_receive(first.wr_id, IBV_WC_SUCCESS, first.packet);
+        if ((first.packet.flags & kLast) != 0) ++executed_;
+        settled = true;
+    }
+    if (settled) publish_executed();
+    return settled;
+}
+
+PayloadSource Qp::source_of(const Packet& p, const std::byte* payload) const {
+    if ((p.flags & kReference) == 0) return {payload, 0};
+    return context_.find_payload(*remote_, p.flags, p.ref_fd, p.ref_inode, p.ref_offset, p.length);
+}
+
+bool Qp::place(const Packet& p, const PayloadSource& source, std::uint64_t now,
+               DeviceCopies::Batch& batch) {
+    // The last write of an immediate lands with it.
+    const bool closes = p.opcode == Opcode::write_imm && (p.flags & kLast) != 0;
+    if (closes || !relaxed(p)) {
+        const Mr& mr = *context_.regions.find(p.rkey);
+        return context_.place(mr, p.remote_addr, source, p.length, batch) != Context::Placed::busy;
+    }
+    if (held_.size() == kMaxHeld && !land_all()) return false;
+    std::vector<std::byte> bytes = source.host != nullptr
+                                       ? std::vector(source.host, source.host + p.length)
+                                       : context_.fetch(source.device, p.length);
+    if (bytes.size() != p.length) return false;
+    const bool waits = context_.random() % 4 == 0;
+    held_.push_back(
+        {p, std::move(bytes), waits ? now + context_.random() % context_.config.hold_ns : now});
+    return true;
 }
 
 bool Qp::relaxed(const Packet& p) const {
@@ -160,21 +199,33 @@ bool Qp::relaxed(const Packet& p) const {
 }
 
 // In any order. Memory that was deregistered meanwhile is left alone.
-bool Qp::land(std::uint64_t now, std::uint64_t& wake_at, bool everything) {
+bool Qp::land(const Held& held) {
+    const Packet& p = held.packet;
+    const Mr* mr = context_.regions.find(p.rkey);
+    if (mr == nullptr || !mr->contains(p.remote_addr, p.length)) return true;
+    DeviceCopies::Batch batch = 0;
+    if (context_.place(*mr, p.remote_addr, {held.payload.data(), 0}, p.length, batch) ==
+        Context::Placed::busy) {
+        return false;
+    }
+    landing_ = std::max(landing_, batch);
+    return true;
+}
+
+bool Qp::land(std::uint64_t now, std::uint64_t& wake_at) {
     if (held_.empty()) return false;
     std::shuffle(held_.begin(), held_.end(), context_.random);
     return std::erase_if(held_, [&](const Held& held) {
-               if (!everything && held.not_before > now) {
-                   wake_at = std::min(wake_at, held.not_before);
-                   return false;
-               }
-               const Packet& p = held.packet;
-               const Mr* mr = context_.regions.find(p.rkey);
-               if (mr != nullptr && mr->contains(p.remote_addr, p.length)) {
-                   place_bytes(context_.config, p.remote_addr, held.payload.data(), p.length);
-               }
-               return true;
+               if (held.not_before <= now) return land(held);
+               wake_at = std::min(wake_at, held.not_before);
+               return false;
            }) != 0;
+}
+
+bool Qp::land_all() {
+    std::shuffle(held_.begin(), held_.end(), context_.random);
+    std::erase_if(held_, [&](const Held& held) { return land(held); });
+    return held_.empty();
 }
 
 }  // namespace mkernel::nics::softverbs

@@ -7,11 +7,13 @@
 #include <fcntl.h>
 #include <infiniband/verbs.h>
 
+#include <atomic>
 #include <bit>
 #include <cerrno>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -199,33 +201,85 @@ SOFTVERBS_EXPORT int ibv_dealloc_pd(ibv_pd* pd) {
     return 0;
 }
 
+namespace {
+
+// Remote writing needs local writing, as the kernel has it.
+bool sound(std::uint64_t start, std::size_t length, int access) {
+    return length != 0 && start + length >= start &&
+           ((access & IBV_ACCESS_REMOTE_WRITE) == 0 || (access & IBV_ACCESS_LOCAL_WRITE) != 0);
+}
+
+bool is_device_memory(std::uint64_t start, std::size_t length) {
+    const auto* mover = soft::mover();
+    return mover != nullptr && mover->owns(mover->self, start, length) == 1;
+}
+
+// Null with errno.
+std::optional<soft::DeviceBacking> export_device(std::uint64_t start, std::size_t length) {
+    static std::atomic<std::uint64_t> tokens{0};
+    const auto* mover = soft::mover();
+    soft::DeviceBacking made;
+    int fd = -1;
+    const int error = mover->export_memory(mover->self, start, length, &made.exported, &fd);
+    if (error != 0) return errno = -error, std::nullopt;
+    made.fd = std::make_shared<const soft::Fd>(fd);
+    made.token = ++tokens;
+    return made;
+}
+
+ibv_mr* add_region(ibv_pd* pd, std::unique_ptr<soft::Mr> mr, std::uint64_t start,
+                   std::size_t length, int access) {
+    auto& context = soft::Context::of(pd->context);
+    mr->context = pd->context;
+    mr->pd = pd;
+    mr->addr = reinterpret_cast<void*>(start);
+    mr->length = length;
+    mr->access = static_cast<unsigned int>(access);
+    const soft::Control lock(context);
+    if (context.faults.strikes(soft::FaultKind::registration, soft::now_ns())) {
+        return errno = ENOMEM, nullptr;
+    }
+    context.faults.count_registration();
+    soft::Mr* added = context.regions.add(std::move(mr));
+    if (added == nullptr) return errno = ENOMEM, nullptr;
+    ++static_cast<soft::Pd*>(pd)->users;
+    if (added->device) context.offer(*added);
+    return added;
+}
+
+ibv_mr* add_device_region(ibv_pd* pd, std::uint64_t start, std::size_t length, int access) {
+    auto mr = std::make_unique<soft::Mr>();
+    mr->device = export_device(start, length);
+    if (!mr->device) return nullptr;
+    ibv_mr* added = add_region(pd, std::move(mr), start, length, access);
+    soft::Context::of(pd->context).wake();
+    return added;
+}
+
+}  // namespace
+
 SOFTVERBS_EXPORT ibv_mr* ibv_reg_mr(ibv_pd* pd, void* address, std::size_t length, int access) {
     return guarded([&]() -> ibv_mr* {
-        auto& context = soft::Context::of(pd->context);
         const auto start = reinterpret_cast<std::uint64_t>(address);
         const bool writes = (access & (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE)) != 0;
-        // Remote writing needs local writing, as the kernel has it.
-        if (length == 0 || start + length < start ||
-            ((access & IBV_ACCESS_REMOTE_WRITE) != 0 && (access & IBV_ACCESS_LOCAL_WRITE) == 0)) {
-            return errno = EINVAL, nullptr;
-        }
+        if (!sound(start, length, access)) return errno = EINVAL, nullptr;
+        if (is_device_memory(start, length)) return add_device_region(pd, start, length, access);
         if (!soft::is_mapped(start, length, writes)) return errno = EFAULT, nullptr;
         auto mr = std::make_unique<soft::Mr>();
-        mr->context = pd->context;
-        mr->pd = pd;
-        mr->addr = address;
-        mr->length = length;
-        mr->access = static_cast<unsigned int>(access);
         mr->backing = soft::find_backing(start, length);
-        const soft::Control lock(context);
-        if (context.faults.strikes(soft::FaultKind::registration, soft::now_ns())) {
-            return errno = ENOMEM, nullptr;
+        return add_region(pd, std::move(mr), start, length, access);
+    });
+}
+// By its I/O address, which is the device's own; of the dmabuf it is only seen that it is open.
+SOFTVERBS_EXPORT ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t, std::size_t length,
+                                           std::uint64_t iova, int fd, int access) {
+    return guarded([&]() -> ibv_mr* {
+        if (soft::mover() == nullptr) return errno = EOPNOTSUPP, nullptr;
+        if (::fcntl(fd, F_GETFD) < 0) return errno = EBADF, nullptr;
+        if (!sound(iova, length, access) || !is_device_memory(iova, length)) {
+            return errno = EINVAL, nullptr;
         }
-        context.faults.count_registration();
-        soft::Mr* added = context.regions.add(std::move(mr));
-        if (added == nullptr) return errno = ENOMEM, nullptr;
-        ++static_cast<soft::Pd*>(pd)->users;
-        return added;
+        return add_device_region(pd, iova, length, access);
     });
 }
 SOFTVERBS_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
@@ -233,6 +287,7 @@ SOFTVERBS_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
     auto* own = static_cast<soft::Mr*>(mr);
     auto* pd = static_cast<soft::Pd*>(mr->pd);
     const soft::Control lock(context);
+    if (own->device) context.withdraw(*own);
     if (own->backing) context.port.header().dropped_maps.fetch_add(1, std::memory_order_release);
     if (!context.regions.remove(own)) return EINVAL;
     --pd->users;

@@ -28,9 +28,11 @@ inline constexpr std::uint32_t kRingBytes = 256 * 1024;
 inline constexpr std::uint32_t kMaxPayload = 32 * 1024;      // of one packet, through the ring
 inline constexpr std::uint32_t kMaxReference = 1024 * 1024;  // of one packet, by reference
 inline constexpr std::uint32_t kReferenceFrom = 1024;        // smaller payloads travel in the ring
+inline constexpr std::uint32_t kDeviceReference =
+    256 * 1024;  // of one packet, out of device memory
 inline constexpr std::uint32_t kPacketAlign = 64;
 inline constexpr std::uint64_t kPortMagic =
-    0x6d6b5f7265646d33;  // "mk_rdma1" in spirit: the layout's version
+    0x6d6b5f7265646d34;  // "mk_rdma1" in spirit: the layout's version
 
 enum class Opcode : std::uint8_t { pad = 0, write = 1, write_imm = 2 };
 
@@ -41,6 +43,7 @@ constexpr std::uint32_t align_packet(std::uint32_t bytes) {
 inline constexpr std::uint8_t kFirst = 1;      // first packet of its message
 inline constexpr std::uint8_t kLast = 2;       // last packet of its message
 inline constexpr std::uint8_t kReference = 4;  // payload lies at (file, offset) of the sender
+inline constexpr std::uint8_t kDevice = 8;     // with it: in device memory, at (token, offset)
 
 struct Packet {
     std::uint64_t arrival = 0;      // monotonic ns; see link.hpp
@@ -89,8 +92,10 @@ struct PortHeader {
     alignas(64) std::atomic<std::uint32_t> sleeping;
     // Goes up whenever the owner deregisters memory that peers may have mapped.
     alignas(64) std::atomic<std::uint64_t> dropped_maps;
-    std::atomic<std::uint32_t> gone;     // 1 once the port is closed
-    std::atomic<std::uint32_t> silent;   // 1 while a fault keeps the owner from answering
+    std::atomic<std::uint32_t> gone;    // 1 once the port is closed
+    std::atomic<std::uint32_t> silent;  // 1 while a fault keeps the owner from answering
+    std::atomic<std::uint32_t>
+        offered;  // goes up with each datagram to the owner; device_memory.hpp
     std::atomic<std::uint32_t> claimed;  // SRD: goes up with each claim of a flow
     // SRD: who sends through each flow; see flow.hpp.
     alignas(64) std::atomic<std::uint64_t> flows[kMaxFlows];

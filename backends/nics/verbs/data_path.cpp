@@ -100,6 +100,7 @@ bool VerbsNic::put_share(const transport::PutCommand& c, Peer& peer, PutCursor& 
                                 static_cast<std::uint32_t>(length), here.lkeys[lane.rail]};
                 write.remote_addr = there.address + c.remote_offset + at;
                 write.rkey = there.rkeys[lane.remote_rail];
+                write.device = here.rung != Rung::host;
             }
         } else {
             write.told = true;
@@ -215,11 +216,31 @@ void VerbsNic::arrived(Lane& lane, const ibv_wc& wc, SignalSink& sink) {
                                        ", which fits no group of messages under way");
         }
     }
+    if (!make_visible()) return;
     if (!sink.raise(lane.rank, signal.signal, signal.value)) {
         bad_arrival(lane, wc,
                     "raised signal " + std::to_string(signal.signal) +
                         ", which this rank's signal pad does not have");
     }
+}
+
+// Once for all completions that were polled together: their bytes were written before.
+bool VerbsNic::make_visible() {
+    for (std::size_t i = 0; !visible_ && i < kMaxFlushes; ++i) {
+        const transport::DeviceFlush* device = device_flushes_[i].load(std::memory_order_acquire);
+        if (device == nullptr) break;
+        const int error = device->flush(device->self);
+        if (error != 0) {
+            Failure failure;
+            failure.status = "FLUSH_FAILED";
+            failure.vendor_err = static_cast<std::uint32_t>(-error);
+            failure.message =
+                "what arrived in device memory cannot be made visible: " + reason(-error);
+            fail(std::move(failure));
+            return false;
+        }
+    }
+    return visible_ = true;
 }
 
 int VerbsNic::poll(SignalSink& sink) {
@@ -237,6 +258,7 @@ int VerbsNic::poll(SignalSink& sink) {
                 fail(std::move(failure));
                 return 0;
             }
+            visible_ = false;
             for (int i = 0; i < count && !failed(); ++i) {
                 complete(wcs[static_cast<std::size_t>(i)], sink);
             }

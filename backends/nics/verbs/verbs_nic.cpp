@@ -167,6 +167,7 @@ RemoteKey VerbsNic::register_memory(std::uint32_t region, const LocalMemory& mem
     if (mine.ready.load(std::memory_order_acquire)) {
         throw SetupError("region " + std::to_string(region) + " is registered already");
     }
+    if (memory.flush != nullptr) list_flush(memory.flush);
     RemoteKey key{memory.address, memory.bytes, {}};
     std::array<std::shared_ptr<ibv_mr>, kMaxRails> mrs;
     for (const auto& rail : rails_) {
@@ -221,6 +222,19 @@ void VerbsNic::deregister_memory(std::uint32_t region) {
     if (!mine.mrs[0]) return;
     mine.mrs = {};
     --registered_[static_cast<std::size_t>(mine.rung)];
+}
+
+// It stays listed until the NIC is closed: one flush more does no harm.
+void VerbsNic::list_flush(const transport::DeviceFlush* flush) {
+    for (auto& each : device_flushes_) {
+        if (each == flush) return;
+        if (each == nullptr) {
+            each.store(flush, std::memory_order_release);
+            return;
+        }
+    }
+    throw SetupError("regions of more than " + std::to_string(kMaxFlushes) +
+                     " devices that need a flush; register those of one device with a session");
 }
 
 Registrations VerbsNic::registrations() const {

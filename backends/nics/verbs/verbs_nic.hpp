@@ -55,6 +55,7 @@ class VerbsNic : public Nic {
   public:
     static constexpr std::uint32_t kChain = 32;
     static constexpr std::uint32_t kMaxRails = 8;
+    static constexpr std::size_t kMaxFlushes = 8;  // devices that need one
     static_assert(2 * kMaxRails <= kMaxDescriptors);
 
     ~VerbsNic() override;
@@ -131,7 +132,8 @@ class VerbsNic : public Nic {
         std::uint64_t remote_addr = 0;
         std::uint32_t rkey = 0;
         std::uint32_t immediate = 0;
-        bool told = false;  // carries the immediate
+        bool told = false;    // carries the immediate
+        bool device = false;  // the source is a device's memory, which the CPU cannot read
     };
     // What sets the kinds of queue pairs apart.
     struct Traits {
@@ -201,6 +203,7 @@ class VerbsNic : public Nic {
     // A peer with queue pairs; `what` wants it. SetupError.
     Peer& peer_at(std::uint32_t rank, const char* what);
     static void check_region(std::uint32_t region);
+    void list_flush(const transport::DeviceFlush* flush);
 
     // data_path.cpp
     bool begin(const transport::PutCommand& command, Peer& peer, PutCursor& cursor);
@@ -210,6 +213,7 @@ class VerbsNic : public Nic {
     bool settle_receives(Lane& lane);
     void complete(const ibv_wc& wc, SignalSink& sink);
     void arrived(Lane& lane, const ibv_wc& wc, SignalSink& sink);
+    bool make_visible();
 
     // failures.cpp
     bool check(const transport::PutCommand& command);
@@ -225,6 +229,9 @@ class VerbsNic : public Nic {
     std::vector<Lane*> ready_;                    // lanes with staged requests
     std::vector<Lane*> owing_;                    // lanes whose receives, or credits, are due
     std::vector<int> descriptors_;
+    // Those that regions need; null: no more.
+    std::array<std::atomic<const transport::DeviceFlush*>, kMaxFlushes> device_flushes_{};
+    bool visible_ = false;           // what the completions in hand announce
     std::optional<ibv_wc> flushed_;  // a flush seen before its cause
     std::uint32_t polls_ = 0;
     std::deque<Counts> counts_;                 // of all lanes, at addresses that stay

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <vector>
 
+#include "hello.hpp"
 #include "pair.hpp"
 
 using namespace mkernel;
@@ -27,44 +28,6 @@ namespace {
 constexpr std::size_t kBuffer = 64u << 20;
 constexpr int kRounds = 2000;
 constexpr std::size_t kTurns = 7;
-
-struct Hello {
-    Endpoint endpoint;
-    RemoteKey key;
-};
-
-void say(int fd, const Endpoint& e, const RemoteKey& k) {
-    std::array<char, 32> gid{};
-    e.gid.copy(gid.data(), gid.size());
-    const std::uint64_t numbers[] = {
-        e.qp_num,     e.psn,   e.lid,      e.mtu,      e.ethernet,
-        k.address,    k.bytes, k.rkeys[0], e.receives, e.credit_address,
-        e.credit_rkey};
-    if (::write(fd, gid.data(), gid.size()) < 0 || ::write(fd, numbers, sizeof(numbers)) < 0) {
-        throw std::runtime_error("pipe");
-    }
-}
-
-Hello hear(int fd) {
-    std::array<char, 32> gid{};
-    std::uint64_t n[11];
-    if (::read(fd, gid.data(), gid.size()) != 32 || ::read(fd, n, sizeof(n)) != sizeof(n)) {
-        throw std::runtime_error("pipe");
-    }
-    Hello h;
-    h.endpoint = {static_cast<std::uint32_t>(n[0]),
-                  static_cast<std::uint32_t>(n[1]),
-                  static_cast<std::uint32_t>(n[2]),
-                  static_cast<std::uint32_t>(n[3]),
-                  std::string(gid.data(), 32),
-                  n[4] != 0,
-                  0,
-                  static_cast<std::uint32_t>(n[8]),
-                  n[9],
-                  static_cast<std::uint32_t>(n[10])};
-    h.key = {n[5], n[6], {static_cast<std::uint32_t>(n[7])}};
-    return h;
-}
 
 double cpu_seconds() {
     rusage use{};
@@ -122,8 +85,8 @@ int main(int argc, char** argv) {
     {
         testing::Rank me(library, 1 - rank, kBuffer);
         std::memset(me.memory.data(), static_cast<int>(rank + 1), kBuffer);
-        say(out, me.endpoints[0], me.key);
-        const Hello peer = hear(in);
+        testing::say(out, me.endpoints[0], me.key);
+        const testing::Hello peer = testing::hear(in);
         me.join({peer.endpoint}, peer.key);
         if (child == 0) {
             echo(me);

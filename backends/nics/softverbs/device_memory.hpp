@@ -1,0 +1,104 @@
+// How the device reaches accelerators' memory, which it cannot touch itself: a mover that the accelerator
+// registered copies it (transport/mover.hpp).
+//
+// A peer's region is mapped here before anything is read from it. Its owner *offers* it: a datagram with
+// the region's token and a descriptor, to a socket of the peer's port in the abstract namespace, sent
+// before the first packet that names the token. So the peer neither asks nor waits.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "backends/nics/softverbs/port.hpp"
+#include "backends/transport/mover.hpp"
+
+namespace mkernel::nics::softverbs {
+
+// Of this process; null where no accelerator has one.
+transport::Mover* mover();
+
+// An own region of device memory, for peers to map.
+struct DeviceBacking {
+    std::uint64_t token = 0;
+    transport::ExportedMemory exported;
+    std::shared_ptr<const Fd> fd;
+};
+
+// Copies under way, in batches that are numbered from 1. Under the control lock.
+class DeviceCopies {
+  public:
+    using Batch = std::uint64_t;
+
+    // Adds a copy to the batch that is being filled. Nothing: there is no room now, or it failed.
+    std::optional<Batch> queue(std::uint64_t to, std::uint64_t from, std::uint64_t bytes);
+    // Hands the batch over, where it has copies.
+    void submit(std::uint64_t now);
+    // Whether a batch ended meanwhile.
+    bool poll(std::uint64_t now);
+    [[nodiscard]] bool done(Batch batch) const { return batch <= done_; }
+    [[nodiscard]] bool idle() const { return in_flight_.empty() && filled_ == 0; }
+    // Waits for all of them. False: it failed.
+    bool drain();
+    // One at once: waits for all before, too.
+    bool copy(std::uint64_t to, std::uint64_t from, std::uint64_t bytes);
+    // The mover reported an error, or a copy did not end in time: nothing ends any more.
+    [[nodiscard]] bool failed() const { return failed_; }
+
+  private:
+    struct InFlight {
+        std::uint64_t ticket;
+        std::uint64_t since;
+        std::uint64_t bytes;
+    };
+    std::deque<InFlight> in_flight_;  // batches done_ + 1, ...
+    Batch done_ = 0;
+    std::uint64_t bytes_ = 0;   // of all that is in flight
+    std::uint64_t filled_ = 0;  // bytes of the batch that is being filled
+    bool failed_ = false;
+};
+
+// A port's end of the datagrams that offer device memory, and what peers offered here.
+class Offers {
+  public:
+    // Throws std::system_error.
+    explicit Offers(const PortAddress& own);
+
+    struct Message {
+        static constexpr std::uint64_t kMagic = 0x6d6b5f6f66666572;
+        std::uint64_t magic = kMagic;
+        std::uint64_t from = 0;  // cookie of the sender's port
+        std::uint64_t token = 0;
+        std::uint64_t length = 0;  // bytes of the region; 0: it is withdrawn
+        transport::ExportedMemory memory;
+    };
+
+    // Takes what has come. `copies` may still use what is withdrawn.
+    void receive(DeviceCopies& copies);
+    // Where bytes of a peer's region are for the mover; 0: it did not offer them.
+    [[nodiscard]] std::uint64_t find(std::uint64_t cookie, std::uint64_t token,
+                                     std::uint64_t offset, std::uint64_t length) const;
+    // Unmaps all that a port offered.
+    void forget(std::uint64_t cookie, DeviceCopies& copies);
+    void forget_all(DeviceCopies& copies);
+
+    // Sends to the port of that cookie. False: not now.
+    bool send(std::uint64_t cookie, const Message& message, int fd) const;
+
+  private:
+    struct Attached {
+        std::uint64_t address = 0;
+        std::uint64_t length = 0;
+    };
+    using Key = std::pair<std::uint64_t, std::uint64_t>;  // cookie, token
+    void take(const Message& message, const Fd& fd, DeviceCopies& copies);
+
+    Fd socket_;
+    std::map<Key, Attached> attached_;
+};
+
+}  // namespace mkernel::nics::softverbs

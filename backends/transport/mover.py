@@ -1,0 +1,21 @@
+"""The mover of this process: how an emulated NIC reaches the memory of its accelerator.
+
+The accelerator's backend registers it before NIC sessions are opened (``mover.hpp``); NIC backends hand
+it to the provider that they open. A real NIC takes none.
+"""
+
+from __future__ import annotations
+
+
+class _Process:
+    mover = 0
+
+
+def register(address: int) -> None:
+    """Address of a ``Mover`` that stays valid until the process ends; the last one counts."""
+    _Process.mover = address
+
+
+def registered() -> int:
+    """Its address; 0: none."""
+    return _Process.mover

@@ -1,0 +1,490 @@
+// Device memory through the software device, of both personalities: every byte goes through a mover, here
+// one over host memory that nobody else can touch (fake_mover.hpp).
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "backends/nics/verbs/devices.hpp"
+#include "check.hpp"
+#include "fake_mover.hpp"
+#include "hello.hpp"
+#include "pair.hpp"
+#include "setting.hpp"
+
+using namespace mkernel;
+using namespace mkernel::nics;
+using mkernel::nics::testing::FakeMover;
+using mkernel::nics::testing::library;
+using mkernel::nics::testing::Setting;
+using mkernel::transport::monotonic_ns;
+using mkernel::transport::PutCommand;
+using mkernel::transport::WaitResult;
+
+namespace {
+
+constexpr std::uint64_t kKiB = 1 << 10;
+constexpr std::uint64_t kMiB = 1 << 20;
+
+// How a rank's region is made.
+struct Kind {
+    bool device = true;
+    bool flush = false;
+};
+
+// A session with one region, in the device's memory or in the host's.
+class Rank {
+  public:
+    Rank(std::uint32_t peer, std::size_t bytes, const testing::Setup& setup, Kind kind = {})
+        : pad_memory_(transport::SignalPad::bytes(testing::kSignals)),
+          pad(transport::SignalPad::format(pad_memory_.data(), testing::kSignals)),
+          session(setup.nic(library), setup.slots),
+          peer_(peer),
+          bytes_(bytes) {
+        endpoints = session.nic().add_peer(peer, setup.rails());
+        if (kind.device) {
+            address_ = FakeMover::get().allocate(bytes);
+            contents = FakeMover::get().contents(address_);
+            const int dmabuf = ::dup(0);
+            key = session.nic().register_memory(
+                0, {address_, bytes, true, dmabuf, 0, kind.flush ? FakeMover::flush() : nullptr});
+            ::close(dmabuf);
+        } else {
+            host_.emplace(bytes);
+            contents = host_->data();
+            key = session.nic().register_memory(0, {host_->address(), bytes});
+        }
+    }
+    ~Rank() {
+        session.close();
+        if (address_ != 0) FakeMover::get().free(address_);
+    }
+    void join(const std::vector<Endpoint>& remote, const RemoteKey& remote_key) {
+        session.nic().connect(peer_, remote);
+        session.nic().bind(0, peer_, remote_key);
+        session.start(reinterpret_cast<std::uint64_t>(pad_memory_.data()), {});
+    }
+    bool put(std::uint64_t bytes, std::uint64_t local, std::uint64_t remote, std::uint32_t signal) {
+        PutCommand c;
+        c.local_offset = local;
+        c.remote_offset = remote;
+        c.bytes = bytes;
+        c.peer = peer_;
+        c.signal = signal;
+        c.value = 1;
+        return session.put(c, 30) == WaitResult::ok;
+    }
+    bool complete(std::uint32_t signal) {
+        PutCommand c;
+        c.peer = PutCommand::kSelf;
+        c.signal = signal;
+        c.value = 1;
+        return session.put(c, 30) == WaitResult::ok;
+    }
+    bool wait(std::uint32_t signal, std::uint64_t value) {
+        return pad.wait(signal, value, monotonic_ns() + 30'000'000'000, {}) == WaitResult::ok;
+    }
+    [[nodiscard]] std::size_t bytes() const { return bytes_; }
+
+  private:
+    testing::Memory pad_memory_;
+    std::optional<testing::Memory> host_;
+    std::uint64_t address_ = 0;
+
+  public:
+    transport::SignalPad pad;
+    Session session;
+    std::vector<Endpoint> endpoints;
+    RemoteKey key;
+    std::byte* contents = nullptr;  // what the region's owner sees in it
+
+  private:
+    std::uint32_t peer_;
+    std::size_t bytes_;
+};
+
+struct Couple {
+    Couple(std::size_t bytes, const testing::Setup& setup, Kind here = {}, Kind there = {})
+        : one(1, bytes, setup, here), other(0, bytes, setup, there) {
+        one.join(other.endpoints, other.key);
+        other.join(one.endpoints, one.key);
+    }
+    Rank one;
+    Rank other;
+};
+
+testing::Setup setup(bool srd, std::uint32_t qps = 1) {
+    testing::Setup made;
+    made.srd = srd;
+    made.qps = qps;
+    made.options.stripe_bytes = 64 * kKiB;
+    return made;
+}
+
+// The mover as it is at the beginning of a test.
+FakeMover& fresh(std::uint64_t delay_ns = 0) {
+    FakeMover::set(library);
+    FakeMover& mover = FakeMover::get();
+    mover.delay_ns = delay_ns;
+    mover.room = UINT64_MAX;
+    mover.copy_error = 0;
+    mover.copies = mover.batches = mover.bytes = mover.flushes = mover.refused = 0;
+    return mover;
+}
+
+void fill(Rank& rank, std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    std::size_t at = 0;
+    for (; at + 8 <= rank.bytes(); at += 8) {
+        const std::uint64_t word = random();
+        std::memcpy(rank.contents + at, &word, 8);
+    }
+    for (; at < rank.bytes(); ++at) rank.contents[at] = static_cast<std::byte>(random());
+}
+
+// Puts of these sizes, misaligned at both ends: each is all there when its signal is seen, and nothing
+// beside it was written.
+void arrive(Couple& pair, const std::vector<std::uint64_t>& sizes, std::byte mask = {}) {
+    std::uint64_t step = 0;
+    for (const std::uint64_t size : sizes) {
+        ++step;
+        const std::uint64_t local = step * 3 % 61;
+        const std::uint64_t remote = 64 + step * 7 % 59;
+        fill(pair.one, step);
+        std::vector<std::byte> wanted(pair.other.bytes());
+        for (std::size_t i = 0; i < wanted.size(); ++i) {
+            wanted[i] = ~(pair.one.contents[i] ^ mask);
+        }
+        std::memcpy(pair.other.contents, wanted.data(), wanted.size());
+        for (std::uint64_t i = 0; i < size; ++i) {
+            wanted[remote + i] = pair.one.contents[local + i] ^ mask;
+        }
+        // What differs from the bytes that come, at any place.
+        for (std::uint64_t i = 0; i < size; ++i) {
+            pair.other.contents[remote + i] = ~wanted[remote + i];
+        }
+        CHECK(pair.one.put(size, local, remote, 5));
+        CHECK(pair.other.wait(5, step));
+        const bool right = std::memcmp(pair.other.contents, wanted.data(), wanted.size()) == 0;
+        if (!right) std::printf("  %llu bytes are wrong\n", static_cast<unsigned long long>(size));
+        CHECK(right);
+    }
+    CHECK(pair.one.session.flush(10));
+    CHECK(!pair.one.session.failure() && !pair.other.session.failure());
+}
+
+const std::vector<std::uint64_t> kSizes{1,       2,       7,     8,        9,           63,
+                                        64,      65,      255,   1000,     1023,        1024,
+                                        1025,    4096,    65535, 65536,    65537,       256 * kKiB,
+                                        262'143, 262'145, kMiB,  kMiB + 1, 3 * kMiB + 5};
+
+TEST(every_size_arrives_between_every_two_kinds_of_memory) {
+    for (const bool srd : {false, true}) {
+        for (const std::uint32_t qps : {1u, 4u}) {
+            for (const auto& [here, there] :
+                 {std::pair{true, true}, {false, true}, {true, false}}) {
+                FakeMover& mover = fresh(20'000);
+                Couple pair(3 * kMiB + 256, setup(srd, qps), {here}, {there});
+                arrive(pair, kSizes);
+                CHECK(mover.copies > kSizes.size());
+            }
+            CHECK(FakeMover::get().attached() == 0);
+        }
+    }
+}
+
+TEST(a_large_put_arrives) {
+    for (const bool srd : {false, true}) {
+        fresh();
+        Couple pair(256 * kMiB + 256, setup(srd, srd ? 2 : 1));
+        arrive(pair, {256 * kMiB});
+    }
+}
+
+TEST(device_memory_is_taken_where_there_is_a_mover) {
+    const auto dmabuf = [] { return setup(false).nic(library)->capabilities().dmabuf; };
+    FakeMover::set(library, false);
+    CHECK(!dmabuf());
+    FakeMover& mover = fresh();
+    CHECK(dmabuf());
+    const auto nic = setup(false).nic(library);
+    const std::uint64_t address = mover.allocate(kMiB);
+    nic->register_memory(1, {address, kMiB, true, 0, 0});
+    CHECK(nic->registrations().dmabuf == 1);
+    const auto refused = [&](const LocalMemory& memory) {
+        try {
+            nic->register_memory(2, memory);
+        } catch (const SetupError&) {
+            return true;
+        }
+        return false;
+    };
+    const testing::Memory host(4096);
+    CHECK(refused({address, kMiB + 1, true, 0, 0}));     // beyond the allocation
+    CHECK(refused({host.address(), 4096, true, 0, 0}));  // none of the device's
+    CHECK(refused({address, kMiB, true, -1, 0}));        // exported by nobody, and no peermem
+    nic->deregister_memory(1);
+    testing::Setup peermem = setup(false);
+    peermem.options.peermem = true;
+    const auto other = peermem.nic(library);
+    other->register_memory(1, {address, kMiB, true, -1, 0});
+    CHECK(other->registrations().peermem == 1);
+    other->deregister_memory(1);
+    mover.free(address);
+}
+
+// Many puts at once in both directions, while copies take their time: each signal promises its bytes, and
+// small copies go in few batches.
+TEST(signals_come_after_their_bytes_and_copies_in_batches) {
+    constexpr std::uint32_t kPuts = 256;
+    constexpr std::uint64_t kPiece = 8 * kKiB;
+    for (const bool srd : {false, true}) {
+        for (const std::uint32_t qps : {1u, 2u}) {
+            FakeMover& mover = fresh(300'000);
+            Couple pair(2 * kPuts * kPiece, setup(srd, qps));
+            fill(pair.one, 1);
+            fill(pair.other, 2);
+            const auto run = [&](Rank& from, Rank& to, std::uint64_t half) {
+                for (std::uint32_t i = 0; i < kPuts; ++i) {
+                    const std::uint64_t at = half + i * kPiece;
+                    CHECK(from.put(kPiece - 1, at, at + 1, i));
+                }
+                for (std::uint32_t i = 0; i < kPuts; ++i) {
+                    const std::uint64_t at = half + i * kPiece;
+                    CHECK(to.wait(i, 1));
+                    CHECK(std::memcmp(from.contents + at, to.contents + at + 1, kPiece - 1) == 0);
+                }
+            };
+            std::thread back([&] { run(pair.other, pair.one, kPuts * kPiece); });
+            run(pair.one, pair.other, 0);
+            back.join();
+            CHECK(mover.copies >= 2 * kPuts);
+            CHECK(mover.batches < mover.copies / 2);
+        }
+    }
+}
+
+// A completion of the sender comes after the last read of the source, also of what is placed twice.
+TEST(a_source_may_be_written_again_after_a_completion) {
+    for (const bool srd : {false, true}) {
+        const Setting twice("MKERNEL_SOFTVERBS_DUPLICATES", "100");
+        fresh(50'000);
+        constexpr std::uint64_t kPiece = 3000;
+        constexpr std::uint32_t kRounds = 100;
+        Couple pair((kRounds + 1) * kPiece, setup(srd));
+        for (std::uint32_t round = 1; round <= kRounds; ++round) {
+            std::memset(pair.one.contents, static_cast<int>(round), kPiece);
+            CHECK(pair.one.put(kPiece, 0, round * kPiece, 1));
+            CHECK(pair.one.complete(9));
+            CHECK(pair.one.wait(9, round));
+        }
+        CHECK(pair.other.wait(1, kRounds));
+        std::uint64_t wrong = 0;
+        for (std::uint64_t i = kPiece; i < (kRounds + 1) * kPiece; ++i) {
+            wrong += pair.other.contents[i] != static_cast<std::byte>(i / kPiece) ? 1 : 0;
+        }
+        CHECK(wrong == 0);
+    }
+}
+
+TEST(later_puts_overwrite_earlier_ones_on_an_ordered_queue_pair) {
+    fresh(10'000);
+    Couple pair(64 * kKiB, setup(false));
+    constexpr std::uint64_t kPuts = 500;
+    fill(pair.one, 4);
+    for (std::uint64_t i = 0; i < kPuts; ++i) CHECK(pair.one.put(2000, i * 64, 0, 1));
+    CHECK(pair.other.wait(1, kPuts));
+    CHECK(std::memcmp(pair.one.contents + (kPuts - 1) * 64, pair.other.contents, 2000) == 0);
+}
+
+TEST(a_mover_without_room_is_back_pressure) {
+    for (const bool srd : {false, true}) {
+        FakeMover& mover = fresh(20'000);
+        mover.room = 300 * kKiB;
+        Couple pair(8 * kMiB + 256, setup(srd));
+        arrive(pair, {8 * kMiB, 5 * kMiB + 1});
+        CHECK(mover.refused > 0);
+    }
+}
+
+// What was carried shows it, wherever it lies.
+TEST(bytes_are_scrambled_in_device_memory_too) {
+    for (const bool srd : {false, true}) {
+        for (const auto& [here, there] : {std::pair{true, true}, {false, true}, {true, false}}) {
+            const Setting scramble("MKERNEL_SOFTVERBS_SCRAMBLE", "90");
+            fresh();
+            Couple pair(kMiB + 256, setup(srd), {here}, {there});
+            arrive(pair, {1, 1000, 65537, kMiB}, std::byte{90});
+        }
+    }
+}
+
+TEST(relaxed_writes_land_before_their_immediate) {
+    const Setting relaxed("MKERNEL_SOFTVERBS_RELAXED_ORDERING", "1");
+    const Setting small("MKERNEL_SOFTVERBS_MAX_MESSAGE", "5000");
+    fresh(20'000);
+    Couple pair(kMiB + 256, setup(false));
+    arrive(pair, {1, 4999, 5001, 65537, kMiB});
+}
+
+// The device holds back what it wrote until it is flushed: with the accelerator's flush, every signal
+// comes after its bytes; without, the bytes are not there.
+TEST(a_flush_that_is_left_out_is_seen) {
+    for (const bool srd : {false, true}) {
+        for (const bool flushes : {true, false}) {
+            const Setting unflushed("MKERNEL_SOFTVERBS_UNFLUSHED", "1");
+            FakeMover& mover = fresh();
+            Couple pair(kMiB, setup(srd, 2), {}, {.flush = flushes});
+            fill(pair.one, 6);
+            for (std::uint64_t i = 1; i <= 50; ++i) {
+                const std::uint64_t size = i * 4000;
+                std::memset(pair.other.contents, 0xee, kMiB);
+                CHECK(pair.one.put(size, i, 2 * i, 1));
+                CHECK(pair.other.wait(1, i));
+                const bool there =
+                    std::memcmp(pair.one.contents + i, pair.other.contents + 2 * i, size) == 0;
+                CHECK(there == flushes);
+            }
+            CHECK((mover.flushes > 0) == flushes);
+        }
+    }
+}
+
+TEST(a_failed_flush_is_a_failure_of_the_session) {
+    static transport::DeviceFlush broken{[](void*) { return -EIO; }, nullptr};
+    fresh();
+    Couple pair(kMiB, setup(false));
+    const std::uint64_t more = FakeMover::get().allocate(4096);
+    pair.other.session.nic().register_memory(1, {more, 4096, true, 0, 0, &broken});
+    CHECK(pair.one.put(100, 0, 0, 1));
+    CHECK(!pair.other.wait(1, 1));
+    CHECK(pair.other.session.failure() && pair.other.session.failure()->status == "FLUSH_FAILED");
+    pair.other.session.close();
+    FakeMover::get().free(more);
+}
+
+TEST(a_mover_that_fails_is_a_failure_of_the_receiver) {
+    for (const bool srd : {false, true}) {
+        FakeMover& mover = fresh();
+        Couple pair(kMiB, setup(srd));
+        CHECK(pair.one.put(100, 0, 0, 1));
+        CHECK(pair.other.wait(1, 1));
+        mover.copy_error = -EIO;
+        CHECK(pair.one.put(100, 0, 0, 1));
+        CHECK(!pair.other.wait(1, 2));
+        const auto failure = pair.other.session.failure();
+        CHECK(failure && failure->status == "DEVICE_FATAL");
+        mover.copy_error = 0;
+    }
+}
+
+// Regions of device memory come and go beside traffic; the peer lets go of them too.
+TEST(regions_come_and_go_beside_traffic) {
+    for (const bool srd : {false, true}) {
+        FakeMover& mover = fresh(5'000);
+        Couple pair(kMiB, setup(srd, 2));
+        std::atomic<bool> over{false};
+        std::uint64_t puts = 0;
+        std::thread producer([&] {
+            for (; !over; ++puts) CHECK(pair.one.put(puts % 9000, 0, 0, 2));
+        });
+        const auto& sessions = {&pair.one.session, &pair.other.session};
+        const std::size_t before = mover.attached();
+        for (std::uint32_t round = 1; round <= 20; ++round) {
+            std::vector<std::uint64_t> made;
+            std::vector<RemoteKey> keys;
+            for (Session* session : sessions) {
+                made.push_back(mover.allocate(kMiB));
+                keys.push_back(session->nic().register_memory(1, {made.back(), kMiB, true, 0, 0}));
+            }
+            pair.one.session.nic().bind(1, 1, keys[1]);
+            std::memset(mover.contents(made[0]), static_cast<int>(round), kMiB);
+            PutCommand c;
+            c.bytes = kMiB;
+            c.peer = 1;
+            c.region = 1;
+            c.signal = 3;
+            c.value = 1;
+            CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
+            CHECK(pair.other.wait(3, round));
+            const std::byte* came = mover.contents(made[1]);
+            CHECK(came[0] == static_cast<std::byte>(round));
+            CHECK(std::memcmp(came, came + 1, kMiB - 1) == 0);
+            for (Session* session : sessions) CHECK(session->deregister(1, 10));
+            for (const std::uint64_t each : made) mover.free(each);
+        }
+        over = true;
+        producer.join();
+        CHECK(pair.other.wait(2, puts));
+        const std::uint64_t late = monotonic_ns() + 10'000'000'000;
+        while (mover.attached() > std::max<std::size_t>(before, 2) && monotonic_ns() < late) {
+            std::this_thread::yield();
+        }
+        CHECK(mover.attached() <= 2);  // what the two regions 0 need
+        CHECK(!pair.one.session.failure() && !pair.other.session.failure());
+    }
+    CHECK(FakeMover::get().attached() == 0);
+}
+
+// The same between processes. The child puts and is put to, then the parent kills it: what it leaves is
+// an error of the path, not of the mover.
+TEST(two_processes_reach_each_others_memory) {
+    for (const bool srd : {false, true}) {
+        fresh(10'000);
+        int to_child[2];
+        int to_parent[2];
+        CHECK(::pipe(to_child) == 0 && ::pipe(to_parent) == 0);
+        const pid_t child = ::fork();
+        const bool parent = child != 0;
+        const int out = parent ? to_child[1] : to_parent[1];
+        const int in = parent ? to_parent[0] : to_child[0];
+        constexpr std::uint64_t kPiece = 100'000;
+        Rank me(parent ? 1 : 0, 40 * kPiece, setup(srd));
+        fill(me, parent ? 1 : 2);
+        testing::say(out, me.endpoints[0], me.key);
+        const testing::Hello peer = testing::hear(in);
+        me.join({peer.endpoint}, peer.key);
+        for (std::uint64_t i = 0; i < 20; ++i) {
+            me.put(kPiece - i, i * kPiece, (20 + i) * kPiece, 1);
+        }
+        bool right = me.wait(1, 20);
+        {
+            Rank& same = me;
+            std::vector<std::byte> own(same.contents, same.contents + 20 * kPiece);
+            const std::vector<std::byte> came(me.contents + 20 * kPiece, me.contents + 40 * kPiece);
+            fill(me, parent ? 2 : 1);  // what the peer had
+            for (std::uint64_t i = 0; i < 20; ++i) {
+                right = right && std::memcmp(me.contents + i * kPiece, came.data() + i * kPiece,
+                                             kPiece - i) == 0;
+            }
+        }
+        if (!parent) {
+            me.session.flush(10);
+            me.put(0, 0, 0, right ? 2 : 3);
+            me.session.flush(10);
+            ::pause();
+            ::_exit(0);
+        }
+        CHECK(right);
+        CHECK(me.wait(2, 1));
+        ::kill(child, SIGKILL);
+        ::waitpid(child, nullptr, 0);
+        CHECK(me.put(kPiece, 0, 0, 1));
+        CHECK(!me.wait(4, 1));
+        const auto failure = me.session.failure();
+        CHECK(failure &&
+              (failure->status == "RETRY_EXC_ERR" || failure->status == "RESP_TIMEOUT_ERR"));
+        for (const int fd : {to_child[0], to_child[1], to_parent[0], to_parent[1]}) ::close(fd);
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    return testing::run_on_library(argc, argv);
+}
