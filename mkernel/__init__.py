@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
     from mkernel.ops.moe import MoeDispatch, MoeHandle, moe_combine, moe_dispatch_gemm
     from mkernel.ops.ring_attention import ring_attention, zigzag_positions
+    from mkernel.ops.symm_mem import fused_all_gather_matmul, fused_matmul_reduce_scatter
     from mkernel.plan.model import LaunchPlan
     from mkernel.world.lifecycle import current as world
     from mkernel.world.lifecycle import empty, finalize, init, is_initialized, synchronize
@@ -62,6 +63,8 @@ __all__ = [
     "enable_async_tensor_parallel",
     "errors",
     "finalize",
+    "fused_all_gather_matmul",
+    "fused_matmul_reduce_scatter",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "include_dir",
@@ -87,6 +90,8 @@ HOMES = {
     "empty": "mkernel.world.lifecycle",
     "enable_async_tensor_parallel": "mkernel.async_tensor_parallel.enable",
     "finalize": "mkernel.world.lifecycle",
+    "fused_all_gather_matmul": "mkernel.ops.symm_mem",
+    "fused_matmul_reduce_scatter": "mkernel.ops.symm_mem",
     "gemm_all_reduce": "mkernel.ops.gemm_all_reduce",
     "gemm_reduce_scatter": "mkernel.ops.gemm_reduce_scatter",
     "include_dir": "mkernel.headers",
