@@ -109,6 +109,11 @@ class RouteTable(Model):
         """The classes, to look up."""
         return {one.ends: one for one in self.classes}
 
+    @cached_property
+    def _fits(self) -> list[WorldPlacement]:
+        """Placements that were found to have these routes."""
+        return []
+
     @property
     def several_rails(self) -> bool:
         """Whether some ranks are joined by more than one rail."""
@@ -125,6 +130,8 @@ class RouteTable(Model):
 
     def check(self, placement: WorldPlacement) -> None:
         """ValueError where a pair of the world's ranks has no route, or one too many."""
+        if any(one is placement for one in self._fits):
+            return  # each plan of a world asks again
         wanted = pair_classes(placement)
         found = {one.ends: one.pairs for one in self.classes}
         if found != wanted or len(self.classes) != len(wanted):
@@ -133,6 +140,7 @@ class RouteTable(Model):
                 "routes must hold every ordered pair of ranks once; look at "
                 f"{wrong[0][0] if wrong else 'a class that occurs twice'}"
             )
+        self._fits.append(placement)
 
 
 def pair_classes(placement: WorldPlacement) -> dict[Ends, int]:

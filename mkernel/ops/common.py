@@ -96,4 +96,5 @@ def plan_for(
             path=path or world.settings.path,
             schedule=world.accelerator.schedule,
         )
+        world.plan_made(found)
     return found

@@ -25,22 +25,16 @@ from mkernel.topology.world_map import WorldMap
 from mkernel.world.identity import Backends
 
 
-def admit(
-    plan: LaunchPlan,
-    tensors: Mapping[str, torch.Tensor],
-    world: WorldMap,
-    backends: Backends,
-    accelerator: AcceleratorBackend,
+def admit_plan(
+    plan: LaunchPlan, world: WorldMap, backends: Backends, accelerator: AcceleratorBackend
 ) -> None:
     """Return where the part of a plan that all backends share is this world's: its ranks, placement,
-    routes, and what carries them; an op, dtypes and sizes that the accelerator claims, and that
-    ``tensors`` have. What the backend's own part says, its ``workspace`` and ``launch`` follow or
-    refuse.
+    routes, and what carries them; an op, dtypes and sizes that the accelerator claims. What the
+    backend's own part says, its ``workspace`` and ``launch`` follow or refuse.
 
     Raises:
         ArgumentError: a field of the plan, its value, and that of this world.
-        ShapeError, DtypeError, LayoutError: a tensor, and what the plan has.
-        Unsupported, NoRoute: there are no such plans in this world.
+        ShapeError, DtypeError, LayoutError, Unsupported, NoRoute: this world has no such plans.
     """
     own = common_part(
         plan,
@@ -54,9 +48,19 @@ def admit(
         theirs, ours = getattr(plan, name), getattr(own, name)
         if theirs != ours:
             _refuse(f"plan.{name}", theirs, ours)
+
+
+def admit_tensors(
+    plan: LaunchPlan, tensors: Mapping[str, torch.Tensor], capabilities: AcceleratorCapabilities
+) -> None:
+    """Return where a call's tensors are those of the plan.
+
+    Raises:
+        ShapeError, DtypeError, LayoutError: a tensor, and what the plan has.
+    """
     for name, wanted in planned_tensors(plan).items():
         if name in tensors:
-            _check(name, tensors[name], wanted, plan, accelerator.capabilities())
+            _check(name, tensors[name], wanted, plan, capabilities)
 
 
 def _refuse(field: str, theirs: Any, ours: Any) -> None:

@@ -20,12 +20,13 @@ from mkernel.backends.contracts.nic import NicSession
 from mkernel.errors import ArgumentError, BackendUnavailable, PlanMismatch, Unsupported
 from mkernel.plan import missing
 from mkernel.plan.model import LaunchPlan, first_difference
+from mkernel.plan.recent import Recent
 from mkernel.selection import SOFT, SYSTEM, nic_use
 from mkernel.settings import PLANNED_SETTINGS, Settings
 from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import WorldMap, world_map
-from mkernel.world.admission import admit
+from mkernel.world.admission import admit_plan, admit_tensors
 from mkernel.world.devices import Chosen
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
@@ -83,6 +84,7 @@ class Membership:
         self._exchange = exchange
         self._failure = failure
         self._undo = contextlib.ExitStack()
+        self._own_plans: Recent[int, LaunchPlan] = Recent()  # by id, which no other has meanwhile
 
     def join(self) -> None:
         """Meet the other ranks and open everything that calls need. Collective.
@@ -154,7 +156,13 @@ class Membership:
 
     def check(self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse a plan of another world or of other tensors (:mod:`mkernel.world.admission`)."""
-        admit(plan, tensors, self.map, self._backends, self.accelerator)
+        if self._own_plans[id(plan)] is not plan:
+            admit_plan(plan, self.map, self._backends, self.accelerator)
+        admit_tensors(plan, tensors, self.accelerator.capabilities())
+
+    def planned(self, plan: LaunchPlan) -> None:
+        """Know a plan that was made for this world, and so is of no other."""
+        self._own_plans[id(plan)] = plan
 
     # ---- meeting -------------------------------------------------------------------------------
 

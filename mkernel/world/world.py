@@ -171,6 +171,11 @@ class World:
             plan, tensors, options or {}, view, trace=trace, wait=wait, signature=signature
         )
 
+    def plan_made(self, plan: LaunchPlan) -> None:
+        """Know a plan that was made with this world's map and backends: calls of it need not be
+        compared with the world again."""
+        self._membership.planned(plan)
+
     def synchronize(self) -> None:
         """Return once every call that this rank has made is over; WorldError says what broke one."""
         self._calls.synchronize()

@@ -16,7 +16,7 @@ from mkernel.plan.model import GemmShape, LaunchPlan
 from mkernel.plan.planner import plan as plan_of
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import world_map
-from mkernel.world.admission import admit
+from mkernel.world.admission import admit_plan, admit_tensors
 from mkernel.world.identity import Backends
 
 FOLLOWED_BY_OPS = ("copies", "bias", "products")
@@ -53,7 +53,8 @@ class WalkedWorld:
         )  # fmt: skip
 
     def admit(self, plan: LaunchPlan, tensors: dict[str, Any]) -> None:
-        admit(plan, tensors, self.map, self.backends, self.accelerator)
+        admit_plan(plan, self.map, self.backends, self.accelerator)
+        admit_tensors(plan, tensors, self.accelerator.capabilities())
 
 
 def decorations(plan: LaunchPlan, launch: Launch) -> list[str]:
