@@ -3,35 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from hashlib import sha256
+from typing import Any, NamedTuple
 
 import torch
 
 from mkernel.errors import PlanMismatch, Timeout
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.plan.recent import Recent
+from mkernel.world.board import Board
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.memory import Place
 
 Check = Callable[[LaunchPlan, Mapping[str, torch.Tensor]], None]
 
-MOST_TEXTS = 256
-"""Calls whose plans a rank keeps as text, at least, to name the field that differs where a peer is
-still in one of them; of older ones it names the digest."""
+MOST_TOLD = 256
+"""Calls that a rank keeps, at least, to name the field that differs where a peer is still in one of
+them; of older ones it names the digest."""
+
+
+class Told(NamedTuple):
+    """A call, as ranks compare it."""
+
+    plan: LaunchPlan
+    places: Mapping[str, Place]
+
+    def decisions(self) -> dict[str, Any]:
+        """All that must be the same on every rank, as JSON."""
+        told = self.plan.decisions()
+        told["symmetric"] = {
+            name: {"buffer": buffer, "offset": offset}
+            for name, (buffer, offset) in self.places.items()
+        }
+        return told
 
 
 class Agreement:
     """The calls that all ranks of one world have agreed on."""
 
-    def __init__(self, exchange: Exchange, failure: FailureMonitor, check: Check) -> None:
-        """``check`` raises where this world cannot follow a plan, before anybody is told of it."""
+    def __init__(
+        self, exchange: Exchange, failure: FailureMonitor, check: Check, board: Board | None
+    ) -> None:
+        """``check`` raises where this world cannot follow a plan, before anybody is told of it.
+        ``board``: of a world of one node; without one ranks compare through the store."""
+        self._board = board
         self._check = check
         self._exchange = exchange
         self._failure = failure
         self._agreed: Recent[str, bool] = Recent()  # what is not kept is agreed on again
-        self._lately: Recent[str, dict[str, Any]] = Recent(MOST_TEXTS)  # what was told of calls
-        self._last = ""  # the key of the agreement before, whose text lies in the store
+        self._lately: Recent[str, Told] = Recent(MOST_TOLD)
+        self._said = ""  # the key of a call that differed, which lies in the store
 
     def forgets(self, told: Callable[[], None]) -> None:
         """Call ``told`` whenever calls are forgotten."""
@@ -48,7 +70,7 @@ class Agreement:
                 same place everywhere.
         """
         number = self._failure.call[0] + 1
-        key = _key(plan, places) if places else plan.digest()
+        key = _key(plan, places)
         known = self._agreed[key] is not None
         if not known:
             self._check(plan, tensors)
@@ -60,48 +82,70 @@ class Agreement:
         return number
 
     def _agree(self, plan: LaunchPlan, key: str, places: Mapping[str, Place]) -> None:
-        told = plan.decisions()
-        told["symmetric"] = {
-            name: {"buffer": buffer, "offset": offset} for name, (buffer, offset) in places.items()
-        }
-        self._exchange.publish(f"plans/{key}", told)
+        call = Told(plan, dict(places))
 
         def check(missing: set[int]) -> None:
             self._failure.check_peers(missing)
             for rank in sorted(missing):  # not here: is it in the same call with another plan?
                 told = self._exchange.peek(f"heartbeat/{rank}")
-                call = self._failure.call[0]
-                if told and told["call"] == call and told["plan"] not in ("", key):
-                    self._refuse(rank, key, told["plan"])
+                number = self._failure.call[0]
+                if told and told["call"] == number and told["plan"] not in ("", key):
+                    raise self._refused(rank, (key, told["plan"]), call)
 
         try:
-            keys = self._exchange.gather("plan", key, check)
+            keys = self._keys(key, check)
         except Timeout as error:
             raise Timeout(f"{error}. {self._failure.who_is_behind()}".rstrip()) from error
+        # Whoever is in this agreement has read what was said in the last one.
+        if self._said:
+            self._exchange.forget(f"plans/{self._said}/{self._exchange.rank}")
+            self._said = ""
         for rank in range(self._exchange.size):
             if keys[rank] != keys[0]:
-                self._refuse(rank, keys[0], keys[rank], first_rank=0)
+                raise self._differs(rank, keys, call)
         self._agreed[key] = True
-        # Whoever is in this agreement has read the last one.
-        if self._last and self._exchange.rank == 0:
-            self._exchange.forget(f"plans/{self._last}")
-        self._last = key
-        self._lately[key] = told
+        self._lately[key] = call
 
-    def _refuse(self, rank: int, ours: str, theirs: str, first_rank: int | None = None) -> None:
-        mine, other = (
-            self._lately[key] or self._exchange.peek(f"plans/{key}") for key in (ours, theirs)
-        )
-        found = first_difference(mine, other) or ("digest", ours, theirs)
-        one = self._exchange.rank if first_rank is None else first_rank
-        error = PlanMismatch((one, rank), found[0], (found[1], found[2]))
-        if first_rank is None:  # the other rank is already past its agreement: end its waits
-            self._failure.tell(error)
-        raise error
+    def _keys(self, key: str, check: Callable[[set[int]], None]) -> dict[int, str]:
+        """Every rank's key of the call."""
+        if self._board is None:
+            told: dict[int, str] = self._exchange.gather("plan", key, check)
+            return told
+        digests = self._board.gather(bytes.fromhex(key), check)
+        return {rank: digest.hex() for rank, digest in digests.items()}
+
+    def _differs(self, rank: int, keys: Mapping[int, str], call: Told) -> PlanMismatch:
+        """What all ranks raise where this rank's key is another than that of rank 0. They are all here,
+        and each says what it was about to do."""
+        own = keys[self._exchange.rank]
+        self._said = own
+        self._exchange.publish(f"plans/{own}/{self._exchange.rank}", call.decisions())
+        texts = {who: self._exchange.collect(f"plans/{keys[who]}", [who])[who] for who in (0, rank)}
+        return _mismatch((0, rank), keys[0], keys[rank], texts[0], texts[rank])
+
+    def _refused(self, rank: int, keys: tuple[str, str], call: Told) -> PlanMismatch:
+        """What this rank raises where another is past its agreement on another call: told to it, so
+        that its waits end."""
+        known = self._lately[keys[1]]
+        theirs = None if known is None else known.decisions()
+        error = _mismatch((self._exchange.rank, rank), *keys, call.decisions(), theirs)
+        self._failure.tell(error)
+        return error
+
+
+def _mismatch(
+    ranks: tuple[int, int], ours: str, theirs: str, mine: Any, other: Any | None
+) -> PlanMismatch:
+    found = None if other is None else first_difference(mine, other)
+    field, one, two = found or ("digest", ours, theirs)
+    return PlanMismatch(ranks, field, (one, two))
 
 
 def _key(plan: LaunchPlan, places: Mapping[str, Place]) -> str:
-    """What all ranks must share of a call: the plan, and where its symmetric tensors lie."""
-    return plan.digest() + "".join(
+    """What all ranks must share of a call: the plan, and where its symmetric tensors lie. 64 digits."""
+    if not places:
+        return plan.digest()
+    text = plan.digest() + "".join(
         f" {name}@{number}+{offset}" for name, (number, offset) in places.items()
     )
+    return sha256(text.encode()).hexdigest()

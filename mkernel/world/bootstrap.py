@@ -19,6 +19,7 @@ from mkernel.errors import PeerFailure, Timeout, Untrusted, WorldError
 from mkernel.world.sealing import Seal
 
 _Name = TypeVar("_Name", int, str)
+_Value = TypeVar("_Value")
 
 _POLL_FIRST_S = 0.0005
 _POLL_MOST_S = 0.01
@@ -114,29 +115,51 @@ class Bootstrap:
         Raises:
             Timeout: names the ranks that did not publish within ``timeout_s``.
         """
-        missing = set(ranks)
-        found: dict[_Name, Any] = {}
-        deadline = time.monotonic() + timeout_s
-        pause = _POLL_FIRST_S
-        while True:
-            for rank in sorted(missing):
-                value = self.peek(f"{key}/{rank}")
-                if value is not None:
-                    found[rank] = value
-            missing -= found.keys()
-            if not missing:
-                return found
-            try:
-                check(missing)
-            except PeerFailure:
-                # A rank that left may have published since it was looked for: then it was not too
-                # early, and its word counts.
-                if all(self.peek(f"{key}/{rank}") is None for rank in missing):
-                    raise
-            if time.monotonic() > deadline:
-                raise Timeout(
-                    f"{late.format(missing=sorted(missing), key=key)} within {timeout_s:g} s; look "
-                    "at what they do instead, or raise MKERNEL_TIMEOUT_S"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_MOST_S)
+
+        def look(missing: set[_Name]) -> dict[_Name, Any]:
+            told = {rank: self.peek(f"{key}/{rank}") for rank in sorted(missing)}
+            return {rank: value for rank, value in told.items() if value is not None}
+
+        return wait_for(look, ranks, timeout_s, check, late.replace("{key!r}", repr(key)))
+
+
+def wait_for(
+    look: Callable[[set[_Name]], dict[_Name, _Value]],
+    names: Iterable[_Name],
+    timeout_s: float,
+    check: Callable[[set[_Name]], None],
+    late: str,
+    rest: Callable[[float], object] = time.sleep,
+) -> dict[_Name, _Value]:
+    """What ``look`` finds of each of the ranks (or other names), once it has found all.
+
+    Args:
+        look: what of the missing ones is there. rest: called between looks with seconds to pause.
+        check, late: as :meth:`Bootstrap.collect` has them.
+
+    Raises:
+        Timeout: names those that were not there within ``timeout_s``.
+    """
+    missing = set(names)
+    found: dict[_Name, _Value] = {}
+    deadline = time.monotonic() + timeout_s
+    pause = _POLL_FIRST_S
+    while True:
+        found |= look(missing)
+        missing -= found.keys()
+        if not missing:
+            return found
+        try:
+            check(missing)
+        except PeerFailure:
+            # A rank that left may have told since it was looked for: then it was not too early, and
+            # its word counts.
+            if look(missing).keys() != missing:
+                raise
+        if time.monotonic() > deadline:
+            raise Timeout(
+                f"{late.format(missing=sorted(missing))} within {timeout_s:g} s; look at what they "
+                "do instead, or raise MKERNEL_TIMEOUT_S"
+            )
+        rest(pause)
+        pause = min(2 * pause, _POLL_MOST_S)

@@ -60,7 +60,7 @@ class Calls:
         self._session = membership.session
         self._fifo = membership.session.fifo if membership.session else 0
         self._exchange = exchange
-        self._agreement = Agreement(exchange, failure, membership.check)
+        self._agreement = Agreement(exchange, failure, membership.check, membership.heap.board)
         self._failure = failure
         self._running = failure.running
         self._launched = 0

@@ -19,7 +19,8 @@ from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError, NicError, Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.recent import Recent
-from mkernel.world import symmetric
+from mkernel.world import board, symmetric
+from mkernel.world.board import Board
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.identity import Identity
@@ -73,6 +74,10 @@ class SymmetricHeap:
     """All symmetric memory of one world; nothing of it is freed before the world ends.
 
     Joining fills in ``session``. What is allocated before, the pad, NICs write to by address only.
+
+    Attributes:
+        pad: address of the rank's own.
+        board: by which ranks compare digests; None: some are on other nodes.
     """
 
     def __init__(
@@ -93,13 +98,21 @@ class SymmetricHeap:
         self._known: KnownCalls | None = None
         self._held = contextlib.ExitStack()
         self.session: NicSession | None = None
-        # As many counters as can be named: host pages that nobody touches take no memory.
+        # As many counters as can be named: host pages that nobody touches take no memory. Behind them
+        # lies the rank's board.
+        pad_bytes = _transport.pad_bytes(_transport.MOST_SIGNALS)
         self._pad = self._allocate(
-            _transport.pad_bytes(_transport.MOST_SIGNALS),
+            pad_bytes + board.nbytes(identity.size),
             lambda memory: _transport.pad_format(memory.address, _transport.MOST_SIGNALS),
             HostPages(),
         )
         self.pad = self._pad.local.address
+        self.board: Board | None = None
+        made = board.native()
+        if identity.nodes == 1 and made is not None:
+            pads = {identity.rank: self._pad.local, **self._pad.peers}
+            boards = {rank: pads[rank].address + pad_bytes for rank in sorted(pads)}
+            self.board = Board(made, boards, failure)
 
     def close(self, *, quiet: bool) -> None:
         """Free everything. Unless ``quiet``, kernels may still touch it: then it is kept until the

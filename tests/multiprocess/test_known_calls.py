@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from mkernel.errors import MkernelError, Timeout
 from mkernel.launch import host_store, report
 from mkernel.ops.gemm_all_reduce import OP
 from mkernel.world import lifecycle
+from mkernel.world.bootstrap import Bootstrap
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -315,6 +317,34 @@ def test_calls_of_several_worlds_are_ordered_in_python() -> None:
 
 
 # ---- what they cost ------------------------------------------------------------------------------
+
+
+def asked_of_the_store(shapes: int) -> int:
+    """Requests of the store that this rank's calls of so many new shapes make."""
+    requests = 0
+    ask = Bootstrap._request
+    calling = threading.get_ident()  # the watchdog reports its heartbeats
+
+    def counted(self: Bootstrap, action: Callable[[], Any]) -> Any:
+        nonlocal requests
+        requests += threading.get_ident() == calling
+        return ask(self, action)
+
+    mkernel.gemm_all_reduce(torch.ones(shapes + 1, 8), torch.ones(8, 8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bootstrap, "_request", counted)
+        for rows in range(1, shapes + 1):
+            mkernel.gemm_all_reduce(torch.ones(rows, 8), torch.ones(8, 8))
+    mkernel.synchronize()
+    return requests
+
+
+def test_first_calls_in_one_node_ask_nothing_of_the_store() -> None:
+    for requests in mkernel.launch(
+        asked_of_the_store, 50, ranks_per_node=2, accelerator=BACKEND, timeout_s=DEADLINE_S
+    ):
+        # A rank that waits for a late one looks every few milliseconds whether it still lives.
+        assert requests < 50
 
 
 def grown(calls: int) -> tuple[int, int, int]:

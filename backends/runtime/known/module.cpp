@@ -12,7 +12,8 @@ using namespace mkernel::known;
 namespace {
 
 struct Object {
-    PyObject_HEAD KnownCalls* calls;  // null while it is being made
+    PyObject head;
+    KnownCalls* calls;  // null while it is being made
 };
 
 KnownCalls* calls_of(PyObject* self) {
