@@ -134,6 +134,27 @@ class PlanMismatch(MkernelError, RuntimeError):
         return self._maker(), ()
 
 
+class CapacityExceeded(MkernelError, RuntimeError):
+    """The experts of a rank got more rows than the ``capacity`` of the call. Nothing was written; the
+    world goes on.
+
+    Attributes:
+        rank: the rank with the most rows; rows: how many. capacity: of each rank.
+    """
+
+    def __init__(self, rank: int, rows: int, capacity: int) -> None:
+        self.rank = rank
+        self.rows = rows
+        self.capacity = capacity
+        super().__init__(
+            f"the experts of rank {rank} got {rows} rows, and capacity is {capacity}; raise it, or "
+            "drop tokens (topk_ids of -1)"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._maker(), ()
+
+
 class NoRoute(MkernelError, RuntimeError):
     """Two ranks have no path between them; the message names both ends and what is missing."""
 

@@ -45,7 +45,7 @@ class Call:
         timeout_s: every wait of the call ends after this long.
         view, trace, timed: for instrumented backends (:mod:`.instrumented`); others ignore them.
             ``trace``: record instructions. ``timed``: the launch will be asked for its times.
-        options: the op's scalars (``scale``) and, for ``moe_combine``, the dispatch's ``state``.
+        options: the op's scalars (``scale``).
         group: for backends whose capabilities ask for one.
         symmetric: by tensor name, for those tensors that lie in symmetric memory
             (:func:`mkernel.empty`) on every rank: where each rank's lies, in this process's address
@@ -99,7 +99,8 @@ class Launch(ABC):
 
     def results(self) -> Mapping[str, Any]:
         """Outputs whose sizes only the call finds out (MoE); after ``wait`` returned True, on a
-        stream-ordered backend right after the launch."""
+        stream-ordered backend right after the launch. Raises what the call refused only when it
+        had seen its data (CapacityExceeded), after which the world goes on."""
         return {}
 
     def again(self) -> Again | None:
@@ -198,6 +199,11 @@ class AcceleratorBackend(ABC):
     @abstractmethod
     def workspace(self, plan: LaunchPlan) -> Workspace:
         """Symmetric memory and counters that ``launch`` of this plan uses, the same on all ranks."""
+
+    def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
+        """int32 words of ``Call.tensors["routing"]``, in which an MoE dispatch leaves all that later
+        calls need of its routing, in this process and any order. ``experts``: of all ranks."""
+        return 0
 
     @abstractmethod
     def launch(self, call: Call) -> Launch:

@@ -7,6 +7,7 @@ from mkernel.ops import (
     all_gather_gemm,
     gemm_all_reduce,
     gemm_reduce_scatter,
+    moe,
     replicated,
     ring_attention,
 )
@@ -15,6 +16,7 @@ __all__ = [
     "all_gather_gemm",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "moe",
     "replicated",
     "ring_attention",
 ]

@@ -5,69 +5,84 @@ Data flow of one dispatch on rank r (experts [r·E/W, (r+1)·E/W) live here):
   x ──once per destination rank──▶ rows of that rank's experts, grouped by expert
   rows of an expert ──▶ @ w[expert], as soon as they are there
 Order of the rows of one expert: by source rank, then token, then slot of top-k: fixed by the routing
-alone, so results are deterministic. A handle remembers the routing.
+alone, so results are deterministic. A tensor, in the handle, remembers the routing.
 Combine: y rows ──▶ back to their tokens' ranks; out[t] = sum over slots, in order, in float32, of
   topk_weights[t, slot] · y[row of (t, slot)], rounded once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+import zlib
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from typing_extensions import Unpack
 
-from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
+from mkernel.errors import ArgumentError, DtypeError, ShapeError
+from mkernel.ops import moe_backward as gradients
 from mkernel.ops import validate
 from mkernel.ops.common import Done, Execution, plan_for
-from mkernel.ops.plain import plain
+from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.registration import group_name, register
 from mkernel.ops.untraced import untraced
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
+from mkernel.world.world import World
 
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
-@dataclass(frozen=True)
-class MoeHandle:
-    """What a combine needs of its dispatch. Valid in the world that made it, any number of times.
+class MoeHandle(NamedTuple):
+    """What a combine needs of its dispatch, any number of times, in the world of the dispatch.
 
-    ``rows``: how many rows this rank's experts got; ``state`` is the backend's.
+    ``counts`` [E/W] int64: rows of each of this rank's experts. ``routing`` int32: whose rows these
+    are, in words of the accelerator's own, whose number depends on T, k, E and W alone.
     """
 
-    plan: LaunchPlan
-    rows: int
-    state: Any
-    world: object
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that the backend remembers the routing by, under the names of errors."""
-        if isinstance(self.state, torch.Tensor):
-            return {"handle.state": self.state}
-        kept = getattr(self.state, "__dict__", {})
-        return {
-            f"handle.state.{name}": value
-            for name, value in kept.items()
-            if isinstance(value, torch.Tensor)
-        }
+    counts: Tensor
+    routing: Tensor
 
 
 class MoeDispatch(NamedTuple):
     """``outputs`` [R, I]: rows of this rank's experts, expert by expert; ``counts`` [E/W] int64: rows
-    of each, with sum R; ``handle``: for :func:`moe_combine`."""
+    of each, with sum R; ``handle``: for :func:`moe_combine`. With a capacity ``outputs`` is
+    [capacity, I], and rows from R on are zero."""
 
-    outputs: torch.Tensor
-    counts: torch.Tensor
+    outputs: Tensor
+    counts: Tensor
     handle: MoeHandle
 
 
+def _expect_shapes(x: Tensor, topk_ids: Tensor, w: Tensor) -> None:
+    validate.matrix("x", x)
+    validate.matrix("topk_ids", topk_ids)
+    if not isinstance(w, Tensor) or w.dim() != 3 or 0 in w.shape:
+        raise ShapeError("w", validate.describe(w), "[E/W, H, I], all at least 1")
+    if w.shape[1] != x.shape[1]:
+        raise ShapeError("w", validate.describe(w), f"[E/W, H, I] with H = {x.shape[1]}, as in x")
+    if topk_ids.shape[0] != x.shape[0]:
+        raise ShapeError("topk_ids", validate.describe(topk_ids), f"[T, k] with T = {x.shape[0]}")
+
+
+def _routing_words(world: World, places: Tensor, experts: int) -> int:
+    """The accelerator's, and one that names the world. ``places``: any tensor [T, k]."""
+    tokens, top_k = places.shape
+    return world.accelerator.routing_words(world.size, tokens, top_k, experts) + 1
+
+
+def _mark(world: World) -> int:
+    return zlib.crc32(world.name.encode()) & 0x7FFFFFFF
+
+
+@untraced
 def dispatch(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    w: torch.Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    w: Tensor,
     *,
+    capacity: int | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
@@ -79,36 +94,28 @@ def dispatch(
     x, topk_ids, w = plain("moe_dispatch_gemm", ("x", "topk_ids", "w"), (x, topk_ids, w))
     capabilities = world.accelerator.capabilities()
     device = world.accelerator.device
-    validate.matrix("x", x)
-    validate.matrix("topk_ids", topk_ids)
+    _expect_shapes(x, topk_ids, w)
     for name, tensor in (("x", x), ("topk_ids", topk_ids)):
         validate.on_device(name, tensor, device)
         validate.row_major(name, tensor)
-    if not isinstance(w, torch.Tensor) or w.dim() != 3 or 0 in w.shape:
-        raise ShapeError("w", validate.describe(w), "[E/W, H, I], all at least 1")
     validate.on_device("w", w, device)
     dtype = validate.dtype_name("x.dtype", x.dtype, capabilities.dtypes)
     validate.same_dtype("w.dtype", w, "x", x)
     out_name = validate.dtype_name("out_dtype", out_dtype or x.dtype, capabilities.out_dtypes)
-    if w.shape[1] != x.shape[1]:
-        raise ShapeError("w", validate.describe(w), f"[E/W, H, I] with H = {x.shape[1]}, as in x")
     if topk_ids.dtype not in _ID_DTYPES:
         raise DtypeError("topk_ids.dtype", topk_ids.dtype, "torch.int32 or torch.int64")
-    if len(topk_ids) != len(x):
-        raise ShapeError("topk_ids", validate.describe(topk_ids), f"[T, k] with T = {len(x)}")
+    if capacity is not None:
+        check_integer(ArgumentError, "capacity", capacity, MAX_DIMENSION)
     experts = w.shape[0] * world.size
     if topk_ids.device.type == "cpu":  # elsewhere looking would stall the stream
         low, high = int(topk_ids.min()), int(topk_ids.max())
-        if low < 0 or high >= experts:
-            wrong = low if low < 0 else high
+        if low < -1 or high >= experts:
+            wrong = low if low < -1 else high
             raise ArgumentError(
-                "topk_ids", f"... {wrong} ...", f"expert numbers 0 to {experts - 1}"
+                "topk_ids",
+                f"... {wrong} ...",
+                f"expert numbers 0 to {experts - 1}, or -1 for none",
             )
-    b_layout: Literal["row", "column"] = "row" if w.is_contiguous() else "column"
-    if b_layout == "column" and not w.transpose(1, 2).is_contiguous():
-        raise LayoutError("w", validate.describe(w), "contiguous [E/W, H, I] or [E/W, I, H]")
-    if b_layout not in capabilities.b_layouts:
-        raise LayoutError("w", validate.describe(w), "contiguous", why="call .contiguous()")
     plan = plan_for(
         world,
         "moe_dispatch_gemm",
@@ -118,25 +125,30 @@ def dispatch(
             "features": w.shape[2],
             "experts": experts,
             "top_k": topk_ids.shape[1],
+            **({} if capacity is None else {"capacity": capacity}),
         },
         dtype,
         out_name,
-        b_layout=b_layout,
+        b_layout=validate.expert_layout("w", w, capabilities),
         chunk=chunk,
     )
-    tensors = {"x": x, "topk_ids": topk_ids, "w": w}
+    words = _routing_words(world, topk_ids, experts)
+    routing = torch.empty(words, dtype=torch.int32, device=x.device)
+    routing[-1] = _mark(world)
+    tensors = {"x": x, "topk_ids": topk_ids, "w": w, "routing": routing}
     record = world.run(plan, tensors, **execution)
-    outputs, counts = record.results["outputs"], record.results["counts"]
-    handle = MoeHandle(plan, len(outputs), record.results["state"], world)
-    return Done(plan, record, {"outputs": outputs, "counts": counts, "handle": handle})
+    counts = record.results["counts"]
+    handle = MoeHandle(counts, routing)
+    found = {"outputs": record.results["outputs"], "counts": counts, "handle": handle}
+    return Done(plan, record, found)
 
 
-@untraced
 def moe_dispatch_gemm(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    w: torch.Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    w: Tensor,
     *,
+    capacity: int | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
@@ -149,9 +161,13 @@ def moe_dispatch_gemm(
 
     Args:
         x: [T, H], this rank's tokens; row-major contiguous. T is the same on every rank.
-        topk_ids: [T, k] int32 or int64, the experts of each token, 0 to E - 1; k from 1 to E.
+        topk_ids: [T, k] int32 or int64, the experts of each token, 0 to E - 1; k from 1 to E. -1: none,
+            for tokens that only pad x and slots that are dropped.
         w: [E/W, H, I], weights of this rank's experts; contiguous, or the transpose of a contiguous
             [E/W, I, H].
+        capacity: rows that each rank has for those of all its experts, so that shapes do not depend on
+            the routing. None: as many as there are, of which a compiled function needs
+            ``torch._dynamo.config.capture_dynamic_output_shape_ops``.
         out_dtype: of the outputs; default: that of ``x``. Accumulation is in float32.
         chunk: rows a communication chunk; default: the planner's choice.
         group: names the world; None: the default one.
@@ -161,17 +177,33 @@ def moe_dispatch_gemm(
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
-            tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
+            tensor (a DTensor, one with a tangent, ...); nothing was started.
+        CapacityExceeded: a rank got more rows than ``capacity``; every rank raises it that can know,
+            and the world goes on.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
-    done = dispatch(x, topk_ids, w, out_dtype=out_dtype, chunk=chunk, group=group).outputs
+    if seen_by_torch(x, w):
+        outputs, counts, routing = torch.ops.mkernel.moe_dispatch_gemm(
+            x,
+            topk_ids,
+            w,
+            capacity=capacity,
+            out_dtype=out_dtype,
+            chunk=chunk,
+            group=group_name(group),
+        )
+        return MoeDispatch(outputs, counts, MoeHandle(counts, routing))
+    done = dispatch(
+        x, topk_ids, w, capacity=capacity, out_dtype=out_dtype, chunk=chunk, group=group
+    ).outputs
     return MoeDispatch(done["outputs"], done["counts"], done["handle"])
 
 
+@untraced
 def combine(
-    y: torch.Tensor,
+    y: Tensor,
     handle: MoeHandle,
-    topk_weights: torch.Tensor,
+    topk_weights: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
     group: Group = None,
@@ -179,69 +211,62 @@ def combine(
 ) -> Done:
     """:func:`moe_combine` with its plan and record. Output: ``out``."""
     world = current(group)
-    capabilities = world.accelerator.capabilities()
+    device, capabilities = world.accelerator.device, world.accelerator.capabilities()
     if not isinstance(handle, MoeHandle):
         raise ArgumentError("handle", type(handle).__name__, "what moe_dispatch_gemm returned")
-    if handle.world is not world:
+    names = ("y", "handle.counts", "handle.routing", "topk_weights")
+    y, counts, routing, topk_weights = plain("moe_combine", names, (y, *handle, topk_weights))
+    if not isinstance(y, Tensor) or y.dim() != 2 or y.shape[1] == 0:
+        raise ShapeError("y", validate.describe(y), "[R, D] with D of at least 1")
+    validate.matrix("topk_weights", topk_weights)
+    for name, tensor in zip(names, (y, counts, routing, topk_weights), strict=True):
+        validate.on_device(name, tensor, device)
+    validate.row_major("y", y)
+    dtype = validate.dtype_name("y.dtype", y.dtype, capabilities.dtypes)
+    out_name = validate.dtype_name("out_dtype", out_dtype or y.dtype, capabilities.out_dtypes)
+    if not topk_weights.dtype.is_floating_point:
+        raise DtypeError("topk_weights.dtype", topk_weights.dtype, "a floating-point dtype")
+    tokens, top_k = topk_weights.shape
+    experts = counts.numel() * world.size
+    words = _routing_words(world, topk_weights, experts)
+    if tuple(routing.shape) != (words,) or routing.dtype != torch.int32:
+        raise ShapeError(
+            "topk_weights",
+            validate.describe(topk_weights),
+            f"[T, k] of the dispatch, whose handle has {validate.describe(routing)}",
+            why=f"that would be {words} words on {world.size} ranks",
+        )
+    if routing.device.type == "cpu" and int(routing[-1]) != _mark(world):
         raise ArgumentError(
             "handle",
             "of another world",
             f"one of this world's moe_dispatch_gemm ({world.name!r}); pass the dispatch's group",
         )
-    y, topk_weights = plain("moe_combine", ("y", "topk_weights"), (y, topk_weights))
-    kept = handle.tensors()
-    plain("moe_combine", tuple(kept), tuple(kept.values()))
-    shape = handle.plan.shape.model_dump()
-    tokens, top_k = shape["tokens"], shape["top_k"]
-    if not isinstance(y, torch.Tensor) or y.dim() != 2 or y.shape[1] == 0:
-        raise ShapeError("y", validate.describe(y), "[R, D] with D of at least 1")
-    if len(y) != handle.rows:
-        raise ShapeError(
-            "y", validate.describe(y), f"[{handle.rows}, D], a row for each that the dispatch gave"
-        )
-    validate.on_device("y", y, world.accelerator.device)
-    validate.row_major("y", y)
-    dtype = validate.dtype_name("y.dtype", y.dtype, capabilities.dtypes)
-    out_name = validate.dtype_name("out_dtype", out_dtype or y.dtype, capabilities.out_dtypes)
-    validate.matrix("topk_weights", topk_weights)
-    validate.on_device("topk_weights", topk_weights, world.accelerator.device)
-    if tuple(topk_weights.shape) != (tokens, top_k):
-        raise ShapeError("topk_weights", validate.describe(topk_weights), f"[{tokens}, {top_k}]")
-    if not topk_weights.dtype.is_floating_point:
-        raise DtypeError("topk_weights.dtype", topk_weights.dtype, "a floating-point dtype")
-    plan = plan_for(
-        world,
-        "moe_combine",
-        {
-            "tokens": tokens,
-            "features": y.shape[1],
-            "experts": shape["experts"],
-            "top_k": top_k,
-        },
-        dtype,
-        out_name,
-    )
+    sizes = {"tokens": tokens, "features": y.shape[1], "experts": experts, "top_k": top_k}
+    plan = plan_for(world, "moe_combine", sizes, dtype, out_name)
     out = torch.empty((tokens, y.shape[1]), dtype=validate.DTYPES[out_name], device=y.device)
-    tensors = {"y": y, "topk_weights": topk_weights.to(torch.float32).contiguous(), "out": out}
-    record = world.run(plan, tensors, options={"state": handle.state}, **execution)
+    weights = topk_weights.to(torch.float32).contiguous()
+    tensors = {"y": y, "routing": routing, "topk_weights": weights, "out": out}
+    record = world.run(plan, tensors, **execution)
     return Done(plan, record, {"out": out})
 
 
-@untraced
 def moe_combine(
-    y: torch.Tensor,
+    y: Tensor,
     handle: MoeHandle,
-    topk_weights: torch.Tensor,
+    topk_weights: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
     group: Group = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Bring experts' results home: out[t] = sum over slots of topk_weights[t, slot] · y[its row].
 
-    Collective. The sum runs in slot order, in float32, and is rounded once.
+    Collective. The sum runs in slot order, in float32, and is rounded once. Slots without an expert
+    add nothing, whatever their weight.
 
     Args:
-        y: [R, D], one row for each row of the dispatch's outputs, in its order; D is free.
+        y: [R, D], one row for each row of the dispatch's outputs, in its order; D is free. Of a
+            dispatch with a capacity [capacity, D].
         handle: of the dispatch.
         topk_weights: [T, k], floating point; used as float32.
         out_dtype: of the result; default: that of ``y``.
@@ -252,9 +277,103 @@ def moe_combine(
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
-            tensor (it requires grad, it is a DTensor, fake, ...); nothing was started.
+            tensor (a DTensor, one with a tangent, ...); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
+    result: Tensor
+    if seen_by_torch(y, topk_weights):
+        if not isinstance(handle, MoeHandle):
+            raise ArgumentError("handle", type(handle).__name__, "what moe_dispatch_gemm returned")
+        result = torch.ops.mkernel.moe_combine(
+            y, *handle, topk_weights, out_dtype=out_dtype, group=group_name(group)
+        )
+        return result
     done = combine(y, handle, topk_weights, out_dtype=out_dtype, group=group).outputs
-    result: torch.Tensor = done["out"]
+    result = done["out"]
     return result
+
+
+# ---- what torch knows of them --------------------------------------------------------------------
+
+
+def _dispatch_kernel(
+    x: Tensor,
+    topk_ids: Tensor,
+    w: Tensor,
+    *,
+    capacity: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    done = dispatch(
+        x, topk_ids, w, capacity=capacity, out_dtype=out_dtype, chunk=chunk, group=group
+    ).outputs
+    return done["outputs"], *done["handle"]
+
+
+def _dispatch_fake(
+    x: Tensor,
+    topk_ids: Tensor,
+    w: Tensor,
+    *,
+    capacity: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    world = current(group)
+    _expect_shapes(x, topk_ids, w)
+    rows = torch.library.get_ctx().new_dynamic_size() if capacity is None else capacity
+    experts, _, features = w.shape
+    words = _routing_words(world, topk_ids, experts * world.size)
+    return (
+        x.new_empty((rows, features), dtype=out_dtype or x.dtype),
+        x.new_empty(experts, dtype=torch.int64),
+        x.new_empty(words, dtype=torch.int32),
+    )
+
+
+def _combine_kernel(
+    y: Tensor,
+    counts: Tensor,
+    routing: Tensor,
+    topk_weights: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    group: str,
+) -> Tensor:
+    result: Tensor = combine(
+        y, MoeHandle(counts, routing), topk_weights, out_dtype=out_dtype, group=group
+    ).outputs["out"]
+    return result
+
+
+def _combine_fake(
+    y: Tensor,
+    counts: Tensor,
+    routing: Tensor,
+    topk_weights: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    group: str,
+) -> Tensor:
+    return y.new_empty((topk_weights.shape[0], y.shape[1]), dtype=out_dtype or y.dtype)
+
+
+register(
+    "moe_dispatch_gemm(Tensor x, Tensor topk_ids, Tensor w, *, int? capacity=None, "
+    "ScalarType? out_dtype=None, int? chunk=None, str group) -> (Tensor, Tensor, Tensor)",
+    _dispatch_kernel,
+    _dispatch_fake,
+    gradients.save_dispatch,
+    gradients.dispatch_backward,
+)
+register(
+    "moe_combine(Tensor y, Tensor counts, Tensor routing, Tensor topk_weights, *, "
+    "ScalarType? out_dtype=None, str group) -> Tensor",
+    _combine_kernel,
+    _combine_fake,
+    gradients.save_combine,
+    gradients.combine_backward,
+)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import DtypeName
 
 _NAMES: dict[torch.dtype, DtypeName] = {
@@ -110,6 +113,19 @@ def row_major(name: str, tensor: torch.Tensor) -> torch.Tensor:
             name, describe(tensor), "a contiguous row-major matrix", why="call .contiguous()"
         )
     return tensor
+
+
+def expert_layout(
+    name: str, tensor: torch.Tensor, capabilities: AcceleratorCapabilities
+) -> Literal["row", "column"]:
+    """``row`` for packed matrices [experts, K, N], ``column`` for the transposes of packed ones.
+    LayoutError where the backend does not read them."""
+    found: Literal["row", "column"] = "row" if tensor.is_contiguous() else "column"
+    if found == "column" and not tensor.transpose(1, 2).is_contiguous():
+        raise LayoutError(name, describe(tensor), "contiguous [E/W, H, I] or [E/W, I, H]")
+    if found not in capabilities.b_layouts:
+        raise LayoutError(name, describe(tensor), "contiguous", why="call .contiguous()")
+    return found
 
 
 def output(

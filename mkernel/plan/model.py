@@ -43,6 +43,8 @@ OpName = Literal[
     "moe_dispatch_gemm",
     "moe_combine",
     "ring_attention",
+    "moe_dispatch_backward",
+    "moe_combine_backward",
     "ring_attention_backward",
 ]
 
@@ -59,7 +61,8 @@ class GemmShape(Model):
 
 class MoeShape(Model):
     """``tokens`` [tokens, hidden] on each rank go to ``top_k`` of ``experts`` (all ranks together),
-    each with a weight [hidden, features]."""
+    each with a weight [hidden, features]. ``capacity``: rows that a rank has for those of all its
+    experts; None: as many as there are."""
 
     kind: Literal["moe"] = "moe"
     tokens: int = Field(ge=1)
@@ -67,6 +70,7 @@ class MoeShape(Model):
     features: int = Field(ge=1)
     experts: int = Field(ge=1)
     top_k: int = Field(ge=1)
+    capacity: int | None = Field(None, ge=1)
 
 
 class CombineShape(Model):
@@ -216,7 +220,7 @@ class LaunchPlan(CommonPart):
         without its backend, or for another one."""
         if not isinstance(self.schedule, of):
             raise TypeError(
-                f"a plan of {self.op} on {self.accelerator}, path {self.path!r}, has the schedule "
+                f"a plan of op {self.op} on {self.accelerator}, path {self.path!r}, has the schedule "
                 f"{self.schedule!r}, no {of.__name__}; plan with the backend's `schedule`"
             )
         kind = type(self.schedule).model_fields["kind"].default

@@ -26,7 +26,11 @@ COMPANIONS: tuple[OpName, ...] = ("moe_combine",)
 """Planned and launched like ops, but only after one: ``moe_combine`` takes a dispatch's handle."""
 
 
-BACKWARD: dict[OpName, OpName] = {"ring_attention": "ring_attention_backward"}
+BACKWARD: dict[OpName, OpName] = {
+    "moe_dispatch_gemm": "moe_dispatch_backward",
+    "moe_combine": "moe_combine_backward",
+    "ring_attention": "ring_attention_backward",
+}
 """Ops that compute another's gradients, with its sizes; the GEMM ops are each other's. Autograd calls
 them."""
 _FORWARD = {backward: forward for forward, backward in BACKWARD.items()}

@@ -45,7 +45,7 @@ def closed_form(
     AllGather+GEMM: work 2·M·K·N, M/W·K·s a peer. GEMM+ReduceScatter: 2·M·N·K, M/W·N·s a peer;
     GEMM+AllReduce: the same twice. MoE: 2·T·k·H·I, T·k/W·H·s a peer (uniform routing), a combine
     T·k/W·I·s. Ring attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a peer.
-    A backward of attention has 2.5 times the work, and float32 gradients travel too.
+    Backward: 2.5 times the work of attention, twice a dispatch's; float32 gradients travel too.
     pipelined = max(T_c, T_m) + launch, the floor; sequential = T_c + T_m + launch.
     """
     world = plan.world_size
@@ -73,7 +73,7 @@ def prediction(
     )
 
 
-_MORE_WORK: dict[str, float] = {"ring_attention_backward": 2.5}
+_MORE_WORK: dict[str, float] = {"ring_attention_backward": 2.5, "moe_dispatch_backward": 2.0}
 """Than the op whose gradients it computes."""
 
 
@@ -109,7 +109,7 @@ def payloads(op: OpName, shape: Shape, dtype: DtypeName, world: int) -> Payloads
         part = shape.m / world * shape.n * size
         return Payloads(scatter=part, spread=part if op == "gemm_all_reduce" else 0.0)
     if isinstance(shape, MoeShape):
-        return Payloads(gather=shape.tokens * shape.top_k / world * shape.hidden * size)
+        return Payloads(gather=shape.tokens * shape.top_k / world * shape.hidden * (size + back))
     if isinstance(shape, CombineShape):
         return Payloads(gather=shape.tokens * shape.top_k / world * shape.features * size)
     own = shape.batch * shape.kv_heads * shape.sequence / world * shape.head_dim

@@ -64,9 +64,13 @@ def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str,
     return {**DEFAULT_SIZES[forward(op)], **chosen}
 
 
+_NO_SIZES = ("kind", "capacity")
+"""Fields of shapes that are options of a call, not sizes of its tensors."""
+
+
 def size_names(op: str) -> tuple[str, ...]:
     """The sizes that an op's plan takes, by name."""
-    return tuple(name for name in SHAPES[forward(op)].model_fields if name != "kind")
+    return tuple(name for name in SHAPES[forward(op)].model_fields if name not in _NO_SIZES)
 
 
 def shape_of(
@@ -78,11 +82,11 @@ def shape_of(
     capabilities: AcceleratorCapabilities,
 ) -> Shape:
     """The checked shape of an op. ArgumentError, ShapeError: name, value, what is legal."""
-    names = size_names(op)
+    names, fields = size_names(op), SHAPES[forward(op)].model_fields
     for name, value in sizes.items():
-        if name not in names:
+        if name not in fields or name == "kind":
             raise ArgumentError(name, value, f"{op} takes {', '.join(names)}")
-    for name, field in SHAPES[forward(op)].model_fields.items():
+    for name, field in fields.items():
         if name == "kind":
             continue
         if name not in sizes and field.is_required():

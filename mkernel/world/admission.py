@@ -116,11 +116,19 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
             "x": _Planned((shape.tokens, shape.hidden), given),
             "topk_ids": _Planned(places, ("int32", "int64")),
             "w": _Planned(weights, given, stored=True),
+            "routing": _Planned((None,), ("int32",)),
+            "grad_outputs": _Planned((shape.capacity, shape.features), result),
+            "grad_x": _Planned((shape.tokens, shape.hidden), given),
+            "grad_w": _Planned(weights, given, stored=True),
         }
     return {
         "y": _Planned((None, shape.features), given),
         "topk_weights": _Planned(places, ("float32",)),
+        "routing": _Planned((None,), ("int32",)),
         "out": _Planned((shape.tokens, shape.features), result),
+        "grad_out": _Planned((shape.tokens, shape.features), result),
+        "grad_y": _Planned((None, shape.features), given),
+        "grad_weights": _Planned(places, ("float32",)),
     }
 
 

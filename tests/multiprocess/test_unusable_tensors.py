@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ OPS = (
     "moe_combine",
     "ring_attention",
 )
-SEEN_BY_TORCH = ("ring_attention",)
+SEEN_BY_TORCH = ("moe_dispatch_gemm", "moe_combine", "ring_attention")
 """Calls that go through torch's dispatcher where torch has to see them (``tests/torch``)."""
 ACCELERATORS = ("ascend", "streams")
 RANKS = 2
@@ -119,24 +118,10 @@ def variants(
         if isinstance(value, torch.Tensor):
             if change is not with_gradient or value.is_floating_point():
                 yield name, {**arguments, name: change(value)}
-        elif change not in {with_gradient, meta}:  # a handle: integers, where the backend likes
-            for part, state in changed_states(value.state, change):
-                yield part, {**arguments, name: replace(value, state=state)}
-
-
-def changed_states(
-    state: Any, change: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[tuple[str, Any]]:
-    """A handle's state with one of its tensors changed, each in turn."""
-    if isinstance(state, torch.Tensor):
-        yield "handle.state", change(state)
-        return
-    assert is_dataclass(state)
-    for field in fields(state):
-        value = getattr(state, field.name)
-        if isinstance(value, torch.Tensor):
-            changed: Any = replace(state, **{field.name: change(value)})  # type: ignore[type-var]
-            yield f"handle.state.{field.name}", changed
+        elif change is not with_gradient:  # a handle: integers
+            for part, tensor in value._asdict().items():
+                changed = value._replace(**{part: change(tensor)})
+                yield f"{name}.{part}", {**arguments, name: changed}
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from mkernel.backends.contracts.instrumented import (
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
-from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
+from mkernel.errors import ArgumentError, BackendUnavailable, CapacityExceeded, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
@@ -81,6 +81,7 @@ class AscendLaunch(Launch, InstrumentedLaunch):
         self._native = native
         self._finish = finish
         self._results: Mapping[str, Any] = {}
+        self._refused: CapacityExceeded | None = None
         self._tensors = tuple(call.tensors.values())
         self._traced = call.trace
         for other in tuple(_in_flight):
@@ -108,11 +109,16 @@ class AscendLaunch(Launch, InstrumentedLaunch):
             _in_flight.discard(self)
             finish, self._finish = self._finish, None
             if finish is not None:
-                self._results = finish()
+                try:
+                    self._results = finish()
+                except CapacityExceeded as error:
+                    self._refused = error
         return done
 
     def results(self) -> Mapping[str, Any]:
-        """What the op's ``finish`` gave; empty before ``wait`` returned True."""
+        """What the op's ``finish`` gave; empty before ``wait`` returned True. CapacityExceeded."""
+        if self._refused is not None:
+            raise self._refused
         return self._results
 
     def times(self) -> LaunchTimes:
@@ -230,6 +236,12 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         from mkernel.backends.accelerators.ascend.timeline import model
 
         return model(traces, machine(), view)
+
+    def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
+        """The tables of the routing."""
+        from mkernel.backends.accelerators.ascend.moe import routing_words  # needs torch
+
+        return routing_words(world, tokens, top_k, experts)
 
     def launch(self, call: Call) -> AscendLaunch:
         """Start both kernels and return at once."""

@@ -1,5 +1,5 @@
 """MoE dispatch+GEMM and its combine. What a call finds out of its routing stays in an int32 tensor of
-tables (``kernels/moe/routing.hpp``), which the handle keeps for the combine."""
+tables (``kernels/moe/routing.hpp``), of which the combine gets those of the routing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES, Blocks, Prepared, dense, native
 from mkernel.backends.accelerators.ascend.schedule import CombineSchedule, DispatchSchedule
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.errors import CapacityExceeded
 from mkernel.plan.chunking import tiling
 from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape
 from mkernel.plan.pipeline import Tiling
@@ -29,6 +30,12 @@ def balanced_ids(plan: LaunchPlan) -> torch.Tensor:
     )
     slots = torch.arange(shape.top_k, device="cpu") * (shape.experts // shape.top_k)
     return ((token + slots) % shape.experts).to(torch.int32)
+
+
+def routing_words(world: int, tokens: int, top_k: int, experts: int) -> int:
+    """Words of the tables that a combine reads (``Routing::words`` of ``kernels/moe/routing.hpp``)."""
+    begin, start = world * (tokens + 1), world
+    return experts // world + 1 + begin + start + (world + 1) * tokens * top_k + 1
 
 
 class MoeDispatchOp:
@@ -54,7 +61,8 @@ class MoeDispatchOp:
         assert isinstance(shape, MoeShape)
         experts = shape.experts // plan.world_size
         by_rows = plan.b_layout == "row"
-        x, ids, w = (call.tensors[name] for name in ("x", "topk_ids", "w"))
+        x, ids, w, routing = (call.tensors[name] for name in ("x", "topk_ids", "w", "routing"))
+        kept = routing_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
         dense("x", x, (shape.tokens, shape.hidden), plan.dtype)
         dense("topk_ids", ids, (shape.tokens, shape.top_k), "int32", "int64")
         stored = w if by_rows else w.transpose(1, 2)
@@ -81,13 +89,22 @@ class MoeDispatchOp:
 
         def finish(_: torch.Tensor = grouped) -> Mapping[str, Any]:
             base = tables[: experts + 1].to(torch.int64)
-            return {"outputs": outputs[: base[-1]], "counts": base.diff(), "state": tables}
+            rows, height = int(base[-1]), shape.capacity
+            if height is None:
+                height = rows
+            if rows > height:
+                raise CapacityExceeded(call.rank, rows, height)
+            routing[:kept] = tables[:kept]
+            found = outputs[:rows] if height == rows else outputs.new_zeros(height, shape.features)
+            if height > rows:
+                found[:rows] = outputs[:rows]
+            return {"outputs": found, "counts": base.diff()}
 
         return Prepared(kernels, finish)
 
     def record(self, plan: LaunchPlan, rank: int, ids: torch.Tensor | None = None) -> Prepared:
         """The schedule depends on the routing: ``ids`` [W, T, k] int32 of all ranks; default:
-        :func:`balanced_ids`. Recording writes the tables, which ``finish`` gives as ``state``."""
+        :func:`balanced_ids`. Recording writes the tables, which ``finish`` gives as ``routing``."""
         given = (balanced_ids(plan) if ids is None else ids).contiguous()
         return _recorded(plan, rank, self.geometry(plan), given)
 
@@ -108,19 +125,28 @@ class MoeCombineOp:
         return Blocks(comm=how.comm_cores, cube=0, vector=how.vector_cores)
 
     def prepare(self, call: Call) -> Prepared:
-        """Fills ``out``. The option ``state`` is a dispatch's."""
+        """Fills ``out``."""
         plan = call.plan
-        shape, tables = _shape(plan), call.options["state"]
+        shape, tables = _shape(plan), call.tensors["routing"]
         y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
         rows = int(tables[shape.experts // plan.world_size])
+        dense("y", y[:rows], (rows, shape.features), plan.dtype)
+        words = routing_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
+        places = shape.tokens * shape.top_k
+        homes = int(tables[words - 1])
+        if homes < places:  # what has no expert adds a row of zeros, whatever its weight
+            y = torch.cat([y[:rows], y.new_zeros(1, shape.features)])
+            rows += 1
+            without = tables[words - 1 - places : words - 1] >= homes
+            weights = weights.masked_fill(without.view(weights.shape), 0)
         addresses = (
-            dense("y", y, (rows, shape.features), plan.dtype),
+            dense("y", y[:rows], (rows, shape.features), plan.dtype),
             dense("topk_weights", weights, (shape.tokens, shape.top_k), "float32"),
             dense("out", out, (shape.tokens, shape.features), plan.out_dtype),
         )
         kernels = self._kernels(plan, call.rank, tables, rows, addresses)
 
-        def finish(_: torch.Tensor = tables) -> Mapping[str, Any]:
+        def finish(_: tuple[torch.Tensor, ...] = (tables, y, weights)) -> Mapping[str, Any]:
             return {}
 
         return Prepared(kernels, finish)
@@ -139,10 +165,10 @@ class MoeCombineOp:
             node=0,
         )
         assert sent.finish is not None
-        tables = sent.finish()["state"]
+        tables = sent.finish()["routing"]
         rows = int(tables[_shape(plan).experts // plan.world_size])
         return Prepared(
-            self._kernels(plan, rank, tables, rows, (0, 0, 0)), lambda: {"state": tables}
+            self._kernels(plan, rank, tables, rows, (0, 0, 0)), lambda: {"routing": tables}
         )
 
     def _kernels(
@@ -219,6 +245,6 @@ def _recorded(
     )
 
     def finish(_: torch.Tensor = ids) -> Mapping[str, Any]:
-        return {"state": tables}
+        return {"routing": tables}
 
     return Prepared(kernels, finish)

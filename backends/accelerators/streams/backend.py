@@ -38,6 +38,8 @@ _OPS = {
     "gemm_all_reduce": "gemm_reduce:all_reduce",
     "moe_dispatch_gemm": "moe:dispatch",
     "moe_combine": "moe:combine",
+    "moe_dispatch_backward": "moe_backward:dispatch",
+    "moe_combine_backward": "moe_backward:combine",
     "ring_attention": "ring_attention:run",
     "ring_attention_backward": "ring_attention_backward:run",
 }
@@ -152,6 +154,12 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
                 "set MKERNEL_STREAMS_COPIES alike on all ranks, or build mkernel's CUDA module here"
             )
         return self._windows.workspace(plan)
+
+    def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
+        """The ids of all ranks' tokens."""
+        from mkernel.backends.accelerators.streams.moe import routing_words  # needs torch
+
+        return routing_words(world, tokens, top_k)
 
     def launch(self, call: Call) -> StreamsLaunch:
         """Hand the call to the worker's thread. On a device that queues return once it is queued, else

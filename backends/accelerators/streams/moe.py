@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -17,19 +18,33 @@ import torch
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
 from mkernel.backends.accelerators.streams.matmul import Factor
-from mkernel.backends.accelerators.streams.routing import Routing, route
+from mkernel.backends.accelerators.streams.routing import (
+    Remembered,
+    Routing,
+    recall,
+    remember,
+    route,
+)
 from mkernel.backends.accelerators.streams.schedule import DispatchSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.errors import ShapeError
-from mkernel.plan.model import CombineShape
+from mkernel.errors import CapacityExceeded, ShapeError
+from mkernel.plan.model import CombineShape, MoeShape
+
+
+def routing_words(world: int, tokens: int, top_k: int) -> int:
+    """The ids of all ranks, and how many rows the outputs have."""
+    return world * tokens * top_k + 1
 
 
 def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Returns ``outputs``, ``counts`` and, for the combine, ``state``."""
-    x, w, rank = call.tensors["x"], call.tensors["w"], call.rank
+    """Fills ``routing``; returns ``outputs`` and ``counts``."""
+    x, w, rank, words = call.tensors["x"], call.tensors["w"], call.rank, call.tensors["routing"]
     ids = _everyones(call, streams, call.tensors["topk_ids"].to(torch.int32))
     with streams.compute():
-        routing = route(ids, rank, len(w), real=streams.communicates)
+        routing = route(ids, rank, len(w))
+        height = _height(call, routing)
+        words[ids.numel()] = height
+        remember(words, Remembered(rank, height, routing))
         packed = torch.split(x[routing.outgoing], routing.tokens_to)
         tokens = streams.scratch("tokens", (sum(routing.tokens_from), x.shape[1]), x.dtype)
         parts = torch.split(tokens, routing.tokens_from)
@@ -38,34 +53,37 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     arrivals = exchange(call, streams, packed.__getitem__, parts.__getitem__)
 
     dtype = getattr(torch, call.plan.out_dtype)
-    outputs = x.new_empty((len(routing.row_token), w.shape[2]), dtype=dtype)
+    outputs = x.new_empty((height, w.shape[2]), dtype=dtype)
     factors: dict[int, Factor] = {}
     for source in _as_they_come(call, streams, arrivals):
         with streams.compute():
-            for expert, start, end in _segments(routing, source):
+            for expert, start, end in segments(routing, source):
                 if expert not in factors:
                     factors[expert] = Factor(w[expert], dtype)
                 rows = tokens[routing.row_token[start:end]]
                 factors[expert].product(rows, outputs[start:end])
-    return {"outputs": outputs, "counts": routing.counts, "state": routing}
+    with streams.compute():
+        outputs[len(routing.row_token) :].zero_()
+    return {"outputs": outputs, "counts": routing.counts}
 
 
 def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``out``."""
     y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
-    routing: Routing = call.options["state"]
-    _check_experts(call, len(routing.counts))
+    routing = routing_of(call, streams, "y")
     with streams.compute():
         packed = torch.split(y[routing.returning], routing.rows_to)
-        rows = streams.scratch("rows", (sum(routing.rows_from), y.shape[1]), y.dtype)
-        parts = torch.split(rows, routing.rows_from)
-        if routing.real:
-            parts[call.rank].copy_(packed[call.rank])
-    if routing.real:
-        exchange(call, streams, packed.__getitem__, parts.__getitem__)
-        streams.finish()
+        there = sum(routing.rows_from)
+        rows = streams.scratch("rows", (there + 1, y.shape[1]), y.dtype)
+        rows[there] = 0  # of places without a row
+        parts = torch.split(rows[:there], routing.rows_from)
+        parts[call.rank].copy_(packed[call.rank])
+    exchange(call, streams, packed.__getitem__, parts.__getitem__)
+    streams.finish()
     with streams.compute():
         places = routing.homecoming.view(weights.shape)
+        if there < places.numel():
+            weights = weights.masked_fill(places == there, 0)  # they may be no numbers
         total = rows[places[:, 0]].float() * weights[:, :1]
         for slot in range(1, weights.shape[1]):
             total.addcmul_(rows[places[:, slot]].float(), weights[:, slot : slot + 1])
@@ -73,16 +91,51 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     return {}
 
 
-def _check_experts(call: Call, there: int) -> None:
+def routing_of(call: Call, streams: CallStreams, rows: str) -> Routing:
+    """The tables of the dispatch whose ``routing`` the call has. ShapeError: the tensor ``rows`` is of
+    another one."""
+    words, shape, world = call.tensors["routing"], call.plan.shape, call.plan.world_size
+    assert isinstance(shape, MoeShape | CombineShape)
+    known = recall(words, call.rank)
+    if known is None:
+        streams.host_waits()
+        ids = _ids(call)
+        found = route(ids, call.rank, shape.experts // world)
+        known = Remembered(call.rank, int(words[ids.numel()]), found)
+        remember(words, known)
+    if len(known.routing.counts) * world != shape.experts:
+        there = f"of {len(known.routing.counts)} experts a rank"
+        raise ShapeError("routing", there, f"{shape.experts} on {world} ranks")
+    given = call.tensors[rows]
+    if len(given) != known.height:
+        legal = f"[{known.height}, {given.shape[1]}], a row for each that the dispatch gave"
+        raise ShapeError(rows, tuple(given.shape), legal)
+    return known.routing
+
+
+def _height(call: Call, routing: Routing) -> int:
+    """Rows of the outputs. CapacityExceeded, on all ranks alike, where any rank has more."""
+    shape = call.plan.shape
+    assert isinstance(shape, MoeShape)
+    if shape.capacity is None:
+        return len(routing.row_token)
+    most = max(routing.rows_on)
+    if most > shape.capacity:
+        raise CapacityExceeded(routing.rows_on.index(most), most, shape.capacity)
+    return shape.capacity
+
+
+def _ids(call: Call) -> torch.Tensor:
+    """[W, T, k]: of every rank, as the call's ``routing`` keeps them."""
     shape, world = call.plan.shape, call.plan.world_size
-    assert isinstance(shape, CombineShape)
-    if there * world != shape.experts:
-        raise ShapeError("state", f"of {there} experts a rank", f"{shape.experts} on {world} ranks")
+    assert isinstance(shape, MoeShape | CombineShape)
+    size = world, shape.tokens, shape.top_k
+    return call.tensors["routing"][: prod(size)].view(size)
 
 
 def _everyones(call: Call, streams: CallStreams, own: torch.Tensor) -> torch.Tensor:
     """``own`` of every rank [W, ...]; own ones in the place of others' in a compute-only view."""
-    gathered = own.expand(call.plan.world_size, *own.shape).contiguous()
+    gathered = _ids(call).copy_(own)
     exchange(call, streams, lambda target: own, gathered.__getitem__)
     streams.finish()
     streams.host_waits()  # sizes will be read: see `route`
@@ -104,7 +157,7 @@ def _as_they_come(call: Call, streams: CallStreams, arrivals: Arrivals) -> Itera
         yield None
 
 
-def _segments(routing: Routing, source: int | None) -> Iterator[tuple[int, int, int]]:
+def segments(routing: Routing, source: int | None) -> Iterator[tuple[int, int, int]]:
     """(expert, start, end) of the output rows of one source, or of all."""
     start = 0
     for expert in range(len(routing.rows_by[0])):

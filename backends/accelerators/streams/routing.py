@@ -1,11 +1,15 @@
 """Routing tables of MoE, built with torch ops on the device from the ids of all ranks.
 
-A *place* is (token, slot of top-k), numbered token by token. Experts are cut evenly over the ranks.
+A *place* is (token, slot of top-k), numbered token by token. Experts are cut evenly over the ranks; a
+place whose id names no expert has no row. What calls of one routing share is the ids: tables that were
+built once are found again as long as these live.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,12 +22,14 @@ class Routing:
         outgoing: tokens to send, rank by rank, each token once a rank; ``tokens_to``: how many.
         tokens_from: rows of tokens that come from each rank.
         counts: rows of each expert here. rows: of ``rows_by[source][expert]``, how many.
-        row_token: for each output row, which of the received token rows it multiplies.
+        row_token: for each output row, which of the received token rows it multiplies; ``row_slot``:
+            for which of the token's slots.
         returning: output rows in the order in which they go home: by source rank, then place;
             ``rows_to``: how many to each rank.
         homecoming: for each own place, where its row lies among those that come home, which are
-            ordered by rank, then place; ``rows_from``: how many from each rank.
-        real: False where the ids of other ranks were made up (a compute-only view).
+            ordered by rank, then place; behind them, where it has none. ``rows_from``: how many from
+            each rank.
+        rows_on: rows of all experts of each rank.
     """
 
     outgoing: torch.Tensor
@@ -32,14 +38,15 @@ class Routing:
     counts: torch.Tensor
     rows_by: list[list[int]]
     row_token: torch.Tensor
+    row_slot: torch.Tensor
     returning: torch.Tensor
     rows_to: list[int]
     homecoming: torch.Tensor
     rows_from: list[int]
-    real: bool
+    rows_on: list[int]
 
 
-def route(ids: torch.Tensor, rank: int, experts: int, *, real: bool) -> Routing:
+def route(ids: torch.Tensor, rank: int, experts: int) -> Routing:
     """The tables of ``rank``. On a device with streams the host waits here, for the sizes.
 
     Args:
@@ -47,7 +54,7 @@ def route(ids: torch.Tensor, rank: int, experts: int, *, real: bool) -> Routing:
     """
     world, _, top_k = ids.shape
     ids = ids.to(torch.int64)
-    owner = ids // experts
+    owner = (ids // experts).masked_fill_(ids < 0, world).clamp_(max=world)  # world: nobody
     ranks = torch.arange(world, device=ids.device)
 
     wanted = (owner[rank] == ranks[:, None, None]).any(2)  # [W, T]: my tokens for each rank
@@ -62,22 +69,27 @@ def route(ids: torch.Tensor, rank: int, experts: int, *, real: bool) -> Routing:
     by = torch.bincount(source * experts + expert, minlength=world * experts)
 
     home = owner[rank].view(-1)
-    sizes = torch.cat(
-        [wanted.sum(1), needed.sum(1), torch.bincount(home, minlength=world), by]
-    ).tolist()
-    rows_by = [sizes[at : at + experts] for at in range(3 * world, len(sizes), experts)]
+    homes = torch.bincount(home, minlength=world + 1)[:world]
+    on = torch.bincount(owner.view(-1), minlength=world + 1)[:world]
+    sizes = torch.cat([wanted.sum(1), needed.sum(1), homes, on, by]).tolist()
+    rows_by = [sizes[at : at + experts] for at in range(4 * world, len(sizes), experts)]
+    tokens_to, tokens_from, rows_from, rows_on = (
+        sizes[at * world : (at + 1) * world] for at in range(4)
+    )
+    places = place[order]
     return Routing(
         outgoing=wanted.nonzero()[:, 1],
-        tokens_to=sizes[:world],
-        tokens_from=sizes[world : 2 * world],
+        tokens_to=tokens_to,
+        tokens_from=tokens_from,
         counts=by.view(world, experts).sum(0),
         rows_by=rows_by,
-        row_token=received[place // top_k][order],
+        row_token=received[places // top_k],
+        row_slot=places % top_k,
         returning=_inverse(order),
         rows_to=[sum(rows) for rows in rows_by],
-        homecoming=_inverse(home.argsort(stable=True)),
-        rows_from=sizes[2 * world : 3 * world],
-        real=real,
+        homecoming=_inverse(home.argsort(stable=True)).clamp_(max=sum(rows_from)),
+        rows_from=rows_from,
+        rows_on=rows_on,
     )
 
 
@@ -85,3 +97,29 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     return places
+
+
+class Remembered(NamedTuple):
+    """The tables of a rank, and how many rows its outputs had."""
+
+    rank: int
+    height: int
+    routing: Routing
+
+
+_known: WeakKeyDictionary[torch.UntypedStorage, tuple[int, Remembered]] = WeakKeyDictionary()
+
+
+def remember(words: torch.Tensor, found: Remembered) -> None:
+    """What follows from a call's tensor ``routing``, as long as that lives."""
+    _known[words.untyped_storage()] = _version(words), found
+
+
+def recall(words: torch.Tensor, rank: int) -> Remembered | None:
+    """What was remembered; None where the tensor is a copy, or was written to since."""
+    version, found = _known.get(words.untyped_storage(), (0, None))
+    return found if found and (version, found.rank) == (_version(words), rank) else None
+
+
+def _version(words: torch.Tensor) -> int:
+    return 0 if words.is_inference() else words._version

@@ -87,7 +87,7 @@ class DispatchSchedule(ExchangeSchedule):
 
 
 class CombineSchedule(ExchangeSchedule):
-    """MoE combine: one exchange, then one sum."""
+    """MoE combine, and the backward of it and of a dispatch: exchanges, then one sum."""
 
     kind: Literal["streams.moe_combine"] = "streams.moe_combine"
 
@@ -106,6 +106,8 @@ _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
     "gemm_all_reduce": AllReduceSchedule,
     "moe_dispatch_gemm": DispatchSchedule,
     "moe_combine": CombineSchedule,
+    "moe_dispatch_backward": CombineSchedule,
+    "moe_combine_backward": CombineSchedule,
     "ring_attention": AttentionSchedule,
     "ring_attention_backward": AttentionSchedule,
 }
@@ -155,7 +157,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         made = DispatchSchedule(
             **common, order=order, peers_together=together, as_they_arrive=traits.overlaps
         )
-    elif plan.op == "moe_combine":
+    elif _SCHEDULES[plan.op] is CombineSchedule:
         made = CombineSchedule(**common, order=order, peers_together=together)
     else:
         made = AttentionSchedule(

@@ -24,6 +24,7 @@ from mkernel.backends.accelerators.streams.window import Words
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.transport import _transport
+from mkernel.errors import CapacityExceeded, MkernelError, ShapeError
 
 Op = Callable[[Call, CallStreams], Mapping[str, Any]]
 """Runs one op on its streams; returns outputs whose sizes only the call found out."""
@@ -52,6 +53,7 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
         self._queued = threading.Event()
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self._refused: MkernelError | None = None
         self._results: Mapping[str, Any] = {}
         self._seconds: dict[str, float] = {}
         self._lasts = False  # on the device, though the call has failed
@@ -75,6 +77,8 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
                         streams.finish()
                         self._queued.set()
                         streams.host_waits()
+                except (CapacityExceeded, ShapeError):
+                    raise
                 except BaseException:
                     self._queued.set()
                     self._lasts = not streams.abandon()
@@ -87,6 +91,9 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
             scratch.drop()
             self._tell(broken)
             self._device.release(self._call.group)
+        except (CapacityExceeded, ShapeError) as error:
+            scratch.drop()
+            self._refused = error
         except BaseException as error:
             scratch.drop()
             self._error = error
@@ -145,7 +152,9 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
         return LaunchTimes({"comm": 0.0, "compute": 0.0, **self._seconds})
 
     def results(self) -> Mapping[str, Any]:
-        """What the op returned."""
+        """What the op returned. CapacityExceeded, ShapeError: it found the routing of another size."""
+        if self._refused is not None:
+            raise self._refused
         return self._results
 
 

@@ -255,21 +255,21 @@ def _reverse_experts_rows(ended: Ended) -> None:
 
 
 class _LatestHandleOnly(Altered):
-    state: Any = None
+    routing: torch.Tensor | None = None
     rows = 0
 
     def change(self, call: Call) -> Call:
-        if call.plan.op != "moe_combine" or self.state is None:
+        if call.plan.op != "moe_combine" or self.routing is None:
             return call
         given = call.tensors["y"]
         y = given.new_zeros(self.rows, given.shape[1])
         y[: len(given)] = given[: self.rows]
-        options = {**call.options, "state": self.state}
-        return replace(call, tensors={**call.tensors, "y": y}, options=options)
+        return replace(call, tensors={**call.tensors, "y": y, "routing": self.routing})
 
     def alter(self, ended: Ended) -> None:
-        if "state" in ended.results:
-            self.state, self.rows = ended.results["state"], len(ended.results["outputs"])
+        if "outputs" in ended.results:
+            self.routing = ended.call.tensors["routing"]
+            self.rows = len(ended.results["outputs"])
 
 
 # ---- attention -----------------------------------------------------------------------------------

@@ -99,8 +99,8 @@ def test_no_field_is_decoration(op: str, layout: str, monkeypatch: pytest.Monkey
     if isinstance(usual.shape, CombineShape):
         recorded = MoeCombineOp().record(usual, RANK).finish
         assert recorded is not None
-        options |= recorded()
-        rows = int(options["state"][usual.shape.experts // usual.world_size])  # type: ignore[index]
+        given |= recorded()
+        rows = int(given["routing"][usual.shape.experts // usual.world_size])
         given["y"] = torch.zeros((rows, usual.shape.features), dtype=torch.float16)
 
     def launch(plan: LaunchPlan) -> object:

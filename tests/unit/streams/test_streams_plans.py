@@ -32,7 +32,8 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport import _transport
-from mkernel.plan.model import CombineShape, LaunchPlan
+from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape
+from mkernel.plan.ops import BACKWARD
 from mkernel.topology.model import Topology
 from mkernel.topology.reshape import split_into_nodes
 from mkernel.world.admission import planned_tensors
@@ -45,7 +46,7 @@ SIZES: dict[str, dict[str, int]] = {
     "moe_combine": {"tokens": 24, "features": 12, "experts": 8, "top_k": 2},
     "ring_attention": {"batch": 1, "heads": 2, "kv_heads": 1, "sequence": 96, "head_dim": 8},
 }
-SIZES["ring_attention_backward"] = SIZES["ring_attention"]
+SIZES |= {backward: SIZES[op] for op, backward in BACKWARD.items()}
 RANK, WORLD, CHUNK, SIGNALS = 1, 4, 5, 64
 FAR = 1 << 40
 """Peers' workspaces, which nothing reads, are this far apart."""
@@ -226,14 +227,16 @@ def tensors(plan: LaunchPlan) -> dict[str, torch.Tensor]:
     return made
 
 
-def combined(plan: LaunchPlan, given: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The state of a dispatch whose tokens go everywhere; ``y`` gets its rows."""
+def routed(plan: LaunchPlan, given: dict[str, torch.Tensor]) -> None:
+    """``routing`` of a dispatch whose tokens go everywhere; other tensors get its rows."""
     shape = plan.shape
-    assert isinstance(shape, CombineShape)
-    every = torch.arange(WORLD * shape.tokens * shape.top_k).view(WORLD, shape.tokens, shape.top_k)
-    found = route(every % shape.experts, RANK, shape.experts // WORLD, real=True)
-    given["y"] = torch.zeros((len(found.row_token), shape.features), dtype=given["out"].dtype)
-    return {"state": found}
+    assert isinstance(shape, CombineShape | MoeShape)
+    every = torch.arange(WORLD * shape.tokens * shape.top_k, dtype=torch.int32) % shape.experts
+    ids = every.view(WORLD, shape.tokens, shape.top_k)
+    rows = len(route(ids, RANK, shape.experts // WORLD).row_token)
+    given["routing"] = torch.cat([every, torch.tensor([rows], dtype=torch.int32)])
+    for name in {"y", "grad_y", "grad_outputs"} & given.keys():
+        given[name] = given[name].new_zeros((rows, shape.features))
 
 
 CASES = [(where, op) for where in ("cpu", "cuda", "npu") for op in SIZES] + [
@@ -250,8 +253,8 @@ def test_no_field_is_decoration(
     accelerator: Any = world.accelerator
     usual = world.plan(op, SIZES[op], dtype="bfloat16", out_dtype="bfloat16", chunk=CHUNK)
     given, options = tensors(usual), {"scale": 1.0}
-    if op == "moe_combine":
-        options |= combined(usual, given)
+    if op.startswith("moe"):
+        routed(usual, given)
     device: Any = Device("cpu") if where == "cpu" else RecordedDevice(accelerator.device, recorder)
     pads = [HostMemory.create(_transport.pad_bytes(SIGNALS)) for _ in range(WORLD)]
     for pad in pads:

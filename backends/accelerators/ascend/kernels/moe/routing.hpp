@@ -9,6 +9,7 @@
 //   rows[world][places]       of each source, the row of each of its places here, in their order
 //   home[places]              of each own place: how many own places come before it by owner, then
 //                             place; results come home in this order
+//   homes                     how many own places have an owner
 #pragma once
 
 #include <cstdint>
@@ -46,7 +47,8 @@ struct Routing {
     [[nodiscard]] constexpr std::uint64_t home(std::uint32_t place) const {
         return rows(world, 0) + place;
     }
-    [[nodiscard]] constexpr std::uint64_t words() const { return home(places()); }
+    [[nodiscard]] constexpr std::uint64_t homes() const { return home(places()); }
+    [[nodiscard]] constexpr std::uint64_t words() const { return homes() + 1; }
 };
 
 // Words of a table through a core's scalar instructions.

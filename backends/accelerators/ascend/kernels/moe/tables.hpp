@@ -111,6 +111,7 @@ class Tables {
             if (owner < g_.world) ++next[owner + 1];
         }
         for (std::uint32_t owner = 0; owner < g_.world; ++owner) next[owner + 1] += next[owner];
+        words_.set(r_.homes(), next[g_.world]);
         for (std::uint32_t place = 0; place < r_.places(); ++place) {
             words_.set(r_.home(place), next[r_.owner(own.get(place))]++);
         }

@@ -67,7 +67,8 @@ struct Geometry {
 
 struct Args : CallArgs {
     Geometry geometry;
-    isa::GlobalView y;        // [rows, features], rows contiguous; may have no rows
+    isa::GlobalView y;        // [rows, features], rows contiguous; may have no rows. Where some own
+                              // places have no owner, the last row is zero, and theirs
     isa::GlobalView weights;  // [tokens, top_k] float32, dense
     isa::GlobalView tables;   // [1, words] int32
     isa::GlobalView out;      // [tokens, features], rows contiguous

@@ -27,6 +27,7 @@ class Vector {
         const moe::Routing& r = g_.routing;
         own_ = words_.count(r.start(args_.rank));
         owned_ = words_.count(r.begin(args_.rank, r.tokens));
+        homes_ = words_.count(r.homes());
         for (std::uint32_t half = 0; half < 2; ++half) {
             core_.set_flag(Pipe::V, Pipe::MTE2, half);
             core_.set_flag(Pipe::MTE3, Pipe::V, half);
@@ -119,9 +120,11 @@ class Vector {
         }
     }
 
-    // The row of an own place: among those that came home, or one of the own experts'.
+    // The row of an own place: among those that came home, or one of the own experts'; the last row of y
+    // where it has none.
     [[nodiscard]] isa::GlobalView result(std::uint32_t place) const {
         const std::uint32_t number = words_.count(g_.routing.home(place));
+        if (number >= homes_) return args_.y.sub(args_.y.rows - 1, 0, 1, g_.features);
         if (number - own_ < owned_) {  // false below own_, too: unsigned
             const std::uint32_t row = words_.count(g_.routing.rows(args_.rank, number - own_));
             return args_.y.sub(row, 0, 1, g_.features);
@@ -156,6 +159,7 @@ class Vector {
     const Geometry& g_;
     moe::Words<Core> words_;
     std::uint32_t own_ = 0, owned_ = 0;  // the own rank's part of the order of `home`
+    std::uint32_t homes_ = 0;            // places that have a row
     std::uint32_t sum_half_ = 0, row_half_ = 0;
 };
 

@@ -1,0 +1,154 @@
+"""Derivatives of the MoE ops, each one call in which the other one's rows travel.
+
+With y = outputs of the dispatch and p the place (token, slot) of a row r of expert e:
+
+    y[r] = x[t] @ w[e]               dx[t] = sum of dy[r] @ w[e]^T   dw[e] = sum of x[t]^T dy[r]
+    out[t] = sum of weight[p] y[r]   dy[r] = weight[p] dout[t]       dweight[p] = dout[t] . y[r]
+
+Rows of dx come home as in a combine; x, for dw, and dout go where the dispatch sends tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mkernel.ops import validate
+from mkernel.ops.common import plan_for
+from mkernel.ops.plain import plain
+from mkernel.ops.registration import register
+from mkernel.ops.untraced import untraced
+from mkernel.plan.model import DtypeName
+from mkernel.world.lifecycle import current
+from mkernel.world.world import World
+
+
+def _named(world: World, name: str, tensor: Tensor) -> DtypeName:
+    return validate.dtype_name(name, tensor.dtype, world.accelerator.capabilities().dtypes)
+
+
+@untraced
+def _dispatch(
+    grad_outputs: Tensor,
+    x: Tensor,
+    w: Tensor,
+    routing: Tensor,
+    *,
+    top_k: int,
+    capacity: int | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    world, op = current(group), "moe_dispatch_backward"
+    names = ("grad_outputs", "x", "w", "routing")
+    given = plain(op, names, (grad_outputs, x, w, routing))
+    plan = plan_for(
+        world,
+        op,
+        {
+            "tokens": x.shape[0],
+            "hidden": x.shape[1],
+            "features": w.shape[2],
+            "experts": w.shape[0] * world.size,
+            "top_k": top_k,
+            **({} if capacity is None else {"capacity": capacity}),
+        },
+        _named(world, "x.dtype", x),
+        _named(world, "grad_outputs.dtype", grad_outputs),
+        b_layout=validate.expert_layout("w", w, world.accelerator.capabilities()),
+        chunk=chunk,
+    )
+    of_x, of_w = torch.empty_like(x), torch.empty_like(w)
+    world.run(plan, {**dict(zip(names, given, strict=True)), "grad_x": of_x, "grad_w": of_w})
+    return of_x, of_w
+
+
+def _dispatch_fake(
+    grad_outputs: Tensor, x: Tensor, w: Tensor, routing: Tensor, **_: Any
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(w)
+
+
+@untraced
+def _combine(
+    grad_out: Tensor,
+    y: Tensor,
+    counts: Tensor,
+    routing: Tensor,
+    topk_weights: Tensor,
+    *,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    world, op = current(group), "moe_combine_backward"
+    names = ("grad_out", "y", "routing", "topk_weights")
+    given = plain(op, names, (grad_out, y, routing, topk_weights))
+    tensors = dict(zip(names, given, strict=True))
+    tensors["topk_weights"] = topk_weights.to(torch.float32).contiguous()
+    of_y, of_weights = torch.empty_like(y), torch.empty_like(tensors["topk_weights"])
+    plan = plan_for(
+        world,
+        op,
+        {
+            "tokens": topk_weights.shape[0],
+            "features": y.shape[1],
+            "experts": counts.numel() * world.size,
+            "top_k": topk_weights.shape[1],
+        },
+        _named(world, "y.dtype", y),
+        _named(world, "grad_out.dtype", grad_out),
+    )
+    world.run(plan, {**tensors, "grad_y": of_y, "grad_weights": of_weights})
+    return of_y, of_weights.to(topk_weights.dtype)
+
+
+def _combine_fake(
+    grad_out: Tensor, y: Tensor, counts: Tensor, routing: Tensor, topk_weights: Tensor, **_: Any
+) -> tuple[Tensor, Tensor]:
+    weights = topk_weights.new_empty(topk_weights.shape)
+    return torch.empty_like(y), weights
+
+
+register(
+    "moe_dispatch_backward(Tensor grad_outputs, Tensor x, Tensor w, Tensor routing, *, int top_k, "
+    "int? capacity=None, int? chunk=None, str group) -> (Tensor, Tensor)",
+    _dispatch,
+    _dispatch_fake,
+)
+register(
+    "moe_combine_backward(Tensor grad_out, Tensor y, Tensor counts, Tensor routing, "
+    "Tensor topk_weights, *, str group) -> (Tensor, Tensor)",
+    _combine,
+    _combine_fake,
+)
+
+
+def save_dispatch(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    """Keeps x, w and the routing."""
+    x, topk_ids, w = inputs
+    options = {name: keyword_only_inputs[name] for name in ("capacity", "chunk", "group")}
+    ctx.options = {**options, "top_k": topk_ids.shape[1]}
+    ctx.save_for_backward(x, w, output[2])
+
+
+def dispatch_backward(ctx: Any, of_outputs: Tensor, *_: Any) -> Any:
+    """dx and dw, in one call."""
+    of_x, of_w = torch.ops.mkernel.moe_dispatch_backward(
+        of_outputs.contiguous(), *ctx.saved_tensors, **ctx.options
+    )
+    return of_x, None, of_w
+
+
+def save_combine(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    """Keeps y, the handle and the weights."""
+    ctx.group = keyword_only_inputs["group"]
+    ctx.save_for_backward(*inputs)
+
+
+def combine_backward(ctx: Any, of_out: Tensor) -> Any:
+    """dy and dweights, in one call."""
+    of_y, of_weights = torch.ops.mkernel.moe_combine_backward(
+        of_out.contiguous(), *ctx.saved_tensors, group=ctx.group
+    )
+    return of_y, None, None, of_weights

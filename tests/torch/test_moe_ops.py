@@ -1,0 +1,316 @@
+"""MoE dispatch and combine as registered ops: gradients, capacity, padding, and what compilers make of
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import checked, close, on_ranks, operand
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import mkernel
+from mkernel.errors import ArgumentError, CapacityExceeded, ShapeError, Unsupported
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+RANKS = 3
+TOKENS, HIDDEN, FEATURES, EACH, TOP_K = 10, 8, 16, 2, 3
+EXPERTS = EACH * RANKS
+MOST = RANKS * TOKENS * TOP_K
+"""Rows that a rank can get."""
+
+
+def routed(routing: str, rank: int) -> Tensor:
+    chance = torch.Generator().manual_seed(rank)
+    ids = torch.randint(EXPERTS, (TOKENS, TOP_K), generator=chance)
+    if routing == "one expert":
+        ids = torch.full_like(ids, 4)
+    elif routing == "duplicates":
+        ids[::2, 1] = ids[::2, 0]
+    elif routing == "padded":
+        ids[:, 1] = -1
+        ids[rank::4] = -1
+    return ids
+
+
+def inputs(rank: int) -> list[Tensor]:
+    """x, w, topk_weights."""
+    return [
+        operand("x", rank, TOKENS, HIDDEN),
+        operand("w", rank, EACH, HIDDEN, FEATURES),
+        operand("weights", rank, TOKENS, TOP_K),
+    ]
+
+
+def layer(
+    x: Tensor, ids: Tensor, w: Tensor, weights: Tensor, capacity: int | None = None
+) -> Tensor:
+    outputs, _, handle = mkernel.moe_dispatch_gemm(x, ids, w, capacity=capacity)
+    return mkernel.moe_combine(outputs.sin(), handle, weights)
+
+
+def loss(out: Tensor, rank: int) -> Tensor:
+    return (out * operand("loss", rank, *out.shape).to(out.dtype)).sin().sum()
+
+
+def expected(routing: str) -> list[list[Tensor]]:
+    """Each rank's out and gradients, in float64 and without ranks."""
+    every = [[each.double().requires_grad_() for each in inputs(rank)] for rank in range(RANKS)]
+    experts = torch.cat([w for _, w, _ in every])
+    outs = []
+    for rank, (x, _, weights) in enumerate(every):
+        ids = routed(routing, rank)
+        rows = torch.einsum("th,tkhf->tkf", x, experts[ids.clamp(min=0)]).sin()
+        outs.append(torch.einsum("tk,tkf->tf", weights * (ids >= 0), rows))
+    torch.stack([loss(out, rank) for rank, out in enumerate(outs)]).sum().backward()
+    return [
+        [out.detach(), *(each.grad for each in own if each.grad is not None)]
+        for out, own in zip(outs, every, strict=True)
+    ]
+
+
+def differentiated(routing: str, capacity: int | None, column: bool) -> list[Tensor]:
+    rank = mkernel.world().rank
+    x, w, weights = inputs(rank)
+    if column:
+        w = w.transpose(1, 2).contiguous().transpose(1, 2)
+    given = [each.requires_grad_() for each in (x, w, weights)]
+    out = layer(x, routed(routing, rank), w, weights, capacity)
+    loss(out, rank).backward()
+    return [out.detach(), *(each.grad for each in given if each.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("routing", "capacity", "column"),
+    [
+        ("uniform", None, False),
+        ("uniform", MOST, True),
+        ("one expert", MOST, False),
+        ("duplicates", None, False),
+        ("padded", None, False),
+        ("padded", MOST + 5, False),
+    ],
+)
+def test_gradients_are_those_of_the_unsharded_layer(
+    routing: str, capacity: int | None, column: bool
+) -> None:
+    results = on_ranks(differentiated, routing, capacity, column, ranks=RANKS)
+    for rank, (found, wanted) in enumerate(zip(results, expected(routing), strict=True)):
+        for name, one, other in zip(("out", "dx", "dw", "dweights"), found, wanted, strict=True):
+            close(one, other, 1e-5, f"rank {rank}, {name}")
+
+
+# ---- capacity and padding ------------------------------------------------------------------------
+
+
+def with_capacity(routing: str) -> list[str]:
+    """What is wrong with a call whose capacity is just large enough, and with one row less."""
+    world, found = mkernel.world(), []
+    x, w, weights = inputs(world.rank)
+    ids = routed(routing, world.rank)
+    every = torch.cat([routed(routing, rank) for rank in range(RANKS)])
+    owners = every[every >= 0] // EACH
+    most = int(torch.bincount(owners, minlength=RANKS).max())
+    truth = mkernel.moe_dispatch_gemm(x, ids, w)
+    sent = mkernel.moe_dispatch_gemm(x, ids, w, capacity=most)
+    rows = len(truth.outputs)
+    if sent.outputs.shape != (most, FEATURES):
+        found.append(f"shape {tuple(sent.outputs.shape)}")
+    if not torch.equal(sent.outputs[:rows], truth.outputs) or sent.outputs[rows:].any():
+        found.append("other rows")
+    if not torch.equal(sent.counts, truth.counts):
+        found.append("other counts")
+    spoilt = sent.outputs.clone()
+    spoilt[rows:] = float("nan")  # nobody's rows are not read
+    weights = weights.masked_fill(ids < 0, float("nan"))
+    wanted = mkernel.moe_combine(truth.outputs, truth.handle, weights.nan_to_num())
+    if not torch.equal(mkernel.moe_combine(spoilt, sent.handle, weights), wanted):
+        found.append("another combine")
+    try:
+        mkernel.moe_dispatch_gemm(x, ids, w, capacity=most - 1)
+        if world.accelerator.name == "streams" or rows == most:
+            found.append("nothing raised")
+    except CapacityExceeded as error:
+        if (error.rows, error.capacity) != (most, most - 1):
+            found.append(str(error))
+    again = mkernel.moe_combine(truth.outputs, truth.handle, weights)  # the world goes on
+    if not torch.equal(again, wanted):
+        found.append("another combine afterwards")
+    return found
+
+
+@pytest.mark.parametrize("accelerator", ["streams", "ascend"])
+@pytest.mark.parametrize("routing", ["uniform", "padded"])
+def test_capacity_bounds_the_rows(routing: str, accelerator: str) -> None:
+    assert on_ranks(with_capacity, routing, ranks=RANKS, accelerator=accelerator) == [[]] * RANKS
+
+
+def copied_handle() -> list[bool]:
+    """Whether a copy of a handle is as good as the handle, one by one and after other dispatches."""
+    rank = mkernel.world().rank
+    x, w, weights = inputs(rank)
+    found = []
+    for routing in ("uniform", "padded"):
+        outputs, _, handle = mkernel.moe_dispatch_gemm(x, routed(routing, rank), w)
+        wanted = mkernel.moe_combine(outputs, handle, weights)
+        copied = mkernel.MoeHandle(*(each.clone() for each in handle))
+        mkernel.moe_dispatch_gemm(x, routed("one expert", rank), w)
+        found.append(torch.equal(mkernel.moe_combine(outputs, copied, weights), wanted))
+        other = mkernel.moe_dispatch_gemm(x, routed("duplicates", rank), w)
+        other.handle.routing.copy_(handle.routing)  # what was known of it no longer holds
+        found.append(torch.equal(mkernel.moe_combine(outputs, other.handle, weights), wanted))
+    return found
+
+
+@pytest.mark.parametrize("accelerator", ["streams", "ascend"])
+def test_a_handle_is_its_tensors(accelerator: str) -> None:
+    assert on_ranks(copied_handle, ranks=RANKS, accelerator=accelerator) == [[True] * 4] * RANKS
+
+
+# ---- what compilers see --------------------------------------------------------------------------
+
+
+def seen_by_torch() -> dict[str, dict[str, str]]:
+    ops, rank = torch.ops.mkernel, mkernel.world().rank
+    x, w, weights = inputs(rank)
+    ids = routed("padded", rank)
+    found = {}
+    for capacity in (None, MOST):
+        name = f"capacity {capacity}"
+        outputs, counts, routing = ops.moe_dispatch_gemm(
+            x, ids, w, capacity=capacity, group=mkernel.world().name
+        )
+        out = ops.moe_combine(outputs, counts, routing, weights, group=mkernel.world().name)
+        found[f"dispatch, {name}"] = checked(ops.moe_dispatch_gemm, (x, ids, w), capacity=capacity)
+        handle = (counts, routing)
+        found[f"combine, {name}"] = checked(ops.moe_combine, (outputs, *handle, weights))
+        found[f"backward of dispatch, {name}"] = checked(
+            ops.moe_dispatch_backward, (outputs, x, w, routing), top_k=TOP_K, capacity=capacity
+        )
+        found[f"backward of combine, {name}"] = checked(
+            ops.moe_combine_backward, (out, outputs, *handle, weights)
+        )
+        given = [each.clone().requires_grad_() for each in (x, w, weights, outputs)]
+        found[f"differentiable dispatch, {name}"] = checked(
+            ops.moe_dispatch_gemm, (given[0], ids, given[1]), capacity=capacity
+        )
+        found[f"differentiable combine, {name}"] = checked(
+            ops.moe_combine, (given[3], *handle, given[2])
+        )
+    return found
+
+
+def test_torch_finds_nothing_wrong_with_the_ops() -> None:
+    for found in on_ranks(seen_by_torch, ranks=RANKS):
+        assert not any(found.values()), found
+
+
+def compiled(backend: str, capacity: int | None) -> tuple[list[float], int]:
+    """Relative differences of results and gradients from the eager ones; graphs made."""
+    rank = mkernel.world().rank
+    x, w, weights = (each.requires_grad_() for each in inputs(rank))
+    ids = routed("uniform", rank)
+    eager = layer(x, ids, w, weights, capacity)
+    wanted = torch.autograd.grad(loss(eager, rank), (x, w, weights))
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend(backend)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=capacity is None):
+        run = torch.compile(layer, backend=graphs, fullgraph=True)
+        got = run(x, ids, w, weights, capacity)
+        found = torch.autograd.grad(loss(got, rank), (x, w, weights))
+    pairs = zip((got, *found), (eager, *wanted), strict=True)
+    return [float((x - y).norm() / y.norm()) for x, y in pairs], graphs.frame_count
+
+
+@pytest.mark.parametrize(
+    ("backend", "capacity"), [("aot_eager", MOST), ("aot_eager", None), ("inductor", MOST)]
+)
+def test_a_layer_compiles_into_one_graph_with_the_same_results(
+    backend: str, capacity: int | None
+) -> None:
+    for differences, graphs in on_ranks(compiled, backend, capacity, ranks=RANKS):
+        assert graphs == 1
+        assert max(differences) <= 1e-5
+
+
+def exported() -> tuple[bool, list[str]]:
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor, ids: Tensor, w: Tensor, weights: Tensor) -> Tensor:
+            return layer(x, ids, w, weights, MOST)
+
+    rank = mkernel.world().rank
+    x, w, weights = inputs(rank)
+    arguments = (x, routed("uniform", rank), w, weights)
+    program = torch.export.export(Layer(), arguments)
+    same = torch.equal(program.module()(*arguments), Layer()(*arguments))
+    return same, [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+def test_a_layer_can_be_exported() -> None:
+    for same, targets in on_ranks(exported, ranks=RANKS):
+        assert same
+        assert any("moe_combine" in target for target in targets)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def refusals() -> list[str]:
+    rank = mkernel.world().rank
+    x, w, weights = inputs(rank)
+    ids = routed("uniform", rank)
+    sent = mkernel.moe_dispatch_gemm(x, ids, w)
+    below = ids.clone()
+    below[0, 0] = -2
+    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ArgumentError, "capacity = 0", lambda: mkernel.moe_dispatch_gemm(x, ids, w, capacity=0)),
+        (ArgumentError, "-1 for none", lambda: mkernel.moe_dispatch_gemm(x, below, w)),
+        (
+            ShapeError,
+            "topk_weights",
+            lambda: mkernel.moe_combine(sent.outputs, sent.handle, weights[:, 1:]),
+        ),
+        (
+            ArgumentError,
+            "handle",
+            lambda: mkernel.moe_combine(sent.outputs, sent.handle.routing, weights),  # type: ignore[arg-type]
+        ),
+        (
+            ShapeError,
+            "y = ",
+            lambda: mkernel.moe_combine(sent.outputs[1:].contiguous(), sent.handle, weights),
+        ),
+    ]
+    return [each for error, said, call in wrong for each in refused(call, error, said)]
+
+
+def refused(call: Callable[[], Any], error: type[Exception], said: str) -> list[str]:
+    """What is wrong with how a call is refused."""
+    try:
+        call()
+    except error as raised:
+        return [] if said in str(raised) else [str(raised)]
+    return [f"{said}: nothing raised"]
+
+
+def test_wrong_calls_are_refused_by_name() -> None:
+    assert on_ranks(refusals, ranks=RANKS) == [[]] * RANKS
+
+
+def without_a_backward() -> str:
+    rank = mkernel.world().rank
+    x, w, weights = (each.half().requires_grad_() for each in inputs(rank))
+    try:
+        layer(x, routed("uniform", rank), w, weights).sum().backward()
+    except Unsupported as error:
+        return str(error)
+    return ""
+
+
+def test_a_backend_without_the_backward_says_so() -> None:
+    for said in on_ranks(without_a_backward, accelerator="ascend", ranks=RANKS):
+        assert "'ascend' does not provide 'moe_combine_backward'" in said
