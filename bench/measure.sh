@@ -7,6 +7,7 @@
 #   loops    the same, eager and as CUDA graphs              hopper_layers_2_loops.json
 #   first    the same, first calls                           hopper_layers_2_first.json
 #   random   drawn shapes, eager and as CUDA graphs          hopper_random_2.json
+#   host     what calls cost their host                      host_time.json
 #   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
 #                                                            transfer.json
 #   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
@@ -91,6 +92,10 @@ for part in "$@"; do
         run python bench/transfer.py
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/transfer.json "$results/"
         ;;
+    host)
+        run python bench/host_time.py --write
+        [ "$results" = "$PWD/bench/results" ] || cp bench/results/host_time.json "$results/"
+        ;;
     alternate)
         mkdir -p "$results/two_commits"
         for turn in 1 2 3; do
@@ -103,7 +108,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, parts, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, host, parts, alternate" >&2
         exit 2
         ;;
     esac
