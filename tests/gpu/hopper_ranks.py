@@ -72,10 +72,18 @@ class Work:
         poison.fill(self.out)
 
     def call(self) -> torch.Tensor:
-        """What the public op does, into ``out``."""
+        """The public op, into ``out``; what it does, where the path is not the setting's."""
+        if self.shape.path is None:
+            return self.public(out=self.out)
         op: GemmOp = import_module(f"mkernel.ops.{self.shape.op}").OP
         a, b = self.inputs["a"], self.inputs["b"]
         result: torch.Tensor = op.call(a, b, out=self.out, path=self.shape.path).outputs["out"]
+        return result
+
+    def public(self, **options: Any) -> torch.Tensor:
+        """The public op."""
+        a, b = self.inputs["a"], self.inputs["b"]
+        result: torch.Tensor = getattr(mkernel, self.shape.op)(a, b, **options)
         return result
 
     def error(self, turn: int, result: torch.Tensor | None = None) -> float:
@@ -132,6 +140,47 @@ def queued(shapes: Sequence[Shape], rounds: int, seed: int) -> list[str]:
         kept.append((work, turn, work.call().clone()))
     mkernel.synchronize()
     return [text for work, turn, result in kept for text in work.failure(turn, result, "queued")]
+
+
+def known(shapes: Sequence[Shape], rounds: int) -> list[str]:
+    """Failures of calls that native code starts: into outputs of their own, of the caller, in symmetric
+    memory, and on another stream, by turns; and what is wrong where it did not start them."""
+    world = mkernel.world()
+    works = [Work(shape) for shape in shapes]
+    symmetric = [mkernel.empty(tuple(work.out.shape), dtype=work.out.dtype) for work in works]
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    start, started, kept = world.known, 0, []
+    assert start is not None
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal started
+        found = start(*arguments)
+        started += isinstance(found, torch.Tensor)
+        return found
+
+    world.known = counted
+    for turn in range(rounds):
+        for work, everywhere in zip(works, symmetric, strict=True):
+            work.fill(turn)
+            if turn % (world.size + 1) == world.rank:
+                spin(LATE_S / 10)
+            way = turn % 4
+            if way == 3:
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    result = work.public()
+                main.wait_stream(side)
+                result.record_stream(main)
+            else:
+                out = (None, work.out, everywhere)[way]
+                result = work.public(out=out)
+            kept.append((work, turn, result.clone()))
+    mkernel.synchronize()
+    failures = [text for work, turn, result in kept for text in work.failure(turn, result, "known")]
+    first = 3 * len(works)  # a signature each without out, with it, and with it in symmetric memory
+    if started != rounds * len(works) - first:
+        failures.append(f"{started} calls were started by native code, of {len(kept) - first}")
+    return failures
 
 
 def repeated(shape: Shape, times: int) -> list[str]:

@@ -124,6 +124,11 @@ def test_graphs(world: int, mixed: bool) -> None:
     right(world, hopper_ranks.replayed, MIXED[:3], 100, mixed)
 
 
+@worlds
+def test_known_calls(world: int) -> None:
+    right(world, hopper_ranks.known, MIXED, 24)
+
+
 @several
 def test_two_streams(world: int) -> None:
     right(world, hopper_ranks.two_streams, MIXED, 30)

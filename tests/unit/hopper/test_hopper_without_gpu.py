@@ -13,7 +13,7 @@ from mkernel.backends import cuda
 from mkernel.backends.accelerators.hopper import backend as backend_module
 from mkernel.backends.accelerators.hopper import capabilities, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.device_session import HopperLaunch
+from mkernel.backends.accelerators.hopper.device_session import HopperLaunch, StartedCalls
 from mkernel.backends.accelerators.hopper.dispatch import FUSED
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.transport import _transport
@@ -170,3 +170,22 @@ def test_the_number_of_the_first_call_is_written_where_native_code_says() -> Non
     assert len(set(offsets)) == len(offsets) == 1 + _hopper.MAX_COPIED_CHUNKS
     assert offsets[0] == 0
     assert all(offset % 8 == 0 and offset < 64 << 10 for offset in offsets)
+
+
+def test_started_calls_are_waited_for_together() -> None:
+    class Order:
+        latest = 3
+        over = 1
+
+        def finished(self, number: int) -> bool:
+            return number <= self.over
+
+    order: Any = Order()
+    calls = StartedCalls(order)
+    assert not calls.wait(0.0)
+    assert calls.calls_over() == 1
+    order.over = 3
+    assert calls.wait(0.0)
+    order.latest = 4  # one more was started meanwhile
+    assert not calls.wait(0.001)
+    assert calls.calls_over() == 3
