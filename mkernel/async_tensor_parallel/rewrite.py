@@ -197,7 +197,7 @@ def _summed(graph: Graph, bias: Node, like: Node) -> Node:
 
 
 def _products_of_gather(graph: Graph, world: World, gather: Gather) -> str:
-    """AllGather+GEMM for the first product of what is gathered. All else that the program does with
+    """AllGather+GEMM for the widest product of what is gathered. All else that the program does with
     it, other products among that, has it from the same call."""
     if gather.dim == value(gather.result).dim() - 1:
         raise _Left("it gathers along the last dimension: each product needs all of that at once")
@@ -207,18 +207,20 @@ def _products_of_gather(graph: Graph, world: World, gather: Gather) -> str:
     if not products:
         raise _Left("no matrix product has what it gathers as its left side")
     order = {node: place for place, node in enumerate(graph.nodes)}
-    first = min(products, key=lambda each: order[each.mm])
     earliest = min((*views[1:], *users), key=lambda each: order[each])
-    late = _late_views(first.b, earliest, order, gather.result)
-    if late is None:
-        raise _Left("what it gathers is used before the right side of its product is there")
+    for widest in sorted(products, key=_columns, reverse=True):
+        late = _late_views(widest.b, earliest, order, gather.result)
+        if late is not None:
+            break
+    else:
+        raise _Left("what it gathers is used before the right side of a product is there")
     _require_few_symbols(gather.shard, gather.result)
     shard, group = value(gather.shard).shape, world.name
     with graph.inserting_before(earliest):
         for each in late:
             earliest.prepend(each)
         rows = _reshaped(graph, gather.shard, [math.prod(shard[:-1]), shard[-1]])
-        a, b = _packed(graph, rows), _right(graph, first.b)
+        a, b = _packed(graph, rows), _right(graph, widest.b)
         _check(world, GATHER_OP, value(a), value(b), None)
         if len(users) == 1:
             op = torch.ops.mkernel.all_gather_gemm
@@ -232,9 +234,15 @@ def _products_of_gather(graph: Graph, world: World, gather: Gather) -> str:
             gather.result.replace_all_uses_with(gathered)
             _erase(graph, gather.result)
         c = _rows_by_program(graph, c, shard[:-1], gather.dim, world.size)
-        first.mm.replace_all_uses_with(_biased(graph, c, first))
-    _erase(graph, first.mm)
+        widest.mm.replace_all_uses_with(_biased(graph, c, widest))
+    _erase(graph, widest.mm)
     return str(op.default._opname)
+
+
+def _columns(product: Product) -> int:
+    """How many a product has; 0 where that is symbolic."""
+    columns = value(product.b).shape[1]
+    return columns if isinstance(columns, int) else 0
 
 
 def _product_of(user: Node, views: list[Node]) -> Product | None:

@@ -1,9 +1,19 @@
 """Tensor-parallel layers of fused ops, for ``torch.nn`` programs.
 
-``linear``: the two halves of a tensor-parallel pair. ``styles``: the same for ``parallelize_module``.
+``linear``: the two halves of a tensor-parallel pair. ``blocks``: an MLP and an attention block of them.
+``styles``: the halves for ``parallelize_module``.
 """
 
-from mkernel.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mkernel.nn.blocks import ParallelAttention, ParallelMLP
+from mkernel.nn.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from mkernel.nn.styles import ColwiseParallel, RowwiseParallel
 
-__all__ = ["ColumnParallelLinear", "ColwiseParallel", "RowParallelLinear", "RowwiseParallel"]
+__all__ = [
+    "ColumnParallelLinear",
+    "ColwiseParallel",
+    "MergedColumnParallelLinear",
+    "ParallelAttention",
+    "ParallelMLP",
+    "RowParallelLinear",
+    "RowwiseParallel",
+]

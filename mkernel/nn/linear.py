@@ -174,15 +174,12 @@ def column_product(
 
     ``split``: the dimension along which ranks have parts of x; None: each has all of it.
     """
-    rows, shape = _rows(x, weight.shape[1], split)
-    if split is None:
-        y = torch.ops.mkernel.replicated_gemm(rows, weight.t(), group=group)
-    else:
-        y = all_gather_gemm(rows, weight.t(), group=group)
-        shape = (len(y) // math.prod(shape[1:]), *shape[1:])
-    if bias is not None:
-        y = y + bias
-    return _activation(y, shape, split)
+    _check(x, weight.shape[1], split)
+    if split is not None:
+        return all_gather_gemm(x, weight.t(), bias=bias, gather_dim=split, group=group)
+    product: Tensor = torch.ops.mkernel.replicated_gemm(x.flatten(0, -2), weight.t(), group=group)
+    y = product.view(*x.shape[:-1], len(weight))
+    return y if bias is None else y + bias
 
 
 def row_product(
@@ -192,34 +189,66 @@ def row_product(
 
     ``split``: the dimension along which ranks keep parts of the result; None: each keeps all of it.
     """
-    rows, shape = _rows(x, weight.shape[1], split)
+    _check(x, weight.shape[1], split)
     if split is None:
-        y = gemm_all_reduce(rows, weight.t(), group=group)
-        return _activation(y if bias is None else y + bias, shape, None)
-    ranks = current(group).size
-    if shape[0] % ranks:
-        raise ShapeError("x", tuple(x.shape), f"a multiple of {ranks} along dimension {split}")
-    y = gemm_reduce_scatter(rows, weight.t(), group=group)
-    if bias is not None:
-        y = torch.ops.mkernel.shared_bias(y, bias, group=group)
-    return _activation(y, (shape[0] // ranks, *shape[1:]), split)
+        return gemm_all_reduce(x, weight.t(), bias=bias, group=group)
+    return gemm_reduce_scatter(x, weight.t(), bias=bias, scatter_dim=split, group=group)
 
 
-def _rows(x: Tensor, features: int, split: int | None) -> tuple[Tensor, tuple[int, ...]]:
-    """``x`` [..., features] as a matrix whose rows begin with dimension ``split``; sizes of the other
-    dimensions in that order."""
+def _check(x: Tensor, features: int, split: int | None) -> None:
+    """ShapeError, ArgumentError: in words of layers."""
     if x.dim() < 2 or x.shape[-1] != features:
         raise ShapeError("x", tuple(x.shape), f"[..., {features}], at least two dimensions")
-    if split is not None:
-        if not 0 <= split < x.dim() - 1:
-            raise ArgumentError(
-                "sequence_dim", split, f"0 to {x.dim() - 2}, for x of {x.dim()} dimensions"
-            )
-        x = x.movedim(split, 0)
-    return x.reshape(-1, features), tuple(x.shape[:-1])
+    if split is not None and not 0 <= split < x.dim() - 1:
+        raise ArgumentError(
+            "sequence_dim", split, f"0 to {x.dim() - 2}, for x of {x.dim()} dimensions"
+        )
 
 
-def _activation(y: Tensor, shape: tuple[int, ...], split: int | None) -> Tensor:
-    """Rows as :func:`_rows` makes them, as an activation again."""
-    y = y.view(*shape, y.shape[-1])
-    return y if split is None else y.movedim(0, split)
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several column-parallel layers of one input, computed by one product.
+
+    Of each of them a rank has its features; ``weight`` has these one layer after another. Output: one
+    tensor [..., features / W] for each.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Mapping[str, int],
+        bias: bool = True,
+        **options: Any,
+    ) -> None:
+        """Args:
+        out_features: of each layer, by its name.
+        options: as of :class:`ColumnParallelLinear`.
+        """
+        super().__init__(in_features, sum(out_features.values()), bias, **options)
+        self.layers = dict(out_features)
+        for name, features in out_features.items():
+            if features % self._ranks:
+                legal = f"a multiple of the group's {self._ranks} ranks"
+                raise ArgumentError(f"out_features of {name}", features, legal)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """As of :class:`ColumnParallelLinear`."""
+        own = [features // self._ranks for features in self.layers.values()]
+        return torch.split(super().forward(x), own, dim=-1)
+
+    def merged(self, wholes: Mapping[str, Tensor]) -> Tensor | None:
+        """A parameter of this rank's, of those of the single layers, or of this rank's parts of them.
+        None: they are of other sizes."""
+        parts = []
+        for name, features in self.layers.items():
+            given, own = wholes[name], features // self._ranks
+            if len(given) not in (features, own):
+                return None
+            parts.append(given if len(given) == own else given.chunk(self._ranks)[self._rank])
+        return torch.cat(parts)
+
+    def _part(self, name: str, whole: Tensor, parameter: Parameter) -> Tensor:
+        if len(whole) != self.out_features:
+            return whole
+        pieces = torch.split(whole, list(self.layers.values()))
+        found = self.merged(dict(zip(self.layers, pieces, strict=True)))
+        return whole if found is None else found

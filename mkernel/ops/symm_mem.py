@@ -35,8 +35,8 @@ def fused_all_gather_matmul(
     Args:
         A: [..., K], two dimensions at least; this rank's part along ``gather_dim``, as large as any
             other's. Not copied where ``A.movedim(gather_dim, 0)`` is contiguous.
-        Bs: [K, N] each; row-major or column-major ones are not copied. The widest product is computed
-            while parts of A arrive, the others with what was gathered.
+        Bs: [K, N] each. The widest product is computed while parts of A arrive, the others with what
+            was gathered.
         gather_dim: along the last dimension, where K counts all ranks' columns, every product needs all
             of A at once: nothing overlaps.
         group_name: torch's name of the group (or anything that names a world).
@@ -56,22 +56,14 @@ def fused_all_gather_matmul(
     if dim == A.dim() - 1:
         whole = _gathered_columns(A, Bs[0], group_name)
         return (whole if return_A else None), [whole @ each for each in Bs]
-    moved = A.movedim(dim, 0)
-    rows, matrices = moved.reshape(-1, A.shape[-1]), [_packed(each) for each in Bs]
-    widest = max(range(len(Bs)), key=lambda place: Bs[place].shape[1])
-
-    def shaped(product: Tensor) -> Tensor:
-        return product.view(-1, *moved.shape[1:-1], product.shape[1]).movedim(0, dim)
-
-    if len(Bs) == 1 and not return_A:
-        return None, [shaped(all_gather_gemm(rows, matrices[0], group=group_name))]
-    first, gathered = all_gather_gemm(
-        rows, matrices[widest], return_gathered=True, group=group_name
-    )
-    products = [
-        first if place == widest else gathered @ each for place, each in enumerate(matrices)
-    ]
-    return (shaped(gathered) if return_A else None), [shaped(each) for each in products]
+    if return_A:
+        products, gathered = all_gather_gemm(
+            A, Bs, gather_dim=dim, return_gathered=True, group=group_name
+        )
+        return gathered, products
+    if len(Bs) == 1:  # with a list the op has to keep what it gathers
+        return None, [all_gather_gemm(A, Bs[0], gather_dim=dim, group=group_name)]
+    return None, all_gather_gemm(A, Bs, gather_dim=dim, group=group_name)
 
 
 def fused_matmul_reduce_scatter(
@@ -85,7 +77,7 @@ def fused_matmul_reduce_scatter(
     Args:
         A: [..., K], two dimensions at least. Not copied where ``A.movedim(scatter_dim, 0)`` is
             contiguous.
-        B: [K, N]; row-major or column-major ones are not copied.
+        B: [K, N].
         reduce_op: ``sum`` or ``avg``.
         scatter_dim: dimension of the product of which each rank keeps a part, which the ranks divide.
         group_name: torch's name of the group (or anything that names a world).
@@ -104,26 +96,20 @@ def fused_matmul_reduce_scatter(
     sizes = (*A.shape[:-1], B.shape[1])
     if sizes[dim] % ranks:
         raise ShapeError("A @ B", sizes, f"a multiple of {ranks} along dimension {dim}")
-    if dim == A.dim() - 1:  # columns of the product are rows of its transpose
-        left, right = B.t().contiguous(), A.reshape(-1, A.shape[-1]).contiguous().t()
-    else:
-        left, right = A.movedim(dim, 0).reshape(-1, A.shape[-1]).contiguous(), _packed(B)
     wide = torch.float32 if reduce_op == "avg" and A.dtype.itemsize < 4 else None
-    c = gemm_reduce_scatter(left, right, out_dtype=wide, group=group_name)
-    if reduce_op == "avg":
-        c = (c / ranks).to(A.dtype)
-    if dim == A.dim() - 1:
-        return c.t().reshape(*A.shape[:-1], -1)
-    rest = [size for place, size in enumerate(sizes) if place != dim]
-    return c.view(-1, *rest).movedim(0, dim)
+    if dim == A.dim() - 1:  # columns of the product, which are rows of its transpose
+        c = gemm_reduce_scatter(B.t(), A.flatten(0, -2).t(), out_dtype=wide, group=group_name)
+        c = c.t().reshape(*A.shape[:-1], -1)
+    else:
+        c = gemm_reduce_scatter(A, B, scatter_dim=dim, out_dtype=wide, group=group_name)
+    return c if reduce_op == "sum" else (c / ranks).to(A.dtype)
 
 
 def _gathered_columns(A: Tensor, B: Tensor, group: Group) -> Tensor:
     """[..., K] of all ranks' [..., K / W]."""
     columns = A.shape[-1]
-    some = B[:columns, :_FEWEST_COLUMNS].detach().contiguous()
-    rows = A.reshape(-1, columns).contiguous()
-    parts = all_gather_gemm(rows, some, return_gathered=True, group=group)[1]
+    some = B[:columns, :_FEWEST_COLUMNS].detach()
+    parts = all_gather_gemm(A.flatten(0, -2), some, return_gathered=True, group=group)[1]
     return parts.view(-1, *A.shape).movedim(0, -2).flatten(-2)
 
 
@@ -134,8 +120,3 @@ def _dimension(name: str, dim: int, tensor: str, value: Tensor) -> int:
     if not -value.dim() <= dim < value.dim():
         raise ArgumentError(name, dim, f"a dimension of {tensor}, which has {value.dim()}")
     return dim % value.dim()
-
-
-def _packed(b: Tensor) -> Tensor:
-    """``b`` in memory that ops take."""
-    return b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()

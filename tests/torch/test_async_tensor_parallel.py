@@ -181,11 +181,11 @@ CASES = {
         gathers(0, lambda x, w: w @ x), (ROWS, (N, B * S)), {}, ("as its left side",)
     ),
     "with itself": Case(
-        gathers(0, lambda x: x @ x.t()), (ROWS,), {}, ("before the right side",)
+        gathers(0, lambda x: x @ x.t()), (ROWS,), {}, ("before the right side of a product",)
     ),
     "batches with themselves": Case(
         gathers(1, lambda x: x.flatten(0, 1) @ x.flatten(0, 1).t()), (PART,), {},
-        ("before the right side",),
+        ("before the right side of a product",),
     ),
     "strided weights": Case(
         gathers(1, lambda x, w: (x @ w[:, 2:-2], w.sum())), (PART, WEIGHT), {"all_gather_gemm": 1}

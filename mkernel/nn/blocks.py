@@ -1,0 +1,169 @@
+"""Tensor-parallel blocks of a transformer: a gated MLP, and attention with grouped heads.
+
+Each is a column-parallel product of several layers at once, what acts on single features or heads, and
+a row-parallel product. Activations are [batch, sequence, hidden]. State dicts of unsharded blocks,
+whose layers are ``torch.nn.Linear`` under the names that transformers' Llama gives them, are loaded as
+well as those of a rank: each takes what is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from mkernel.errors import ArgumentError
+from mkernel.nn.linear import MergedColumnParallelLinear, RowParallelLinear
+from mkernel.world.groups import Group
+from mkernel.world.lifecycle import current
+
+SEQUENCE_DIM = 1
+
+
+class _Block(Module):
+    """A block with a merged layer, whose parameters a state dict may have one by one."""
+
+    _merged: str  # the name of the layer that is one product of several
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        layer: MergedColumnParallelLinear = getattr(self, self._merged)
+        errors: list[str] = arguments[-1]
+        for kind, _ in layer.named_parameters():
+            single = {name: f"{prefix}{name}.{kind}" for name in layer.layers}
+            if not all(key in state_dict for key in single.values()):
+                continue
+            given = {name: state_dict.pop(key) for name, key in single.items()}
+            found = layer.merged(given)
+            if found is None:
+                sizes = ", ".join(f"{single[n]} {[*each.shape]}" for n, each in given.items())
+                errors.append(f"size mismatch: {sizes} for {layer.layers} features")
+            else:
+                state_dict[f"{prefix}{self._merged}.{kind}"] = found
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class ParallelMLP(_Block):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)); gate_proj and up_proj are one product.
+
+    Input and output: [batch, sequence, hidden]; with ``sequence_parallel`` this rank's part of the
+    sequence, else all of it, the same on every rank.
+    """
+
+    _merged = "gate_up_proj"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activation: Callable[[Tensor], Tensor] = silu,
+        sequence_parallel: bool = True,
+        group: Group = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """ArgumentError: ranks cannot share ``intermediate_size`` features. NotInitialized."""
+        super().__init__()
+        options = _options(sequence_parallel, group, device, dtype)
+        features = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, features, bias, **options)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, **options)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ShapeError and the other errors of :func:`mkernel.all_gather_gemm`."""
+        gate, up = self.gate_up_proj(x)
+        y: Tensor = self.down_proj(self.activation(gate) * up)
+        return y
+
+
+class ParallelAttention(_Block):
+    """o_proj(attention(q_proj(x), k_proj(x), v_proj(x))); a rank has heads / W of the heads, with all
+    that their keys and values need. q_proj, k_proj and v_proj are one product.
+
+    Input and output: as of :class:`ParallelMLP`.
+    """
+
+    _merged = "qkv_proj"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        sequence_parallel: bool = True,
+        group: Group = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Args:
+            heads: of queries, a multiple of ``kv_heads``, which W divides.
+            kv_heads: of keys and values; default: ``heads``.
+            head_dim: default: hidden_size / heads.
+            bias, out_bias: of q_proj, k_proj and v_proj; of o_proj, by default the same.
+
+        Raises:
+            ArgumentError: heads that cannot be grouped, or that ranks cannot share. NotInitialized.
+        """
+        super().__init__()
+        kv_heads = kv_heads or heads
+        ranks = current(group).size
+        if heads % kv_heads:
+            raise ArgumentError("heads", heads, f"a multiple of kv_heads = {kv_heads}")
+        if kv_heads % ranks:
+            raise ArgumentError("kv_heads", kv_heads, f"a multiple of the group's {ranks} ranks")
+        if head_dim is None and hidden_size % heads:
+            raise ArgumentError("hidden_size", hidden_size, f"a multiple of heads = {heads}")
+        self.head_dim = head_dim or hidden_size // heads
+        options = _options(sequence_parallel, group, device, dtype)
+        queries, keys = heads * self.head_dim, kv_heads * self.head_dim
+        features = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv_proj = MergedColumnParallelLinear(hidden_size, features, bias, **options)
+        out_bias = bias if out_bias is None else out_bias
+        self.o_proj = RowParallelLinear(queries, hidden_size, out_bias, **options)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, *, is_causal: bool = True
+    ) -> Tensor:
+        """Args:
+            rotary: cosines and sines [sequence, head_dim] (or with the batch before that), of the whole
+                sequence, by which queries and keys are rotated; halves of a head's features are pairs.
+            is_causal: whether a position attends to none behind it.
+
+        ShapeError and the other errors of :func:`mkernel.all_gather_gemm`.
+        """
+        q, k, v = (
+            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in self.qkv_proj(x)
+        )
+        if rotary is not None:
+            q, k = _rotated(q, *rotary), _rotated(k, *rotary)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+        y: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
+        return y
+
+
+def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x * cosines.unsqueeze(-3) + turned * sines.unsqueeze(-3)
+
+
+def _options(sequence_parallel: bool, group: Group, device: Any, dtype: Any) -> dict[str, Any]:
+    return {
+        "sequence_parallel": sequence_parallel,
+        "sequence_dim": SEQUENCE_DIM,
+        "group": group,
+        "device": device,
+        "dtype": dtype,
+    }
