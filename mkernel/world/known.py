@@ -31,17 +31,20 @@ def known_calls(
         return None
     if functions is None:
         return None
-    return KnownCalls(
-        functions=functions,
-        failure=failure,
-        calls=calls,
-        running=running,
-        lock=turns.order.lock,
-        under_way=turns.order.under_way,
-        worlds=turns.order.turns,
-        name=turns.world,
-        pad=pad,
-    )
+    try:
+        return KnownCalls(
+            functions=functions,
+            failure=failure,
+            calls=calls,
+            running=running,
+            lock=turns.order.lock,
+            under_way=turns.order.under_way,
+            worlds=turns.order.turns,
+            name=turns.world,
+            pad=pad,
+        )
+    except NotImplementedError:  # torch's exchange table is of another kind
+        return None
 
 
 def learn(known: KnownCalls, signature: bytes, launch: Launch, key: str, out: torch.Tensor) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ import mkernel
 from mkernel.errors import MkernelError, Timeout
 from mkernel.launch import host_store, report
 from mkernel.ops.gemm_all_reduce import OP
-from mkernel.world import lifecycle
+from mkernel.world import known, lifecycle, torch_state
 from mkernel.world.bootstrap import Bootstrap
 
 pytestmark = [
@@ -314,6 +317,33 @@ def test_calls_of_several_worlds_are_ordered_in_python() -> None:
         of_two_worlds, port, ranks_per_node=1, accelerator=BACKEND, timeout_s=DEADLINE_S
     ) == [[1, 0, 1]]
     del store
+
+
+# ---- where there is no way past Python -----------------------------------------------------------
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+OTHER_MAJOR = (ctypes.c_uint64 * 8)(2)  # version 2.0, no older table, and functions that are null
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [None, _new_capsule(ctypes.addressof(OTHER_MAJOR), b"dlpack_exchange_api", None), object()],
+    ids=["before torch 2.10", "another version", "another kind"],
+)
+def test_a_torch_without_the_exchange_table_goes_through_python(
+    exchange: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = torch_state.native_functions("cpu")
+    given = None if exchange is None else {**(functions or {}), "exchange": exchange}
+    monkeypatch.setattr(known, "native_functions", lambda device: given)
+    turns: Any = SimpleNamespace(
+        device="cpu",
+        world="w",
+        order=SimpleNamespace(lock=threading.RLock(), under_way=[], turns=set()),
+    )
+    assert known.known_calls(object(), object(), deque(), turns, 0) is None
 
 
 # ---- what they cost ------------------------------------------------------------------------------

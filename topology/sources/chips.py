@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from mkernel.topology.model import Accelerator, Finite
@@ -46,11 +46,16 @@ def architecture(device: Accelerator) -> str | None:
     unknown, or not of NVIDIA."""
     if device.architecture is not None or device.kind != "cuda" or device.emulated:
         return device.architecture
-    id_ = re.fullmatch(r"10de:([0-9a-f]{2})[0-9a-f]{2}", device.name)
+    return _of_product(device.name)
+
+
+@lru_cache(maxsize=256)  # each plan asks of each of its devices
+def _of_product(name: str) -> str | None:
+    id_ = re.fullmatch(r"10de:([0-9a-f]{2})[0-9a-f]{2}", name)
     if id_ is not None:
         return _NVIDIA_DEVICES.get(int(id_[1], 16))
     for names, found in _NVIDIA_NAMES:
-        if _has_word(device.name, names):
+        if _has_word(name, names):
             return found
     return None
 

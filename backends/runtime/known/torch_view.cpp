@@ -37,8 +37,13 @@ bool TorchView::open(PyObject* functions) {
         return false;
     }
     exchange_ = exchange_of(capsule_.get());
-    if (exchange_ == nullptr || !PyTuple_Check(quiet_.get()) || !PyDict_Check(forward_ad_.get())) {
-        PyErr_SetString(PyExc_ValueError, "functions: no exchange table of DLPack 1, or no tuple");
+    if (exchange_ == nullptr) {
+        PyErr_SetString(PyExc_NotImplementedError,
+                        "torch's exchange table is not of DLPack 1, or reads no tensors");
+        return false;
+    }
+    if (!PyTuple_Check(quiet_.get()) || !PyDict_Check(forward_ad_.get())) {
+        PyErr_SetString(PyExc_TypeError, "functions: `quiet` is no tuple, or `forward_ad` no dict");
         return false;
     }
     requires_grad_ = Reference::owned(PyUnicode_InternFromString("requires_grad"));

@@ -41,10 +41,12 @@ class Curve(Model):
     def microseconds(self, nbytes: int) -> float:
         """The time on the line through the two nearest points; below the first point, that point's
         time."""
-        after = next((p for p in self.points[1:] if p.nbytes >= nbytes), self.points[-1])
-        before = self.points[self.points.index(after) - 1]
+        points = self.points
+        last = len(points) - 1
+        at = next((i for i in range(1, last) if points[i].nbytes >= nbytes), last)
+        before, after = points[at - 1], points[at]
         slope = (after.microseconds - before.microseconds) / (after.nbytes - before.nbytes)
-        beyond = max(nbytes, self.points[0].nbytes) - before.nbytes
+        beyond = max(nbytes, points[0].nbytes) - before.nbytes
         return before.microseconds + max(slope, 0.0) * beyond
 
 
@@ -79,7 +81,9 @@ class Engines(Sourced):
             return curve.microseconds(nbytes) + flag
 
         choices = [
-            Choice(engine=curve.engine, blocks=curve.blocks, microseconds=microseconds(curve))
+            Choice.model_construct(
+                engine=curve.engine, blocks=curve.blocks, microseconds=microseconds(curve)
+            )
             for curve in self.directions.get(direction, ())
             if curve.blocks <= max_blocks
         ]
