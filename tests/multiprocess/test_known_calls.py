@@ -201,6 +201,39 @@ def test_refusals_are_those_of_calls_through_python(
     assert set(refused.values()) <= {"Unsupported", "ArgumentError", "LayoutError"}
 
 
+def from_threads(threads: int, calls: int) -> tuple[list[int], int, float]:
+    """Numbers of all calls, how many began without Python, and the largest error."""
+    mkernel.gemm_all_reduce(*inputs(0))
+    worst = [float("nan")] * threads
+
+    def several(thread: int) -> None:
+        outs = []
+        for number in range(calls):
+            outs.append(mkernel.gemm_all_reduce(*inputs(number % 7)))
+            if number % 50 == 49:
+                mkernel.synchronize()
+        mkernel.synchronize()
+        worst[thread] = max(error(out, number % 7) for number, out in enumerate(outs))
+
+    running = [threading.Thread(target=several, args=(thread,)) for thread in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    numbers = [call.number for call in backend().calls]
+    return numbers, len(backend().started), max(worst)
+
+
+def test_any_thread_may_call() -> None:
+    """Backward has its own: a call that finds another under way waits for it in Python."""
+    ((numbers, started, worst),) = mkernel.launch(
+        from_threads, 3, 300, ranks_per_node=1, accelerator=BACKEND, timeout_s=DEADLINE_S
+    )
+    assert numbers == [*range(1, 902)]
+    assert started > 100
+    assert worst < 1e-4
+
+
 def written() -> tuple[int, int]:
     a, b = inputs(0)
     out = torch.empty(M, N)
