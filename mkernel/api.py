@@ -91,15 +91,15 @@ def plan(
         topology = machine.emulated_topology(
             whole, backends, nodes, ranks_per_node, settings.ranks_per_device
         )
-    backend = registry.accelerator(backends.accelerator)
+    name = selection.provider(backends, canonical(op))
+    backend = registry.accelerator(name)
     claims = backend.capabilities()
-    selection.require_op(backends.accelerator, claims, canonical(op))
     if len(topology.nodes) != nodes:
         raise ArgumentError(
             "nodes", nodes, f"{len(topology.nodes)}, the topology's number of nodes"
         )
     if live is not None and topology is live.topology and ranks_per_node == live.map.ranks_per_node:
-        where = live.map
+        where = live.engine(canonical(op)).map
     else:
         constants = constants_for(claims.constants, settings.constants)
         where = world_map(
@@ -117,10 +117,10 @@ def plan(
         out_dtype=out_dtype,
         b_layout=b_layout,
         world=where,
-        accelerator=backends.accelerator,
+        accelerator=name,
         capabilities=claims,
-        nic=backends.nic,
-        verbs=backends.verbs,
+        nic=backends.nic if name == backends.accelerator else None,
+        verbs=backends.verbs if name == backends.accelerator else None,
         chunk=chunk,
         path=path or settings.path,
         schedule=backend.schedule,

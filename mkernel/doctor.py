@@ -83,10 +83,14 @@ def _auto_accelerator() -> Status:
 
     verdicts = selection.accelerator_verdicts()
     taken = _taken(verdicts)
-    others = "; ".join(f"not {v.name}: {v.detail}" for v in verdicts if v is not taken)
+    companions = selection.companions_of(taken.name, 1) if taken else ()
+    passed_over = (v for v in verdicts if v is not taken and v.name not in companions)
+    others = "; ".join(f"not {v.name}: {v.detail}" for v in passed_over)
     if taken is None:
         return Status(False, others, "name one: accelerator=, --accelerator or MKERNEL_ACCELERATOR")
-    return Status(True, f"{taken.name} ({taken.detail})" + (f"; {others}" if others else ""))
+    beside = f", and for ops that it lacks {' and '.join(companions)}" if companions else ""
+    found = f"{taken.name} ({taken.detail}){beside}"
+    return Status(True, found + (f"; {others}" if others else ""))
 
 
 def _taken(verdicts: Sequence[Verdict]) -> Verdict | None:

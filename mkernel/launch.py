@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,7 +59,7 @@ class _Job:
     nodes: int
     ranks_per_node: int
     port: int
-    backends: tuple[str | None, str | None, str | None]
+    backends: tuple[str | Sequence[str] | None, str | None, str | None]
     settings: Settings
     work: bytes  # pickled (fn, args, kwargs)
     environment: dict[str, str]  # the launcher's of now; the fork server's is older
@@ -115,7 +115,7 @@ def launch(
     *args: Any,
     nodes: int = 1,
     ranks_per_node: int = 1,
-    accelerator: str | None = None,
+    accelerator: str | Sequence[str] | None = None,
     nic: str | None = None,
     verbs: str | None = None,
     timeout_s: float | None = None,

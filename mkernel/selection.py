@@ -13,8 +13,9 @@ from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.contracts.status import Status
-from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.ops import READS_OF
 from mkernel.printable import one_line
 from mkernel.settings import AUTO, Settings
 from mkernel.topology.lanes import ANY_NIC, NicUse
@@ -40,7 +41,7 @@ def backends(
     settings: Settings,
     nodes: int,
     *,
-    accelerator: str | None = None,
+    accelerator: str | Sequence[str] | None = None,
     nic: str | None = None,
     verbs: str | None = None,
     op: str | None = None,
@@ -48,23 +49,41 @@ def backends(
     """The backends of a world of so many nodes on machines like this one.
 
     Args:
-        accelerator, nic, verbs: instead of the settings'.
+        accelerator, nic, verbs: instead of the settings'. ``accelerator``: ``auto``, which puts beside
+            the most preferred one those that have ops it lacks; one, which then is alone; or several in
+            order (:func:`accelerator_names`).
         op: that the accelerator must provide, where it is not named.
 
     Raises:
-        UnknownBackend: one that is named is not there. BackendUnavailable: one that is left open, and
-        none that can run here; says what each lacks.
+        ArgumentError, UnknownBackend: what is named is no name, or not there. BackendUnavailable: one
+        that is left open, and none that can run here; says what each lacks.
     """
-    name = accelerator or settings.accelerator
-    if name == AUTO:
+    names = accelerator_names(accelerator or settings.accelerator)
+    if names == (AUTO,):
         name = chosen_accelerator(nodes, op)
+        companions = companions_of(name, nodes)
+    else:
+        name, *rest = names
+        companions = tuple(rest)
     if nodes == 1:
-        return Backends(name, None, None)
+        return Backends(name, None, None, companions)
     if registry.accelerator(name).capabilities().process_group:
         if nic not in (None, AUTO):
             registry.nic(nic)  # it is not used, but a misspelt name is told
-        return Backends(name, None, None)
-    return Backends(name, *nic_and_verbs(settings, nic, verbs))
+        return Backends(name, None, None, companions)
+    return Backends(name, *nic_and_verbs(settings, nic, verbs), companions)
+
+
+def accelerator_names(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The accelerators that a user names: one, or several in order, in one string with commas between
+    them or each by itself. ArgumentError: none, or one of them twice, or ``auto`` among several."""
+    parts = given.split(",") if isinstance(given, str) else given
+    names = tuple(part.strip() for part in parts)
+    if not names or "" in names or len({*names}) < len(names) or (AUTO in names and len(names) > 1):
+        raise ArgumentError(
+            "accelerator", repr(given), f"{AUTO!r}, one name, or different ones with commas between"
+        )
+    return names
 
 
 def nic_and_verbs(
@@ -102,6 +121,37 @@ def chosen_accelerator(nodes: int = 1, op: str | None = None) -> str:
     raise BackendUnavailable(
         f"accelerator 'auto' finds none that it may choose{_listed(verdicts)}; name one"
     )
+
+
+def named_for(op: str, given: str) -> str:
+    """Of accelerators that a user names, the one that runs an op in a world of them: the first that
+    provides it; else the first. ``auto`` stays ``auto``."""
+    names = accelerator_names(given)
+    if len(names) == 1:
+        return names[0]
+    leader = READS_OF.get(op, op)
+    provide = (name for name in names if leader in registry.accelerator(name).capabilities().ops)
+    return next(provide, names[0])
+
+
+def companions_of(name: str, nodes: int) -> tuple[str, ...]:
+    """Those that ``auto`` puts beside the accelerator that it has chosen: each has ops that none before
+    it has. The last that fits is taken as it is, as by :func:`chosen_accelerator`."""
+    ordered = [
+        other for other, backend in _by_preference() if _misfit(backend, nodes, None) is None
+    ]
+    behind = ordered[ordered.index(name) + 1 :] if name in ordered else []
+    own = registry.accelerator(name)
+    known = {*own.capabilities().ops}
+    found = []
+    for other in behind:
+        backend = registry.accelerator(other)
+        more = {*backend.capabilities().ops} - known
+        usable = other == ordered[-1] or _status(other).usable
+        if more and usable and backend.device == own.device:
+            found.append(other)
+            known |= more
+    return tuple(found)
 
 
 def accelerator_for(device: Accelerator, nodes: int, op: str) -> tuple[str, tuple[Verdict, ...]]:
@@ -195,21 +245,44 @@ def _by_preference() -> list[tuple[str, AcceleratorBackend | Exception]]:
     return [(name, backend) for _, name, backend in sorted(found, key=lambda each: each[:2])]
 
 
-def require_op(accelerator: str, capabilities: AcceleratorCapabilities, op: str) -> None:
-    """Unsupported, where the accelerator lacks the op: names those that have it and can run here."""
+def provider(backends: Backends, op: str) -> str:
+    """The first of a world's accelerators that provides an op; for ops that read what another op's call
+    left, the one of that. Unsupported: none does, or not that one."""
+    leader = READS_OF.get(op, op)
+    claims = {name: registry.accelerator(name).capabilities() for name in backends.accelerators}
+    found = next((name for name, each in claims.items() if leader in each.ops), None)
+    if found is None:
+        require_op(backends.accelerators, claims[backends.accelerator], op)
+        return backends.accelerator
+    require_op(found, claims[found], op)
+    return found
+
+
+def require_op(
+    accelerators: str | Sequence[str], capabilities: AcceleratorCapabilities, op: str
+) -> None:
+    """Unsupported, where an accelerator lacks the op: names those that have it and can run here.
+
+    Args:
+        accelerators: its name; or those of several, of which the others lack the op too.
+    """
     if op in capabilities.ops:
         return
+    named = (accelerators,) if isinstance(accelerators, str) else tuple(accelerators)
     others = [name for name, _ in _by_preference() if _provides(name, op)]
     message = (
-        f"accelerator {accelerator!r} does not provide {op!r}; it provides: "
+        f"accelerator {named[0]!r} does not provide {op!r}; it provides: "
         f"{', '.join(capabilities.ops) or 'nothing'}"
     )
+    if len(named) > 1:
+        message += f"; nor {' or '.join(map(repr, named[1:]))}"
     if not others:
         raise Unsupported(f"{message}; nor does any other that can run here")
     verb = "does" if len(others) == 1 else "do"
     raise Unsupported(
         f"{message}; {' and '.join(others)} {verb}: accelerator={others[0]!r}, "
-        f"--accelerator {others[0]} or MKERNEL_ACCELERATOR={others[0]}"
+        f"--accelerator {others[0]} or MKERNEL_ACCELERATOR={others[0]}; or beside it, "
+        f"accelerator={','.join((*named, others[0]))!r}"
     )
 
 

@@ -97,8 +97,9 @@ class Settings(BaseSettings):
     )
     accelerator: str = Field(
         AUTO,
-        description="accelerator backend; auto: the most preferred that can run such a world on the "
-        "devices that are here; simulators and most others by name only; the same on all ranks",
+        description="accelerator backend, or several in order with commas between: an op runs on the "
+        "first that has it; auto: the most preferred that can run such a world on the devices that "
+        "are here, and those that have ops it lacks; simulators by name only; the same on all ranks",
     )
     path: Literal["auto", "fused", "library"] = Field(
         "auto",

@@ -65,7 +65,7 @@ def planned_world(
             nic,
             verbs,
         )
-    name = accelerator or settings.accelerator
+    name = selection.named_for(op, accelerator or settings.accelerator)
     if world is not None:
         name = selection.emulating(world.nodes[0].accelerators[0].kind, name)
     elif name == AUTO:
@@ -94,7 +94,7 @@ def _elsewhere(
     verbs: str | None,
 ) -> PlannedWorld:
     device = world.nodes[0].accelerators[0]
-    name = accelerator or settings.accelerator
+    name = selection.named_for(op, accelerator or settings.accelerator)
     passed_over: tuple[str, ...] = ()
     if name == AUTO:
         name, others = selection.accelerator_for(device, len(world.nodes), op)

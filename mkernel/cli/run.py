@@ -202,7 +202,7 @@ def _chosen(
 ) -> tuple[Backends, int, int]:
     """The backends, once for all ranks, and the world: two nodes of two ranks of devices that are
     emulated, else one node with all that the machine's devices take."""
-    named = accelerator or settings.accelerator
+    named = selection.named_for(op, accelerator or settings.accelerator)
     if named == AUTO:
         named = selection.chosen_accelerator(nodes or 1, op)
     backend = machine.usable_accelerator(named)

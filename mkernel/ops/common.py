@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 
-from mkernel import selection
 from mkernel.backends.contracts.instrumented import View
 from mkernel.plan.around import NOTHING, Around
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
@@ -78,8 +77,7 @@ def plan_for(
     key = (op, *sizes.items(), dtype, out_dtype, b_layout, around, repr(chunk), path)
     found = world.planned[key]
     if found is None:
-        capabilities = world.accelerator.capabilities()
-        selection.require_op(world.backends.accelerator, capabilities, op)
+        engine = world.engine(op)
         found = world.planned[key] = plan(
             op,
             sizes,
@@ -87,14 +85,14 @@ def plan_for(
             out_dtype=out_dtype,
             b_layout=b_layout,
             around=around,
-            world=world.map,
-            accelerator=world.backends.accelerator,
-            capabilities=capabilities,
-            nic=world.backends.nic,
-            verbs=world.backends.verbs,
+            world=engine.map,
+            accelerator=engine.backends.accelerator,
+            capabilities=engine.claims,
+            nic=engine.backends.nic,
+            verbs=engine.backends.verbs,
             chunk=chunk,
             path=path or world.settings.path,
-            schedule=world.accelerator.schedule,
+            schedule=engine.accelerator.schedule,
         )
         world.plan_made(found)
     return found

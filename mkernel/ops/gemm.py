@@ -111,7 +111,7 @@ class GemmOp:
         products: tuple[int, ...] = (),
     ) -> Checked:
         """Check the arguments of a call, and plan it."""
-        capabilities = world.accelerator.capabilities()
+        capabilities = world.engine(self.name).claims
         device = world.accelerator.device
         validate.activation("a", a)
         validate.matrix("b", b)

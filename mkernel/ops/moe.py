@@ -69,7 +69,8 @@ def _expect_shapes(x: Tensor, topk_ids: Tensor, w: Tensor) -> None:
 def _routing_words(world: World, places: Tensor, experts: int) -> int:
     """The accelerator's, and one that names the world. ``places``: any tensor [T, k]."""
     tokens, top_k = places.shape
-    return world.accelerator.routing_words(world.size, tokens, top_k, experts) + 1
+    accelerator = world.engine("moe_dispatch_gemm").accelerator
+    return accelerator.routing_words(world.size, tokens, top_k, experts) + 1
 
 
 def _mark(world: World) -> int:
@@ -92,7 +93,7 @@ def dispatch(
     ``handle``."""
     world = current(group)
     x, topk_ids, w = plain("moe_dispatch_gemm", ("x", "topk_ids", "w"), (x, topk_ids, w))
-    capabilities = world.accelerator.capabilities()
+    capabilities = world.engine("moe_dispatch_gemm").claims
     device = world.accelerator.device
     _expect_shapes(x, topk_ids, w)
     for name, tensor in (("x", x), ("topk_ids", topk_ids)):
@@ -211,7 +212,7 @@ def combine(
 ) -> Done:
     """:func:`moe_combine` with its plan and record. Output: ``out``."""
     world = current(group)
-    device, capabilities = world.accelerator.device, world.accelerator.capabilities()
+    device, capabilities = world.accelerator.device, world.engine("moe_combine").claims
     if not isinstance(handle, MoeHandle):
         raise ArgumentError("handle", type(handle).__name__, "what moe_dispatch_gemm returned")
     names = ("y", "handle.counts", "handle.routing", "topk_weights")

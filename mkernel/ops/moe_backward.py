@@ -26,7 +26,7 @@ from mkernel.world.world import World
 
 
 def _named(world: World, name: str, tensor: Tensor) -> DtypeName:
-    return validate.dtype_name(name, tensor.dtype, world.accelerator.capabilities().dtypes)
+    return validate.dtype_name(name, tensor.dtype, world.engine("moe_dispatch_gemm").claims.dtypes)
 
 
 @untraced
@@ -57,7 +57,7 @@ def _dispatch(
         },
         _named(world, "x.dtype", x),
         _named(world, "grad_outputs.dtype", grad_outputs),
-        b_layout=validate.expert_layout("w", w, world.accelerator.capabilities()),
+        b_layout=validate.expert_layout("w", w, world.engine(op).claims),
         chunk=chunk,
     )
     of_x, of_w = torch.empty_like(x), torch.empty_like(w)

@@ -79,7 +79,7 @@ def call(
     """:func:`ring_attention` with its plan and record. Outputs: ``out``, ``lse``."""
     world = current(group)
     q, k, v = plain("ring_attention", ("q", "k", "v"), (q, k, v))
-    capabilities = world.accelerator.capabilities()
+    capabilities = world.engine("ring_attention").claims
     batch, heads, kv_heads, rows, width = _check_shapes(q, k, v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         validate.on_device(name, tensor, world.accelerator.device)

@@ -43,7 +43,7 @@ def _kernel(
     if grad_lse is not None:
         given["grad_lse"] = grad_lse
     given = dict(zip(given, plain(OP, tuple(given), tuple(given.values())), strict=True))
-    dtype = validate.dtype_name("q.dtype", q.dtype, world.accelerator.capabilities().dtypes)
+    dtype = validate.dtype_name("q.dtype", q.dtype, world.engine(OP).claims.dtypes)
     batch, heads, rows, width = q.shape
     sizes = {
         "batch": batch,

@@ -36,6 +36,12 @@ them."""
 _FORWARD = {backward: forward for forward, backward in BACKWARD.items()}
 
 
+READS_OF: dict[str, OpName] = dict.fromkeys(
+    ("moe_combine", "moe_dispatch_backward", "moe_combine_backward"), "moe_dispatch_gemm"
+)
+"""Ops that read what another op's call left in words of its accelerator's own: they run on the same."""
+
+
 def forward(op: str) -> str:
     """The op whose gradients this one computes; an op that computes none itself."""
     return _FORWARD.get(cast(OpName, op), op)

@@ -16,12 +16,13 @@ import torch
 from mkernel.backends.contracts import instrumented
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import Instrumented, LaunchTimes, View
+from mkernel.backends.contracts.nic import NicSession
 from mkernel.errors import Timeout, Unsupported, WorldError
 from mkernel.plan.model import LaunchPlan
 from mkernel.world.agreement import Agreement
+from mkernel.world.engine import DRAIN_S, Engine
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
-from mkernel.world.join import DRAIN_S, Membership
 from mkernel.world.known import known_calls, learn
 from mkernel.world.order import Turns
 
@@ -38,10 +39,13 @@ class CallRecord(NamedTuple):
 
 
 class Calls:
-    """Runs the calls of one world on one rank, one after another, from any thread.
+    """Runs the calls of one engine of a world on one rank, one after another, from any thread.
 
     Args:
-        turns: the world's turns among all worlds of this process.
+        session: that the engine puts through; None: none.
+        agreement, failure: the world's, which its engines share.
+        turns: the engine's turns among all engines and worlds of this process.
+        learns: whether calls may come to be started without Python.
 
     Attributes:
         known: starts calls that :meth:`run` was told the signature of, without Python; None: there is
@@ -49,28 +53,38 @@ class Calls:
     """
 
     def __init__(
-        self, membership: Membership, exchange: Exchange, failure: FailureMonitor, turns: Turns
+        self,
+        engine: Engine,
+        session: NicSession | None,
+        exchange: Exchange,
+        failure: FailureMonitor,
+        agreement: Agreement,
+        turns: Turns,
+        *,
+        learns: bool,
     ) -> None:
         self._turns = turns
         self._rank = exchange.rank
-        self._accelerator = membership.accelerator
-        self._heap = membership.heap
-        self._pad = membership.heap.pad
-        self._group = membership.group
-        self._session = membership.session
-        self._fifo = membership.session.fifo if membership.session else 0
+        self._accelerator = engine.accelerator
+        self._heap = engine.heap
+        self._pad = engine.heap.pad
+        self._group = engine.group
+        self._session = session
+        self._fifo = session.fifo if session else 0
         self._exchange = exchange
-        self._agreement = Agreement(exchange, failure, membership.check, membership.heap.board)
+        self._agreement = agreement
         self._failure = failure
         self._running = failure.running
         self._launched = 0
         # Without order a put may still be repeated after the peer has seen it. On an ordered NIC the
         # peer's release, which came after the data, says that its source may be written again.
-        self._ordered = membership.session is None or membership.session.capabilities().ordered
+        self._ordered = session is None or session.capabilities().ordered
         # Calls may be left to the device where the host need not wait for its puts.
-        self._queues = membership.accelerator.capabilities().stream_ordered and self._ordered
+        self._queues = engine.claims.stream_ordered and self._ordered
         self.known = (
-            known_calls(self, failure, self._running, turns, self._pad) if self._queues else None
+            known_calls(self, failure, self._running, turns, self._pad)
+            if learns and self._queues
+            else None
         )
         if self.known is not None:
             self._heap.watched_by(self.known)

@@ -37,8 +37,8 @@ _Record = tuple[_transport.AbortCode, _transport.Diagnosis]
 class FailureMonitor:
     """Watches one world for one rank. Lives as long as the world.
 
-    Joining fills in ``accelerator`` and ``session`` and calls ``guard`` as they open; a failure ends
-    the waits of those that are there. ``bootstrap`` is the client of the rank's own thread;
+    Joining adds to ``accelerators``, fills in ``session`` and calls ``guard`` as they open; a failure
+    ends the waits of those that are there. ``bootstrap`` is the client of the rank's own thread;
     ``timeout_s`` the deadline of each of its waits, which may change.
 
     Args:
@@ -67,9 +67,9 @@ class FailureMonitor:
         self.running: deque[Launch] = deque()
         self._noticed = threading.Event()
         self._watchdog: Watchdog | None = None
-        self._pad = 0
+        self._pads: list[int] = []
         self.notice: Notice | None = None
-        self.accelerator: AcceleratorBackend | None = None
+        self.accelerators: list[AcceleratorBackend] = []
         self.session: NicSession | None = None
         # The other world that this process is making or calling; empty: there is none.
         self.elsewhere: Callable[[], str] = lambda: ""
@@ -92,7 +92,7 @@ class FailureMonitor:
 
     def guard(self, pad: int) -> None:
         """From now on abort the signal pad at this address too when the world breaks."""
-        self._pad = pad
+        self._pads.append(pad)
         if self.notice is not None:  # an alarm rang before there was a pad to write it to
             self.take(self.notice)
 
@@ -117,10 +117,10 @@ class FailureMonitor:
         """Take the world's first failure and end every wait of this rank. Any thread."""
         self.notice = self.notice or notice
         code = _CODES.get(notice.kind, _transport.AbortCode.peer_failure)
-        if self._pad:
-            _transport.pad_abort(self._pad, code)
-        if self.accelerator is not None:
-            self.accelerator.abort(code)
+        for pad in self._pads:
+            _transport.pad_abort(pad, code)
+        for accelerator in self.accelerators:
+            accelerator.abort(code)
         self._noticed.set()
 
     def look_for_abort(self) -> None:
@@ -176,9 +176,10 @@ class FailureMonitor:
 
     def _recorded(self) -> _Record | None:
         """What this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
-        if self._pad and _transport.pad_aborted(self._pad):
-            return _transport.pad_outcome(self._pad)
-        return None if self.accelerator is None else self.accelerator.failure()
+        for pad in self._pads:
+            if _transport.pad_aborted(pad):
+                return _transport.pad_outcome(pad)
+        return next(filter(None, (each.failure() for each in self.accelerators)), None)
 
     def _own_notice(self) -> Notice | None:
         """What this rank recorded as wrong before anybody told. The watchdog's thread."""
@@ -215,7 +216,8 @@ class FailureMonitor:
                 chunk=None if who.chunk == _NO_CHUNK else who.chunk,
                 peer=who.peer,
             )
-            waiting = self.accelerator.at_deadline() if self.accelerator else ""
+            told = (each.at_deadline() for each in self.accelerators)
+            waiting = "; ".join(filter(None, told))
             return Timeout(
                 f"{diagnosis}; nothing came within {self.timeout_s:g} s: is that rank in the same "
                 f"call? {self.who_is_behind()}(MKERNEL_TIMEOUT_S raises the limit)"

@@ -37,8 +37,15 @@ class Identity:
 @dataclass(frozen=True)
 class Backends:
     """Names of what a world runs on. ``nic`` and ``verbs`` are None in a world of one node, and where a
-    process group carries what crosses nodes."""
+    process group carries what crosses nodes. ``companions``: accelerators for the ops that those before
+    them do not have, in this order."""
 
     accelerator: str
     nic: str | None
     verbs: str | None
+    companions: tuple[str, ...] = ()
+
+    @property
+    def accelerators(self) -> tuple[str, ...]:
+        """All of them, in order."""
+        return (self.accelerator, *self.companions)

@@ -6,38 +6,32 @@ Bootstrap → topology → accelerator → signal pad → process group or NIC s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Mapping
 from functools import cached_property
 
 import torch
-from torch.distributed import ProcessGroup
 
 from mkernel import machine
 from mkernel.backends import registry
-from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.errors import ArgumentError, BackendUnavailable, PlanMismatch, Unsupported
-from mkernel.plan import missing
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.plan.recent import Recent
-from mkernel.selection import SOFT, SYSTEM, nic_use
+from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import PLANNED_SETTINGS, Settings
-from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Topology
-from mkernel.topology.world_map import WorldMap, world_map
 from mkernel.world.admission import admit_plan, admit_tensors
 from mkernel.world.devices import Chosen
+from mkernel.world.engine import Engine
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore
 from mkernel.world.identity import Backends, Identity
-from mkernel.world.memory import SymmetricHeap
-from mkernel.world.process_group import group_store, open_group
+from mkernel.world.process_group import group_store
 from mkernel.world.watchdog import Peer, host_identity
 
-DRAIN_S = 5.0
-"""How long a rank that stops waits for what still runs on its device."""
 _SAME_ON_ALL_RANKS = (
     "start every rank with the same options and settings. What is left to `auto` each rank chooses "
     "from its own machine: name it where machines differ (MKERNEL_ACCELERATOR, MKERNEL_NIC, "
@@ -49,9 +43,9 @@ class Membership:
     """What one rank opens to take part in a world, from ``join`` to ``leave``.
 
     Attributes:
-        accelerator: an instance of this world's own, so that worlds of a process do not share one.
-        topology, map: the machines, and where ranks and bytes go; the same on every rank.
-        group, session: what carries the bytes between nodes; in a world of one node there may be none.
+        topology: the machines; the same on every rank.
+        engines: by the names of their accelerators, the world's own first.
+        session: what carries puts between nodes; None where none are.
 
     Args:
         name: the world's.
@@ -59,11 +53,7 @@ class Membership:
         failure: is told of each part as it opens, so that a failure meanwhile ends its waits.
     """
 
-    accelerator: AcceleratorBackend
     topology: Topology
-    map: WorldMap
-    heap: SymmetricHeap
-    group: ProcessGroup | None = None
     session: NicSession | None = None
 
     def __init__(
@@ -85,6 +75,13 @@ class Membership:
         self._failure = failure
         self._undo = contextlib.ExitStack()
         self._own_plans: Recent[int, LaunchPlan] = Recent()  # by id, which no other has meanwhile
+        self._regions = itertools.count()
+        self.engines: dict[str, Engine] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """The one that the world was made with."""
+        return self.engines[self._backends.accelerator]
 
     def join(self) -> None:
         """Meet the other ranks and open everything that calls need. Collective.
@@ -110,59 +107,76 @@ class Membership:
         self._check_hosts(peers)
         self._failure.watch(peers, self._settings.heartbeat_s)
 
-        machine.usable_accelerator(self._backends.accelerator)
-        accelerator = registry.new_accelerator(self._backends.accelerator)
-        claims = accelerator.capabilities()
+        own = self._backends
+        machine.usable_accelerator(own.accelerator)
         self.topology = self._gather_topology(peers)
-        self.map = world_map(
-            self.topology,
-            self._me.ranks_per_node,
-            constants_for(claims.constants, self._settings.constants),
-            group=claims.process_group,
-            pinning=self._settings.pinning,
-            nics=nic_use(self._backends.nic, self._settings),
-        )
-        lacks = missing.of_world(self._backends.accelerator, claims, self.map.kinds)
-        if lacks:
-            raise Unsupported("; ".join(lacks))
-        here = self.map.placement[self._me.rank].accelerator
-        node = self.topology.nodes[self._me.node]
-        accelerator.open(next(device for device in node.accelerators if device.id == here))
-        self.accelerator = self._failure.accelerator = accelerator
-        self.heap = SymmetricHeap(self._me, accelerator, self._exchange, self._failure)
-        self._failure.guard(self.heap.pad)
-        if claims.process_group:
-            self.group = open_group(
-                accelerator,
-                self._me.rank,
-                self._me.size,
-                self.group_store,
-                self._settings.timeout_s,
-                name=f"mkernel/{self._name}",
-                one_host=self._one_host,
-                undo=self._undo,
+        for name in own.accelerators:
+            nics = (own.nic, own.verbs) if name == own.accelerator else (None, None)
+            self.engines[name] = Engine(
+                Backends(name, *nics), self.topology, self._me, self._settings
             )
-        elif self._backends.nic is not None and self._backends.verbs is not None:
-            self._open_nic(self._backends.nic, self._backends.verbs)
+            self._check_companion(self.engines[name])
+        self.engine.open(self._exchange, self._failure, self._regions)
+        if self.engine.claims.process_group:
+            self._join_group(self.engine, "")
+        elif own.nic is not None and own.verbs is not None:
+            self._open_nic(own.nic, own.verbs)
+
+    def open(self, engine: Engine) -> None:
+        """Open a companion. Collective."""
+        try:
+            engine.open(self._exchange, self._failure, self._regions)
+            self._join_group(engine, engine.backends.accelerator)
+        except BaseException as error:
+            self._failure.tell(error)
+            self._failure.raise_first_cause(error)
+            raise
 
     def leave(self) -> None:
         """Close what is open; also after ``join`` has failed."""
         self._failure.stop()
-        opened = self._failure.accelerator
-        quiet = opened is None or opened.close(DRAIN_S)
+        newest_first = list(reversed(self.engines.values()))
+        quiet = [engine.close() for engine in newest_first]
         self._undo.close()  # the session before the memory that is registered with it
-        if hasattr(self, "heap"):
-            self.heap.close(quiet=quiet)
+        for engine, still in zip(newest_first, quiet, strict=True):
+            engine.free(quiet=still)
 
     def check(self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse a plan of another world or of other tensors (:mod:`mkernel.world.admission`)."""
+        engine = self.engines.get(plan.accelerator, self.engine)
         if self._own_plans[id(plan)] is not plan:
-            admit_plan(plan, self.map, self._backends, self.accelerator)
-        admit_tensors(plan, tensors, self.accelerator.capabilities())
+            admit_plan(plan, engine.map, engine.backends, engine.accelerator)
+        admit_tensors(plan, tensors, engine.claims)
 
     def planned(self, plan: LaunchPlan) -> None:
         """Know a plan that was made for this world, and so is of no other."""
         self._own_plans[id(plan)] = plan
+
+    def _join_group(self, engine: Engine, companion: str) -> None:
+        """``companion``: its name; empty: it is none."""
+        engine.join_group(
+            self.group_store,
+            companion,
+            f"mkernel/{self._name}" + (f"/{companion}" if companion else ""),
+            one_host=self._one_host,
+            undo=self._undo,
+        )
+
+    def _check_companion(self, engine: Engine) -> None:
+        """Unsupported where one cannot run beside the world's own accelerator."""
+        name, own = engine.backends.accelerator, self.engine
+        device = engine.accelerator.device
+        if device != own.accelerator.device:
+            raise Unsupported(
+                f"accelerator {name!r} takes tensors on {device!r}, and {self._backends.accelerator!r} "
+                f"on {own.accelerator.device!r}: one world has one kind of device; leave one of them "
+                "out of accelerator="
+            )
+        if engine is not own and self._me.nodes > 1 and not engine.claims.process_group:
+            raise Unsupported(
+                f"accelerator {name!r} puts through a NIC between nodes, which only the first "
+                f"accelerator of a world does; name it before {self._backends.accelerator!r}"
+            )
 
     # ---- meeting -------------------------------------------------------------------------------
 
@@ -172,6 +186,7 @@ class Membership:
             "nodes": self._me.nodes,
             "ranks_per_node": self._me.ranks_per_node,
             "accelerator": self._backends.accelerator,
+            "companions": list(self._backends.companions),
             "nic": self._backends.nic,
             "verbs": self._backends.verbs,
             "nic_settings": self._settings.nic_settings.model_dump(include=PLANNED_SETTINGS),
@@ -250,7 +265,8 @@ class Membership:
         status = backend.status(verbs)
         if not status.usable:
             raise BackendUnavailable(f"nic {name!r} on {verbs!r}: {status.detail}; {status.remedy}")
-        lanes = self.map.nic_plan.of_rank(me.rank, self.topology.nodes[me.node].nics)
+        engine = self.engine
+        lanes = engine.map.nic_plan.of_rank(me.rank, self.topology.nodes[me.node].nics)
         session = backend.open(verbs, lanes, settings.nic_settings)
         self._undo.callback(session.close)
         if session.fifo == 0:
@@ -265,6 +281,6 @@ class Membership:
         addresses = self._exchange.collect(f"nic/{me.rank}", far)
         for peer in far:
             session.connect(peer, addresses[peer])
-        session.start(self.heap.pad, self.map.placement[me.rank].proxy_cpus)
-        self.session = self.heap.session = self._failure.session = session
+        session.start(engine.heap.pad, engine.map.placement[me.rank].proxy_cpus)
+        self.session = engine.heap.session = self._failure.session = session
         self._exchange.barrier()  # nobody puts before every queue pair is ready to receive

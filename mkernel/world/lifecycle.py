@@ -36,7 +36,7 @@ def init(
     *,
     nodes: int | None = None,
     ranks_per_node: int | None = None,
-    accelerator: str | None = None,
+    accelerator: str | Sequence[str] | None = None,
     nic: str | None = None,
     verbs: str | None = None,
     timeout_s: float | None = None,
@@ -60,6 +60,9 @@ def init(
         ranks_per_node: checked against the world size where given.
         accelerator, nic, verbs: names of backends and provider, the same on all ranks; ``auto``: what
             this rank's machine has (:mod:`mkernel.selection`). Defaults: settings, which say ``auto``.
+            An accelerator that is named is the world's only one. Several, ``"hopper,streams"`` or a
+            sequence, run each op on the first that provides it, and so does ``auto`` where the one it
+            prefers lacks ops. Companions take part from the first call that one of them runs.
         timeout_s: deadline of every wait, in seconds.
         stores: two clients of one torch store (one for the watchdog); default: env:// rendezvous.
 
@@ -82,7 +85,7 @@ def init(
         check_timeout("timeout_s", timeout_s)
         settings = settings.model_copy(update={"timeout_s": timeout_s})
     if default is not None:
-        accelerator = accelerator or default.backends.accelerator
+        accelerator = accelerator or default.backends.accelerators
         nic, verbs = nic or default.backends.nic, verbs or default.backends.verbs
     wanted = _Wanted(nodes, ranks_per_node, accelerator, nic, verbs, devices.chosen())
     if group is None and (stores is not None or not has_users_default()):
@@ -95,7 +98,7 @@ class _Wanted(NamedTuple):
 
     nodes: int | None
     ranks_per_node: int | None
-    accelerator: str | None
+    accelerator: str | Sequence[str] | None
     nic: str | None
     verbs: str | None
     device: devices.Chosen | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,7 +71,7 @@ class PlanMemory:
 
 
 class SymmetricHeap:
-    """All symmetric memory of one world; nothing of it is freed before the world ends.
+    """All symmetric memory of one engine of a world; nothing of it is freed before the world ends.
 
     Joining fills in ``session``. What is allocated before, the pad, NICs write to by address only.
 
@@ -86,12 +86,14 @@ class SymmetricHeap:
         accelerator: AcceleratorBackend,
         exchange: Exchange,
         failure: FailureMonitor,
+        regions: Iterator[int],
     ) -> None:
+        """``regions``: numbers of the world's buffers, the same on every rank."""
         self._identity = identity
         self._accelerator = accelerator
         self._exchange = exchange
         self._failure = failure
-        self._regions = 0
+        self._regions = regions
         self._plans: Recent[str, PlanMemory] = Recent()  # one that is not kept is adopted again
         self._arena: Arena | None = None  # the newest
         self._users: list[SymmetricBuffer] = []
@@ -129,7 +131,7 @@ class SymmetricHeap:
         source: symmetric.Source | None = None,
     ) -> SymmetricBuffer:
         """A buffer until the end of the world, from the accelerator or another source. Collective."""
-        region, self._regions = self._regions, self._regions + 1
+        region = next(self._regions)
         try:
             buffer = symmetric.allocate(
                 region,

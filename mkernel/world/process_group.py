@@ -124,7 +124,7 @@ def open_group(
     accelerator: AcceleratorBackend,
     rank: int,
     size: int,
-    store: GroupStore,
+    store: Store,
     timeout_s: float,
     *,
     name: str,

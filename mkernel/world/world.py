@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
+from mkernel import selection
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.nic import NicSession
@@ -17,13 +18,15 @@ from mkernel.plan.recent import Recent
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import WorldMap
+from mkernel.world.agreement import Agreement
 from mkernel.world.calls import CallRecord, Calls
 from mkernel.world.devices import Chosen
+from mkernel.world.engine import DRAIN_S, Engine
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore, innermost
 from mkernel.world.identity import Backends, Identity
-from mkernel.world.join import DRAIN_S, Membership
+from mkernel.world.join import Membership
 from mkernel.world.order import Turns
 from mkernel.world.sealing import Seal
 
@@ -80,11 +83,17 @@ class World:
             name, device, identity, backends, settings, self._exchange, self._failure
         )
         self._membership.join()
-        self._turns = Turns(
-            self.accelerator.device, name, self._limit_s, self._drain, self._failure.tell
+        self._agreement = Agreement(
+            self._exchange,
+            self._failure,
+            self._membership.check,
+            self._membership.engine.heap.board,
         )
-        self._failure.elsewhere = self._turns.elsewhere
-        self._calls = Calls(self._membership, self._exchange, self._failure, self._turns)
+        self._turns = self._new_turns(name)
+        self._failure.elsewhere = self._elsewhere
+        self._calls = self._calls_of(self._membership.engine, self._turns)
+        self._engines: dict[str, Engine] = {}  # by op
+        self._companions: dict[str, tuple[Calls, Turns]] = {}  # by accelerator; those that are open
         self.known = None if self._calls.known is None else self._calls.known.call
         try:
             self._turns.join()
@@ -107,8 +116,17 @@ class World:
 
     @property
     def accelerator(self) -> AcceleratorBackend:
-        """The backend that runs this world's calls; no other world uses this instance."""
-        return self._membership.accelerator
+        """The backend that this world was made with; no other world uses this instance."""
+        return self._membership.engine.accelerator
+
+    def engine(self, op: str) -> Engine:
+        """What runs an op's calls: the first of the world's accelerators that provides it; for ops that
+        read what another op's call left, the one of that. Unsupported."""
+        found = self._engines.get(op)
+        if found is None:
+            name = selection.provider(self.backends, op)
+            found = self._engines[op] = self._membership.engines[name]
+        return found
 
     @property
     def topology(self) -> Topology:
@@ -117,8 +135,9 @@ class World:
 
     @property
     def map(self) -> WorldMap:
-        """Where its ranks are and how bytes go between them: what all of its plans are made with."""
-        return self._membership.map
+        """Where its ranks are and how bytes go between them: what plans of its first accelerator are
+        made with."""
+        return self._membership.engine.map
 
     @property
     def nic(self) -> NicSession | None:
@@ -167,7 +186,10 @@ class World:
             WorldError: PeerFailure, Timeout, NicError, Untrusted or Cancelled, the same kind on every
                 rank; of this call, or of an earlier one that was only queued.
         """
-        return self._calls.run(
+        calls = self._calls
+        if plan.accelerator in self.backends.companions:
+            calls = self._companion(plan, tensors)
+        return calls.run(
             plan, tensors, options or {}, view, trace=trace, wait=wait, signature=signature
         )
 
@@ -188,7 +210,7 @@ class World:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """:func:`mkernel.empty` in this world. Collective."""
         with self._turns:
-            return self._membership.heap.empty(shape, dtype)
+            return self._membership.engine.heap.empty(shape, dtype)
 
     def close(self, error: BaseException | None = None) -> None:
         """Take the world down. Collective where it is healthy; alone where it is broken. Harmless where
@@ -207,8 +229,46 @@ class World:
         try:
             self._calls.end(error)
         finally:
-            self._turns.leave()
+            for turns in (self._turns, *(turns for _, turns in self._companions.values())):
+                turns.leave()
             self._membership.leave()
+
+    # ---- its accelerators ----------------------------------------------------------------------
+
+    def _companion(self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> Calls:
+        """The calls of a companion, which the first of them opens. Collective then."""
+        name = plan.accelerator
+        if name not in self._companions:
+            with self._turns:
+                self._failure.raise_if_broken()
+                self._agreement.enter(plan, tensors, {})  # all ranks want it
+                engine = self._membership.engines[name]
+                self._membership.open(engine)
+                turns = self._new_turns(f"{self.name} on {name}")
+                turns.join()
+                self._companions[name] = (self._calls_of(engine, turns), turns)
+        return self._companions[name][0]
+
+    def _calls_of(self, engine: Engine, turns: Turns) -> Calls:
+        own = engine is self._membership.engine
+        return Calls(
+            engine,
+            self._membership.session if own else None,
+            self._exchange,
+            self._failure,
+            self._agreement,
+            turns,
+            learns=own,
+        )
+
+    def _new_turns(self, name: str) -> Turns:
+        device = self.accelerator.device
+        return Turns(device, name, self._limit_s, self._drain, self._failure.tell)
+
+    def _elsewhere(self) -> str:
+        """The other world that this process is calling or making; empty: there is none. Any thread."""
+        busy = self._turns.elsewhere()
+        return "" if busy in {turns.world for _, turns in self._companions.values()} else busy
 
     def _limit_s(self) -> float:
         """How long another world of this process may keep its turn: its calls end by then."""

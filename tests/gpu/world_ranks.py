@@ -27,7 +27,7 @@ def symmetric() -> tuple[int, list[float], float]:
     world.barrier()
     found = []
     stream = torch.cuda.current_stream()
-    for peer, address in enumerate(world._membership.heap.everywhere((0, 0))):
+    for peer, address in enumerate(world._membership.engine.heap.everywhere((0, 0))):
         seen = torch.empty_like(mine)
         _hopper.copy(
             seen.data_ptr(), address, seen.nbytes, _hopper.Engine.plain, stream=stream.cuda_stream

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator
+from mkernel.backends.accelerators.ascend.backend import AscendLaunch
 from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.accelerators.streams.worker import StreamsLaunch
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
@@ -23,6 +24,21 @@ class GemmsOnly(StreamsAccelerator):
     def capabilities(self) -> AcceleratorCapabilities:
         claims = super().capabilities()
         return claims.model_copy(update={"ops": claims.ops[:3]})
+
+
+class GemmsOnAscend(AscendAccelerator):
+    """``ascend`` without MoE and attention, as ``hopper`` is; the plans of its calls are kept."""
+
+    name: ClassVar[str] = "gemms-on-ascend"
+    launched: ClassVar[list[str]] = []
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        claims = super().capabilities()
+        return claims.model_copy(update={"ops": claims.ops[:3]})
+
+    def launch(self, call: Call) -> AscendLaunch:
+        self.launched.append(call.plan.op)
+        return super().launch(call)
 
 
 class OtherChip(AscendAccelerator):

@@ -55,7 +55,7 @@ def kept_after(shapes: int) -> tuple[list[int], float]:
     world = mkernel.world()
     recents: list[Recent[Any, Any]] = [
         world.planned, world.checked, world._calls._agreement._agreed,
-        world._membership.heap._plans,
+        world._membership.engine.heap._plans,
     ]  # fmt: skip
     for recent in recents:
         recent.most = FEW
@@ -114,7 +114,7 @@ def drawn(op: OpName, size: Callable[[str], int]) -> Case:
 def taken() -> tuple[int, int, int]:
     """How many symmetric buffers a rank holds, bytes of the newest that plans use, and how many words
     of its pad calls have used."""
-    heap = mkernel.world()._membership.heap
+    heap = mkernel.world()._membership.engine.heap
     assert heap._arena is not None
     words = (ctypes.c_uint64 * (1 << 20)).from_address(_transport.word_address(heap.pad, 0))
     return heap._regions, heap._arena.nbytes, int(np.flatnonzero(words)[-1]) + 1

@@ -275,7 +275,7 @@ def test_a_place_in_symmetric_memory_is_part_of_the_signature() -> None:
 def forgotten(shapes: int) -> list[int]:
     """Whether the first shape is known, after so many others."""
     world = mkernel.world()
-    for recent in (world._calls._agreement._agreed, world._membership.heap._plans):
+    for recent in (world._calls._agreement._agreed, world._membership.engine.heap._plans):
         recent.most = 4
     a, b = inputs(0)
     found = []

@@ -38,7 +38,9 @@ class Accelerator:
         usable: bool | Exception = True,
         ops: tuple[str, ...] = EVERY,
         between_nodes: bool = True,
+        device: str = "cuda",
     ) -> None:
+        self.device = device
         self.preference, self._usable = preference, usable
         self._claims = Claims(ops, between_nodes)
 
@@ -165,6 +167,71 @@ def test_the_shipped_backends_preferences() -> None:
     }
     assert found["hopper"] > found["streams"] > found["ascend"] == 0
     assert Settings().accelerator == Settings().nic == Settings().verbs == "auto"
+
+
+@pytest.mark.parametrize(
+    ("installed", "nodes", "wanted"),
+    [
+        ({"hopper": (20, GEMMS), "streams": (10, EVERY)}, 1, ("hopper", ("streams",))),
+        ({"hopper": (20, EVERY), "streams": (10, EVERY)}, 1, ("hopper", ())),
+        ({"streams": (10, EVERY)}, 1, ("streams", ())),
+        ({"other": (5, EVERY), "streams": (10, GEMMS)}, 1, ("streams", ("other",))),
+        ({"hopper": (20, GEMMS), "ascend": (0, EVERY)}, 1, ("hopper", ())),
+        (
+            {"hopper": (20, GEMMS), "moe": (15, EVERY[3:5]), "streams": (10, EVERY)},
+            1,
+            ("hopper", ("moe", "streams")),
+        ),
+    ],
+)
+def test_auto_puts_beside_the_preferred_one_those_that_have_more_ops(
+    installed: dict[str, tuple[int, tuple[str, ...]]],
+    nodes: int,
+    wanted: tuple[str, tuple[str, ...]],
+    install: Install,
+) -> None:
+    install({name: Accelerator(rank, ops=ops) for name, (rank, ops) in installed.items()})
+    found = selection.backends(Settings(), nodes)
+    assert (found.accelerator, found.companions) == wanted
+    assert found.accelerators == (wanted[0], *wanted[1])
+
+
+def test_doctor_names_companions(install: Install) -> None:
+    install({"hopper": Accelerator(20, ops=GEMMS), "streams": Accelerator(10)})
+    row, *_ = doctor.auto_rows()
+    assert row.detail == "hopper (here), and for ops that it lacks streams"
+
+
+def test_no_companion_is_on_another_device_or_cannot_run_there(install: Install) -> None:
+    few = Accelerator(20, ops=GEMMS, between_nodes=False)
+    install({"hopper": few, "streams": Accelerator(10, device="cpu")})
+    assert selection.backends(Settings(), 1).companions == ()
+    install({"hopper": few, "moe": Accelerator(15, False), "streams": Accelerator(10)})
+    assert selection.backends(Settings(), 1).companions == ("streams",)
+
+
+def test_an_op_goes_to_the_first_that_provides_it(install: Install) -> None:
+    install(
+        {
+            "hopper": Accelerator(20, ops=GEMMS),
+            "moe": Accelerator(15, ops=EVERY[3:5]),
+            "streams": Accelerator(10, ops=(*EVERY, "moe_dispatch_backward")),
+        }
+    )
+    world = selection.backends(Settings(), 1)
+    assert [selection.provider(world, op) for op in EVERY] == [
+        *["hopper"] * 3, "moe", "moe", "streams",
+    ]  # fmt: skip
+    # It would read what the dispatch on another accelerator left in words of its own.
+    with pytest.raises(Unsupported, match=r"'moe' does not provide 'moe_dispatch_backward'"):
+        selection.provider(world, "moe_dispatch_backward")
+    alone = selection.backends(Settings(), 1, accelerator="hopper")
+    assert alone.companions == (), "what is named is alone"
+    with pytest.raises(Unsupported, match=r"accelerator='hopper,streams'"):
+        selection.provider(alone, "ring_attention")
+    named = selection.backends(Settings(), 1, accelerator=("hopper", "streams"))
+    assert named == selection.backends(Settings(accelerator="hopper, streams"), 1)
+    assert named.companions == ("streams",)
 
 
 def test_a_missing_op_names_who_has_it(install: Install) -> None:
