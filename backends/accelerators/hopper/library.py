@@ -71,14 +71,16 @@ class LibraryExecutor:
         else:
             self._product_then_sum(call, stream)
 
-    def starter(self, symmetric: Mapping[str, tuple[int, ...]]) -> object | None:
-        """Starts calls without ``gathered``, whose product needs no conversion."""
+    def starter(self, symmetric: Mapping[str, tuple[int, ...]]) -> object:
+        """Starts calls without ``gathered``."""
         plan, context, made = self._plan, self._context, native()
         dtype = _torch_dtype(plan.dtype)
         apart = self._product != dtype
+        whole = None  # what out is rounded from
         if apart and (self._gathers or self._world_size == 1):
-            return None  # the product is rounded by a copy
-        scratch, arguments = _allocation(self._between, self._product, context.device)
+            whole = _allocation((plan.gemm.m, plan.gemm.n), self._product, context.device)
+        scratch_dtype = dtype if self._gathers else self._product
+        scratch = _allocation(self._between, scratch_dtype, context.device)
         element = made.Element.bfloat16 if self._gathers else self._element
         outs: list[int] = []
         if self._way == made.Way.two_shot:
@@ -89,8 +91,8 @@ class LibraryExecutor:
             context.control_block,
             torch.mm,
             (self._product,) if apart else (),
+            whole,
             scratch,
-            arguments,
             self._collective,
             element,
             self._way or made.Way.one_shot,

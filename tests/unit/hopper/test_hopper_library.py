@@ -130,6 +130,13 @@ class Fabric:
         sums = self._sum(call.rank, element, src, elements)
         ctypes.memmove(out[call.rank] if symmetric else out[0], sums.data_ptr(), elements * 2)
 
+    def library_starter(self, device: int, order: Any, control: Any, mm: Any, *how: Any) -> Any:
+        """What native code is to do: names of the starter's arguments and their values."""
+        assert (device, mm) == (0, torch.mm)
+        names = ("more", "whole", "scratch", "together", "element", "way", "op", "elements",
+                 "shard_bytes", "outs")  # fmt: skip
+        return dict(zip(names, how, strict=True))
+
     def _start(self, call: Any, *what: Any) -> None:
         *rest, stream = what
         assert stream == STREAM
@@ -347,3 +354,58 @@ def test_the_path_needs_products_in_float32(
 
 def test_the_version_says_what_torch_itself_says() -> None:
     assert capabilities.torch_is_fit() == hasattr(torch.ops.aten.mm, "dtype_out")
+
+
+OUTS = (4096, 8192)
+
+
+@pytest.mark.parametrize(
+    ("op", "m", "n", "world", "product", "rounded", "between", "outs"),
+    [
+        ("all_gather_gemm", 16, 8, 2, "float32", True, ((16, 64), "bfloat16"), ()),
+        ("all_gather_gemm", 1024, 1024, 2, "bfloat16", False, ((1024, 64), "bfloat16"), ()),
+        ("gemm_reduce_scatter", 64, 64, 2, "float32", False, ((64, 64), "float32"), ()),
+        ("gemm_reduce_scatter", 1024, 1024, 2, "bfloat16", False, ((1024, 1024), "bfloat16"), ()),
+        ("gemm_all_reduce", 64, 64, 2, "float32", False, ((64, 64), "float32"), ()),
+        ("gemm_all_reduce", 4096, 1024, 4, "bfloat16", False, ((4096, 1024), "bfloat16"), OUTS),
+        ("gemm_all_reduce", 64, 64, 1, "float32", True, ((64, 64), "float32"), ()),
+    ],
+)  # fmt: skip
+def test_what_native_code_is_told_of_a_plan(
+    fabric: Any,
+    op: str,
+    m: int,
+    n: int,
+    world: int,
+    product: str,
+    rounded: bool,
+    between: tuple[tuple[int, int], str],
+    outs: tuple[int, ...],
+) -> None:
+    """The product's dtype, what ``out`` is rounded from, what lies between product and collective, and
+    where every rank's ``out`` lies if kernels write to all of them."""
+    fabric(world)
+    plan = planned(op, m, n, 64, world)
+    call = Call(
+        plan=plan, rank=0, tensors={}, epoch=1, number=1, pad=0, workspace=workspace_of(0),
+        areas=(0,), peers={p: PeerMemory(0, workspace_of(p)) for p in range(1, world)},
+        region=0, fifo=0, timeout_s=1.0,
+    )  # fmt: skip
+    order: Any = None
+    told: Any = LibraryExecutor(call, DispatchContext(0, order, 64)).starter({"out": OUTS})
+    wide = (torch.float32,) if product == "float32" else ()
+    assert told["more"] == wide
+    assert told["op"] == op
+    assert told["elements"] == m * n
+    assert told["shard_bytes"] == m // world * 64 * 2
+    assert tuple(told["outs"]) == outs
+
+    def shape_and_dtype(allocation: Any) -> tuple[tuple[int, int], str]:
+        (shape, strides, dtype) = allocation[1]
+        assert strides == (shape[1], 1)
+        return shape, str(dtype).removeprefix("torch.")
+
+    assert shape_and_dtype(told["scratch"]) == between
+    assert (told["whole"] is not None) == rounded
+    if rounded:
+        assert shape_and_dtype(told["whole"]) == ((m, n), "float32")

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -66,12 +68,37 @@ class ReduceStarter final : public CallStarter {
     std::vector<std::uint64_t> outs_;
 };
 
-// `mm(a, b, *more, out=out)`, as torch's function takes it, on torch's current stream.
+// What makes a tensor: a function of torch's and its arguments.
+struct Allocation {
+    py::object function;
+    py::tuple arguments;
+
+    [[nodiscard]] py::object operator()() const {
+        PyObject* const made = PyObject_CallObject(function.ptr(), arguments.ptr());
+        if (made == nullptr) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(made);
+    }
+};
+
+// `mm(a, b, *more, out=out)`, as torch's function takes it, on torch's current stream. `whole`: where
+// the product is of another dtype than `out`, makes what it is rounded from.
 class Multiply {
   public:
-    Multiply(py::object mm, py::tuple more) : mm_(std::move(mm)), more_(std::move(more)) {}
+    Multiply(py::object mm, py::tuple more, std::optional<Allocation> whole)
+        : mm_(std::move(mm)), more_(std::move(more)), whole_(std::move(whole)) {}
 
     void operator()(py::handle a, py::handle b, py::handle out) const {
+        if (!whole_) {
+            multiply(a, b, out);
+            return;
+        }
+        const py::object whole = (*whole_)();
+        multiply(a, b, whole);
+        out.attr("copy_")(whole);
+    }
+
+  private:
+    void multiply(py::handle a, py::handle b, py::handle out) const {
         PyObject* arguments[4] = {a.ptr(), b.ptr()};
         std::size_t count = 2;
         for (const py::handle each : more_) arguments[count++] = each.ptr();
@@ -81,11 +108,18 @@ class Multiply {
         Py_DECREF(made);
     }
 
-  private:
     py::object mm_;
     py::tuple more_;  // at most one: the dtype of the result, where that is not the inputs'
+    std::optional<Allocation> whole_;
     py::tuple names_ = py::make_tuple("out");
 };
+
+// Of a pair (function, arguments).
+Allocation allocation(const py::object& pair) {
+    const py::tuple both(pair);
+    if (both.size() != 2) throw py::value_error("an allocation is (function, arguments)");
+    return {both[0], py::tuple(both[1])};
+}
 
 py::handle tensor_of(const MkernelCall& call, int which) {
     return static_cast<PyObject*>(call.tensors[which]);
@@ -97,14 +131,13 @@ class LibraryStarter final : public CallStarter {
   public:
     // `elements`: of the partial results; `shard_bytes`: of a rank's `a`.
     LibraryStarter(int device, py::object order, py::object control, Multiply multiply,
-                   py::object scratch, py::tuple scratch_arguments,
-                   const collectives::Collective& together, collectives::Element element,
-                   collectives::Way way, const std::string& op, std::uint64_t elements,
-                   std::uint64_t shard_bytes, std::vector<std::uint64_t> outs)
+                   Allocation scratch, const collectives::Collective& together,
+                   collectives::Element element, collectives::Way way, const std::string& op,
+                   std::uint64_t elements, std::uint64_t shard_bytes,
+                   std::vector<std::uint64_t> outs)
         : CallStarter(device, std::move(order), std::move(control)),
           multiply_(std::move(multiply)),
           scratch_(std::move(scratch)),
-          scratch_arguments_(std::move(scratch_arguments)),
           together_(together),
           element_(element),
           way_(way),
@@ -125,9 +158,7 @@ class LibraryStarter final : public CallStarter {
             multiply_(tensor_of(call, kA), tensor_of(call, kB), tensor_of(call, kOut));
             return;
         }
-        const auto between = py::reinterpret_steal<py::object>(
-            PyObject_CallObject(scratch_.ptr(), scratch_arguments_.ptr()));
-        if (!between) throw py::error_already_set();
+        const py::object between = scratch_();
         const auto address = py::cast<std::uint64_t>(between.attr("data_ptr")());
         auto* const scratch = reinterpret_cast<void*>(address);
         auto* const out = reinterpret_cast<void*>(call.addresses[kOut]);
@@ -158,8 +189,7 @@ class LibraryStarter final : public CallStarter {
     }
 
     Multiply multiply_;
-    py::object scratch_;
-    py::tuple scratch_arguments_;
+    Allocation scratch_;
     collectives::Collective together_;
     collectives::Element element_;
     collectives::Way way_;
@@ -189,24 +219,25 @@ void bind_starters(py::module_& module) {
     module.def(
         "library_starter",
         [](int device, py::object order, py::object control, py::object mm, py::object more,
-           py::object scratch, py::object scratch_arguments,
-           const collectives::Collective& together, collectives::Element element,
-           collectives::Way way, const std::string& op, std::uint64_t elements,
-           std::uint64_t shard_bytes, std::vector<std::uint64_t> outs) {
+           py::object whole, py::object scratch, const collectives::Collective& together,
+           collectives::Element element, collectives::Way way, const std::string& op,
+           std::uint64_t elements, std::uint64_t shard_bytes, std::vector<std::uint64_t> outs) {
             py::tuple others(std::move(more));
             if (others.size() > 1) throw py::value_error("more: one argument at most");
             if (!outs.empty() &&
                 outs.size() != static_cast<std::size_t>(together.workspace.world)) {
                 throw py::value_error("outs: none, or one address a rank");
             }
+            std::optional<Allocation> rounded_from;
+            if (!whole.is_none()) rounded_from = allocation(whole);
             return CallStarter::capsule(std::make_unique<LibraryStarter>(
                 device, std::move(order), std::move(control),
-                Multiply(std::move(mm), std::move(others)), std::move(scratch),
-                py::tuple(std::move(scratch_arguments)), together, element, way, op, elements,
-                shard_bytes, std::move(outs)));
+                Multiply(std::move(mm), std::move(others), std::move(rounded_from)),
+                allocation(scratch), together, element, way, op, elements, shard_bytes,
+                std::move(outs)));
         },
-        "device"_a, "order"_a, "control"_a, "mm"_a, "more"_a, "scratch"_a, "scratch_arguments"_a,
-        "together"_a, "element"_a, "way"_a, "op"_a, "elements"_a, "shard_bytes"_a, "outs"_a);
+        "device"_a, "order"_a, "control"_a, "mm"_a, "more"_a, "whole"_a, "scratch"_a, "together"_a,
+        "element"_a, "way"_a, "op"_a, "elements"_a, "shard_bytes"_a, "outs"_a);
 }
 
 }  // namespace mkernel::hopper
