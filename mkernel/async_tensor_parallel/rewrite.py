@@ -35,6 +35,7 @@ from mkernel.ops.all_gather_gemm import OP as GATHER_OP
 from mkernel.ops.gemm import GemmOp
 from mkernel.ops.gemm_all_reduce import OP as REDUCE_OP
 from mkernel.ops.gemm_reduce_scatter import OP as SCATTER_OP
+from mkernel.ops.symm_mem import dtype_of_sum
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
@@ -289,8 +290,7 @@ def _sum_of_products(graph: Graph, world: World, total: Sum) -> str:
         raise _Left("the product that it sums is used elsewhere too")
     _require_few_symbols(total.summand, total.result)
     op = REDUCE_OP if total.dim is None else SCATTER_OP
-    # A mean is rounded once, and there may be a mean of sums that its dtype cannot hold.
-    out_dtype = torch.float32 if reduce_op == "avg" and summand.dtype.itemsize < 4 else None
+    out_dtype = dtype_of_sum(world, summand.dtype) if reduce_op == "avg" else None
     with graph.inserting_before(total.start):
         a = product.a
         if total.dim is not None:

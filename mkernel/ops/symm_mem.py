@@ -17,6 +17,7 @@ from mkernel.ops.all_gather_gemm import all_gather_gemm
 from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
+from mkernel.world.world import World
 
 _FEWEST_COLUMNS = 8
 """Columns of a product that is thrown away: kernels take no fewer than 16 bytes of a row."""
@@ -72,7 +73,8 @@ def fused_matmul_reduce_scatter(
     """``reduce_scatter(A @ B, reduce_op, scatter_dim)``, as
     ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
 
-    Sums are taken in float32 and in rank order, and rounded once to the dtype of A, means too.
+    Sums are taken in float32 and in rank order, and rounded once to the dtype of A; means once too,
+    where the accelerator gives float32.
 
     Args:
         A: [..., K], two dimensions at least. Not copied where ``A.movedim(scatter_dim, 0)`` is
@@ -92,17 +94,26 @@ def fused_matmul_reduce_scatter(
     validate.matrix("B", B)
     if reduce_op not in ("sum", "avg"):
         raise ArgumentError("reduce_op", reduce_op, "sum or avg")
-    ranks = current(group_name).size
+    world = current(group_name)
+    ranks = world.size
     sizes = (*A.shape[:-1], B.shape[1])
     if sizes[dim] % ranks:
         raise ShapeError("A @ B", sizes, f"a multiple of {ranks} along dimension {dim}")
-    wide = torch.float32 if reduce_op == "avg" and A.dtype.itemsize < 4 else None
+    wide = dtype_of_sum(world, A.dtype) if reduce_op == "avg" else None
     if dim == A.dim() - 1:  # columns of the product, which are rows of its transpose
         c = gemm_reduce_scatter(B.t(), A.flatten(0, -2).t(), out_dtype=wide, group=group_name)
         c = c.t().reshape(*A.shape[:-1], -1)
     else:
         c = gemm_reduce_scatter(A, B, scatter_dim=dim, out_dtype=wide, group=group_name)
     return c if reduce_op == "sum" else (c / ranks).to(A.dtype)
+
+
+def dtype_of_sum(world: World, dtype: torch.dtype) -> torch.dtype | None:
+    """In which dtype a world should give a sum for a mean: float32 holds sums that ``dtype`` cannot, and
+    the mean is rounded once. None: in ``dtype`` itself, where the world gives no other."""
+    pairs = world.accelerator.capabilities().dtype_pairs()
+    given = {validate.DTYPES[out] for name, out in pairs if validate.DTYPES[name] == dtype}
+    return torch.float32 if dtype.itemsize < 4 and torch.float32 in given else None
 
 
 def _gathered_columns(A: Tensor, B: Tensor, group: Group) -> Tensor:

@@ -190,6 +190,9 @@ CASES = {
     "strided weights": Case(
         gathers(1, lambda x, w: (x @ w[:, 2:-2], w.sum())), (PART, WEIGHT), {"all_gather_gemm": 1}
     ),
+    "integers": Case(
+        reduces("sum"), (WHOLE, WEIGHT), {}, ("does not take it",), dtype=torch.int32
+    ),
     "nothing": Case(gathers(0, torch.sin), (ROWS,), {}, ("as its left side",)),
     "columns": Case(
         gathers(2, torch.matmul), (PART, (H * RANKS, N)), {}, ("along the last dimension",)

@@ -102,6 +102,21 @@ def test_arguments_are_torchs(function: Any) -> None:
     ]
 
 
+def without_float32() -> bool:
+    """Whether there are means in a world that gives sums in the inputs' dtype alone."""
+    world = mkernel.init(distributed.group.WORLD, accelerator="streams", timeout_s=TIMEOUT_S)
+    claimed = world.accelerator.capabilities().model_copy(update={"mixed_dtypes": False})
+    world.accelerator.capabilities = lambda: claimed  # type: ignore[method-assign]
+    case = (2, 0, "avg", world.name, True, torch.bfloat16)
+    found = scatters(fused_matmul_reduce_scatter, *case)
+    same(found, scatters(symm_mem._fused_matmul_reduce_scatter_fallback, *case), torch.bfloat16)
+    return True
+
+
+def test_means_where_sums_are_not_wider(tmp_path: Path) -> None:
+    assert ranks(without_float32, tmp_path, size=RANKS) == [True] * RANKS
+
+
 def refused() -> list[str]:
     mkernel.init(distributed.group.WORLD, accelerator="streams", timeout_s=TIMEOUT_S)
     a, b = torch.ones(4, 12), torch.ones(12, 8)

@@ -1,0 +1,57 @@
+"""The training example: its losses are those of the unsharded model, and mistakes are seen in them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_tensor_parallel.py"
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+
+def trained(torchrun: list[str], script: Path, *arguments: str) -> tuple[int, str, list[float]]:
+    """The exit code, what is printed, and by how much losses differ on each rank."""
+    ended = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(script), *arguments],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "MKERNEL_TIMEOUT_S": "100"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    differ = re.findall(r"rank \d of 2 on streams: losses differ by (\S+) at most", ended.stdout)
+    return ended.returncode, ended.stdout, [float(each) for each in differ]
+
+
+def test_losses_follow_the_unsharded_models(torchrun: list[str]) -> None:
+    code, said, differ = trained(torchrun, EXAMPLE)
+    assert code == 0, said
+    assert len(differ) == 2
+    assert max(differ) <= 1e-3
+    losses = dict(re.findall(r"step (\d+): loss (\S+),", said))
+    assert float(losses["49"]) < float(losses["0"]) / 2  # it has learnt something
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("            dist.all_reduce(shared)", "            pass"),
+        ("run(inputs[:, mine], mine)", "run(inputs[:, mine], mine - mine[0])"),
+        ("model.load_state_dict(reference.state_dict())", "model.state_dict()"),
+    ],
+    ids=["gradients are not summed", "positions of the first rank", "other weights"],
+)
+def test_a_mistake_is_seen(right: str, wrong: str, torchrun: list[str], tmp_path: Path) -> None:
+    source = EXAMPLE.read_text()
+    assert source.count(right) == 1
+    script = tmp_path / "mistaken.py"
+    script.write_text(source.replace(right, wrong))
+    code, said, differ = trained(torchrun, script, "--steps", "5")
+    assert code != 0, said
+    assert max(differ) > 1e-3
