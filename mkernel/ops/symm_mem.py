@@ -109,8 +109,8 @@ def fused_matmul_reduce_scatter(
 
 
 def dtype_of_sum(world: World, dtype: torch.dtype) -> torch.dtype | None:
-    """In which dtype a world should give a sum for a mean: float32 holds sums that ``dtype`` cannot, and
-    the mean is rounded once. None: in ``dtype`` itself, where the world gives no other."""
+    """In which dtype a world should give a sum for a mean: float32 holds sums that ``dtype`` cannot,
+    and the mean is rounded once. None: in ``dtype`` itself, where the world gives no other."""
     pairs = world.accelerator.capabilities().dtype_pairs()
     given = {validate.DTYPES[out] for name, out in pairs if validate.DTYPES[name] == dtype}
     return torch.float32 if dtype.itemsize < 4 and torch.float32 in given else None
