@@ -30,6 +30,13 @@ class NicCapabilities(Model):
     max_sge: int
     atomics: bool
     dmabuf: bool
+    peermem: bool = False
+    """The kernel's module is loaded by which devices' memory is registered by its address."""
+
+    def reaches_device(self, exports_dmabuf: bool) -> bool:
+        """Whether ``register_device`` takes memory of an accelerator that exports dmabufs, or does not.
+        What is so on one rank is so on all whose machines are equal."""
+        return self.peermem or (self.dmabuf and exports_dmabuf)
 
 
 @dataclass(frozen=True)

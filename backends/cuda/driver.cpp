@@ -44,6 +44,10 @@ Driver look_up_all() {
     look_up(made.mem_import_from_shareable_handle, "cuMemImportFromShareableHandle");
     look_up(made.mem_get_handle_for_address_range, "cuMemGetHandleForAddressRange");
     look_up(made.tensor_map_encode_tiled, "cuTensorMapEncodeTiled");
+    look_up(made.flush_gpu_direct_writes, "cuFlushGPUDirectRDMAWrites");
+#if CUDA_VERSION >= 13000
+    look_up(made.memcpy_batch, "cuMemcpyBatchAsync");
+#endif
     look_up(made.stream_write_value, "cuStreamWriteValue64");
     look_up(made.stream_wait_value, "cuStreamWaitValue64");
     return made;

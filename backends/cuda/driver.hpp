@@ -21,6 +21,10 @@ struct Driver {
     decltype(&cuMemImportFromShareableHandle) mem_import_from_shareable_handle;
     decltype(&cuMemGetHandleForAddressRange) mem_get_handle_for_address_range;
     decltype(&cuTensorMapEncodeTiled) tensor_map_encode_tiled;
+    decltype(&cuFlushGPUDirectRDMAWrites) flush_gpu_direct_writes;
+#if CUDA_VERSION >= 13000
+    decltype(&cuMemcpyBatchAsync) memcpy_batch;
+#endif
     decltype(&cuStreamWriteValue64) stream_write_value;
     decltype(&cuStreamWaitValue64) stream_wait_value;
 };

@@ -1,5 +1,7 @@
 #include "backends/cuda/memory.hpp"
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -21,6 +23,42 @@ int attribute(CUdevice_attribute which, int device) {
 std::string on_device(const char* call, std::size_t nbytes, int device) {
     return std::string(call) + " of " + std::to_string(nbytes) + " bytes on device " +
            std::to_string(device);
+}
+
+class Allocations {
+  public:
+    void add(const OwnAllocation& made) {
+        const std::lock_guard lock(mutex_);
+        by_address_[made.address] = made;
+    }
+    void remove(std::uint64_t address) {
+        const std::lock_guard lock(mutex_);
+        by_address_.erase(address);
+    }
+    std::optional<OwnAllocation> find(std::uint64_t address, std::size_t bytes) {
+        const std::lock_guard lock(mutex_);
+        auto found = by_address_.upper_bound(address);
+        if (found == by_address_.begin()) return std::nullopt;
+        const OwnAllocation& each = (--found)->second;
+        const std::uint64_t at = address - each.address;
+        if (at > each.bytes || bytes > each.bytes - at) return std::nullopt;
+        return each;
+    }
+    // The device of any; -1: there is none.
+    int device() {
+        const std::lock_guard lock(mutex_);
+        return by_address_.empty() ? -1 : by_address_.begin()->second.device;
+    }
+
+  private:
+    std::mutex mutex_;
+    std::map<std::uint64_t, OwnAllocation> by_address_;
+};
+
+// Never destroyed: memory may be freed while the process ends.
+Allocations& allocations() {
+    static auto* all = new Allocations;
+    return *all;
 }
 
 // A stream of its own: work of the user's is not waited for.
@@ -70,6 +108,8 @@ DeviceMemory DeviceMemory::create(int device, std::size_t nbytes) {
     made.has_handle_ = true;
     made.map(granularity);
     made.zero();
+    made.is_own_ = true;
+    allocations().add({made.address_, made.mapped_, made.handle_, device});
     return made;
 }
 
@@ -142,6 +182,7 @@ int DeviceMemory::export_dmabuf() const {
 
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept
     : device_(other.device_),
+      is_own_(std::exchange(other.is_own_, false)),
       has_handle_(std::exchange(other.has_handle_, false)),
       is_mapped_(std::exchange(other.is_mapped_, false)),
       handle_(other.handle_),
@@ -154,12 +195,21 @@ DeviceMemory::~DeviceMemory() {
 
 void DeviceMemory::unmap() noexcept {
     const OutsideCapture outside;
+    if (is_own_) allocations().remove(address_);
     // Whatever fails here has no better place to be told, and the process's end frees it too.
     if (is_mapped_) driver().mem_unmap(address_, mapped_);
     if (address_ != 0) driver().mem_address_free(address_, mapped_);
     if (has_handle_) driver().mem_release(handle_);
-    is_mapped_ = has_handle_ = false;
+    is_own_ = is_mapped_ = has_handle_ = false;
     address_ = 0;
+}
+
+std::optional<OwnAllocation> find_own(std::uint64_t address, std::size_t bytes) {
+    return allocations().find(address, bytes);
+}
+
+int device_of_own() {
+    return allocations().device();
 }
 
 }  // namespace mkernel::cuda

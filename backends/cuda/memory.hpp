@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 namespace mkernel::cuda {
 
@@ -45,11 +46,24 @@ class DeviceMemory {
     void unmap() noexcept;
 
     int device_ = 0;
+    bool is_own_ = false;  // made here
     bool has_handle_ = false;
     bool is_mapped_ = false;
     CUmemGenericAllocationHandle handle_ = 0;
     CUdeviceptr address_ = 0;
     std::size_t mapped_ = 0;
 };
+
+// An allocation that DeviceMemory::create made, while it lives.
+struct OwnAllocation {
+    std::uint64_t address = 0;
+    std::size_t bytes = 0;
+    CUmemGenericAllocationHandle handle = 0;
+    int device = 0;
+};
+// The one that has all of the range. Any thread.
+std::optional<OwnAllocation> find_own(std::uint64_t address, std::size_t bytes);
+// The device of the first; -1: there is none.
+int device_of_own();
 
 }  // namespace mkernel::cuda

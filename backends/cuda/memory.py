@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mkernel.backends.contracts.memory import SymmetricMemory
-from mkernel.backends.cuda.native import pci_address
+from mkernel.backends.cuda.mover import nic_access
+from mkernel.backends.cuda.native import native, pci_address
 from mkernel.backends.runtime import fd_exchange
 from mkernel.backends.runtime.host_memory import check_fit
 from mkernel.errors import ArgumentError
@@ -36,13 +37,13 @@ class DeviceMemory(SymmetricMemory):
     """
 
     def __init__(
-        self, native: _cuda.DeviceMemory, nbytes: int, offer: fd_exchange.Offer | None
+        self, made: _cuda.DeviceMemory, nbytes: int, offer: fd_exchange.Offer | None
     ) -> None:
         """Use :meth:`create` or :meth:`attach`."""
         self.nbytes = nbytes
-        self.address = native.address
-        self.device = native.device
-        self._native: _cuda.DeviceMemory | None = native
+        self.address = made.address
+        self.device = made.device
+        self._native: _cuda.DeviceMemory | None = made
         self._offer = offer
         self._fd = -1
 
@@ -83,26 +84,26 @@ class DeviceMemory(SymmetricMemory):
 
         fd = fd_exchange.fetch(descriptor["offer"], _FETCH_S)
         try:
-            native = _cuda.DeviceMemory.attach(device, fd, int(descriptor["mapped"]))
+            mapped = _cuda.DeviceMemory.attach(device, fd, int(descriptor["mapped"]))
         except _cuda.CudaError as error:
             raise OSError(
                 f"device {device} cannot map a peer's memory: {error}; see `nvidia-smi topo -p2p r`"
             ) from error
         finally:
             os.close(fd)
-        return cls(native, int(descriptor["nbytes"]), None)
+        return cls(mapped, int(descriptor["nbytes"]), None)
 
     def export(self) -> dict[str, Any]:
         """JSON-safe descriptor; valid until ``close``, on this host, for this user."""
-        native = self._alive()
+        own = self._alive()
         if self._offer is None:
-            self._fd = native.export_fd()
+            self._fd = own.export_fd()
             self._offer = fd_exchange.offer(self._fd)
         return {
             "kind": _KIND,
             "offer": self._offer.address,
             "nbytes": self.nbytes,
-            "mapped": native.mapped_bytes,
+            "mapped": own.mapped_bytes,
             "gpu": pci_address(self.device),
         }
 
@@ -115,18 +116,25 @@ class DeviceMemory(SymmetricMemory):
         OSError where the device has none to give."""
         from mkernel.backends.cuda import _cuda
 
+        access = nic_access(self.device)
+        if not access.usable:
+            raise OSError(f"no dmabuf: {access.detail}")
         try:
             return int(self._alive().export_dmabuf())
         except _cuda.CudaError as error:
             raise OSError(f"no dmabuf: {error}") from error
+
+    def flush(self) -> int:
+        """Address of the device's flush; 0 where it orders what NICs write."""
+        return int(native().device_flush(self.device))
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A row-major tensor over the bytes from ``offset`` on; it keeps the memory mapped.
         ValueError where it does not fit."""
         count = math.prod(shape)
         check_fit(self.nbytes, offset, count, dtype)
-        native = self._alive()
-        flat = bytes_at(native.address + offset, count * dtype.itemsize, native)
+        own = self._alive()
+        flat = bytes_at(own.address + offset, count * dtype.itemsize, own)
         return flat.view(dtype).view(*shape)
 
     def close(self) -> None:

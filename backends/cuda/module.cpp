@@ -8,6 +8,7 @@
 #include "backends/cuda/device_fifo.hpp"
 #include "backends/cuda/error.hpp"
 #include "backends/cuda/memory.hpp"
+#include "backends/cuda/mover.hpp"
 #include "backends/cuda/stream_ops.hpp"
 
 namespace py = pybind11;
@@ -41,6 +42,19 @@ void bind_memory(py::module_& module) {
         .def("export_dmabuf", &DeviceMemory::export_dmabuf);
 }
 
+void bind_mover(py::module_& module) {
+    module.def("mover", [] { return reinterpret_cast<std::uintptr_t>(mover()); });
+    py::class_<GpuDirect>(module, "GpuDirect")
+        .def_readonly("dmabuf", &GpuDirect::dmabuf)
+        .def_readonly("ordered", &GpuDirect::ordered)
+        .def_readonly("flushes", &GpuDirect::flushes);
+    module.def("gpu_direct", &gpu_direct, "device"_a);
+    module.def(
+        "device_flush",
+        [](int device) { return reinterpret_cast<std::uintptr_t>(device_flush(device)); },
+        "device"_a);
+}
+
 void bind_fifo(py::module_& module) {
     py::class_<DeviceFifo>(module, "DeviceFifo")
         .def(py::init<std::uint64_t, int>(), "fifo"_a, "device"_a,
@@ -68,6 +82,7 @@ PYBIND11_MODULE(_cuda, module) {
     py::register_exception<mkernel::cuda::CudaError>(module, "CudaError", PyExc_RuntimeError);
     mkernel::cuda::bind_devices(module);
     mkernel::cuda::bind_memory(module);
+    mkernel::cuda::bind_mover(module);
     mkernel::cuda::bind_fifo(module);
     mkernel::cuda::bind_copies(module);
 #ifdef MKERNEL_CUDA_KERNELS

@@ -89,6 +89,7 @@ PYBIND11_MODULE(_nics, m) {
         .def_readonly("max_sge", &nics::Capabilities::max_sge)
         .def_readonly("atomics", &nics::Capabilities::atomics)
         .def_readonly("dmabuf", &nics::Capabilities::dmabuf)
+        .def_readonly("peermem", &nics::Capabilities::peermem)
         .def_readonly("max_signal", &nics::Capabilities::max_signal)
         .def_readonly("max_value", &nics::Capabilities::max_value);
 

@@ -50,6 +50,7 @@ struct Capabilities {
     std::uint32_t max_sge = 0;
     bool atomics = false;
     bool dmabuf = false;
+    bool peermem = false;          // the kernel's module is loaded
     std::uint32_t max_signal = 0;  // largest signal index a put may name
     std::uint32_t max_value = 0;   // largest value one put may add
 };

@@ -18,6 +18,7 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
+from mkernel.backends.cuda.mover import offer_mover
 from mkernel.backends.cuda.native import ARCHITECTURE
 from mkernel.backends.cuda.native import native as cuda
 from mkernel.backends.cuda.software import software
@@ -139,6 +140,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         from mkernel.backends.accelerators.hopper.device_session import DeviceSession
 
         self._session = DeviceSession(device)
+        offer_mover()
 
     def close(self, timeout_s: float) -> bool:
         """Wait for the device, and let go of it."""

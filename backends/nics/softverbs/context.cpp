@@ -66,7 +66,12 @@ Context::Context(ibv_device* opened) : verbs_context{}, config(Config::from_envi
     context.num_comp_vectors = 1;
     context.abi_compat = __VERBS_ABI_IS_EXTENDED;
     sz = sizeof(verbs_context);
-    if (config.unflushed) open_contexts().add(this);
+    if (config.unflushed) {
+        open_contexts().add(this);
+        if (mover() != nullptr) {
+            mover()->flushed.store([] { open_contexts().show_unflushed(); });
+        }
+    }
     engine_ = std::thread([this] { run(); });
     pthread_setname_np(engine_.native_handle(), "softverbs");
 }
@@ -157,7 +162,6 @@ bool Context::told(RemotePort& peer) {
 }
 
 void Context::offer(const Mr& mr) {
-    if (config.unflushed) mover()->flushed.store([] { open_contexts().show_unflushed(); });
     device_regions_.push_back(&mr);
     for (auto& [cookie, remote] : remotes_) tell(remote, mr, mr.length);
 }

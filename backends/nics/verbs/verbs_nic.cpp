@@ -54,6 +54,7 @@ Capabilities VerbsNic::capabilities() const {
     c.atomics = false;
     c.dmabuf = !rails_.empty() && std::all_of(rails_.begin(), rails_.end(),
                                               [](const auto& rail) { return rail->takes_dmabuf; });
+    c.peermem = options_.peermem;
     c.max_signal = kMaxSignal;
     c.max_value = kMaxValue;
     return c;

@@ -74,6 +74,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     made = SimpleNamespace(
         CudaError=CudaError,
         DeviceMemory=FakeMemory,
+        gpu_direct=lambda device: SimpleNamespace(
+            dmabuf=device != 1, ordered=device != 2, flushes=False
+        ),
         devices=lambda: [SimpleNamespace(pci=f"0000:{index:02X}:00.0") for index in range(4)],
     )
     monkeypatch.setattr(cuda, "_cuda", made, raising=False)
@@ -133,8 +136,11 @@ def test_what_is_wrong_with_memory_is_said() -> None:
     with pytest.raises(OSError, match="same accelerator"):
         DeviceMemory.attach({"pid": 1, "fd": 2}, 0)
     memory = DeviceMemory.create(64, 0)
-    with pytest.raises(OSError, match="no dmabuf"):
+    with pytest.raises(OSError, match="no dmabuf: not supported"):
         memory.dmabuf()
+    for device, why in ((1, "exports no dmabufs"), (2, "neither orders what NICs write nor")):
+        with pytest.raises(OSError, match=f"no dmabuf: cuda:{device} {why}"):
+            DeviceMemory.create(64, device).dmabuf()
     with pytest.raises(ValueError, match="do not fit 64 bytes"):
         memory.tensor(0, (33,), torch.bfloat16)
     memory.close()

@@ -1,0 +1,27 @@
+// The mover of this process's CUDA device: how an emulated NIC reaches its memory (transport/mover.hpp).
+//
+// Copies run on copy engines, on streams of their own, so they pass kernels that run. Copies inside one
+// device would wait for multiprocessors: between ranks of one device bytes go through pinned host memory.
+// A batch ends with a word that the stream writes into host memory; asking after it costs no driver call.
+#pragma once
+
+#include "backends/transport/mover.hpp"
+
+namespace mkernel::cuda {
+
+// Of all devices of the process; valid until it ends. It moves memory of one of them: the one whose
+// memory is exported first.
+transport::Mover* mover();
+
+// What a NIC can do with a device's memory.
+struct GpuDirect {
+    bool dmabuf = false;   // its memory exports as dmabufs
+    bool ordered = false;  // its kernels see what a NIC wrote in the order of its completions
+    bool flushes = false;  // a call of the host brings that about
+};
+GpuDirect gpu_direct(int device);
+
+// What must be called before kernels of `device` see what a NIC wrote; null where they see it anyhow.
+const transport::DeviceFlush* device_flush(int device);
+
+}  // namespace mkernel::cuda

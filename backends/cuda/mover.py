@@ -1,0 +1,32 @@
+"""How NICs reach the memory of a CUDA device: what a real one can do with it, and what moves it for an
+emulated one."""
+
+from __future__ import annotations
+
+from mkernel.backends.contracts.status import Status
+from mkernel.backends.cuda.native import native
+from mkernel.backends.transport import mover
+
+
+def offer_mover() -> None:
+    """Let emulated NICs of this process reach its CUDA memory; before they are opened."""
+    mover.register(native().mover())
+
+
+def nic_access(device: int) -> Status:
+    """Whether a NIC can be given this device's memory as a dmabuf, and kernels see what it writes.
+    Asks the driver, allocates nothing; the same on every rank of such devices."""
+    found = native().gpu_direct(device)
+    if not found.dmabuf:
+        return Status(
+            False,
+            f"cuda:{device} exports no dmabufs",
+            "use NVIDIA's open kernel modules and Linux 5.12 or later",
+        )
+    if not (found.ordered or found.flushes):
+        return Status(
+            False,
+            f"cuda:{device} neither orders what NICs write nor flushes it",
+            "stage in host memory",
+        )
+    return Status(True, "by dmabuf, " + ("ordered" if found.ordered else "flushed"))
