@@ -113,21 +113,20 @@ def unflushed(me: Rank, flush: bool) -> bool:
 
 
 def beside_a_busy_device(me: Rank, nbytes: int) -> tuple[float, bool]:
-    """Seconds until a put had come while rank 1's GPU computed on all multiprocessors, and whether it
-    still did. The peer's memory is mapped meanwhile, too."""
-    torch.cuda.set_device(me.rank % torch.cuda.device_count())
-    busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    torch.mm(busy, busy)
-    ended = torch.cuda.Event()
-    with contextlib.ExitStack() as stack:
+    """Seconds until puts had come while rank 1's GPU computed on all multiprocessors, and whether it
+    still did then."""
+    with joined(me, nbytes) as (port, side):
+        busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        ended = torch.cuda.Event()
+        if me.rank == 0:
+            side.bytes.copy_(window(5, nbytes))
+        torch.mm(busy, busy)
+        torch.cuda.synchronize()
         if me.rank == 1:
-            torch.cuda.synchronize()
-            side = torch.cuda.Stream()
-            with torch.cuda.stream(side):
-                for _ in range(600):
-                    torch.mm(busy, busy)
-                ended.record()
-        port, region = stack.enter_context(_opened_later(me, nbytes))
+            for _ in range(600):  # most of a second
+                torch.mm(busy, busy)
+            ended.record()
+        me.exchange()
         began = time.monotonic()
         if me.rank == 0:
             for _ in range(8):
@@ -139,19 +138,9 @@ def beside_a_busy_device(me: Rank, nbytes: int) -> tuple[float, bool]:
         seconds, still = time.monotonic() - began, not ended.query()
         me.exchange()
         torch.cuda.synchronize()
-        if me.rank == 1 and not torch.equal(region.bytes.cpu(), window(5, nbytes)):
+        if me.rank == 1 and not torch.equal(side.bytes.cpu(), window(5, nbytes)):
             raise CheckFailed("the bytes are wrong")
     return seconds, still
-
-
-@contextlib.contextmanager
-def _opened_later(me: Rank, nbytes: int) -> Iterator[tuple[Port, Side]]:
-    with joined(me, nbytes) as (port, region):
-        if me.rank == 0:
-            region.bytes.copy_(window(5, nbytes))
-            torch.cuda.synchronize()
-        me.exchange()
-        yield port, region
 
 
 def many(me: Rank, puts: int, nbytes: int) -> int:

@@ -68,7 +68,6 @@ def test_many_puts_both_ways(nic: str) -> None:
 
 @both
 def test_copies_pass_kernels_that_run(nic: str) -> None:
-    """With a GPU of its own for each rank; where they share one, the sender waits for its turn."""
     found = subject(nic).run(mover_ranks.beside_a_busy_device, 2, 4 * MIB)
     seconds, still_busy = found[1]
     assert still_busy, f"the puts came after {seconds:.3f} s, when the GPU was idle again"
