@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 from torch.distributed import PrefixStore, ProcessGroup
 
-from mkernel import machine
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import Unsupported
@@ -51,12 +50,10 @@ class Engine:
     def __init__(
         self, backends: Backends, topology: Topology, identity: Identity, settings: Settings
     ) -> None:
-        """BackendUnavailable: it cannot run here. Unsupported: nor could any rank's, in this world."""
         self.backends = backends
         self._topology = topology
         self._me = identity
         self._settings = settings
-        machine.usable_accelerator(backends.accelerator)
         self.accelerator: AcceleratorBackend = registry.new_accelerator(backends.accelerator)
         claims = self.claims
         self.map: WorldMap = world_map(
@@ -67,9 +64,6 @@ class Engine:
             pinning=settings.pinning,
             nics=nic_use(backends.nic, settings),
         )
-        lacks = missing.of_world(backends.accelerator, claims, self.map.kinds)
-        if lacks:
-            raise Unsupported("; ".join(lacks))
         self._opened = False
 
     @property
@@ -83,7 +77,13 @@ class Engine:
         Args:
             failure: is told of each part as it opens, so that a failure meanwhile ends its waits.
             regions: numbers of the world's symmetric buffers.
+
+        Raises:
+            Unsupported: the backend cannot run in such a world.
         """
+        lacks = missing.of_world(self.backends.accelerator, self.claims, self.map.kinds)
+        if lacks:
+            raise Unsupported("; ".join(lacks))
         here = self.map.placement[self._me.rank].accelerator
         node = self._topology.nodes[self._me.node]
         self.accelerator.open(next(one for one in node.accelerators if one.id == here))

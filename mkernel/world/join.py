@@ -123,8 +123,9 @@ class Membership:
             self._open_nic(own.nic, own.verbs)
 
     def open(self, engine: Engine) -> None:
-        """Open a companion. Collective."""
+        """Open a companion. Collective. BackendUnavailable: it cannot run here."""
         try:
+            machine.usable_accelerator(engine.backends.accelerator)
             engine.open(self._exchange, self._failure, self._regions)
             self._join_group(engine, engine.backends.accelerator)
         except BaseException as error:

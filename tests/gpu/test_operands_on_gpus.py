@@ -1,0 +1,44 @@
+"""Strided operands, activations, biases, several b on GPUs; a world of ``hopper`` and ``streams``."""
+
+from __future__ import annotations
+
+import operand_ranks
+import pytest
+from device_buffers import takes_ranks
+from operand_forms import OPS
+
+import mkernel
+
+pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
+
+
+@pytest.mark.parametrize("accelerator", ["hopper", "streams"])
+@pytest.mark.parametrize("path", ["fused", "library"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_form_has_the_values_and_gradients_of_the_unsharded_product(
+    op: str, path: str, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if accelerator == "streams" and path == "library":
+        pytest.skip("streams has no library path")
+    monkeypatch.setenv("MKERNEL_PATH", path)
+    found = mkernel.launch(
+        operand_ranks.called, op, ranks_per_node=2, accelerator=accelerator, timeout_s=100
+    )
+    assert found == [[], []]
+
+
+@pytest.mark.parametrize("accelerator", ["hopper", "streams"])
+def test_several_products_of_one_gather(accelerator: str) -> None:
+    for errors in mkernel.launch(
+        operand_ranks.several, ranks_per_node=2, accelerator=accelerator, timeout_s=100
+    ):
+        assert errors[0] == 0
+        assert max(errors) <= 3e-3
+
+
+def test_a_world_runs_each_op_on_what_has_it() -> None:
+    for found in mkernel.launch(
+        operand_ranks.whole_model, ranks_per_node=2, accelerator="hopper,streams", timeout_s=100
+    ):
+        assert {name.split()[1] for name in found} == {"hopper", "streams"}
+        assert max(found.values()) <= 1e-2, found
