@@ -1,6 +1,8 @@
-// Copies that are queued together: neighbours become one, and what overlaps keeps its order.
+// Copies that are handed over together: as few as possible, where what two of them write is what the later
+// one writes.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -21,6 +23,11 @@ struct QueuedCopy {
         return follows(to, other.to) && follows(from, other.from) &&
                follows(staging, other.staging);
     }
+    // Whether this one writes all that the other one does: a message that a NIC places twice.
+    [[nodiscard]] bool repeats(const QueuedCopy& other) const {
+        return from != 0 && other.from != 0 && to != 0 && other.to >= to &&
+               other.to + other.bytes <= to + bytes && other.from - from == other.to - to;
+    }
 
   private:
     [[nodiscard]] bool follows(std::uint64_t one, std::uint64_t other) const {
@@ -30,31 +37,46 @@ struct QueuedCopy {
 
 class CopyList {
   public:
-    static constexpr std::size_t kLook = 16;  // copies that a new one is compared with
-
-    // Behind all that it overlaps.
     void add(const QueuedCopy& copy) {
-        std::size_t at = copies_.size();
-        for (std::size_t looked = 0; at > 0 && looked < kLook; ++looked) {
-            QueuedCopy& each = copies_[--at];
-            if (each.precedes(copy)) {
-                each.bytes += copy.bytes;
-                return;
-            }
-            if (each.overlaps(copy)) break;
-            if (copy.precedes(each)) {
-                each = {copy.to, copy.from, copy.staging, copy.bytes + each.bytes};
-                return;
-            }
+        if (!copies_.empty() && copies_.back().precedes(copy)) {
+            copies_.back().bytes += copy.bytes;
+        } else {
+            copies_.push_back(copy);
         }
-        copies_.push_back(copy);
     }
     [[nodiscard]] bool empty() const { return copies_.empty(); }
-    [[nodiscard]] const std::vector<QueuedCopy>& copies() const { return copies_; }
+    // Joins neighbours, in whatever order they came. Copies that overlap keep theirs, and all the others
+    // with them.
+    const std::vector<QueuedCopy>& join() {
+        if (copies_.size() > 1) join_sorted();
+        return copies_;
+    }
     void clear() { copies_.clear(); }
 
   private:
+    void join_sorted() {
+        sorted_ = copies_;
+        std::ranges::stable_sort(sorted_, {}, [](const QueuedCopy& each) { return each.to; });
+        std::size_t last = 0;
+        for (std::size_t i = 1; i < sorted_.size(); ++i) {
+            QueuedCopy& before = sorted_[last];
+            const QueuedCopy& next = sorted_[i];
+            if (before.precedes(next)) {
+                before.bytes += next.bytes;
+            } else if (before.repeats(next)) {
+                continue;
+            } else if (before.overlaps(next)) {
+                return;
+            } else {
+                sorted_[++last] = next;
+            }
+        }
+        sorted_.resize(last + 1);
+        copies_.swap(sorted_);
+    }
+
     std::vector<QueuedCopy> copies_;
+    std::vector<QueuedCopy> sorted_;
 };
 
 }  // namespace mkernel::cuda

@@ -88,7 +88,7 @@ class Lanes {
     std::uint64_t submit() {
         const OutsideCapture outside;
         const DeviceScope scope(device_);
-        const auto& copies = writes_.copies();
+        const auto& copies = writes_.join();
         for (std::size_t from = 0; from < copies.size();) {
             std::size_t to = from;
             std::size_t staged = 0;

@@ -13,6 +13,7 @@ namespace mkernel::nics::softverbs {
 namespace {
 
 constexpr int kSpins = 50;                         // empty rounds before the engine sleeps
+constexpr std::uint64_t kLingerNs = 500'000;       // with regions of device memory
 constexpr std::uint64_t kMaxSleepNs = 50'000'000;  // in case a waker died before it woke us
 
 // Those whose device writes wait for a flush.
@@ -163,11 +164,13 @@ bool Context::told(RemotePort& peer) {
 
 void Context::offer(const Mr& mr) {
     device_regions_.push_back(&mr);
+    has_device_regions_ = true;
     for (auto& [cookie, remote] : remotes_) tell(remote, mr, mr.length);
 }
 
 void Context::withdraw(const Mr& mr) {
     std::erase(device_regions_, &mr);
+    has_device_regions_ = !device_regions_.empty();
     copies.drain();
     std::erase_if(unflushed_, [&mr](const Unflushed& each) { return each.rkey == mr.rkey; });
     for (auto& [cookie, remote] : remotes_) tell(remote, mr, 0);
@@ -316,7 +319,8 @@ void Context::run() {
         std::uint64_t wake_at = UINT64_MAX;
         if (round(wake_at)) {
             idle = 0;
-        } else if (++idle >= kSpins) {
+            worked_at_ = now_ns();
+        } else if (++idle >= kSpins && !lingers()) {
             sleep();
             idle = 0;
         } else {
@@ -325,6 +329,11 @@ void Context::run() {
 #endif
         }
     }
+}
+
+// A card wakes in no time. With accelerators, whose messages are few and awaited, an engine stays awake.
+bool Context::lingers() const {
+    return has_device_regions_.load(std::memory_order_relaxed) && now_ns() - worked_at_ < kLingerNs;
 }
 
 // Announce the sleep, look once more, then sleep: whoever gives us work writes it before it looks

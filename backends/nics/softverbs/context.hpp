@@ -106,6 +106,7 @@ struct Context : verbs_context {
   private:
     void run();
     void sleep();
+    [[nodiscard]] bool lingers() const;
     bool round(std::uint64_t& wake_at);
     void forget_expired();
     bool exchange_offers();
@@ -124,6 +125,8 @@ struct Context : verbs_context {
 
     std::unordered_map<std::uint64_t, Remote> remotes_;  // by cookie
     std::vector<const Mr*> device_regions_;
+    std::atomic<bool> has_device_regions_{false};
+    std::uint64_t worked_at_ = 0;  // engine
     std::vector<Unflushed> unflushed_;
     std::uint32_t offers_seen_ = 0;
     bool told_all_ = true;         // no outbox holds anything

@@ -18,6 +18,8 @@ namespace {
 
 constexpr std::uint64_t kMostBytes = 64 << 20;  // in flight
 constexpr std::size_t kMostBatches = 64;
+constexpr std::size_t kAhead = 3;                   // batches under way beside which others wait,
+constexpr std::uint64_t kWholeBatch = 2 << 20;      // unless they are as large
 constexpr std::uint64_t kLimitNs = 10'000'000'000;  // until a copy that does not end is an error
 
 std::atomic<transport::Mover*> registered{nullptr};
@@ -56,6 +58,10 @@ std::optional<DeviceCopies::Batch> DeviceCopies::queue(std::uint64_t to, std::ui
 }
 
 void DeviceCopies::submit(std::uint64_t now) {
+    if (in_flight_.size() < kAhead || filled_ >= kWholeBatch) hand_over(now);
+}
+
+void DeviceCopies::hand_over(std::uint64_t now) {
     if (filled_ == 0 || failed_) return;
     std::uint64_t ticket = 0;
     if (mover()->submit(mover()->self, &ticket) != 0) failed_ = true;
@@ -80,7 +86,7 @@ bool DeviceCopies::poll(std::uint64_t now) {
 }
 
 bool DeviceCopies::drain() {
-    submit(now_ns());
+    hand_over(now_ns());
     while (!in_flight_.empty() && !failed_) {
         if (!poll(now_ns())) sched_yield();
     }

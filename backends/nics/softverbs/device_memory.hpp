@@ -36,7 +36,8 @@ class DeviceCopies {
 
     // Adds a copy to the batch that is being filled. Nothing: there is no room now, or it failed.
     std::optional<Batch> queue(std::uint64_t to, std::uint64_t from, std::uint64_t bytes);
-    // Hands the batch over, where it has copies.
+    // Hands the batch over, where it has copies. While batches are under way, small ones wait: what
+    // comes meanwhile goes with them, so that the time a copy takes to start is paid less often.
     void submit(std::uint64_t now);
     // Whether a batch ended meanwhile.
     bool poll(std::uint64_t now);
@@ -50,6 +51,7 @@ class DeviceCopies {
     [[nodiscard]] bool failed() const { return failed_; }
 
   private:
+    void hand_over(std::uint64_t now);
     struct InFlight {
         std::uint64_t ticket;
         std::uint64_t since;

@@ -28,7 +28,8 @@ namespace mkernel::nics::softverbs {
 
 struct Context;
 
-inline constexpr std::size_t kPlacements = 96;  // packets that wait for their turn to be placed
+inline constexpr std::size_t kPlacements = 96;  // packets that wait for their turn to be placed,
+inline constexpr std::size_t kDevicePlacements = 512;  // out of device memory: they bring no bytes
 
 class Fabric {
   public:

@@ -88,7 +88,7 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
     const auto& config = context_.config;
     const std::uint64_t hold = config.hold_ns;
     const std::uint64_t before = in.tail;
-    while (in.tail != head && placements_.size() < kPlacements) {
+    while (in.tail != head) {
         const std::byte* at = flow.data + in.tail % kRingBytes;
         FlowPacket p;
         std::memcpy(&p, at, sizeof(p));
@@ -100,6 +100,8 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
             in.tail += p.bytes;
             continue;
         }
+        if (placements_.size() >= ((p.flags & kDevice) != 0 ? kDevicePlacements : kPlacements))
+            break;
         if (!context_.link.arrived(p.arrival, now, wake_at)) break;
         context_.link.take(p.arrival, p.length);
         in.tail += p.bytes;
