@@ -1,6 +1,8 @@
 from collections import deque
 from typing import Any
 
+INTERFACE: int
+
 class KnownCalls:
     def __new__(
         cls,
@@ -11,6 +13,8 @@ class KnownCalls:
         lock: Any,
         under_way: list[str],
         worlds: set[Any],
+        last: dict[bool, Any],
+        queued: type[Any],
         name: str,
         pad: int,
     ) -> KnownCalls: ...

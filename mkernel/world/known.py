@@ -7,8 +7,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from mkernel.backends.contracts.accelerator import Launch
-from mkernel.world.order import Turns
+from mkernel.world.order import Queued, Turns
 from mkernel.world.torch_state import allocation, native_functions
+
+_INTERFACE = 2
+"""Of the native module that this one is written for."""
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +29,15 @@ def known_calls(
     """
     functions = native_functions(turns.device)
     try:
-        from mkernel.backends.runtime._known_calls import KnownCalls
+        from mkernel.backends.runtime import _known_calls as native
     except ImportError:  # native modules of an older build
+        return None
+    if getattr(native, "INTERFACE", 0) != _INTERFACE:
         return None
     if functions is None:
         return None
     try:
-        return KnownCalls(
+        return native.KnownCalls(
             functions=functions,
             failure=failure,
             calls=calls,
@@ -40,6 +45,8 @@ def known_calls(
             lock=turns.order.lock,
             under_way=turns.order.under_way,
             worlds=turns.order.turns,
+            last=turns.order.last,
+            queued=Queued,
             name=turns.world,
             pad=pad,
         )

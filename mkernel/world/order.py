@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -32,8 +32,9 @@ def making(world: str) -> Iterator[None]:
 
 
 class Queued(NamedTuple):
-    """Where the last call was queued, and of which world. ``event``: behind it; None while capturing,
-    when an event belongs to one capture only."""
+    """Where the last call was queued, and of which world. ``event``: behind it; None where it is
+    recorded when it is needed: while capturing, when an event belongs to one capture only, and behind
+    calls that native code queued."""
 
     world: str
     stream: Any
@@ -46,6 +47,7 @@ class DeviceOrder:
     Attributes:
         under_way: names of the worlds whose calls are being made, the innermost last.
         turns: of the worlds that there are.
+        last: the last call, by whether it was captured into a graph; while there are several worlds.
     """
 
     def __init__(self, device: str) -> None:
@@ -53,16 +55,14 @@ class DeviceOrder:
         self.under_way: list[str] = []
         self.turns: set[Turns] = set()
         self._device = device
-        self._last: dict[bool, Queued] = {}  # by whether it was captured into a graph
+        self.last: dict[bool, Queued] = {}
 
     def join(self, turns: Turns) -> None:
         """A world begins. What other worlds have queued is over when this returns: while a world is
         alone nobody notes where it queues its calls."""
         with self.lock:
-            for other in list(self.turns):
-                with contextlib.suppress(WorldError):  # it hears of it at its own next call
-                    other.drain()
-            self._last.clear()
+            self._drain(list(self.turns))
+            self.last.clear()
             self.turns.add(turns)
 
     def leave(self, turns: Turns) -> None:
@@ -83,11 +83,11 @@ class DeviceOrder:
             return
         module = torch.get_device_module(self._device)
         stream, captured = module.current_stream(), _capturing(module)
-        last = self._last.get(captured)
+        last = self.last.get(captured)
         if last is None or last.stream == stream or last.world == world:
             return
         if not captured:
-            stream.wait_event(last.event)
+            self._after(last, stream)
             return
         with module.stream(last.stream):
             if not _capturing(module):
@@ -100,6 +100,23 @@ class DeviceOrder:
                 f"{last.world!r}, so that nothing would order their graphs; capture one after the other"
             ) from error
 
+    def _after(self, last: Queued, stream: Any) -> None:
+        event = last.event
+        if event is None:
+            module = torch.get_device_module(self._device)
+            with module.stream(last.stream):
+                captures = _capturing(module)  # by now: an event would be of that capture
+            if captures:
+                self._drain([turns for turns in self.turns if turns.world == last.world])
+                return
+            event = last.stream.record_event()
+        stream.wait_event(event)
+
+    def _drain(self, worlds: Iterable[Turns]) -> None:
+        for each in worlds:
+            with contextlib.suppress(WorldError):  # it hears of it at its own next call
+                each.drain()
+
     def queued(self, world: str) -> None:
         """A call has been queued on the current stream."""
         if len(self.turns) < 2:
@@ -107,7 +124,7 @@ class DeviceOrder:
         module = torch.get_device_module(self._device)
         stream, captured = module.current_stream(), _capturing(module)
         event = None if captured else stream.record_event()
-        self._last[captured] = Queued(world, stream, event)
+        self.last[captured] = Queued(world, stream, event)
 
 
 def _capturing(module: Any) -> bool:

@@ -37,6 +37,8 @@ def native_functions(device: str) -> dict[str, Any] | None:
         "is_neg": Tensor.is_neg,
         "increment_version": increment_version,
         "current_device": _current_device(device),
+        "capturing": getattr(torch._C, f"_{device}_isCurrentStreamCapturing", None),
+        "stream": f"{device}_stream",
     }
 
 

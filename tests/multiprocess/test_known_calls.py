@@ -332,23 +332,40 @@ def test_a_broken_world_is_raised_at_the_next_call() -> None:
     assert seen == {0: ("Timeout", "planted", 0)}
 
 
-def of_two_worlds(port: int) -> list[int]:
+def of_two_worlds(port: int) -> tuple[list[int], list[int], float]:
+    """Whether calls of two worlds began without Python; the second's numbers; the largest error."""
+    ways, outs = [], []
+
+    def calls(world: Any) -> None:
+        accelerator = world.accelerator
+        before = len(accelerator.started)
+        outs.append(mkernel.gemm_all_reduce(a, b, group=world))
+        ways.append(len(accelerator.started) - before)
+
     a, b = inputs(0)
-    mkernel.gemm_all_reduce(a, b)
-    found = [began(lambda: mkernel.gemm_all_reduce(a, b))]
-    like = mkernel.world()
-    other = lifecycle.join(like.identity, like.backends, like.settings, stores(port), "other")
-    found.append(began(lambda: mkernel.gemm_all_reduce(a, b)))
+    first = mkernel.world()
+    calls(first)
+    calls(first)
+    other = lifecycle.join(first.identity, first.backends, first.settings, stores(port), "other")
+    for world in (first, first, other, other, first, other):
+        calls(world)
+    other.synchronize()
+    numbers = [call.number for call in other.accelerator.calls]  # type: ignore[attr-defined]
     other.close()
-    found.append(began(lambda: mkernel.gemm_all_reduce(a, b)))
-    return found
+    calls(first)
+    mkernel.synchronize()
+    return ways, numbers, max(error(out, 0) for out in outs)
 
 
-def test_calls_of_several_worlds_are_ordered_in_python() -> None:
+def test_calls_of_several_worlds_follow_each_other_on_their_stream() -> None:
+    """The first call beside another world says where calls are queued, in Python."""
     store, port = host_store(1, 30)
-    assert mkernel.launch(
+    ((ways, numbers, worst),) = mkernel.launch(
         of_two_worlds, port, ranks_per_node=1, accelerator=BACKEND, timeout_s=DEADLINE_S
-    ) == [[1, 0, 1]]
+    )
+    assert ways == [0, 1, 0, 1, 0, 1, 1, 1, 1]
+    assert numbers == [1, 2, 3]
+    assert worst < 1e-4
     del store
 
 
@@ -374,7 +391,7 @@ def test_a_torch_without_the_exchange_table_goes_through_python(
     turns: Any = SimpleNamespace(
         device="cpu",
         world="w",
-        order=SimpleNamespace(lock=threading.RLock(), under_way=[], turns=set()),
+        order=SimpleNamespace(lock=threading.RLock(), under_way=[], turns=set(), last={}),
     )
     assert known.known_calls(object(), object(), deque(), turns, 0) is None
 

@@ -22,6 +22,7 @@ struct Names {
     PyObject* timeout = interned("timeout_s");
     PyObject* launched = interned("_launched");
     PyObject* append = interned("append");
+    PyObject* recorded = interned("_recorded");
 };
 
 const Names& names() {
@@ -112,7 +113,6 @@ Answer KnownCalls::sign(PyObject* const* arguments, Signature& signature, Tensor
 
 PyObject* KnownCalls::call(PyObject* const* arguments) {
     if (closed_ || arguments[kChunk] != Py_None) return from_python();
-    if (PySet_GET_SIZE(world.worlds.get()) > 1) return from_python();  // they are ordered by events
     const Answer quiet = torch.quiet();
     if (quiet == Answer::raised) return nullptr;
     if (quiet == Answer::no) return from_python();
@@ -156,6 +156,17 @@ Answer KnownCalls::start(const KnownCall& known, const Signature& signature,
     if (!torch.current_stream(signature.tensors[0], stream)) return Answer::raised;
     const Turn turn(world);
     if (!turn) return PyErr_Occurred() ? Answer::raised : Answer::no;
+    const bool several = PySet_GET_SIZE(world.worlds.get()) > 1;
+    if (several) {
+        const Answer follow = follows(signature.tensors[0], stream);
+        if (follow != Answer::yes) return follow;
+        // Of companions too, which run other ops of this world; the own pad is looked at below.
+        PyObject* const monitor = world.failure.get();
+        const Reference recorded =
+            Reference::owned(PyObject_VectorcallMethod(names().recorded, &monitor, 1, nullptr));
+        if (!recorded) return Answer::raised;
+        if (recorded.get() != Py_None) return Answer::no;
+    }
     if (world.pad.aborted() != transport::AbortCode::none) return Answer::no;
     const Reference notice = attribute(world.failure, names().notice);
     const Reference before = attribute(world.failure, names().call);
@@ -185,9 +196,28 @@ Answer KnownCalls::start(const KnownCall& known, const Signature& signature,
         return undone == 0 ? Answer::no : Answer::raised;
     }
     if (result != MKERNEL_CALL_QUEUED) return Answer::raised;
-    const bool counted =
-        PyObject_SetAttr(world.calls.get(), names().launched, epoch.get()) == 0 && listed(known);
+    const bool counted = PyObject_SetAttr(world.calls.get(), names().launched, epoch.get()) == 0 &&
+                         listed(known) && (!several || note_last());
     return counted ? Answer::yes : Answer::raised;
+}
+
+Answer KnownCalls::follows(const TensorSignature& tensor, std::uint64_t stream) const {
+    const Answer capturing = torch.capturing();
+    if (capturing != Answer::no) return capturing == Answer::yes ? Answer::no : Answer::raised;
+    PyObject* const last = PyDict_GetItemWithError(world.last.get(), Py_False);
+    if (last == nullptr) return PyErr_Occurred() ? Answer::raised : Answer::no;
+    return torch.is_stream(PyTuple_GET_ITEM(last, 1), tensor, stream);
+}
+
+bool KnownCalls::note_last() const {
+    PyObject* const last = PyDict_GetItemWithError(world.last.get(), Py_False);
+    if (last == nullptr) return !PyErr_Occurred();
+    if (PyTuple_GET_ITEM(last, 0) == world.name.get() && PyTuple_GET_ITEM(last, 2) == Py_None) {
+        return true;
+    }
+    const Reference now = Reference::owned(PyObject_CallFunctionObjArgs(
+        world.queued.get(), world.name.get(), PyTuple_GET_ITEM(last, 1), Py_None, nullptr));
+    return now && PyDict_SetItem(world.last.get(), Py_False, now.get()) == 0;
 }
 
 // `running` is waited for from its left: one entry stands for all that a backend has started here.
@@ -211,8 +241,9 @@ void KnownCalls::learn(const Signature& signature, KnownCall call) {
 }
 
 int KnownCalls::traverse(visitproc visit, void* arg) const {
-    for (const Reference* each : {&world.failure, &world.calls, &world.running, &world.acquire,
-                                  &world.release, &world.under_way, &world.worlds}) {
+    for (const Reference* each :
+         {&world.failure, &world.calls, &world.running, &world.acquire, &world.release,
+          &world.under_way, &world.worlds, &world.last, &world.queued}) {
         Py_VISIT(each->get());
     }
     for (const auto& [signature, known] : calls_) {

@@ -25,12 +25,14 @@ namespace mkernel::known {
 
 // The world's objects, as `World` and what it consists of have them.
 struct WorldState {
-    Reference failure;           // FailureMonitor: call, notice, timeout_s
+    Reference failure;           // FailureMonitor: call, notice, timeout_s, _recorded
     Reference calls;             // Calls: _launched
     Reference running;           // deque of launches
     Reference acquire, release;  // of the lock of the device's order
     Reference under_way;         // list of worlds whose calls are being made
     Reference worlds;            // set of those that the device has
+    Reference last;              // dict: by whether it was captured, the last call's Queued
+    Reference queued;            // that type: (world, stream, event or None)
     Reference name;
     transport::SignalPad pad;
 };
@@ -85,6 +87,10 @@ class KnownCalls {
     // Queues the call and counts it. In the world's turn.
     Answer start(const KnownCall& known, const Signature& signature, const Tensors& tensors);
     bool listed(const KnownCall& known) const;
+    // Whether the call follows those of other worlds by being queued on the stream of the last one.
+    Answer follows(const TensorSignature& tensor, std::uint64_t stream) const;
+    // It is the last one from now on. False with a Python exception.
+    bool note_last() const;
 
     bool closed_ = false;
     std::unordered_map<Signature, KnownCall, SignatureHash> calls_;

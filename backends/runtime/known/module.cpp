@@ -11,6 +11,9 @@ using namespace mkernel::known;
 
 namespace {
 
+// Of what `known.py` gives and asks; another number there is of another build.
+constexpr long kInterface = 2;
+
 struct Object {
     PyObject head;
     KnownCalls* calls;  // null while it is being made
@@ -21,14 +24,16 @@ KnownCalls* calls_of(PyObject* self) {
 }
 
 PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
-    PyObject *functions, *failure, *calls, *running, *lock, *under_way, *worlds, *name;
+    PyObject *functions, *failure, *calls, *running, *lock, *under_way, *worlds, *last, *queued,
+        *name;
     unsigned long long pad = 0;
-    static const char* const names[] = {"functions", "failure", "calls", "running", "lock",
-                                        "under_way", "worlds",  "name",  "pad",     nullptr};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!OOOOO!O!UK:KnownCalls",
-                                     const_cast<char**>(names), &PyDict_Type, &functions, &failure,
-                                     &calls, &running, &lock, &PyList_Type, &under_way, &PySet_Type,
-                                     &worlds, &name, &pad)) {
+    static const char* const names[] = {"functions", "failure",   "calls",  "running",
+                                        "lock",      "under_way", "worlds", "last",
+                                        "queued",    "name",      "pad",    nullptr};
+    if (!PyArg_ParseTupleAndKeywords(
+            arguments, keywords, "O!OOOOO!O!O!O!UK:KnownCalls", const_cast<char**>(names),
+            &PyDict_Type, &functions, &failure, &calls, &running, &lock, &PyList_Type, &under_way,
+            &PySet_Type, &worlds, &PyDict_Type, &last, &PyType_Type, &queued, &name, &pad)) {
         return nullptr;
     }
     Reference self = Reference::owned(type->tp_alloc(type, 0));
@@ -44,6 +49,8 @@ PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
     world.release = Reference::owned(PyObject_GetAttrString(lock, "release"));
     world.under_way = Reference::shared(under_way);
     world.worlds = Reference::shared(worlds);
+    world.last = Reference::shared(last);
+    world.queued = Reference::shared(queued);
     world.name = Reference::shared(name);
     world.pad = mkernel::transport::SignalPad(reinterpret_cast<void*>(pad));
     if (!world.acquire || !world.release || !made->torch.open(functions)) return nullptr;
@@ -178,7 +185,8 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT,
 PyMODINIT_FUNC PyInit__known_calls() {
     Reference module = Reference::owned(PyModule_Create(&definition));
     const Reference type = Reference::owned(PyType_FromSpec(&spec));
-    if (!module || !type || PyModule_AddObjectRef(module.get(), "KnownCalls", type.get()) != 0) {
+    if (!module || !type || PyModule_AddObjectRef(module.get(), "KnownCalls", type.get()) != 0 ||
+        PyModule_AddIntConstant(module.get(), "INTERFACE", kInterface) != 0) {
         return nullptr;
     }
     return module.release();

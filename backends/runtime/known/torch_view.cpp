@@ -33,7 +33,8 @@ bool TorchView::open(PyObject* functions) {
         !found("forward_ad", forward_ad_) || !found("level", level_) ||
         !found("is_grad_enabled", is_grad_enabled_) || !found("is_neg", is_neg_) ||
         !found("increment_version", increment_version_) ||
-        !found("current_device", current_device_)) {
+        !found("current_device", current_device_) || !found("capturing", capturing_) ||
+        !found("stream", stream_)) {
         return false;
     }
     exchange_ = exchange_of(capsule_.get());
@@ -47,7 +48,8 @@ bool TorchView::open(PyObject* functions) {
         return false;
     }
     requires_grad_ = Reference::owned(PyUnicode_InternFromString("requires_grad"));
-    return static_cast<bool>(requires_grad_);
+    device_index_ = Reference::owned(PyUnicode_InternFromString("device_index"));
+    return requires_grad_ && device_index_;
 }
 
 Answer TorchView::is_true(const Reference& function) {
@@ -123,6 +125,25 @@ bool TorchView::current_stream(const TensorSignature& tensor, std::uint64_t& str
     if (exchange_->current_stream(tensor.device_type, tensor.device, &found) != 0) return false;
     stream = reinterpret_cast<std::uint64_t>(found);
     return true;
+}
+
+Answer TorchView::capturing() const {
+    return capturing_.get() == Py_None ? Answer::no : is_true(capturing_);
+}
+
+Answer TorchView::is_stream(PyObject* object, const TensorSignature& tensor,
+                            std::uint64_t stream) const {
+    if (tensor.device_type == kDlCpu) return Answer::yes;  // it has one
+    const Reference address = Reference::owned(PyObject_GetAttr(object, stream_.get()));
+    const Reference device = Reference::owned(PyObject_GetAttr(object, device_index_.get()));
+    if (!address || !device) {  // a torch whose streams have other names for them
+        PyErr_Clear();
+        return Answer::no;
+    }
+    const std::uint64_t found = PyLong_AsUnsignedLongLong(address.get());
+    const long index = PyLong_AsLong(device.get());
+    if (PyErr_Occurred()) return Answer::raised;
+    return found == stream && index == tensor.device ? Answer::yes : Answer::no;
 }
 
 bool TorchView::written(PyObject* tensor) const {

@@ -33,6 +33,10 @@ class TorchView {
                 std::uint64_t& nbytes) const;
     // torch's current stream of the device. False with a Python exception.
     bool current_stream(const TensorSignature& tensor, std::uint64_t& stream) const;
+    // Whether the device's current stream is being captured into a graph.
+    [[nodiscard]] Answer capturing() const;
+    // Whether torch's stream object is this stream of that device.
+    Answer is_stream(PyObject* object, const TensorSignature& tensor, std::uint64_t stream) const;
     // Tells autograd that a tensor was written to. False with a Python exception.
     bool written(PyObject* tensor) const;
 
@@ -45,8 +49,8 @@ class TorchView {
     Reference quiet_;               // ((function, what it returns then), ...)
     Reference forward_ad_, level_;  // a module's dict, and the name of the level in it
     Reference is_grad_enabled_, is_neg_, increment_version_;
-    Reference current_device_;  // None where there is none
-    Reference requires_grad_;   // the attribute's name
+    Reference current_device_, capturing_;             // None where there is none
+    Reference requires_grad_, stream_, device_index_;  // names of attributes
 };
 
 }  // namespace mkernel::known

@@ -12,7 +12,7 @@ import torch
 
 from mkernel.errors import Timeout, Unsupported
 from mkernel.world import order
-from mkernel.world.order import DeviceOrder, Turns
+from mkernel.world.order import DeviceOrder, Queued, Turns
 
 
 class Stream:
@@ -91,6 +91,31 @@ def test_calls_of_two_worlds_on_two_streams_follow_each_other(worlds: Worlds) ->
     assert (first.waits, second.waits) == ([], ["first"])
     worlds.call(other, second)
     assert second.waits == ["first", "first"]
+
+
+def test_what_native_code_queued_last_is_followed(worlds: Worlds) -> None:
+    """It records no event: that is done when another stream has to wait."""
+    worlds.world("one")
+    other = worlds.world("other")
+    first, second = Stream("first"), Stream("second")
+    worlds.device.last[False] = Queued("one", first, None)
+    worlds.call(other, first)
+    assert (first.waits, second.waits) == ([], [])
+    worlds.device.last[False] = Queued("one", first, None)
+    worlds.call(other, second)
+    assert second.waits == ["first"]
+    assert worlds.drained == ["one"]  # as the second world began
+
+
+def test_what_is_followed_on_a_stream_that_is_captured_by_then_is_over(worlds: Worlds) -> None:
+    worlds.world("one")
+    other = worlds.world("other")
+    worlds.drained.clear()
+    worlds.device.last[False] = Queued("one", Stream("first", 7), None)
+    second = Stream("second")
+    worlds.call(other, second)
+    assert worlds.drained == ["one"]
+    assert second.waits == []
 
 
 def test_a_world_alone_pays_nothing(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
