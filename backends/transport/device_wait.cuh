@@ -11,6 +11,7 @@
 
 #include "backends/transport/call_state.hpp"
 #include "backends/transport/clock.hpp"
+#include "backends/transport/fifo_device.hpp"
 #include "backends/transport/host_control.hpp"
 #include "backends/transport/signal.hpp"
 
@@ -34,6 +35,21 @@ class DeviceWaiter {
     __device__ bool until(const Word& word, std::uint64_t wanted, Awaited what) const {
         if (word.reached(wanted)) return true;
         return poll(state_, limits_, kernel_, &word, wanted, what);
+    }
+
+    // When a wait ends that is not for one word: of a push, or for many words.
+    __device__ DeviceLimits limits() const {
+        return {&limits_.host->abort, limits_.timeout_ns, &state_->failed};
+    }
+
+    // After such a wait: whether the call goes on. Else all other waits of this rank are given up too, and
+    // the first time-out is recorded, of who saw `seen` of `wanted`.
+    __device__ bool went_on(WaitResult result, std::uint64_t seen, std::uint64_t wanted,
+                            Awaited what) const {
+        if (result == WaitResult::ok) return true;
+        const bool first = atomicExch(&state_->failed, 1u) == 0;
+        if (first && result == WaitResult::timed_out) record(limits_, kernel_, seen, wanted, what);
+        return false;
     }
 
   private:
@@ -63,13 +79,15 @@ class DeviceWaiter {
                 return false;
             }
             if (now - start > limits.timeout_ns) {
-                if (atomicExch(&state->failed, 1u) == 0) record(limits, kernel, word, wanted, what);
+                if (atomicExch(&state->failed, 1u) == 0) {
+                    record(limits, kernel, word->peek(), wanted, what);
+                }
                 return false;
             }
         }
     }
 
-    __device__ static void record(const WaitLimits& limits, Waiter kernel, const Word* word,
+    __device__ static void record(const WaitLimits& limits, Waiter kernel, std::uint64_t seen,
                                   std::uint64_t wanted, Awaited what) {
         AbortRecord& record = limits.host->record;
         Diagnosis& who = record.diagnosis;
@@ -79,7 +97,7 @@ class DeviceWaiter {
         who.peer = what.peer;
         who.chunk = what.chunk;
         who.op = limits.call;
-        who.seen = word->peek();
+        who.seen = seen;
         who.wanted = wanted;
         store_release(&record.code, static_cast<std::uint32_t>(AbortCode::timeout));
     }

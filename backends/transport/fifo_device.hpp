@@ -30,6 +30,11 @@ namespace mkernel::transport {
 struct DeviceLimits {
     const std::uint32_t* abort = nullptr;  // pinned host memory; anything but 0 ends the wait
     std::uint64_t timeout_ns = 0;
+    const std::uint32_t* failed = nullptr;  // the same in memory of the device, where there is one
+
+    [[nodiscard]] MKERNEL_HOST_DEVICE bool aborted() const {
+        return (failed != nullptr && load_relaxed(failed) != 0) || load_relaxed(abort) != 0;
+    }
 };
 
 // In memory of the device. One cache line of the device for each word that many threads change.
@@ -95,7 +100,7 @@ struct FifoDevice {
             }
             if (load_relaxed(&tickets->reading) == 0 &&
                 near::exchange_acquire(&tickets->reading, 1) == 0) {
-                const bool aborted = load_relaxed(limits.abort) != 0;
+                const bool aborted = limits.aborted();
                 const bool mine = !aborted && read_tail();
                 near::store_release(&tickets->reading, 0);
                 if (mine) return WaitResult::ok;

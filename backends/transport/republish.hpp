@@ -1,14 +1,16 @@
 // Words that the host raises, for a whole grid to wait for. Host code and CUDA; on a host it is what tests
 // run.
 //
-// The proxy raises words of the signal pad, which lie in pinned host memory. A load of those takes a round
+// The proxy adds to words of the signal pad, which lie in pinned host memory. A load of those takes a round
 // trip over PCIe, and many threads that poll them hold up everything else on that link (measured: 132 x
-// 1024 pollers make a copy engine's small copies a thousand times slower). So one thread of a running grid
-// polls them, and *republishes* them in memory of the device, where all others wait.
+// 1024 pollers make a copy engine's small copies a thousand times slower). So a few threads of one block
+// of a running grid poll them, and *republish* them in memory of the device, where all others wait: an
+// added word of the host becomes a set word of the device, which holds the number of the call.
 //
 // ORDER. Each load is an acquire of the host's release, each store a release to the device's waiters, and
-// releases are cumulative: whoever sees a word here sees what the host saw before it raised it.
-// A copy has one writer, and words only grow, so a copy is never ahead of its word and never falls back.
+// releases are cumulative: whoever sees a copy set sees what the host saw before it raised the word.
+// A call adds 1 to each word of a run, and whoever republishes it moves the word's expected count on by
+// that; nobody else looks at the count.
 #pragma once
 
 #include <cstdint>
@@ -19,66 +21,106 @@
 
 namespace mkernel::transport {
 
-// A run of a pad's words, and their copies.
+// A run of a pad's added words, less a gap in it, and of each word its expected count and its copy.
 struct Republished {
-    const Word* words = nullptr;  // pinned host memory, as the device addresses it
-    SetWord* copies = nullptr;    // device memory
-    std::uint32_t count = 0;
+    const Word* words = nullptr;        // pinned host memory, as the device addresses it
+    ExpectedCount* expected = nullptr;  // device memory, as the copies
+    SetWord* copies = nullptr;
+    std::uint32_t count = 0;  // of words, those in the gap left out
+    std::uint32_t gap_at = 0;
+    std::uint32_t gap = 0;
+
+    [[nodiscard]] MKERNEL_HOST_DEVICE std::uint32_t index(std::uint32_t item) const {
+        return item < gap_at ? item : item + gap;
+    }
+};
+
+// The threads that share the work on a run: the `lane`th of `lanes`.
+struct Lane {
+    std::uint32_t lane = 0;
+    std::uint32_t lanes = 1;
 };
 
 namespace detail {
 
-// kWords of them from `first` on, whose loads are under way together.
-template <int kWords>
-MKERNEL_HOST_DEVICE void republish_some(const Republished& run, std::uint32_t first) {
-    std::uint64_t word[kWords];
-    std::uint64_t copy[kWords];
-    for (int i = 0; i < kWords; ++i) {
-        if (first + i >= run.count) continue;
+// kItems of a lane from `first` on, whose loads are under way together. Whether all have come.
+template <int kItems>
+MKERNEL_HOST_DEVICE bool republish_some(const Republished& run, std::uint64_t number,
+                                        std::uint32_t first, std::uint32_t stride) {
+    bool pending[kItems];
+    std::uint64_t word[kItems];
+    bool all = true;
+    for (int i = 0; i < kItems; ++i) {
+        const std::uint32_t item = first + i * stride;
+        pending[i] = item < run.count && run.copies[run.index(item)].peek() < number;
+    }
+    for (int i = 0; i < kItems; ++i) {
+        if (!pending[i]) continue;
+        const Word& at = run.words[run.index(first + i * stride)];
 #ifdef __CUDA_ARCH__
-        word[i] = run.words[first + i].peek();  // the fence below makes it an acquire
+        word[i] = at.peek();  // the fence below makes it an acquire
 #else
-        word[i] = run.words[first + i].load();
+        word[i] = at.load();
 #endif
     }
-    for (int i = 0; i < kWords; ++i) {
-        if (first + i < run.count) copy[i] = run.copies[first + i].peek();
-    }
     [[maybe_unused]] bool fenced = false;
-    for (int i = 0; i < kWords; ++i) {
-        if (first + i >= run.count || word[i] == copy[i]) continue;
+    for (int i = 0; i < kItems; ++i) {
+        if (!pending[i]) continue;
+        const std::uint32_t index = run.index(first + i * stride);
+        if (word[i] < run.expected[index].after(1)) {
+            all = false;
+            continue;
+        }
+        run.expected[index].move_on(1);
 #ifdef __CUDA_ARCH__
         if (!fenced) fence_system();
         fenced = true;
-        run.copies[first + i].set_fenced(word[i]);
+        run.copies[index].set_fenced(number);
 #else
-        run.copies[first + i].set(word[i]);
+        run.copies[index].set(number);
 #endif
     }
+    return all;
 }
 
 }  // namespace detail
 
-// By one thread of a grid, until `stop` (device memory, which another thread of the grid stores to, once no
-// wait is left) is not 0: ok. aborted: the abort word was set. timed_out: the deadline passed.
-MKERNEL_HOST_DEVICE inline WaitResult republish(const Republished& run, const std::uint32_t* stop,
-                                                const DeviceLimits& limits) {
+// Sets each copy of the lane's share to `number`, which all copies are below, as its word has its one
+// addition of this call. ok: all of them have. aborted, timed_out: by the limits; `first_missing` then
+// says what was waited for.
+MKERNEL_HOST_DEVICE inline WaitResult republish(const Republished& run, std::uint64_t number,
+                                                const DeviceLimits& limits, Lane mine = {}) {
+#ifdef __CUDA_ARCH__
     constexpr int kTogether = 8;
+#else
+    constexpr int kTogether = 1;  // there a load takes no round trip
+#endif
     constexpr int kRoundsBetweenLooks = 16;
     const std::uint64_t start = near::now_ns();
     while (true) {
         for (int round = 0; round < kRoundsBetweenLooks; ++round) {
-            if (load_relaxed(stop) != 0) return WaitResult::ok;
-            for (std::uint32_t first = 0; first < run.count; first += kTogether) {
-                detail::republish_some<kTogether>(run, first);
+            bool all = true;
+            for (std::uint32_t first = mine.lane; first < run.count;
+                 first += kTogether * mine.lanes) {
+                all &= detail::republish_some<kTogether>(run, number, first, mine.lanes);
             }
+            if (all) return WaitResult::ok;
 #ifndef __CUDA_ARCH__
-            near::pause();  // there a load takes no round trip
+            near::pause();
 #endif
         }
-        if (load_relaxed(limits.abort) != 0) return WaitResult::aborted;
+        if (limits.aborted()) return WaitResult::aborted;
         if (near::now_ns() - start > limits.timeout_ns) return WaitResult::timed_out;
     }
+}
+
+// The index of the first word of the lane's share whose copy is not at `number`; `count` where all are.
+MKERNEL_HOST_DEVICE inline std::uint32_t first_missing(const Republished& run, std::uint64_t number,
+                                                       Lane mine = {}) {
+    for (std::uint32_t item = mine.lane; item < run.count; item += mine.lanes) {
+        if (run.copies[run.index(item)].peek() < number) return run.index(item);
+    }
+    return run.count + run.gap;
 }
 
 }  // namespace mkernel::transport

@@ -41,12 +41,16 @@ __device__ WaitResult wait_for(const transport::Word& word, std::uint64_t wanted
 
 __global__ void round_trips_kernel(FifoDevice fifo, DeviceLimits limits, RoundTrips trips) {
     if (blockIdx.x == 1) {
-        count(trips.ends, transport::republish(trips.run, trips.stop, limits));
+        WaitResult result = WaitResult::ok;
+        for (std::uint32_t round = 1; round <= trips.rounds && result == WaitResult::ok; ++round) {
+            result = transport::republish(trips.run, round, limits);
+        }
+        count(trips.ends, result);
         return;
     }
     const bool copy = trips.run.copies != nullptr;
     const transport::Word& word = copy ? *trips.run.copies : *trips.run.words;
-    const std::uint64_t before = trips.run.words->load();
+    const std::uint64_t before = copy ? 0 : trips.run.words->load();
     const std::uint64_t start_ns = near::now_ns();
     const long long start = clock64();
     WaitResult result = WaitResult::ok;
@@ -58,27 +62,28 @@ __global__ void round_trips_kernel(FifoDevice fifo, DeviceLimits limits, RoundTr
     }
     trips.totals[0] = near::now_ns() - start_ns;
     trips.totals[1] = static_cast<std::uint64_t>(clock64() - start);
-    if (copy) near::store_release(trips.stop, 1u);
     count(trips.ends, result);
 }
 
-// Republishes the round's number before the host raised it.
-__device__ WaitResult republish_ahead(const Watch& what, const DeviceLimits& limits) {
-    const std::uint64_t start = near::now_ns();
-    while (transport::load_relaxed(what.stop) == 0) {
-        what.run.copies->set(what.run.words->load() + 1);
-        if (late(start, limits)) return WaitResult::timed_out;
+// Each round's copy; with the fault before the host raised its word.
+__device__ WaitResult republish_rounds(const DeviceLimits& limits, const Watch& what, Fault fault) {
+    WaitResult result = WaitResult::ok;
+    for (std::uint32_t round = 1; round <= what.rounds && result == WaitResult::ok; ++round) {
+        if (fault == Fault::republish_before_word) {
+            what.run.copies->set(round);
+            result = wait_for(*what.run.words, round, limits);
+        } else {
+            result = transport::republish(what.run, round, limits);
+        }
     }
-    return WaitResult::ok;
+    return result;
 }
 
 __global__ void watch_kernel(DeviceLimits limits, Watch what, Fault fault) {
     if (threadIdx.x != 0) return;
     if (blockIdx.x == 0) {
         transport::store_release(what.started, std::uint64_t{1});
-        count(what.ends, fault == Fault::republish_before_word
-                             ? republish_ahead(what, limits)
-                             : transport::republish(what.run, what.stop, limits));
+        count(what.ends, republish_rounds(limits, what, fault));
         return;
     }
     const std::uint32_t watchers = gridDim.x - 1;
@@ -93,9 +98,6 @@ __global__ void watch_kernel(DeviceLimits limits, Watch what, Fault fault) {
             transport::store_release(what.acknowledged, std::uint64_t{round});
         }
     }
-    // The last one out.
-    __threadfence();
-    if (atomicAdd(&what.arrived->through, 1u) + 1 == watchers) near::store_release(what.stop, 1u);
     count(what.ends, result);
 }
 

@@ -28,7 +28,6 @@ struct RoundTrips {
     transport::PutCommand command;
     transport::Republished run;  // one word
     std::uint32_t rounds;
-    std::uint32_t* stop;    // device memory, 0
     std::uint32_t* ticks;   // pinned
     std::uint64_t* totals;  // pinned: nanoseconds, cycles
     Ends* ends;
@@ -36,10 +35,9 @@ struct RoundTrips {
 void round_trips(transport::FifoDevice fifo, transport::DeviceLimits limits,
                  const RoundTrips& trips, cudaStream_t stream);
 
-// How many blocks read the payload, of all rounds, and how many are through; in device memory.
+// How many blocks read the payload, of all rounds; in device memory.
 struct Arrivals {
     std::uint32_t read;
-    std::uint32_t through;
 };
 
 // `rounds` times: every block but the first waits for the copy of the word to reach the round's number,
@@ -50,7 +48,6 @@ struct Watch {
     const std::uint64_t* payload;  // pinned
     std::uint32_t rounds;
     std::uint32_t blocks;
-    std::uint32_t* stop;          // device memory, 0
     Arrivals* arrived;            // 0
     std::uint32_t* wrong;         // device memory, 0
     std::uint64_t* acknowledged;  // pinned

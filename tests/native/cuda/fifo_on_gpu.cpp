@@ -321,19 +321,18 @@ std::string a_copy_comes_after_the_data(const NamedFault& planted) {
     const bool early = planted.host;
     const bool ahead = planted.fault == Fault::republish_before_word;
     const std::uint32_t rounds = early || ahead ? 3 : kRounds;
+    OnDevice<transport::ExpectedCount> expected;
     OnDevice<transport::SetWord> copy;
-    OnDevice<std::uint32_t> stop;
     OnDevice<Arrivals> arrived;
     OnDevice<std::uint32_t> wrong;
     Pinned<std::uint64_t> payload;
     Pinned<std::uint64_t> acknowledged;
     Pinned<std::uint64_t> started;
     Watch what;
-    what.run = {rig.pad.word(kWord), copy.at(), 1};
+    what.run = {rig.pad.word(kWord), expected.at(), copy.at(), 1};
     what.payload = payload.at();
     what.rounds = rounds;
     what.blocks = multiprocessors();
-    what.stop = stop.at();
     what.arrived = arrived.at();
     what.wrong = wrong.at();
     what.acknowledged = acknowledged.at();
@@ -434,15 +433,14 @@ std::vector<double> trips_us(bool republished) {
     constexpr std::uint32_t kWarm = 1'000;
     Rig rig(1024);
     rig.drain();
+    OnDevice<transport::ExpectedCount> expected;
     OnDevice<transport::SetWord> copy;
-    OnDevice<std::uint32_t> stop;
     Pinned<std::uint32_t> ticks(kRounds);
     Pinned<std::uint64_t> totals(2);
     round_trips(rig.device->handle(), rig.limits(),
                 {echoed(),
-                 {rig.pad.word(kWord), republished ? copy.at() : nullptr, 1},
+                 {rig.pad.word(kWord), expected.at(), republished ? copy.at() : nullptr, 1},
                  kRounds,
-                 stop.at(),
                  ticks.at(),
                  totals.at(),
                  rig.ends.at()},
@@ -460,12 +458,11 @@ std::vector<double> wakes_us(double pause_ms) {
     constexpr int kReplays = 200;
     Rig rig(1024);
     rig.drain();
-    OnDevice<std::uint32_t> stop;
     Pinned<std::uint32_t> ticks(1);
     Pinned<std::uint64_t> totals(2);
-    const RoundTrips trip = {
-        echoed(),     {rig.pad.word(kWord), nullptr, 1}, 1, stop.at(), ticks.at(), totals.at(),
-        rig.ends.at()};
+    const RoundTrips trip = {echoed(),    {rig.pad.word(kWord), nullptr, nullptr, 1},
+                             1,           ticks.at(),
+                             totals.at(), rig.ends.at()};
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t replay = nullptr;
     check(cudaStreamBeginCapture(rig.stream.get(), cudaStreamCaptureModeThreadLocal), "a capture");

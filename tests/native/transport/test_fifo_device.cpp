@@ -171,46 +171,57 @@ bool an_abort_ends_pushes(Fault fault) {
     return rig.ends[0] == 4 && rig.ends[1] == 8;
 }
 
-// Whoever sees the copy of a word sees what was written before the word was raised.
+// Whoever sees the copy of a word sees what was written before the word was raised. A run of nine words
+// with a gap in it; two lanes share it.
 bool a_copy_comes_after_the_data(Fault fault) {
     constexpr std::uint64_t kRounds = 500;
+    constexpr std::uint32_t kFirst = 3, kWords = 12, kGapAt = 5, kGap = 3;
     nics::testing::Memory memory(SignalPad::bytes(16));
     const SignalPad pad = SignalPad::format(memory.data(), 16);
-    transport::SetWord copies[9];
-    std::uint32_t stop = 0;
+    transport::ExpectedCount expected[kWords];
+    transport::SetWord copies[kWords];
     std::uint64_t data = 0;  // plain
     std::atomic<std::uint64_t> acknowledged{0};
     const transport::DeviceLimits limits{&pad.abort_record().code, kPatience};
-    const transport::Republished run{pad.word(3), copies, 9};
-    std::thread publisher([&] {
-        if (fault == Fault::none) {
-            CHECK(transport::republish(run, &stop, limits) == WaitResult::ok);
-            return;
-        }
-        for (std::uint64_t round = 1; round <= kRounds; ++round) {
-            copies[8].set(round);
-            soon([&] { return acknowledged >= round; });
-        }
-    });
+    const transport::Republished run{pad.word(kFirst), expected, copies,
+                                     kWords - kGap,    kGapAt,   kGap};
+    std::atomic<int> failures{0};
+    std::vector<std::thread> publishers;
+    for (std::uint32_t lane = 0; lane < 2; ++lane) {
+        publishers.emplace_back([&, lane] {
+            for (std::uint64_t round = 1; round <= kRounds; ++round) {
+                if (fault == Fault::none) {
+                    if (transport::republish(run, round, limits, {lane, 2}) != WaitResult::ok) {
+                        ++failures;
+                    }
+                } else if (lane == 0) {
+                    copies[kWords - 1].set(round);
+                }
+                soon([&] { return acknowledged >= round; });
+            }
+        });
+    }
     std::uint64_t wrong = 0;
     std::thread waiter([&] {
         for (std::uint64_t round = 1; round <= kRounds; ++round) {
-            if (!soon([&] { return copies[8].reached(round); })) return;
+            if (!soon([&] { return copies[kWords - 1].reached(round); })) return;
             if (fault == Fault::none && data < round) ++wrong;
-            if (fault != Fault::none && pad.load(11) < round) ++wrong;
+            if (fault != Fault::none && pad.load(kFirst + kWords - 1) < round) ++wrong;
             acknowledged = round;
         }
     });
     for (std::uint64_t round = 1; round <= kRounds; ++round) {
         if (fault != Fault::none) soon([&] { return acknowledged >= round; });
         if (fault == Fault::none) data = round;
-        pad.add(11, 1);
+        for (std::uint32_t word = 0; word < kWords; ++word) {
+            if (word < kGapAt || word >= kGapAt + kGap) pad.add(kFirst + word, 1);
+        }
         soon([&] { return acknowledged >= round; });
     }
     waiter.join();
-    transport::near::store_release(&stop, 1);
-    publisher.join();
-    return wrong == 0 && acknowledged == kRounds && copies[7].load() == 0;
+    for (std::thread& each : publishers) each.join();
+    return wrong == 0 && failures == 0 && acknowledged == kRounds && copies[kGapAt].load() == 0 &&
+           (fault != Fault::none || expected[kWords - 1].value == kRounds);
 }
 
 // ---- that they hold, and what they catch
@@ -257,15 +268,37 @@ TEST(republished_words) {
     CHECK(!a_copy_comes_after_the_data(Fault::republish_before_word));
 }
 
+// What earlier calls added satisfies no later one, and an addition that came early is not lost.
+TEST(a_copy_waits_for_the_addition_of_its_own_call) {
+    Rig rig(2);
+    std::vector<transport::ExpectedCount> expected(1);
+    std::vector<transport::SetWord> copy(1);
+    const transport::Republished run{rig.pad.word(0), expected.data(), copy.data(), 1};
+    const std::uint32_t* abort = &rig.pad.abort_record().code;
+    rig.pad.add(0, 1);
+    CHECK(transport::republish(run, 7, {abort, kPatience}) == WaitResult::ok);
+    CHECK(copy[0].load() == 7);
+    CHECK(transport::republish(run, 8, {abort, 5 * kMs}) == WaitResult::timed_out);
+    CHECK(copy[0].load() == 7);
+    CHECK(transport::first_missing(run, 8) == 0);
+    rig.pad.add(0, 2);
+    CHECK(transport::republish(run, 8, {abort, kPatience}) == WaitResult::ok);
+    CHECK(transport::first_missing(run, 8) == 1);
+    CHECK(transport::republish(run, 9, {abort, kPatience}) == WaitResult::ok);
+    CHECK(expected[0].value == 3);
+}
+
 TEST(republishing_ends_by_its_deadline_and_by_an_abort) {
     Rig rig(2);
-    transport::SetWord copy;
-    const std::uint32_t stop = 0;
-    const transport::Republished run{rig.pad.word(0), &copy, 1};
+    std::vector<transport::ExpectedCount> expected(1);
+    std::vector<transport::SetWord> copy(1);
+    const transport::Republished run{rig.pad.word(0), expected.data(), copy.data(), 1};
     const std::uint32_t* abort = &rig.pad.abort_record().code;
-    CHECK(transport::republish(run, &stop, {abort, 5 * kMs}) == WaitResult::timed_out);
+    CHECK(transport::republish(run, 1, {abort, 5 * kMs}) == WaitResult::timed_out);
+    const std::uint32_t failed = 1;
+    CHECK(transport::republish(run, 1, {abort, kPatience, &failed}) == WaitResult::aborted);
     rig.pad.abort(AbortCode::peer_failure, {});
-    CHECK(transport::republish(run, &stop, {abort, kPatience}) == WaitResult::aborted);
+    CHECK(transport::republish(run, 1, {abort, kPatience}) == WaitResult::aborted);
 }
 
 // Of one FIFO, each with its own order and its own tickets.

@@ -69,17 +69,17 @@ std::shared_ptr<host::Launch> launch(
     call.args.pad = pointer<std::byte>(pad);
     const auto [even_inbox, odd_inbox, even_outbox, odd_outbox, scratch] = areas;
     const bool odd = (epoch & 1) != 0;
-    call.args.inbox_offset = odd ? odd_inbox : even_inbox;
-    call.args.outbox_offset = odd ? odd_outbox : even_outbox;
-    call.args.inbox = pointer<std::byte>(workspace + call.args.inbox_offset);
-    call.args.outbox = pointer<std::byte>(workspace + call.args.outbox_offset);
+    call.args.channel.inbox = odd ? odd_inbox : even_inbox;
+    call.args.channel.outbox = odd ? odd_outbox : even_outbox;
+    call.args.inbox = pointer<std::byte>(workspace + call.args.channel.inbox);
+    call.args.outbox = pointer<std::byte>(workspace + call.args.channel.outbox);
     call.args.scratch = pointer<std::byte>(workspace + scratch);
-    call.args.region = region;
+    call.args.channel.region = region;
     for (const auto& [peer_pad, peer_workspace] : peers) {
         const bool near = peer_pad != 0;
         call.peers.push_back(
             {pointer<std::byte>(peer_pad),
-             pointer<std::byte>(near ? peer_workspace + call.args.inbox_offset : 0)});
+             pointer<std::byte>(near ? peer_workspace + call.args.channel.inbox : 0)});
     }
     call.blocks = blocks_of(blocks);
     call.number = number;

@@ -30,6 +30,7 @@
 #include <cstdint>
 
 #include "backends/accelerators/ascend/isa/tile.hpp"
+#include "backends/transport/channel.hpp"
 
 namespace mkernel::ascend {
 
@@ -102,8 +103,7 @@ struct CallArgs {
     std::byte* scratch = nullptr;
     const Peer* peers = nullptr;           // [world]
     const std::uint32_t* order = nullptr;  // [world]: the ranks as work takes them, itself first
-    std::uint32_t region = 0;              // for NIC puts: the memory that all of these lie in,
-    std::uint64_t inbox_offset = 0, outbox_offset = 0;  // on every rank there
+    transport::Channel channel;            // to ranks of other nodes
     bool compute_only = false;  // the view without communication: chunks count as present
 
     [[nodiscard]] constexpr std::uint32_t word(Remote word) const { return word_of(word, epoch); }
