@@ -83,7 +83,13 @@ def plan(
         nodes, ranks_per_node = nodes or 1, ranks_per_node or 1
         settings = load_settings()
         backends = selection.backends(
-            settings, nodes, accelerator=accelerator, nic=nic, verbs=verbs, op=canonical(op)
+            settings,
+            nodes,
+            accelerator=accelerator,
+            nic=nic,
+            verbs=verbs,
+            op=canonical(op),
+            ranks=nodes * ranks_per_node,
         )
     check_world(nodes, ranks_per_node)
     if topology is None:

@@ -45,6 +45,7 @@ def backends(
     nic: str | None = None,
     verbs: str | None = None,
     op: str | None = None,
+    ranks: int | None = None,
 ) -> Backends:
     """The backends of a world of so many nodes on machines like this one.
 
@@ -52,6 +53,7 @@ def backends(
         accelerator, nic, verbs: instead of the settings'. ``accelerator``: ``auto``, which puts beside
             the most preferred one those that have ops it lacks; one, which then is alone; or several in
             order (:func:`accelerator_names`).
+        ranks: of the world, where they are known.
         op: that the accelerator must provide, where it is not named.
 
     Raises:
@@ -60,8 +62,8 @@ def backends(
     """
     names = accelerator_names(accelerator or settings.accelerator)
     if names == (AUTO,):
-        name = chosen_accelerator(nodes, op)
-        companions = companions_of(name, nodes)
+        name = chosen_accelerator(nodes, op, ranks)
+        companions = companions_of(name, nodes, ranks)
     else:
         name, *rest = names
         companions = tuple(rest)
@@ -99,7 +101,7 @@ def nic_and_verbs(
 # ---- accelerators --------------------------------------------------------------------------------
 
 
-def chosen_accelerator(nodes: int = 1, op: str | None = None) -> str:
+def chosen_accelerator(nodes: int = 1, op: str | None = None, ranks: int | None = None) -> str:
     """The accelerator that ``auto`` stands for: the most preferred that fits and is usable. The last
     that fits is taken as it is: whoever opens it asks, and to ask ``streams`` takes an import of torch.
 
@@ -108,7 +110,7 @@ def chosen_accelerator(nodes: int = 1, op: str | None = None) -> str:
     """
     verdicts, fitting = [], []
     for name, backend in _by_preference():
-        misfit = _misfit(backend, nodes, op)
+        misfit = _misfit(backend, nodes, op, ranks)
         if misfit is None:
             fitting.append(name)
         else:
@@ -134,11 +136,11 @@ def named_for(op: str, given: str) -> str:
     return next(provide, names[0])
 
 
-def companions_of(name: str, nodes: int) -> tuple[str, ...]:
+def companions_of(name: str, nodes: int, ranks: int | None = None) -> tuple[str, ...]:
     """Those that ``auto`` puts beside the accelerator that it has chosen: each has ops that none before
     it has. The last that fits is taken as it is, as by :func:`chosen_accelerator`."""
     ordered = [
-        other for other, backend in _by_preference() if _misfit(backend, nodes, None) is None
+        other for other, backend in _by_preference() if _misfit(backend, nodes, None, ranks) is None
     ]
     behind = ordered[ordered.index(name) + 1 :] if name in ordered else []
     own = registry.accelerator(name)
@@ -154,12 +156,14 @@ def companions_of(name: str, nodes: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def accelerator_for(device: Accelerator, nodes: int, op: str) -> tuple[str, tuple[Verdict, ...]]:
-    """What ``auto`` would stand for on a machine with such a device, and what it would pass over.
+def accelerator_for(
+    device: Accelerator, nodes: int, op: str, ranks: int
+) -> tuple[str, tuple[Verdict, ...]]:
+    """What ``auto`` would stand for on machines with such a device, and what it would pass over.
     BackendUnavailable."""
     verdicts: list[Verdict] = []
     for name, backend in _by_preference():
-        misfit = _misfit(backend, nodes, op, device)
+        misfit = _misfit(backend, nodes, op, ranks, device)
         if misfit is None:
             return name, tuple(verdicts)
         verdicts.append(Verdict(name, False, misfit))
@@ -197,7 +201,7 @@ def accelerator_verdicts() -> list[Verdict]:
     is usable."""
     verdicts = []
     for name, backend in _by_preference():
-        misfit = _misfit(backend, 1, None)
+        misfit = _misfit(backend, 1, None, None)
         status = Status(False, misfit) if misfit is not None else _status(name)
         verdicts.append(Verdict(name, status.usable, _reason(status)))
     return verdicts
@@ -207,6 +211,7 @@ def _misfit(
     backend: AcceleratorBackend | Exception,
     nodes: int,
     op: str | None,
+    ranks: int | None,
     device: Accelerator | None = None,
 ) -> str | None:
     """Why ``auto`` never takes a backend for such a world; None: it may. ``device``: of a machine
@@ -224,6 +229,8 @@ def _misfit(
         misfit = f"does not provide {op!r}"
     if misfit is None and nodes > 1 and not claims.between_nodes:
         misfit = f"has no path between {nodes} nodes"
+    if misfit is None and ranks is not None:
+        misfit = claims.too_many(ranks)
     return misfit
 
 

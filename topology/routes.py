@@ -43,8 +43,9 @@ class Way(Model):
 
     @property
     def taken(self) -> bool:
-        """Whether backends take such ways: none relays or stages what it sends in host memory."""
-        return self.kind not in ("relay", "host") and not self.staged
+        """Whether there are backends that take such ways: none relays, or stages in host memory what
+        it sends inside a node."""
+        return self.kind not in ("relay", "host")
 
     @model_validator(mode="after")
     def _consistent(self) -> Way:
@@ -118,6 +119,11 @@ class RouteTable(Model):
     def several_rails(self) -> bool:
         """Whether some ranks are joined by more than one rail."""
         return any(len(one.rails) > 1 for one in self.classes)
+
+    @property
+    def staged(self) -> bool:
+        """Whether what NICs carry rests in host memory on some side of some pair of ranks."""
+        return any(one.staged for one in self.classes if not one.within)
 
     def route(self, placement: WorldPlacement, src: int, dst: int) -> Route:
         """The route of an ordered pair. KeyError: ``src == dst``, or out of range."""

@@ -43,8 +43,8 @@ def routes(
     Args:
         group: a process group carries everything: inside a node at the rate of the way that devices
             have there, between nodes at the constants', or that of a NIC.
-        detours: relays and host memory wherever that is fastest; else only where own NICs do not
-            write from device to device, because no backend takes detours today.
+        detours: relays wherever that is fastest; else only where ranks have no NICs of their own that
+            meet, because no backend relays today.
 
     Raises:
         NoRoute: a pair has no path; the message names both ends and what is missing.
@@ -185,10 +185,11 @@ class _Side:
 
 
 def _staged(device: Accelerator, nic: Nic) -> bool:
-    """Whether bytes between them rest in host memory. Unknown positions count as near."""
-    if device.kind == "cpu" or device.emulated or nic.emulated:
+    """Whether bytes between them rest in host memory. Unknown positions count as near; a NIC that is
+    emulated reaches host memory, and a device's where it says so."""
+    if device.kind == "cpu" or device.emulated:
         return False
-    if nic.gpudirect is not None:
+    if nic.gpudirect is not None or nic.emulated:
         return not nic.gpudirect
     known = bool(device.pci_path and nic.pci_path)
     return known and CLASSES.index(classify(device, nic)) > _FARTHEST_DIRECT
@@ -200,7 +201,7 @@ def _between(
     """The fastest way between two nodes; of equally fast ones the first: own NICs, a relay at the
     source, at the destination, and only where all of these fail, any NICs of the two nodes."""
     direct = _way(src, i, i, src.nics[i], dst, j, j, dst.nics[j], constants)
-    if direct and not direct.staged and not detours:
+    if direct and not detours:
         return direct
     least_us = _time_us(direct) if direct else math.inf
     relay_us = constants.nic_latency_us + constants.p2p_latency_us + constants.signal_us

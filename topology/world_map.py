@@ -85,8 +85,8 @@ class WorldMap:
 
     @cached_property
     def fastest_links(self) -> SharedLinks:
-        """The same where ranks also relay for each other and stage bytes in host memory, wherever that
-        is fastest: what no backend does today."""
+        """The same where ranks also relay for each other, wherever that is fastest: what no backend
+        does today."""
         return self._links(group=False, detours=True)
 
     def _links(self, *, group: bool, detours: bool = False) -> SharedLinks:

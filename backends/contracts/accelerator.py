@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
+from mkernel.errors import Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
@@ -40,9 +41,12 @@ class Call:
         pad, workspace: addresses of this rank's own; ``areas``: where in the workspace each of the
             plan's areas lies, the same on all ranks.
         peers: same-node ranks. A rank that is absent here is reached through ``fifo`` only.
-        region: the workspace's region number for NIC puts.
+        region: the region number for NIC puts: the workspace's, or, where the plan's routes are staged,
+            that of the staging memory.
         fifo: address of the ``FifoHandle``; 0 where the world has one node.
         timeout_s: every wait of the call ends after this long.
+        staging: address of the staging memory; 0 where the plan needs none.
+        ordered: whether the NIC keeps order (:class:`mkernel.backends.contracts.nic.NicCapabilities`).
         view, trace, timed: for instrumented backends (:mod:`.instrumented`); others ignore them.
             ``trace``: record instructions. ``timed``: the launch will be asked for its times.
         options: the op's scalars (``scale``).
@@ -64,6 +68,8 @@ class Call:
     region: int
     fifo: int
     timeout_s: float
+    staging: int = 0
+    ordered: bool = True
     view: View = "pipelined"
     trace: bool = False
     timed: bool = True
@@ -187,6 +193,11 @@ class AcceleratorBackend(ABC):
     @abstractmethod
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed memory that peers of the node can map and a NIC can register."""
+
+    def allocate_staging(self, nbytes: int) -> SymmetricMemory:
+        """Zeroed host memory that kernels of the rank's device can address, and a NIC can register.
+        Asked for by who claims ``staged`` among the transfer paths."""
+        raise Unsupported(f"accelerator {self.name!r} stages nothing in host memory")
 
     def format(self, memory: SymmetricMemory) -> None:
         """Prepare fresh memory for workspaces, before any peer can reach it."""

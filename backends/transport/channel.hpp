@@ -11,7 +11,7 @@
 //
 // REUSE. The outbox may be written again when the NIC has read it: on a NIC that keeps order when the peer
 // has said that it got the bytes; on one that does not, which may send them once more, when the proxy
-// says that they are complete (`Channel::settle`).
+// says that they are complete (`Channel::completion`).
 #pragma once
 
 #include <cstdint>
@@ -43,6 +43,11 @@ struct Channel {
         command.signal = signal;
         command.value = 1;
         return command;
+    }
+
+    // Adds 1 to word `signal` of the own pad once all commands before are complete here.
+    [[nodiscard]] MKERNEL_HOST_DEVICE PutCommand completion(std::uint32_t signal) const {
+        return command(PutCommand::kSelf, signal);
     }
 };
 

@@ -24,6 +24,7 @@ struct Awaited {
     std::uint32_t chunk;
 };
 inline constexpr std::uint32_t kControlWord = 0xFFFFFFFFu;
+inline constexpr std::uint32_t kFullFifo = 0xFFFFFFFEu;  // no word: a slot of the command FIFO
 inline constexpr std::uint32_t kNoChunk = 0xFFFFFFFFu;
 
 class DeviceWaiter {

@@ -137,7 +137,7 @@ def command(
         few = count < len(world.nodes)
         return mapped(Topology(nodes=world.nodes[:count])) if few else here
 
-    lacks = missing.of_world(backends.accelerator, claims, here.kinds)
+    lacks = missing.of_world(backends.accelerator, claims, here.kinds, here.ranks_per_node)
     planned = partial(
         explain,
         name,

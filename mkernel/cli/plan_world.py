@@ -97,7 +97,9 @@ def _elsewhere(
     name = selection.named_for(op, accelerator or settings.accelerator)
     passed_over: tuple[str, ...] = ()
     if name == AUTO:
-        name, others = selection.accelerator_for(device, len(world.nodes), op)
+        name, others = selection.accelerator_for(
+            device, len(world.nodes), op, len(world.nodes) * ranks_per_node
+        )
         passed_over = tuple(f"not on {other.name}: it {other.detail}" for other in others)
     claims = registry.accelerator(name).capabilities_on(device.kind)
     if len(world.nodes) == 1 or claims.process_group:

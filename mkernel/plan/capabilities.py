@@ -29,6 +29,8 @@ class AcceleratorCapabilities(Model):
     rows (columns, of a column-major b). Other tensors whose elements are not packed are copied."""
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
+    """``p2p``: kernels write to peers of the node. ``nic``: they also push puts to ranks of other
+    nodes. ``staged``: these rest in host memory where NICs do not reach the device's."""
     peer_access: bool
     multicast: bool = False
     simulated: bool = False
@@ -38,9 +40,14 @@ class AcceleratorCapabilities(Model):
     cores its chips have."""
     chunk_invariant: bool = True
     """Whether results are bit-identical for every chunk size."""
+    most_ranks: int | None = None
+    """Of a world; None: any number."""
     stream_ordered: bool = False
     """Whether a call is only queued on the device when the op returns, as torch's own ops are. What
     breaks then surfaces at the next call, at ``mkernel.synchronize()`` or at ``finalize()``."""
+    settles_puts: bool = False
+    """Whether a call ends only when NICs are done with what it put, also where they keep no order. Else
+    the host waits for such a NIC after each call."""
     library_ops: tuple[str, ...] = ()
     """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
     one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""
@@ -90,6 +97,17 @@ class AcceleratorCapabilities(Model):
     def between_nodes(self) -> bool:
         """Whether calls have a way to ranks of other nodes: puts of a NIC, or a process group."""
         return self.process_group or "nic" in self.transfer_paths
+
+    @property
+    def stages(self) -> bool:
+        """Whether what kernels send to other nodes may rest in host memory."""
+        return "staged" in self.transfer_paths
+
+    def too_many(self, ranks: int) -> str | None:
+        """Why a world cannot have so many ranks, as what the backend "runs"; None: it can."""
+        if self.most_ranks is None or ranks <= self.most_ranks:
+            return None
+        return f"runs worlds of at most {self.most_ranks} ranks, not of {ranks}"
 
     def dtype_pairs(self) -> tuple[tuple[DtypeName, DtypeName], ...]:
         """Every claimed (dtype of the inputs, dtype of the output)."""

@@ -16,13 +16,17 @@ from mkernel.topology.routes import RouteClass, RouteTable
 
 
 def of_world(
-    accelerator: str, capabilities: AcceleratorCapabilities, world: NodeKinds
+    accelerator: str,
+    capabilities: AcceleratorCapabilities,
+    world: NodeKinds,
+    ranks_per_node: int,
 ) -> tuple[str, ...]:
     """Why no world of this accelerator can be made of these nodes.
 
     Args:
         accelerator, capabilities: the backend's name, and its claims on such devices.
         world: its kinds of nodes, with the devices that ranks would use.
+        ranks_per_node: ranks on each.
     """
     found: dict[str, None] = {}
     for node in world.prototypes:
@@ -36,21 +40,34 @@ def of_world(
             f"{', '.join(capabilities.transfer_paths)}); make a world of one node, or use another "
             "accelerator"
         ] = None
+    crowd = capabilities.too_many(len(world.of) * ranks_per_node)
+    if crowd is not None:
+        found[f"accelerator {accelerator!r} {crowd}"] = None
     return tuple(found)
 
 
-def of_routes(table: RouteTable, placement: WorldPlacement) -> tuple[str, ...]:
-    """Which ways between ranks no backend takes: relays, and host memory. One pair stands for all of
-    its kind."""
+def of_routes(
+    table: RouteTable,
+    placement: WorldPlacement,
+    accelerator: str,
+    capabilities: AcceleratorCapabilities,
+) -> tuple[str, ...]:
+    """Which ways between ranks the backend does not take: relays, and host memory. One pair stands for
+    all of its kind."""
     found: dict[str, str] = {}
     for one in table.classes:
-        for what, sentence in _untaken(one, placement):
+        for what, sentence in _untaken(one, placement, accelerator, capabilities):
             found.setdefault(what, sentence)
     return tuple(found.values())
 
 
-def _untaken(route: RouteClass, placement: WorldPlacement) -> Iterator[tuple[str, str]]:
-    if route.taken:
+def _untaken(
+    route: RouteClass,
+    placement: WorldPlacement,
+    accelerator: str,
+    capabilities: AcceleratorCapabilities,
+) -> Iterator[tuple[str, str]]:
+    if route.taken and (not route.staged or capabilities.stages):
         return
     src, dst = (
         f"{placement.sites[site].seats[local].accelerator} of node {node}"
@@ -77,7 +94,7 @@ def _untaken(route: RouteClass, placement: WorldPlacement) -> Iterator[tuple[str
         yield (
             "staged",
             f"{src} reaches {dst} through host memory, because NICs ({nics}) do not reach the devices' "
-            "memory, and no accelerator backend stages what it sends there",
+            f"memory, and accelerator {accelerator!r} does not stage what it sends there",
         )
 
 

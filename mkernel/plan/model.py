@@ -253,8 +253,7 @@ class LaunchPlan(CommonPart):
         untaken = next((one for one in self.routes.classes if not one.taken), None)
         if untaken is not None:
             raise ValueError(
-                f"a route of kind {untaken.kind!r}{', staged' * bool(untaken.staged)}: no backend "
-                "takes it, and a plan holds none"
+                f"a route of kind {untaken.kind!r}: no backend takes it, and a plan holds none"
             )
         if (self.nics is None) != (self.nic is None):
             raise ValueError(f"a plan with nic {self.nic!r} has the NIC schedule {self.nics!r}")

@@ -294,9 +294,9 @@ def _links(
     group = claims.group_carries(op, where.nodes) or (
         claims.process_group and any(one.kind != "p2p" for one in where.links.table.classes)
     )
-    lacks = missing.of_world(accelerator, claims, where.kinds)
+    lacks = missing.of_world(accelerator, claims, where.kinds, where.ranks_per_node)
     links = where.group_links if group else where.fastest_links if lacks else where.links
-    return links, lacks + missing.of_routes(links.table, where.placement)
+    return links, lacks + missing.of_routes(links.table, where.placement, accelerator, claims)
 
 
 def _common(

@@ -79,8 +79,9 @@ class Calls:
         # Without order a put may still be repeated after the peer has seen it. On an ordered NIC the
         # peer's release, which came after the data, says that its source may be written again.
         self._ordered = session is None or session.capabilities().ordered
+        self._flushes = not (self._ordered or engine.claims.settles_puts)
         # Calls may be left to the device where the host need not wait for its puts.
-        self._queues = engine.claims.stream_ordered and self._ordered
+        self._queues = engine.claims.stream_ordered and not self._flushes
         self.known = (
             known_calls(self, failure, self._running, turns, self._pad)
             if learns and self._queues
@@ -131,8 +132,10 @@ class Calls:
                         workspace=arena.buffer.local.address if arena else 0,
                         areas=arena.offsets if arena else (),
                         peers=memory.peers,
-                        region=arena.buffer.region if arena else 0,
+                        region=memory.region,
+                        staging=memory.staging.local.address if memory.staging else 0,
                         fifo=self._fifo,
+                        ordered=self._ordered,
                         timeout_s=self._failure.timeout_s,
                         view=view,
                         trace=trace,
@@ -153,7 +156,7 @@ class Calls:
             if not (wait or trace or view != "pipelined") and self._queues:
                 return CallRecord(LaunchTimes(), None, launch.results())
             self._await_all()
-            if not self._ordered:
+            if self._flushes:
                 self._flush()
             times, recorded = instrumented.times(launch), instrumented.trace(launch)
             return CallRecord(times, recorded, launch.results())

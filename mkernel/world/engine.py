@@ -81,7 +81,9 @@ class Engine:
         Raises:
             Unsupported: the backend cannot run in such a world.
         """
-        lacks = missing.of_world(self.backends.accelerator, self.claims, self.map.kinds)
+        lacks = missing.of_world(
+            self.backends.accelerator, self.claims, self.map.kinds, self._me.ranks_per_node
+        )
         if lacks:
             raise Unsupported("; ".join(lacks))
         here = self.map.placement[self._me.rank].accelerator

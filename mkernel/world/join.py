@@ -284,4 +284,5 @@ class Membership:
             session.connect(peer, addresses[peer])
         session.start(engine.heap.pad, engine.map.placement[me.rank].proxy_cpus)
         self.session = engine.heap.session = self._failure.session = session
+        engine.heap.staged = engine.map.links.table.staged
         self._exchange.barrier()  # nobody puts before every queue pair is ready to receive

@@ -103,9 +103,14 @@ class _Wanted(NamedTuple):
     verbs: str | None
     device: devices.Chosen | None
 
-    def backends(self, settings: Settings, nodes: int) -> Backends:
+    def backends(self, settings: Settings, nodes: int, ranks: int) -> Backends:
         return selection.backends(
-            settings, nodes, accelerator=self.accelerator, nic=self.nic, verbs=self.verbs
+            settings,
+            nodes,
+            accelerator=self.accelerator,
+            nic=self.nic,
+            verbs=self.verbs,
+            ranks=ranks,
         )
 
 
@@ -114,7 +119,7 @@ def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | N
     job = environment.started()
     nodes = settings.nodes if wanted.nodes is None else wanted.nodes
     identity = _identity(job, nodes, wanted.ranks_per_node)
-    backends = wanted.backends(settings, identity.nodes)
+    backends = wanted.backends(settings, identity.nodes, identity.size)
     name = f"{STARTED}{generations[STARTED]}"
     with worlds.joining(name):
         prefix = _prefix(STARTED)
@@ -143,7 +148,7 @@ def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World
         identity = _identity(
             Started(rank, size, size // found, None), wanted.nodes, wanted.ranks_per_node
         )
-        backends = wanted.backends(settings, identity.nodes)
+        backends = wanted.backends(settings, identity.nodes, identity.size)
         world = World(identity, backends, settings, (one, two), key, name, wanted.device)
         worlds.add(world, default=True)
     return world

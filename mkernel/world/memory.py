@@ -63,21 +63,40 @@ class Arena:
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """What calls of one plan use in one world: the arena, where it needs memory, and same-node peers as
-    kernels see them."""
+    """What calls of one plan use in one world: arena and staging memory, where it needs them, and
+    same-node peers as kernels see them."""
 
     arena: Arena | None
+    staging: SymmetricBuffer | None
     peers: Mapping[int, PeerMemory]
+
+    @property
+    def region(self) -> int:
+        """What NICs read and write."""
+        if self.staging is not None:
+            return self.staging.region
+        return self.arena.buffer.region if self.arena else 0
+
+
+class _Staging:
+    """Source of staging memory. Peers of the node have no use for it; that it is exported to them is
+    what makes it symmetric."""
+
+    def __init__(self, accelerator: AcceleratorBackend) -> None:
+        self.allocate = accelerator.allocate_staging
+        self.attach = HostPages().attach
 
 
 class SymmetricHeap:
     """All symmetric memory of one engine of a world; nothing of it is freed before the world ends.
 
-    Joining fills in ``session``. What is allocated before, the pad, NICs write to by address only.
+    Joining fills in ``session`` and ``staged``. What is allocated before, the pad, NICs write to by
+    address only.
 
     Attributes:
         pad: address of the rank's own.
         board: by which ranks compare digests; None: some are on other nodes.
+        staged: NICs do not reach the accelerator's memory; they get staging memory instead.
     """
 
     def __init__(
@@ -96,10 +115,12 @@ class SymmetricHeap:
         self._regions = regions
         self._plans: Recent[str, PlanMemory] = Recent()  # one that is not kept is adopted again
         self._arena: Arena | None = None  # the newest
+        self._staging: SymmetricBuffer | None = None  # likewise
         self._users: list[SymmetricBuffer] = []
         self._known: KnownCalls | None = None
         self._held = contextlib.ExitStack()
         self.session: NicSession | None = None
+        self.staged = False
         # As many counters as can be named: host pages that nobody touches take no memory. Behind them
         # lies the rank's board.
         pad_bytes = _transport.pad_bytes(_transport.MOST_SIGNALS)
@@ -132,13 +153,14 @@ class SymmetricHeap:
     ) -> SymmetricBuffer:
         """A buffer until the end of the world, from the accelerator or another source. Collective."""
         region = next(self._regions)
+        unreached = self.staged and source is None
         try:
             buffer = symmetric.allocate(
                 region,
                 nbytes,
                 identity=self._identity,
                 source=source or self._accelerator,
-                session=self.session,
+                session=None if unreached else self.session,
                 exchange=self._exchange,
                 prepare=prepare,
             )
@@ -206,12 +228,13 @@ class SymmetricHeap:
                 "in larger chunks or tiles"
             )
         arena = self._arena_for(needs.areas) if needs.areas else None
+        staging = self._staging_for(needs.staging) if needs.staging else None
         mapped = arena.buffer.peers if arena else {}
         peers = {
             rank: PeerMemory(pad.address, mapped[rank].address if arena else 0)
             for rank, pad in self._pad.peers.items()
         }
-        self._plans[digest] = made = PlanMemory(arena, peers)
+        self._plans[digest] = made = PlanMemory(arena, staging, peers)
         return made
 
     def _arena_for(self, areas: Sequence[int]) -> Arena:
@@ -220,3 +243,9 @@ class SymmetricHeap:
             arena.buffer = self._allocate(arena.nbytes, self._accelerator.format)
             self._arena = arena
         return self._arena
+
+    def _staging_for(self, nbytes: int) -> SymmetricBuffer:
+        if self._staging is None or self._staging.nbytes < nbytes:
+            larger = max(nbytes, 2 * self._staging.nbytes if self._staging else 0)
+            self._staging = self._allocate(larger, source=_Staging(self._accelerator))
+        return self._staging

@@ -1,4 +1,4 @@
-"""The hopper backend: persistent kernels on GPUs of compute capability 9.0, over NVLink.
+"""The hopper backend: persistent kernels on GPUs of compute capability 9.0, over NVLink and NICs.
 
 Its capabilities can be asked for without torch; a world's session (``device_session.py``) needs it.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.accelerators.hopper import tuning
-from mkernel.backends.accelerators.hopper.capabilities import library_ops, ops
+from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS, library_ops, ops
 from mkernel.backends.accelerators.hopper.machine import FILE, machine
 from mkernel.backends.accelerators.hopper.native import missing
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class HopperAccelerator(AcceleratorBackend, Instrumented):
-    """GPUs of compute capability 9.0 that reach each other's memory.
+    """GPUs of compute capability 9.0, on one node each reaching the others' memory.
 
     A rank uses one device: torch's current one when the world is made, or, where the process has not
     used CUDA by then, the one that the topology places it on. Calls run on torch's current stream and
@@ -115,12 +115,14 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 rounded_partials=True,
                 b_layouts=("row", "column"),
                 alignment_bytes=16,
-                transfer_paths=("p2p",),
+                transfer_paths=("p2p", "nic", "staged"),
                 peer_access=True,
                 multicast=False,
                 compute_cores=processors,
                 comm_cores=processors,
+                most_ranks=MOST_RANKS,
                 stream_ordered=True,
+                settles_puts=True,
                 library_ops=library_ops(),
                 kinds=("cuda",),
                 architectures=(f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
@@ -166,11 +168,16 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         """Write the number of the first call, where kernels look for it."""
         self._open_session().format(memory)
 
+    def allocate_staging(self, nbytes: int) -> SymmetricMemory:
+        """Zeroed host memory that kernels address, by the same addresses."""
+        return self._open_session().allocate_staging(nbytes)
+
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """A workspace, shared by all plans of a world; its flags are its own, so no signals."""
+        """A workspace, shared by all plans of a world. Its flags are its own: signals are for other
+        nodes."""
         from mkernel.backends.accelerators.hopper.dispatch import executor_of
 
-        return Workspace((executor_of(plan).workspace_bytes(plan),))
+        return executor_of(plan).workspace(plan)
 
     def launch(self, call: Call) -> HopperLaunch:
         """Queue the call on torch's current stream, after the world's previous one."""

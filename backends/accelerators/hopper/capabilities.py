@@ -8,6 +8,8 @@ from mkernel.backends.accelerators.hopper.native import native
 from mkernel.errors import BackendUnavailable
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+MOST_RANKS = 16
+"""Of a world; as in device/network.cuh."""
 _TORCH = (2, 8)
 """The first torch that has products of half-precision inputs in float32 (``aten::mm.dtype_out``)."""
 

@@ -19,6 +19,7 @@ from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTi
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.backends.cuda.native import ARCHITECTURE
+from mkernel.backends.cuda.pinned import PinnedMemory
 from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.plan.recent import Recent
 from mkernel.topology.model import Accelerator
@@ -129,8 +130,12 @@ class DeviceSession:
 
     def close(self, timeout_s: float) -> bool:
         """Wait for the device. False at the deadline: kernels of the world did not end."""
-        if not self._used:
-            return True
+        if self._used and not self._drained(timeout_s):
+            return False
+        self._context.network = None  # the NIC session may close
+        return True
+
+    def _drained(self, timeout_s: float) -> bool:
         # No call of CUDA's waits with a deadline; a thread that is left behind waits for good.
         waiting = threading.Thread(
             target=_synchronize, args=(self.index,), name="mkernel-drain", daemon=True
@@ -153,6 +158,11 @@ class DeviceSession:
     def allocate(self, nbytes: int) -> SymmetricMemory:
         """Zeroed memory of the device."""
         return DeviceMemory.create(nbytes, self.index)
+
+    def allocate_staging(self, nbytes: int) -> SymmetricMemory:
+        """Zeroed host memory that the device addresses, for a NIC too."""
+        with self._current:
+            return PinnedMemory.create(nbytes)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
         """Map a same-node peer's memory for the device. OSError where it is gone."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 
@@ -13,14 +15,46 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
 
-class DispatchContext(NamedTuple):
-    """What all executors of a world share: the device, the order of its calls (which also has the
-    second stream for copies), and the address of the rank's HostControl and its owner."""
+@dataclass
+class DispatchContext:
+    """What all executors of a world share.
+
+    Attributes:
+        device: its number in this process.
+        order: of the world's calls; it also has the second stream for copies.
+        control: address of the rank's HostControl; ``control_block``: its owner.
+        network: the way to other nodes, from the first call on that has one.
+    """
 
     device: int
     order: _hopper.CallOrder
     control: int
     control_block: _hopper.ControlBlock | None = None
+    network: _hopper.DeviceNetwork | None = None
+
+    def network_of(self, call: Call) -> _hopper.Network | None:
+        """What the kernels of this call use to reach other nodes; None: there are none. ArgumentError,
+        CudaError: the device cannot push to the session's FIFO, or address what lies on the host."""
+        made = native()
+        if call.plan.nodes == 1:
+            return None
+        if self.network is None:
+            self.network = made.DeviceNetwork(self.device, call.fifo, call.pad, call.ordered)
+        staged = call.plan.routes.staged
+        area = call.staging if staged else call.workspace + made.DATA_OFFSET
+        offset = 0 if staged else call.areas[0] + made.DATA_OFFSET
+        found: _hopper.Network = self.network.of(area, staged, call.region, offset)
+        return found
+
+
+def workspace_of(plan: LaunchPlan, nbytes: int) -> Workspace:
+    """What a plan needs of symmetric memory whose kernels need a workspace of so many bytes: one area,
+    and where there are other nodes the words, and the staging memory, that a network wants."""
+    if plan.nodes == 1:
+        return Workspace((nbytes,))
+    made = native()
+    staging = nbytes - made.DATA_OFFSET if plan.routes.staged else 0
+    return Workspace((nbytes,), signals=made.NETWORK_WORDS, staging=staging)
 
 
 def one_node(plan: LaunchPlan) -> int:
@@ -34,12 +68,17 @@ def one_node(plan: LaunchPlan) -> int:
 
 def device_world(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
     """The world as the kernels of this call see it."""
-    workspaces = [
-        call.workspace if rank == call.rank else call.peers[rank].workspace
-        for rank in range(call.plan.world_size)
-    ]
+    workspaces = [0] * call.plan.world_size
+    workspaces[call.rank] = call.workspace
+    for rank, peer in call.peers.items():
+        workspaces[rank] = peer.workspace
     world: _hopper.DeviceWorld = native().DeviceWorld(
-        workspaces, call.rank, context.control, call.timeout_s, call_id(call)
+        workspaces,
+        call.rank,
+        context.control,
+        call.timeout_s,
+        call_id(call),
+        context.network_of(call),
     )
     return world
 

@@ -9,6 +9,7 @@ from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.gemm import AllGatherExecutor, ReduceExecutor
 from mkernel.backends.accelerators.hopper.library import LibraryExecutor
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 
@@ -20,8 +21,8 @@ class Executor(Protocol):
         """``call``: any of them; what differs from call to call is not looked at."""
 
     @staticmethod
-    def workspace_bytes(plan: LaunchPlan) -> int:
-        """Bytes of the symmetric workspace that a plan needs on each rank. Unsupported."""
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """The symmetric memory that a plan needs on each rank. Unsupported."""
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream, which comes after the world's previous call; returns at once."""

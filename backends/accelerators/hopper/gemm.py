@@ -2,7 +2,8 @@
 
 Data flow of the views:
   AllGather+GEMM   pipelined: copy engines (a second stream) or blocks of the kernel push the rows
-                   while it runs; sequential: copy engines first, then the kernel
+                   while it runs; sequential: copy engines first, then the kernel. Between nodes
+                   blocks do it, in the sequential view a launch of their own
   reductions       pipelined: one kernel; sequential: the product alone, then a collective of it
   compute_only     the same kernel, which waits for nothing and sends nothing
 Addresses must be multiples of 16: tensors that are not go through a copy.
@@ -21,6 +22,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     call_id,
     device_world,
     one_node,
+    workspace_of,
 )
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -29,6 +31,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     TilingName,
 )
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.model import LaunchPlan
 
@@ -87,18 +90,19 @@ class AllGatherExecutor:
         self._product = _product(plan, how, how.tiling)
         rows = plan.gemm.m // plan.world_size
         self._whole, self._schedule = made.AllGatherSchedule(rows, rows), schedule
+        self._sent = made.AllGatherSchedule(rows, how.chunk_rows)  # when the rows were sent before
         self._pipelined = made.PipelinedGather(
             context.device, context.order, self._world, self._product, schedule
         )
 
     @staticmethod
-    def workspace_bytes(plan: LaunchPlan) -> int:
-        """Bytes of the workspace that AllGather+GEMM needs. Unsupported."""
-        world = one_node(plan)
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """What AllGather+GEMM needs of symmetric memory. Unsupported."""
+        world = plan.world_size
         if world == 1:
-            return _NO_DATA
-        needed: int = native().all_gather_gemm_bytes(world, _gather(plan)[1], plan.gemm.k)
-        return needed
+            return Workspace((_NO_DATA,))
+        schedule = _gather(plan)[1]
+        return workspace_of(plan, native().all_gather_gemm_bytes(world, schedule, plan.gemm.k))
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
@@ -125,12 +129,15 @@ class AllGatherExecutor:
     def _one_after_the_other(
         self, call: Call, addresses: tuple[int, int, int], stream: int
     ) -> None:
-        """Copy engines and then the kernel, or the kernel alone."""
+        """What carries the rows and then the kernel, or the kernel alone."""
         made, device = native(), self._context.device
         world = self._world.of_call(call_id(call), call.timeout_s)
         product, waits = self._product.of(*addresses), False
         schedule = self._schedule
-        if call.view == "sequential" and self._several:
+        if call.view == "sequential" and call.plan.nodes > 1:
+            made.send_rows(device, world, product, schedule, stream)
+            schedule, waits = self._sent, True
+        elif call.view == "sequential" and self._several:
             schedule, waits = self._whole, True
             row_bytes = call.plan.gemm.k * _ELEMENT_BYTES
             made.push_rows(device, world, addresses[0], row_bytes, schedule, stream)
@@ -184,11 +191,11 @@ class ReduceExecutor:
         )
 
     @staticmethod
-    def workspace_bytes(plan: LaunchPlan) -> int:
-        """Bytes of the workspace that a reduction needs, in any view. Unsupported."""
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """What a reduction needs of symmetric memory, in any view. Unsupported."""
         world = one_node(plan)
         if world == 1:
-            return _NO_DATA
+            return Workspace((_NO_DATA,))
         made, shape = native(), plan.gemm
         how = plan.part(ReduceSchedule)
         try:
@@ -198,7 +205,7 @@ class ReduceExecutor:
         except ValueError as error:  # too few flags
             raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
         staged: int = made.DATA_OFFSET + _staging(plan)
-        return max(fused, staged)
+        return workspace_of(plan, max(fused, staged))
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""

@@ -23,6 +23,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
 
@@ -53,12 +54,11 @@ class LibraryExecutor:
             self._one_shot, self._way = how.way == "one_shot", _way(plan)
 
     @staticmethod
-    def workspace_bytes(plan: LaunchPlan) -> int:
-        """Bytes of the workspace that a plan on this path needs. Unsupported."""
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """What a plan on this path needs of symmetric memory. Unsupported."""
         one_node(plan)
         _check(plan)
-        offset: int = native().DATA_OFFSET
-        return offset + _staging(plan)
+        return Workspace((native().DATA_OFFSET + _staging(plan),))
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one; ``stream`` is torch's current one."""

@@ -42,6 +42,13 @@ class Pushing(Sourced):
     least_bytes: int = Field(ge=1)
 
 
+class Network(Sourced):
+    """What blocks of the kernel send to other nodes."""
+
+    blocks: int = Field(ge=2, multiple_of=2, description="that send, whole clusters")
+    put_bytes: int = Field(ge=1, description="of a put, at least, where a rank has so many")
+
+
 class Slicing(Sourced):
     """When copies come in slices of K."""
 
@@ -93,6 +100,7 @@ class HopperMachine(ChipMachine):
     constants: MachineConstants
     tilings: Tilings
     pushing: Pushing
+    network: Network
     slicing: Slicing
     partials: Partials
     all_reduce: AllReduce

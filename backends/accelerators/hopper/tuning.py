@@ -7,7 +7,6 @@ where each was measured; they change times, never results.
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 from mkernel.backends.accelerators.hopper.machine import Spread, machine
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -20,7 +19,6 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape
-from mkernel.plan.order import Runs
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -50,11 +48,8 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
-    """How a plan runs. One of several nodes cannot: what is predicted of it are chunks of rows, in
-    any order, and launches refuse it."""
+    """How a plan runs."""
     plan = request.plan
-    if plan.nodes > 1:
-        return by_rows(request, chunks=1, orders=get_args(Runs))
     found, shape, world = by_rows(request, chunks=1), plan.gemm, plan.world_size
     processors = found.pipeline.compute_blocks
     made: Schedule
@@ -65,7 +60,10 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     else:
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
-        made = gather(rows, shape.n, shape.k, world, chunk, processors)
+        between = plan.nodes > 1
+        made = (gather_between_nodes if between else gather)(
+            rows, shape.n, shape.k, world, chunk, processors
+        )
     return found._replace(schedule=made)
 
 
@@ -124,6 +122,27 @@ def gather(rows: int, n: int, k: int, world: int, chunk: int, processors: int) -
         push_blocks=blocks,
         columns_ahead=ahead,
         slices=slices,
+        band=BAND,
+        blocks=processors,
+        gathered_engine=within.engine,
+        gathered_blocks=max(1, within.blocks),
+    )
+
+
+def gather_between_nodes(
+    rows: int, n: int, k: int, world: int, chunk: int, processors: int
+) -> GatherSchedule:
+    """The same where ranks are on several nodes: blocks of the kernel send, in puts of a size that
+    keeps a NIC busy."""
+    network = _MACHINE.network
+    chunk = max(chunk, _up(rows, FLAGS // world))
+    if chunk == rows:  # no wish: one publishes it in parts
+        chunk = min(rows, max(_up(network.put_bytes, k * ELEMENT_BYTES), _up(rows, FLAGS // world)))
+    within = _MACHINE.copies.choose("local", rows * k * ELEMENT_BYTES)
+    return GatherSchedule(
+        tiling=tiling(rows, world, n, k, processors - network.blocks),
+        chunk_rows=chunk,
+        push_blocks=network.blocks,
         band=BAND,
         blocks=processors,
         gathered_engine=within.engine,

@@ -94,7 +94,7 @@ def run(
     call = last_rank(made, view, gathered=gathered, symmetric=symmetric, offset=offset)
     queued.clear()
     FUSED[made.op](call, CONTEXT).start(call, MAIN)
-    assert FUSED[made.op].workspace_bytes(made) >= 1 << 20
+    assert FUSED[made.op].workspace(made).areas[0] >= 1 << 20
     return list(queued)
 
 

@@ -130,4 +130,4 @@ def test_a_plan_without_its_backends_part_is_not_launched(
     usual = world_of_two().plan(op, SIZES, dtype="bfloat16", path=path)
     plan = usual.model_copy(update={"schedule": None})
     with pytest.raises(TypeError, match="Schedule; plan with the backend's `schedule`"):
-        dispatch.executor_of(plan).workspace_bytes(plan)
+        dispatch.executor_of(plan).workspace(plan)

@@ -93,7 +93,7 @@ def test_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not claimed.multicast
     assert claimed.dtype_pairs() == (("bfloat16", "bfloat16"), ("float16", "float16"))
     plan: Any = SimpleNamespace(op="gemm_all_reduce", path="fused")
-    monkeypatch.setattr(FUSED["gemm_all_reduce"], "workspace_bytes", lambda plan: 10)
+    monkeypatch.setattr(FUSED["gemm_all_reduce"], "workspace", lambda plan: Workspace((10,)))
     workspace = HopperAccelerator().workspace(plan)
     assert (workspace.areas, workspace.signals) == ((10,), 0)
     plan.op = "moe_combine"

@@ -15,6 +15,11 @@
 //          already at e + 1 was at e before, with e's data in place.
 // Other calls may come before and after; they use neither.
 //
+// Ranks of other nodes say the same through the NIC. Their puts of a call have each been waited for when a
+// rank is done, so "arrived" holds for them too. The own area may be written again when every peer is done,
+// since each has then got all that was put to it; on a NIC that may repeat a put, when in addition the own
+// proxy has said that it is complete.
+//
 // A user's symmetric buffer is another matter: its owner may still read it between two calls, so who
 // pushes into it first waits for the owner's `started` word (`announce_start`).
 #pragma once
@@ -38,7 +43,7 @@ __device__ inline transport::Awaited awaited(std::uint32_t peer) {
 }
 
 // Tells every peer that this rank is in call `epoch`: what it read or wrote before is done. One
-// thread of the grid.
+// thread of the grid; all ranks are on this node.
 __device__ inline void announce_start(const Workspace& workspace, std::uint64_t epoch) {
     transport::fence_system();
     for (int step = 1; step < workspace.world; ++step) {
@@ -76,14 +81,25 @@ __device__ inline void finish_call(const Workspace& workspace,
     transport::fence_system();
     if (!control.state.is_last_block()) return;
     transport::fence_system();
+    const Network& network = workspace.network;
+    const auto own = static_cast<std::uint32_t>(workspace.rank);
+    bool going = true;
+    for (int number = 0; going && number < workspace.far(); ++number) {
+        going = network.put(waiter, workspace.far_rank(number), own);
+    }
+    const bool completes = workspace.far() > 0 && !network.ordered;
+    if (going && completes) going = network.ask_completion(waiter);
     for (int step = 1; step < workspace.world; ++step) {
         const int peer = (workspace.rank + step) % workspace.world;
-        workspace.control(peer).finished[workspace.rank].set_fenced(epoch);
+        if (workspace.near(peer)) workspace.control(peer).finished[own].set_fenced(epoch);
     }
-    for (int step = 1; step < workspace.world; ++step) {
-        const auto peer = static_cast<std::uint32_t>((workspace.rank + step) % workspace.world);
-        if (!waiter.until(control.finished[peer], epoch, awaited(peer))) break;
+    for (int step = 1; going && step < workspace.world; ++step) {
+        const int peer = (workspace.rank + step) % workspace.world;
+        const auto from = static_cast<std::uint32_t>(peer);
+        going = workspace.near(peer) ? waiter.until(control.finished[peer], epoch, awaited(from))
+                                     : network.wait(waiter, from);
     }
+    if (going && completes) network.wait(waiter, kCompletedWord);
     move_on(control, epoch);
 }
 

@@ -1,5 +1,6 @@
-// The symmetric workspace of a world as kernels see it: one allocation of the same size on each GPU of
-// the node, every rank's mapped here. Passed to kernels by value.
+// The symmetric workspace of a world as kernels see it: one allocation of the same size on each GPU, those
+// of this node's ranks mapped here. Ranks of other nodes are reached through `network`. Passed to kernels
+// by value.
 //
 // Layout, the same on every rank:
 //   [0, 64 KiB)        control words: the epoch, one finished and one started word a rank
@@ -19,12 +20,11 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/hopper/device/network.cuh"
 #include "backends/transport/call_state.hpp"
 #include "backends/transport/signal.hpp"
 
 namespace mkernel::hopper {
-
-inline constexpr int kMaxRanks = 16;
 
 inline constexpr std::uint64_t kBriefFlagsOffset = 64u << 10;
 inline constexpr std::uint64_t kFlagsOffset = 128u << 10;
@@ -34,7 +34,7 @@ inline constexpr std::uint64_t kDataOffset = kBriefOffset + 2 * kBriefBytes;
 
 inline constexpr std::uint32_t kBriefFlags =
     (kFlagsOffset - kBriefFlagsOffset) / sizeof(transport::SetWord);
-inline constexpr std::uint32_t kFlags = (kBriefOffset - kFlagsOffset) / sizeof(transport::SetWord);
+static_assert(kFlags == (kBriefOffset - kFlagsOffset) / sizeof(transport::SetWord));
 
 inline constexpr int kEpochCopies = 16;
 
@@ -52,10 +52,18 @@ struct Control {
 static_assert(sizeof(Control) <= kBriefFlagsOffset);
 
 struct Workspace {
-    char* base[kMaxRanks];  // [rank] is this rank's own
+    char* base[kMaxRanks];  // [rank] is this rank's own; null for ranks of other nodes
     std::int32_t rank;
     std::int32_t world;
+    std::int32_t first, local;  // ranks of this node: the first one, and how many
+    Network network;
 
+    // Whether that rank is on this node.
+    __host__ __device__ bool near(int other) const { return base[other] != nullptr; }
+    // How many ranks are on other nodes.
+    __host__ __device__ int far() const { return world - local; }
+    // The `number`th of them, in the order in which they follow this node's.
+    __host__ __device__ int far_rank(int number) const { return (first + local + number) % world; }
     __host__ __device__ Control& control(int of) const {
         return *reinterpret_cast<Control*>(base[of]);
     }

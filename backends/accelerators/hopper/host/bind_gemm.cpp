@@ -4,11 +4,13 @@
 
 #include <cuda_runtime_api.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/host/device_network.hpp"
 #include "backends/accelerators/hopper/host/gemm.hpp"
 #include "backends/accelerators/hopper/host/pipelined.hpp"
 #include "backends/cuda/device.hpp"
@@ -37,12 +39,15 @@ void require_aligned(const std::string& name, std::uint64_t address) {
 }
 
 DeviceWorld world_of(const std::vector<std::uint64_t>& workspaces, int rank, std::uint64_t control,
-                     double timeout_s, std::uint32_t call) {
+                     double timeout_s, std::uint32_t call, const std::optional<Network>& network) {
     const auto ranks = static_cast<int>(workspaces.size());
     require(ranks >= 1 && ranks <= kMaxRanks, "ranks", ranks, "1 to " + std::to_string(kMaxRanks));
     require(rank >= 0 && rank < ranks, "rank", rank, "0 to " + std::to_string(ranks - 1));
-    for (const std::uint64_t workspace : workspaces) require_aligned("workspace", workspace);
-    return {workspaces, rank, control, timeout_s, call};
+    for (int other = 0; other < ranks; ++other) {
+        const bool far = network && other != rank && workspaces[other] == 0;
+        if (!far) require_aligned("workspace", workspaces[other]);
+    }
+    return {workspaces, network.value_or(Network{}), rank, control, timeout_s, call};
 }
 
 void require_tensors(std::uint64_t a, std::uint64_t b, std::uint64_t out) {
@@ -105,13 +110,22 @@ ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_column
             .alone = alone};
 }
 
+void bind_network(py::module_& module) {
+    py::class_<Network>(module, "Network");
+    py::class_<DeviceNetwork>(module, "DeviceNetwork")
+        .def(py::init<int, std::uint64_t, std::uint64_t, bool>(), "device"_a, "fifo"_a, "pad"_a,
+             "ordered"_a, py::call_guard<py::gil_scoped_release>())
+        .def("of", &DeviceNetwork::of, "area"_a, "staged"_a, "region"_a, "offset"_a);
+}
+
 void bind_data(py::module_& module) {
     py::enum_<Tiling>(module, "Tiling")
         .value("wide", Tiling::wide)
         .value("deep", Tiling::deep)
         .value("narrow", Tiling::narrow);
     py::class_<DeviceWorld>(module, "DeviceWorld")
-        .def(py::init(&world_of), "workspaces"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a)
+        .def(py::init(&world_of), "workspaces"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a,
+             "network"_a = py::none())
         .def(
             "of_call",
             [](DeviceWorld world, std::uint32_t number, double timeout_s) {
@@ -120,6 +134,8 @@ void bind_data(py::module_& module) {
                 return world;
             },
             "number"_a, "timeout_s"_a);
+    module.attr("MAX_RANKS") = kMaxRanks;
+    module.attr("NETWORK_WORDS") = kNetworkWords;
     py::class_<Product>(module, "Product")
         .def(py::init(&product_of), py::kw_only(), "a"_a = 0, "b"_a = 0, "out"_a = 0, "bias"_a = 0,
              "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a, "band"_a, "blocks"_a = 0)
@@ -182,6 +198,7 @@ auto on_device(void (*function)(Arguments...)) {
 }  // namespace
 
 void bind_gemm(py::module_& module) {
+    bind_network(module);
     bind_data(module);
     bind_pipelined(module);
     module.def("all_gather_gemm_bytes", &all_gather_gemm_bytes, "world"_a, "schedule"_a, "k"_a);
@@ -191,6 +208,8 @@ void bind_gemm(py::module_& module) {
     const auto released = py::call_guard<py::gil_scoped_release>();
     module.def("push_rows", on_device(&push_rows), "device"_a, "world"_a, "rows"_a, "row_bytes"_a,
                "schedule"_a, "stream"_a, released);
+    module.def("send_rows", on_device(&send_rows), "device"_a, "world"_a, "product"_a, "schedule"_a,
+               "stream"_a, released);
     module.def("all_gather_gemm", on_device(&all_gather_gemm), "device"_a, "world"_a, "product"_a,
                "schedule"_a, "wait"_a, "stream"_a, released);
     module.def("gemm_reduce", on_device(&gemm_reduce), "device"_a, "world"_a, "product"_a,

@@ -1,6 +1,7 @@
 // The world as kernels see it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -10,9 +11,11 @@
 
 namespace mkernel::hopper {
 
-// The world of one call: every rank's workspace mapped on this device, and how to wait.
+// The world of one call: the workspaces of this node's ranks mapped on this device, the way to the others,
+// and how to wait.
 struct DeviceWorld {
-    std::vector<std::uint64_t> workspaces;  // by rank
+    std::vector<std::uint64_t> workspaces;  // by rank; 0: of another node
+    Network network;
     int rank;
     std::uint64_t control;  // address of the HostControl, for the device
     double timeout_s;
@@ -27,6 +30,12 @@ inline Workspace workspace_of(const DeviceWorld& world) {
     }
     workspace.rank = world.rank;
     workspace.world = static_cast<int>(world.workspaces.size());
+    while (!workspace.near(workspace.first)) ++workspace.first;
+    workspace.local =
+        static_cast<int>(std::count_if(world.workspaces.begin(), world.workspaces.end(),
+                                       [](std::uint64_t address) { return address != 0; }));
+    workspace.network = world.network;
+    workspace.network.rank = world.rank;
     return workspace;
 }
 

@@ -138,8 +138,10 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
     }
 }
 
-void all_gather_gemm(const DeviceWorld& world, const Product& product,
-                     const AllGatherSchedule& schedule, bool wait, std::uint64_t stream) {
+namespace {
+
+AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
+                              const AllGatherSchedule& schedule) {
     AllGatherGemmArgs args{};
     args.workspace = workspace_of(world);
     const int ranks = args.workspace.world;
@@ -163,14 +165,34 @@ void all_gather_gemm(const DeviceWorld& world, const Product& product,
     args.n = product.n;
     args.k = product.k;
     args.chunk_rows = schedule.chunk_rows;
-    args.chunks = wait ? schedule.count() : 0;
+    args.chunks = schedule.count();
     args.slices = schedule.slices;
     args.rows_to_push = reinterpret_cast<const char*>(product.a);
-    args.push_blocks = wait ? schedule.push_blocks : 0;
+    args.push_blocks = schedule.push_blocks;
+    return args;
+}
+
+void launch(const AllGatherGemmArgs& args, const Product& product, std::uint64_t stream) {
     const auto launch =
         product.half ? &launch_all_gather_gemm<__half> : &launch_all_gather_gemm<__nv_bfloat16>;
     cuda::check(launch(args, variant_of(product), product.blocks, cuda::stream_at(stream)),
                 "launching all_gather_gemm");
+}
+
+}  // namespace
+
+void send_rows(const DeviceWorld& world, const Product& product, const AllGatherSchedule& schedule,
+               std::uint64_t stream) {
+    AllGatherGemmArgs args = gather_args(world, product, schedule);
+    args.raster = {0, 0, 1};
+    launch(args, product, stream);
+}
+
+void all_gather_gemm(const DeviceWorld& world, const Product& product,
+                     const AllGatherSchedule& schedule, bool wait, std::uint64_t stream) {
+    AllGatherGemmArgs args = gather_args(world, product, schedule);
+    if (!wait) args.chunks = args.push_blocks = 0;
+    launch(args, product, stream);
 }
 
 void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceSchedule& schedule,

@@ -50,6 +50,11 @@ std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool g
 void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
                const AllGatherSchedule& schedule, std::uint64_t stream);
 
+// The same by blocks of a kernel (`schedule.push_blocks`, not 0), to ranks of other nodes too. A call
+// of all_gather_gemm behind it on the stream, without blocks that push, ends the call.
+void send_rows(const DeviceWorld& world, const Product& product, const AllGatherSchedule& schedule,
+               std::uint64_t stream);
+
 // `wait` false: take the other ranks' rows as they lie in the workspace.
 void all_gather_gemm(const DeviceWorld& world, const Product& product,
                      const AllGatherSchedule& schedule, bool wait, std::uint64_t stream);

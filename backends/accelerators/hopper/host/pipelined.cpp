@@ -20,7 +20,9 @@ void take_over(const CallOnce& call, DeviceWorld& world, Product& product) {
 // Whether another rank is on it.
 bool shares_device(int device, const DeviceWorld& world) {
     for (int rank = 0; rank < static_cast<int>(world.workspaces.size()); ++rank) {
-        if (rank != world.rank && cuda::device_of(world.workspaces[rank]) == device) return true;
+        const std::uint64_t workspace = world.workspaces[rank];
+        if (rank != world.rank && workspace != 0 && cuda::device_of(workspace) == device)
+            return true;
     }
     return false;
 }

@@ -10,6 +10,10 @@
 //                        chunks that a tile's rows lie in hold the epoch. Where the others' rows come
 //                        long before the own tiles are done, they take turns: see ArrivalOrder
 //   tiles    ──storer──▶ out
+// Between nodes besides, by the pushing blocks:
+//   a (own rows) ──loader──▶ own area ──NIC──▶ rows r of the area of every rank of another node; there
+//   the arrivals ──multipliers of block 0──▶ flags; or, where the area is staged in host memory,
+//   area ──storer──▶ rows s of the workspace, and their flag
 // Flag of slice i of chunk c of rank s: (s * chunks + c) * slices + i. Copy engines take no SM but start
 // late; blocks start at once and publish small chunks.
 #pragma once
@@ -31,7 +35,7 @@ struct AllGatherGemmArgs {
     const void* bias;  // [N], of the element type; or null
     Workspace workspace;
     transport::WaitLimits limits;
-    Raster raster;      // of one rank's rows
+    Raster raster;  // of one rank's rows; no tiles: the pushing blocks alone, whose call goes on
     int columns_ahead;  // tile columns of the own rows that come before all others' tiles
     int rows, n, k;
     int chunk_rows, chunks;    // of one rank's rows; chunks 0: wait for nothing

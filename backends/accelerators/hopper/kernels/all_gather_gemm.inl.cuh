@@ -48,34 +48,106 @@ __device__ inline void wait_for_rows(const AllGatherGemmArgs& args,
 
 inline constexpr int kPushers = 2;  // threads of a pushing block: its loader and its storer
 
-// What a pushing block does instead: each pusher has stages of its own, takes chunks in turn and
-// publishes each by its flag.
-template <class C>
-__device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, Shared<C>& shared,
-                                            int pusher, std::uint64_t epoch) {
-    constexpr int kRing = 4;
-    constexpr std::uint32_t kPiece = 16 << 10;
-    static_assert(kPushers * kRing * kPiece <= C::kStages * C::kStageBytes);
-    transfer::BulkRing<kRing> ring(
-        reinterpret_cast<char*>(shared.stages[0]) + pusher * kRing * kPiece,
-        reinterpret_cast<ptx::Mbarrier*>(shared.slices[0]) + pusher * kRing, kPiece);
-    ring.init();
+// The stages of one of them.
+inline constexpr int kPushStages = 4;
+using PushRing = transfer::BulkRing<kPushStages>;
 
-    const std::uint64_t row_bytes = static_cast<std::uint64_t>(args.k) * kElementBytes;
-    const Workspace& workspace = args.workspace;
-    for (int task = static_cast<int>(blockIdx.x) * kPushers + pusher;
-         task < (workspace.world - 1) * args.chunks; task += args.push_blocks * kPushers) {
-        const int peer =
-            (workspace.rank + workspace.world - 1 - task / args.chunks) % workspace.world;
-        const int chunk = task % args.chunks;
+template <class C>
+__device__ __forceinline__ PushRing ring_of(Shared<C>& shared, int pusher) {
+    constexpr std::uint32_t kPiece = 16 << 10;
+    static_assert(kPushers * kPushStages * kPiece <= C::kStages * C::kStageBytes);
+    PushRing ring(reinterpret_cast<char*>(shared.stages[0]) + pusher * kPushStages * kPiece,
+                  reinterpret_cast<ptx::Mbarrier*>(shared.slices[0]) + pusher * kPushStages,
+                  kPiece);
+    ring.init();
+    return ring;
+}
+
+// Where a chunk of a rank's rows lies among all rows, and its flag.
+struct RowChunk {
+    std::uint64_t at, bytes;
+    std::uint64_t own;  // in its rank's rows
+    int flag;
+
+    __device__ RowChunk(const AllGatherGemmArgs& args, int source, int chunk) {
+        const std::uint64_t row_bytes = static_cast<std::uint64_t>(args.k) * kElementBytes;
         const int first = chunk * args.chunk_rows;
-        const int count = min(args.chunk_rows, args.rows - first);
-        char* to = workspace.data(peer) +
-                   (static_cast<std::uint64_t>(workspace.rank) * args.rows + first) * row_bytes;
-        ring.copy(to, args.rows_to_push + first * row_bytes, count * row_bytes, 0, 1);
-        ring.complete();
-        (workspace.flags(peer) + workspace.rank * args.chunks + chunk)->set(epoch);
+        own = first * row_bytes;
+        at = (static_cast<std::uint64_t>(source) * args.rows + first) * row_bytes;
+        bytes = min(args.chunk_rows, args.rows - first) * row_bytes;
+        flag = source * args.chunks + chunk;
     }
+};
+
+// What a pushing block does instead of tiles: each pusher has stages of its own, takes chunks in turn and
+// publishes each by its flag. Chunks for the node's ranks go into their workspaces.
+__device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, PushRing& ring,
+                                            int pusher, int pushers, std::uint64_t epoch) {
+    const Workspace& workspace = args.workspace;
+    for (int task = static_cast<int>(blockIdx.x) * pushers + pusher;
+         task < (workspace.local - 1) * args.chunks; task += args.push_blocks * pushers) {
+        const int step = task / args.chunks + 1;
+        const int before = workspace.rank - workspace.first + workspace.local - step;
+        const int peer = workspace.first + before % workspace.local;
+        const RowChunk chunk(args, workspace.rank, task % args.chunks);
+        ring.copy(workspace.data(peer) + chunk.at, args.rows_to_push + chunk.own, chunk.bytes, 0,
+                  1);
+        ring.complete();
+        workspace.flags(peer)[chunk.flag].set(epoch);
+    }
+}
+
+// Chunks for ranks of other nodes go into the own area, once, and from there by the NIC to each.
+__device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, PushRing& ring,
+                                              const transport::DeviceWaiter& waiter) {
+    const Workspace& workspace = args.workspace;
+    for (int task = static_cast<int>(blockIdx.x); task < args.chunks; task += args.push_blocks) {
+        const RowChunk chunk(args, workspace.rank, task);
+        ring.copy(workspace.network.area + chunk.at, args.rows_to_push + chunk.own, chunk.bytes, 0,
+                  1);
+        ring.complete();
+        for (int number = 0; number < workspace.far(); ++number) {
+            if (!workspace.network.put(waiter, workspace.far_rank(number),
+                                       kFirstArrival + chunk.flag, chunk.at, chunk.bytes)) {
+                return;
+            }
+        }
+    }
+}
+
+// What came into staging memory goes on into the workspace, in the order in which it comes.
+__device__ __forceinline__ void land_chunks(const AllGatherGemmArgs& args, PushRing& ring,
+                                            const transport::DeviceWaiter& waiter,
+                                            std::uint64_t epoch) {
+    const Workspace& workspace = args.workspace;
+    const int sources = workspace.far();
+    for (int task = static_cast<int>(blockIdx.x); task < sources * args.chunks;
+         task += args.push_blocks) {
+        const int source = workspace.far_rank(task % sources);
+        const RowChunk chunk(args, source, task / sources);
+        if (!waiter.until(workspace.network.landed[chunk.flag], epoch,
+                          {kFirstArrival + chunk.flag, static_cast<std::uint32_t>(source),
+                           static_cast<std::uint32_t>(task / sources)})) {
+            return;
+        }
+        ptx::fence_async_proxy();
+        ring.copy(workspace.data(workspace.rank) + chunk.at, workspace.network.area + chunk.at,
+                  chunk.bytes, 0, 1);
+        ring.complete();
+        workspace.flags(workspace.rank)[chunk.flag].set(epoch);
+    }
+}
+
+// Threads of one block hear of the chunks that come from other nodes.
+__device__ __forceinline__ void watch_chunks(const AllGatherGemmArgs& args,
+                                             const transport::DeviceWaiter& waiter,
+                                             std::uint64_t epoch, transport::Lane mine) {
+    const Workspace& workspace = args.workspace;
+    const Network& network = workspace.network;
+    const auto chunks = static_cast<std::uint32_t>(args.chunks);
+    network.watch(waiter, epoch, network.staged ? network.landed : workspace.flags(workspace.rank),
+                  0, workspace.far() * chunks, workspace.first * chunks, workspace.local * chunks,
+                  mine, [&](std::uint32_t flag) { return flag / chunks; });
 }
 
 template <class C, class Element, bool kNMajorB>
@@ -88,10 +160,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int steps = (args.k + kTileK - 1) / kTileK;
 
     const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;
+    const bool by_nic = args.workspace.far() > 0;  // its storer then takes in what comes
     switch (take_role()) {
         case Role::loader: {
             if (pushes) {
-                push_chunks(args, shared, 0, epoch);
+                PushRing ring = ring_of(shared, 0);
+                if (by_nic) push_to_nodes(args, ring, waiter);
+                push_chunks(args, ring, 0, by_nic ? 1 : kPushers, epoch);
                 break;
             }
             Cursor<C::kStages> cursor;
@@ -112,8 +187,14 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
         }
         case Role::storer: {
+            if (pushes && by_nic && !args.workspace.network.staged) break;
             if (pushes) {
-                push_chunks(args, shared, 1, epoch);
+                PushRing ring = ring_of(shared, 1);
+                if (by_nic) {
+                    land_chunks(args, ring, waiter, epoch);
+                } else {
+                    push_chunks(args, ring, 1, kPushers, epoch);
+                }
                 break;
             }
             Storer<C> storer(shared);
@@ -125,7 +206,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
         }
         case Role::multiplier: {
-            if (pushes) break;
+            if (pushes) {
+                if (by_nic && blockIdx.x == 0) {
+                    watch_chunks(args, waiter, epoch,
+                                 {threadIdx.x - kWarpgroup, kBlockThreads - kWarpgroup});
+                }
+                break;
+            }
             Multiplier<C, Element, kNMajorB> multiplier(shared);
             for_each_tile<C>(args, [&](int, int, int column) {
                 multiplier.multiply(steps);
@@ -140,7 +227,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
     }
     close_block<C>();
-    if (threadIdx.x == 0) finish_call(args.workspace, waiter, epoch);
+    // Without tiles, the kernel behind this one ends the call.
+    if (threadIdx.x == 0 && args.raster.tiles() > 0) finish_call(args.workspace, waiter, epoch);
 }
 
 template <class Element>
