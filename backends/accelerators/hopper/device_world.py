@@ -47,14 +47,15 @@ class DispatchContext:
         return found
 
 
-def workspace_of(plan: LaunchPlan, nbytes: int) -> Workspace:
-    """What a plan needs of symmetric memory whose kernels need a workspace of so many bytes: one area,
-    and where there are other nodes the words, and the staging memory, that a network wants."""
-    if plan.nodes == 1:
-        return Workspace((nbytes,))
-    made = native()
-    staging = nbytes - made.DATA_OFFSET if plan.routes.staged else 0
-    return Workspace((nbytes,), signals=made.NETWORK_WORDS, staging=staging)
+def between_nodes(plan: LaunchPlan, nbytes: int, area: int) -> Workspace:
+    """What a plan of several nodes needs of symmetric memory: a workspace of ``nbytes``, and ``area``
+    bytes that NICs read and write, behind that or, where routes are staged, on the host."""
+    staged = plan.routes.staged
+    return Workspace(
+        (nbytes if staged else nbytes + area,),
+        signals=native().NETWORK_WORDS,
+        staging=area if staged else 0,
+    )
 
 
 def one_node(plan: LaunchPlan) -> int:

@@ -19,10 +19,9 @@ import torch
 from mkernel.backends.accelerators.hopper import tuning
 from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
+    between_nodes,
     call_id,
     device_world,
-    one_node,
-    workspace_of,
 )
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -48,6 +47,12 @@ _ELEMENT_BYTES = tuning.ELEMENT_BYTES
 
 def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _hopper.AllGatherSchedule]:
     how, rows = plan.part(GatherSchedule), plan.gemm.m // plan.world_size
+    if plan.nodes > 1 and (how.push_blocks == 0 or how.slices != 1):
+        raise ArgumentError(
+            "plan.schedule.push_blocks",
+            f"{how.push_blocks}, slices {how.slices}",
+            "blocks that send, and 1 slice, between nodes",
+        )
     if how.gathered_engine == "copy_engine" and how.gathered_blocks != 1:
         raise ArgumentError(
             "plan.schedule.gathered_blocks", how.gathered_blocks, "1 for a copy engine"
@@ -101,8 +106,13 @@ class AllGatherExecutor:
         world = plan.world_size
         if world == 1:
             return Workspace((_NO_DATA,))
-        schedule = _gather(plan)[1]
-        return workspace_of(plan, native().all_gather_gemm_bytes(world, schedule, plan.gemm.k))
+        made = native()
+        needed: int = made.all_gather_gemm_bytes(world, _gather(plan)[1], plan.gemm.k)
+        if plan.nodes == 1:
+            return Workspace((needed,))
+        gathered = needed - made.DATA_OFFSET  # also the area for other nodes
+        staged = plan.routes.staged
+        return between_nodes(plan, needed if staged else made.DATA_OFFSET, gathered)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
@@ -182,30 +192,35 @@ class ReduceExecutor:
                 by_outbox=how.by_outbox,
                 everywhere=self._everywhere,
                 alone=alone,
+                network_blocks=how.network_blocks,
             )
             return found
 
-        self._alone = schedule(True)
+        _check_network_blocks(plan, how)
+        self._alone, self._whole = schedule(True), schedule(False)
         self._pipelined = made.PipelinedReduce(
-            context.device, self._world, self._product, schedule(False)
+            context.device, self._world, self._product, self._whole
         )
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What a reduction needs of symmetric memory, in any view. Unsupported."""
-        world = one_node(plan)
+        world = plan.world_size
         if world == 1:
             return Workspace((_NO_DATA,))
-        made, shape = native(), plan.gemm
-        how = plan.part(ReduceSchedule)
+        made, shape, local = native(), plan.gemm, plan.ranks_per_node
+        how, gathers = plan.part(ReduceSchedule), plan.op == "gemm_all_reduce"
         try:
             fused: int = made.gemm_reduce_bytes(
-                world, how.rows, shape.n, how.by_outbox, plan.op == "gemm_all_reduce"
+                world, local, how.rows, shape.n, how.by_outbox, gathers
             )
         except ValueError as error:  # too few flags
             raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
-        staged: int = made.DATA_OFFSET + _staging(plan)
-        return workspace_of(plan, max(fused, staged))
+        if plan.nodes == 1:
+            return Workspace((max(fused, made.DATA_OFFSET + _staging(plan)),))
+        tiling = getattr(made.Tiling, how.tiling)
+        area = made.gemm_reduce_area_bytes(world, local, how.rows, shape.n, tiling, gathers)
+        return between_nodes(plan, fused, area)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
@@ -251,6 +266,16 @@ class ReduceExecutor:
         )
         schedule = made.AllGatherSchedule(shape.m, shape.m)
         made.all_gather_gemm(context.device, alone, product, schedule, False, stream)
+        if plan.nodes > 1:
+            exchange = self._whole.of_product(partial.data_ptr())
+            made.gemm_reduce(
+                context.device,
+                self._world.of_call(call_id(call), call.timeout_s),
+                self._product.of(a.data_ptr(), b.data_ptr(), outs[0]),
+                exchange,
+                stream,
+            )
+            return
         together = made.Collective(
             self._world.of_call(call_id(call), call.timeout_s), _staging(plan)
         )
@@ -260,6 +285,14 @@ class ReduceExecutor:
         else:
             way = made.Way.two_shot
             made.all_reduce(together, element, partials, elements, outs, way, stream)
+
+
+def _check_network_blocks(plan: LaunchPlan, how: ReduceSchedule) -> None:
+    cluster = tuning.CLUSTER_TILES[how.tiling][0] // tuning.TILE_ROWS
+    several = plan.nodes > 1
+    if (how.network_blocks > 0) != several or how.network_blocks % cluster:
+        legal = f"a multiple of {cluster}, at least that" if several else "0: there is one node"
+        raise ArgumentError("plan.schedule.network_blocks", how.network_blocks, legal)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,8 @@ class ReduceSchedule(Schedule):
     ``pace``: least clock cycles between two puts of a block. ``by_outbox``: puts come from memory,
     not straight from the block that made the tile: smoother, and worth its memory traffic where the
     link is nearly full. ``band`` and ``blocks`` are as above. ``product_tiling``: of the whole product
-    by itself, which the sequential view computes first."""
+    by itself, which the sequential view computes first. ``network_blocks``: the first ones, whole
+    clusters, which hear of other nodes instead of computing tiles; 0 where there are none."""
 
     kind: Literal["hopper.gemm_reduce"] = "hopper.gemm_reduce"
     tiling: TilingName
@@ -53,6 +54,7 @@ class ReduceSchedule(Schedule):
     band: int = Field(ge=1)
     blocks: int = Field(ge=1)
     product_tiling: TilingName
+    network_blocks: int = Field(0, ge=0)
 
 
 class LibrarySchedule(Schedule):

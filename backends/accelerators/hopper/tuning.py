@@ -56,7 +56,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     if plan.path == "library":
         made = library(plan.op, shape, plan.dtype, world)
     elif plan.op != "all_gather_gemm":
-        made = reduce(plan.op, shape.m, shape.n, shape.k, world, processors)
+        made = reduce(plan.op, shape.m, shape.n, shape.k, world, processors, plan.nodes)
     else:
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
@@ -189,7 +189,9 @@ def _columns_ahead(work: _Tiles, there_us: float, processors: int) -> int:
     return ahead if ahead < work.columns else 0
 
 
-def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> ReduceSchedule:
+def reduce(
+    op: str, m: int, n: int, k: int, world: int, processors: int, nodes: int = 1
+) -> ReduceSchedule:
     """``k`` is one rank's share. Rows of an all-reduce are dealt out in whole tiles of a cluster,
     so the last owners may have fewer, or none."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
@@ -214,6 +216,7 @@ def reduce(op: str, m: int, n: int, k: int, world: int, processors: int) -> Redu
         band=BAND,
         blocks=processors,
         product_tiling=tiling(m, 1, n, k, processors),
+        network_blocks=height // TILE_ROWS if nodes > 1 else 0,
     )
 
 

@@ -16,6 +16,7 @@ from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_session import HopperLaunch, StartedCalls
 from mkernel.backends.accelerators.hopper.dispatch import FUSED
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
 from mkernel.backends.transport import _transport
 from mkernel.errors import BackendUnavailable, Unsupported
 

@@ -45,12 +45,11 @@ struct Network {
     bool ordered;  // the NIC never sends a put twice
 
 #ifdef __CUDACC__
-    // Puts bytes of the own area at the same place in that of a rank of another node, then adds 1 to
-    // the word. What this thread knows to be written is there before. False: the call is given up.
+    // Puts bytes of the own area into that of a rank of another node, then adds 1 to the word there.
+    // What this thread knows to be written is there before. False: the call is given up.
     __device__ bool put(const transport::DeviceWaiter& waiter, int peer, std::uint32_t word,
-                        std::uint64_t at = 0, std::uint64_t bytes = 0) const {
-        const auto to = static_cast<std::uint32_t>(peer);
-        return push(waiter, channel.command(to, word, {at, at, bytes}));
+                        const transport::Put& bytes = {}) const {
+        return push(waiter, channel.command(static_cast<std::uint32_t>(peer), word, bytes));
     }
 
     // Adds 1 to kCompletedWord once what was put before is complete here.

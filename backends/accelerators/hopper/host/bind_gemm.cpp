@@ -92,7 +92,9 @@ AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks,
 
 ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_columns, int pace,
                                bool by_outbox, bool everywhere,
-                               const std::vector<std::uint64_t>& outs, bool alone) {
+                               const std::vector<std::uint64_t>& outs, bool alone,
+                               int network_blocks) {
+    require(network_blocks >= 0, "network_blocks", network_blocks, "0 or more");
     require_positive("m", m);
     require_positive("rows", rows);
     require_positive("panel_rows", panel_rows);
@@ -107,7 +109,8 @@ ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_column
             .by_outbox = by_outbox,
             .everywhere = everywhere,
             .outs = outs,
-            .alone = alone};
+            .alone = alone,
+            .network_blocks = network_blocks};
 }
 
 void bind_network(py::module_& module) {
@@ -147,7 +150,15 @@ void bind_data(py::module_& module) {
     py::class_<ReduceSchedule>(module, "ReduceSchedule")
         .def(py::init(&reduce_schedule), py::kw_only(), "m"_a, "rows"_a, "panel_rows"_a,
              "panel_columns"_a, "pace"_a = 0, "by_outbox"_a = false, "everywhere"_a,
-             "outs"_a = std::vector<std::uint64_t>{}, "alone"_a = false);
+             "outs"_a = std::vector<std::uint64_t>{}, "alone"_a = false, "network_blocks"_a = 0)
+        .def(
+            "of_product",
+            [](ReduceSchedule schedule, std::uint64_t given) {
+                require_aligned("given", given);
+                schedule.given = given;
+                return schedule;
+            },
+            "given"_a);
     module.attr("MAX_FLAGS") = kFlags;
     module.attr("MAX_COPIED_CHUNKS") = kEpochCopies;
     module.attr("DATA_OFFSET") = kDataOffset;
@@ -202,8 +213,10 @@ void bind_gemm(py::module_& module) {
     bind_data(module);
     bind_pipelined(module);
     module.def("all_gather_gemm_bytes", &all_gather_gemm_bytes, "world"_a, "schedule"_a, "k"_a);
-    module.def("gemm_reduce_bytes", &gemm_reduce_bytes, "world"_a, "rows"_a, "n"_a, "by_outbox"_a,
-               "gathers"_a);
+    module.def("gemm_reduce_bytes", &gemm_reduce_bytes, "world"_a, "local"_a, "rows"_a, "n"_a,
+               "by_outbox"_a, "gathers"_a);
+    module.def("gemm_reduce_area_bytes", &gemm_reduce_area_bytes, "world"_a, "local"_a, "rows"_a,
+               "n"_a, "tiling"_a, "gathers"_a);
 
     const auto released = py::call_guard<py::gil_scoped_release>();
     module.def("push_rows", on_device(&push_rows), "device"_a, "world"_a, "rows"_a, "row_bytes"_a,

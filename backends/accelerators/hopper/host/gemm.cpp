@@ -21,6 +21,7 @@ namespace {
 constexpr int kTileRows = 128;
 constexpr int kTileDepth = 64;
 constexpr int kPieceRows = 32;  // of tile/block.cuh
+constexpr std::size_t kAreaAlignment = 1024;
 
 int tile_columns(Tiling tiling) {
     return tiling == Tiling::narrow ? 128 : 256;
@@ -64,6 +65,16 @@ CUtensorMap map_of_layers(std::uint64_t address, int layers, int rows, int width
                       box_rows, half);
 }
 
+// Tiles of one owner, counting every block of its clusters, and the bytes of one.
+std::uint64_t tiles_of(int rows, int n, Tiling tiling) {
+    const int height = cluster_rows(tiling);
+    return std::uint64_t{1} * divide_up(rows, height) * (height / kTileRows) *
+           divide_up(n, tile_columns(tiling));
+}
+std::uint64_t tile_bytes(Tiling tiling) {
+    return std::uint64_t{kTileRows} * tile_columns(tiling) * kElementBytes;
+}
+
 GemmVariant variant_of(const Product& product) {
     return {product.tiling, product.n_major};
 }
@@ -75,12 +86,21 @@ std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, 
     return kDataOffset + static_cast<std::size_t>(world) * schedule.rows * k * kElementBytes;
 }
 
-std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool gathers) {
+std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, bool by_outbox, bool gathers) {
     const auto tiles = static_cast<std::uint64_t>(divide_up(rows, kTileRows) + 1) *
                        static_cast<std::uint64_t>(divide_up(n, 128));
     check_flags((gathers ? 2 : 1) * tiles * (world - 1));
+    if (local == 1) return kDataOffset;  // everything goes through the area for other nodes
     const std::size_t owned = static_cast<std::size_t>(rows) * n * kElementBytes;
-    return kDataOffset + owned * (world - 1) * (1 + (by_outbox ? 1 : 0) + (gathers ? 1 : 0));
+    const std::size_t needed = owned * (world - 1) * (1 + (by_outbox ? 1 : 0) + (gathers ? 1 : 0));
+    return kDataOffset + (needed + kAreaAlignment - 1) / kAreaAlignment * kAreaAlignment;
+}
+
+std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling tiling,
+                                   bool gathers) {
+    const std::uint64_t far = world - local;
+    const std::uint64_t owners = gathers ? 3 * far + 1 : 2 * far;  // as AreaTiles of the kernel
+    return owners * tiles_of(rows, n, tiling) * tile_bytes(tiling);
 }
 
 void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
@@ -209,7 +229,8 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
         static_cast<std::uint64_t>(ranks - 1) * schedule.rows * product.n * kElementBytes;
     const int out_rows = schedule.everywhere ? schedule.m : schedule.rows;
     args.symmetric = !schedule.outs.empty();
-    for (int rank = 0; rank < ranks && ranks > 1; ++rank) {
+    for (int rank = 0; rank < ranks && args.workspace.local > 1; ++rank) {
+        if (!args.workspace.near(rank)) continue;
         const auto inbox = reinterpret_cast<std::uint64_t>(args.workspace.data(rank));
         const std::uint64_t outbox = inbox + area;
         const std::uint64_t gathered = outbox + (schedule.by_outbox ? area : 0);
@@ -225,6 +246,26 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
         args.outbox = layers(outbox, ranks - 1, schedule.rows, kTileRows);
         args.outbox_pieces = layers(outbox, ranks - 1, schedule.rows, kPieceRows);
     }
+    if (args.workspace.far() > 0 && !schedule.alone) {
+        const Network& network = args.workspace.network;
+        const int local = args.workspace.local;
+        if (!network.staged) {
+            args.area_offset = gemm_reduce_bytes(ranks, local, schedule.rows, product.n,
+                                                 schedule.by_outbox, schedule.everywhere) -
+                               kDataOffset;
+        }
+        const auto address = reinterpret_cast<std::uint64_t>(network.area) + args.area_offset;
+        const std::uint64_t tiles = gemm_reduce_area_bytes(ranks, local, schedule.rows, product.n,
+                                                           product.tiling, schedule.everywhere) /
+                                    tile_bytes(product.tiling);
+        const int width = tile_columns(product.tiling);
+        args.area = map_of_layers(address, static_cast<int>(tiles), kTileRows, width, product.half);
+        args.area_pieces = map_of_layers(address, static_cast<int>(tiles), kTileRows, width,
+                                         product.half, kPieceRows);
+        args.network_blocks = schedule.network_blocks;
+    }
+    args.is_given = schedule.given != 0;
+    if (args.is_given) args.given = layers(schedule.given, 1, schedule.m, kTileRows);
     args.by_outbox = schedule.by_outbox;
     args.out = layers(product.out, 1, out_rows, kTileRows);
     args.out_pieces = layers(product.out, 1, out_rows, kPieceRows);

@@ -40,8 +40,11 @@ struct AllGatherSchedule {
 // Bytes of a workspace's data area, and its flags, that a call needs. std::length_error where flags run
 // out.
 std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k);
-// `gathers`: AllReduce into an out that is not symmetric.
-std::size_t gemm_reduce_bytes(int world, int rows, int n, bool by_outbox, bool gathers);
+// `gathers`: AllReduce into an out that is not symmetric. Of `world` ranks `local` are on a node.
+std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, bool by_outbox, bool gathers);
+// Bytes of the area for other nodes: of the data area, behind those, or of staging memory.
+std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling tiling,
+                                   bool gathers);
 
 // Copies the own rows into every peer's workspace, the rank before this one first, and the epoch into
 // the flags behind them: whole shards, but the last peer's chunk by chunk or slice by slice, since only
@@ -62,7 +65,8 @@ void all_gather_gemm(const DeviceWorld& world, const Product& product,
 // Who sums what, and how it travels (kernels/gemm_reduce.cuh). `rows`: of each owner, the last one's
 // perhaps beyond `m`; a multiple of the height of a cluster (256, 128 for Tiling::narrow) where
 // `everywhere`. `everywhere`: AllReduce, `out` is [m, n]; else ReduceScatter, [rows, n]. `alone`:
-// exchange nothing.
+// exchange nothing. `network_blocks`: of the kernel, whole clusters, that tend the network, where there are
+// other nodes. `given`: the rank's product [m, n] is there already, rounded; 0: it is not.
 struct ReduceSchedule {
     int m;
     int rows;
@@ -73,6 +77,8 @@ struct ReduceSchedule {
     bool everywhere;
     std::vector<std::uint64_t> outs;  // every rank's `out` by rank, where AllReduce's is symmetric
     bool alone;
+    int network_blocks = 0;
+    std::uint64_t given = 0;
 };
 void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceSchedule& schedule,
                  std::uint64_t stream);

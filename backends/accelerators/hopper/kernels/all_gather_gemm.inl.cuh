@@ -108,7 +108,8 @@ __device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, Pus
         ring.complete();
         for (int number = 0; number < workspace.far(); ++number) {
             if (!workspace.network.put(waiter, workspace.far_rank(number),
-                                       kFirstArrival + chunk.flag, chunk.at, chunk.bytes)) {
+                                       kFirstArrival + chunk.flag,
+                                       {chunk.at, chunk.at, chunk.bytes})) {
                 return;
             }
         }

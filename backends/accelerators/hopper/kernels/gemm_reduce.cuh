@@ -11,12 +11,18 @@
 //   own tiles ──storer──▶ out of every peer where it is symmetric; the end of the call says that all
 //            has come. Else the gathered area of every peer, then the second flag there, and
 //   gathered area ──receiver──▶ out
+// Between nodes the parts of an owner's tiles go into the own area, and from there ──sender──▶ by the NIC
+// into the owner's; with AllReduce own tiles go into it too, ──sender──▶ into every such peer's. There the
+// arrivals ──multipliers of block 0, which has no tiles──▶ flags, and loader and receiver find the tiles in
+// the area. A tile is one put: it lies in one piece there, 128 rows of the tile's width.
 // What crosses the link is spread over the whole call: an owner's tiles are cut into panels, and the own
 // tiles of a panel are computed after the other owners' tiles of the next. Puts keep a pace
 // (tile/store.cuh says why), except those of a block's last tile: it has no more loads to hold up.
 //
 // Workspace, each [W - 1, rows, N]: inbox, by source: (s - r - 1) mod W; then, where the call uses them,
-// outbox and gathered, by owner: (o - r - 1) mod W. Flag of a tile of source s at rank r: ((s - r - 1)
+// outbox and gathered, by owner: (o - r - 1) mod W. The area for other nodes, each [F, tiles of an owner],
+// of the F ranks there as they follow this node's: parts from them, parts for them; AllReduce: sums from
+// them, and [tiles] of own sums. Flag of a tile of source s at rank r: ((s - r - 1)
 // mod W) * tiles of an owner + its number, row-major; the second flags, of owner s, follow those of all
 // sources.
 #pragma once
@@ -39,6 +45,9 @@ struct GemmReduceArgs {
     CUtensorMap outbox;               // whole slices
     CUtensorMap outbox_pieces;        // the same memory, in pieces
     CUtensorMap everyone[kMaxRanks];  // every rank's gathered area, or symmetric out; in pieces
+    CUtensorMap area;                 // for other nodes, [tiles, 128, kTileN], whole slices
+    CUtensorMap area_pieces;          // the same memory, in pieces
+    CUtensorMap given;                // [M, N], whole slices: see `is_given`
     CUtensorMap out;                  // [1, rows or M, N], whole slices
     CUtensorMap out_pieces;           // the same memory, in pieces
     const void* bias;                 // [N], added once, by the owner; or null
@@ -53,6 +62,10 @@ struct GemmReduceArgs {
     bool everywhere;  // AllReduce: `out` has all rows, on every rank
     bool symmetric;   // and may be written by peers
     bool alone;       // exchange nothing; for timing the products alone
+    bool
+        is_given;  // the rank's product is there already, rounded: exchange it, and multiply nothing
+    int network_blocks;  // the first ones, whole clusters: they have no tiles, and tend the network
+    std::uint64_t area_offset;  // of the area, in the network's
 };
 
 // Launches on `blocks` blocks (0: one an SM). Tiling::deep is as wide. Element: __nv_bfloat16 or __half.

@@ -25,9 +25,10 @@ __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&&
     const int world = args.workspace.world;
     OwnerOrder order(args.raster, args.panel_rows, args.panel_columns, world);
     const int tiles = world * args.raster.tiles();
-    const int clusters = static_cast<int>(gridDim.x) / C::kCluster;
+    const int clusters = (static_cast<int>(gridDim.x) - args.network_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
-    for (int index = static_cast<int>(blockIdx.x) / C::kCluster; index < tiles; index += clusters) {
+    for (int index = (static_cast<int>(blockIdx.x) - args.network_blocks) / C::kCluster;
+         index < tiles; index += clusters) {
         int step = 0;
         int cluster_row = 0;
         int column = 0;
@@ -66,6 +67,56 @@ struct TileFlags {
     }
 };
 
+// Tiles in the area for other nodes, by number. All nodes have as many ranks.
+struct AreaTiles {
+    const Workspace& workspace;
+    int tiles;  // of an owner
+
+    // The place of `other` among the ranks of other nodes than that of `at`.
+    __device__ int place(int other, int at) const {
+        const int after = workspace.local - 1 - at % workspace.local;
+        return (other - at - 1 + workspace.world) % workspace.world - after;
+    }
+    // At rank `at`: the part from `source`; the part for `owner`; the sum from `owner`; the own sum.
+    __device__ int part_from(int source, int at, int tile) const {
+        return place(source, at) * tiles + tile;
+    }
+    __device__ int part_for(int owner, int at, int tile) const {
+        return (workspace.far() + place(owner, at)) * tiles + tile;
+    }
+    __device__ int sum_from(int owner, int at, int tile) const {
+        return (2 * workspace.far() + place(owner, at)) * tiles + tile;
+    }
+    __device__ int own_sum(int tile) const { return 3 * workspace.far() * tiles + tile; }
+};
+
+// Puts tile `from` of the own area into tile `to` of a peer's, and says so by its flag.
+template <class C>
+__device__ __forceinline__ bool put_tile(const GemmReduceArgs& args,
+                                         const transport::DeviceWaiter& waiter, int peer, int from,
+                                         int to, int flag) {
+    constexpr std::uint64_t kBytes = kTileM * C::kTileN * kElementBytes;
+    return args.workspace.network.put(
+        waiter, peer, kFirstArrival + flag,
+        {args.area_offset + from * kBytes, args.area_offset + to * kBytes, kBytes});
+}
+
+// Threads of one block hear of the tiles that come from other nodes: parts, and with AllReduce sums.
+__device__ __forceinline__ void watch_tiles(const GemmReduceArgs& args, const TileFlags& flags,
+                                            const transport::DeviceWaiter& waiter,
+                                            std::uint64_t epoch, transport::Lane mine) {
+    const Workspace& workspace = args.workspace;
+    const int rank = workspace.rank;
+    const auto tiles = static_cast<std::uint32_t>(flags.tiles);
+    const std::uint32_t slots = workspace.world - 1;
+    const std::uint32_t first = (workspace.local - 1 - rank % workspace.local) * tiles;
+    const std::uint32_t each = workspace.far() * tiles;
+    workspace.network.watch(
+        waiter, epoch, workspace.flags(rank), first, args.everywhere ? 2 * each : each, each,
+        slots * tiles - each, mine,
+        [&](std::uint32_t flag) { return (rank + 1 + flag / tiles % slots) % workspace.world; });
+}
+
 template <class C, class Element, bool kNMajorB>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     gemm_reduce(const __grid_constant__ GemmReduceArgs args) {
@@ -78,22 +129,38 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int steps = (args.k + kTileK - 1) / kTileK;
     const int sources = args.alone ? 0 : world - 1;
     const TileFlags flags{args.workspace, args.raster.tiles() * C::kCluster};
+    const AreaTiles places{args.workspace, flags.tiles};
+    const bool by_nic = sources > 0 && args.workspace.far() > 0;
+    const bool has_tiles = static_cast<int>(blockIdx.x) >= args.network_blocks;
 
     switch (take_role()) {
         case Role::loader: {
+            if (!has_tiles) break;
             Cursor<C::kStages> cursor;
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
-                Operands<C, kNMajorB>{&args.b, tile.column}.load(
-                    shared, cursor, &args.a, tile.owner * args.rows + tile.row, 0, steps);
+                const int row = tile.owner * args.rows + tile.row;
+                if (args.is_given) {
+                    load_tile(shared, cursor, &args.given, tile.column, row, 0);
+                } else {
+                    Operands<C, kNMajorB>{&args.b, tile.column}.load(shared, cursor, &args.a, row,
+                                                                     0, steps);
+                }
                 if (tile.owner != rank) return;
                 for (int slot = 0; slot < sources; ++slot) {
-                    flags.wait(waiter, epoch, (rank + 1 + slot) % world, tile.number, false);
-                    load_tile(shared, cursor, &args.inbox, tile.column, tile.row, slot);
+                    const int source = (rank + 1 + slot) % world;
+                    flags.wait(waiter, epoch, source, tile.number, false);
+                    if (args.workspace.near(source)) {
+                        load_tile(shared, cursor, &args.inbox, tile.column, tile.row, slot);
+                    } else {
+                        load_tile(shared, cursor, &args.area, 0, 0,
+                                  places.part_from(source, rank, tile.number));
+                    }
                 }
             });
             break;
         }
         case Role::storer: {
+            if (!has_tiles) break;
             Storer<C> storer(shared);
             const bool pushes = args.everywhere && sources > 0;
             if (pushes && args.symmetric && blockIdx.x == 0) announce_start(args.workspace, epoch);
@@ -107,8 +174,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                     const int pace = tile.last ? 0 : args.pace;
                     storer.put(pace, [&](const void* piece, int x, int y) {
                         ptx::store_box(&args.out_pieces, piece, tile.column + x, out_row + y, 0);
+                        if (by_nic) {
+                            ptx::store_box(&args.area_pieces, piece, x, y,
+                                           places.own_sum(tile.number));
+                        }
                         for (int step = 1; may_push && step < world; ++step) {
                             const int peer = (rank + step) % world;
+                            if (!args.workspace.near(peer)) continue;
                             ptx::store_box(&args.everyone[peer], piece, tile.column + x,
                                            (args.symmetric ? out_row : tile.row) + y,
                                            args.symmetric ? 0 : flags.slot(rank, peer));
@@ -117,8 +189,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                     if (args.symmetric) return;
                     ptx::fence_async_proxy();
                     for (int step = 1; step < world; ++step) {
-                        flags.set(epoch, (rank + step) % world, tile.number, true);
+                        const int peer = (rank + step) % world;
+                        if (args.workspace.near(peer)) flags.set(epoch, peer, tile.number, true);
                     }
+                    if (by_nic) tell_stored(shared, ++stored);
                 } else if (own) {
                     storer.tile([&](const void* slice, int number) {
                         ptx::store_box(&args.out, slice, tile.column + number * kSliceN, out_row,
@@ -126,6 +200,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                     });
                 } else if (sources == 0) {
                     storer.tile([](const void*, int) {});
+                } else if (!args.workspace.near(tile.owner)) {
+                    storer.tile([&](const void* slice, int number) {
+                        ptx::store_box(&args.area, slice, number * kSliceN, 0,
+                                       places.part_for(tile.owner, rank, tile.number));
+                    });
+                    tell_stored(shared, ++stored);
                 } else if (args.by_outbox) {
                     storer.tile([&](const void* slice, int number) {
                         ptx::store_box(&args.outbox, slice, tile.column + number * kSliceN,
@@ -145,11 +225,32 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
         }
         case Role::sender: {
-            if (sources == 0 || !args.by_outbox) break;
+            if (!has_tiles || sources == 0 || !(args.by_outbox || by_nic)) break;
             TileForwarder<C> sender(shared, 0, C::kPieceBuffers / 2, args.pace);
             std::uint32_t stored = 0;
+            bool going = true;
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
-                if (tile.owner == rank) return;
+                if (tile.owner == rank) {
+                    if (!by_nic || !args.everywhere) return;
+                    wait_stored(shared, ++stored);
+                    for (int number = 0; going && number < args.workspace.far(); ++number) {
+                        const int peer = args.workspace.far_rank(number);
+                        going = put_tile<C>(args, waiter, peer, places.own_sum(tile.number),
+                                            places.sum_from(rank, peer, tile.number),
+                                            flags.number(rank, peer, tile.number, true));
+                    }
+                    return;
+                }
+                if (!args.workspace.near(tile.owner)) {
+                    wait_stored(shared, ++stored);
+                    going =
+                        going && put_tile<C>(args, waiter, tile.owner,
+                                             places.part_for(tile.owner, rank, tile.number),
+                                             places.part_from(rank, tile.owner, tile.number),
+                                             flags.number(rank, tile.owner, tile.number, false));
+                    return;
+                }
+                if (!args.by_outbox) return;
                 wait_stored(shared, ++stored);
                 const int layer = flags.slot(tile.owner, rank);
                 const int there = flags.slot(rank, tile.owner);
@@ -168,18 +269,21 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
         }
         case Role::receiver: {
-            if (sources == 0 || !args.everywhere || args.symmetric) break;
+            if (!has_tiles || sources == 0 || !args.everywhere || args.symmetric) break;
             const int first =
                 args.by_outbox ? C::kPieceBuffers / 2 : 0;  // those before: the sender's
             TileForwarder<C> receiver(shared, first, C::kPieceBuffers - first, 0);
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) return;
                 if (!flags.wait(waiter, epoch, tile.owner, tile.number, true)) return;
-                const int layer = flags.slot(tile.owner, rank);
+                const bool near = args.workspace.near(tile.owner);
+                const int layer = near ? flags.slot(tile.owner, rank)
+                                       : places.sum_from(tile.owner, rank, tile.number);
                 receiver.tile(
                     [&](void* piece, ptx::Mbarrier* arrived, int x, int y) {
-                        ptx::load_box(piece, &args.everyone[rank], arrived, tile.column + x,
-                                      tile.row + y, layer);
+                        ptx::load_box(piece, near ? &args.everyone[rank] : &args.area_pieces,
+                                      arrived, near ? tile.column + x : x, near ? tile.row + y : y,
+                                      layer);
                     },
                     [&](const void* piece, int x, int y) {
                         ptx::store_box(&args.out_pieces, piece, tile.column + x,
@@ -190,9 +294,21 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
         }
         case Role::multiplier: {
+            if (!has_tiles) {
+                if (by_nic && blockIdx.x == 0) {
+                    watch_tiles(args, flags, waiter, epoch,
+                                {threadIdx.x - kWarpgroup, kBlockThreads - kWarpgroup});
+                }
+                break;
+            }
             Multiplier<C, Element, kNMajorB> multiplier(shared);
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
-                multiplier.multiply(steps);
+                if (args.is_given) {
+                    multiplier.clear();
+                    multiplier.add_tile();
+                } else {
+                    multiplier.multiply(steps);
+                }
                 if (tile.owner == rank) {
                     for (int slot = 0; slot < sources; ++slot) multiplier.add_tile();
                     multiplier.add_bias(args.bias, tile.column, args.n);
@@ -215,7 +331,7 @@ cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, 
     const auto start = [&]<class C>() {
         return launch_blocks<C>(
             variant.n_major_b ? gemm_reduce<C, Element, true> : gemm_reduce<C, Element, false>,
-            args, tiles, blocks, stream);
+            args, tiles, blocks, stream, args.network_blocks);
     };
     switch (variant.tiling) {
         case Tiling::wide:

@@ -22,6 +22,12 @@ class Multiplier {
         row_ = group_ * 64 + warp * 16 + lane_ % 16;
     }
 
+    // Instead of products.
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (float& each : sum_) each = 0;
+    }
+
     // The tile's products: `steps` stages, in order of K.
     __device__ __forceinline__ void multiply(int steps) {
         Cursor<C::kStages> before = stage_;
