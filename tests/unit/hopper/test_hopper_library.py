@@ -75,8 +75,15 @@ class Fabric:
         self._sent: dict[int, bytes] = {}
 
     def DeviceWorld(
-        self, workspaces: list[int], rank: int, control: int, timeout_s: float, call: int
+        self,
+        workspaces: list[int],
+        rank: int,
+        control: int,
+        timeout_s: float,
+        call: int,
+        network: object,
     ) -> int:
+        assert network is None
         assert workspaces == [workspace_of(each) for each in range(self.world)]
         assert control == 64
         return rank

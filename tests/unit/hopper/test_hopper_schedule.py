@@ -8,20 +8,23 @@ from typing import Any
 import devices
 import pytest
 import torch
-from hopper_calls import CONTEXT, last_rank
+from hopper_calls import CONTEXT, WORKSPACES, last_rank
 from plan_walk import Launch, WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import dispatch, gemm, library, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import BackendUnavailable
 from mkernel.plan.model import LaunchPlan
 
+SENT = ("send_rows", "gemm_reduce")
 BUILT = ("AllGatherSchedule", "ReduceSchedule", "Product")
 STARTED = (
     "PipelinedGather", "PipelinedReduce", "all_reduce", "reduce_scatter", "copy", "rendezvous",
-    "push_rows", "all_gather_gemm", "all_gather",
+    "push_rows", "all_gather_gemm", "all_gather", *SENT,
 )  # fmt: skip
 LEAST_ADDRESS = 1 << 20
 CASES = [
@@ -90,11 +93,11 @@ def launches(started: Started, world: WalkedWorld, usual: LaunchPlan) -> Launch:
     def launch(plan: LaunchPlan) -> object:
         started.told.clear()
         world.admit(plan, dict(calls[0].tensors))
-        nbytes = world.accelerator.workspace(plan).areas
+        needs = world.accelerator.workspace(plan)
         for call in calls:
             made = replace(call, plan=plan)
             dispatch.executor_of(plan)(made, CONTEXT).start(made, 5)
-        return [nbytes, *started.told]
+        return [needs, *started.told]
 
     return launch
 
@@ -105,6 +108,31 @@ def test_no_field_is_decoration(started: Started, op: str, path: str) -> None:
     world = world_of_two()
     usual = world.plan(op, SIZES, dtype="bfloat16", path=path)
     assert usual.path == path
+    assert decorations(usual, launches(started, world, usual)) == []
+
+
+def two_nodes(gpudirect: bool) -> WalkedWorld:
+    nodes = [
+        devices.node((devices.gpu(0, name="NVIDIA H200"),), (devices.nic(0, gpudirect=gpudirect),))
+        for _ in range(2)
+    ]
+    return WalkedWorld(HopperAccelerator(), devices.world(*nodes), 1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("gpudirect", [True, False], ids=["direct", "staged"])
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"])
+def test_no_field_is_decoration_between_nodes(
+    started: Started, monkeypatch: pytest.MonkeyPatch, op: str, gpudirect: bool
+) -> None:
+    def mapped(call: Call, context: DispatchContext) -> object:
+        return native.native().DeviceWorld(WORKSPACES, call.rank, context.control, 1.0, 1)
+
+    monkeypatch.setattr(gemm, "device_world", mapped)
+    world = two_nodes(gpudirect)
+    usual = world.plan(op, SIZES, dtype="bfloat16")
+    assert usual.routes.staged != gpudirect
+    assert bool(world.accelerator.workspace(usual).staging) != gpudirect
     assert decorations(usual, launches(started, world, usual)) == []
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mkernel.backends.accelerators.hopper import gemm, native, tuning
+from mkernel.backends.accelerators.hopper import native, tuning
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, TilingName
-from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.errors import BackendUnavailable
 
 PROCESSORS = 132
 
@@ -174,10 +174,20 @@ def test_wrong_arguments_are_named(made: Any) -> None:
         made.ReduceSchedule(m=8, rows=8, panel_rows=1, panel_columns=0, everywhere=False)
 
 
-def test_plans_of_several_nodes_are_refused() -> None:
-    class Plan:
-        op, nodes, world_size = "all_gather_gemm", 2, 8
+def test_between_nodes_blocks_send_in_puts_that_keep_a_nic_busy() -> None:
+    large = tuning.gather_between_nodes(4096, 7168, 8192, 2, 4096, PROCESSORS)
+    put = large.chunk_rows * 8192 * tuning.ELEMENT_BYTES
+    assert put == tuning.machine().network.put_bytes
+    assert large.push_blocks == tuning.machine().network.blocks
+    assert (large.slices, large.columns_ahead) == (1, 0)
+    wished = tuning.gather_between_nodes(4096, 7168, 8192, 2, 100, PROCESSORS)
+    assert wished.chunk_rows == 100
+    short = tuning.gather_between_nodes(3, 64, 64, 2, 3, PROCESSORS)
+    assert short.chunk_rows == 3
 
-    for executor in (gemm.AllGatherExecutor, gemm.ReduceExecutor):
-        with pytest.raises(Unsupported, match="one node"):
-            executor.workspace_bytes(Plan())  # type: ignore[arg-type]
+
+@pytest.mark.parametrize(("n", "blocks"), [(8192, 2), (64, 1)])
+def test_between_nodes_a_cluster_tends_the_network(n: int, blocks: int) -> None:
+    for op in ("gemm_reduce_scatter", "gemm_all_reduce"):
+        assert tuning.reduce(op, 8192, n, 8192, 2, PROCESSORS, 2).network_blocks == blocks
+        assert tuning.reduce(op, 8192, n, 8192, 2, PROCESSORS).network_blocks == 0

@@ -88,7 +88,8 @@ def test_the_nic_backend_is_that_of_the_devices(tmp_path: Path, nic: str, backen
     ("kind", "nodes", "wanted"),
     [
         ("cuda", 1, "hopper"),
-        ("cuda", 2, "streams"),
+        ("cuda", 2, "hopper"),
+        ("cuda", 4, "streams"),  # more ranks than kernels take
         ("ascend", 1, "streams"),
         ("rocm", 1, "streams"),
     ],
@@ -97,7 +98,8 @@ def test_the_accelerator_is_what_init_would_choose_there(
     tmp_path: Path, kind: str, nodes: int, wanted: str
 ) -> None:
     found = planned(tmp_path, world=machine(kind=kind, name="chip H100"), nodes=nodes)
-    assert (found.accelerator, found.nic) == (wanted, None)
+    by_nics = wanted == "hopper" and nodes > 1
+    assert (found.accelerator, found.nic) == (wanted, "efa" if by_nics else None)
 
 
 def test_what_a_backend_would_do_may_be_hierarchical(tmp_path: Path) -> None:
@@ -150,13 +152,13 @@ def test_constants_that_a_user_gives_are_of_the_users_chips(tmp_path: Path) -> N
     assert made.prediction.constants == "mine"
 
 
-def test_hopper_between_nodes_is_a_what_if(tmp_path: Path) -> None:
-    assert planned(tmp_path, *HOPPER, nodes=1).accelerator == "hopper"
-    (why,) = what_if(tmp_path, *HOPPER, "--exchange", "direct", nodes=2).missing
-    assert "no path between nodes" in why
-    text = " ".join(run(tmp_path, *HOPPER, nodes=2).split())
+def test_more_ranks_than_hopper_takes_are_a_what_if(tmp_path: Path) -> None:
+    assert planned(tmp_path, *HOPPER, nodes=2).accelerator == "hopper"
+    (why,) = what_if(tmp_path, *HOPPER, "--exchange", "direct", nodes=4).missing
+    assert why == "accelerator 'hopper' runs worlds of at most 16 ranks, not of 32"
+    text = " ".join(run(tmp_path, *HOPPER, nodes=4).split())
     assert "what if all_gather_gemm" in text
-    assert "missing accelerator 'hopper' has no path between nodes" in text
+    assert f"missing {why}" in text
     alone = " ".join(run(tmp_path, *HOPPER, nodes=1).split())
     assert "launch plan all_gather_gemm" in alone
     assert "missing" not in alone
@@ -222,10 +224,10 @@ def test_management_ports_are_no_rails(tmp_path: Path) -> None:
     slow = tuple(port(i, id=f"ib{i}", kind="infiniband", speed_gbps=25) for i in range(2))
     more = one.nodes[0].model_copy(update={"nics": slow + one.nodes[0].nics})
     found = report(tmp_path, *HOPPER, world=worlds(more), nodes=2)
-    assert found.what_if is not None
-    seats = found.what_if.placement.sites[0].seats
+    assert found.plan is not None
+    seats = found.plan.placement.sites[0].seats
     assert [seat.nics for seat in seats] == [(f"n{i}",) for i in range(8)]
-    assert found.what_if.nic == "efa"
+    assert found.plan.nic == "efa"
     assert found.notes == (
         "ib0, ib1: no rails: infiniband devices, which nic 'efa' does not drive",
         "nobody says how many cores NVIDIA H100 (sm_90) has: 132 are assumed",

@@ -78,15 +78,32 @@ def test_what_nobody_executes_is_no_plan(what: str) -> None:
     assert str(caught.value) == "; ".join(made.missing)
 
 
-@pytest.mark.parametrize("what", ["host", "staged", "relay"])
+@pytest.mark.parametrize("what", ["host", "relay"])
 def test_no_plan_holds_such_ways(what: str) -> None:
     topology, options, _ = CASES[what]
     nodes = len(topology.nodes)
     made = explained("all_gather_gemm", SIZES, nodes, 2, topology=topology, **options).plan
     fields = made.model_dump(exclude={"missing", "exchange"})
-    kind = "nic" if what == "staged" else what
-    with pytest.raises(ValidationError, match=f"a route of kind '{kind}'.*no backend takes it"):
+    with pytest.raises(ValidationError, match=f"a route of kind '{what}'.*no backend takes it"):
         LaunchPlan.model_validate(fields)
+
+
+def test_who_claims_to_stage_gets_a_plan_of_staged_routes() -> None:
+    topology, _, _ = CASES["staged"]
+    claims = CHIPS.model_copy(update={"transfer_paths": ("p2p", "nic", "staged")})
+    made = make(2, 2, topology=topology, constants=CONSTANTS, capabilities=claims)
+    assert made.route(0, 2).staged == ("source", "destination")
+    assert made.routes.staged
+    assert not make(2, 2, topology=twice(RAILS), constants=CONSTANTS).routes.staged
+
+
+def test_a_world_may_have_too_many_ranks() -> None:
+    claims = CHIPS.model_copy(update={"most_ranks": 3})
+    with pytest.raises(Unsupported, match="'ascend' runs worlds of at most 3 ranks, not of 4"):
+        explained(
+            "all_gather_gemm", SIZES, 2, 2, how=plan, topology=twice(RAILS),
+            constants=CONSTANTS, capabilities=claims,
+        )  # fmt: skip
 
 
 def test_a_what_if_says_what_is_missing() -> None:
