@@ -138,6 +138,7 @@ class MachineConstants(LinkConstants):
             "float16": self.float16_tflops_per_core,
             "bfloat16": self.bfloat16_tflops_per_core,
             "float32": self.float32_tflops_per_core,
+            "float64": self.float32_tflops_per_core / 2,  # as vector units have it
         }
         if dtype not in rates:
             raise ArgumentError("dtype", repr(dtype), f"one of: {', '.join(rates)}")

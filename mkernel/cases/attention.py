@@ -70,7 +70,8 @@ class RingAttentionCase(Case):
         positions = self.sizes["sequence"] // world_size
         shape = (self.sizes["batch"], self.sizes["heads"], positions)
         out = (*shape, self.sizes["head_dim"]), getattr(torch, self.dtype)
-        return {"out": out, "lse": (shape, torch.float32)}
+        sums = torch.float64 if self.dtype == "float64" else torch.float32
+        return {"out": out, "lse": (shape, sums)}
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Call the op."""

@@ -28,7 +28,12 @@ from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.world.calls import CallRecord
 from mkernel.world.lifecycle import current
 
-TOLERANCE: dict[DtypeName, float] = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
+TOLERANCE: dict[DtypeName, float] = {
+    "float64": 1e-13,
+    "float32": 1e-5,
+    "float16": 5e-4,
+    "bfloat16": 3e-3,
+}
 EVERY_RANK = -1
 """The ``part`` of a generator whose data all ranks share."""
 

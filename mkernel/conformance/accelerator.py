@@ -94,7 +94,7 @@ class AcceleratorSubject:
 
     def dtype(self) -> DtypeName:
         """The dtype that most checks use: the narrowest that is claimed."""
-        for name in ("float16", "bfloat16", "float32"):
+        for name in ("float16", "bfloat16", "float32", "float64"):
             if name in self.capabilities.dtypes:
                 return name
         raise CheckFailed("claims no dtype of inputs")
@@ -102,7 +102,7 @@ class AcceleratorSubject:
     def out_dtype(self, given: DtypeName) -> DtypeName:
         """The output dtype that most checks use with inputs of ``given``: the widest claimed."""
         claimed = [out for dtype, out in self.capabilities.dtype_pairs() if dtype == given]
-        for name in ("float32", "float16", "bfloat16"):
+        for name in ("float32", "float16", "bfloat16", "float64"):
             if name in claimed:
                 return name
         raise CheckFailed("claims no dtype of outputs")

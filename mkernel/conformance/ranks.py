@@ -19,7 +19,12 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Outcome, compare
 from mkernel.cases.comparison import compare_exact
 
-_ROUNDING: dict[str, float] = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_ROUNDING: dict[str, float] = {
+    "float64": 1e-13,
+    "float32": 1e-5,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+}
 """Two roundings of an element, relative."""
 _SLACK = {"ring_attention": 2e-2}
 _SLACK_ELSEWHERE = 2e-3

@@ -246,7 +246,7 @@ def combine(
     sizes = {"tokens": tokens, "features": y.shape[1], "experts": experts, "top_k": top_k}
     plan = plan_for(world, "moe_combine", sizes, dtype, out_name)
     out = torch.empty((tokens, y.shape[1]), dtype=validate.DTYPES[out_name], device=y.device)
-    weights = topk_weights.to(torch.float32).contiguous()
+    weights = topk_weights.to(validate.DTYPES[plan.sums]).contiguous()
     tensors = {"y": y, "routing": routing, "topk_weights": weights, "out": out}
     record = world.run(plan, tensors, **execution)
     return Done(plan, record, {"out": out})
@@ -269,7 +269,7 @@ def moe_combine(
         y: [R, D], one row for each row of the dispatch's outputs, in its order; D is free. Of a
             dispatch with a capacity [capacity, D].
         handle: of the dispatch.
-        topk_weights: [T, k], floating point; used as float32.
+        topk_weights: [T, k], floating point; used as float32, of float64 y as float64.
         out_dtype: of the result; default: that of ``y``.
         group: names the world, which is that of the dispatch; None: the default one.
 

@@ -85,8 +85,6 @@ def _combine(
     names = ("grad_out", "y", "routing", "topk_weights")
     given = plain(op, names, (grad_out, y, routing, topk_weights))
     tensors = dict(zip(names, given, strict=True))
-    tensors["topk_weights"] = topk_weights.to(torch.float32).contiguous()
-    of_y, of_weights = torch.empty_like(y), torch.empty_like(tensors["topk_weights"])
     plan = plan_for(
         world,
         op,
@@ -99,7 +97,10 @@ def _combine(
         _named(world, "y.dtype", y),
         _named(world, "grad_out.dtype", grad_out),
     )
-    world.run(plan, {**tensors, "grad_y": of_y, "grad_weights": of_weights})
+    weights = topk_weights.to(validate.DTYPES[plan.sums]).contiguous()
+    of_y, of_weights = torch.empty_like(y), torch.empty_like(weights)
+    tensors |= {"topk_weights": weights, "grad_y": of_y, "grad_weights": of_weights}
+    world.run(plan, tensors)
     return of_y, of_weights.to(topk_weights.dtype)
 
 

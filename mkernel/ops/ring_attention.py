@@ -105,7 +105,7 @@ def call(
         chunk=chunk,
     )
     out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=validate.DTYPES[plan.sums], device=q.device)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     options = {"scale": width**-0.5 if scale is None else float(scale)}
     record = world.run(plan, tensors, options=options, **execution)
@@ -168,7 +168,8 @@ def ring_attention(
         group: names the world; None: the default one.
 
     Returns:
-        out [B, Hq, S/W, D] in q's dtype; with ``return_lse`` (out, lse [B, Hq, S/W] float32).
+        out [B, Hq, S/W, D] in q's dtype; with ``return_lse`` (out, lse [B, Hq, S/W] float32;
+        of float64 q everything is float64).
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
@@ -213,7 +214,8 @@ def _fake(
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_shapes(q, k, v)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=sums)
 
 
 register(

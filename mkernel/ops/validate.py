@@ -14,6 +14,7 @@ _NAMES: dict[torch.dtype, DtypeName] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
+    torch.float64: "float64",
 }
 DTYPES: dict[DtypeName, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 

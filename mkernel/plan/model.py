@@ -25,7 +25,7 @@ from mkernel.topology.model import Model
 from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.routes import Route, RouteTable
 
-DtypeName = Literal["float16", "bfloat16", "float32"]
+DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
 _Schedule = TypeVar("_Schedule", bound=Schedule)
 PathName = Literal["fused", "library"]
 """How a GEMM op runs: one kernel that communicates while it computes; or a library's product and a
@@ -33,7 +33,7 @@ collective of the backend's own, one after the other."""
 PathChoice = Literal["auto", "fused", "library"]
 Copied = Literal["a", "b", "out", "gathered"]
 """A tensor of a GEMM op between which and the launch a copy may stand."""
-DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 OpName = Literal[
@@ -182,6 +182,11 @@ class CommonPart(Model):
                 f"'node', the only order of {self.nodes} nodes x {self.ranks_per_node} ranks",
             )
         return ConsumptionOrder(self.nodes, self.ranks_per_node, runs)
+
+    @property
+    def sums(self) -> DtypeName:
+        """In which products accumulate, and results of ranks, blocks and slots are added."""
+        return "float64" if "float64" in (self.dtype, self.out_dtype) else "float32"
 
     def route(self, src: int, dst: int) -> Route:
         """The route of the ordered pair. KeyError if ``src == dst`` or out of range."""

@@ -79,7 +79,7 @@ def explain(
         sizes: those of the op's shape (:mod:`mkernel.plan.model`): ``m``, ``n``, ``k``; or
             ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``; or ``batch``, ``heads``,
             ``kv_heads``, ``sequence``, ``head_dim``, ``causal``.
-        dtype: of the inputs: ``float16``, ``bfloat16`` or ``float32``.
+        dtype: of the inputs: ``float16``, ``bfloat16``, ``float32`` or ``float64``.
         out_dtype: of the output. None: ``float32``, or the inputs' where the backend keeps it.
         b_layout: ``row``: B is stored [k, n]; ``column``: [n, k], like an ``nn.Linear`` weight.
         around: what a GEMM op does before and after the launch.

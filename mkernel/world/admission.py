@@ -102,9 +102,9 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
             "k": keys,
             "v": keys,
             "out": _Planned(queries, result),
-            "lse": _Planned(queries[:3], ("float32",)),
+            "lse": _Planned(queries[:3], (plan.sums,)),
             "grad_out": _Planned(queries, given),
-            "grad_lse": _Planned(queries[:3], ("float32",)),
+            "grad_lse": _Planned(queries[:3], (plan.sums,)),
             "grad_q": _Planned(queries, given),
             "grad_k": keys,
             "grad_v": keys,
@@ -123,12 +123,12 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
         }
     return {
         "y": _Planned((None, shape.features), given),
-        "topk_weights": _Planned(places, ("float32",)),
+        "topk_weights": _Planned(places, (plan.sums,)),
         "routing": _Planned((None,), ("int32",)),
         "out": _Planned((shape.tokens, shape.features), result),
         "grad_out": _Planned((shape.tokens, shape.features), result),
         "grad_y": _Planned((None, shape.features), given),
-        "grad_weights": _Planned(places, ("float32",)),
+        "grad_weights": _Planned(places, (plan.sums,)),
     }
 
 

@@ -1,4 +1,4 @@
-"""Gradients of attention, block by block of keys and values; everything is float32.
+"""Gradients of attention, block by block of keys and values; everything is float32, or float64 of such.
 
 With scores s = scale·q kᵀ, their log-sum-exp, and p = e^(s - lse): delta = sum(dO·O) - dlse a query,
 dS = p·(dO vᵀ - delta), dQ = scale·dS k, dK = scale·dSᵀ q, dV = pᵀ dO. No block needs another one.
@@ -28,7 +28,7 @@ class AttentionGradient:
         scale: float,
         keys_at_once: int,
     ) -> None:
-        self._step, self._scale, self._shape = keys_at_once, scale, q.shape
+        self._step, self._scale, self._shape, self._sums = keys_at_once, scale, q.shape, lse.dtype
         self._q = self._flat(q) * scale
         self._of_out = self._flat(of_out)
         self._lse = self._flat(lse[..., None])
@@ -39,7 +39,7 @@ class AttentionGradient:
 
     def _flat(self, queries: torch.Tensor) -> torch.Tensor:
         batch, heads, groups, rows, width = queries.shape
-        return queries.float().reshape(batch, heads, groups * rows, width)
+        return queries.to(self._sums).reshape(batch, heads, groups * rows, width)
 
     def see(
         self,
@@ -49,14 +49,14 @@ class AttentionGradient:
         of_v: torch.Tensor,
         first_row: int | None = None,
     ) -> None:
-        """Take in keys and values [B, Hkv, c, D], and add to their gradients, which are float32.
+        """Take in keys and values [B, Hkv, c, D], and add to their gradients, of lse's dtype.
 
         ``first_row``: key i is seen by rows from ``first_row + i`` on; None: by all.
         """
         for start in range(0, k.shape[2], self._step):
             part = slice(start, start + self._step)
             later = None if first_row is None else first_row + start
-            keys, values = k[:, :, part].float(), v[:, :, part].float()
+            keys, values = k[:, :, part].to(self._sums), v[:, :, part].to(self._sums)
             self._see(keys, values, of_k[:, :, part], of_v[:, :, part], later)
 
     def _see(
@@ -77,5 +77,5 @@ class AttentionGradient:
         self._of_q += of_scores @ k
 
     def result(self) -> torch.Tensor:
-        """The gradient of q [B, Hkv, G, P, D], float32."""
+        """The gradient of q [B, Hkv, G, P, D], not rounded."""
         return (self._of_q * self._scale).view(self._shape)

@@ -21,7 +21,7 @@ from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import Unsupported
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator, KindName
@@ -197,11 +197,14 @@ def _windows(device: Device) -> Windows | None:
 
 
 def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
+    dtypes: tuple[DtypeName, ...] = ("float32", "bfloat16", "float16")
+    if device.name != "npu":  # whose matrix units have no such numbers
+        dtypes = (*dtypes, "float64")
     return StreamsCapabilities(
         torch_device=device.name,
         ops=tuple(_OPS),
-        dtypes=("float32", "bfloat16", "float16"),
-        out_dtypes=("float32", "bfloat16", "float16"),
+        dtypes=dtypes,
+        out_dtypes=dtypes,
         b_layouts=("row", "column"),
         pitched=("b",),
         alignment_bytes=1,

@@ -2,8 +2,8 @@
 them up in rank order; for AllReduce they then send their rows to every rank.
 
 Rows of the next ranks first, own rows last, so that messages travel while the rest is computed.
-Partials stay float32 all the way. Rows are rounded once, by their owner, so every rank of an AllReduce
-holds the same bits. There M needs not divide by W.
+Partials stay float32 (of float64, float64) all the way. Rows are rounded once, by their owner, so every
+rank of an AllReduce holds the same bits. There M needs not divide by W.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def _reduced(
     """out [rows of this rank's share, N] = these rows of the sum over ranks of a @ b."""
     a, rank = call.tensors["a"], call.rank
     step = call.plan.part(RotatingSchedule).rows_per_chunk
-    factor = Factor(call.tensors["b"], torch.float32)
     first, last = shares[rank]
     width, rows = out.shape[1], last - first
     landing = streams.landing("slots")  # of as many rows as any rank has
+    factor = Factor(call.tensors["b"], landing.dtype)
     slots = landing[:, :rows]
 
     waiting = []
     for target, source in rotation(call.plan, rank):
         start, end = shares[target]
-        partial = streams.scratch(f"partial{target}", (end - start, width), torch.float32)
+        partial = streams.scratch(f"partial{target}", (end - start, width), landing.dtype)
         # Chunks of both directions are paired by number; either side may have one row more.
         mine, theirs = chunks(end - start, step), chunks(rows, step)
         for number in range(max(len(mine), len(theirs))):

@@ -36,7 +36,7 @@ def landings(plan: CommonPart) -> dict[str, Landing]:
     if plan.op == "all_gather_gemm":
         wanted["gathered"] = (gemm.k, plan.dtype)
     else:
-        wanted["slots"] = (gemm.n, "float32")
+        wanted["slots"] = (gemm.n, plan.sums)
     if plan.op == "gemm_all_reduce":
         wanted["results"] = (gemm.n, plan.out_dtype)
     found, end = {}, 0

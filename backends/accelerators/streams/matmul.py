@@ -1,4 +1,5 @@
-"""Matrix products that accumulate in float32, on every device and for every pair of dtypes."""
+"""Matrix products that accumulate in float32, or in float64 where a dtype is that, on every device and
+for every pair of dtypes."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+_WIDE = (torch.float32, torch.float64)
 
 
 class Factor:
@@ -20,15 +23,17 @@ class Factor:
 
     def __init__(self, b: torch.Tensor, out_dtype: torch.dtype) -> None:
         self._direct = b.dtype == out_dtype and (
-            b.dtype == torch.float32
+            b.dtype in _WIDE
             or b.device.type == "cuda"
             or (b.dtype == torch.bfloat16 and b.device.type == "cpu")
         )
-        self._mixed = not self._direct and b.device.type == "cuda" and b.dtype != torch.float32
-        self._b = b if self._direct or self._mixed else b.float()
+        narrow = b.dtype not in _WIDE and out_dtype != torch.float64
+        self._mixed = not self._direct and b.device.type == "cuda" and narrow
+        self._sums = torch.float64 if torch.float64 in (b.dtype, out_dtype) else torch.float32
+        self._b = b if self._direct or self._mixed else b.to(self._sums)
 
     def product(self, a: torch.Tensor, out: torch.Tensor) -> None:
-        """out = a @ b; sums in float32, rounded once to out's dtype. Rows may be none."""
+        """out = a @ b; sums are rounded once, to out's dtype. Rows may be none."""
         if not len(a):
             return
         if self._direct:
@@ -39,10 +44,10 @@ class Factor:
                 torch.mm(a, self._b, out_dtype=torch.float32, out=out)
             else:
                 out.copy_(torch.mm(a, self._b, out_dtype=torch.float32))
-        elif out.dtype == torch.float32:
-            torch.mm(a.float(), self._b, out=out)
+        elif out.dtype == self._sums:
+            torch.mm(a.to(self._sums), self._b, out=out)
         else:
-            out.copy_(torch.mm(a.float(), self._b))
+            out.copy_(torch.mm(a.to(self._sums), self._b))
 
 
 @contextmanager

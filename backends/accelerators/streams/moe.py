@@ -84,9 +84,9 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
         places = routing.homecoming.view(weights.shape)
         if there < places.numel():
             weights = weights.masked_fill(places == there, 0)  # they may be no numbers
-        total = rows[places[:, 0]].float() * weights[:, :1]
+        total = rows[places[:, 0]].to(weights.dtype) * weights[:, :1]
         for slot in range(1, weights.shape[1]):
-            total.addcmul_(rows[places[:, slot]].float(), weights[:, slot : slot + 1])
+            total.addcmul_(rows[places[:, slot]].to(weights.dtype), weights[:, slot : slot + 1])
         out.copy_(total)
     return {}
 

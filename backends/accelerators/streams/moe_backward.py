@@ -3,7 +3,7 @@
 Of the dispatch: tokens go to their experts again, for the gradients of the weights; gradients of tokens
 are added up on the ranks of the experts, one row a token, and come home, where those of different ranks
 are added in rank order. Of the combine: dO goes where its tokens went, with their weights, and the
-gradients of these come home. Sums are float32, in a fixed order, and rounded once.
+gradients of these come home. Sums are float32 (of float64, float64), in a fixed order, rounded once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     tokens, arrivals = _sent(call, streams, routing, x)
     with streams.compute():
         shape = len(routing.row_token) + 1, x.shape[1]
-        rows = torch.zeros(shape, dtype=torch.float32, device=x.device)  # the last one stays zero
+        sums = getattr(torch, call.plan.sums)
+        rows = torch.zeros(shape, dtype=sums, device=x.device)  # the last one stays zero
         for expert, start, end in segments(routing, None):
             Factor(w[expert].t(), rows.dtype).product(gradients[start:end], rows[start:end])
         of_tokens = _by_token(call, routing, rows)
@@ -67,11 +68,11 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     streams.finish()
     with streams.compute():
         count = len(routing.row_token)
-        rows = tokens[routing.row_token].float()
+        rows = tokens[routing.row_token].to(weights.dtype)
         own = their_weights[routing.row_token, routing.row_slot]
         of_y[:count] = rows * own[:, None]
         of_y[count:].zero_()
-        products = (rows * y[:count].float()).sum(1, keepdim=True)
+        products = (rows * y[:count].to(weights.dtype)).sum(1, keepdim=True)
         there = torch.split(products[routing.returning], routing.rows_to)
         home = products.new_zeros((sum(routing.rows_from) + 1, 1))  # the last: places without a row
         back = torch.split(home[:-1], routing.rows_from)

@@ -1,4 +1,5 @@
-"""Attention of some queries over keys and values that come in blocks; everything is float32.
+"""Attention of some queries over keys and values that come in blocks; everything is float32, or
+float64 of such queries.
 
 Running maximum m, sum l and weighted values o of the scores seen so far; a block with scores s, values
 v and m' = max(m, max s) changes them to l·e^(m-m') + sum e^(s-m') and o·e^(m-m') + e^(s-m') v.
@@ -18,7 +19,8 @@ class OnlineSoftmax:
         self._step = keys_at_once
         self._shape = q.shape
         batch, heads, groups, rows, width = q.shape
-        self._q = q.float().mul_(scale) if q.dtype != torch.float32 else q * scale
+        wide = q if q.dtype == torch.float64 else q.float()
+        self._q = q * scale if wide is q else wide.mul_(scale)
         self._q = self._q.reshape(batch, heads, groups * rows, width)
         self._top = self._q.new_full((batch, heads, groups * rows, 1), float("-inf"))
         self._sum = torch.zeros_like(self._top)
@@ -33,7 +35,8 @@ class OnlineSoftmax:
         for start in range(0, k.shape[2], step):
             end = min(start + step, k.shape[2])
             later = None if first_row is None else first_row + start
-            self._see(k[:, :, start:end].float(), v[:, :, start:end].float(), later)
+            keys, values = (each[:, :, start:end].to(self._q.dtype) for each in (k, v))
+            self._see(keys, values, later)
 
     def _see(self, k: torch.Tensor, v: torch.Tensor, first_row: int | None) -> None:
         scores = self._q @ k.transpose(2, 3)
@@ -49,7 +52,7 @@ class OnlineSoftmax:
         self._top = top
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attention [B, Hkv, G, P, D], log-sum-exp [B, Hkv, G, P]), float32."""
+        """(attention [B, Hkv, G, P, D], log-sum-exp [B, Hkv, G, P]), not rounded."""
         lse = self._top + self._sum.log()
         return (self._total / self._sum).view(self._shape), lse.view(self._shape[:4])
 

@@ -30,7 +30,7 @@ def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``grad_q``, ``grad_k`` and ``grad_v``."""
     with streams.compute():
         queries, own = _queries(call), own_cells(call)
-        sums = [torch.zeros_like(cell.kv, dtype=torch.float32) for cell in own]
+        sums = [torch.zeros_like(cell.kv, dtype=call.tensors["lse"].dtype) for cell in own]
     coming: list[Message] = []
     for source, cells in blocks(call, streams, own):
         for message in coming:
