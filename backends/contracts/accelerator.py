@@ -213,8 +213,14 @@ class AcceleratorBackend(ABC):
 
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
         """int32 words of ``Call.tensors["routing"]``, in which an MoE dispatch leaves all that later
-        calls need of its routing, in this process and any order. ``experts``: of all ranks."""
-        return 0
+        calls need of its routing, in this process and any order; the last one is how many rows its
+        outputs have. ``experts``: of all ranks."""
+        return 1
+
+    def dispatched_rows(self, routing: torch.Tensor) -> int | None:
+        """That number, where the host has it without waiting for a device. In the tensor one word of
+        the world's follows."""
+        return int(routing[-2]) if routing.device.type == "cpu" else None
 
     @abstractmethod
     def launch(self, call: Call) -> Launch:

@@ -60,6 +60,7 @@ def _of_bias(of_c: Tensor, bias_dtype: torch.dtype) -> Tensor:
 
 def save_gather(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
     """Keeps a and b, and the gathered A where the call returned it."""
+    ctx.set_materialize_grads(False)  # zeros for the gathered A would be multiplied and sent
     a, b = inputs[:2]
     _keep(ctx, keyword_only_inputs, "gather_dim")
     if isinstance(output, Tensor):
@@ -79,6 +80,7 @@ def save_gather_many(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
 ) -> None:
     """Keeps a and all of b; the gathered A only where the call asks for that."""
+    ctx.set_materialize_grads(False)
     a, b, _ = inputs
     _keep(ctx, keyword_only_inputs, "gather_dim")
     kept = [output[1]] if keyword_only_inputs["save_gathered"] else []

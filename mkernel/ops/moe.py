@@ -243,6 +243,10 @@ def combine(
             "of another world",
             f"one of this world's moe_dispatch_gemm ({world.name!r}); pass the dispatch's group",
         )
+    rows = world.engine("moe_dispatch_gemm").accelerator.dispatched_rows(routing)
+    if rows is not None and len(y) != rows:
+        legal = f"[{rows}, D], a row for each that the dispatch gave"
+        raise ShapeError("y", validate.describe(y), legal)
     sizes = {"tokens": tokens, "features": y.shape[1], "experts": experts, "top_k": top_k}
     plan = plan_for(world, "moe_combine", sizes, dtype, out_name)
     out = torch.empty((tokens, y.shape[1]), dtype=validate.DTYPES[out_name], device=y.device)

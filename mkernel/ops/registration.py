@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops import effects
 
-from mkernel.ops import inductor
+from mkernel.ops import checkpointing, inductor
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -51,6 +51,7 @@ def register(
     if communicates:
         effects._register_effectful_op(op, _ORDERED.ORDERED)
         inductor.keep_order(op, _ORDERED.ORDERED)
+        checkpointing.save_outputs(op, _LIBRARY)
 
 
 def _asked(fake: Callable[..., Any]) -> Callable[..., Any]:

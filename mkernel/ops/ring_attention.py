@@ -44,15 +44,19 @@ def zigzag_positions(sequence: int, world_size: int, rank: int) -> torch.Tensor:
     return torch.cat([torch.arange(first, first + piece), torch.arange(last, last + piece)])
 
 
+def _check_dimensions(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ShapeError(name, type(tensor).__name__, "a torch.Tensor [B, H, S/W, D]")
+    if tensor.dim() != 4 or 0 in tensor.shape:
+        raise ShapeError(name, validate.describe(tensor), "[B, H, S/W, D], all at least 1")
+
+
 def _check_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[int, int, int, int, int]:
     """B, Hq, Hkv, S/W, D."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ShapeError(name, type(tensor).__name__, "a torch.Tensor [B, H, S/W, D]")
-        if tensor.dim() != 4 or 0 in tensor.shape:
-            raise ShapeError(name, validate.describe(tensor), "[B, H, S/W, D], all at least 1")
+        _check_dimensions(name, tensor)
     batch, heads, rows, width = q.shape
     kv_heads = k.shape[1]
     legal = (batch, kv_heads, rows, width)
@@ -80,10 +84,11 @@ def call(
     world = current(group)
     q, k, v = plain("ring_attention", ("q", "k", "v"), (q, k, v))
     capabilities = world.engine("ring_attention").claims
-    batch, heads, kv_heads, rows, width = _check_shapes(q, k, v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_dimensions(name, tensor)
         validate.on_device(name, tensor, world.accelerator.device)
         validate.contiguous(name, tensor)
+    batch, heads, kv_heads, rows, width = _check_shapes(q, k, v)
     dtype = validate.dtype_name("q.dtype", q.dtype, capabilities.dtypes)
     for name, tensor in (("k", k), ("v", v)):
         validate.same_dtype(f"{name}.dtype", tensor, "q", q)

@@ -238,10 +238,10 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         return model(traces, machine(), view)
 
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
-        """The tables of the routing."""
-        from mkernel.backends.accelerators.ascend.moe import routing_words  # needs torch
+        """The tables of the routing, and the rows of the outputs."""
+        from mkernel.backends.accelerators.ascend.moe import table_words  # needs torch
 
-        return routing_words(world, tokens, top_k, experts)
+        return table_words(world, tokens, top_k, experts) + 1
 
     def launch(self, call: Call) -> AscendLaunch:
         """Start both kernels and return at once."""

@@ -32,7 +32,7 @@ def balanced_ids(plan: LaunchPlan) -> torch.Tensor:
     return ((token + slots) % shape.experts).to(torch.int32)
 
 
-def routing_words(world: int, tokens: int, top_k: int, experts: int) -> int:
+def table_words(world: int, tokens: int, top_k: int, experts: int) -> int:
     """Words of the tables that a combine reads (``Routing::words`` of ``kernels/moe/routing.hpp``)."""
     begin, start = world * (tokens + 1), world
     return experts // world + 1 + begin + start + (world + 1) * tokens * top_k + 1
@@ -62,7 +62,7 @@ class MoeDispatchOp:
         experts = shape.experts // plan.world_size
         by_rows = plan.b_layout == "row"
         x, ids, w, routing = (call.tensors[name] for name in ("x", "topk_ids", "w", "routing"))
-        kept = routing_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
+        kept = table_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
         dense("x", x, (shape.tokens, shape.hidden), plan.dtype)
         dense("topk_ids", ids, (shape.tokens, shape.top_k), "int32", "int64")
         stored = w if by_rows else w.transpose(1, 2)
@@ -95,6 +95,7 @@ class MoeDispatchOp:
             if rows > height:
                 raise CapacityExceeded(call.rank, rows, height)
             routing[:kept] = tables[:kept]
+            routing[kept] = height
             found = outputs[:rows] if height == rows else outputs.new_zeros(height, shape.features)
             if height > rows:
                 found[:rows] = outputs[:rows]
@@ -131,7 +132,7 @@ class MoeCombineOp:
         y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
         rows = int(tables[shape.experts // plan.world_size])
         dense("y", y[:rows], (rows, shape.features), plan.dtype)
-        words = routing_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
+        words = table_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
         places = shape.tokens * shape.top_k
         homes = int(tables[words - 1])
         if homes < places:  # what has no expert adds a row of zeros, whatever its weight

@@ -161,6 +161,13 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
 
         return routing_words(world, tokens, top_k)
 
+    def dispatched_rows(self, routing: torch.Tensor) -> int | None:
+        """Also of routings on devices that were not copied."""
+        from mkernel.backends.accelerators.streams.routing import known  # needs torch
+
+        found = known(routing)
+        return super().dispatched_rows(routing) if found is None else found.height
+
     def launch(self, call: Call) -> StreamsLaunch:
         """Hand the call to the worker's thread. On a device that queues return once it is queued, else
         at once."""

@@ -116,9 +116,15 @@ def remember(words: torch.Tensor, found: Remembered) -> None:
 
 
 def recall(words: torch.Tensor, rank: int) -> Remembered | None:
+    """What was remembered of a rank."""
+    found = known(words)
+    return found if found is not None and found.rank == rank else None
+
+
+def known(words: torch.Tensor) -> Remembered | None:
     """What was remembered; None where the tensor is a copy, or was written to since."""
     version, found = _known.get(words.untyped_storage(), (0, None))
-    return found if found and (version, found.rank) == (_version(words), rank) else None
+    return found if version == _version(words) else None
 
 
 def _version(words: torch.Tensor) -> int:

@@ -93,14 +93,15 @@ class _Overriding(torch.Tensor):
 
 
 def _not_plain(call: Callable[..., object], given: _Inputs) -> Iterator[_Wrong]:
-    """The right call ``call(**given)`` with one tensor that is more or less than memory."""
+    """The right call ``call(**given)`` with one tensor that is more or less than memory. A call that
+    takes ``out`` refuses tensors that require grad; others have derivatives."""
     for name, tensor in given.items():
         changed = {
             "of a subclass": tensor.as_subclass(_Overriding),
             "that is fake": FakeTensorMode().from_tensor(tensor),
             "without data": tensor.to("meta"),
         }
-        if tensor.is_floating_point():
+        if "out" in given and tensor.is_floating_point():
             changed["that requires grad"] = tensor.detach().requires_grad_()
         for what, value in changed.items():
             yield f"{name} {what}", ArgumentError, partial(call, **{**given, name: value})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators.ascend import AscendLaunch, _ascend
-from mkernel.backends.accelerators.ascend.moe import MoeDispatchOp, balanced_ids, routing_words
+from mkernel.backends.accelerators.ascend.moe import MoeDispatchOp, balanced_ids, table_words
 from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES
 from mkernel.backends.accelerators.ascend.schedule import CombineSchedule, DispatchSchedule
 from mkernel.backends.accelerators.ascend.timeline import model
@@ -81,7 +81,7 @@ def case_with(plan: LaunchPlan, ids: torch.Tensor) -> Case:
 def inputs(plan: LaunchPlan, case: Case, seed: int = 0) -> list[Tensors]:
     """What every rank passes; ``topk_ids`` int32 on odd ranks."""
     shape = plan.shape
-    words = routing_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
+    words = 1 + table_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
     every = [case.inputs(rank, plan.world_size, seed) for rank in range(plan.world_size)]
     for own in every:
         own["routing"] = torch.empty(words, dtype=torch.int32)

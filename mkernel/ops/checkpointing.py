@@ -1,0 +1,38 @@
+"""Communicating ops in checkpointed regions of compiled functions: their outputs are saved.
+
+Torch's partitioner would run them again in the backward graph and take the token of their order along,
+which no graph of torch 2.13 may save: compiling ends in an assertion. What is saved also spares the
+message. Outside of compiled functions checkpointing calls ops again, as any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import checkpoint
+
+_Mode: Any = getattr(checkpoint, "_CachingTorchDispatchMode", None)
+"""Under which torch traces the forward of such a region; it asks a policy what to save."""
+
+
+def save_outputs(op: OpOverload, library: torch.library.Library) -> None:
+    """From now on of this op."""
+    if _Mode is not None:
+        torch.library.register_torch_dispatch(op._name, _Mode, _traced, lib=library)
+
+
+def _traced(mode: Any, op: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    policy = mode.policy_fn
+    if get_proxy_mode() is not None:
+        mode.policy_fn = _must_save
+    try:
+        return mode.__torch_dispatch__(op, types, arguments, keywords)
+    finally:
+        mode.policy_fn = policy
+
+
+def _must_save(*_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
+    return checkpoint.CheckpointPolicy.MUST_SAVE
