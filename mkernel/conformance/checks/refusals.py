@@ -162,7 +162,9 @@ def _wrong_attention(given: _Inputs) -> Iterator[_Wrong]:
     yield "keys of another width", ShapeError, lambda: call(q, k[..., :-8].contiguous(), v)
     yield "fewer values than keys", ShapeError, lambda: call(q, k, v[:, :, 1:].contiguous())
     yield "mixed dtypes", DtypeError, lambda: call(q, k.double(), v)
-    yield "q that is not contiguous", LayoutError, lambda: call(q.transpose(1, 2), k, v)
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    if not turned.is_contiguous():
+        yield "q that is not contiguous", LayoutError, lambda: call(turned, k, v)
     yield "an infinite scale", ArgumentError, lambda: call(q, k, v, scale=float("inf"))
     three = torch.cat([k, k[:, :1]], 1)
     yield "heads that do not divide", ShapeError, lambda: call(q, three, three)
