@@ -2,6 +2,7 @@
 the same B, else its own columns. Option ``tensors``: the user's own whole ``a`` and ``b`` instead of
 random data; A is then cut by rows (AllGather) or K (the others), B by columns or K. Option ``gap``:
 behind each row of A and B (column, of a column-major B) lie so many elements of a larger tensor, NaN.
+Option ``bias``: the call adds one, where B is a rank's own its own too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from mkernel.ops.common import Execution
 from mkernel.ops.gemm import GemmOp
 
-_A, _B = 0, 1
+_A, _B, _BIAS = 0, 1, 2
 
 
 def shares_of_rows(m: int, world_size: int, rows: Rows) -> Iterator[torch.Tensor]:
@@ -60,7 +61,8 @@ class GemmCase(Case):
         if gap:
             a = _apart(a, gap)
             b = _apart(b.t(), gap).t() if self.layout == "column" else _apart(b, gap)
-        return {"a": a, "b": b}
+        bias = self._bias(rank, iteration)
+        return {"a": a, "b": b} | ({} if bias is None else {"bias": bias})
 
     def laid_out(self, b: torch.Tensor) -> torch.Tensor:
         """B in the case's layout."""
@@ -84,6 +86,7 @@ class GemmCase(Case):
         done = self.gemm.call(
             tensors["a"],
             tensors["b"],
+            tensors.get("bias"),
             out=outputs["out"],
             chunk=self.chunk,
             path=self.options.get("path"),
@@ -102,6 +105,17 @@ class GemmCase(Case):
             return whole[rank * rows : (rank + 1) * rows]
         k = self.sizes["k"]
         return whole[:, rank * k : (rank + 1) * k].contiguous()
+
+    def _bias(self, rank: int, iteration: int) -> torch.Tensor | None:
+        if not self.options.get("bias", False):
+            return None
+        own = self.gemm.gathers and not self.options.get("replicate_b", True)
+        return self.normal(iteration, _BIAS, rank if own else EVERY_RANK, self.sizes["n"])
+
+    def biased(self, c: torch.Tensor, rank: int, iteration: int) -> torch.Tensor:
+        """A result with what the call adds."""
+        bias = self._bias(rank, iteration)
+        return c if bias is None else c + bias.double()
 
     def _b(
         self, rank: int, world_size: int, iteration: int, into: torch.Tensor | None = None
@@ -132,7 +146,7 @@ class AllGatherGemmCase(GemmCase):
             self._a(source, world_size, iteration)[at.to(b.device)].double() @ b
             for source, at in enumerate(shares)
         ]
-        return {"out": torch.cat(parts)}
+        return {"out": self.biased(torch.cat(parts), rank, iteration)}
 
 
 class _SumCase(GemmCase):
@@ -140,7 +154,8 @@ class _SumCase(GemmCase):
         self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
     ) -> dict[str, torch.Tensor]:
         """This rank's rows of sum(a @ b), or all of them."""
-        return {"out": sum(self._terms(rank, world_size, iteration, rows), torch.zeros(()))}
+        total = sum(self._terms(rank, world_size, iteration, rows), torch.zeros(()))
+        return {"out": self.biased(total, rank, iteration)}
 
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
         """The same rows of sum(abs(a @ b))."""

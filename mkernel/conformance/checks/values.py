@@ -20,7 +20,6 @@ from mkernel.conformance.grid import (
     with_tensors,
 )
 from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, where
-from mkernel.harness.outcome import CheckSkipped
 from mkernel.ops import moe as moe_op
 from mkernel.plan.model import DtypeName
 
@@ -49,16 +48,15 @@ def dtypes(subject: AcceleratorSubject) -> None:
     subject.judge(each_case, judge_calls, cases, 1, world=(1, 2))
 
 
-def strides(subject: AcceleratorSubject) -> None:
-    """Operands that are parts of larger matrices, where gaps behind rows are claimed to be taken."""
-    claims = subject.capabilities
-    if not claims.pitched:
-        raise CheckSkipped("not claimed: pitched")
+def operands(subject: AcceleratorSubject) -> None:
+    """Operands that are parts of larger matrices, which the op copies where the backend does not claim
+    to take gaps behind rows; a bias, which it adds behind the launch."""
+    step = subject.step()
     cases = [
-        typical(subject, op, 2, layout=layout, options={"gap": gap})
+        typical(subject, op, 2, layout=layout, options=options)
         for op in subject.claimed(*GEMMS)
-        for layout in claims.b_layouts
-        for gap in (subject.step(), 5 * subject.step())
+        for layout in subject.capabilities.b_layouts
+        for options in ({"gap": step}, {"gap": 5 * step}, {"bias": True})
     ]
     subject.judge(each_case, judge_calls, cases, 2, world=(1, 2))
 
@@ -217,7 +215,7 @@ def nonfinite(subject: AcceleratorSubject) -> None:
 CHECKS = (
     Check("shapes", "every legal shape gives the truth: odd, tiny, ragged, random", shapes),
     Check("dtypes", "every claimed dtype, output dtype and layout gives the truth", dtypes),
-    Check("strides", "matrices with gaps behind their rows give the truth", strides),
+    Check("operands", "gaps behind rows of matrices, and a bias, give the truth", operands),
     Check("worlds", "every split of a world into nodes and ranks gives the truth", worlds),
     Check("many-chunks", "long inputs in the smallest chunks give the truth", many_chunks),
     Check("accumulation", "sums are float32 all the way, rounded once", accumulation),

@@ -354,7 +354,7 @@ TABLE: tuple[Row, ...] = (
     planted(Altered, "IgnoresLayout", "Reads column-major weights as if they were row-major.",
             "dtypes", inputs("b", change=_misread_columns)),
     planted(Altered, "IgnoresGaps", "Reads matrices as if nothing lay between their rows.",
-            "strides", inputs("b", change=_ignore_gaps)),
+            "operands", inputs("b", change=_ignore_gaps)),
     planted(Altered, "NarrowOutputs", "Rounds results to bfloat16 whatever was asked for.", "dtypes",
             results(lambda tensor: tensor.copy_(tensor.bfloat16().to(tensor.dtype)))),
     planted(Altered, "SwapsNodes",
