@@ -60,7 +60,7 @@ def test_a_step_computes_what_one_rank_does(step: str, torchrun: list[str], tmp_
         check=False,
     )
     assert ended.returncode == 0, ended.stdout
-    errors = re.findall(r"rank (\d): differs by (\S+)", ended.stdout)
+    errors = re.findall(r"rank (\d): differs by ([-+.e0-9]+)", ended.stdout)
     assert sorted(rank for rank, _ in errors) == ["0", "1"], ended.stdout
     assert max(float(error) for _, error in errors) <= 1e-5
     if step in STEPS[2:]:

@@ -1,0 +1,60 @@
+"""Programs on GPUs: collectives of torch that the compiler fuses, and the training example."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import program_ranks
+import pytest
+from device_buffers import needs_gpus
+
+import mkernel
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_tensor_parallel.py"
+LIMIT = 0.02
+"""Of a relative error: products in bfloat16 behind one another, whose sums are rounded elsewhere."""
+
+pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize(
+    ("sequence_dim", "rewritten"),
+    [
+        (None, {"gemm_all_reduce": 3}),
+        (0, {"all_gather_gemm_gathered": 2, "gemm_reduce_scatter": 3}),
+        (1, {"all_gather_gemm_gathered": 2, "gemm_reduce_scatter": 3}),
+    ],
+)
+def test_collectives_of_compiled_programs_become_ops(
+    sequence_dim: int | None, rewritten: dict[str, int], mode: str | None, tmp_path: Path
+) -> None:
+    for found, errors in mkernel.launch(
+        program_ranks.rewritten, str(tmp_path), sequence_dim, mode,
+        ranks_per_node=2, accelerator="hopper", timeout_s=200,
+    ):  # fmt: skip
+        assert found == rewritten
+        assert max(errors) <= LIMIT, errors
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "dtype", "tolerance"),
+    [("streams", "float32", 1e-3), ("hopper", "bfloat16", 0.1)],
+)
+def test_the_training_example(
+    accelerator: str, dtype: str, tolerance: float, torchrun: list[str]
+) -> None:
+    """In bfloat16 two orders of adding differ by more with every step that is learnt from them."""
+    options = ["--accelerator", accelerator, "--dtype", dtype, "--tolerance", str(tolerance)]
+    ended = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(EXAMPLE), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert len(re.findall(rf"rank \d of 2 on {accelerator}: losses differ", ended.stdout)) == 2
