@@ -52,8 +52,8 @@ def styles(sequence_dim: int | None) -> dict[str, Any]:
 def rewritten(
     folder: str, sequence_dim: int | None, mode: str | None
 ) -> tuple[dict[str, int], list[float]]:
-    """What the pass rewrites of a model of parallelize_module; relative errors of output and gradients of
-    the rewritten program against the program as it is."""
+    """What the pass rewrites of a model of parallelize_module; relative errors of output and gradients
+    of the rewritten program against the program as it is."""
     mkernel.finalize()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)

@@ -6,8 +6,9 @@ are run as they are; one test has Inductor generate code too.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,13 @@ def compiled(program: Callable[..., Any]) -> Callable[..., Any]:
     )
     made: Callable[..., Any] = torch.compile(program, backend=backend, fullgraph=True)
     return made
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Inductor compiles what it compiles, so that the pass sees it."""
+    with config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
 
 
 # ---- programs ------------------------------------------------------------------------------------
@@ -341,6 +349,60 @@ def with_mistakes(world: mkernel.World) -> dict[str, bool]:
 def test_wrong_rewrites_are_noticed(tmp_path: Path) -> None:
     for found in ranks(with_a_world, tmp_path, with_mistakes, size=RANKS):
         assert found == dict.fromkeys(MISTAKES, False)
+
+
+# ---- order -----------------------------------------------------------------------------------------
+
+
+def in_order(world: mkernel.World) -> tuple[list[int], list[bool]]:
+    """Of a compiled program whose products do not need each other: the columns of those that it calls,
+    one after another; whether Inductor's scheduler knows that each comes after the one before."""
+    x = drawn("x", S, H)
+    weights = [drawn(str(n), H, n) for n in range(N, N + 4)]
+
+    def program(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        group = distributed.group.WORLD
+        made = [
+            mkernel.gemm_all_reduce(x, w, group=world.name)
+            if place % 2
+            else funcol.all_reduce(x @ w, "sum", group)
+            for place, w in enumerate(weights)
+        ]
+        return [each.sin() for each in reversed(made)]
+
+    wanted = program(x, *weights)
+    columns: list[int] = []
+    after: list[bool] = []
+    run = world.run
+
+    def noted(plan: mkernel.LaunchPlan, *arguments: Any, **keywords: Any) -> Any:
+        columns.append(plan.gemm.n)
+        return run(plan, *arguments, **keywords)
+
+    def scheduled(nodes: list[Any]) -> list[Any]:
+        behind: dict[str, set[str]] = {}  # of each buffer, those that must be there before it
+        ops: list[set[str]] = []
+        for node in nodes:
+            waits = {dependency.name for dependency in node.unmet_dependencies}
+            waits = waits.union(*(behind.get(each, set()) for each in waits))
+            behind.update(dict.fromkeys(node.get_buffer_names(), waits))
+            if "mkernel" in str(getattr(node.node, "op_overload", "")):
+                after.extend(bool(waits & names) for names in ops[-1:])
+                ops.append(set(node.get_buffer_names()))
+        return nodes
+
+    world.run = noted  # type: ignore[method-assign]
+    watched = config.patch(_pre_fusion_custom_pass=scheduled)
+    with mkernel.enable_async_tensor_parallel(), uncached(), watched:
+        found = torch.compile(program, fullgraph=True)(x, *weights)
+    assert close(found, wanted, torch.float32)
+    return columns, after
+
+
+def test_ops_keep_the_order_of_the_program(tmp_path: Path) -> None:
+    for columns, after in ranks(with_a_world, tmp_path, in_order, size=RANKS):
+        assert columns == list(range(N, N + 4))
+        assert after == [True] * 3
 
 
 # ---- the switch ----------------------------------------------------------------------------------
