@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mkernel.errors import ArgumentError
 from mkernel.ops import around, derivatives, validate
-from mkernel.ops.gemm import GemmOp
+from mkernel.ops.gemm import GemmOp, copied_to, traced_outputs
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, register
 from mkernel.ops.untraced import untraced
@@ -192,17 +192,23 @@ def _one(
             a, b, bias, gather_dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group
         )
     a, b, bias = OP.local(a, b, bias, gather_dim, group)
-    if out is None and gathered is None and seen_by_torch(a, b, bias):
+    given = out if gathered is None else gathered
+    traced = traced_outputs(given, a, b, bias)
+    if traced or (given is None and seen_by_torch(a, b, bias)):
         c: Tensor
         c, whole = torch.ops.mkernel.all_gather_gemm_gathered(
             a,
             b,
             bias,
             gather_dim=gather_dim,
-            out_dtype=out_dtype,
+            out_dtype=out_dtype or (None if out is None else out.dtype),
             chunk=chunk,
             group=group_name(group),
         )
+        if out is not None:
+            c = copied_to("out", out, c, gather_dim)
+        if gathered is not None:
+            whole = copied_to("gathered", gathered, whole, gather_dim)
         return (c, whole) if return_gathered else c
     wanted = return_gathered if gathered is None else gathered
     done = OP.call(

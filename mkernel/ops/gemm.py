@@ -263,13 +263,15 @@ class GemmOp:
             if isinstance(found, Tensor):
                 return found
         a, b, bias = self.local(a, b, bias, dim, group)
-        if out is None and seen_by_torch(a, b, bias):
+        traced = traced_outputs(out, a, b, bias)
+        if traced or (out is None and seen_by_torch(a, b, bias)):
             registered = getattr(torch.ops.mkernel, self.name)
             dims = {} if self.dim is None else {self.dim: dim}
+            wanted = out_dtype or (None if out is None else out.dtype)
             result: Tensor = registered(
-                a, b, bias, **dims, out_dtype=out_dtype, chunk=chunk, group=group_name(group)
+                a, b, bias, **dims, out_dtype=wanted, chunk=chunk, group=group_name(group)
             )
-            return result
+            return result if out is None else copied_to("out", out, result, dim)
         return self._called(a, b, bias, dim, out, out_dtype, chunk, group, found)
 
     def _known(
@@ -384,6 +386,23 @@ class GemmOp:
         dim = validate.dimension(self.dim or "dim", dim, a)
         made = a.new_empty((*_whole(a, dim, ranks), a.shape[-1]))
         return made.movedim(0, dim) if dim else made
+
+
+def traced_outputs(out: Tensor | None, *inputs: Tensor | None) -> bool:
+    """Whether a compiled function shall call the registered op and copy into an output of the
+    caller's: torch's effectful ops, whose order compilers keep, may not write to their arguments. Not
+    where a gradient would go into it, which the call refuses."""
+    if out is None or not torch.compiler.is_compiling():
+        return False
+    return not torch.is_grad_enabled() or not any(
+        each is not None and each.requires_grad for each in inputs
+    )
+
+
+def copied_to(name: str, out: Tensor, result: Tensor, dim: int) -> Tensor:
+    """A caller's output with a result in it. ShapeError, DtypeError, LayoutError."""
+    validate.output(name, out, tuple(result.shape), result.dtype, dim)
+    return out.copy_(result)
 
 
 def _whole(a: Tensor, dim: int, ranks: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Ops run as they are under ``torch.compile``, which does not know them yet."""
+"""What is behind the registered ops runs as it is under ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def untraced(op: F) -> F:
     traces until it meets what it cannot, and breaks the graph there.
     """
     op.__dict__["_torchdynamo_disable"] = True
-    op.__dict__["_torchdynamo_disable_msg"] = "mkernel's ops are not registered with torch yet"
+    op.__dict__["_torchdynamo_disable_msg"] = "this call of mkernel has no registered op"
     frames = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP

@@ -304,7 +304,7 @@ def compiled() -> list[str]:
 
 
 def compiled_op(op: str) -> Iterator[str]:
-    """What is wrong with a compiled function with one op in it, and where it is cut."""
+    """What is wrong with a compiled function with one op in it, which is one graph."""
     arguments, graphs = right(op), []
     truth = result(op, arguments)
 
@@ -322,12 +322,12 @@ def compiled_op(op: str) -> Iterator[str]:
     if not torch.equal(around(arguments, one), 2 * truth):
         yield f"{op}: wrong"
     if len(graphs) != 1:
-        yield f"{op}: {len(graphs)} graphs, not the one after it"
+        yield f"{op}: {len(graphs)} graphs, not one"
     name, value = next(iter(arguments.items()))
     wanting = {**arguments, name: with_gradient(value)}
     yield from refused(partial(around, wanting, one), ArgumentError, f"{name} = ", "requires grad")
 
 
-def test_compiled_functions_break_at_an_op_and_do_not_look_into_it() -> None:
+def test_compiled_functions_do_not_look_into_an_op() -> None:
     found = mkernel.launch(compiled, ranks_per_node=RANKS, accelerator="streams")
     assert found == [[]] * RANKS
