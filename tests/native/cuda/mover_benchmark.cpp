@@ -169,6 +169,8 @@ int main(int argc, char** argv) {
         testing::say(out, me.endpoints[0], me.key);
         const testing::Hello peer = testing::hear(in);
         me.join(peer.endpoint, peer.key);
+        char ready = 1;  // both are connected
+        if (::write(out, &ready, 1) != 1 || ::read(in, &ready, 1) != 1) return 1;
         if (child == 0) {
             std::uint64_t asked = 0;
             for (int i = 1; i <= kTrips; ++i) {

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <random>
 #include <thread>
 #include <vector>
 
@@ -137,40 +136,52 @@ FakeMover& fresh(std::uint64_t delay_ns = 0) {
     return mover;
 }
 
-void fill(Rank& rank, std::uint64_t seed) {
-    std::mt19937_64 random(seed);
-    std::size_t at = 0;
-    for (; at + 8 <= rank.bytes(); at += 8) {
-        const std::uint64_t word = random();
-        std::memcpy(rank.contents + at, &word, 8);
+// `bytes` of `from`, all XORed with `mask`, into `to`: by words, for the sake of sanitizers.
+void copy_masked(std::byte* to, const std::byte* from, std::uint64_t bytes, std::byte mask) {
+    const std::uint64_t words = 0x0101010101010101u * static_cast<std::uint64_t>(mask);
+    std::uint64_t at = 0;
+    for (; at + 8 <= bytes; at += 8) {
+        std::uint64_t word = 0;
+        std::memcpy(&word, from + at, 8);
+        word ^= words;
+        std::memcpy(to + at, &word, 8);
     }
-    for (; at < rank.bytes(); ++at) rank.contents[at] = static_cast<std::byte>(random());
+    for (; at < bytes; ++at) to[at] = from[at] ^ mask;
+}
+
+void fill(std::byte* to, std::uint64_t bytes, std::uint64_t seed) {
+    constexpr std::uint64_t kOdd = 0x9e3779b97f4a7c15;  // no two words are alike
+    std::uint64_t at = 0;
+    for (; at + 8 <= bytes; at += 8) {
+        const std::uint64_t word = (at + 8 + (seed << 40)) * kOdd;
+        std::memcpy(to + at, &word, 8);
+    }
+    for (; at < bytes; ++at) to[at] = static_cast<std::byte>((at + seed) * kOdd >> 32);
+}
+void fill(Rank& rank, std::uint64_t seed) {
+    fill(rank.contents, rank.bytes(), seed);
 }
 
 // Puts of these sizes, misaligned at both ends: each is all there when its signal is seen, and nothing
 // beside it was written.
 void arrive(Couple& pair, const std::vector<std::uint64_t>& sizes, std::byte mask = {}) {
+    constexpr std::uint64_t kGuard = 64;
+    constexpr std::byte kUntouched{0xee};
     std::uint64_t step = 0;
     for (const std::uint64_t size : sizes) {
         ++step;
         const std::uint64_t local = step * 3 % 61;
-        const std::uint64_t remote = 64 + step * 7 % 59;
-        fill(pair.one, step);
-        std::vector<std::byte> wanted(pair.other.bytes());
-        for (std::size_t i = 0; i < wanted.size(); ++i) {
-            wanted[i] = ~(pair.one.contents[i] ^ mask);
-        }
-        std::memcpy(pair.other.contents, wanted.data(), wanted.size());
-        for (std::uint64_t i = 0; i < size; ++i) {
-            wanted[remote + i] = pair.one.contents[local + i] ^ mask;
-        }
-        // What differs from the bytes that come, at any place.
-        for (std::uint64_t i = 0; i < size; ++i) {
-            pair.other.contents[remote + i] = ~wanted[remote + i];
-        }
+        const std::uint64_t remote = kGuard + step * 7 % 59;
+        const std::byte* source = pair.one.contents + local;
+        std::byte* target = pair.other.contents + remote;
+        fill(pair.one.contents + local, size, step);
+        std::vector<std::byte> wanted(kGuard + size + kGuard, kUntouched);
+        copy_masked(wanted.data() + kGuard, source, size, mask);
+        std::fill_n(target - kGuard, wanted.size(), kUntouched);
+        copy_masked(target, source, size, ~mask);  // differs from what comes in every bit
         CHECK(pair.one.put(size, local, remote, 5));
         CHECK(pair.other.wait(5, step));
-        const bool right = std::memcmp(pair.other.contents, wanted.data(), wanted.size()) == 0;
+        const bool right = std::memcmp(target - kGuard, wanted.data(), wanted.size()) == 0;
         if (!right) std::printf("  %llu bytes are wrong\n", static_cast<unsigned long long>(size));
         CHECK(right);
     }
@@ -449,19 +460,18 @@ TEST(two_processes_reach_each_others_memory) {
         testing::say(out, me.endpoints[0], me.key);
         const testing::Hello peer = testing::hear(in);
         me.join({peer.endpoint}, peer.key);
+        char ready = 1;  // both are connected
+        CHECK(::write(out, &ready, 1) == 1 && ::read(in, &ready, 1) == 1);
         for (std::uint64_t i = 0; i < 20; ++i) {
             me.put(kPiece - i, i * kPiece, (20 + i) * kPiece, 1);
         }
         bool right = me.wait(1, 20);
-        {
-            Rank& same = me;
-            std::vector<std::byte> own(same.contents, same.contents + 20 * kPiece);
-            const std::vector<std::byte> came(me.contents + 20 * kPiece, me.contents + 40 * kPiece);
-            fill(me, parent ? 2 : 1);  // what the peer had
-            for (std::uint64_t i = 0; i < 20; ++i) {
-                right = right && std::memcmp(me.contents + i * kPiece, came.data() + i * kPiece,
-                                             kPiece - i) == 0;
-            }
+        const std::vector<std::byte> came(me.contents + 20 * kPiece, me.contents + 40 * kPiece);
+        right = me.session.flush(10) && right;  // the peer has read what is written now
+        fill(me, parent ? 2 : 1);               // what the peer had
+        for (std::uint64_t i = 0; i < 20; ++i) {
+            right = right && std::memcmp(me.contents + i * kPiece, came.data() + i * kPiece,
+                                         kPiece - i) == 0;
         }
         if (!parent) {
             me.session.flush(10);
@@ -470,6 +480,7 @@ TEST(two_processes_reach_each_others_memory) {
             ::pause();
             ::_exit(0);
         }
+        if (const auto why = me.session.failure()) std::printf("  %s\n", why->message.c_str());
         CHECK(right);
         CHECK(me.wait(2, 1));
         ::kill(child, SIGKILL);
