@@ -22,7 +22,7 @@ WRONG: dict[str, tuple[dict[str, object], type[ArgumentError], str, str]] = {
     "a that is empty": ({"a": half(0, 64)}, ShapeError, "a", "empty"),
     "a of another shape": ({"a": half(64, 56)}, ShapeError, "b", "a has 56, b has 64"),
     "a of another dtype": ({"a": half(64, 64).float()}, DtypeError, "b.dtype", "float16"),
-    "a of float64": ({"a": half(64, 64).double()}, DtypeError, "a.dtype", "bfloat16"),
+    "a of integers": ({"a": half(64, 64).int()}, DtypeError, "a.dtype", "bfloat16"),
     "a on another device": ({"a": half(64, 64).to("meta")}, ArgumentError, "a.device", "cpu"),
     "b of rank 3": ({"b": half(1, 64, 64)}, ShapeError, "b", "3-D"),
     "b that is empty": ({"b": half(64, 0)}, ShapeError, "b", "empty"),
