@@ -11,10 +11,10 @@ namespace mkernel::nics {
 
 class Completions {
   public:
-    explicit Completions(std::uint64_t capacity) : entries_(capacity) {}
+    explicit Completions(std::uint64_t capacity) : capacity_(capacity), entries_(capacity) {}
 
     [[nodiscard]] bool empty() const { return begin_ == end_; }
-    [[nodiscard]] bool full() const { return end_ - begin_ == entries_.size(); }
+    [[nodiscard]] bool full() const { return end_ - begin_ == capacity_; }
     // The number of the first one; `otherwise` where there is none.
     [[nodiscard]] std::uint64_t oldest(std::uint64_t otherwise) const {
         return empty() ? otherwise : at(begin_).number;
@@ -22,7 +22,7 @@ class Completions {
 
     // Behind the others. `number`: the how many-th command it was. There must be room.
     void add(const transport::PutCommand& command, std::uint64_t number) {
-        entries_[end_++ % entries_.size()] = {command, number};
+        entries_[end_++ % capacity_] = {command, number};
     }
 
     // Whether the first one has a mark.
@@ -42,13 +42,12 @@ class Completions {
         transport::PutCommand command;
         std::uint64_t number = 0;
     };
-    [[nodiscard]] const Entry& at(std::uint64_t index) const {
-        return entries_[index % entries_.size()];
-    }
+    [[nodiscard]] const Entry& at(std::uint64_t index) const { return entries_[index % capacity_]; }
     static std::uint32_t mark_of(std::uint64_t index) {
         return 1 + static_cast<std::uint32_t>(index % kOwnMarks);
     }
 
+    std::uint64_t capacity_;
     std::vector<Entry> entries_;
     std::uint64_t begin_ = 0;
     std::uint64_t marked_ = 0;  // those before have marks

@@ -80,7 +80,7 @@ void Proxy::run() {
         bool worked = false;
         if (!halted()) worked = post();
         if (nic_.poll(*this) > 0) worked = true;
-        progress_completions();
+        if (!completions_.empty()) progress_completions();
         progress_flush();
         if (worked) {
             idle = 0;

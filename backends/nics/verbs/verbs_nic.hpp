@@ -105,7 +105,6 @@ class VerbsNic : public Nic {
         std::shared_ptr<ibv_qp> qp;
         std::uint64_t posted = 0;     // requests staged or posted, ever
         std::uint64_t completed = 0;  // all up to this one are known complete
-        std::array<std::uint64_t, kMarks> marked{};
         bool listed_ready = false;
         Counts* counts = nullptr;
 
@@ -123,6 +122,7 @@ class VerbsNic : public Nic {
         Words* words = nullptr;
         std::uint32_t words_key = 0;
         ibv_sge landing{};
+        std::array<std::uint64_t, kMarks> marked{};    // `posted` at each mark
         std::array<std::uint64_t, kGroups> last_of{};  // last request of each group's last use
         std::array<ibv_recv_wr, kChain> receives{};
     };
