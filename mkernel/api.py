@@ -94,9 +94,7 @@ def plan(
     check_world(nodes, ranks_per_node)
     if topology is None:
         whole = machine.machine_topology(backends)
-        topology = machine.emulated_topology(
-            whole, backends, nodes, ranks_per_node, settings.ranks_per_device
-        )
+        topology = machine.emulated_topology(whole, backends, nodes, ranks_per_node, settings)
     name = selection.provider(backends, canonical(op))
     backend = registry.accelerator(name)
     claims = backend.capabilities()

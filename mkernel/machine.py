@@ -9,6 +9,7 @@ from contextlib import suppress
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import BackendUnavailable, MkernelError
+from mkernel.settings import Settings
 from mkernel.topology.discover import discover
 from mkernel.topology.model import Accelerator, Topology
 from mkernel.topology.placement import visible
@@ -48,10 +49,12 @@ def emulated_topology(
     backends: Backends,
     nodes: int,
     ranks_per_node: int,
-    ranks_per_device: int,
+    settings: Settings,
 ) -> Topology:
-    """``machine`` split into emulated nodes for a world on it; its devices take so many ranks each."""
-    devices = registry.accelerator(backends.accelerator).probe()
+    """``machine`` split into emulated nodes for a world on it. Of the settings: how many ranks its
+    devices take each, and whether NICs read and write their memory."""
+    accelerator = registry.accelerator(backends.accelerator)
+    devices = accelerator.probe()
     if not devices:
         usable_accelerator(backends.accelerator)  # says why, where it knows
         raise BackendUnavailable(
@@ -59,12 +62,37 @@ def emulated_topology(
         )
     if not len(devices) == 1 < nodes * ranks_per_node:  # else each rank is shown its own alone
         machine = shown(machine, devices)
-    machine = oversubscribe(machine, ranks_per_device)
+    machine = oversubscribe(machine, settings.ranks_per_device)
     nic = None
     if backends.nic:
         found = registry.nic(backends.nic).probe(backends.verbs or "system")
         nic = found[0] if found else None
-    return split_into_nodes(machine, nodes, ranks_per_node, devices[0], nic)
+    split = split_into_nodes(machine, nodes, ranks_per_node, devices[0], nic)
+    return _with_gpudirect(split, accelerator, settings.nic_settings.gpudirect) if nic else split
+
+
+def _with_gpudirect(
+    world: Topology, accelerator: AcceleratorBackend, wanted: bool | None
+) -> Topology:
+    """What NICs do with the memory of devices, where the user says so. BackendUnavailable: they cannot
+    reach it."""
+    access = None if wanted is None else accelerator.nic_access()
+    if access is None:
+        return world
+    if wanted and not access.usable:
+        raise BackendUnavailable(
+            f"NICs do not reach the memory of accelerator {accelerator.name!r}: {access.detail}; "
+            f"{access.remedy}, or leave MKERNEL_NIC_SETTINGS__GPUDIRECT away"
+        )
+    nodes = (
+        node.model_copy(
+            update={
+                "nics": tuple(nic.model_copy(update={"gpudirect": wanted}) for nic in node.nics)
+            }
+        )
+        for node in world.nodes
+    )
+    return world.model_copy(update={"nodes": tuple(nodes)})
 
 
 def seated(machine: Topology, used: Sequence[tuple[str | None, int] | None]) -> Topology:

@@ -68,11 +68,17 @@ class NicSettings(BaseModel):
     gid_index: int | None = Field(
         None, ge=0, le=255, description="GID table index; None picks by type"
     )
+    gpudirect: bool | None = Field(
+        None,
+        description="whether NICs read and write accelerators' memory; 0: what kernels send rests in "
+        "pinned host memory; None: as real NICs say, or where they are; emulated ones do not; the "
+        "same on all ranks",
+    )
     soft_library: str | None = Field(None, description="path of the software provider's library")
     system_library: str = Field("libibverbs.so.1", description="name or path of the system's verbs")
 
 
-PLANNED_SETTINGS = {"rails", "qps", "stripe_bytes"}
+PLANNED_SETTINGS = {"rails", "qps", "stripe_bytes", "gpudirect"}
 """Settings of NICs that plans decide by; the same on all ranks."""
 
 

@@ -155,6 +155,11 @@ class AcceleratorBackend(ABC):
         """The devices of this machine that it would use; empty where it is not usable. A simulator
         returns one prototype; the world makes as many as it has local ranks."""
 
+    def nic_access(self) -> Status | None:
+        """Whether NICs can be given the memory of its devices here, and kernels see what they write:
+        registered as dmabufs, or moved for emulated NICs. None: it is host memory. Never raises."""
+        return None
+
     @abstractmethod
     def capabilities(self) -> AcceleratorCapabilities:
         """What it claims. The planner and the validation read this, nothing else."""

@@ -80,7 +80,7 @@ def planned_world(
         nodes, ranks_per_node = selection.usual_world(backend, settings, nodes, ranks_per_node)
     backends = selection.backends(settings, nodes, accelerator=name, nic=nic, verbs=verbs)
     if world is None:
-        world = world_of_machine(backends, nodes, ranks_per_node, settings.ranks_per_device, file)
+        world = world_of_machine(backends, nodes, ranks_per_node, settings, file)
     return PlannedWorld(world, ranks_per_node, backends, backend.capabilities())
 
 
@@ -168,7 +168,7 @@ def world_of_machine(
     backends: Backends,
     nodes: int,
     ranks_per_node: int,
-    ranks_per_device: int,
+    settings: Settings,
     file: Path | None = None,
 ) -> Topology:
     """The nodes of a world that would run on this machine, split; or on the machine of a file that
@@ -179,7 +179,7 @@ def world_of_machine(
     """
     _check_nic(backends)
     topology = machine.machine_topology(backends) if file is None else load(file)
-    return machine.emulated_topology(topology, backends, nodes, ranks_per_node, ranks_per_device)
+    return machine.emulated_topology(topology, backends, nodes, ranks_per_node, settings)
 
 
 def _check_accelerator(name: str, backend: AcceleratorBackend) -> None:

@@ -140,7 +140,7 @@ def command(  # one option a parameter: this is the command line
         backends,
         nodes,
         ranks_per_node,
-        settings.ranks_per_device,
+        settings,
     )
     plan = _plan(case, topology, backends, nodes, ranks_per_node)
     console.print(render.topology(topology))

@@ -245,7 +245,7 @@ class Membership:
             ]
             whole = machine.seated(machine.machine_topology(self._backends), used)
             split = machine.emulated_topology(
-                whole, self._backends, len(here), me.ranks_per_node, self._settings.ranks_per_device
+                whole, self._backends, len(here), me.ranks_per_node, self._settings
             )
             own = split.nodes[here.index(me.node)].model_copy(update={"id": me.node})
             self._exchange.publish(f"topology/{me.node}", own.model_dump(mode="json"))

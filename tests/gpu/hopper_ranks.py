@@ -292,11 +292,12 @@ def survive(
     shape: Shape,
     told: Any,
     accelerator: str,
+    nodes: int = 1,
 ) -> None:
     """A process of a world whose victim is killed while the others' devices wait for it; then a
     smaller world in the surviving processes. Tells (rank, what happened)."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    _join(rank, size, ports[0], accelerator)
+    _join(rank, size, ports[0], accelerator, nodes)
     work = Work(shape)
     work.fill(0)
     work.call()
@@ -317,18 +318,18 @@ def survive(
         mkernel.finalize(error)
     seconds = time.monotonic() - start
     alive = float(torch.ones(8, device="cuda").sum())
-    _join(rank - (rank > victim), size - 1, ports[1], accelerator)
+    _join(rank - (rank > victim), size - 1, ports[1], accelerator, nodes - 1 or 1)
     failures = judged([shape], 5)
     mkernel.finalize()
     told.put((rank, kind, seconds, alive, failures))
 
 
-def _join(rank: int, size: int, port: int, accelerator: str) -> None:
+def _join(rank: int, size: int, port: int, accelerator: str, nodes: int) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size)
     )
     stores = [TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2)]
-    mkernel.init(accelerator=accelerator, timeout_s=20, stores=(stores[0], stores[1]))
+    mkernel.init(accelerator=accelerator, nodes=nodes, timeout_s=20, stores=(stores[0], stores[1]))
 
 
 if __name__ == "__main__":  # a rank under a tool that watches one process

@@ -18,7 +18,7 @@ from mkernel.launch import host_store
 VICTIM = 1
 
 
-def judge_survivors(accelerator: str, shape: Shape, world: int) -> None:
+def judge_survivors(accelerator: str, shape: Shape, world: int, nodes: int = 1) -> None:
     """Every other rank raises PeerFailure in time; its CUDA context works, and the next world in its
     process, too."""
     stores = [host_store(world, 30) for _ in range(2)]
@@ -28,7 +28,7 @@ def judge_survivors(accelerator: str, shape: Shape, world: int) -> None:
     processes = [
         context.Process(
             target=hopper_ranks.survive,
-            args=(rank, world, VICTIM, ports, shape, told, accelerator),
+            args=(rank, world, VICTIM, ports, shape, told, accelerator, nodes),
             daemon=True,
         )
         for rank in range(world)
@@ -55,7 +55,14 @@ def judge_survivors(accelerator: str, shape: Shape, world: int) -> None:
         assert failures == []
 
 
-def judge_absence(accelerator: str, shape: Shape, world: int, absent_s: float) -> None:
+def judge_absence(
+    accelerator: str,
+    shape: Shape,
+    world: int,
+    absent_s: float,
+    nodes: int = 1,
+    nic: str | None = None,
+) -> None:
     """The last rank stays away from a call for so long. Every other rank raises Timeout before, and
     says who waited for what; its CUDA context works."""
     victim = world - 1
@@ -63,7 +70,8 @@ def judge_absence(accelerator: str, shape: Shape, world: int, absent_s: float) -
     with pytest.raises(Timeout):
         mkernel.launch(
             hopper_ranks.absent, shape, victim, absent_s,
-            ranks_per_node=world, accelerator=accelerator, timeout_s=3,
+            nodes=nodes, ranks_per_node=world // nodes, accelerator=accelerator, timeout_s=3,
+            nic=nic, verbs="soft" if nic else None,
             on_report=told.__setitem__,
         )  # fmt: skip
     assert sorted(told) == list(range(victim))

@@ -18,7 +18,7 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
-from mkernel.backends.cuda.mover import offer_mover
+from mkernel.backends.cuda.mover import nic_access, offer_mover
 from mkernel.backends.cuda.native import ARCHITECTURE
 from mkernel.backends.cuda.native import native as cuda
 from mkernel.backends.cuda.software import software
@@ -101,6 +101,12 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
             )
             for device in _devices()
         )
+
+    def nic_access(self) -> Status:
+        """What the driver says of the first device."""
+        if missing() is not None or not _devices():
+            return Status(False, "there is no device")
+        return nic_access(_devices()[0].index)
 
     def capabilities(self) -> AcceleratorCapabilities:
         """The GEMM ops in half precision, for what this build has kernels of."""

@@ -10,8 +10,9 @@
 //
 // Outbox and inbox are one area, laid out as the workspace's data area, at the same place on every rank.
 // Where the NIC reads and writes memory of the device, it is the data area itself; else it is `staged`:
-// pinned host memory. What came into it is then copied into the data area before its flag is set; the
-// copies of words that say what came are `landed`.
+// pinned host memory. What came into it is then copied into the data area before its flag is set; its word
+// is republished as a landed flag of the workspace. (Words and counts are the world's; flags hold epochs,
+// which are a workspace's own.)
 #pragma once
 
 #include <cstdint>
@@ -37,8 +38,7 @@ struct Network {
     transport::FifoDevice fifo;
     transport::Channel channel;
     const transport::Word* words;        // [kNetworkWords] of this rank's pad: pinned host memory
-    transport::ExpectedCount* expected;  // of each word, in device memory, as `landed`
-    transport::SetWord* landed;          // [kFlags]
+    transport::ExpectedCount* expected;  // of each word, in device memory
     char* area;
     std::int32_t rank;
     bool staged;

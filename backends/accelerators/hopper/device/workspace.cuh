@@ -6,8 +6,9 @@
 //   [0, 64 KiB)        control words: the epoch, one finished and one started word a rank
 //   [64 KiB, 128 KiB)  flags of brief calls
 //   [128 KiB, 1 MiB)   flags: 64-bit, what they mean is the plan's business
-//   [1 MiB, 33 MiB)    data of brief calls, of even and of odd epochs
-//   [33 MiB, ...)      data
+//   [1 MiB, 2 MiB)     landed flags: what came into staging memory (network.cuh), by the number of its flag
+//   [2 MiB, 34 MiB)    data of brief calls, of even and of odd epochs
+//   [34 MiB, ...)      data
 //
 // Brief calls are those that end without waiting for their peers (call.cuh says which may).
 //
@@ -28,13 +29,15 @@ namespace mkernel::hopper {
 
 inline constexpr std::uint64_t kBriefFlagsOffset = 64u << 10;
 inline constexpr std::uint64_t kFlagsOffset = 128u << 10;
-inline constexpr std::uint64_t kBriefOffset = 1u << 20;
+inline constexpr std::uint64_t kLandedOffset = 1u << 20;
+inline constexpr std::uint64_t kBriefOffset = 2u << 20;
 inline constexpr std::uint64_t kBriefBytes = 16u << 20;  // of one call
 inline constexpr std::uint64_t kDataOffset = kBriefOffset + 2 * kBriefBytes;
 
 inline constexpr std::uint32_t kBriefFlags =
     (kFlagsOffset - kBriefFlagsOffset) / sizeof(transport::SetWord);
-static_assert(kFlags == (kBriefOffset - kFlagsOffset) / sizeof(transport::SetWord));
+static_assert(kFlags == (kLandedOffset - kFlagsOffset) / sizeof(transport::SetWord));
+static_assert(kFlags * sizeof(transport::SetWord) <= kBriefOffset - kLandedOffset);
 
 inline constexpr int kEpochCopies = 16;
 
@@ -70,6 +73,10 @@ struct Workspace {
     __host__ __device__ Control& control() const { return control(rank); }
     __host__ __device__ transport::SetWord* flags(int of) const {
         return reinterpret_cast<transport::SetWord*>(base[of] + kFlagsOffset);
+    }
+    // This rank's own.
+    __host__ __device__ transport::SetWord* landed() const {
+        return reinterpret_cast<transport::SetWord*>(base[rank] + kLandedOffset);
     }
     __host__ __device__ transport::SetWord* brief_flags(int of) const {
         return reinterpret_cast<transport::SetWord*>(base[of] + kBriefFlagsOffset);

@@ -24,8 +24,7 @@ cuda::MappedPages pages_of(const transport::Word* words, int device) {
     return {start, (end - start + page - 1) / page * page};
 }
 
-constexpr std::size_t kExpectedBytes = kNetworkWords * sizeof(transport::ExpectedCount);
-constexpr std::size_t kLandedBytes = kFlags * sizeof(transport::SetWord);
+constexpr std::size_t kCountBytes = kNetworkWords * sizeof(transport::ExpectedCount);
 
 }  // namespace
 
@@ -33,7 +32,7 @@ DeviceNetwork::DeviceNetwork(int device, std::uint64_t fifo, std::uint64_t pad, 
     : words_(words_of(pad)),
       pages_(pages_of(words_, device)),
       fifo_(fifo, device),
-      counts_(cuda::DeviceMemory::create(device, kExpectedBytes + kLandedBytes)),
+      counts_(cuda::DeviceMemory::create(device, kCountBytes)),
       ordered_(ordered) {}
 
 Network DeviceNetwork::of(std::uint64_t area, bool staged, std::uint32_t region,
@@ -43,7 +42,6 @@ Network DeviceNetwork::of(std::uint64_t area, bool staged, std::uint32_t region,
     network.channel = {region, offset, offset};
     network.words = words_;
     network.expected = reinterpret_cast<transport::ExpectedCount*>(counts_.address());
-    network.landed = reinterpret_cast<transport::SetWord*>(counts_.address() + kExpectedBytes);
     network.area = reinterpret_cast<char*>(area);
     network.staged = staged;
     network.ordered = ordered_;

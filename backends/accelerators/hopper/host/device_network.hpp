@@ -26,7 +26,7 @@ class DeviceNetwork {
     const transport::Word* words_;
     cuda::MappedPages pages_;  // that hold the words
     cuda::DeviceFifo fifo_;
-    cuda::DeviceMemory counts_;  // kNetworkWords expected counts, then kFlags landed words
+    cuda::DeviceMemory counts_;  // kNetworkWords expected ones
     bool ordered_;
 };
 

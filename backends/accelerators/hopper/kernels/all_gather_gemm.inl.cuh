@@ -126,7 +126,7 @@ __device__ __forceinline__ void land_chunks(const AllGatherGemmArgs& args, PushR
          task += args.push_blocks) {
         const int source = workspace.far_rank(task % sources);
         const RowChunk chunk(args, source, task / sources);
-        if (!waiter.until(workspace.network.landed[chunk.flag], epoch,
+        if (!waiter.until(workspace.landed()[chunk.flag], epoch,
                           {kFirstArrival + chunk.flag, static_cast<std::uint32_t>(source),
                            static_cast<std::uint32_t>(task / sources)})) {
             return;
@@ -146,8 +146,9 @@ __device__ __forceinline__ void watch_chunks(const AllGatherGemmArgs& args,
     const Workspace& workspace = args.workspace;
     const Network& network = workspace.network;
     const auto chunks = static_cast<std::uint32_t>(args.chunks);
-    network.watch(waiter, epoch, network.staged ? network.landed : workspace.flags(workspace.rank),
-                  0, workspace.far() * chunks, workspace.first * chunks, workspace.local * chunks,
+    network.watch(waiter, epoch,
+                  network.staged ? workspace.landed() : workspace.flags(workspace.rank), 0,
+                  workspace.far() * chunks, workspace.first * chunks, workspace.local * chunks,
                   mine, [&](std::uint32_t flag) { return flag / chunks; });
 }
 

@@ -1,0 +1,98 @@
+"""What rank processes of test_hopper_nodes run: worlds of GPUs on several nodes."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from hopper_ranks import Shape, Work, judged
+from torch.distributed import TCPStore
+
+import mkernel
+from mkernel.errors import WorldError
+
+MASK = 0x5A
+FAULTS = "MKERNEL_SOFTVERBS_FAULTS"
+
+
+def arrived(rows: int, k: int) -> tuple[list[str], int, int]:
+    """How each rank's rows arrived here, with bytes scrambled by the NIC; bytes that it put, and bytes
+    expected."""
+    world = mkernel.world()
+    shards = [
+        torch.randn(rows, k, generator=torch.Generator().manual_seed(rank)).bfloat16().cuda()
+        for rank in range(world.size)
+    ]
+    b = torch.zeros(k, 64, dtype=torch.bfloat16, device="cuda")
+    assert world.nic is not None
+    before = world.nic.statistics().put_bytes
+    _, whole = mkernel.all_gather_gemm(shards[world.rank], b, return_gathered=True)
+    mkernel.synchronize()
+    found = []
+    for rank, shard in enumerate(shards):
+        got = whole[rank * rows : (rank + 1) * rows].view(torch.uint8)
+        sent = shard.view(torch.uint8)
+        if torch.equal(got, sent):
+            found.append("intact")
+        else:
+            found.append("scrambled" if torch.equal(got, sent ^ MASK) else "neither")
+    assert world.nic.flush(5)
+    far = world.size - world.identity.ranks_per_node
+    return found, world.nic.statistics().put_bytes - before, far * rows * k * 2
+
+
+def staged(shape: Shape) -> tuple[bool, int, int]:
+    """Whether the world's routes are staged, and how many regions of host and of device memory the
+    session has registered behind a call."""
+    work = Work(shape)
+    work.fill(0)
+    work.call()
+    mkernel.synchronize()
+    assert not work.failure(0)
+    world = mkernel.world()
+    assert world.nic is not None
+    counts = world.nic.statistics()
+    plan = mkernel.plan(
+        shape.op, dtype=shape.dtype, out_dtype=shape.dtype, m=shape.m, n=shape.n, k=shape.k
+    )
+    return plan.routes.staged, counts.host_regions, counts.dmabuf_regions + counts.peermem_regions
+
+
+def break_and_rebuild(port: int, nic: str, fault: str, shape: Shape) -> tuple[str, float, bool]:
+    """(kind of error, seconds until it was raised, whether the next world of these processes is right).
+    Rank 0's device has the fault, in the first of the two worlds."""
+    mkernel.finalize()
+    _join(port, nic, fault)
+    start = time.monotonic()
+    try:
+        work = Work(shape)
+        for turn in range(2_000):
+            work.fill(turn)
+            work.call()
+            mkernel.synchronize()
+        raise AssertionError(f"{fault} went unnoticed")
+    except WorldError as error:
+        kind, seconds = type(error).__name__, time.monotonic() - start
+        mkernel.finalize(error)
+    assert float(torch.ones(8, device="cuda").sum()) == 8
+    _join(port, nic, None)
+    return kind, seconds, not judged([shape], 3)
+
+
+def _join(port: int, nic: str, fault: str | None) -> None:
+    if fault is not None and os.environ["RANK"] == "0":
+        os.environ[FAULTS] = fault
+    try:
+        stores = [TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2)]
+        mkernel.init(
+            nodes=2,
+            ranks_per_node=1,
+            accelerator="hopper",
+            nic=nic,
+            verbs="soft",
+            timeout_s=20,
+            stores=(stores[0], stores[1]),
+        )
+    finally:
+        os.environ.pop(FAULTS, None)

@@ -1,0 +1,195 @@
+"""The GEMM ops between nodes on GPUs: kernels push commands, an emulated NIC carries the bytes, and
+arrivals are republished on the device. Each rank may be a node of its own; ranks may share a device."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import hopper_ranks
+import nodes_ranks
+import pytest
+from device_buffers import takes_ranks
+from hopper_ranks import OPS, Shape
+from survivors import judge_absence, judge_survivors
+
+import mkernel
+from mkernel.launch import host_store
+
+pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
+
+nics = pytest.mark.parametrize("nic", ["cx7", "efa"])
+ops = pytest.mark.parametrize("op", OPS)
+worlds = pytest.mark.parametrize(
+    ("nodes", "ranks"),
+    [
+        (2, 1),
+        pytest.param(3, 1, marks=takes_ranks(3)),
+        pytest.param(2, 2, marks=takes_ranks(4)),
+    ],
+)
+MIXED = [
+    Shape("all_gather_gemm", 1536, 512, 1024),
+    Shape("gemm_reduce_scatter", 1536, 768, 256),
+    Shape("gemm_all_reduce", 520, 1024, 320, layout="column"),
+    Shape("all_gather_gemm", 96, 64, 4096, dtype="float16"),
+    Shape("gemm_all_reduce", 2048, 2048, 512),
+]
+
+
+both = pytest.mark.parametrize("route", ["direct", "staged"])
+"""NICs read and write memory of the device, or of the host. Other tests take the usual one of an
+emulated NIC, which is staged."""
+
+
+def take(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_NIC_SETTINGS__GPUDIRECT", str(int(route == "direct")))
+
+
+def right(fn: Any, *arguments: Any, nic: str, nodes: int = 2, ranks: int = 1) -> None:
+    """No rank found a failure."""
+    found = mkernel.launch(
+        fn, *arguments, nodes=nodes, ranks_per_node=ranks, accelerator="hopper", nic=nic,
+        verbs="soft", timeout_s=30,
+    )  # fmt: skip
+    failures = [text for each in found for text in each]
+    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
+
+
+@nics
+@ops
+@both
+def test_the_route_is_the_planned_one(
+    op: str, nic: str, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    shape = Shape(op, 512, 512, 512)
+    found = mkernel.launch(
+        nodes_ranks.staged, shape, nodes=2, ranks_per_node=1, accelerator="hopper", nic=nic,
+        verbs="soft", timeout_s=30,
+    )  # fmt: skip
+    for staged, host, device in found:
+        assert staged == (route == "staged")
+        assert (host > 0, device > 0) == (staged, not staged)
+
+
+@nics
+@worlds
+def test_random_shapes(nodes: int, ranks: int, nic: str) -> None:
+    world = nodes * ranks
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    shapes = []
+    for op in itertools.islice(itertools.cycle(OPS), 24):
+        gathers = op == "all_gather_gemm"
+        # In fewer sums the error of parts that are rounded once scatters beyond the limit.
+        rows = chance.randint(1 if gathers else 200, 2000)
+        shapes.append(
+            Shape(
+                op,
+                m=rows if op == "gemm_all_reduce" else rows // world * world or world,
+                n=8 * chance.randint(1 if gathers else 20, 200),
+                k=8 * chance.randint(1, 260),
+                dtype=chance.choice(("bfloat16", "float16")),
+                layout=chance.choice(("row", "column")),
+            )
+        )
+    print(f"seed {seed}")
+    right(hopper_ranks.judged, shapes, seed, nic=nic, nodes=nodes, ranks=ranks)
+
+
+@nics
+def test_late_ranks_and_reused_memory(nic: str) -> None:
+    right(hopper_ranks.skewed, MIXED, 40, 2, nic=nic)
+
+
+@nics
+def test_many_calls_in_the_queue(nic: str) -> None:
+    right(hopper_ranks.queued, MIXED, 40, 3, nic=nic)
+
+
+@nics
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "with calls between"])
+def test_graphs(nic: str, mixed: bool) -> None:
+    right(hopper_ranks.replayed, MIXED[:3], 40, mixed, nic=nic)
+
+
+@nics
+@ops
+@both
+def test_results_are_always_the_same_bits(
+    op: str, nic: str, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    found = mkernel.launch(
+        hopper_ranks.repeated, Shape(op, 2048, 1536, 1024), 10, nodes=2, ranks_per_node=1,
+        accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
+    )  # fmt: skip
+    for sums in found:
+        assert len(set(sums)) == 1
+
+
+def test_many_repeated_and_late_packets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_DUPLICATES", "50")
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", "400000")
+    right(hopper_ranks.skewed, MIXED, 20, 6, nic="efa")
+
+
+@nics
+@worlds
+def test_every_byte_of_another_node_came_through_the_nic(
+    nodes: int, ranks: int, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(nodes_ranks.MASK))
+    found = mkernel.launch(
+        nodes_ranks.arrived, 256, 1024, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
+        nic=nic, verbs="soft", timeout_s=30,
+    )  # fmt: skip
+    for rank, (arrived, put, expected) in enumerate(found):
+        node = rank // ranks
+        assert arrived == [
+            "intact" if other // ranks == node else "scrambled" for other in range(nodes * ranks)
+        ]
+        assert put == expected
+
+
+@nics
+@ops
+def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(op: str, nic: str) -> None:
+    judge_absence("hopper", Shape(op, 1024, 512, 512), 2, absent_s=10.0, nodes=2, nic=nic)
+
+
+@nics
+@ops
+def test_a_rank_killed_while_kernels_wait_for_it(
+    op: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_NIC", nic)
+    monkeypatch.setenv("MKERNEL_VERBS", "soft")
+    judge_survivors("hopper", Shape(op, 1536, 512, 512), 2, nodes=2)
+
+
+@nics
+@pytest.mark.parametrize("fault", ["drop@20", "cut@20", "qp-error@20", "cq-overflow@20"])
+def test_a_nic_error_in_mid_kernel(nic: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QP_TIMEOUT", "13")  # 0.2 s with all retries
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "200")
+    _store, port = host_store(2, 30)
+    shape = Shape("gemm_all_reduce", 1024, 512, 512)
+    found = mkernel.launch(
+        nodes_ranks.break_and_rebuild, port, nic, fault, shape, nodes=2, ranks_per_node=1,
+        accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
+    )  # fmt: skip
+    for kind, seconds, goes_on in found:
+        assert kind == "NicError"
+        assert seconds < 15
+        assert goes_on
+
+
+def test_what_a_nic_wrote_is_flushed_before_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device holds back what it wrote into device memory until the flush; without one, results are
+    wrong (``tests/gpu/test_mover.py`` leaves it out)."""
+    take("direct", monkeypatch)
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_UNFLUSHED", "1")
+    right(hopper_ranks.judged, MIXED[:1], 8, nic="cx7")
