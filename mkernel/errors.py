@@ -167,6 +167,13 @@ class Untrusted(WorldError, PermissionError):
     """A message in the bootstrap store is not what a rank of this world wrote there."""
 
 
+_AWAITED = {
+    0xFFFFFFFF: "the signal that it is done with a call",
+    0xFFFFFFFE: "the signal that the command FIFO has room",
+}
+"""What kernels wait for that is no numbered word (``transport/device_wait.cuh``)."""
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """Who waited for what when a world broke (one record per rank, the first failure's).
@@ -195,7 +202,8 @@ class Diagnosis:
         chunk = "" if self.chunk is None else f" for chunk {self.chunk}"
         return (
             f"rank {self.rank} {self.waiter} (block {self.core}) waited{chunk} of rank {self.peer} "
-            f"on signal {self.signal}: saw {self.seen}, wanted {self.wanted}, call {self.op}"
+            f"on {_AWAITED.get(self.signal, f'signal {self.signal}')}: saw {self.seen}, "
+            f"wanted {self.wanted}, call {self.op}"
         )
 
 

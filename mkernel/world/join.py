@@ -15,7 +15,8 @@ import torch
 
 from mkernel import machine
 from mkernel.backends import registry
-from mkernel.backends.contracts.nic import NicSession
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.backends.contracts.nic import NicCapabilities, NicSession
 from mkernel.errors import ArgumentError, BackendUnavailable, PlanMismatch, Unsupported
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.plan.recent import Recent
@@ -285,4 +286,21 @@ class Membership:
         session.start(engine.heap.pad, engine.map.placement[me.rank].proxy_cpus)
         self.session = engine.heap.session = self._failure.session = session
         engine.heap.staged = engine.map.links.table.staged
+        _check_reach(engine.accelerator, name, session.capabilities(), staged=engine.heap.staged)
         self._exchange.barrier()  # nobody puts before every queue pair is ready to receive
+
+
+def _check_reach(
+    accelerator: AcceleratorBackend, nic: str, claims: NicCapabilities, *, staged: bool
+) -> None:
+    """BackendUnavailable where the NIC is to read and write memory of the accelerator's devices, and
+    cannot register it."""
+    access = None if staged else accelerator.nic_access()
+    if access is None or claims.reaches_device(exports_dmabuf=access.usable):
+        return
+    raise BackendUnavailable(
+        f"nic {nic!r} cannot register memory of accelerator {accelerator.name!r}: the device is "
+        f"{access.detail}, and the NIC takes {'dmabufs' if claims.dmabuf else 'no dmabufs'} and has no "
+        "peermem module; MKERNEL_NIC_SETTINGS__GPUDIRECT=0 on all ranks stages what it carries in host "
+        "memory"
+    )

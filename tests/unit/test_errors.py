@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,13 @@ def test_diagnosis_names_everything() -> None:
     for part in ("rank 2", "compute_kernel", "block 5", "chunk 8", "rank 1", "signal 17", "saw 3",
                  "wanted 4", "call 9"):  # fmt: skip
         assert part in text
+
+
+def test_what_is_no_numbered_signal_is_named() -> None:
+    ended = replace(DIAGNOSIS, signal=0xFFFFFFFF)
+    full = replace(DIAGNOSIS, signal=0xFFFFFFFE)
+    assert "on the signal that it is done with a call: saw 3" in str(ended)
+    assert "on the signal that the command FIFO has room: saw 3" in str(full)
 
 
 def test_argument_errors_are_value_errors_too() -> None:
