@@ -11,7 +11,7 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.settings import Settings
 from mkernel.topology.discover import discover
-from mkernel.topology.model import Accelerator, Topology
+from mkernel.topology.model import Accelerator, Nic, Topology
 from mkernel.topology.placement import visible
 from mkernel.topology.rails import keep_rails
 from mkernel.topology.reshape import oversubscribe, split_into_nodes
@@ -74,22 +74,24 @@ def emulated_topology(
 def _with_gpudirect(
     world: Topology, accelerator: AcceleratorBackend, wanted: bool | None
 ) -> Topology:
-    """What NICs do with the memory of devices, where the user says so. BackendUnavailable: they cannot
-    reach it."""
-    access = None if wanted is None else accelerator.nic_access()
-    if access is None:
+    """What NICs do with the memory of devices, where the user says so, or where it is the host's.
+    BackendUnavailable: they cannot reach it."""
+    access = accelerator.nic_access()
+    if access is not None and wanted is None:
         return world
-    if wanted and not access.usable:
+    if access is not None and wanted and not access.usable:
         raise BackendUnavailable(
             f"NICs do not reach the memory of accelerator {accelerator.name!r}: {access.detail}; "
             f"{access.remedy}, or leave MKERNEL_NIC_SETTINGS__GPUDIRECT away"
         )
+
+    def told(nic: Nic) -> Nic:
+        if access is None:  # every NIC reaches it, and an emulated one does not say so
+            return nic.model_copy(update={"gpudirect": True}) if nic.emulated else nic
+        return nic.model_copy(update={"gpudirect": wanted})
+
     nodes = (
-        node.model_copy(
-            update={
-                "nics": tuple(nic.model_copy(update={"gpudirect": wanted}) for nic in node.nics)
-            }
-        )
+        node.model_copy(update={"nics": tuple(told(nic) for nic in node.nics)})
         for node in world.nodes
     )
     return world.model_copy(update={"nodes": tuple(nodes)})

@@ -10,11 +10,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define MKERNEL_HOST_DEVICE __host__ __device__
-#else
-#define MKERNEL_HOST_DEVICE
-#endif
+#include "backends/transport/host_device.hpp"
 
 #ifndef __CUDA_ARCH__
 #include <atomic>

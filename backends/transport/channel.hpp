@@ -16,7 +16,7 @@
 
 #include <cstdint>
 
-#include "backends/transport/atomics.hpp"
+#include "backends/transport/host_device.hpp"
 #include "backends/transport/put_command.hpp"
 
 namespace mkernel::transport {

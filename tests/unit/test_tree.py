@@ -22,6 +22,8 @@ HEADERS = {
     "mkernel/include/backends/contracts/call_starter.h",
     "mkernel/include/backends/transport/atomics.hpp",
     "mkernel/include/backends/transport/call_state.hpp",
+    "mkernel/include/backends/transport/channel.hpp",
+    "mkernel/include/backends/transport/host_device.hpp",
     "mkernel/include/backends/transport/clock.hpp",
     "mkernel/include/backends/transport/device_wait.cuh",
     "mkernel/include/backends/transport/host_control.hpp",

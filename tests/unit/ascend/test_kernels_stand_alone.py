@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 ASCEND = ROOT / "backends" / "accelerators" / "ascend"
 INCLUDE = re.compile(r'^\s*#\s*include\s+(["<][^">]+)[">]', re.MULTILINE)
 ALLOWED = re.compile(
-    r'"backends/accelerators/ascend/(isa|kernels)/|"backends/transport/put_command\.hpp|<\w+$'
+    r'"backends/accelerators/ascend/(isa|kernels)/|"backends/transport/(channel|put_command)\.hpp|<\w+$'
 )
 OF_A_HOST = {"<atomic", "<chrono", "<mutex", "<source_location", "<thread", "<functional"}
 HEADERS = sorted(

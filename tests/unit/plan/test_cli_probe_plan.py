@@ -29,6 +29,9 @@ class FakeAscend:
     devices: ClassVar[tuple[Any, ...]] = (SIM,)
     visibility: ClassVar[dict[str, str]] = {}
 
+    def nic_access(self) -> None:
+        return None
+
     def status(self) -> Status:
         return Status(bool(self.devices), "no simulator", "build it")
 
