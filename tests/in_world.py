@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +25,19 @@ def stores(port: int) -> tuple[TCPStore, TCPStore]:
     """Two clients of this host's store, as :func:`mkernel.init` takes them."""
     one, two = (TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2))
     return one, two
+
+
+def arrivals(whole: torch.Tensor, shards: Sequence[torch.Tensor], mask: int) -> list[str]:
+    """How each rank's rows arrived in a gathered A: ``intact``; ``scrambled``, as a soft device does
+    with every byte that it carries (``MKERNEL_SOFTVERBS_SCRAMBLE``); or ``neither``."""
+    found = []
+    for got, shard in zip(whole.chunk(len(shards)), shards, strict=True):
+        here, sent = got.view(torch.uint8), shard.view(torch.uint8)
+        if torch.equal(here, sent):
+            found.append("intact")
+        else:
+            found.append("scrambled" if torch.equal(here, sent ^ mask) else "neither")
+    return found
 
 
 def shards(

@@ -7,7 +7,7 @@ import time
 
 import torch
 from hopper_ranks import Shape, Work, judged
-from torch.distributed import TCPStore
+from in_world import arrivals, stores
 
 import mkernel
 from mkernel.errors import WorldError
@@ -29,14 +29,7 @@ def arrived(rows: int, k: int) -> tuple[list[str], int, int]:
     before = world.nic.statistics().put_bytes
     _, whole = mkernel.all_gather_gemm(shards[world.rank], b, return_gathered=True)
     mkernel.synchronize()
-    found = []
-    for rank, shard in enumerate(shards):
-        got = whole[rank * rows : (rank + 1) * rows].view(torch.uint8)
-        sent = shard.view(torch.uint8)
-        if torch.equal(got, sent):
-            found.append("intact")
-        else:
-            found.append("scrambled" if torch.equal(got, sent ^ MASK) else "neither")
+    found = arrivals(whole, shards, MASK)
     assert world.nic.flush(5)
     far = world.size - world.identity.ranks_per_node
     return found, world.nic.statistics().put_bytes - before, far * rows * k * 2
@@ -84,7 +77,6 @@ def _join(port: int, nic: str, fault: str | None) -> None:
     if fault is not None and os.environ["RANK"] == "0":
         os.environ[FAULTS] = fault
     try:
-        stores = [TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2)]
         mkernel.init(
             nodes=2,
             ranks_per_node=1,
@@ -92,7 +84,7 @@ def _join(port: int, nic: str, fault: str | None) -> None:
             nic=nic,
             verbs="soft",
             timeout_s=20,
-            stores=(stores[0], stores[1]),
+            stores=stores(port),
         )
     finally:
         os.environ.pop(FAULTS, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from in_world import arrivals
 
 import mkernel
 from mkernel.errors import Timeout
@@ -30,16 +31,8 @@ def gathered_bytes() -> tuple[list[str], int, int]:
     _, whole = mkernel.all_gather_gemm(shards[world.rank], b, return_gathered=True)
     assert world.nic is None or world.nic.flush(5)
     put = (world.nic.statistics().put_bytes if world.nic else 0) - before
-    arrived = []
-    for rank, shard in enumerate(shards):
-        got = whole[rank * ROWS : (rank + 1) * ROWS].view(torch.uint8)
-        sent = shard.view(torch.uint8)
-        if torch.equal(got, sent):
-            arrived.append("intact")
-        else:
-            arrived.append("scrambled" if torch.equal(got, sent ^ MASK) else "neither")
     far = world.size - world.identity.ranks_per_node
-    return arrived, put, far * ROWS * K * 2
+    return arrivals(whole, shards, MASK), put, far * ROWS * K * 2
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 1), (2, 2), (3, 2)])

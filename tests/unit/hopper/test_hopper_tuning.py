@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mkernel.backends.accelerators.hopper import native, tuning
+from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, TilingName
 from mkernel.errors import BackendUnavailable
 
@@ -149,6 +150,7 @@ def test_the_workspace_holds_all_shards(made: Any) -> None:
 
 def test_limits_are_those_of_the_kernels(made: Any) -> None:
     assert (tuning.FLAGS, tuning.COPIED_CHUNKS) == (made.MAX_FLAGS, made.MAX_COPIED_CHUNKS)
+    assert made.MAX_RANKS == MOST_RANKS
 
 
 def test_wrong_arguments_are_named(made: Any) -> None:
