@@ -160,6 +160,11 @@ class AcceleratorBackend(ABC):
         registered as dmabufs, or moved for emulated NICs. None: it is host memory. Never raises."""
         return None
 
+    def side_by_side(self, ranks: int) -> Status:
+        """Whether so many ranks that share a device run on it at the same time, so that their times
+        say something; and how. Never raises."""
+        return Status(False, "ranks take turns on a shared device", "give each rank a device")
+
     @abstractmethod
     def capabilities(self) -> AcceleratorCapabilities:
         """What it claims. The planner and the validation read this, nothing else."""

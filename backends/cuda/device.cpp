@@ -14,8 +14,11 @@ std::vector<DeviceInfo> devices() {
         check(cudaGetDeviceProperties(&properties, index), call("cudaGetDeviceProperties"));
         char pci[32] = "";
         check(cudaDeviceGetPCIBusId(pci, sizeof(pci), index), call("cudaDeviceGetPCIBusId"));
+        int mps = 0;
+        check(cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, index),
+              call("cudaDeviceGetAttribute"));
         found.push_back({index, properties.name, properties.major, properties.minor,
-                         properties.multiProcessorCount, pci});
+                         properties.multiProcessorCount, pci, mps != 0});
     }
     return found;
 }

@@ -18,6 +18,7 @@ struct DeviceInfo {
     int major, minor;  // compute capability
     int multiprocessors;
     std::string pci;  // domain:bus:device.function
+    bool mps;         // processes that share it run at once
 };
 
 // The devices that this process may use, in CUDA's order. CudaError without driver or device.

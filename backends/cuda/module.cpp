@@ -24,7 +24,8 @@ void bind_devices(py::module_& module) {
         .def_readonly("major", &DeviceInfo::major)
         .def_readonly("minor", &DeviceInfo::minor)
         .def_readonly("multiprocessors", &DeviceInfo::multiprocessors)
-        .def_readonly("pci", &DeviceInfo::pci);
+        .def_readonly("pci", &DeviceInfo::pci)
+        .def_readonly("mps", &DeviceInfo::mps);
     module.def("devices", &devices);
     module.def("versions", &versions);
 }

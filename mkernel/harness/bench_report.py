@@ -71,6 +71,8 @@ def title(report: Report) -> str:
     hardware = report.provenance["hardware"]
     gpus = hardware.get("gpus")
     where = f"{report.ranks} of {len(gpus)}x {gpus[0]}" if gpus else f"{report.ranks} CPU ranks"
+    if "shared" in hardware:
+        where = f"{len(gpus)}x {gpus[0]}, {hardware['shared']}"
     return f"{report.spec.dtype}, accelerator {report.accelerator}, {where}{nodes(report)}"
 
 

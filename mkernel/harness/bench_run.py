@@ -8,7 +8,7 @@ from typing import Any
 
 from mkernel.backends import registry
 from mkernel.errors import ArgumentError
-from mkernel.harness import figures, rank
+from mkernel.harness import figures, rank, wire
 from mkernel.harness.contenders import named
 from mkernel.harness.environment import variables
 from mkernel.harness.guard import ContenderHung, Hung, Progress
@@ -46,9 +46,12 @@ def run(
     """
     check_modes(spec.modes, accelerator, spec.shapes)
     shared = load_settings().ranks_per_device
-    if shared > 1:
+    together = registry.accelerator(accelerator).side_by_side(shared)
+    if shared > 1 and not together.usable:
         raise ArgumentError(
-            "MKERNEL_RANKS_PER_DEVICE", shared, "1 for figures: ranks take turns on a shared device"
+            "MKERNEL_RANKS_PER_DEVICE",
+            shared,
+            f"1 for figures: {together.detail}; {together.remedy}",
         )
 
     def hear(_rank: int, payload: Any) -> None:
@@ -79,6 +82,10 @@ def run(
         del store
     found = provenance(Path.cwd(), commit)
     found["hardware"] = {**found["hardware"], **results[0].platform}
+    if shared > 1:
+        found["hardware"]["shared"] = together.detail
+    if any(wire_us is not None for wire_us in results[0].wire_us) and wire.emulated():
+        found["hardware"]["emulated_nic"] = wire.emulated()
     rows = {mode: _rows(spec, mode, results, accelerator) for mode in spec.modes}
     return Report(
         name=name,
@@ -101,8 +108,13 @@ def _rows(
     kinds = {each: named(each).kind for each in spec.contenders}
     most_skew_us = results[0].timing[mode].get("most_skew_us")
     return [
-        figures.row(shape, kinds, ranks, len(results), accelerator, mode, most_skew_us)
-        for shape, *ranks in zip(spec.shapes, *(each.rows[mode] for each in results), strict=True)
+        figures.row(shape, kinds, ranks, len(results), accelerator, mode, most_skew_us, wire_us)
+        for shape, wire_us, *ranks in zip(
+            spec.shapes,
+            results[0].wire_us,
+            *(each.rows[mode] for each in results),
+            strict=True,
+        )
     ]
 
 

@@ -12,6 +12,7 @@ def sentences(report: Report) -> list[str]:
     """One a condition; what an older file does not say is said to be not recorded."""
     return [
         *(_timed(report, mode) for mode in report.spec.modes),
+        *_emulated_nic(report),
         _multicast(report),
         _planner(report),
         commit(report),
@@ -63,6 +64,18 @@ def _started(timing: Timing) -> str:
         f"{found}, {timing.dropped} of {timing.turns} turns dropped for a skew above "
         f"{timing.most_skew_us:g} us"
     )
+
+
+def _emulated_nic(report: Report) -> list[str]:
+    asked = report.provenance["hardware"].get("emulated_nic")
+    if not asked:
+        return []
+    settings = ", ".join(f"{name}={value}" for name, value in sorted(asked.items()))
+    return [
+        f"Emulated NIC: CPUs of this host carry what crosses nodes, at the rate that they were asked "
+        f"for ({settings}). It shows protocol and overlap, not GPUDirect. T_m, where no library takes "
+        "the NIC, is bytes by that rate."
+    ]
 
 
 def _multicast(report: Report) -> str:

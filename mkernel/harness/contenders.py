@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 import mkernel
-from mkernel.backends.contracts.instrumented import View
+from mkernel.backends.contracts.instrumented import Instrumented, View
 from mkernel.cases.base import TOLERANCE, Outcome
 from mkernel.errors import ArgumentError
 from mkernel.harness import library_ops
@@ -23,6 +23,7 @@ from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.ops.gemm import GemmOp
 from mkernel.plan.model import PathName
+from mkernel.world.lifecycle import current
 
 
 class Contender(ABC):
@@ -206,6 +207,25 @@ class MkernelLibrary(MkernelFused):
     path = "library"
 
 
+class MkernelSequential(Mkernel):
+    """The op's exchange first, by the same NIC and kernels, then its product: between nodes, where no
+    library takes that way, what overlap is compared with."""
+
+    name = "mkernel-sequential"
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.op not in GEMMS or problem.nodes == 1:
+            return "for GEMM ops between nodes"
+        has_views = isinstance(current().accelerator, Instrumented)
+        return None if has_views else "the accelerator has no such view"
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        op: GemmOp = import_module(f"mkernel.ops.{self.op}").OP
+        done = op.call(inputs["a"], inputs["b"], out=outputs["out"], view="sequential")
+        return {"out": done.outputs["out"]}
+
+
 class PartAlone(Contender):
     """A part of a GEMM op. Those of other ops are not timed alone."""
 
@@ -234,6 +254,10 @@ class Collective(PartAlone):
     name = "comm"
     kind = "communication"
 
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return super().unusable(problem) or problem.bars_libraries
+
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         return {"out": collective(self.op, inputs["x"], outputs["out"])}
 
@@ -258,7 +282,9 @@ class Sequential(Contender):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        return None if problem.device.type == cls.device else f"only on {cls.device} devices"
+        if problem.device.type != cls.device:
+            return f"only on {cls.device} devices"
+        return problem.bars_libraries
 
     def promised(self) -> tuple[str, ...] | None:
         return ("out",) if self.problem.op == "ring_attention" else None
@@ -329,6 +355,7 @@ _KNOWN = {
         for kind in (Mkernel, MkernelSymmetric, MkernelFused, MkernelLibrary, Gemm, Collective)
     },
     "copy": "mkernel.harness.symm_mem:Copy",
+    "mkernel-sequential": f"{__name__}:MkernelSequential",
     "nccl+cublas": f"{__name__}:NcclCublas",
     "gloo+matmul": f"{__name__}:GlooMatmul",
     "symm_mem": "mkernel.harness.symm_mem:SymmMem",
@@ -336,9 +363,10 @@ _KNOWN = {
 NAMES = tuple(_KNOWN)
 ALWAYS = ("gemm", "comm", "copy")
 """What gives T_c and T_m."""
-OURS = ("mkernel", "mkernel-symmetric", "mkernel-fused", "mkernel-library")
-PEERS = tuple(name for name in NAMES if name not in (*OURS, *ALWAYS))
-SEQUENTIAL = ("nccl+cublas", "gloo+matmul")
+OURS = ("mkernel", "mkernel-symmetric", "mkernel-fused", "mkernel-library", "mkernel-sequential")
+PEERS = (*(name for name in NAMES if name not in (*OURS, *ALWAYS)), "mkernel-sequential")
+"""Who takes part unless others are named."""
+SEQUENTIAL = ("nccl+cublas", "gloo+matmul", "mkernel-sequential")
 
 
 def named(name: str) -> type[Contender]:

@@ -26,10 +26,12 @@ def row(
     accelerator: str,
     mode: Mode = "kernel",
     most_skew_us: float | None = None,
+    wire_us: float | None = None,
 ) -> Row:
     """One shape's row from what each rank found; ``kinds`` by contender.
 
-    ``most_skew_us``: turns in which ranks started farther apart are dropped.
+    ``most_skew_us``: turns in which ranks started farther apart are dropped. ``wire_us``: T_m where
+    nothing is timed for it.
     """
     entries = {
         name: _entry(kind, [rank[name] for rank in ranks], most_skew_us)
@@ -39,7 +41,7 @@ def row(
     medians = {name: statistics.median(each) for name, each in times.items()}
     compute = medians.get("gemm")
     moves = [medians[name] for name in ("comm", "copy") if name in medians]
-    comm = min(moves, default=None)
+    comm = min(moves, default=wire_us)
     sequential = next((medians[name] for name in SEQUENTIAL if name in medians), None)
     for name, each in times.items():
         whole = entries[name].kind == "op"

@@ -41,12 +41,15 @@ class Problem:
     """One op at one size, as rank ``rank`` of ``world`` sees it.
 
     ``device``: where the op finds its tensors. The case's own is where they are drawn and checked.
+    ``nodes``: of the world. ``bars_libraries``: why their collectives cannot take part, or None.
     """
 
     case: Case
     rank: int
     world: int
     device: torch.device
+    nodes: int = 1
+    bars_libraries: str | None = None
 
     @property
     def op(self) -> str:

@@ -4,8 +4,7 @@ take turns (:mod:`mkernel.harness.turns`)."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -27,8 +26,10 @@ from mkernel.harness.problem import Problem, Tensors
 from mkernel.harness.protocol import HostStopwatch, Stopwatch, stopwatch
 from mkernel.harness.spec import Job, Mode, size_text
 from mkernel.harness.turns import Row, Turns
+from mkernel.harness.wire import wire_us
 from mkernel.harness.work import Unseen, clock
 from mkernel.launch import report
+from mkernel.plan.model import LaunchPlan
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
@@ -45,7 +46,7 @@ class RankResult:
         platform: the accelerators of this host; empty for views, whose report says nothing of them.
         carrier: what carries bytes between nodes, or as a process group between any ranks; empty where
             peers' memory is all that is written to. nic_bytes: put through the NIC by
-            views.
+            views. wire_us: of each case, :func:`mkernel.harness.wire.wire_us`.
     """
 
     rows: dict[Mode, list[dict[str, Turns]]] = field(default_factory=dict)
@@ -53,6 +54,7 @@ class RankResult:
     platform: dict[str, Any] = field(default_factory=dict)
     carrier: str = ""
     nic_bytes: int = 0
+    wire_us: list[float | None] = field(default_factory=list)
 
 
 def run(job: Job, port: int = 0) -> RankResult:
@@ -85,7 +87,11 @@ def run(job: Job, port: int = 0) -> RankResult:
             lambda mode: stopwatch(device, clock(mode, job.launches), meeting, job.timeout_s),
         )
         result.platform = provenance.devices(device)
-        result.carrier = _carrier(world, job)
+        plans = _plans(job)
+        result.wire_us = [
+            None if plan is None else wire_us(plan, world.map, world.rank) for plan in plans
+        ]
+        result.carrier = _carrier([plan for plan in plans if plan is not None])
         return result
     finally:
         guard.close()
@@ -106,7 +112,9 @@ def _measured(
             case = opened(each, job.files)
             if not job.views:
                 case = case.with_(device=str(device))
-            problem = Problem(case, world.rank, world.size, device)
+            problem = Problem(
+                case, world.rank, world.size, device, world.map.nodes, _barred(world, device)
+            )
             row = Row(job, mode, problem, watch, guard, unseen, turn)
             result.rows[mode].append(row.measure())
             turn = row.turn
@@ -145,15 +153,31 @@ def _device(world: World) -> torch.device:
     return torch.device(kind, module.current_device())
 
 
-def _carrier(world: World, job: Job) -> str:
-    """By the plans of the cases that the backend has."""
-    found: dict[str, None] = {}
+def _barred(world: World, device: torch.device) -> str | None:
+    """Why libraries' collectives cannot take part, or None."""
+    if device.type != "cuda":
+        return None
+    if world.map.nodes > 1:
+        return "would go past the NIC: emulated nodes are one host"
+    shared = world.settings.ranks_per_device > 1
+    return "takes one rank a device" if shared else None
+
+
+def _plans(job: Job) -> list[LaunchPlan | None]:
+    """Of the job's cases; None: the backend does not have one, as its row says."""
+    found: list[LaunchPlan | None] = []
     for case in job.cases:
         given: dict[str, Any] = {"dtype": case.dtype, "out_dtype": case.out_dtype, **case.sizes}
-        with suppress(MkernelError):  # its row says so
-            made = api.plan(case.op, **given)
-            found |= dict.fromkeys(filter(None, (made.nic, made.carrier)))
-    return " and ".join(found)
+        try:
+            found.append(api.plan(case.op, **given))
+        except MkernelError:
+            found.append(None)
+    return found
+
+
+def _carrier(plans: Sequence[LaunchPlan]) -> str:
+    names = (name for plan in plans for name in (plan.nic, plan.carrier) if name)
+    return " and ".join(dict.fromkeys(names))
 
 
 def _store(port: int, timeout_s: float) -> TCPStore:
@@ -167,11 +191,12 @@ def _join(world: World, device: torch.device, timeout_s: float) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Else a thread of NCCL's group polls the store, which is Python code, until the process ends.
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    nccl = device.type == "cuda" and _barred(world, device) is None
     distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if nccl else "gloo",
         store=world.group_store,
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=3 * timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if nccl else None,
     )

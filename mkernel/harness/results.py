@@ -71,8 +71,8 @@ class Row(Model):
     """One shape and all its contenders.
 
     Attributes:
-        compute_us, comm_us: T_c, T_m (the faster of collective and copy engines). floor_us: the
-            larger of the two.
+        compute_us, comm_us: T_c, T_m (the faster of collective and copy engines; between nodes, where
+            neither takes the NIC, the bytes by the rails' rate). floor_us: the larger of the two.
         best_peer: fastest right contender beside mkernel that does the whole op.
         to_best: mkernel's time over that peer's.
         target: the shape's, where it is meant for this world. meets_target: None without one.

@@ -58,6 +58,8 @@ def _unusable(problem: Problem) -> str | None:
         return "only on cuda devices"
     if problem.world < 2:
         return "needs at least 2 ranks"
+    if problem.bars_libraries is not None:
+        return problem.bars_libraries
     for name, value in ENVIRONMENT.items():
         if os.environ.get(name) != value:
             return f"needs {name}={value}"

@@ -38,6 +38,8 @@ class AcceleratorCapabilities(Model):
     comm_cores: int
     """Blocks that plans may give to each kernel, where the described machine does not say how many
     cores its chips have."""
+    most_cores: int | None = None
+    """The most of a chip's that they take, whatever it has; None: all."""
     chunk_invariant: bool = True
     """Whether results are bit-identical for every chunk size."""
     most_ranks: int | None = None
@@ -85,6 +87,7 @@ class AcceleratorCapabilities(Model):
         """The same on chips of so many cores. None: they are not known."""
         if cores is None:
             return self
+        cores = min(cores, self.most_cores or cores)
         fewer = {"compute_cores": cores, "comm_cores": min(self.comm_cores, cores)}
         return self.model_copy(update=fewer)
 

@@ -14,6 +14,7 @@ from mkernel.backends.accelerators.hopper import tuning
 from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS, library_ops, ops
 from mkernel.backends.accelerators.hopper.machine import FILE, machine
 from mkernel.backends.accelerators.hopper.native import missing
+from mkernel.backends.accelerators.hopper.settings import HopperSettings
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
@@ -26,6 +27,7 @@ from mkernel.errors import BackendUnavailable
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.settings import BackendSettings, load_as, variable
 from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
     name: ClassVar[str] = "hopper"
     preference: ClassVar[int] = 20
     machine_file: ClassVar[Path | None] = FILE
+    settings: ClassVar[type[BackendSettings] | None] = HopperSettings
     visibility: ClassVar[Mapping[str, str]] = {"cuda": "CUDA_VISIBLE_DEVICES"}
     device = "cuda"
 
@@ -108,11 +111,31 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
             return Status(False, "there is no device")
         return nic_access(_devices()[0].index)
 
+    def side_by_side(self, ranks: int) -> Status:
+        """Under MPS, where their kernels take multiprocessors of their own."""
+        shared = super().side_by_side(ranks)
+        found = [] if missing() is not None else _devices()
+        if not found or not found[0].mps:
+            return shared
+        each, there = load_as(HopperSettings).multiprocessors, found[0].multiprocessors
+        if each is None or each * ranks > there:
+            name = variable(("multiprocessors",), str(HopperSettings.model_config["env_prefix"]))
+            return Status(
+                False,
+                f"under MPS {ranks} ranks would hold multiprocessors that the others need",
+                f"set {name} to {there // ranks} or fewer",
+            )
+        return Status(
+            True, f"{ranks} ranks share a device under MPS, {each} of {there} multiprocessors each"
+        )
+
     def capabilities(self) -> AcceleratorCapabilities:
         """The GEMM ops in half precision, for what this build has kernels of."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else machine().cores
+            most = load_as(HopperSettings).multiprocessors
+            processors = min(processors, most or processors)
             self._capabilities = AcceleratorCapabilities(
                 ops=ops(),
                 dtypes=("bfloat16", "float16"),
@@ -126,6 +149,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 multicast=False,
                 compute_cores=processors,
                 comm_cores=processors,
+                most_cores=most,
                 most_ranks=MOST_RANKS,
                 stream_ordered=True,
                 settles_puts=True,

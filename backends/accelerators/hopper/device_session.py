@@ -14,6 +14,7 @@ import torch
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.settings import HopperSettings
 from mkernel.backends.contracts.accelerator import Again, Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory
@@ -22,6 +23,7 @@ from mkernel.backends.cuda.native import ARCHITECTURE
 from mkernel.backends.cuda.pinned import PinnedMemory
 from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.plan.recent import Recent
+from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
@@ -123,7 +125,13 @@ class DeviceSession:
         self.control: _hopper.ControlBlock = made.ControlBlock()
         self._current = torch.cuda.device(index)  # entered around calls; made once
         self._order: _hopper.CallOrder = made.CallOrder(index)
-        self._context = DispatchContext(index, self._order, self.control.address, self.control)
+        self._context = DispatchContext(
+            index,
+            self._order,
+            self.control.address,
+            self.control,
+            load_as(HopperSettings).multiprocessors,
+        )
         self._calls: Recent[tuple[str, int], Executor] = Recent()  # by plan and workspace
         self._started = StartedCalls(self._order)
         self._used = False

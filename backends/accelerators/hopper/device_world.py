@@ -23,6 +23,7 @@ class DispatchContext:
         device: its number in this process.
         order: of the world's calls; it also has the second stream for copies.
         control: address of the rank's HostControl; ``control_block``: its owner.
+        multiprocessors: the most that kernels take; None: all.
         network: the way to other nodes, from the first call on that has one.
     """
 
@@ -30,6 +31,7 @@ class DispatchContext:
     order: _hopper.CallOrder
     control: int
     control_block: _hopper.ControlBlock | None = None
+    multiprocessors: int | None = None
     network: _hopper.DeviceNetwork | None = None
 
     def network_of(self, call: Call) -> _hopper.Network | None:
@@ -82,6 +84,11 @@ def device_world(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
         context.network_of(call),
     )
     return world
+
+
+def collective_blocks(context: DispatchContext) -> int:
+    """The most blocks of a collective, two a multiprocessor; 0: as many as the device has."""
+    return 2 * (context.multiprocessors or 0)
 
 
 def call_id(call: Call) -> int:

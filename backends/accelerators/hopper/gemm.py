@@ -21,6 +21,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
     between_nodes,
     call_id,
+    collective_blocks,
     device_world,
 )
 from mkernel.backends.accelerators.hopper.native import native
@@ -277,7 +278,9 @@ class ReduceExecutor:
             )
             return
         together = made.Collective(
-            self._world.of_call(call_id(call), call.timeout_s), _staging(plan)
+            self._world.of_call(call_id(call), call.timeout_s),
+            _staging(plan),
+            blocks=collective_blocks(context),
         )
         element, elements, partials = _element(plan), shape.m * shape.n, partial.data_ptr()
         if plan.op == "gemm_reduce_scatter":

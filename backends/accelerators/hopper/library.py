@@ -17,6 +17,7 @@ import torch
 from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
     call_id,
+    collective_blocks,
     device_world,
     one_node,
 )
@@ -44,7 +45,9 @@ class LibraryExecutor:
         self._world_size = plan.world_size
         self._gathers = plan.op == "all_gather_gemm"
         self._scatters = plan.op == "gemm_reduce_scatter"
-        self._collective = made.Collective(device_world(call, context), _staging(plan))
+        self._collective = made.Collective(
+            device_world(call, context), _staging(plan), blocks=collective_blocks(context)
+        )
         if self._gathers:
             self._between = (shape.m, shape.k)
         else:

@@ -52,6 +52,17 @@ def test_an_iteration_takes_as_long_as_its_slowest_rank() -> None:
     assert found.p90_us == pytest.approx(148)
 
 
+def test_bytes_by_a_rails_rate_count_where_nothing_is_timed_for_them() -> None:
+    absent = Turns(absent="would go past the NIC")
+    others = dict.fromkeys(("nccl+cublas", "symm_mem", "comm", "copy"), absent)
+    ranks = [{"mkernel": turns(100), "gemm": turns(100), **others} for _ in range(2)]
+    made = figures.row(SHAPE, KINDS, ranks, 2, "hopper", wire_us=70.0)
+    assert (made.comm_us, made.floor_us) == (70.0, pytest.approx(100))
+    timed = figures.row(SHAPE, KINDS, [{**rank, "comm": turns(80)} for rank in ranks], 2, "hopper",
+                        wire_us=70.0)  # fmt: skip
+    assert timed.comm_us == pytest.approx(80)
+
+
 def test_ratios() -> None:
     made = row()
     found = made.entries["mkernel"].figures

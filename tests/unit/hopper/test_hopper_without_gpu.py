@@ -33,6 +33,7 @@ class FakeDevice:
     minor: int = 0
     multiprocessors: int = 100
     pci: str = "0000:3B:00.0"
+    mps: bool = False
 
 
 @pytest.fixture
@@ -47,6 +48,38 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(module, "native", lambda: made)
     monkeypatch.setattr(backend_module, "cuda", lambda: made)
     return made
+
+
+def test_fewer_multiprocessors_are_claimed_than_there_are(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_HOPPER_MULTIPROCESSORS", "48")
+    claims = HopperAccelerator().capabilities()
+    assert (claims.compute_cores, claims.comm_cores) == (48, 48)
+    here = claims.with_cores(100)  # of the machine
+    assert (here.compute_cores, here.comm_cores) == (48, 48)
+    assert claims.with_cores(40).compute_cores == 40
+
+
+@pytest.mark.parametrize(
+    ("mps", "each", "usable", "why"),
+    [
+        (False, "50", False, "ranks take turns on a shared device"),
+        (True, None, False, "would hold multiprocessors that the others need"),
+        (True, "51", False, "would hold multiprocessors that the others need"),
+        (True, "50", True, "2 ranks share a device under MPS, 50 of 100 multiprocessors each"),
+    ],
+)
+def test_ranks_run_side_by_side_on_multiprocessors_of_their_own(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, mps: bool, each: str | None, usable: bool, why: str
+) -> None:
+    fake.devices = lambda: [FakeDevice(0, mps=mps)]
+    if each is not None:
+        monkeypatch.setenv("MKERNEL_HOPPER_MULTIPROCESSORS", each)
+    found = HopperAccelerator().side_by_side(2)
+    assert (found.usable, why in found.detail) == (usable, True), found
+    if mps and not usable:
+        assert "MKERNEL_HOPPER_MULTIPROCESSORS to 50" in found.remedy
 
 
 def test_status_names_what_is_missing(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:

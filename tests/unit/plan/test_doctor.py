@@ -178,6 +178,7 @@ def test_every_setting_is_listed_with_its_meaning(clean: pytest.MonkeyPatch) -> 
     wanted = set(Settings.model_fields) - set(groups)
     wanted |= {f"{group}.{name}" for group, model in groups.items() for name in model.model_fields}
     brought = {"ascend_strict", "ascend_seed", "streams_device", "streams_copies"}
+    brought |= {"hopper_multiprocessors"}
     assert set(rows) == wanted | brought
     assert all(row.description for row in rows.values())
     assert sources(list(rows.values())) == {}

@@ -1,0 +1,47 @@
+"""T_m between nodes, where no library takes the way that the op takes: bytes by the rails' rate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from mkernel.harness.spec import GEMMS
+from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
+from mkernel.topology.model import Nic
+from mkernel.topology.world_map import WorldMap
+
+_GBPS_PER_GBS = 8
+_EMULATED = "MKERNEL_SOFTVERBS_"
+_EMULATED_MBPS = _EMULATED + "BANDWIDTH_MBPS"
+
+
+def emulated(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """How the software RDMA device was asked to behave; empty: as fast as it can."""
+    return {name: value for name, value in environment.items() if name.startswith(_EMULATED)}
+
+
+def wire_us(plan: LaunchPlan, world: WorldMap, rank: int) -> float | None:
+    """Microseconds that this rank's rails need for the least bytes of an op: of each other node one
+    shard, which ranks there may share; twice that where sums go back. None: an op without a part
+    that is timed alone, one node, or rails without a rate."""
+    if plan.nodes == 1 or plan.op not in GEMMS or plan.nic is None:
+        return None
+    seat = world.placement[rank]
+    node = world.kinds.prototypes[world.kinds.of[seat.node]]
+    rates = [_gbps(nic) for nic in node.nics if nic.id in seat.nics]
+    if not rates or None in rates:
+        return None
+    shape = plan.gemm
+    width = shape.k if plan.op == "all_gather_gemm" else shape.n
+    nbytes = (plan.nodes - 1) * shape.m * width * DTYPE_BYTES[plan.dtype] / plan.world_size
+    both_ways = 2 if plan.op == "gemm_all_reduce" else 1
+    rate_gbs = sum(rate for rate in rates if rate is not None) / _GBPS_PER_GBS
+    return both_ways * nbytes / rate_gbs / 1e3
+
+
+def _gbps(nic: Nic) -> float | None:
+    """A port's rate. The software device names one also where it has no limit."""
+    if not nic.emulated:
+        return nic.speed_gbps
+    asked = float(os.environ.get(_EMULATED_MBPS, "0")) / 1e3
+    return asked or None
