@@ -122,13 +122,16 @@ class AcceleratorSubject:
 
     @cached_property
     def between_nodes(self) -> bool:
-        """Whether it claims a path between nodes and the default NIC is usable here for it."""
+        """Whether it claims a path between nodes, on the path of the settings, and the default NIC is
+        usable here for it."""
         if self.capabilities.process_group:
             return True
-        if "nic" not in self.capabilities.transfer_paths:
+        settings = load_settings()
+        one_node = settings.path == "library" and self.capabilities.library_ops
+        if one_node or "nic" not in self.capabilities.transfer_paths:
             return False
         try:
-            nic, verbs = nic_and_verbs(load_settings())
+            nic, verbs = nic_and_verbs(settings)
         except BackendUnavailable:
             return False
         return registry.nic(nic).status(verbs).usable

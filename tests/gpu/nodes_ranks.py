@@ -52,6 +52,15 @@ def staged(shape: Shape) -> tuple[bool, int, int]:
     return plan.routes.staged, counts.host_regions, counts.dmabuf_regions + counts.peermem_regions
 
 
+def noticed(shapes: list[Shape], seed: int) -> str:
+    """What shows that something is wrong: results, or the world's error; empty: nothing."""
+    try:
+        return "; ".join(judged(shapes, seed))
+    except WorldError as error:
+        mkernel.finalize(error)
+        return type(error).__name__
+
+
 def break_and_rebuild(port: int, nic: str, fault: str, shape: Shape) -> tuple[str, float, bool]:
     """(kind of error, seconds until it was raised, whether the next world of these processes is right).
     Rank 0's device has the fault, in the first of the two worlds."""
