@@ -7,6 +7,8 @@
 #   loops    the same, eager and as CUDA graphs              hopper_layers_2_loops.json
 #   first    the same, first calls                           hopper_layers_2_first.json
 #   random   drawn shapes, eager and as CUDA graphs          hopper_random_2.json
+#   nodes    ops between two nodes over an emulated NIC: a GPU each, or on one GPU half of it each, under
+#            CUDA's MPS, which must run      hopper_nodes_2_{cx7,efa}.json, hopper_nodes_shared_{cx7,efa}.json
 #   host     what calls cost their host                      host_time.json
 #   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
 #                                                            transfer.json
@@ -92,6 +94,20 @@ for part in "$@"; do
         run python bench/transfer.py
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/transfer.json "$results/"
         ;;
+    nodes)
+        rate=400000 shapes=nodes name=hopper_nodes_2
+        if [ "$(nvidia-smi --list-gpus | wc -l)" = 1 ]; then
+            rate=32000 shapes=bench/nodes_on_one_gpu.json name=hopper_nodes_shared
+            export MKERNEL_RANKS_PER_DEVICE=2 MKERNEL_HOPPER_MULTIPROCESSORS=64
+        fi
+        export MKERNEL_SOFTVERBS_BANDWIDTH_MBPS=$rate MKERNEL_SOFTVERBS_LATENCY_NS=3000
+        for nic in cx7 efa; do
+            bench "${name}_$nic" ag_gemm,gemm_rs,gemm_ar --ranks 2 --nodes 2 --accelerator hopper \
+                --nic $nic --verbs soft --shapes $shapes --iterations 7 --warmup 2
+        done
+        unset MKERNEL_SOFTVERBS_BANDWIDTH_MBPS MKERNEL_SOFTVERBS_LATENCY_NS
+        unset MKERNEL_RANKS_PER_DEVICE MKERNEL_HOPPER_MULTIPROCESSORS
+        ;;
     host)
         run python bench/host_time.py --write
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/host_time.json "$results/"
@@ -108,7 +124,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, host, parts, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, nodes, host, parts, alternate" >&2
         exit 2
         ;;
     esac

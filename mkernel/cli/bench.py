@@ -26,7 +26,7 @@ from mkernel.harness import (
     results,
 )
 from mkernel.harness.draws import MOST_DRAWS, drawn
-from mkernel.harness.shapes import SHIPPED, SMALL, TARGETS, shapes
+from mkernel.harness.shapes import NODES, SHIPPED, SMALL, TARGETS, shapes
 from mkernel.harness.spec import GEMMS, MODES, BenchSpec, Mode
 from mkernel.launch import check_ranks
 from mkernel.ops.validate import DTYPES
@@ -191,7 +191,7 @@ def command(
     devices = len(real_devices(registry.accelerator(chosen)))
     ranks = ranks or _usual_ranks(devices, nodes)
     _check_ranks(nodes, ranks)
-    usual = TARGETS if devices else SMALL
+    usual = (NODES if (nodes, ranks) == (2, 2) else TARGETS) if devices else SMALL
     listed = shapes_ or (usual if set(names) & set(GEMMS) else "as mkernel run")
     _say_where(console, chosen, devices, ranks, f"{random} drawn" if random else listed)
     spec = BenchSpec(

@@ -17,10 +17,12 @@ from mkernel.plan.shapes import MAX_DIMENSION, check_integer, size_names, sizes_
 from mkernel.topology.model import Many, first_error
 from mkernel.user_files import parse_json, read_file
 
-TARGETS, LAYERS, SMALL = "targets", "layers", "small"
-SHIPPED = (TARGETS, LAYERS, SMALL)
+TARGETS, LAYERS, NODES, SMALL = "targets", "layers", "nodes", "small"
+SHIPPED = (TARGETS, LAYERS, NODES, SMALL)
 """``targets``: sizes with the ratio to the product alone that is aimed at. ``layers``: tensor-parallel
-layers of known models over sequence lengths. ``small``: sizes that a CPU computes in milliseconds."""
+layers of known models over sequence lengths. ``nodes``: for two nodes of one rank, products that take
+about as long as their bytes on a rail of 400 Gb/s, and half as long. ``small``: sizes that a CPU
+computes in milliseconds."""
 
 _SIZE = re.compile(r"\s*(\d{1,10})\s*x\s*(\d{1,10})\s*x\s*(\d{1,10})\s*")
 _NUMBER = re.compile(r"\d+")
