@@ -11,7 +11,8 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -189,6 +190,7 @@ def machine_rows(root: Path = Path("/")) -> list[Row]:
     """Libraries, build tools, CPU, shared memory. ``root``: of /usr, /proc, …"""
     checks: tuple[tuple[Kind, str, Callable[[], Status]], ...] = (
         ("library", "torch", _torch),
+        ("library", "pyverbs", _pyverbs),
         ("build", "C++ compiler", _compiler),
         ("build", "libibverbs headers", lambda: _verbs_headers(root)),
         ("cpu", platform.machine() or "CPU", lambda: _cpu(root)),
@@ -230,6 +232,25 @@ def _torch() -> Status:
         if isinstance(value, str) and not name.startswith("__") and name != "git_version"
     ]
     return Status(True, f"{torch.__version__} ({', '.join(runtimes) or 'for CPUs only'})")
+
+
+def _pyverbs() -> Status:
+    """A second opinion on RDMA ports for `mkernel probe` (``topology/sources/verbs.py``)."""
+    remedy = (
+        "install python3-pyverbs (of rdma-core; Debian, Ubuntu, Fedora), which is for the system's own "
+        "Python: run that, or one of its version with the package's folder in PYTHONPATH"
+    )
+    try:
+        found = find_spec("pyverbs")
+        if found is None:
+            return Status(
+                False, "not installed; needed only to compare what it says of ports", remedy
+            )
+        import_module("pyverbs.device")
+    except Exception as error:  # one that was built for another Python may raise anything
+        return Status(False, f"does not import: {one_line(error)}; it is never needed", remedy)
+    where = (found.submodule_search_locations or [""])[0]
+    return Status(True, f"{where} (`mkernel probe` asks it too)")
 
 
 def _compiler() -> Status:

@@ -41,7 +41,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through boot, which ends the guests
     start = time.monotonic()
     install()
-    kernel, busybox = fetch(CACHE)
+    kernel, busybox, pyverbs = fetch(CACHE)
+    modules = pyverbs / "usr/lib/python3/dist-packages"
     variables = {
         "VENV": str(chosen.venv.absolute()),
         "NATIVE": str(chosen.native.absolute()),
@@ -49,7 +50,8 @@ def main() -> int:
         "TMPDIR": "/run/tmp",
         "HOME": "/run",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        "PYVERBS": str(modules),
+        "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{modules}",
     }
     exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in variables.items())
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""What the guests are made of, from Debian's packages: an emulator, a kernel, busybox."""
+"""What the guests are made of, from Debian's packages: an emulator, a kernel, busybox, pyverbs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pathlib import Path
 
 KERNEL = "linux-image-amd64"  # the cloud kernel has no rxe
 BUSYBOX = "busybox-static"
+PYVERBS = "python3-pyverbs"  # unpacked, not installed: it would bring another Python
 INSTALLED = {
     "qemu-system-x86": "qemu-system-x86_64",
     "iproute2": "rdma",
     "ibverbs-providers": "/etc/libibverbs.d/rxe.driver",
+    "librdmacm1": "/usr/share/doc/librdmacm1",  # pyverbs loads it
 }
 
 
@@ -62,27 +64,29 @@ def newest_kernel() -> str:
     return found[1]
 
 
-def fetch(cache: Path) -> tuple[Path, Path]:
-    """Folders in ``cache`` with the unpacked kernel and busybox, downloaded where they are not
-    there yet."""
-    unpacked = cache / "kernel", cache / "busybox"
-    if all(folder.is_dir() for folder in unpacked):
+def fetch(cache: Path) -> tuple[Path, Path, Path]:
+    """Folders in ``cache`` with the unpacked kernel, busybox and pyverbs, downloaded where they are
+    not there yet."""
+    unpacked = cache / "kernel", cache / "busybox", cache / "pyverbs"
+    missing = [folder for folder in unpacked if not folder.is_dir()]
+    if not missing:
         return unpacked
     if not shutil.which("apt-get"):
         raise CannotRun("no apt-get here: the guests' kernel comes from Debian's packages")
-    print("fetching a kernel (70 MB, once)", flush=True)
+    print("fetching, once:", *(folder.name for folder in missing), flush=True)
     cache.mkdir(parents=True, exist_ok=True)
     try:
-        packages = newest_kernel(), BUSYBOX
+        kernel = newest_kernel()
     except CannotRun:
         run("apt-get", "update", "-qq")
-        packages = newest_kernel(), BUSYBOX
-    for package, folder in zip(packages, unpacked, strict=True):
+        kernel = newest_kernel()
+    for package, folder in zip((kernel, BUSYBOX, PYVERBS), unpacked, strict=True):
+        if folder not in missing:
+            continue
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             here = Path(scratch)
             run("apt-get", "download", "-qq", package, cwd=here)
             (archive,) = here.glob("*.deb")
             run("dpkg-deb", "-x", str(archive), str(here / "files"))
-            shutil.rmtree(folder, ignore_errors=True)
             (here / "files").rename(folder)  # whole or not at all
     return unpacked

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from rxe_guest import DEVICE, only_in_guest
+from rxe_guest import DEVICE, only_in_guest, only_with_pyverbs
 
 from mkernel.topology.merge import merge
 from mkernel.topology.model import Nic
@@ -37,10 +36,14 @@ def test_our_own_libibverbs_says_the_same() -> None:
     assert [note.message for note in merged.notes if "earlier" in note.message] == []
 
 
+@only_with_pyverbs
 def test_pyverbs_says_the_same() -> None:
-    pytest.importorskip("pyverbs.device", reason="pyverbs is not installed: it is never needed")
     found = verbs.read()
     assert found.notes == ()
+    (port,) = found.nics
+    sysfs = seen()
+    assert (port.id, port.port, port.link_layer, port.active) == (DEVICE, 1, "Ethernet", True)
+    assert port.speed_gbps == sysfs.speed_gbps
     merged = merge([infiniband.read(), found])
     assert [nic.id for nic in merged.nics] == [DEVICE]
     assert [note.message for note in merged.notes if "earlier" in note.message] == []

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -151,6 +153,37 @@ def test_a_check_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     header.touch()
     rows = {row.name: row for row in doctor.machine_rows(tmp_path)}
     assert rows["libibverbs headers"].usable
+
+
+def test_pyverbs_is_had_by_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def seen() -> doctor.Row:
+        for name in [each for each in sys.modules if each.partition(".")[0] == "pyverbs"]:
+            monkeypatch.delitem(sys.modules, name)
+        importlib.invalidate_caches()
+        (row,) = (row for row in doctor.machine_rows() if row.name == "pyverbs")
+        return row
+
+    paths = [each for each in sys.path if not Path(each, "pyverbs").exists()]
+    monkeypatch.setattr(sys, "path", paths)
+    gone = seen()
+    assert (gone.usable, gone.kind) == (False, "library")
+    assert "not installed" in gone.detail
+    assert "python3-pyverbs" in gone.remedy
+
+    package = tmp_path / "pyverbs"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "device.py").write_text("raise ImportError('built for another Python')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *paths])
+    broken = seen()
+    assert not broken.usable
+    assert "built for another Python" in broken.detail
+    assert "python3-pyverbs" in broken.remedy
+
+    (package / "device.py").write_text("")
+    there = seen()
+    assert (there.usable, there.remedy) == (True, "")
+    assert str(package) in there.detail
 
 
 def test_exit_codes_and_json(install: Install) -> None:
