@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import typer
+from two_hosts import Host, two_hosts
 
 from mkernel.cli.main import app
 
@@ -31,16 +31,10 @@ def commands(page: str, start: str) -> list[str]:
     return [line.strip() for line in lines if re.match(rf" *([A-Z_]+=\S+ )*{start} ", line)]
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def start(command: str) -> subprocess.Popen[str]:
+def start(host: Host, command: str) -> subprocess.Popen[str]:
     scripts = str(Path(sys.executable).parent)
     return subprocess.Popen(
-        ["bash", "-c", command],
+        host.command("bash", "-c", command),
         cwd=ROOT,
         env={**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
@@ -49,27 +43,59 @@ def start(command: str) -> subprocess.Popen[str]:
     )
 
 
-def test_the_first_world_of_a_cluster() -> None:
-    """Step 5 of docs/nics.md by two agents of torchrun, as on two hosts, with the software device."""
-    (written,) = commands("docs/nics.md", "torchrun")
-    port = str(free_port())
-    stand_ins = {"NODE0": "127.0.0.1", "29500": port, "=system": "=soft", "HEX32": "0" * 64}
-    for old, new in stand_ins.items():
-        assert written.count(old) == 1
-        written = written.replace(old, new)
+def first_world(page: str, stand_ins: dict[str, str], *, one_name: bool) -> str:
+    """The page's command of torchrun on two hosts; what they print.
+
+    Args:
+        stand_ins: for what the reader fills in or chooses, each once in the command.
+    """
+    written = commands(page, "torchrun")[0]
     assert "--node-rank 0" in written
-    agents = [start(written.replace("--node-rank 0", f"--node-rank {node}")) for node in range(2)]
-    said = ""
-    try:
-        for agent in agents:
-            said += agent.communicate(timeout=DEADLINE_S)[0]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
+    with two_hosts(one_name=one_name) as hosts:
+        for old, new in {"NODE0": hosts[0].address, "HEX32": "5a" * 32, **stand_ins}.items():
+            assert written.count(old) == 1, old
+            written = written.replace(old, new)
+        agents = [
+            start(host, written.replace("--node-rank 0", f"--node-rank {node}"))
+            for node, host in enumerate(hosts)
+        ]
+        said = ""
+        try:
+            for agent in agents:
+                said += agent.communicate(timeout=DEADLINE_S)[0]
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
     assert [agent.returncode for agent in agents] == [0, 0], said
+    return said
+
+
+@pytest.mark.parametrize(
+    "stand_ins",
+    [
+        {"=system": "=soft"},
+        {"=system": "=soft", "NIC=cx7": "NIC=efa"},
+        {"=ascend": "=streams GLOO_SOCKET_IFNAME=wire"},
+    ],
+    ids=["ascend on cx7", "ascend on efa", "streams"],
+)
+def test_the_first_world_of_a_cluster(stand_ins: dict[str, str]) -> None:
+    """Step 5 of docs/nics.md on two hosts. The software device stands in for NICs, and joins processes
+    of one host only: these two have one name then, and networks apart."""
+    said = first_world("docs/nics.md", stand_ins, one_name="=system" in stand_ins)
     ranks = sorted(re.findall(r"rank (\d) of 4 on node (\d): error", said))
     assert ranks == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")], said
+
+
+def test_the_command_for_gpus_is_the_one_that_ran() -> None:
+    """The last of docs/nics.md's commands, which needs GPUs on two hosts."""
+    ran, last = commands("docs/nics.md", "torchrun")
+    stand_ins = {"=ascend": "=hopper", "--nproc-per-node 2": "--nproc-per-node 8"}
+    for old, new in stand_ins.items():
+        assert ran.count(old) == 1
+        ran = ran.replace(old, new)
+    assert last == ran
 
 
 def test_the_readme_s_example_prints_what_the_readme_says(tmp_path: Path) -> None:
