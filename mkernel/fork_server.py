@@ -9,6 +9,10 @@ from multiprocessing.context import ForkServerContext
 
 import mkernel
 
+also_imported: list[str] = []
+"""Further modules that the server imports when it starts, with the first process of it, so that forks
+need not each. Only such as start no threads."""
+
 
 def context() -> ForkServerContext:
     """For processes that start as its forks do: with all of mkernel, no threads, and the environment
@@ -18,5 +22,6 @@ def context() -> ForkServerContext:
     # this process does not). Where that has another mkernel, ranks import ours themselves.
     there = PathFinder.find_spec("mkernel", [""])
     ours = not (there and there.origin) or os.path.samefile(there.origin, str(mkernel.__file__))
-    made.set_forkserver_preload(sorted(set(mkernel.HOMES.values())) if ours else [])
+    homes = sorted(set(mkernel.HOMES.values()))
+    made.set_forkserver_preload([*homes, *also_imported] if ours else [])
     return made

@@ -13,9 +13,26 @@ from pathlib import Path
 
 import pytest
 
+from mkernel import fork_server
+
 # Processes of this session have it in their environment, so that tests may run side by side.
 _SESSION = "PYTEST_SESSION_OF_MKERNEL"
 _SEMAPHORES = "/mp-of-tests-"
+_IMPORTED_ONCE = (
+    "mkernel.backends.accelerators.ascend",
+    "mkernel.backends.accelerators.streams",
+    "mkernel.cases",
+    "mkernel.conformance.checks",
+    "mkernel.nn",
+    "pytest",
+    "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.testing._internal.optests",
+)
+"""What ranks of many tests use, and what they would import for seconds of CPU time each."""
 _PATIENCE_S = 30  # for what ends by itself, on a machine that is busy
 
 
@@ -23,6 +40,7 @@ def pytest_configure() -> None:
     """Mark what we start. A shell that starts us in the background has us, and all that we start,
     ignore Ctrl-C."""
     os.environ[_SESSION] = str(os.getpid())
+    fork_server.also_imported[:] = _IMPORTED_ONCE
     # Only their names tell whose semaphores a killed process left; what we start inherits the prefix.
     multiprocessing.current_process()._config["semprefix"] = f"{_SEMAPHORES}{os.getpid()}"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
