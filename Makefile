@@ -1,4 +1,5 @@
-# `make run` runs the main job, `make test` the tests; each does all the set-up it needs.
+# `make run` runs the main job, `make test` the quick tests, `make test-all` all; each does all the set-up it
+# needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,16 +14,27 @@ PACKAGE_FILES := $(shell find backends tests/native -type f \
 	2>/dev/null) \
 	pyproject.toml CMakeLists.txt
 
-.PHONY: run test test-rxe lint format bench sanitize fuzz numbers clean
+.PHONY: run test test-all test-native test-rxe lint format bench sanitize sanitizers fuzz numbers clean
 
 run: $(VENV)/.installed
 	@mkernel run all_gather_gemm --accelerator ascend
 
-# Tests wait more than they compute. Those of GPUs want them to themselves, and the memory too.
-test: $(VENV)/.installed $(VENV)/.example
-	ctest --test-dir build/native --parallel $(WORKERS) --output-on-failure --timeout 300
+# Whether the installation is right, or a change: native tests, unit tests without those that simulate call
+# upon call, and what the kit says of every accelerator and NIC.
+QUICK := tests/unit --ignore tests/unit/ascend tests/multiprocess/test_launch.py \
+	tests/conformance/test_accelerators.py tests/conformance/test_nic.py
+PYTEST := pytest --numprocesses $(WORKERS) --dist worksteal
+
+test: test-native
+	$(PYTEST) $(QUICK)
+
+# Those of GPUs want them to themselves, and the memory too.
+test-all: test-native $(VENV)/.example
 	pytest tests/gpu
-	pytest --numprocesses $(WORKERS) --dist worksteal --ignore tests/gpu
+	$(PYTEST) --ignore tests/gpu
+
+test-native: $(VENV)/.installed
+	ctest --test-dir build/native --parallel $(WORKERS) --output-on-failure --timeout 300
 
 # RC on the kernel's own software RDMA device, in two virtual machines: needs no RDMA hardware.
 test-rxe: $(VENV)/.installed
@@ -31,16 +43,19 @@ test-rxe: $(VENV)/.installed
 # The native tests of NICs, of the transport and of simulated calls under AddressSanitizer (with undefined
 # behaviour), then ThreadSanitizer.
 SANITIZED := nics\.|transport\.|ascend_(launch|moe|ring_attention|scheduler|races)
-sanitize: $(VENV)/.dependencies
+sanitize: sanitizers
+	@echo 'subdirs(sanitize-address sanitize-thread)' > build/CTestTestfile.cmake # both at once
+	ctest --test-dir build -R '^($(SANITIZED))' --parallel $(WORKERS) --output-on-failure \
+		--no-tests=error --timeout 300
+
+# What `sanitize` runs.
+sanitizers: $(VENV)/.dependencies
 	@for which in address thread; do \
 		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
 			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
 		&& cmake --build build/sanitize-$$which --parallel $(JOBS) \
 			--target native_transport_tests native_nic_tests native_ascend_tests || exit 1; \
 	done
-	@echo 'subdirs(sanitize-address sanitize-thread)' > build/CTestTestfile.cmake # both at once
-	ctest --test-dir build -R '^($(SANITIZED))' --parallel $(WORKERS) --output-on-failure \
-		--no-tests=error --timeout 300
 
 # What reads messages and files from outside, for a few seconds. (Commands and immediates of NICs are
 # fuzzed by native tests.)
