@@ -90,10 +90,10 @@ class World:
             self._membership.engine.heap.board,
         )
         self._turns = self._new_turns(name)
-        self._failure.elsewhere = self._elsewhere
         self._calls = self._calls_of(self._membership.engine, self._turns)
         self._engines: dict[str, Engine] = {}  # by op
         self._companions: dict[str, tuple[Calls, Turns]] = {}  # by accelerator; those that are open
+        self._failure.elsewhere = self._elsewhere  # heartbeats ask it from now on
         self.known = None if self._calls.known is None else self._calls.known.call
         try:
             self._turns.join()
