@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -352,8 +353,23 @@ def left_behind() -> dict[str, int]:
         "file descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "shared mappings": sum(line.split()[1].endswith("s") for line in maps),
-        "files in /dev/shm": len(os.listdir("/dev/shm")),
+        "files in /dev/shm": len(shared_files()),
     }
+
+
+def shared_files() -> set[str]:
+    """Names in /dev/shm, without those that another process alone has mapped: others work here too."""
+    names = set(os.listdir("/dev/shm"))
+    if not names:
+        return names
+    mine: set[str] = set()
+    theirs: set[str] = set()
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        mapped = mine if int(process) == os.getpid() else theirs
+        with suppress(OSError):  # ended, or another user's
+            maps = Path("/proc", process, "maps").read_text(errors="replace")
+            mapped.update(re.findall(r" /dev/shm/(\S+)", maps))
+    return names - (theirs - mine)
 
 
 def require_nothing_more(me: Rank, before: dict[str, int], since: str) -> None:
