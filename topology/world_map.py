@@ -35,6 +35,10 @@ class WorldMap:
     pinning: Pinning = NOT_PINNED
     nics: NicUse = ANY_NIC
 
+    def __hash__(self) -> int:
+        # Plans are looked up by it, and machines are much to hash. Maps of one size are compared.
+        return hash((self.nodes, self.ranks_per_node, self.group))
+
     @property
     def nodes(self) -> int:
         """Number of nodes."""

@@ -23,6 +23,10 @@ _NOTHING_TO_SHARE: tuple[str, ...] = ("moe_dispatch_gemm", "moe_combine")
 
 
 _WITHOUT_B: tuple[str, ...] = ("moe_combine", "ring_attention")
+_EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+_PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
+_DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
+_LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 def check_world(
@@ -41,24 +45,23 @@ def check_world(
 
 def exchanges(wanted: str, op: OpName, nodes: int) -> tuple[Exchange, ...]:
     """Those to choose from; the default first. ArgumentError."""
-    every: tuple[Exchange, ...] = get_args(Exchange)
-    if wanted not in ("auto", *every):
-        raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(every)}")
+    if wanted not in ("auto", *_EXCHANGES):
+        raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(_EXCHANGES)}")
     if nodes == 1 or forward(op) in _NOTHING_TO_SHARE:
         if wanted == "hierarchical" and nodes > 1:
             raise ArgumentError(
                 "exchange", repr(wanted), f"direct for {op!r}: each pair exchanges rows of its own"
             )
         return ("direct",)
-    return every if wanted == "auto" else tuple(one for one in every if one == wanted)
+    return tuple(one for one in _EXCHANGES if wanted in ("auto", one))
 
 
 def has_library_path(
     path: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
 ) -> bool:
     """Whether the op has one in that world. ArgumentError; Unsupported: it is asked for in vain."""
-    if path not in get_args(PathChoice):
-        raise ArgumentError("path", repr(path), f"one of: {', '.join(get_args(PathChoice))}")
+    if path not in _PATHS:
+        raise ArgumentError("path", repr(path), f"one of: {', '.join(_PATHS)}")
     found = op in capabilities.library_ops and nodes == 1
     if path == "library" and not found:
         where = f" in a world of {nodes} nodes" if op in capabilities.library_ops else ""
@@ -73,8 +76,8 @@ def check_dtype(
     argument: str, value: str, claimed: tuple[DtypeName, ...], accelerator: str
 ) -> DtypeName:
     """The value as a dtype of those that the backend claims. DtypeError."""
-    if value not in get_args(DtypeName):
-        raise DtypeError(argument, repr(value), f"one of: {', '.join(get_args(DtypeName))}")
+    if value not in _DTYPES:
+        raise DtypeError(argument, repr(value), f"one of: {', '.join(_DTYPES)}")
     if value not in claimed:
         raise DtypeError(
             argument,
@@ -89,8 +92,8 @@ def check_layout(
     value: str, op: OpName, capabilities: AcceleratorCapabilities, accelerator: str
 ) -> Layout:
     """The value as a layout of B that the backend claims. LayoutError, ArgumentError."""
-    if value not in get_args(Layout):
-        raise ArgumentError("b_layout", repr(value), f"one of: {', '.join(get_args(Layout))}")
+    if value not in _LAYOUTS:
+        raise ArgumentError("b_layout", repr(value), f"one of: {', '.join(_LAYOUTS)}")
     if value != "row" and forward(op) in _WITHOUT_B:
         raise ArgumentError("b_layout", repr(value), f"'row': {op} has no such tensor")
     if value not in capabilities.b_layouts:

@@ -69,6 +69,10 @@ class AcceleratorCapabilities(Model):
     carrier: str = "torch.distributed"
     """What the process group is, in words, for plans and reports."""
 
+    def __hash__(self) -> int:
+        # Plans are looked up by it: what tells most claims apart is enough.
+        return hash((self.ops, self.compute_cores, self.comm_cores))
+
     def misfit(self, device: Accelerator) -> str | None:
         """Why calls cannot run on a device, as what the backend "is" or "has"; None: they can, as far
         as one can tell. An emulated device is the backend's own."""
@@ -85,7 +89,7 @@ class AcceleratorCapabilities(Model):
 
     def with_cores(self, cores: int | None) -> Self:
         """The same on chips of so many cores. None: they are not known."""
-        if cores is None:
+        if cores is None or self.compute_cores == cores >= self.comm_cores:
             return self
         cores = min(cores, self.most_cores or cores)
         fewer = {"compute_cores": cores, "comm_cores": min(self.comm_cores, cores)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, OpName, Prediction
 from mkernel.plan.predict import prediction
 from mkernel.topology.cost import MachineConstants, PathConstants, Product, products, transfer_us
@@ -48,12 +51,24 @@ def predict(
     fused, library = constants.fused, constants.library
     if fused is None or library is None:
         return None
-    times = (
-        _fused(op, shape, dtype, world, fused_cores, fused, constants),
-        _library(op, shape, dtype, world, cores, library, constants),
+    ours = _fused(op, shape, dtype, world, fused_cores, fused, constants)
+    theirs = _library(op, shape, dtype, world, cores, library, constants)
+    both = {
+        "fused_us": ours.pipelined + fused.start_us,
+        "library_us": theirs.pipelined + library.start_us,
+    }
+    return (
+        prediction(*ours, fused.start_us, constants, **both),
+        prediction(*theirs, library.start_us, constants, **both),
     )
-    both = {"fused_us": times[0].pipelined_us, "library_us": times[1].pipelined_us}
-    return times[0].model_copy(update=both), times[1].model_copy(update=both)
+
+
+class _Times(NamedTuple):
+    """In microseconds, without the start of a call."""
+
+    compute: float
+    comm: float
+    pipelined: float
 
 
 def _fused(
@@ -64,7 +79,7 @@ def _fused(
     cores: int,
     path: PathConstants,
     constants: MachineConstants,
-) -> Prediction:
+) -> _Times:
     comm = _exchanges_us(op, shape, DTYPE_BYTES[dtype], DTYPE_BYTES[dtype], world, path)
     owners = 1 if op == "gemm_all_reduce" else world
 
@@ -80,7 +95,7 @@ def _fused(
         return min(floor + unhidden * min(compute, comm), compute + comm)
 
     product = min(_products(owners, shape, dtype, cores, path, constants), key=whole)
-    return prediction(product.total_us, comm, whole(product), path.start_us, constants)
+    return _Times(product.total_us, comm, whole(product))
 
 
 def _library(
@@ -91,11 +106,11 @@ def _library(
     cores: int,
     path: PathConstants,
     constants: MachineConstants,
-) -> Prediction:
+) -> _Times:
     sent = dtype if op == "all_gather_gemm" else partial_dtype(shape, dtype)
     comm = _exchanges_us(op, shape, DTYPE_BYTES[sent], DTYPE_BYTES[dtype], world, path)
     compute = min(_products(1, shape, dtype, cores, path, constants)).total_us
-    return prediction(compute, comm, compute + comm, path.start_us, constants)
+    return _Times(compute, comm, compute + comm)
 
 
 def _products(
@@ -105,18 +120,16 @@ def _products(
     cores: int,
     path: PathConstants,
     constants: MachineConstants,
-) -> list[Product]:
-    return list(
-        products(
-            path,
-            owners,
-            -(-shape.m // owners),
-            shape.n,
-            shape.k,
-            cores=cores,
-            memory_gbs=constants.memory_gbs,
-            itemsize=DTYPE_BYTES[dtype],
-        )
+) -> Iterator[Product]:
+    return products(
+        path,
+        owners,
+        -(-shape.m // owners),
+        shape.n,
+        shape.k,
+        cores=cores,
+        memory_gbs=constants.memory_gbs,
+        itemsize=DTYPE_BYTES[dtype],
     )
 
 

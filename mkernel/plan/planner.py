@@ -276,7 +276,7 @@ def _planned(
             measured=measured,
         )
     )
-    shared = {**dict(common), "prediction": found.prediction}
+    shared = {**vars(common), "prediction": found.prediction}
     exchange = found.pipeline.exchange
     lacks += missing.of_exchange(exchange)
     made: LaunchPlan | WhatIf = (

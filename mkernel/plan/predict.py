@@ -61,15 +61,24 @@ def closed_form(
 
 
 def prediction(
-    compute: float, comm: float, pipelined: float, start: float, constants: MachineConstants
+    compute: float,
+    comm: float,
+    pipelined: float,
+    start: float,
+    constants: MachineConstants,
+    **paths: float,
 ) -> Prediction:
-    """Times in microseconds without the start of a call, which is part of every call."""
+    """Times in microseconds without the start of a call, which is part of every call.
+
+    ``paths``: with it, of both paths (``fused_us``, ``library_us``), where there are two.
+    """
     return Prediction(
         compute_us=compute,
         comm_us=comm,
         sequential_us=compute + comm + start,
         pipelined_us=pipelined + start,
         constants=constants.name,
+        **paths,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,7 @@ _NO_SIZES = ("kind", "capacity")
 """Fields of shapes that are options of a call, not sizes of its tensors."""
 
 
+@cache
 def size_names(op: str) -> tuple[str, ...]:
     """The sizes that an op's plan takes, by name."""
     return tuple(name for name in SHAPES[forward(op)].model_fields if name not in _NO_SIZES)

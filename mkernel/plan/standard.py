@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -64,9 +64,7 @@ def by_rows(
         cuts = [rows, *chunking.other_row_chunks(plan.shape, plan.world_size, rows, chunks)]
         if one_kernel_per_chunk:  # each must gain what it costs: the fewest first
             cuts.sort(reverse=True)
-    usual = replace(
-        _usual(request, orders), rows_per_chunk=rows, one_kernel_per_chunk=one_kernel_per_chunk
-    )
+    usual = _usual(request, orders, rows_per_chunk=rows, one_kernel_per_chunk=one_kernel_per_chunk)
     found, prediction, alternatives = _decided(request, usual, (), cuts, orders)
     schedule = RowSchedule(
         rows_per_chunk=found.rows_per_chunk or rows,
@@ -89,13 +87,13 @@ def by_tiles(
     cuts = [cut]
     if request.chunk is None:
         cuts += chunking.others(cut, plan.op, plan.gemm, plan.world_size, plan.dtype, tile)
-    usual = replace(_usual(request, orders), chunking=cut)
+    usual = _usual(request, orders, chunking=cut)
     found, prediction, alternatives = _decided(request, usual, cuts, (), orders)
     schedule = TileSchedule(chunking=found.chunking or cut, order=found.order.runs)
     return Scheduled(schedule, found, prediction, alternatives)
 
 
-def _usual(request: ScheduleRequest, orders: tuple[Runs, ...]) -> Pipeline:
+def _usual(request: ScheduleRequest, orders: tuple[Runs, ...], **cut: Any) -> Pipeline:
     plan, claims = request.plan, request.capabilities
     few = chunking.comm_blocks(plan.nodes, plan.ranks_per_node, claims.comm_cores)
     return Pipeline(
@@ -103,6 +101,7 @@ def _usual(request: ScheduleRequest, orders: tuple[Runs, ...]) -> Pipeline:
         compute_blocks=request.compute_blocks or claims.compute_cores,
         comm_blocks=request.comm_blocks or few,
         exchange=request.exchanges[0],
+        **cut,
     )
 
 
