@@ -6,9 +6,13 @@ microseconds, memory in bytes. Models are frozen and round-trip exactly through 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -59,6 +63,19 @@ class Model(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of all fields (hex); equal exactly when all of them are."""
+        return fingerprint(self.model_dump(mode="json"))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields replaced, not validated. What the original had worked out from its
+        fields the copy works out anew."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(copied).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
     @classmethod
     def from_file(cls, file: Path, what: str) -> Self:
         """The JSON of a file; ``what`` it is, in words. InputFileError names the bad field."""
@@ -70,6 +87,14 @@ class Model(BaseModel):
             if isinstance(error, InputFileError):
                 raise
             raise InputFileError(f"{what} {file}: is not JSON: {error}") from error
+
+
+_text = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+
+def fingerprint(fields: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of what is JSON."""
+    return hashlib.sha256(_text(fields).encode()).hexdigest()
 
 
 class Finite(Model):

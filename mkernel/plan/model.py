@@ -8,9 +8,6 @@ Times are microseconds and *predicted*; sizes are bytes unless a name says other
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,7 +18,7 @@ from mkernel.errors import ArgumentError
 from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.schedule import AnySchedule, Schedule
 from mkernel.topology.lanes import NicSchedule
-from mkernel.topology.model import Model
+from mkernel.topology.model import Model, fingerprint
 from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.routes import Route, RouteTable
 
@@ -210,6 +207,10 @@ class CommonPart(Model):
         return self
 
 
+_OF_A_RANK = {"prediction", "copies"}
+"""Fields of a plan that ranks need not share."""
+
+
 class LaunchPlan(CommonPart):
     """All decisions of a call: what all backends share, and ``schedule``, what the launches of this
     plan's backend do. Nothing in it is executed by nobody: that is a
@@ -234,24 +235,20 @@ class LaunchPlan(CommonPart):
         return self.schedule
 
     def digest(self) -> str:
-        """SHA-256 of :meth:`decisions` (hex); equal exactly when all of them are."""
+        """SHA-256 (hex); equal exactly when all :meth:`decisions` are."""
         return self._digest
 
     def decisions(self) -> dict[str, Any]:
         """Everything that ranks must share, as JSON: the plan without its prediction and its copies,
         which peers do not see."""
-        return self.model_dump(mode="json", exclude={"prediction", "copies"})
+        return self.model_dump(mode="json", exclude=_OF_A_RANK)
 
     @cached_property
     def _digest(self) -> str:
-        text = json.dumps(self.decisions(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with some fields replaced, not validated. Its digest is its own."""
-        copied = super().model_copy(update=update, deep=deep)
-        copied.__dict__.pop("_digest", None)  # the cached one is of the original's decisions
-        return copied
+        # All plans of a world have these two, which grow with it.
+        placement, routes = self.placement.fingerprint, self.routes.fingerprint
+        own = self.model_dump(mode="json", exclude={*_OF_A_RANK, "placement", "routes"})
+        return fingerprint(own | {"placement": placement, "routes": routes})
 
     @model_validator(mode="after")
     def _executed(self) -> Self:

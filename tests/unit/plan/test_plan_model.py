@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.plan.schedule import Schedule
 from mkernel.topology.model import Topology
-from mkernel.topology.routes import Rail
+from mkernel.topology.placement import WorldPlacement
+from mkernel.topology.routes import Rail, RouteTable
 
 PLAN = make()
 DUMP: dict[str, Any] = PLAN.model_dump(mode="json")
@@ -82,7 +83,9 @@ def test_first_difference_of_shapes() -> None:
 @given(st.sampled_from(LEAVES))
 def test_the_digest_depends_on_every_field_but_the_prediction(path: tuple[Any, ...]) -> None:
     def build(data: Any) -> Any:  # without validation: the change may be illegal
-        return LaunchPlan.model_construct(**data)
+        placement = WorldPlacement.model_construct(**data["placement"])
+        routes = RouteTable.model_construct(**data["routes"])
+        return LaunchPlan.model_construct(**data | {"placement": placement, "routes": routes})
 
     assert build(DUMP).digest() == PLAN.digest()
     assert (build(planted(path)).digest() == PLAN.digest()) == (path[0] == "prediction")
@@ -133,6 +136,8 @@ def test_a_copy_has_its_own_digest() -> None:
     before = PLAN.digest()
     assert PLAN.model_copy(update={"nic": "efa"}).digest() != before
     assert PLAN.model_copy().digest() == before == PLAN.digest()
+    fewer = PLAN.routes.model_copy(update={"classes": PLAN.routes.classes[1:]})
+    assert PLAN.model_copy(update={"routes": fewer}).digest() != before
 
 
 @pytest.mark.parametrize(
