@@ -115,6 +115,16 @@ class RouteTable(Model):
         """Placements that were found to have these routes."""
         return []
 
+    @cached_property
+    def untaken(self) -> tuple[RouteClass, ...]:
+        """Those that no backend takes."""
+        return tuple(one for one in self.classes if not one.taken)
+
+    @cached_property
+    def by_group(self) -> bool:
+        """Whether a process group carries what some pair of ranks exchanges."""
+        return any(one.kind == "group" for one in self.classes)
+
     @property
     def several_rails(self) -> bool:
         """Whether some ranks are joined by more than one rail."""

@@ -252,10 +252,10 @@ class LaunchPlan(CommonPart):
 
     @model_validator(mode="after")
     def _executed(self) -> Self:
-        untaken = next((one for one in self.routes.classes if not one.taken), None)
-        if untaken is not None:
+        if self.routes.untaken:
+            kind = self.routes.untaken[0].kind
             raise ValueError(
-                f"a route of kind {untaken.kind!r}: no backend takes it, and a plan holds none"
+                f"a route of kind {kind!r}: no backend takes it, and a plan holds none"
             )
         if (self.nics is None) != (self.nic is None):
             raise ValueError(f"a plan with nic {self.nic!r} has the NIC schedule {self.nics!r}")

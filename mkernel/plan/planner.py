@@ -287,6 +287,7 @@ def _planned(
     return Planned(made, _path_alternatives(path, measured) + found.alternatives, found.pipeline)
 
 
+@lru_cache(maxsize=256)
 def _links(
     op: OpName, where: WorldMap, accelerator: str, claims: AcceleratorCapabilities
 ) -> tuple[SharedLinks, tuple[str, ...]]:
@@ -307,7 +308,6 @@ def _common(
     path: PathName,
     links: SharedLinks,
 ) -> CommonPart:
-    group = any(one.kind == "group" for one in links.table.classes)
     fields = asked._asdict()
     around: Around = fields.pop("around")
     return CommonPart(
@@ -317,7 +317,7 @@ def _common(
         nodes=where.nodes,
         ranks_per_node=where.ranks_per_node,
         accelerator=accelerator,
-        carrier=claims.carrier if group else None,
+        carrier=claims.carrier if links.table.by_group else None,
         placement=where.placement,
         routes=links.table,
         nics=where.nic_plan.schedule if asked.nic else None,

@@ -11,10 +11,13 @@ from mkernel.plan.model import Copied
 if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities
 
+_COPIED: tuple[Copied, ...] = get_args(Copied)
+
 Layout = Literal["row", "column"]
 Strides = Literal["packed", "pitched", "scattered"]
 """Of a matrix, seen in its major order: no gaps; a gap behind every row, after which the next one is
 aligned again; neither."""
+_STRIDES: tuple[Strides, ...] = get_args(Strides)
 
 
 class Stored(NamedTuple):
@@ -70,10 +73,9 @@ def copied(
     Args:
         strides: by name; of those that are missing: packed.
     """
-    names: tuple[Copied, ...] = get_args(Copied)
     for name, found in strides.items():
-        if name not in names or found not in get_args(Strides):
-            legal = f"{' or '.join(get_args(Strides))}, of {', '.join(names)}"
+        if name not in _COPIED or found not in _STRIDES:
+            legal = f"{' or '.join(_STRIDES)}, of {', '.join(_COPIED)}"
             raise ArgumentError("strides", f"{name}: {found}", legal)
-    taken = {"packed": names, "pitched": capabilities.pitched, "scattered": ()}
-    return tuple(name for name in names if name not in taken[strides.get(name, "packed")])
+    taken = {"packed": _COPIED, "pitched": capabilities.pitched, "scattered": ()}
+    return tuple(name for name in _COPIED if name not in taken[strides.get(name, "packed")])

@@ -140,8 +140,9 @@ def _check(
     claims: AcceleratorCapabilities,
 ) -> None:
     found = tuple(tensor.shape)
-    fits = len(found) == len(wanted.shape) and all(
-        size in (None, there) for size, there in zip(wanted.shape, found, strict=True)
+    fits = found == wanted.shape or (
+        len(found) == len(wanted.shape)
+        and all(size in (None, there) for size, there in zip(wanted.shape, found, strict=True))
     )
     if not fits:
         raise ShapeError(name, found, f"{wanted.shape}, as planned")

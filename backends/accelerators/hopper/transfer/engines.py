@@ -6,7 +6,7 @@ The ``copies`` of the backend's ``machine.json`` are what ``bench/transfer.py`` 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -50,7 +50,7 @@ class Curve(Model):
         return before.microseconds + max(slope, 0.0) * beyond
 
 
-class Choice(Model):
+class Choice(NamedTuple):
     """How to copy, and how long it is expected to take."""
 
     engine: Engine
@@ -81,9 +81,7 @@ class Engines(Sourced):
             return curve.microseconds(nbytes) + flag
 
         choices = [
-            Choice.model_construct(
-                engine=curve.engine, blocks=curve.blocks, microseconds=microseconds(curve)
-            )
+            Choice(curve.engine, curve.blocks, microseconds(curve))
             for curve in self.directions.get(direction, ())
             if curve.blocks <= max_blocks
         ]
