@@ -185,6 +185,41 @@ def expected(op: GemmOp, form: Form) -> list[tuple[Tensor, ...]]:
     ]
 
 
+class RoundedOnce:
+    """Operands of all ranks, small integers: float32 holds every sum exactly, and the dtype each rank's
+    part of a sum. So ``wanted`` is the only result that is rounded once, and ``twice`` what comes of a
+    bias that is added to rounded sums.
+
+    Args:
+        rows: of each rank's a.
+    """
+
+    def __init__(
+        self, op: GemmOp, ranks: int, rows: int, n: int, k: int, dtype: torch.dtype
+    ) -> None:
+        exact = 1 << (8 if dtype == torch.bfloat16 else 11)  # the dtype has all integers up to it
+        most = exact if op.gathers or ranks == 1 else exact // 2
+        random = torch.Generator().manual_seed(5)
+        down = torch.randint(most, (ranks, rows), generator=random)
+        along = torch.randint(most, (ranks, n), generator=random)
+        bias = torch.randint(-3, 4, (n,), generator=random)
+        self.a = torch.zeros(ranks, rows, k, dtype=dtype)
+        self.b = torch.zeros(ranks, k, n, dtype=dtype)
+        self.a[:, :, 0], self.b[:, 0] = down, 1
+        self.a[:, :, -1], self.b[:, -1] = 1, along.to(dtype)
+        self.bias = bias.to(dtype)
+        if op.gathers:
+            sums = [down.view(-1, 1) + row for row in along]
+        else:
+            total = (down[:, :, None] + along[:, None]).sum(0)
+            sums = list(total.chunk(ranks)) if op.scatters else [total] * ranks
+        self.wanted = [(each + bias).to(dtype) for each in sums]
+        self.twice = [each.to(dtype) + self.bias for each in sums]
+        assert all(
+            bool((once != twice).any()) for once, twice in zip(self.wanted, self.twice, strict=True)
+        )
+
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 

@@ -19,7 +19,15 @@ class KnownCalls:
         pad: int,
     ) -> KnownCalls: ...
     def call(
-        self, op: str, a: object, b: object, out: object, out_dtype: object, chunk: object, /
+        self,
+        op: str,
+        a: object,
+        b: object,
+        bias: object,
+        out: object,
+        out_dtype: object,
+        chunk: object,
+        /,
     ) -> Any: ...
     def learn(
         self,

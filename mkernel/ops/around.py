@@ -3,6 +3,7 @@ rows that the backend takes, results become what the caller asked for.
 
     a [.., K] ──(copy a)──▶ rows ─▶┐          ┌─▶ rows ──(+ bias)──(copy out)──▶ out [.., N]
     b [K, N] ──(copy b)──────────▶ │  launch  │
+    bias [N] ──(copy bias)───────▶ │ (+ bias) │
                                    └──────────┴─▶ rows ──(copy gathered)──▶ gathered [.., K]
 
 Rows are counted with the dimension that ranks share outermost, so that those of a rank follow each
@@ -41,6 +42,8 @@ def before(plan: LaunchPlan, given: Mapping[str, Tensor], dim: int) -> dict[str,
     for name, tensor in given.items():
         if name == "b":
             launched[name] = _repacked(plan, tensor) if "b" in plan.copies else tensor
+        elif name == "bias":
+            launched[name] = tensor.contiguous() if "bias" in plan.copies else tensor
         elif name not in plan.copies:
             launched[name] = as_rows(tensor, dim)
         elif name == "a":
@@ -60,7 +63,7 @@ def after(
     bias: Tensor | None,
 ) -> None:
     """Fill the caller's outputs from those of the launch."""
-    if plan.bias:
+    if plan.bias == "after":
         assert bias is not None
         launched["out"].add_(bias)
     for name in ("out", "gathered"):
@@ -70,14 +73,16 @@ def after(
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = a @ b + bias by a library; matrices with any strides, float32 sums, rounded as the op's."""
-    if a.dtype == out.dtype and (out.dtype != torch.float16 or a.device.type != "cpu"):
+    """out = a @ b + bias by a library; matrices with any strides, float32 sums, rounded once."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    direct = a.dtype == out.dtype and (out.dtype != torch.float16 or a.device.type != "cpu")
+    if not direct:
+        whole = torch.mm(a.to(wide), b.to(wide))
+        out.copy_(whole if bias is None else whole.add_(bias))
+    elif bias is None:
         torch.mm(a, b, out=out)
     else:
-        wide = torch.promote_types(a.dtype, torch.float32)
-        out.copy_(torch.mm(a.to(wide), b.to(wide)))
-    if bias is not None:
-        out.add_(bias)
+        torch.addmm(bias, a, b, out=out)
 
 
 def _repacked(plan: LaunchPlan, b: Tensor) -> Tensor:

@@ -142,6 +142,9 @@ class GemmOp:
         step = max(1, capabilities.alignment_bytes // a.element_size())
         strides["a"] = rows_of(outermost.shape, outermost.stride(), step)
         layout, strides["b"] = _readable(b, step, capabilities)
+        if bias is not None and capabilities.adds_bias:
+            strides["bias"] = "packed" if bias.is_contiguous() else "scattered"
+        copies = copied(strides, capabilities.takes_pitched(self.name))
         plan = plan_for(
             world,
             self.name,
@@ -149,7 +152,7 @@ class GemmOp:
             dtype,
             out_name,
             b_layout=layout,
-            around=Around(copied(strides, capabilities), bias is not None, products),
+            around=Around(copies, bias is not None, products),
             chunk=chunk,
             path=path,
         )
@@ -158,7 +161,7 @@ class GemmOp:
                 shape = (*sizes[1 : dim + 1], sizes[0], *sizes[dim + 1 :], width)
                 validate.on_device(name, output, device)
                 validate.output(name, output, shape, output_dtype, dim)
-        direct = a.dim() == 2 and not plan.copies and bias is None
+        direct = a.dim() == 2 and not plan.copies and plan.bias != "after"
         return Checked(plan, wanted, dim, lead, whole, direct)
 
     @untraced
@@ -233,7 +236,7 @@ class GemmOp:
             else:
                 overwritten.append(gathered)
             outputs["gathered"] = gathered
-        given = {"a": a, "b": b, **outputs}
+        given = {"a": a, "b": b, **({"bias": bias} if plan.bias == "launch" else {}), **outputs}
         if known.direct:
             record = world.run(plan, given, signature=signature, **execution)
         else:
@@ -288,9 +291,9 @@ class GemmOp:
         """The output of a call like one before, started without Python. Else the signature under which
         such calls may be known from the next on; or None."""
         known = current(group).known
-        if known is None or bias is not None or dim:
+        if known is None or dim:
             return None
-        return known(self.name, a, b, out, out_dtype, chunk)
+        return known(self.name, a, b, bias, out, out_dtype, chunk)
 
     def _called(
         self,

@@ -12,11 +12,11 @@ _GEMMS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_al
 
 
 class Around(NamedTuple):
-    """As :class:`mkernel.plan.model.CommonPart` has it.
+    """What :class:`mkernel.plan.model.CommonPart` is made of.
 
     Attributes:
         copies: tensors that the op copies: operands before, results after the launch.
-        bias: whether it adds one.
+        bias: whether there is one.
         products: columns of each B where AllGather+GEMM is given several; the most of these are N.
     """
 
@@ -40,6 +40,8 @@ def check_around(op: OpName, around: Around, columns: int | None) -> None:
                 raise ArgumentError(argument, repr(value), f"nothing: {op} has no such step")
         return
     legal = [one for one in get_args(Copied) if one != "gathered" or op == "all_gather_gemm"]
+    if not around.bias:
+        legal.remove("bias")
     for name in around.copies:
         if name not in legal:
             raise ArgumentError("copies", repr(name), f"of {', '.join(legal)}")

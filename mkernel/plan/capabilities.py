@@ -27,6 +27,11 @@ class AcceleratorCapabilities(Model):
     pitched: tuple[Literal["a", "b"], ...] = ()
     """Operands of GEMM ops that it takes with any distance, a multiple of ``alignment_bytes``, between
     rows (columns, of a column-major b). Other tensors whose elements are not packed are copied."""
+    packed_shards: bool = False
+    """Whether the ``a`` of AllGather+GEMM, which travels as it lies, is no such operand."""
+    adds_bias: bool = False
+    """Whether launches of GEMM ops add a bias before they round results. Else the op adds it to rounded
+    ones, and rounds again."""
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
     """``p2p``: kernels write to peers of the node. ``nic``: they also push puts to ranks of other
@@ -86,6 +91,11 @@ class AcceleratorCapabilities(Model):
             kernels = ", ".join(self.architectures)
             return f"has kernels for {kernels} only, not for {described(device)}"
         return None
+
+    def takes_pitched(self, op: str) -> tuple[Literal["a", "b"], ...]:
+        """The ``pitched`` operands of a GEMM op."""
+        shards = self.packed_shards and op == "all_gather_gemm"
+        return tuple(name for name in self.pitched if not (shards and name == "a"))
 
     def with_cores(self, cores: int | None) -> Self:
         """The same on chips of so many cores. None: they are not known."""

@@ -28,8 +28,10 @@ PathName = Literal["fused", "library"]
 """How a GEMM op runs: one kernel that communicates while it computes; or a library's product and a
 collective of the backend's own, one after the other."""
 PathChoice = Literal["auto", "fused", "library"]
-Copied = Literal["a", "b", "out", "gathered"]
+Copied = Literal["a", "b", "bias", "out", "gathered"]
 """A tensor of a GEMM op between which and the launch a copy may stand."""
+BiasStep = Literal["launch", "after"]
+"""Who adds a bias: the launch, before it rounds results; or the op to these, after the launch."""
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -125,7 +127,11 @@ class CommonPart(Model):
         "caller's lies in memory: operands before the launch, results after it. Each rank has its "
         "own; they are not compared",
     )
-    bias: bool = Field(False, description="after the launch the op adds a bias to each row of out")
+    bias: BiasStep | None = Field(
+        None,
+        description="where there is one, added to each row of out: by the launch before it rounds, or "
+        "by the op after the launch",
+    )
     products: tuple[int, ...] = Field(
         (),
         description="AllGather+GEMM with several B: the columns of each, in the caller's order. The "

@@ -17,6 +17,7 @@ from mkernel.plan import arguments, missing, paths
 from mkernel.plan.around import NOTHING, Around, check_around
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import (
+    BiasStep,
     CommonPart,
     DtypeName,
     GemmShape,
@@ -165,7 +166,7 @@ def common_part(
     sizes = plan.shape.model_dump(exclude={"kind"})
     asked, _ = _checked(
         plan.op, sizes, plan.dtype, plan.out_dtype, plan.b_layout, world, accelerator,
-        capabilities, nic, verbs, plan.path, Around(plan.copies, plan.bias, plan.products),
+        capabilities, nic, verbs, plan.path, Around(plan.copies, plan.bias is not None, plan.products),
     )  # fmt: skip
     links = _links(asked.op, world, accelerator, capabilities)[0]
     return _common(asked, world, accelerator, capabilities, plan.path, links)
@@ -310,9 +311,12 @@ def _common(
 ) -> CommonPart:
     fields = asked._asdict()
     around: Around = fields.pop("around")
+    bias: BiasStep = "launch" if claims.adds_bias else "after"
     return CommonPart(
         **fields,
-        **around._asdict(),
+        copies=around.copies,
+        bias=bias if around.bias else None,
+        products=around.products,
         path=path,
         nodes=where.nodes,
         ranks_per_node=where.ranks_per_node,

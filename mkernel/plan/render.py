@@ -87,7 +87,7 @@ def plan(made: LaunchPlan | WhatIf, notes: Sequence[str] = ()) -> RenderableType
 
 def _around(made: CommonPart) -> str:
     """What the op does before and after the launch."""
-    before = [name for name in made.copies if name in ("a", "b")]
+    before = [name for name in made.copies if name in ("a", "b", "bias")]
     after = [name for name in made.copies if name not in before]
     steps = [f"copies {' and '.join(before)}"] if before else []
     if made.products:
@@ -95,7 +95,8 @@ def _around(made: CommonPart) -> str:
         steps += [
             f"launches product {made.launched} of {columns} columns, then a library the others"
         ]
-    steps += ["adds the bias"] * made.bias
+    if made.bias is not None:
+        steps += [{"launch": "the launch adds the bias", "after": "adds the bias"}[made.bias]]
     steps += [f"copies {' and '.join(after)}"] if after else []
     return "; ".join(steps)
 

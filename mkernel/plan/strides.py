@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import Copied
-
-if TYPE_CHECKING:
-    from mkernel.plan.capabilities import AcceleratorCapabilities
 
 _COPIED: tuple[Copied, ...] = get_args(Copied)
 
@@ -65,17 +62,16 @@ def stored(sizes: Sequence[int], strides: Sequence[int], step: int) -> Stored:
     return Stored("row", by_rows)
 
 
-def copied(
-    strides: Mapping[str, Strides], capabilities: AcceleratorCapabilities
-) -> tuple[Copied, ...]:
+def copied(strides: Mapping[str, Strides], pitched: Collection[str]) -> tuple[Copied, ...]:
     """The tensors of a call between which and the launch the op puts a copy. ArgumentError.
 
     Args:
         strides: by name; of those that are missing: packed.
+        pitched: operands that the backend takes so.
     """
     for name, found in strides.items():
         if name not in _COPIED or found not in _STRIDES:
             legal = f"{' or '.join(_STRIDES)}, of {', '.join(_COPIED)}"
             raise ArgumentError("strides", f"{name}: {found}", legal)
-    taken = {"packed": _COPIED, "pitched": capabilities.pitched, "scattered": ()}
+    taken = {"packed": _COPIED, "pitched": pitched, "scattered": ()}
     return tuple(name for name in _COPIED if name not in taken[strides.get(name, "packed")])

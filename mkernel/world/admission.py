@@ -92,6 +92,8 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
             "b": _Planned((shape.k, shape.n), given, stored=True),
             "out": _Planned((rows, shape.n), result),
         }
+        if plan.bias == "launch":
+            found["bias"] = _Planned((shape.n,), given)
         return found | ({"gathered": _Planned((shape.m, shape.k), given)} if gathers else {})
     if isinstance(shape, AttentionShape):
         rows = shape.sequence // world
@@ -153,7 +155,7 @@ def _check(
     if seen.is_contiguous():
         return
     step = max(1, claims.alignment_bytes // tensor.element_size())
-    pitched = name in claims.pitched and isinstance(plan.shape, GemmShape)
+    pitched = isinstance(plan.shape, GemmShape) and name in claims.takes_pitched(plan.op)
     if not pitched or rows_of(seen.shape, seen.stride(), step) != "pitched":
         stored = f"{plan.b_layout}-major" if wanted.stored else "contiguous"
         raise LayoutError(name, f"strides {tensor.stride()}", f"{stored} and packed, as planned")

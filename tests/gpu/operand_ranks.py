@@ -26,7 +26,9 @@ def called(name: str) -> list[str]:
         if public(a, b, bias=bias, out=out, **dims) is not out or not torch.equal(out, c):
             wrong += " out differs"
         plan = op.call(a, b, bias, dim=form.dim if op.dim else 0).plan
-        if (form.b_lies is packed and "b" in plan.copies) or plan.bias is not form.bias:
+        if (form.b_lies is packed and "b" in plan.copies) or (
+            plan.bias is not None
+        ) is not form.bias:
             wrong += f" copies {plan.copies}, bias {plan.bias}"
         inputs = [x.requires_grad_() for x in (a, b, bias) if x is not None]
         c = public(a, b, bias=bias, **dims)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from queueing_backend import Queueing
 
 from mkernel.backends.contracts.accelerator import Again, Call, Launch
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 
 QUEUED, DECLINED, RAISED = 0, 1, -1
@@ -43,7 +44,8 @@ class NativeStarter(ctypes.Structure):
     ]
 
 
-NAME = b"mkernel.call_starter.1"
+NAME = b"mkernel.call_starter.2"
+NAMES = ("a", "b", "bias", "out")
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -80,6 +82,22 @@ class Restartable(Launch):
         return self._again()
 
 
+class Adding(Launch):
+    """A launch whose end adds the bias."""
+
+    def __init__(self, inner: Launch, call: Call) -> None:
+        self._inner = inner
+        self._call: Call | None = call
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self._inner.wait(timeout_s):
+            return False
+        call, self._call = self._call, None
+        if call is not None:
+            call.tensors["out"].add_(call.tensors["bias"])
+        return True
+
+
 class Starting(Queueing):
     """Remembers which calls came by a starter. ``answer``: what starters do instead of a call."""
 
@@ -96,17 +114,25 @@ class Starting(Queueing):
         made = super().workspace(plan)
         return replace(made, areas=(1000,))
 
+    def capabilities(self) -> AcceleratorCapabilities:
+        return super().capabilities().model_copy(update={"adds_bias": True})
+
     def launch(self, call: Call) -> Any:
         template = replace(call, tensors={})
-        return Restartable(super().launch(call), lambda: self._starter(template))
+        return Restartable(self._launched(call), lambda: self._starter(template))
+
+    def _launched(self, call: Call) -> Launch:
+        return Adding(super().launch(call), call) if call.plan.bias else super().launch(call)
 
     def _starter(self, template: Call) -> Again:
         def start(_: int, native: Any) -> int:
             if self.answer != QUEUED:
                 return self.answer
             told = native.contents
-            tensors = {name: told.tensors[i] for i, name in enumerate(("a", "b", "out"))}
-            assert [told.addresses[i] for i in range(3)] == [t.data_ptr() for t in tensors.values()]
+            given = {name: told.tensors[i] for i, name in enumerate(NAMES)}
+            addresses = [0 if one is None else one.data_ptr() for one in given.values()]
+            assert [told.addresses[i] for i in range(len(NAMES))] == addresses
+            tensors = {name: one for name, one in given.items() if one is not None}
             call = replace(
                 template,
                 tensors=tensors,
@@ -115,7 +141,7 @@ class Starting(Queueing):
                 timeout_s=told.timeout_s,
             )
             self.started.append(call)
-            self.launches.under_way.append(Queueing.launch(self, call))
+            self.launches.under_way.append(self._launched(call))
             return QUEUED
 
         made = NativeStarter(START(start), None, ALIGNMENT)

@@ -140,6 +140,10 @@ def situations() -> dict[str, tuple[int, str, float]]:
             refused = type(error).__name__
         found[name] = (len(backend().started) - before, refused, apart)
 
+    def without(bias: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        mkernel.synchronize()
+        return out - bias
+
     def under(mode: Any, call: Callable[[], torch.Tensor]) -> torch.Tensor:
         with mode:
             return call()
@@ -163,6 +167,13 @@ def situations() -> dict[str, tuple[int, str, float]]:
     look("column-major, first", lambda: mkernel.gemm_all_reduce(a, b.t().contiguous().t()))
     look("column-major, again", lambda: mkernel.gemm_all_reduce(a, b.t().contiguous().t()))
     look("strided", lambda: mkernel.gemm_all_reduce(torch.cat((a, a), 1)[:, :K], b))
+    none, bias = torch.zeros(N), torch.randn(N, generator=torch.Generator().manual_seed(3))
+    look("bias, first", lambda: mkernel.gemm_all_reduce(a, b, bias=none))
+    look("bias, again", lambda: without(bias, mkernel.gemm_all_reduce(a, b, bias=bias)))
+    look(
+        "every second of a bias",
+        lambda: mkernel.gemm_all_reduce(a, b, bias=torch.zeros(2 * N)[::2]),
+    )
     look("chunk", lambda: mkernel.gemm_all_reduce(a, b, chunk=16))
     look("compiled", lambda: torch.compile(mkernel.gemm_all_reduce, backend="eager")(a, b))
     look("vmap", lambda: torch.vmap(lambda one: mkernel.gemm_all_reduce(one, b))(a[None])[0])
@@ -189,7 +200,7 @@ def test_they_are_taken_only_where_nothing_else_has_to_see_the_call(
     # which then begins such a call.
     assert taken == {
         "plain", "out", "registered op", "group", "requires grad", "no_grad", "inference",
-        "column-major, again", "compiled", "dispatch mode",
+        "column-major, again", "bias, again", "compiled", "dispatch mode",
     }  # fmt: skip
 
 

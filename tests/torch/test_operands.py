@@ -70,7 +70,7 @@ def called(name: str) -> list[str]:
             copies = ()
         elif op.dim is None and form.batch:  # of rows at one distance: as columns of a matrix
             copies = MATRICES["columns of a"].copies.get(world.backends.accelerator, ())
-        if plan.copies != copies or plan.bias is not form.bias:
+        if plan.copies != copies or (plan.bias is not None) is not form.bias:
             wrong += f" copies {plan.copies} of {copies}, bias {plan.bias}"
         inputs = [x for x in (a, b, bias) if x is not None]
         for x in inputs:

@@ -204,12 +204,18 @@ class DeviceSession:
             if events is not None:
                 events[1].record()
             number = order.end(stream)
+        strides = {name: tensor.stride() for name, tensor in call.tensors.items()}
         return HopperLaunch(
-            order, number, events, again=partial(self._again, calls, call.symmetric)
+            order, number, events, again=partial(self._again, calls, call.symmetric, strides)
         )
 
-    def _again(self, calls: Executor, symmetric: Mapping[str, tuple[int, ...]]) -> Again | None:
-        starter = calls.starter(symmetric)
+    def _again(
+        self,
+        calls: Executor,
+        symmetric: Mapping[str, tuple[int, ...]],
+        strides: Mapping[str, tuple[int, ...]],
+    ) -> Again | None:
+        starter = calls.starter(symmetric, strides)
         return None if starter is None else Again(starter, self._started)
 
 

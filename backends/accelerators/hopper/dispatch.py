@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
@@ -27,9 +27,11 @@ class Executor(Protocol):
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream, which comes after the world's previous call; returns at once."""
 
-    def starter(self, symmetric: Mapping[str, tuple[int, ...]]) -> object | None:
-        """The capsule by which native code starts calls whose tensors lie so (``Call.symmetric``), in
-        the view of the product, without a second output; None: there is none."""
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object | None:
+        """The capsule by which native code starts calls whose tensors lie so (``Call.symmetric``) and
+        have these strides, in the view of the product, without a second output; None: there is none."""
 
 
 FUSED: dict[str, type[Executor]] = {

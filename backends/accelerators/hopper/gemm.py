@@ -6,13 +6,14 @@ Data flow of the views:
                    blocks do it, in the sequential view a launch of their own
   reductions       pipelined: one kernel; sequential: the product alone, then a collective of it
   compute_only     the same kernel, which waits for nothing and sends nothing
-Addresses must be multiples of 16: tensors that are not go through a copy.
+Rows of a and b may lie apart (``pitched``). The rank that owns a result adds the bias in float32 and
+then rounds. Addresses must be multiples of 16: tensors that are not go through a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -91,6 +92,7 @@ class AllGatherExecutor:
         plan, made = call.plan, native()
         how, schedule = _gather(plan)
         self._context = context
+        self._plan = plan
         self._several = plan.world_size > 1
         self._world = device_world(call, context)
         self._product = _product(plan, how, how.tiling)
@@ -117,33 +119,36 @@ class AllGatherExecutor:
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
-        tensors = call.tensors
-        a, b, out = _aligned(tensors["a"]), _aligned(tensors["b"]), tensors["out"]
-        written = _writable(out)
-        number, addresses = call_id(call), (a.data_ptr(), b.data_ptr(), written.data_ptr())
+        operands = _Operands.of(call)
+        number, tensors = call_id(call), operands.tensors()
         if call.view == "pipelined":
-            self._pipelined.start(number, call.timeout_s, *addresses, stream)
+            self._pipelined.start(number, call.timeout_s, tensors, stream)
         else:
-            self._one_after_the_other(call, addresses, stream)
-        if written is not out:
-            out.copy_(written)
-        if "gathered" in tensors:
-            self._copy_gathered(call, a, tensors["gathered"], stream)
+            self._one_after_the_other(call, operands.a, tensors, stream)
+        operands.deliver(call)
+        if "gathered" in call.tensors:
+            self._copy_gathered(call, operands.a, call.tensors["gathered"], stream)
 
-    def starter(self, symmetric: Mapping[str, tuple[int, ...]]) -> object:
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object:
         """Starts calls into ``out`` alone."""
         context = self._context
         return native().gather_starter(
-            context.device, context.order, context.control_block, self._pipelined
+            context.device,
+            context.order,
+            context.control_block,
+            self._pipelined,
+            **_pitches(self._plan, strides),
         )
 
     def _one_after_the_other(
-        self, call: Call, addresses: tuple[int, int, int], stream: int
+        self, call: Call, a: torch.Tensor, tensors: _hopper.GemmTensors, stream: int
     ) -> None:
         """What carries the rows and then the kernel, or the kernel alone."""
         made, device = native(), self._context.device
         world = self._world.of_call(call_id(call), call.timeout_s)
-        product, waits = self._product.of(*addresses), False
+        product, waits = self._product.of(tensors), False
         schedule = self._schedule
         if call.view == "sequential" and call.plan.nodes > 1:
             made.send_rows(device, world, product, schedule, stream)
@@ -151,7 +156,7 @@ class AllGatherExecutor:
         elif call.view == "sequential" and self._several:
             schedule, waits = self._whole, True
             row_bytes = call.plan.gemm.k * _ELEMENT_BYTES
-            made.push_rows(device, world, addresses[0], row_bytes, schedule, stream)
+            made.push_rows(device, world, a.data_ptr(), row_bytes, schedule, stream)
         made.all_gather_gemm(device, world, product, schedule, waits, stream)
 
     def _copy_gathered(
@@ -179,6 +184,7 @@ class ReduceExecutor:
         plan, made = call.plan, native()
         how = plan.part(ReduceSchedule)
         self._context = context
+        self._plan = plan
         self._world = device_world(call, context)
         self._product = _product(plan, how, how.tiling)
         self._everywhere = plan.op == "gemm_all_reduce"
@@ -225,27 +231,31 @@ class ReduceExecutor:
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
-        tensors = call.tensors
-        a, b, out = _aligned(tensors["a"]), _aligned(tensors["b"]), tensors["out"]
-        written = _writable(out)
-        number, addresses = call_id(call), (a.data_ptr(), b.data_ptr(), written.data_ptr())
-        outs = self._outs(call.symmetric) if written is out else []
+        operands = _Operands.of(call)
+        number, tensors = call_id(call), operands.tensors()
+        outs = self._outs(call.symmetric) if operands.out is call.tensors["out"] else []
         if call.view == "compute_only":
             world = self._world.of_call(number, call.timeout_s)
-            product = self._product.of(*addresses)
+            product = self._product.of(tensors)
             native().gemm_reduce(self._context.device, world, product, self._alone, stream)
         elif call.view == "sequential" and call.plan.world_size > 1:
-            self._product_then_collective(call, a, b, outs or [addresses[2]], stream)
+            self._product_then_collective(call, operands, outs or [operands.out.data_ptr()], stream)
         else:
-            self._pipelined.start(number, call.timeout_s, *addresses, stream, outs)
-        if written is not out:
-            out.copy_(written)
+            self._pipelined.start(number, call.timeout_s, tensors, stream, outs)
+        operands.deliver(call)
 
-    def starter(self, symmetric: Mapping[str, tuple[int, ...]]) -> object:
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object:
         """Starts calls into an ``out`` that lies as this one."""
-        context, outs = self._context, self._outs(symmetric)
+        context = self._context
         return native().reduce_starter(
-            context.device, context.order, context.control_block, self._pipelined, outs
+            context.device,
+            context.order,
+            context.control_block,
+            self._pipelined,
+            **_pitches(self._plan, strides),
+            outs=self._outs(symmetric),
         )
 
     def _outs(self, symmetric: Mapping[str, tuple[int, ...]]) -> list[int]:
@@ -253,18 +263,17 @@ class ReduceExecutor:
         return list(symmetric.get("out", ())) if symmetric and self._everywhere else []
 
     def _product_then_collective(
-        self, call: Call, a: torch.Tensor, b: torch.Tensor, outs: list[int], stream: int
+        self, call: Call, operands: _Operands, outs: list[int], stream: int
     ) -> None:
         made, plan, world, context = native(), call.plan, call.plan.world_size, self._context
-        shape = plan.gemm
-        partial = torch.empty((shape.m, shape.n), dtype=a.dtype, device=a.device)
+        shape, bias = plan.gemm, operands.bias_address
+        partial = operands.a.new_empty((shape.m, shape.n))
         alone = made.DeviceWorld(
             [call.workspace], 0, context.control, call.timeout_s, call_id(call)
         )
         how = plan.part(ReduceSchedule)
-        product = _product(plan, how, how.product_tiling).of(
-            a.data_ptr(), b.data_ptr(), partial.data_ptr()
-        )
+        alone_tensors = operands._replace(out=partial, bias=None).tensors()
+        product = _product(plan, how, how.product_tiling).of(alone_tensors)
         schedule = made.AllGatherSchedule(shape.m, shape.m)
         made.all_gather_gemm(context.device, alone, product, schedule, False, stream)
         if plan.nodes > 1:
@@ -272,7 +281,7 @@ class ReduceExecutor:
             made.gemm_reduce(
                 context.device,
                 self._world.of_call(call_id(call), call.timeout_s),
-                self._product.of(a.data_ptr(), b.data_ptr(), outs[0]),
+                self._product.of(operands.tensors()),
                 exchange,
                 stream,
             )
@@ -284,10 +293,15 @@ class ReduceExecutor:
         )
         element, elements, partials = _element(plan), shape.m * shape.n, partial.data_ptr()
         if plan.op == "gemm_reduce_scatter":
-            made.reduce_scatter(together, element, partials, elements // world, outs[0], stream)
+            part = elements // world
+            made.reduce_scatter(
+                together, element, partials, part, outs[0], stream, bias=bias, columns=shape.n
+            )
         else:
             way = made.Way.two_shot
-            made.all_reduce(together, element, partials, elements, outs, way, stream)
+            made.all_reduce(
+                together, element, partials, elements, outs, way, stream, bias=bias, columns=shape.n
+            )
 
 
 def _check_network_blocks(plan: LaunchPlan, how: ReduceSchedule) -> None:
@@ -298,7 +312,56 @@ def _check_network_blocks(plan: LaunchPlan, how: ReduceSchedule) -> None:
         raise ArgumentError("plan.schedule.network_blocks", how.network_blocks, legal)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+class _Operands(NamedTuple):
+    """A call's tensors where kernels can address them: its own, or copies."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    bias: torch.Tensor | None
+    plan: LaunchPlan
+
+    @classmethod
+    def of(cls, call: Call) -> _Operands:
+        given, plan = call.tensors, call.plan
+        bias = aligned(given["bias"]) if plan.bias == "launch" else None
+        a, b, out = aligned(given["a"]), aligned(given["b"]), _writable(given["out"])
+        return cls(a, b, out, bias, plan)
+
+    @property
+    def bias_address(self) -> int:
+        return 0 if self.bias is None else self.bias.data_ptr()
+
+    def tensors(self) -> _hopper.GemmTensors:
+        """As native code takes them."""
+        strides = {"a": self.a.stride(), "b": self.b.stride()}
+        found: _hopper.GemmTensors = native().GemmTensors(
+            self.a.data_ptr(),
+            self.b.data_ptr(),
+            self.out.data_ptr(),
+            self.bias_address,
+            **_pitches(self.plan, strides),
+        )
+        return found
+
+    def deliver(self, call: Call) -> None:
+        """Fill the caller's ``out``, where kernels write to another."""
+        if self.out is not call.tensors["out"]:
+            call.tensors["out"].copy_(self.out)
+
+
+def _pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """How far rows of a and b lie apart where the tensors have these strides; 0: they are packed."""
+    a_rows = plan.gemm.m // (plan.world_size if plan.op == "all_gather_gemm" else 1)
+    by_rows = strides["b"] if plan.b_layout == "row" else strides["b"][::-1]
+    return {
+        "a_pitch": strides["a"][0] if a_rows > 1 else 0,  # torch may say anything of a single row
+        "b_pitch": by_rows[0],
+    }
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if kernels can read it, else a copy that lies so, without gaps."""
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 

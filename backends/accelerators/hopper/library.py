@@ -3,12 +3,13 @@
   AllGather+GEMM      a ──▶ all_gather ──▶ whole A (``gathered``, or scratch) ──▶ mm ──▶ out
   GEMM+ReduceScatter  mm ──▶ partial results (scratch) ──▶ reduce_scatter ──▶ out
   GEMM+AllReduce      mm ──▶ partial results (scratch) ──▶ all_reduce ──▶ out
+A bias is added in float32 before ``out`` is rounded: by the product's epilogue, or by the collective.
 Scratch comes from torch's allocator on the call's stream, so a captured graph owns its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
     one_node,
 )
+from mkernel.backends.accelerators.hopper.gemm import aligned
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
 from mkernel.backends.contracts.accelerator import Call
@@ -65,16 +67,16 @@ class LibraryExecutor:
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one; ``stream`` is torch's current one."""
-        tensors = call.tensors
-        a, b, out = tensors["a"], tensors["b"], tensors["out"]
         if self._gathers:
             self._gather_then_product(call, stream)
         elif self._world_size == 1:
-            self._multiply(a, b, out)
+            self._multiply(call.tensors["a"], call)
         else:
             self._product_then_sum(call, stream)
 
-    def starter(self, symmetric: Mapping[str, tuple[int, ...]]) -> object:
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object:
         """Starts calls without ``gathered``."""
         plan, context, made = self._plan, self._context, native()
         dtype = _torch_dtype(plan.dtype)
@@ -93,6 +95,8 @@ class LibraryExecutor:
             context.order,
             context.control_block,
             torch.mm,
+            torch.addmm,
+            torch.add,
             (self._product,) if apart else (),
             whole,
             scratch,
@@ -101,6 +105,7 @@ class LibraryExecutor:
             self._way or made.Way.one_shot,
             plan.op,
             plan.gemm.m * plan.gemm.n,
+            plan.gemm.n,
             plan.gemm.m // plan.world_size * plan.gemm.k * DTYPE_BYTES[plan.dtype],
             outs,
         )
@@ -127,7 +132,7 @@ class LibraryExecutor:
                 native().all_gather(
                     self._together(call), a.data_ptr(), a.nbytes, outs or [whole.data_ptr()], stream
                 )
-        self._multiply(whole, call.tensors["b"], call.tensors["out"])
+        self._multiply(whole, call)
 
     def _product_then_sum(self, call: Call, stream: int) -> None:
         tensors = call.tensors
@@ -137,22 +142,29 @@ class LibraryExecutor:
             return
         made, together, element = native(), self._together(call), self._element
         elements, source, out = self._elements, partial.data_ptr(), tensors["out"].data_ptr()
+        bias = aligned(tensors["bias"]) if self._plan.bias == "launch" else None
+        row = {"bias": 0 if bias is None else bias.data_ptr(), "columns": self._plan.gemm.n}
         if self._scatters:
             part = elements // self._world_size
-            made.reduce_scatter(together, element, source, part, out, stream)
+            made.reduce_scatter(together, element, source, part, out, stream, **row)
             return
         outs = [out]
         if call.symmetric and not self._one_shot:
             outs = list(call.symmetric.get("out", ())) or outs
-        made.all_reduce(together, element, source, elements, outs, self._way, stream)
+        made.all_reduce(together, element, source, elements, outs, self._way, stream, **row)
 
-    def _multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        if self._product == out.dtype:
+    def _multiply(self, a: torch.Tensor, call: Call) -> None:
+        """The call's ``out`` from a whole ``a``, rounded once."""
+        b, out = call.tensors["b"], call.tensors["out"]
+        bias = call.tensors["bias"] if self._plan.bias == "launch" else None
+        if self._product != out.dtype:
+            whole = torch.empty(out.shape, dtype=self._product, device=out.device)
+            _mm(a, b, whole)
+            out.copy_(whole) if bias is None else torch.add(whole, bias, out=out)
+        elif bias is None:
             _mm(a, b, out)
-            return
-        whole = torch.empty(out.shape, dtype=self._product, device=out.device)
-        _mm(a, b, whole)
-        out.copy_(whole)
+        else:  # the library's epilogue adds it before it rounds
+            torch.addmm(bias, a, b, out=out)
 
 
 def _allocation(

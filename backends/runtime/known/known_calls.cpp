@@ -8,8 +8,9 @@ namespace mkernel::known {
 namespace {
 
 // Positions in `arguments`; tensors of a Signature in the same order.
-enum : int { kOp, kA, kB, kOut, kOutDtype, kChunk };
-constexpr int kInputs = 2;
+enum : int { kOp, kA, kB, kBias, kOut, kOutDtype, kChunk };
+constexpr int kNeeded = 2;  // tensors that every call has
+constexpr int kInputs = 3;
 
 PyObject* interned(const char* text) {
     return PyUnicode_InternFromString(text);
@@ -100,7 +101,7 @@ Answer KnownCalls::sign(PyObject* const* arguments, Signature& signature, Tensor
     if (recorded == Answer::raised) return Answer::raised;
     for (int i = 0; i < kMostTensors; ++i) {
         PyObject* const tensor = tensors.objects[i] = arguments[kA + i];
-        if (i >= kInputs && tensor == Py_None) continue;
+        if (i >= kNeeded && tensor == Py_None) continue;
         std::uint64_t nbytes = 0;
         TensorSignature& own = signature.tensors[i];
         const Answer read =

@@ -53,9 +53,9 @@ class KnownCalls {
     TorchView torch;
     WorldState world;
 
-    // `arguments`: op, a, b, out or None, out_dtype or None, chunk or None. The output; None: make the
-    // call from Python; bytes: likewise, and `learn` may be told of it under this signature. Null with a
-    // Python exception.
+    // `arguments`: op, a, b, bias or None, out or None, out_dtype or None, chunk or None. The output;
+    // None: make the call from Python; bytes: likewise, and `learn` may be told of it under this
+    // signature. Null with a Python exception.
     PyObject* call(PyObject* const* arguments);
 
     void learn(const Signature& signature, KnownCall call);

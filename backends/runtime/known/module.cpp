@@ -12,7 +12,7 @@ using namespace mkernel::known;
 namespace {
 
 // Of what `known.py` gives and asks; another number there is of another build.
-constexpr long kInterface = 2;
+constexpr long kInterface = 3;
 
 struct Object {
     PyObject head;
@@ -81,8 +81,8 @@ int clear(PyObject* self) {
 }
 
 PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 6) {
-        PyErr_Format(PyExc_TypeError, "a call has 6 arguments, not %zd", count);
+    if (count != 7) {
+        PyErr_Format(PyExc_TypeError, "a call has 7 arguments, not %zd", count);
         return nullptr;
     }
     return calls_of(self)->call(arguments);
@@ -144,7 +144,7 @@ PyObject* close(PyObject* self, PyObject*) {
 
 PyMethodDef methods[] = {
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)), METH_FASTCALL,
-     "call(op, a, b, out, out_dtype, chunk) -> the output; None: call from Python; bytes: "
+     "call(op, a, b, bias, out, out_dtype, chunk) -> the output; None: call from Python; bytes: "
      "likewise, "
      "and the call may be learned under this signature"},
     {"learn", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&learn)),

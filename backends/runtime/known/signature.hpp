@@ -9,7 +9,7 @@
 namespace mkernel::known {
 
 constexpr int kMostDims = 4;
-constexpr int kMostTensors = 3;
+constexpr int kMostTensors = 4;
 constexpr std::size_t kMostNameBytes = 32;
 
 // All zero where the argument is None.

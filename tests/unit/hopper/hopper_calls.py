@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.plan.model import LaunchPlan
 
+GAP = 24
 WORKSPACES = (1 << 21, 1 << 30)
 ORDER: Any = None
 CONTEXT = DispatchContext(0, ORDER, 64)
@@ -24,8 +26,14 @@ def last_rank(
     gathered: bool = False,
     symmetric: bool = False,
     offset: int = 0,
+    gaps: Sequence[str] = (),
 ) -> Call:
-    """Its call, number 1. ``offset``: of the tensors, in elements."""
+    """Its call, number 1.
+
+    Args:
+        offset: of the tensors, in elements.
+        gaps: operands whose rows, in their major order, lie :data:`GAP` elements apart.
+    """
     shape, world = made.gemm, made.world_size
     gathers = made.op == "all_gather_gemm"
     scatters = made.op == "gemm_reduce_scatter"
@@ -38,8 +46,14 @@ def last_rank(
         sizes["gathered"] = (shape.m, shape.k)
     tensors = {}
     for name, (rows, columns) in sizes.items():
-        flat = torch.zeros(rows * columns + 8, dtype=torch.bfloat16)
-        tensors[name] = flat[offset : offset + rows * columns].view(rows, columns)
+        turned = name == "b" and made.b_layout == "column"
+        height, width = (columns, rows) if turned else (rows, columns)
+        pitch = width + GAP * (name in gaps)
+        flat = torch.zeros(height * pitch + 8, dtype=torch.bfloat16)
+        matrix = flat[offset : offset + height * pitch].view(height, pitch)[:, :width]
+        tensors[name] = matrix.t() if turned else matrix
+    if made.bias == "launch":
+        tensors["bias"] = torch.zeros(shape.n + 8, dtype=torch.bfloat16)[offset : offset + shape.n]
     return Call(
         plan=made, rank=world - 1, tensors=tensors, epoch=1, number=1, pad=0,
         workspace=WORKSPACES[world - 1], areas=(0,),

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 from gpu_plans import gpu_plan
-from hopper_calls import CONTEXT, last_rank
+from hopper_calls import CONTEXT, GAP, last_rank
 
 from mkernel.backends.accelerators.hopper import gemm, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.dispatch import FUSED
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule
+from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import BackendUnavailable
+from mkernel.plan.around import Around
 from mkernel.plan.model import LaunchPlan
 
 STARTS = (
@@ -35,10 +37,10 @@ class Pipelined:
             self._name = "pipelined"
 
     def start(self, number: int, timeout_s: float, *given: Any) -> None:
-        *addresses, stream = given[:4]
+        tensors, stream = given[:2]
         assert stream == MAIN
-        assert not any(address % 16 for address in addresses)
-        symmetric = given[4:] not in ((), ([],))
+        assert not any(at % 16 for at in (tensors.a, tensors.b, tensors.out, tensors.bias))
+        symmetric = given[2:] not in ((), ([],))
         self._queued.append(self._name + " into every out" * symmetric)
 
 
@@ -54,9 +56,11 @@ class Recorder:
         if name not in STARTS:
             return getattr(self._made, name)
 
-        def start(*arguments: Any, stream: int | None = None) -> None:
+        def start(
+            *arguments: Any, stream: int | None = None, bias: int = 0, columns: int = 0
+        ) -> None:
             assert (arguments[-1] if stream is None else stream) == MAIN, name
-            self._queued.append(name)
+            self._queued.append(name + f" and a bias of {columns}" * bool(bias))
 
         return start
 
@@ -73,12 +77,10 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def planned(
-    op: str, m: int, n: int, k: int, world: int = 2, chunk: int | None = None
+    op: str, m: int, n: int, k: int, world: int = 2, chunk: int | None = None, **options: Any
 ) -> LaunchPlan:
-    sizes = {"m": m, "n": n, "k": k}
-    return gpu_plan(
-        HopperAccelerator(), op, world, sizes, dtype="bfloat16", chunk=chunk, path="fused"
-    )
+    given = {"dtype": "bfloat16", "chunk": chunk, "path": "fused", **options}
+    return gpu_plan(HopperAccelerator(), op, world, {"m": m, "n": n, "k": k}, **given)
 
 
 def run(
@@ -156,7 +158,7 @@ class Told:
         self._left = left
 
     def start(self, *told: Any) -> None:
-        self._left.append(told[:5])
+        self._left.append(told[:3])
 
 
 @pytest.mark.parametrize("op", sorted(FUSED))
@@ -174,5 +176,73 @@ def test_each_call_tells_its_own_number_deadline_and_tensors(
         call = last_rank(plan, "pipelined", gathered=False, symmetric=False, offset=0)
         addresses = tuple(call.tensors[name].data_ptr() for name in ("a", "b", "out"))
         calls.start(replace(call, number=number, timeout_s=number / 8), MAIN)
-        assert left.pop() == (number & 0xFFFFFFFF, number / 8, *addresses)
+        *told, tensors = left.pop()
+        assert told == [number & 0xFFFFFFFF, number / 8]
+        assert (tensors.a, tensors.b, tensors.out, tensors.bias) == (*addresses, 0)
         assert not left
+
+
+def told_of(
+    monkeypatch: pytest.MonkeyPatch, plan: LaunchPlan, **options: Any
+) -> tuple[Call, Any, dict[str, Any]]:
+    """A call, the tensors that native code is told of it, and what a starter of such calls is told."""
+    left: list[Any] = []
+    starters: list[dict[str, Any]] = []
+    made: Any = gemm.native()
+
+    def starter(*given: Any, **named: Any) -> None:
+        starters.append(named)
+
+    made.PipelinedGather = made.PipelinedReduce = lambda *given: Told(left)
+    made.gather_starter = made.reduce_starter = starter
+    monkeypatch.setattr(gemm, "native", lambda: made)
+    call = last_rank(plan, **options)
+    calls = FUSED[plan.op](call, CONTEXT)
+    calls.start(call, MAIN)
+    calls.starter({}, {name: each.stride() for name, each in call.tensors.items()})
+    return call, left.pop()[2], starters.pop()
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+@pytest.mark.parametrize("op", sorted(FUSED))
+def test_kernels_read_rows_that_lie_apart(
+    queued: list[str], monkeypatch: pytest.MonkeyPatch, op: str, layout: str
+) -> None:
+    plan = planned(op, 640, 256, 512, b_layout=layout)
+    gaps = ("b",) if op == "all_gather_gemm" else ("a", "b")
+    width = 256 if layout == "row" else 512
+    call, tensors, starter = told_of(monkeypatch, plan, gaps=gaps)
+    pitches = (512 + GAP * ("a" in gaps), width + GAP)
+    assert (tensors.a_pitch, tensors.b_pitch) == pitches
+    assert (starter["a_pitch"], starter["b_pitch"]) == pitches
+    assert tensors.a == call.tensors["a"].data_ptr()
+    assert tensors.b == call.tensors["b"].data_ptr()
+    _, tensors, starter = told_of(monkeypatch, plan)
+    assert (tensors.a_pitch, tensors.b_pitch) == (512, width)
+    call, tensors, _ = told_of(monkeypatch, plan, gaps=gaps, offset=3)
+    assert (tensors.a_pitch, tensors.b_pitch) == (512, width), "an aligned copy has no gaps"
+    assert tensors.b != call.tensors["b"].data_ptr()
+
+
+def test_one_row_has_no_pitch(queued: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("all_gather_gemm", 2, 4096, 512)
+    call = last_rank(plan)
+    odd = call.tensors["a"].as_strided((1, 512), (3, 1))
+    made = gemm._Operands.of(replace(call, tensors={**call.tensors, "a": odd})).tensors()
+    assert made.a_pitch == 0
+
+
+@pytest.mark.parametrize("op", sorted(FUSED))
+def test_the_launch_adds_a_bias(
+    queued: list[str], monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    plan = planned(op, 512, 256, 256, around=Around(bias=True))
+    assert plan.bias == "launch"
+    separate = run(queued, plan, "sequential")
+    collective = {"gemm_reduce_scatter": "reduce_scatter", "gemm_all_reduce": "all_reduce"}.get(op)
+    if collective is not None:
+        assert separate == ["all_gather_gemm", f"{collective} and a bias of 256"]
+    call, tensors, _ = told_of(monkeypatch, plan)
+    assert tensors.bias == call.tensors["bias"].data_ptr()
+    call, tensors, _ = told_of(monkeypatch, plan, offset=1)
+    assert tensors.bias not in (0, call.tensors["bias"].data_ptr())

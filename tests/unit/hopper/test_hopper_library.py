@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_plans import gpu_plan
+from operand_forms import OPS as GEMMS
+from operand_forms import RoundedOnce
 
 from mkernel.backends.accelerators.hopper import capabilities, device_world, library
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
@@ -26,6 +28,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import Unsupported
+from mkernel.plan.around import Around
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 
@@ -112,11 +115,11 @@ class Fabric:
         ctypes.memmove(out[call.rank] if len(out) > 1 else out[0], whole, len(whole))
 
     def reduce_scatter(
-        self, call: Any, element: Any, src: int, part: int, out: int, stream: int
+        self, call: Any, element: Any, src: int, part: int, out: int, stream: int, **row: int
     ) -> None:
         self._start(call, "reduce_scatter", element, stream)
         assert call.staging_bytes >= self.reduce_scatter_staging(self.world, element, part)
-        sums = self._sum(call.rank, element, src, part * self.world)
+        sums = self._sum(call.rank, element, src, part * self.world, **row)
         own = sums[call.rank * part : (call.rank + 1) * part].contiguous()
         ctypes.memmove(out, own.data_ptr(), own.numel() * 2)
 
@@ -129,20 +132,21 @@ class Fabric:
         out: list[int],
         way: str,
         stream: int,
+        **row: int,
     ) -> None:
         symmetric = len(out) > 1
         self._start(call, way, element, symmetric, stream)
         assert not (symmetric and way == "one_shot")
         needed = self.all_reduce_staging(self.world, element, elements, way, symmetric)
         assert call.staging_bytes >= needed
-        sums = self._sum(call.rank, element, src, elements)
+        sums = self._sum(call.rank, element, src, elements, **row)
         ctypes.memmove(out[call.rank] if symmetric else out[0], sums.data_ptr(), elements * 2)
 
     def library_starter(self, device: int, order: Any, control: Any, mm: Any, *how: Any) -> Any:
         """What native code is to do: names of the starter's arguments and their values."""
-        assert (device, mm) == (0, torch.mm)
-        names = ("more", "whole", "scratch", "together", "element", "way", "op", "elements",
-                 "shard_bytes", "outs")  # fmt: skip
+        assert (device, mm, *how[:2]) == (0, torch.mm, torch.addmm, torch.add)
+        names = ("addmm", "add", "more", "whole", "scratch", "together", "element", "way", "op",
+                 "elements", "columns", "shard_bytes", "outs")  # fmt: skip
         return dict(zip(names, how, strict=True))
 
     def _start(self, call: Any, *what: Any) -> None:
@@ -153,12 +157,17 @@ class Fabric:
             self.numbers.append(call.number)
             self.timeouts_s.append(call.timeout_s)
 
-    def _sum(self, rank: int, element: Any, src: int, elements: int) -> torch.Tensor:
+    def _sum(
+        self, rank: int, element: Any, src: int, elements: int, bias: int, columns: int
+    ) -> torch.Tensor:
         sent, result = (getattr(torch, name) for name in element)
         parts = self._exchange(rank, bytes_at(src, elements * width(element[0])))
         total = torch.zeros(elements)
         for part in parts:
             total += torch.frombuffer(bytearray(part), dtype=sent).float()
+        if bias:
+            row = torch.frombuffer(bytearray(bytes_at(bias, columns * 2)), dtype=result)
+            total = (total.view(-1, columns) + row.float()).view(-1)
         return total.to(result)
 
     def _exchange(self, rank: int, mine: bytes) -> list[bytes]:
@@ -179,6 +188,7 @@ def workspace_of(rank: int) -> int:
 
 
 CLAIMS = AcceleratorCapabilities(
+    adds_bias=True, pitched=("a", "b"),
     ops=OPS, dtypes=("bfloat16", "float16"), out_dtypes=("bfloat16", "float16"),
     mixed_dtypes=False, b_layouts=("row", "column"), alignment_bytes=16, transfer_paths=("p2p",),
     peer_access=True, compute_cores=132, comm_cores=132, library_ops=OPS,
@@ -209,13 +219,15 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
 
 def run(
     made: LaunchPlan,
+    given: list[dict[str, torch.Tensor]] | None = None,
     *,
     view: View = "pipelined",
     gathered: bool = False,
     symmetric: bool = False,
     numbers: tuple[int, ...] = (3,),
 ) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
-    """Every rank's tensors after calls of these numbers, and what its ``out`` should be, in float64."""
+    """Every rank's tensors after calls of these numbers, and what its ``out`` should be, in float64.
+    ``given``: inputs of every rank, instead of others."""
     shape, world, dtype = made.gemm, made.world_size, getattr(torch, made.dtype)
     gathers = made.op == "all_gather_gemm"
     scatters = made.op == "gemm_reduce_scatter"
@@ -232,7 +244,8 @@ def run(
                 (shape.m // world if scatters else shape.m, shape.n), torch.nan, dtype=dtype
             ),
         }
-        for _ in range(world)
+        | (given[rank] if given else {})
+        for rank in range(world)
     ]
     if gathered:
         for tensors in everyone:
@@ -281,6 +294,25 @@ def test_results(fabric: Any, op: str, world: int, dtype: str) -> None:
         fabric(world)
         everyone, wanted = run(planned(op, 8, n, 64, world, dtype=dtype))
         assert_right(everyone, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@worlds
+@every_op
+def test_a_bias_is_added_before_the_only_rounding(
+    fabric: Any, op: str, world: int, dtype: torch.dtype
+) -> None:
+    for rows, n in ((16, 8), (512, 1024)):  # sums of float32, and of the inputs' dtype
+        made = RoundedOnce(GEMMS[op], world, rows, n, 64, dtype)
+        fabric(world)
+        m = rows * world if op == "all_gather_gemm" else rows
+        name: Any = str(dtype).removeprefix("torch.")
+        plan = planned(op, m, n, 64, world, dtype=name, around=Around(bias=True))
+        assert plan.bias == "launch"
+        given = [{"a": made.a[r], "b": made.b[r], "bias": made.bias} for r in range(world)]
+        everyone, _ = run(plan, given)
+        for tensors, wanted in zip(everyone, made.wanted, strict=True):
+            assert torch.equal(tensors["out"], wanted)
 
 
 @worlds
@@ -400,11 +432,11 @@ def test_what_native_code_is_told_of_a_plan(
         region=0, fifo=0, timeout_s=1.0,
     )  # fmt: skip
     order: Any = None
-    told: Any = LibraryExecutor(call, DispatchContext(0, order, 64)).starter({"out": OUTS})
+    told: Any = LibraryExecutor(call, DispatchContext(0, order, 64)).starter({"out": OUTS}, {})
     wide = (torch.float32,) if product == "float32" else ()
     assert told["more"] == wide
     assert told["op"] == op
-    assert told["elements"] == m * n
+    assert (told["elements"], told["columns"]) == (m * n, n)
     assert told["shard_bytes"] == m // world * 64 * 2
     assert tuple(told["outs"]) == outs
 

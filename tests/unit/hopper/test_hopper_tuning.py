@@ -155,14 +155,19 @@ def test_limits_are_those_of_the_kernels(made: Any) -> None:
 
 def test_wrong_arguments_are_named(made: Any) -> None:
     legal: dict[str, Any] = {
-        "a": 16, "b": 32, "out": 48, "n": 8, "k": 8, "half": False, "n_major": True,
+        "n": 8, "k": 8, "half": False, "n_major": True,
         "tiling": made.Tiling.wide, "band": 8,
     }  # fmt: skip
     made.Product(**legal)
-    wrong: dict[str, Any] = {"a": 2, "b": 0, "out": 8, "n": 12, "k": 0, "band": 0, "blocks": -1}
-    for name, value in wrong.items():
+    for name, value in {"n": 12, "k": 0, "band": 0, "blocks": -1}.items():
         with pytest.raises(ValueError, match=f"^{name} = {value}; expected"):
             made.Product(**{**legal, name: value})
+    tensors = {"a": 16, "b": 32, "out": 48, "bias": 64, "a_pitch": 8, "b_pitch": 0}
+    made.GemmTensors(**tensors)
+    wrong = {"a": 2, "b": 0, "out": 8, "bias": 6, "a_pitch": 12, "b_pitch": -8}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"^{name} = {value}; expected"):
+            made.GemmTensors(**{**tensors, name: value})
     with pytest.raises(ValueError, match="rank = 2; expected 0 to 1"):
         made.DeviceWorld([16, 32], 2, 0, 1.0, 1)
     with pytest.raises(ValueError, match="ranks = 17"):

@@ -68,24 +68,15 @@ def test_a_matrix_is_read_as_it_lies(b: torch.Tensor, wanted: Stored) -> None:
     assert stored(b.shape, b.stride(), STEP) == wanted
 
 
-def claims(*pitched: str) -> Any:
-    class Claims:
-        pass
-
-    found = Claims()
-    found.pitched = pitched  # type: ignore[attr-defined]
-    return found
-
-
 def test_what_a_backend_does_not_take_is_copied() -> None:
     strides: dict[str, Any] = {"b": "pitched", "a": "pitched", "out": "scattered"}
-    assert copied(strides, claims()) == ("a", "b", "out")
-    assert copied(strides, claims("b")) == ("a", "out")
-    assert copied({"a": "packed", "b": "scattered"}, claims("a", "b")) == ("b",)
-    assert copied({}, claims()) == ()
+    assert copied(strides, ()) == ("a", "b", "out")
+    assert copied(strides, ("b",)) == ("a", "out")
+    assert copied({"a": "packed", "b": "scattered"}, ("a", "b")) == ("b",)
+    assert copied({}, ()) == ()
     for wrong in ({"c": "packed"}, {"a": "odd"}):
         with pytest.raises(ArgumentError, match="strides"):
-            copied(wrong, claims())  # type: ignore[arg-type]
+            copied(wrong, ())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +84,7 @@ def test_what_a_backend_does_not_take_is_copied() -> None:
     [
         ("ring_attention", Around(copies=("a",)), "copies"),
         ("moe_combine", Around(bias=True), "bias"),
+        ("gemm_all_reduce", Around(copies=("bias",)), "copies"),
         ("gemm_reduce_scatter", Around(copies=("gathered",)), "copies"),
         ("gemm_reduce_scatter", Around(products=(16,)), "products"),
         ("all_gather_gemm", Around(products=(16, 0)), "products"),
@@ -109,11 +101,11 @@ def test_steps_that_an_op_has_not(op: Any, around: Around, argument: str) -> Non
 
 def test_a_plan_says_what_happens_around_the_launch() -> None:
     plan = make()
-    assert (plan.copies, plan.bias, plan.products, plan.launched) == ((), False, (), 0)
+    assert (plan.copies, plan.bias, plan.products, plan.launched) == ((), None, (), 0)
     n = plan.gemm.n
     copy = plan.model_copy(update={"copies": ("a", "out")})
     assert copy.digest() == plan.digest(), "peers see nothing of it"
-    several = plan.model_copy(update={"products": (8, n, n), "bias": True})
+    several = plan.model_copy(update={"products": (8, n, n), "bias": "after"})
     assert several.digest() != plan.digest()
     assert several.launched == 1
     assert LaunchPlan.model_validate_json(several.model_dump_json()) == several
@@ -122,3 +114,5 @@ def test_a_plan_says_what_happens_around_the_launch() -> None:
         f"copies b; launches product 1 of 8, {n}, {n} columns, then a library the others; "
         "adds the bias; copies gathered"
     )
+    told = render._around(plan.model_copy(update={"copies": ("bias",), "bias": "launch"}))
+    assert told == "copies bias; the launch adds the bias"

@@ -91,19 +91,23 @@ void bind_collectives(py::module_& module) {
     module.def(
         "reduce_scatter",
         [](const Collective& call, Element element, std::uint64_t src, std::uint64_t part_elements,
-           std::uint64_t out, std::uint64_t stream) {
+           std::uint64_t out, std::uint64_t stream, std::uint64_t bias, std::uint32_t columns) {
             collectives::reduce_scatter(call, element, source(src), part_elements,
-                                        reinterpret_cast<void*>(out), cuda::stream_at(stream));
+                                        reinterpret_cast<void*>(out), {source(bias), columns},
+                                        cuda::stream_at(stream));
         },
-        "call"_a, "element"_a, "src"_a, "part_elements"_a, "out"_a, "stream"_a, released);
+        "call"_a, "element"_a, "src"_a, "part_elements"_a, "out"_a, "stream"_a, "bias"_a = 0,
+        "columns"_a = 0, released);
     module.def(
         "all_reduce",
         [](const Collective& call, Element element, std::uint64_t src, std::uint64_t elements,
-           const std::vector<std::uint64_t>& out, Way way, std::uint64_t stream) {
+           const std::vector<std::uint64_t>& out, Way way, std::uint64_t stream, std::uint64_t bias,
+           std::uint32_t columns) {
             collectives::all_reduce(call, element, source(src), elements, outs(call, out), way,
-                                    cuda::stream_at(stream));
+                                    {source(bias), columns}, cuda::stream_at(stream));
         },
-        "call"_a, "element"_a, "src"_a, "elements"_a, "out"_a, "way"_a, "stream"_a, released);
+        "call"_a, "element"_a, "src"_a, "elements"_a, "out"_a, "way"_a, "stream"_a, "bias"_a = 0,
+        "columns"_a = 0, released);
 }
 
 }  // namespace mkernel::hopper

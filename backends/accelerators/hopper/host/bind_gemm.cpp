@@ -13,6 +13,7 @@
 #include "backends/accelerators/hopper/host/device_network.hpp"
 #include "backends/accelerators/hopper/host/gemm.hpp"
 #include "backends/accelerators/hopper/host/pipelined.hpp"
+#include "backends/accelerators/hopper/host/tensor_map.hpp"
 #include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
@@ -50,31 +51,37 @@ DeviceWorld world_of(const std::vector<std::uint64_t>& workspaces, int rank, std
     return {workspaces, network.value_or(Network{}), rank, control, timeout_s, call};
 }
 
-void require_tensors(std::uint64_t a, std::uint64_t b, std::uint64_t out) {
+void require_pitch(const std::string& name, std::int64_t pitch) {
+    constexpr std::int64_t step = kAlignment / kElementBytes;
+    require(pitch >= 0 && pitch % step == 0, name, pitch,
+            "0 (packed rows) or a multiple of " + std::to_string(step) + " elements");
+}
+
+GemmTensors gemm_tensors(std::uint64_t a, std::uint64_t b, std::uint64_t out, std::uint64_t bias,
+                         std::int64_t a_pitch, std::int64_t b_pitch) {
     require_aligned("a", a);
     require_aligned("b", b);
     require_aligned("out", out);
+    if (bias != 0) require_aligned("bias", bias);
+    require_pitch("a_pitch", a_pitch);
+    require_pitch("b_pitch", b_pitch);
+    return {a, b, out, bias, a_pitch, b_pitch};
 }
 
 // The product of these tensors.
-Product with_tensors(Product product, std::uint64_t a, std::uint64_t b, std::uint64_t out) {
-    require_tensors(a, b, out);
-    product.a = a;
-    product.b = b;
-    product.out = out;
+Product with_tensors(Product product, const GemmTensors& tensors) {
+    product.tensors = tensors;
     return product;
 }
 
-// The product has no tensors yet where a, b and out are all 0.
-Product product_of(std::uint64_t a, std::uint64_t b, std::uint64_t out, std::uint64_t bias, int n,
-                   int k, bool half, bool n_major, Tiling tiling, int band, int blocks) {
-    // Rows of a, b and out are packed, and each must be as aligned as the first.
+// The product has no tensors yet.
+Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int band, int blocks) {
+    // Rows of out are packed, as those of a and b may be, and each must be as aligned as the first.
     require(n >= 1 && n % 8 == 0, "n", n, "a positive multiple of 8");
     require(k >= 1 && k % 8 == 0, "k", k, "a positive multiple of 8");
     require_positive("band", band);
     require(blocks >= 0, "blocks", blocks, "0 (one a multiprocessor) or more");
-    const Product planned{0, 0, 0, bias, n, k, half, n_major, tiling, band, blocks};
-    return (a | b | out) == 0 ? planned : with_tensors(planned, a, b, out);
+    return {{}, n, k, half, n_major, tiling, band, blocks};
 }
 
 AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks, int columns_ahead,
@@ -139,10 +146,19 @@ void bind_data(py::module_& module) {
             "number"_a, "timeout_s"_a);
     module.attr("MAX_RANKS") = kMaxRanks;
     module.attr("NETWORK_WORDS") = kNetworkWords;
+    py::class_<GemmTensors>(module, "GemmTensors")
+        .def(py::init(&gemm_tensors), "a"_a, "b"_a, "out"_a, "bias"_a = 0, "a_pitch"_a = 0,
+             "b_pitch"_a = 0)
+        .def_readonly("a", &GemmTensors::a)
+        .def_readonly("b", &GemmTensors::b)
+        .def_readonly("out", &GemmTensors::out)
+        .def_readonly("bias", &GemmTensors::bias)
+        .def_readonly("a_pitch", &GemmTensors::a_pitch)
+        .def_readonly("b_pitch", &GemmTensors::b_pitch);
     py::class_<Product>(module, "Product")
-        .def(py::init(&product_of), py::kw_only(), "a"_a = 0, "b"_a = 0, "out"_a = 0, "bias"_a = 0,
-             "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a, "band"_a, "blocks"_a = 0)
-        .def("of", &with_tensors, "a"_a, "b"_a, "out"_a);
+        .def(py::init(&product_of), py::kw_only(), "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a,
+             "band"_a, "blocks"_a = 0)
+        .def("of", &with_tensors, "tensors"_a);
     py::class_<AllGatherSchedule>(module, "AllGatherSchedule")
         .def(py::init(&all_gather_schedule), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
              "columns_ahead"_a = 0, "slices"_a = 1)
@@ -165,12 +181,6 @@ void bind_data(py::module_& module) {
     module.def("epoch_offsets", &epoch_offsets);
 }
 
-CallOnce call_once(std::uint32_t number, double timeout_s, std::uint64_t a, std::uint64_t b,
-                   std::uint64_t out, std::uint64_t stream) {
-    require_tensors(a, b, out);
-    return {number, timeout_s, a, b, out, stream};
-}
-
 void bind_pipelined(py::module_& module) {
     const auto released = py::call_guard<py::gil_scoped_release>();
     py::class_<PipelinedGather>(module, "PipelinedGather")
@@ -178,23 +188,22 @@ void bind_pipelined(py::module_& module) {
              "order"_a, "world"_a, "product"_a, "schedule"_a, py::keep_alive<1, 3>())
         .def(
             "start",
-            [](PipelinedGather& calls, std::uint32_t number, double timeout_s, std::uint64_t a,
-               std::uint64_t b, std::uint64_t out, std::uint64_t stream) {
-                calls.start(call_once(number, timeout_s, a, b, out, stream));
-            },
-            "number"_a, "timeout_s"_a, "a"_a, "b"_a, "out"_a, "stream"_a, released);
+            [](PipelinedGather& calls, std::uint32_t number, double timeout_s,
+               const GemmTensors& tensors,
+               std::uint64_t stream) { calls.start({number, timeout_s, tensors, stream}); },
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, released);
     py::class_<PipelinedReduce>(module, "PipelinedReduce")
         .def(py::init<int, DeviceWorld, Product, ReduceSchedule>(), "device"_a, "world"_a,
              "product"_a, "schedule"_a)
         .def(
             "start",
-            [](PipelinedReduce& calls, std::uint32_t number, double timeout_s, std::uint64_t a,
-               std::uint64_t b, std::uint64_t out, std::uint64_t stream,
+            [](PipelinedReduce& calls, std::uint32_t number, double timeout_s,
+               const GemmTensors& tensors, std::uint64_t stream,
                const std::vector<std::uint64_t>& outs) {
                 for (const std::uint64_t each : outs) require_aligned("outs", each);
-                calls.start(call_once(number, timeout_s, a, b, out, stream), outs);
+                calls.start({number, timeout_s, tensors, stream}, outs);
             },
-            "number"_a, "timeout_s"_a, "a"_a, "b"_a, "out"_a, "stream"_a, "outs"_a, released);
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "outs"_a, released);
 }
 
 // `function` with a device before its other arguments, which is the current one in it.

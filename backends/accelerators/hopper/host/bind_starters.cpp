@@ -3,7 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,49 +24,62 @@ using namespace py::literals;
 namespace mkernel::hopper {
 namespace {
 
-// Of a GEMM op's tensors.
-enum : int { kA, kB, kOut };
+// Of a GEMM op's tensors; there may be no bias.
+enum : int { kA, kB, kBias, kOut };
 
-CallOnce call_once(const MkernelCall& call) {
-    return {call_number(call),  call.timeout_s,       call.addresses[kA],
-            call.addresses[kB], call.addresses[kOut], call.stream};
-}
+// What lies so differs from call to call in its addresses alone.
+struct Pitches {
+    std::int64_t a, b;
+
+    [[nodiscard]] CallOnce call_once(const MkernelCall& call) const {
+        const std::uint64_t* const at = call.addresses;
+        return {call_number(call),
+                call.timeout_s,
+                {at[kA], at[kB], at[kOut], at[kBias], a, b},
+                call.stream};
+    }
+};
 
 class GatherStarter final : public CallStarter {
   public:
-    GatherStarter(int device, py::object order, py::object control, py::object calls)
+    GatherStarter(int device, py::object order, py::object control, py::object calls,
+                  Pitches pitches)
         : CallStarter(device, std::move(order), std::move(control)),
           kept_(std::move(calls)),
-          calls_(kept_.cast<PipelinedGather&>()) {}
+          calls_(kept_.cast<PipelinedGather&>()),
+          pitches_(pitches) {}
 
   private:
     void queue(const MkernelCall& call) override {
         const py::gil_scoped_release
             released;  // the launch may wait for room in the device's queue
-        calls_.start(call_once(call));
+        calls_.start(pitches_.call_once(call));
     }
 
     py::object kept_;
     PipelinedGather& calls_;
+    Pitches pitches_;
 };
 
 class ReduceStarter final : public CallStarter {
   public:
     ReduceStarter(int device, py::object order, py::object control, py::object calls,
-                  std::vector<std::uint64_t> outs)
+                  Pitches pitches, std::vector<std::uint64_t> outs)
         : CallStarter(device, std::move(order), std::move(control)),
           kept_(std::move(calls)),
           calls_(kept_.cast<PipelinedReduce&>()),
+          pitches_(pitches),
           outs_(std::move(outs)) {}
 
   private:
     void queue(const MkernelCall& call) override {
         const py::gil_scoped_release released;
-        calls_.start(call_once(call), outs_);
+        calls_.start(pitches_.call_once(call), outs_);
     }
 
     py::object kept_;
     PipelinedReduce& calls_;
+    Pitches pitches_;
     std::vector<std::uint64_t> outs_;
 };
 
@@ -80,12 +95,18 @@ struct Allocation {
     }
 };
 
-// `mm(a, b, *more, out=out)`, as torch's function takes it, on torch's current stream. `whole`: where
-// the product is of another dtype than `out`, makes what it is rounded from.
+// Torch's functions of these names.
+struct TorchFunctions {
+    py::object mm, addmm, add;
+};
+
+// `out` = a @ b, perhaps with a bias, by torch on its current stream, rounded once. `more`: at most one
+// argument of `mm`, the dtype of the result where that is not the inputs'. `whole`: where the product
+// is of another dtype than `out`, makes what it is rounded from.
 class Multiply {
   public:
-    Multiply(py::object mm, py::tuple more, std::optional<Allocation> whole)
-        : mm_(std::move(mm)), more_(std::move(more)), whole_(std::move(whole)) {}
+    Multiply(TorchFunctions torch, py::tuple more, std::optional<Allocation> whole)
+        : torch_(std::move(torch)), more_(std::move(more)), whole_(std::move(whole)) {}
 
     void operator()(py::handle a, py::handle b, py::handle out) const {
         if (!whole_) {
@@ -97,19 +118,44 @@ class Multiply {
         out.attr("copy_")(whole);
     }
 
+    // `bias` may be None.
+    void operator()(py::handle a, py::handle b, py::handle bias, py::handle out) const {
+        if (bias.is_none()) {
+            (*this)(a, b, out);
+        } else if (!whole_) {
+            into(out, torch_.addmm, {bias.ptr(), a.ptr(), b.ptr()});
+        } else {
+            const py::object whole = (*whole_)();
+            multiply(a, b, whole);
+            into(out, torch_.add, {whole.ptr(), bias.ptr()});
+        }
+    }
+
   private:
+    static constexpr std::size_t kMost = 3;  // arguments beside out
+
     void multiply(py::handle a, py::handle b, py::handle out) const {
-        PyObject* arguments[4] = {a.ptr(), b.ptr()};
-        std::size_t count = 2;
-        for (const py::handle each : more_) arguments[count++] = each.ptr();
-        arguments[count] = out.ptr();
-        PyObject* const made = PyObject_Vectorcall(mm_.ptr(), arguments, count, names_.ptr());
+        if (more_.empty()) {
+            into(out, torch_.mm, {a.ptr(), b.ptr()});
+        } else {
+            into(out, torch_.mm, {a.ptr(), b.ptr(), PyTuple_GET_ITEM(more_.ptr(), 0)});
+        }
+    }
+
+    // function(*given, out=out)
+    void into(py::handle out, const py::object& function,
+              std::initializer_list<PyObject*> given) const {
+        PyObject* arguments[kMost + 1];
+        PyObject** const end = std::copy(given.begin(), given.end(), arguments);
+        *end = out.ptr();
+        PyObject* const made =
+            PyObject_Vectorcall(function.ptr(), arguments, given.size(), names_.ptr());
         if (made == nullptr) throw py::error_already_set();
         Py_DECREF(made);
     }
 
-    py::object mm_;
-    py::tuple more_;  // at most one: the dtype of the result, where that is not the inputs'
+    TorchFunctions torch_;
+    py::tuple more_;
     std::optional<Allocation> whole_;
     py::tuple names_ = py::make_tuple("out");
 };
@@ -129,11 +175,11 @@ py::handle tensor_of(const MkernelCall& call, int which) {
 // which torch's allocator keeps in the order of the stream.
 class LibraryStarter final : public CallStarter {
   public:
-    // `elements`: of the partial results; `shard_bytes`: of a rank's `a`.
+    // `elements`: of the partial results, in rows of `columns`; `shard_bytes`: of a rank's `a`.
     LibraryStarter(int device, py::object order, py::object control, Multiply multiply,
                    Allocation scratch, const collectives::Collective& together,
                    collectives::Element element, collectives::Way way, const std::string& op,
-                   std::uint64_t elements, std::uint64_t shard_bytes,
+                   std::uint64_t elements, std::uint32_t columns, std::uint64_t shard_bytes,
                    std::vector<std::uint64_t> outs)
         : CallStarter(device, std::move(order), std::move(control)),
           multiply_(std::move(multiply)),
@@ -144,6 +190,7 @@ class LibraryStarter final : public CallStarter {
           gathers_(op == "all_gather_gemm"),
           scatters_(op == "gemm_reduce_scatter"),
           elements_(elements),
+          columns_(columns),
           shard_bytes_(shard_bytes) {
         outs_.symmetric = !outs.empty();
         for (std::size_t rank = 0; rank < outs.size(); ++rank) {
@@ -155,7 +202,8 @@ class LibraryStarter final : public CallStarter {
     void queue(const MkernelCall& call) override {
         const int rank = together_.workspace.rank;
         if (together_.workspace.world == 1) {
-            multiply_(tensor_of(call, kA), tensor_of(call, kB), tensor_of(call, kOut));
+            multiply_(tensor_of(call, kA), tensor_of(call, kB), tensor_of(call, kBias),
+                      tensor_of(call, kOut));
             return;
         }
         const py::object between = scratch_();
@@ -173,19 +221,21 @@ class LibraryStarter final : public CallStarter {
                 const py::gil_scoped_release released;
                 collectives::all_gather(together_, rows, shard_bytes_, whole, stream);
             }
-            multiply_(between, tensor_of(call, kB), tensor_of(call, kOut));
+            multiply_(between, tensor_of(call, kB), tensor_of(call, kBias), tensor_of(call, kOut));
             return;
         }
         multiply_(tensor_of(call, kA), tensor_of(call, kB), between);
+        const collectives::Bias bias{reinterpret_cast<const void*>(call.addresses[kBias]),
+                                     columns_};
         const py::gil_scoped_release released;
         if (scatters_) {
             const std::uint64_t part = elements_ / together_.workspace.world;
-            collectives::reduce_scatter(together_, element_, scratch, part, out, stream);
+            collectives::reduce_scatter(together_, element_, scratch, part, out, bias, stream);
             return;
         }
         collectives::Outs outs = outs_;
         if (!outs.symmetric) outs.at[rank] = out;
-        collectives::all_reduce(together_, element_, scratch, elements_, outs, way_, stream);
+        collectives::all_reduce(together_, element_, scratch, elements_, outs, way_, bias, stream);
     }
 
     Multiply multiply_;
@@ -194,7 +244,9 @@ class LibraryStarter final : public CallStarter {
     collectives::Element element_;
     collectives::Way way_;
     bool gathers_, scatters_;
-    std::uint64_t elements_, shard_bytes_;
+    std::uint64_t elements_;
+    std::uint32_t columns_;
+    std::uint64_t shard_bytes_;
     collectives::Outs outs_;
 };
 
@@ -203,25 +255,29 @@ class LibraryStarter final : public CallStarter {
 void bind_starters(py::module_& module) {
     module.def(
         "gather_starter",
-        [](int device, py::object order, py::object control, py::object calls) {
-            return CallStarter::capsule(std::make_unique<GatherStarter>(
-                device, std::move(order), std::move(control), std::move(calls)));
+        [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,
+           std::int64_t b_pitch) {
+            return CallStarter::capsule(
+                std::make_unique<GatherStarter>(device, std::move(order), std::move(control),
+                                                std::move(calls), Pitches{a_pitch, b_pitch}));
         },
-        "device"_a, "order"_a, "control"_a, "calls"_a);
+        "device"_a, "order"_a, "control"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a);
     module.def(
         "reduce_starter",
-        [](int device, py::object order, py::object control, py::object calls,
-           std::vector<std::uint64_t> outs) {
+        [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,
+           std::int64_t b_pitch, std::vector<std::uint64_t> outs) {
             return CallStarter::capsule(std::make_unique<ReduceStarter>(
-                device, std::move(order), std::move(control), std::move(calls), std::move(outs)));
+                device, std::move(order), std::move(control), std::move(calls),
+                Pitches{a_pitch, b_pitch}, std::move(outs)));
         },
-        "device"_a, "order"_a, "control"_a, "calls"_a, "outs"_a);
+        "device"_a, "order"_a, "control"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a, "outs"_a);
     module.def(
         "library_starter",
-        [](int device, py::object order, py::object control, py::object mm, py::object more,
-           py::object whole, py::object scratch, const collectives::Collective& together,
-           collectives::Element element, collectives::Way way, const std::string& op,
-           std::uint64_t elements, std::uint64_t shard_bytes, std::vector<std::uint64_t> outs) {
+        [](int device, py::object order, py::object control, py::object mm, py::object addmm,
+           py::object add, py::object more, py::object whole, py::object scratch,
+           const collectives::Collective& together, collectives::Element element,
+           collectives::Way way, const std::string& op, std::uint64_t elements,
+           std::uint32_t columns, std::uint64_t shard_bytes, std::vector<std::uint64_t> outs) {
             py::tuple others(std::move(more));
             if (others.size() > 1) throw py::value_error("more: one argument at most");
             if (!outs.empty() &&
@@ -232,12 +288,14 @@ void bind_starters(py::module_& module) {
             if (!whole.is_none()) rounded_from = allocation(whole);
             return CallStarter::capsule(std::make_unique<LibraryStarter>(
                 device, std::move(order), std::move(control),
-                Multiply(std::move(mm), std::move(others), std::move(rounded_from)),
-                allocation(scratch), together, element, way, op, elements, shard_bytes,
+                Multiply({std::move(mm), std::move(addmm), std::move(add)}, std::move(others),
+                         std::move(rounded_from)),
+                allocation(scratch), together, element, way, op, elements, columns, shard_bytes,
                 std::move(outs)));
         },
-        "device"_a, "order"_a, "control"_a, "mm"_a, "more"_a, "whole"_a, "scratch"_a, "together"_a,
-        "element"_a, "way"_a, "op"_a, "elements"_a, "shard_bytes"_a, "outs"_a);
+        "device"_a, "order"_a, "control"_a, "mm"_a, "addmm"_a, "add"_a, "more"_a, "whole"_a,
+        "scratch"_a, "together"_a, "element"_a, "way"_a, "op"_a, "elements"_a, "columns"_a,
+        "shard_bytes"_a, "outs"_a);
 }
 
 }  // namespace mkernel::hopper

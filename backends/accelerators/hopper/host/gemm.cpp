@@ -41,21 +41,23 @@ void check_flags(std::uint64_t wanted) {
 }
 
 CUtensorMap map_of_b(const Product& product) {
-    if (product.n_major) {
-        return tensor_map({product.b, static_cast<std::uint64_t>(product.n),
-                           static_cast<std::uint64_t>(product.k)},
-                          kTileDepth, product.half);
-    }
+    const auto n = static_cast<std::uint64_t>(product.n);
+    const auto k = static_cast<std::uint64_t>(product.k);
+    TensorExtent extent{.address = product.tensors.b,
+                        .width = product.n_major ? n : k,
+                        .height = product.n_major ? k : n,
+                        .pitch = static_cast<std::uint64_t>(product.tensors.b_pitch)};
     constexpr int share = 128;  // columns that a block loads: Config::kShareN, of both
-    return tensor_map(
-        {product.b, static_cast<std::uint64_t>(product.k), static_cast<std::uint64_t>(product.n)},
-        share, product.half);
+    return tensor_map(extent, product.n_major ? kTileDepth : share, product.half);
 }
 
-CUtensorMap map_of_rows(std::uint64_t address, int rows, int width, bool half) {
-    return tensor_map(
-        {address, static_cast<std::uint64_t>(width), static_cast<std::uint64_t>(rows)}, kTileRows,
-        half);
+CUtensorMap map_of_rows(std::uint64_t address, int rows, int width, bool half,
+                        std::int64_t pitch = 0) {
+    return tensor_map({.address = address,
+                       .width = static_cast<std::uint64_t>(width),
+                       .height = static_cast<std::uint64_t>(rows),
+                       .pitch = static_cast<std::uint64_t>(pitch)},
+                      kTileRows, half);
 }
 
 CUtensorMap map_of_layers(std::uint64_t address, int layers, int rows, int width, bool half,
@@ -165,7 +167,13 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
     AllGatherGemmArgs args{};
     args.workspace = workspace_of(world);
     const int ranks = args.workspace.world;
-    args.own = map_of_rows(product.a, schedule.rows, product.k, product.half);
+    const GemmTensors& tensors = product.tensors;
+    if (ranks > 1 && tensors.a_pitch != 0 && tensors.a_pitch != product.k) {
+        throw std::invalid_argument("a_pitch = " + std::to_string(tensors.a_pitch) +
+                                    "; expected packed rows: they travel to " +
+                                    std::to_string(ranks - 1) + " other ranks");
+    }
+    args.own = map_of_rows(tensors.a, schedule.rows, product.k, product.half, tensors.a_pitch);
     args.gathered = args.own;
     if (ranks > 1) {
         args.gathered =
@@ -173,8 +181,8 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
                         ranks * schedule.rows, product.k, product.half);
     }
     args.b = map_of_b(product);
-    args.out = map_of_layers(product.out, ranks, schedule.rows, product.n, product.half);
-    args.bias = reinterpret_cast<const void*>(product.bias);
+    args.out = map_of_layers(tensors.out, ranks, schedule.rows, product.n, product.half);
+    args.bias = reinterpret_cast<const void*>(tensors.bias);
     args.limits = limits_of(world);
     args.raster = {divide_up(schedule.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};
@@ -187,7 +195,7 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
     args.chunk_rows = schedule.chunk_rows;
     args.chunks = schedule.count();
     args.slices = schedule.slices;
-    args.rows_to_push = reinterpret_cast<const char*>(product.a);
+    args.rows_to_push = reinterpret_cast<const char*>(tensors.a);
     args.push_blocks = schedule.push_blocks;
     return args;
 }
@@ -220,7 +228,8 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     GemmReduceArgs args{};
     args.workspace = workspace_of(world);
     const int ranks = args.workspace.world;
-    args.a = map_of_rows(product.a, schedule.m, product.k, product.half);
+    const GemmTensors& tensors = product.tensors;
+    args.a = map_of_rows(tensors.a, schedule.m, product.k, product.half, tensors.a_pitch);
     args.b = map_of_b(product);
     const auto layers = [&](std::uint64_t address, int count, int rows, int box_rows) {
         return map_of_layers(address, count, rows, product.n, product.half, box_rows);
@@ -267,10 +276,10 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.is_given = schedule.given != 0;
     if (args.is_given) args.given = layers(schedule.given, 1, schedule.m, kTileRows);
     args.by_outbox = schedule.by_outbox;
-    args.out = layers(product.out, 1, out_rows, kTileRows);
-    args.out_pieces = layers(product.out, 1, out_rows, kPieceRows);
+    args.out = layers(tensors.out, 1, out_rows, kTileRows);
+    args.out_pieces = layers(tensors.out, 1, out_rows, kPieceRows);
     args.everywhere = schedule.everywhere;
-    args.bias = reinterpret_cast<const void*>(product.bias);
+    args.bias = reinterpret_cast<const void*>(tensors.bias);
     args.limits = limits_of(world);
     args.raster = {divide_up(schedule.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};

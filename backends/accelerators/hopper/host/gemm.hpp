@@ -10,10 +10,18 @@
 
 namespace mkernel::hopper {
 
-// C [.., n] = A [.., k] @ B, with A and C row-major and packed. B: [k, n], or [n, k] (`n_major`
-// false). The planner's choices: tile width, band, blocks.
+// A call's tensors. Pitches are elements from one row of `a`, and of `b` as it is stored, to the next;
+// 0: rows are packed, as those of `out` are.
+struct GemmTensors {
+    std::uint64_t a = 0, b = 0, out = 0;
+    std::uint64_t bias = 0;  // [n]; 0: none
+    std::int64_t a_pitch = 0, b_pitch = 0;
+};
+
+// C [.., n] = A [.., k] @ B (+ bias), with A and C row-major. B: [k, n], or [n, k] (`n_major` false).
+// The planner's choices: tile width, band, blocks.
 struct Product {
-    std::uint64_t a, b, out, bias;  // bias: 0 for none
+    GemmTensors tensors;
     int n, k;
     bool half;     // float16, else bfloat16
     bool n_major;  // b is [k, n]
@@ -58,7 +66,8 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
 void send_rows(const DeviceWorld& world, const Product& product, const AllGatherSchedule& schedule,
                std::uint64_t stream);
 
-// `wait` false: take the other ranks' rows as they lie in the workspace.
+// `wait` false: take the other ranks' rows as they lie in the workspace. Of several ranks, rows of `a`
+// are packed: they travel as they lie. std::invalid_argument.
 void all_gather_gemm(const DeviceWorld& world, const Product& product,
                      const AllGatherSchedule& schedule, bool wait, std::uint64_t stream);
 

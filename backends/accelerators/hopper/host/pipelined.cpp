@@ -12,9 +12,7 @@ namespace {
 void take_over(const CallOnce& call, DeviceWorld& world, Product& product) {
     world.call = call.number;
     world.timeout_s = call.timeout_s;
-    product.a = call.a;
-    product.b = call.b;
-    product.out = call.out;
+    product.tensors = call.tensors;
 }
 
 // Whether another rank is on it.
@@ -45,13 +43,13 @@ void PipelinedGather::start(const CallOnce& call) {
     const std::uint64_t row_bytes = static_cast<std::uint64_t>(product_.k) * kElementBytes;
     const bool copied = several && schedule_.push_blocks == 0;
     if (!copied || copies_first_) {
-        if (copied) push_rows(world_, call.a, row_bytes, schedule_, call.stream);
+        if (copied) push_rows(world_, call.tensors.a, row_bytes, schedule_, call.stream);
         all_gather_gemm(world_, product_, schedule_, several, call.stream);
         return;
     }
     const std::uint64_t beside = order_.fork(call.stream);
     try {
-        push_rows(world_, call.a, row_bytes, schedule_, beside);
+        push_rows(world_, call.tensors.a, row_bytes, schedule_, beside);
         all_gather_gemm(world_, product_, schedule_, true, call.stream);
     } catch (...) {
         order_.join(call.stream);

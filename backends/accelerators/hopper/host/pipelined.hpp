@@ -16,7 +16,7 @@ namespace mkernel::hopper {
 struct CallOnce {
     std::uint32_t number;
     double timeout_s;
-    std::uint64_t a, b, out;
+    GemmTensors tensors;
     std::uint64_t stream;
 };
 

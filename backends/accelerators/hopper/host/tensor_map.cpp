@@ -14,8 +14,8 @@ constexpr std::uint32_t kBoxWidth = 64;
 CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, bool half) {
     const cuuint32_t rank = extent.depth == 0 ? 2 : 3;
     const cuuint64_t sizes[3] = {extent.width, extent.height, extent.depth};
-    const cuuint64_t strides[2] = {extent.width * kElementBytes,
-                                   extent.width * extent.height * kElementBytes};
+    const cuuint64_t pitch = (extent.pitch == 0 ? extent.width : extent.pitch) * kElementBytes;
+    const cuuint64_t strides[2] = {pitch, pitch * extent.height};
     const cuuint32_t box[3] = {kBoxWidth, box_height, 1};
     const cuuint32_t steps[3] = {1, 1, 1};
     CUtensorMap map{};
@@ -27,7 +27,8 @@ CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, boo
                 [&] {
                     return "cuTensorMapEncodeTiled([" + std::to_string(extent.depth) + ", " +
                            std::to_string(extent.height) + ", " + std::to_string(extent.width) +
-                           "] at " + std::to_string(extent.address) + ")";
+                           "], a row every " + std::to_string(pitch) + " bytes, at " +
+                           std::to_string(extent.address) + ")";
                 });
     return map;
 }

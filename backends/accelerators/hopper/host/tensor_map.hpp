@@ -9,13 +9,15 @@ namespace mkernel::hopper {
 
 inline constexpr std::uint64_t kElementBytes = 2;  // bfloat16, float16
 
-// A tensor of 16-bit elements, packed, innermost dimension first; `depth` 0: two dimensions. The
-// address and the length of a row (in bytes) are multiples of 16.
+// A tensor of 16-bit elements, innermost dimension first; `depth` 0: two dimensions. `pitch`: elements
+// from one row to the next; 0: rows are packed. The address and the pitch (in bytes) are multiples of
+// 16, and what comes after the first `height` rows begins where the next row would.
 struct TensorExtent {
     std::uint64_t address;
     std::uint64_t width;
     std::uint64_t height;
     std::uint64_t depth = 0;
+    std::uint64_t pitch = 0;
 };
 
 // Copies boxes of [box_height, 64], 128-byte-swizzled in shared memory. CudaError names the extent.

@@ -22,6 +22,7 @@ struct Args {
     std::uint64_t total;    // bytes of all parts together, in the source
     std::uint64_t part;     // bytes of each part but perhaps the last ones, in the source
     Chunking cut;
+    Bias bias;
     bool symmetric;
     bool brief;
 
@@ -50,6 +51,14 @@ struct Args {
         return min(part, total - at);
     }
     __device__ std::uint32_t flags_of(std::uint32_t chunk) const { return chunk * workspace.world; }
+    // The bias for what begins `at` bytes into the source.
+    template <class In, class Out>
+    __device__ RowOfChunk<Out> bias_from(std::uint64_t at) const {
+        const auto* const row = static_cast<const Out*>(bias.row);
+        const std::uint64_t element = at / sizeof(In);
+        return {row, bias.columns,
+                row == nullptr ? 0 : static_cast<std::uint32_t>(element % bias.columns)};
+    }
 };
 
 __global__ __launch_bounds__(kThreads,
@@ -125,7 +134,7 @@ __global__ __launch_bounds__(kThreads,
                 transfers.dst[i] = args.outs[rank] + at / kNarrower;
             });
             sum_to_each<In, Out>(transfers, world, static_cast<std::uint32_t>(upto - at), 1,
-                                 aligned);
+                                 args.bias_from<In, Out>(at), aligned);
             at = upto;
         }
         return true;
@@ -168,7 +177,8 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
                                         : args.outs[rank]) +
                                chunk.at / kNarrower;
         });
-        sum_to_each<In, Out>(transfers, world, chunk.bytes, kGather ? world : 1, aligned);
+        sum_to_each<In, Out>(transfers, world, chunk.bytes, kGather ? world : 1,
+                             args.bias_from<In, Out>(rank * args.part + chunk.at), aligned);
         if (kGather && !args.symmetric) exchange.raise(args.flags_of(args.cut.chunks + index));
         return true;
     };
@@ -254,6 +264,18 @@ void check_call(const Collective& call, const void* src, const Outs& out,
     for (int rank = 0; rank < world; ++rank) {
         if (rank == call.workspace.rank || out.symmetric)
             check_address(out.at[rank], "out", out_element);
+    }
+}
+
+void check_bias(const Bias& bias, std::uint64_t elements) {
+    if (bias.row == nullptr) return;
+    if (reinterpret_cast<std::uintptr_t>(bias.row) % 16 != 0) {
+        throw std::invalid_argument("bias is not aligned to 16 bytes");
+    }
+    if (bias.columns == 0 || bias.columns % 8 != 0 || elements % bias.columns != 0) {
+        throw std::invalid_argument("columns = " + std::to_string(bias.columns) +
+                                    "; expected a multiple of 8 that divides the " +
+                                    std::to_string(elements) + " elements of the result");
     }
 }
 
@@ -368,32 +390,39 @@ void all_gather(const Collective& call, const void* src, std::uint64_t shard_byt
 }
 
 void reduce_scatter(const Collective& call, Element element, const void* src,
-                    std::uint64_t part_elements, void* out, cudaStream_t stream) {
+                    std::uint64_t part_elements, void* out, const Bias& bias, cudaStream_t stream) {
     const int world = call.workspace.world;
     Outs outs;
     outs.at[call.workspace.rank] = out;
     check_call(call, src, outs, reduce_scatter_staging(world, element, part_elements),
                source_bytes(element), kResultBytes);
+    check_bias(bias, part_elements);
     const std::uint64_t part = part_elements * source_bytes(element);
-    if (part == 0 || (!from_float32(element) && is_trivial(call, src, outs, part, stream))) return;
-    const Args args = make_args(call, src, outs, world * part, part, part, 1, cut(part, world, 1));
+    const bool copied = !from_float32(element) && bias.row == nullptr;
+    if (part == 0 || (copied && is_trivial(call, src, outs, part, stream))) return;
+    Args args = make_args(call, src, outs, world * part, part, part, 1, cut(part, world, 1));
+    args.bias = bias;
     launch(reduce_of<false>(element), args, call.blocks, stream);
 }
 
 void all_reduce(const Collective& call, Element element, const void* src, std::uint64_t elements,
-                const Outs& out, Way way, cudaStream_t stream) {
+                const Outs& out, Way way, const Bias& bias, cudaStream_t stream) {
     const int world = call.workspace.world;
     check_call(call, src, out, all_reduce_staging(world, element, elements, way, out.symmetric),
                source_bytes(element), kResultBytes);
+    check_bias(bias, elements);
     const std::uint64_t total = elements * source_bytes(element);
-    if (total == 0 || (!from_float32(element) && is_trivial(call, src, out, total, stream))) return;
+    const bool copied = !from_float32(element) && bias.row == nullptr;
+    if (total == 0 || (copied && is_trivial(call, src, out, total, stream))) return;
     const std::uint64_t part = owned_elements(world, elements) * source_bytes(element);
     if (way == Way::one_shot) {
-        const Args args = make_args(call, src, out, total, part, total, 1, cut(total, world, 1));
+        Args args = make_args(call, src, out, total, part, total, 1, cut(total, world, 1));
+        args.bias = bias;
         launch(one_shot_of(element), args, call.blocks, stream);
         return;
     }
-    const Args args = make_args(call, src, out, total, part, part, 2, cut(part, world, 2));
+    Args args = make_args(call, src, out, total, part, part, 2, cut(part, world, 2));
+    args.bias = bias;
     launch(reduce_of<true>(element), args, call.blocks, stream);
 }
 

@@ -11,7 +11,7 @@
 //                   set of slots and then its out
 //
 // Sums are float32, rounded once, in a fixed order: the owner's own elements, then those of ranks
-// owner + 1, owner + 2, ... modulo the world. Every element has one owner, whichever way is taken,
+// owner + 1, owner + 2, ... modulo the world, then the bias. Every element has one owner, whichever way is taken,
 // so results do not depend on timing, grid or size class, and are the same bits on all ranks.
 //
 // Reuse. Small calls into private outs are brief (device/call.cuh), and the others end on a rank only
@@ -55,6 +55,13 @@ struct Outs {
 
 enum class Way : std::uint32_t { one_shot, two_shot };
 
+// Added to every row of a result [.., columns], in float32 before it is rounded. Aligned to 16 bytes, as
+// many elements of the result's type as a row has: a multiple of 8.
+struct Bias {
+    const void* row = nullptr;  // null: none
+    std::uint32_t columns = 0;
+};
+
 // Bytes of staging that a call needs, the same on all ranks.
 std::uint64_t all_gather_staging(int world, std::uint64_t shard_bytes, bool symmetric);
 std::uint64_t reduce_scatter_staging(int world, Element element, std::uint64_t part_elements);
@@ -65,14 +72,15 @@ std::uint64_t all_reduce_staging(int world, Element element, std::uint64_t eleme
 void all_gather(const Collective& call, const void* src, std::uint64_t shard_bytes, const Outs& out,
                 cudaStream_t stream);
 
-// out [part_elements] of rank r = the sum over ranks of part r of their src [world * part_elements].
+// out [part_elements] of rank r = the sum over ranks of part r of their src [world * part_elements],
+// whole rows where there is a bias.
 void reduce_scatter(const Collective& call, Element element, const void* src,
-                    std::uint64_t part_elements, void* out, cudaStream_t stream);
+                    std::uint64_t part_elements, void* out, const Bias& bias, cudaStream_t stream);
 
 // out [elements] of every rank = the sum over ranks of their src [elements]. Symmetric outs serve
-// the two-shot way only.
+// the two-shot way only. Of a bias every rank gives the same values: each adds it to what it sums.
 void all_reduce(const Collective& call, Element element, const void* src, std::uint64_t elements,
-                const Outs& out, Way way, cudaStream_t stream);
+                const Outs& out, Way way, const Bias& bias, cudaStream_t stream);
 
 // All of them: stream-ordered on the current device's `stream`, may be captured. Any size; addresses
 // aligned to the element (16 bytes and whole 16 bytes a part are fast). `src` and `out` must not

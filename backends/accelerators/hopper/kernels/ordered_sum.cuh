@@ -47,8 +47,9 @@ class Sum8 {
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum_[i] = widen(elements[i]);
     }
-    __device__ void add(const Eight<In>& more) {
-        const In* elements = reinterpret_cast<const In*>(more.v);
+    template <class More>
+    __device__ void add(const Eight<More>& more) {
+        const More* elements = reinterpret_cast<const More*>(more.v);
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum_[i] += widen(elements[i]);
     }
@@ -65,11 +66,29 @@ class Sum8 {
     float sum_[8];
 };
 
+// A row that is added to every row of a result, as one chunk of the result sees it.
+template <class Out>
+struct RowOfChunk {
+    const Out* row;  // null: none
+    std::uint32_t columns;
+    std::uint32_t first;  // column of the chunk's first element
+
+    // `element`: of the chunk, a multiple of 8, as the columns are.
+    __device__ Eight<Out> eight(std::uint32_t element) const {
+        Eight<Out> found;
+        found.load(reinterpret_cast<const char*>(row + (first + element) % columns));
+        return found;
+    }
+    __device__ float one(std::uint32_t element) const {
+        return widen(row[(first + element) % columns]);
+    }
+};
+
 // The block stores at dst[i], i < count, the sum of `nbytes` of src[0], src[1], ..., src[world - 1],
-// in that order. `aligned`: all those addresses are multiples of 16.
+// in that order, and of `bias`. `aligned`: all those addresses are multiples of 16.
 template <class In, class Out>
 __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t nbytes, int count,
-                            bool aligned) {
+                            const RowOfChunk<Out>& bias, bool aligned) {
     constexpr int kBatch = sizeof(In) == 2 ? 4 : 2;  // loads under way, 16 registers
     constexpr std::uint32_t kWhole = 8 * sizeof(In);
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
@@ -91,6 +110,7 @@ __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t
                 }
             }
         }
+        if (bias.row != nullptr) sum.add(bias.eight(at / sizeof(In)));
         const uint4 rounded = sum.rounded();
         for (int i = 0; i < count; ++i) ptx::store_16(transfers.dst[i] + at / kNarrower, rounded);
     }
@@ -100,6 +120,7 @@ __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t
         for (int step = 1; step < world; ++step) {
             sum += widen(*reinterpret_cast<const In*>(transfers.src[step] + at));
         }
+        if (bias.row != nullptr) sum += bias.one(at / sizeof(In));
         Out rounded;
         narrow(sum, rounded);
         for (int i = 0; i < count; ++i) {
