@@ -88,9 +88,15 @@ class Ranks:
             assert code.name == "none", (rank, code, who.signal, who.peer, who.seen, who.wanted)
 
 
-def sums(sources: list[torch.Tensor], owned: int, rounded_to: torch.dtype) -> torch.Tensor:
-    """What reductions promise: float32 sums in the owner's order, rounded once. The sources lie on one
-    device. ``owned``: elements of each rank but perhaps the last ones."""
+def sums(
+    sources: list[torch.Tensor],
+    owned: int,
+    rounded_to: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What reductions promise: float32 sums in the owner's order, and then the bias, rounded once. The
+    sources lie on one device. ``owned``: elements of each rank but perhaps the last ones. ``bias``: of
+    every row."""
     world, total = len(sources), sources[0].numel()
     parts = []
     for owner in range(world):
@@ -98,6 +104,9 @@ def sums(sources: list[torch.Tensor], owned: int, rounded_to: torch.dtype) -> to
         sum_ = sources[owner][part].float()
         for step in range(1, world):
             sum_ = sum_ + sources[(owner + step) % world][part].float()
+        if bias is not None:
+            columns = torch.arange(part.start, part.stop, device=bias.device) % len(bias)
+            sum_ = sum_ + bias.float()[columns]
         parts.append(sum_.to(rounded_to))
     return torch.cat(parts)
 
@@ -121,10 +130,12 @@ class Work:
     out_offset: int = 0  # elements by which the outs are misaligned
     poison: float = float("nan")
     rounded_to: torch.dtype | None = None  # of the outs, where it is not `dtype`
+    columns: int = 0  # of a bias; 0: none
     sources: list[torch.Tensor] = field(init=False)
     outs: list[torch.Tensor] = field(init=False)
     guarded: list[torch.Tensor] = field(init=False)  # the outs and what lies around them
     seen: list[torch.Tensor] = field(init=False)
+    biases: list[torch.Tensor] = field(init=False)
     _storage: list[Any] = field(init=False)
 
     @property
@@ -157,6 +168,8 @@ class Work:
         ]
         self.outs = [g[self.out_offset : self.out_offset + count] for g in self.guarded]
         self.seen = [torch.empty_like(g) for g in self.guarded]
+        row = torch.randn(self.columns, generator=torch.Generator().manual_seed(self.seed))
+        self.biases = [(9 * row).to(self.out_dtype).to(f"cuda:{rank}") for rank in range(world)]
         self.refresh(self.seed)
 
     def refresh(self, seed: int) -> None:
@@ -189,20 +202,29 @@ class Work:
             nbytes = self.elements * self.dtype.itemsize
             _hopper.all_gather(call, source, nbytes, addresses, stream)
         elif self.name == "reduce_scatter":
-            _hopper.reduce_scatter(call, element, source, self.elements, addresses[0], stream)
+            _hopper.reduce_scatter(
+                call, element, source, self.elements, addresses[0], stream, **self._row(rank)
+            )
         else:
             way = getattr(_hopper.Way, self.way)
-            _hopper.all_reduce(call, element, source, self.elements, addresses, way, stream)
+            _hopper.all_reduce(
+                call, element, source, self.elements, addresses, way, stream, **self._row(rank)
+            )
         self.seen[rank].copy_(self.guarded[rank])
 
+    def _row(self, rank: int) -> dict[str, int]:
+        bias = self.biases[rank]
+        return {"bias": bias.data_ptr(), "columns": self.columns} if self.columns else {}
+
     def wanted(self, rank: int) -> torch.Tensor:
+        bias = self.biases[0] if self.columns else None
         home = [s.to("cuda:0") for s in self.sources]
         if self.name == "all_gather":
             return torch.cat(home)
         if self.name == "all_reduce":
             owned = owned_elements(self.ranks.world, self.elements)
-            return sums(home, owned, self.out_dtype)
-        whole = sums(home, self.elements, self.out_dtype)
+            return sums(home, owned, self.out_dtype, bias)
+        whole = sums(home, self.elements, self.out_dtype, bias)
         return whole[rank * self.elements : (rank + 1) * self.elements]
 
     def wrong_ranks(self) -> list[int]:

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
-from operand_forms import FORMS, OPS, differences, dims_of, expected, packed, weighed
+from operand_forms import (
+    FORMS,
+    OPS,
+    TOLERANCE,
+    RoundedOnce,
+    columns_of,
+    differences,
+    dims_of,
+    expected,
+    packed,
+    rows_of,
+    transposed,
+    weighed,
+)
 
 import mkernel
 
@@ -37,6 +53,94 @@ def called(name: str) -> list[str]:
         if wrong:
             found.append(f"{label}: {wrong}")
     mkernel.synchronize()
+    return found
+
+
+def strided(name: str, path: str) -> list[str]:
+    """What is wrong of calls whose operands are parts of larger matrices, with and without a bias: the
+    first from Python, the others by native code where no copy is needed, also into a given ``out``."""
+    world, op, found = mkernel.world(), OPS[name], []
+    public, size, rank = getattr(mkernel, name), world.size, world.rank
+    m, n, k = 512, 768, 384
+    draw = torch.Generator("cuda").manual_seed(7)
+    shape = (size, m // size if op.gathers else m, k)
+    a = torch.randn(shape, generator=draw, device="cuda").bfloat16()
+    b = torch.randn(size, k, n, generator=draw, device="cuda").bfloat16()
+    bias = 9 * torch.randn(n, generator=draw, device="cuda").bfloat16()
+    if op.gathers:
+        exact = a.double().flatten(0, 1) @ b[rank].double()
+    else:
+        exact = (a.double() @ b.double()).sum(0)
+        exact = exact.chunk(size)[rank] if op.scatters else exact
+    forms = {"packed": packed, "columns": columns_of, "transposed": transposed, "rows": rows_of}
+    for a_form in ("packed", "columns"):
+        for b_form, b_lies in forms.items():
+            given = forms[a_form](a[rank]), b_lies(b[rank])
+            for row in (None, bias):
+                wanted = exact if row is None else exact + row.double()
+                plan = op.call(*given, row).plan
+                copies = ("a",) if op.gathers and a_form != "packed" else ()
+                said = "launch" if row is not None else None
+                wrong = "" if (plan.copies, plan.bias, plan.path) == (copies, said, path) else (
+                    f"copies {plan.copies}, bias {plan.bias}, path {plan.path} "
+                )  # fmt: skip
+                first = public(*given, bias=row)
+                with _native_starts(world) as started:
+                    again = [public(*given, bias=row) for _ in range(2)]
+                    out = torch.full_like(first, float("nan"))
+                    again += [public(*given, bias=row, out=out).clone() for _ in range(2)]
+                mkernel.synchronize()
+                if not copies and started != [True, True, False, True]:
+                    wrong += f"native code started {started} "
+                error = float((first.double() - wanted).norm() / wanted.norm())
+                if not error <= TOLERANCE[first.dtype]:
+                    wrong += f"off by {error:g} "
+                if not all(torch.equal(each, first) for each in again):
+                    wrong += "other results for the same call "
+                if wrong:
+                    found.append(f"a {a_form}, b {b_form}, bias {row is not None}: {wrong}")
+    return found
+
+
+@contextmanager
+def _native_starts(world: Any) -> Iterator[list[bool]]:
+    """Whether each call began without Python."""
+    start, started = world.known, list[bool]()
+
+    def counted(*arguments: Any) -> Any:
+        result = start(*arguments)
+        started.append(isinstance(result, torch.Tensor))
+        return result
+
+    world.known = counted
+    try:
+        yield started
+    finally:
+        world.known = start
+
+
+def rounded_once(name: str, views: Sequence[Any]) -> list[str]:
+    """Calls with a bias whose results were rounded more than once, or are wrong."""
+    world, op, found = mkernel.world(), OPS[name], []
+    public, rank = getattr(mkernel, name), world.rank
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows, n, k in ((512, 512, 64), (1024, 4096, 512), (264, 776, 72)):
+            made = RoundedOnce(op, world.size, rows, n, k, dtype)
+            a, b, bias = made.a[rank].cuda(), made.b[rank].cuda(), made.bias.cuda()
+            wanted, twice = made.wanted[rank].cuda(), made.twice[rank].cuda()
+            outs = {view: op.call(a, b, bias, view=view).outputs["out"] for view in views}
+            outs |= {f"call {turn}": public(a, b, bias=bias) for turn in range(3)}
+            shared = mkernel.empty(tuple(wanted.shape), dtype=dtype)
+            outs["symmetric"] = public(a, b, bias=bias, out=shared)
+            outs["every second"] = public(a, b, bias=bias.repeat_interleave(2)[::2])
+            outs["unaligned"] = public(a, b, bias=torch.cat((bias[:1], bias))[1:])
+            mkernel.synchronize()
+            found += [
+                f"{dtype} {rows} x {n} x {k}, {label}: "
+                + ("rounded twice" if torch.equal(out, twice) else "wrong")
+                for label, out in outs.items()
+                if not torch.equal(out, wanted)
+            ]
     return found
 
 

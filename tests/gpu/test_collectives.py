@@ -65,6 +65,19 @@ def test_float32_is_rounded_once(world: int, which: str, dtype: torch.dtype) -> 
     judge_sizes(world, which, SIZES, dtype=torch.float32, rounded_to=dtype)
 
 
+@pytest.mark.parametrize("source", [torch.float32, None], ids=["float32", "half"])
+@halves
+@pytest.mark.parametrize("which", [which for which in WAYS if "gather" not in which])
+@worlds
+def test_a_bias_is_added_before_rounding(
+    world: int, which: str, dtype: torch.dtype, source: torch.dtype | None
+) -> None:
+    for columns, rows in ((8, 1), (24, 31), (1000, 12), (4104, 130)):
+        fields = {"dtype": source or dtype, "rounded_to": dtype, "columns": columns}
+        judge_sizes(world, which, (rows * columns,), **fields)
+        judge_sizes(world, which, (rows * columns,), out_offset=3, **fields)
+
+
 @every_way
 @worlds
 def test_misaligned_outs(world: int, which: str) -> None:
@@ -268,14 +281,18 @@ def test_waits_that_pass_too_soon_are_noticed(world: int, which: str) -> None:
     [
         ("staging_bytes = 16; this call needs", {"staging_bytes": 16}),
         ("staging = 8", {"staging": 8}),
+        ("columns = 12; expected a multiple of 8", {"columns": 12}),
+        ("bias is not aligned", {"bias": 4104}),
     ],
 )
 def test_wrong_calls_are_refused(message: str, change: dict[str, int]) -> None:
     from mkernel.backends.accelerators.hopper import _hopper
 
     world = _hopper.DeviceWorld([4096, 8192], rank=0, control=0, timeout_s=1.0, call=1)
-    call = _hopper.Collective(world, **{"staging_bytes": MIB, **change})
+    row = {"bias": 4096, "columns": 8} | {n: change[n] for n in ("bias", "columns") if n in change}
+    staging = {name: size for name, size in change.items() if name not in row}
+    call = _hopper.Collective(world, **{"staging_bytes": MIB, **staging})
     with pytest.raises(ValueError, match=message):
         _hopper.all_reduce(
-            call, _hopper.Element.bfloat16, 4096, 1000, [8192], _hopper.Way.one_shot, 0
+            call, _hopper.Element.bfloat16, 4096, 1000, [8192], _hopper.Way.one_shot, 0, **row
         )

@@ -27,7 +27,8 @@ SIZES = [
 @pytest.mark.parametrize("tiling", ["wide", "deep", "narrow"])
 @pytest.mark.parametrize("n_major", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_product(dtype: str, n_major: bool, tiling: str, kernel: str) -> None:
+@pytest.mark.parametrize("gaps", [False, True], ids=["packed", "gaps"])
+def test_product(gaps: bool, dtype: str, n_major: bool, tiling: str, kernel: str) -> None:
     made = native()
     memory, control = DeviceMemory.create(1, 0), made.ControlBlock()
     world = made.DeviceWorld([memory.address], 0, control.address, 5.0, 1)
@@ -36,20 +37,27 @@ def test_product(dtype: str, n_major: bool, tiling: str, kernel: str) -> None:
         for bias in (False, True):
             a, b = _random(m, k, dtype), _random(k, n, dtype)
             stored = b if n_major else b.t().contiguous()
+            if gaps:
+                a, stored = _with_gaps(a), _with_gaps(stored)
             row = _random(1, n, dtype) * 10
             guarded = torch.full((m + 2, n), float("nan"), device="cuda", dtype=a.dtype)
             out = guarded[1:-1]
             product = made.Product(
-                a=a.data_ptr(),
-                b=stored.data_ptr(),
-                out=out.data_ptr(),
-                bias=row.data_ptr() if bias else 0,
                 n=n,
                 k=k,
                 half=dtype == "float16",
                 n_major=n_major,
                 tiling=getattr(made.Tiling, tiling),
                 band=3,
+            ).of(
+                made.GemmTensors(
+                    a.data_ptr(),
+                    stored.data_ptr(),
+                    out.data_ptr(),
+                    row.data_ptr() if bias else 0,
+                    a_pitch=a.stride(0),
+                    b_pitch=stored.stride(0),
+                )
             )
             if kernel == "all_gather_gemm":
                 made.all_gather_gemm(0, world, product, made.AllGatherSchedule(m, m), False, stream)
@@ -64,6 +72,14 @@ def test_product(dtype: str, n_major: bool, tiling: str, kernel: str) -> None:
             assert error <= TOLERANCE[dtype], f"{m} x {n} x {k}, bias {bias}: error {error:.1e}"
             assert guarded[0].isnan().all(), f"{m} x {n} x {k}: wrote before the output"
             assert guarded[-1].isnan().all(), f"{m} x {n} x {k}: wrote behind the output"
+
+
+def _with_gaps(matrix: torch.Tensor) -> torch.Tensor:
+    """The same in the middle of a larger one, with NaN around it."""
+    rows, columns = matrix.shape
+    larger = matrix.new_full((rows + 2, columns + 24), float("nan"))
+    larger[1:-1, 8:-16] = matrix
+    return larger[1:-1, 8:-16]
 
 
 def _random(rows: int, columns: int, dtype: str) -> torch.Tensor:

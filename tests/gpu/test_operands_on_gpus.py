@@ -27,6 +27,32 @@ def test_every_form_has_the_values_and_gradients_of_the_unsharded_product(
     assert found == [[], []]
 
 
+paths = pytest.mark.parametrize("path", ["fused", "library"])
+
+
+@paths
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_read_parts_of_larger_matrices(
+    op: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_PATH", path)
+    assert mkernel.launch(
+        operand_ranks.strided, op, path, ranks_per_node=2, accelerator="hopper", timeout_s=100
+    ) == [[], []]
+
+
+@paths
+@pytest.mark.parametrize("op", OPS)
+def test_a_bias_is_added_before_the_only_rounding(
+    op: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_PATH", path)
+    views = ("pipelined", "sequential") if path == "fused" else ("pipelined",)
+    assert mkernel.launch(
+        operand_ranks.rounded_once, op, views, ranks_per_node=2, accelerator="hopper", timeout_s=100
+    ) == [[], []]
+
+
 @pytest.mark.parametrize("accelerator", ["hopper", "streams"])
 def test_several_products_of_one_gather(accelerator: str) -> None:
     for errors in mkernel.launch(

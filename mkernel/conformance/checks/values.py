@@ -50,7 +50,7 @@ def dtypes(subject: AcceleratorSubject) -> None:
 
 def operands(subject: AcceleratorSubject) -> None:
     """Operands that are parts of larger matrices, which the op copies where the backend does not claim
-    to take gaps behind rows; a bias, which it adds behind the launch."""
+    to take gaps behind rows; a bias, which the launch adds or the op behind it."""
     step = subject.step()
     cases = [
         typical(subject, op, 2, layout=layout, options=options)

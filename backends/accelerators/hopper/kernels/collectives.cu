@@ -51,13 +51,12 @@ struct Args {
         return min(part, total - at);
     }
     __device__ std::uint32_t flags_of(std::uint32_t chunk) const { return chunk * workspace.world; }
-    // The bias for what begins `at` bytes into the source.
-    template <class In, class Out>
+    // The bias for what begins `at` bytes into the source, where there is one.
+    template <bool kBias, class In, class Out>
     __device__ RowOfChunk<Out> bias_from(std::uint64_t at) const {
-        const auto* const row = static_cast<const Out*>(bias.row);
-        const std::uint64_t element = at / sizeof(In);
-        return {row, bias.columns,
-                row == nullptr ? 0 : static_cast<std::uint32_t>(element % bias.columns)};
+        if constexpr (!kBias) return {};
+        return {static_cast<const Out*>(bias.row), bias.columns,
+                static_cast<std::uint32_t>(at / sizeof(In) % bias.columns)};
     }
 };
 
@@ -99,7 +98,7 @@ __global__ __launch_bounds__(kThreads,
 }
 
 // Every rank's whole source to every rank, summed everywhere.
-template <class In, class Out>
+template <class In, class Out, bool kBias>
 __global__ __launch_bounds__(kThreads,
                              2) void all_reduce_one_shot_kernel(const __grid_constant__ Args args) {
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
@@ -133,8 +132,8 @@ __global__ __launch_bounds__(kThreads,
                 transfers.src[i] = (from == rank ? args.src : args.slot_at(slots, rank, from)) + at;
                 transfers.dst[i] = args.outs[rank] + at / kNarrower;
             });
-            sum_to_each<In, Out>(transfers, world, static_cast<std::uint32_t>(upto - at), 1,
-                                 args.bias_from<In, Out>(at), aligned);
+            sum_to_each<kBias, In, Out>(transfers, world, static_cast<std::uint32_t>(upto - at), 1,
+                                        args.bias_from<kBias, In, Out>(at), aligned);
             at = upto;
         }
         return true;
@@ -144,7 +143,7 @@ __global__ __launch_bounds__(kThreads,
 }
 
 // Part p of every source to rank p, summed there. kGather: and the sums to every rank.
-template <class In, class Out, bool kGather>
+template <class In, class Out, bool kGather, bool kBias>
 __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_constant__ Args args) {
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
     __shared__ Transfers transfers;
@@ -177,8 +176,9 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
                                         : args.outs[rank]) +
                                chunk.at / kNarrower;
         });
-        sum_to_each<In, Out>(transfers, world, chunk.bytes, kGather ? world : 1,
-                             args.bias_from<In, Out>(rank * args.part + chunk.at), aligned);
+        sum_to_each<kBias, In, Out>(transfers, world, chunk.bytes, kGather ? world : 1,
+                                    args.bias_from<kBias, In, Out>(rank * args.part + chunk.at),
+                                    aligned);
         if (kGather && !args.symmetric) exchange.raise(args.flags_of(args.cut.chunks + index));
         return true;
     };
@@ -340,15 +340,21 @@ Kernel of_element(Element element, Pick&& pick) {
 }
 
 template <bool kGather>
-Kernel reduce_of(Element element) {
-    return of_element(element, [](auto source, auto result) -> Kernel {
-        return reduce_kernel<decltype(source), decltype(result), kGather>;
+Kernel reduce_of(Element element, const Bias& bias) {
+    return of_element(element, [&](auto source, auto result) -> Kernel {
+        using In = decltype(source);
+        using Out = decltype(result);
+        return bias.row == nullptr ? reduce_kernel<In, Out, kGather, false>
+                                   : reduce_kernel<In, Out, kGather, true>;
     });
 }
 
-Kernel one_shot_of(Element element) {
-    return of_element(element, [](auto source, auto result) -> Kernel {
-        return all_reduce_one_shot_kernel<decltype(source), decltype(result)>;
+Kernel one_shot_of(Element element, const Bias& bias) {
+    return of_element(element, [&](auto source, auto result) -> Kernel {
+        using In = decltype(source);
+        using Out = decltype(result);
+        return bias.row == nullptr ? all_reduce_one_shot_kernel<In, Out, false>
+                                   : all_reduce_one_shot_kernel<In, Out, true>;
     });
 }
 
@@ -402,7 +408,7 @@ void reduce_scatter(const Collective& call, Element element, const void* src,
     if (part == 0 || (copied && is_trivial(call, src, outs, part, stream))) return;
     Args args = make_args(call, src, outs, world * part, part, part, 1, cut(part, world, 1));
     args.bias = bias;
-    launch(reduce_of<false>(element), args, call.blocks, stream);
+    launch(reduce_of<false>(element, bias), args, call.blocks, stream);
 }
 
 void all_reduce(const Collective& call, Element element, const void* src, std::uint64_t elements,
@@ -418,12 +424,12 @@ void all_reduce(const Collective& call, Element element, const void* src, std::u
     if (way == Way::one_shot) {
         Args args = make_args(call, src, out, total, part, total, 1, cut(total, world, 1));
         args.bias = bias;
-        launch(one_shot_of(element), args, call.blocks, stream);
+        launch(one_shot_of(element, bias), args, call.blocks, stream);
         return;
     }
     Args args = make_args(call, src, out, total, part, part, 2, cut(part, world, 2));
     args.bias = bias;
-    launch(reduce_of<true>(element), args, call.blocks, stream);
+    launch(reduce_of<true>(element, bias), args, call.blocks, stream);
 }
 
 }  // namespace mkernel::hopper::collectives

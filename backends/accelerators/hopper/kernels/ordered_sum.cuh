@@ -69,7 +69,7 @@ class Sum8 {
 // A row that is added to every row of a result, as one chunk of the result sees it.
 template <class Out>
 struct RowOfChunk {
-    const Out* row;  // null: none
+    const Out* row;
     std::uint32_t columns;
     std::uint32_t first;  // column of the chunk's first element
 
@@ -85,8 +85,9 @@ struct RowOfChunk {
 };
 
 // The block stores at dst[i], i < count, the sum of `nbytes` of src[0], src[1], ..., src[world - 1],
-// in that order, and of `bias`. `aligned`: all those addresses are multiples of 16.
-template <class In, class Out>
+// in that order, and of `bias`, if kBias: registers are scarce here. `aligned`: all those addresses are
+// multiples of 16.
+template <bool kBias, class In, class Out>
 __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t nbytes, int count,
                             const RowOfChunk<Out>& bias, bool aligned) {
     constexpr int kBatch = sizeof(In) == 2 ? 4 : 2;  // loads under way, 16 registers
@@ -110,7 +111,7 @@ __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t
                 }
             }
         }
-        if (bias.row != nullptr) sum.add(bias.eight(at / sizeof(In)));
+        if constexpr (kBias) sum.add(bias.eight(at / sizeof(In)));
         const uint4 rounded = sum.rounded();
         for (int i = 0; i < count; ++i) ptx::store_16(transfers.dst[i] + at / kNarrower, rounded);
     }
@@ -120,7 +121,7 @@ __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t
         for (int step = 1; step < world; ++step) {
             sum += widen(*reinterpret_cast<const In*>(transfers.src[step] + at));
         }
-        if (bias.row != nullptr) sum += bias.one(at / sizeof(In));
+        if constexpr (kBias) sum += bias.one(at / sizeof(In));
         Out rounded;
         narrow(sum, rounded);
         for (int i = 0; i < count; ++i) {
