@@ -49,6 +49,7 @@ def plan(
     topology: Topology | None = None,
     chunk: int | None = None,
     path: Literal["auto", "fused", "library"] | None = None,
+    exchange: Literal["auto", "direct", "hierarchical"] | None = None,
     **sizes: int,
 ) -> LaunchPlan:
     """Every decision of one call, before anything is launched.
@@ -63,6 +64,7 @@ def plan(
             float32.
         chunk: tiles (or rows) a chunk; default: the planner's choice.
         path: of a GEMM op; default: the setting ``MKERNEL_PATH``.
+        exchange: between nodes; default: the setting ``MKERNEL_EXCHANGE``.
         sizes: the op's (:mod:`mkernel.plan.model`): ``m=, n=, k=`` for the GEMMs; ``tokens=,
             hidden=, features=, experts=, top_k=`` for MoE; ``batch=, heads=, kv_heads=, sequence=,
             head_dim=, causal=`` for ring attention.
@@ -127,5 +129,6 @@ def plan(
         verbs=backends.verbs if name == backends.accelerator else None,
         chunk=chunk,
         path=path or settings.path,
+        exchange=exchange or settings.exchange,
         schedule=backend.schedule,
     )

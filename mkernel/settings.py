@@ -112,6 +112,12 @@ class Settings(BaseSettings):
         description="of GEMM ops: fused kernels (not for sums of a few elements), a library's product "
         "and a collective, or what is predicted to be faster; the same on all ranks",
     )
+    exchange: Literal["auto", "direct", "hierarchical"] = Field(
+        "auto",
+        description="between nodes of several ranks: direct, by the NIC for each pair of ranks; "
+        "hierarchical, once a node and then over its fabric, of ops that the accelerator runs so; or "
+        "what is predicted to be faster; the same on all ranks",
+    )
     ranks_per_cpu: int = Field(
         8,
         ge=1,

@@ -21,18 +21,26 @@
 
 namespace mkernel::transport {
 
-// A run of a pad's added words, less a gap in it, and of each word its expected count and its copy.
+// Which words of a run: `count` of them, `width` in a row every `stride` words. From item `gap_at` on they
+// lie `gap` words further.
+struct WordPattern {
+    std::uint32_t count = 0;
+    std::uint32_t gap_at = 0;
+    std::uint32_t gap = 0;
+    std::uint32_t width = 1;
+    std::uint32_t stride = 1;
+
+    [[nodiscard]] MKERNEL_HOST_DEVICE std::uint32_t index(std::uint32_t item) const {
+        return item / width * stride + item % width + (item < gap_at ? 0 : gap);
+    }
+};
+
+// A run of a pad's added words, of each its expected count and its copy, and which of them.
 struct Republished {
     const Word* words = nullptr;        // pinned host memory, as the device addresses it
     ExpectedCount* expected = nullptr;  // device memory, as the copies
     SetWord* copies = nullptr;
-    std::uint32_t count = 0;  // of words, those in the gap left out
-    std::uint32_t gap_at = 0;
-    std::uint32_t gap = 0;
-
-    [[nodiscard]] MKERNEL_HOST_DEVICE std::uint32_t index(std::uint32_t item) const {
-        return item < gap_at ? item : item + gap;
-    }
+    WordPattern which;
 };
 
 // The threads that share the work on a run: the `lane`th of `lanes`.
@@ -52,11 +60,11 @@ MKERNEL_HOST_DEVICE bool republish_some(const Republished& run, std::uint64_t nu
     bool all = true;
     for (int i = 0; i < kItems; ++i) {
         const std::uint32_t item = first + i * stride;
-        pending[i] = item < run.count && run.copies[run.index(item)].peek() < number;
+        pending[i] = item < run.which.count && run.copies[run.which.index(item)].peek() < number;
     }
     for (int i = 0; i < kItems; ++i) {
         if (!pending[i]) continue;
-        const Word& at = run.words[run.index(first + i * stride)];
+        const Word& at = run.words[run.which.index(first + i * stride)];
 #ifdef __CUDA_ARCH__
         word[i] = at.peek();  // the fence below makes it an acquire
 #else
@@ -66,7 +74,7 @@ MKERNEL_HOST_DEVICE bool republish_some(const Republished& run, std::uint64_t nu
     [[maybe_unused]] bool fenced = false;
     for (int i = 0; i < kItems; ++i) {
         if (!pending[i]) continue;
-        const std::uint32_t index = run.index(first + i * stride);
+        const std::uint32_t index = run.which.index(first + i * stride);
         if (word[i] < run.expected[index].after(1)) {
             all = false;
             continue;
@@ -100,7 +108,7 @@ MKERNEL_HOST_DEVICE inline WaitResult republish(const Republished& run, std::uin
     while (true) {
         for (int round = 0; round < kRoundsBetweenLooks; ++round) {
             bool all = true;
-            for (std::uint32_t first = mine.lane; first < run.count;
+            for (std::uint32_t first = mine.lane; first < run.which.count;
                  first += kTogether * mine.lanes) {
                 all &= detail::republish_some<kTogether>(run, number, first, mine.lanes);
             }
@@ -114,13 +122,15 @@ MKERNEL_HOST_DEVICE inline WaitResult republish(const Republished& run, std::uin
     }
 }
 
-// The index of the first word of the lane's share whose copy is not at `number`; `count` where all are.
+// The index of the first word of the lane's share whose copy is not at `number`; where all are, one that is
+// none of the run's.
 MKERNEL_HOST_DEVICE inline std::uint32_t first_missing(const Republished& run, std::uint64_t number,
                                                        Lane mine = {}) {
-    for (std::uint32_t item = mine.lane; item < run.count; item += mine.lanes) {
-        if (run.copies[run.index(item)].peek() < number) return run.index(item);
+    const WordPattern& which = run.which;
+    for (std::uint32_t item = mine.lane; item < which.count; item += mine.lanes) {
+        if (run.copies[which.index(item)].peek() < number) return which.index(item);
     }
-    return run.count + run.gap;
+    return which.index(which.count);
 }
 
 }  // namespace mkernel::transport

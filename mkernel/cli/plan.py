@@ -14,7 +14,7 @@ from mkernel.cli.plan_world import planned_world
 from mkernel.cli.sizes import Given, with_sizes
 from mkernel.cli.terminal import Terminal, draw, unwritable
 from mkernel.errors import Unsupported
-from mkernel.plan import missing, ops, render
+from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.arguments import check_world
 from mkernel.plan.capabilities import AcceleratorCapabilities
@@ -83,8 +83,11 @@ def command(
         ),
     ] = None,
     exchange: Annotated[
-        str, typer.Option(help="Between nodes: auto, direct or hierarchical.")
-    ] = "auto",
+        str | None,
+        typer.Option(
+            help="Between nodes: auto, direct or hierarchical; default: MKERNEL_EXCHANGE."
+        ),
+    ] = None,
     why: Annotated[
         bool, typer.Option("--explain", help="The alternatives, with their predicted times.")
     ] = False,
@@ -137,7 +140,6 @@ def command(
         few = count < len(world.nodes)
         return mapped(Topology(nodes=world.nodes[:count])) if few else here
 
-    lacks = missing.of_world(backends.accelerator, claims, here.kinds, here.ranks_per_node)
     planned = partial(
         explain,
         name,
@@ -149,7 +151,7 @@ def command(
         verbs=backends.verbs,
         chunk=chunk,
         path=path or settings.path,
-        exchange="direct" if exchange == "auto" and not lacks else exchange,
+        exchange=exchange or settings.exchange,
         schedule=registry.accelerator(backends.accelerator).schedule,
     )
     made, considered, pipeline = planned(world=here)

@@ -326,6 +326,7 @@ def _plan(
         topology=topology,
         chunk=case.chunk,
         path=None,
+        exchange=None,
         **case.sizes,
     )
 

@@ -92,6 +92,7 @@ def plan_for(
             verbs=engine.backends.verbs,
             chunk=chunk,
             path=path or world.settings.path,
+            exchange=world.settings.exchange,
             schedule=engine.accelerator.schedule,
         )
         world.plan_made(found)

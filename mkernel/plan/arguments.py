@@ -43,12 +43,15 @@ def check_world(
     )
 
 
-def exchanges(wanted: str, op: OpName, nodes: int) -> tuple[Exchange, ...]:
-    """Those to choose from; the default first. ArgumentError."""
+def exchanges(wanted: str, op: OpName, nodes: int, ranks_per_node: int) -> tuple[Exchange, ...]:
+    """Those to choose from; the default first. Where nodes or their ranks are one all are the same, and
+    it is direct. ArgumentError."""
     if wanted not in ("auto", *_EXCHANGES):
         raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(_EXCHANGES)}")
-    if nodes == 1 or forward(op) in _NOTHING_TO_SHARE:
-        if wanted == "hierarchical" and nodes > 1:
+    if 1 in (nodes, ranks_per_node):
+        return ("direct",)
+    if forward(op) in _NOTHING_TO_SHARE:
+        if wanted == "hierarchical":
             raise ArgumentError(
                 "exchange", repr(wanted), f"direct for {op!r}: each pair exchanges rows of its own"
             )

@@ -58,6 +58,10 @@ class AcceleratorCapabilities(Model):
     library_ops: tuple[str, ...] = ()
     """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
     one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""
+    hierarchical_ops: tuple[str, ...] = ()
+    """Ops that also exchange hierarchically between nodes of several ranks
+    (:data:`mkernel.plan.pipeline.Exchange`). The planner takes the exchange that is predicted to be
+    faster, or the one that ``MKERNEL_EXCHANGE`` names."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of devices that it runs on; empty: any."""
     architectures: tuple[str, ...] = ()

@@ -107,8 +107,10 @@ def _nodes(route: RouteClass, placement: WorldPlacement) -> tuple[int, int]:
     return src, next(n for first, last in spans for n in range(first, last + 1) if n != src)
 
 
-def of_exchange(exchange: Exchange) -> tuple[str, ...]:
-    """Whether ranks of different nodes exchange as no backend does: backends do so pair by pair."""
-    if exchange == "direct":
+def of_exchange(
+    exchange: Exchange, op: str, accelerator: str, capabilities: AcceleratorCapabilities
+) -> tuple[str, ...]:
+    """Whether ranks of different nodes exchange as the backend does not: every one does so directly."""
+    if exchange == "direct" or op in capabilities.hierarchical_ops:
         return ()
-    return (f"no accelerator backend runs the exchange {exchange!r}",)
+    return (f"accelerator {accelerator!r} does not run the exchange {exchange!r} of {op!r}",)

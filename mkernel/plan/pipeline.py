@@ -64,7 +64,7 @@ class Pipeline:
         rows_per_chunk: rows (positions, tokens) of a chunk; None: chunks are tiles.
         one_kernel_per_chunk: each chunk is computed by a kernel of its own, in whole waves; else one
             kernel takes tiles as their data comes.
-        exchange: between nodes. Backends exchange directly.
+        exchange: between nodes.
     """
 
     order: ConsumptionOrder

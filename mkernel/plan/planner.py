@@ -69,7 +69,7 @@ def explain(
     compute_blocks: int | None = None,
     comm_blocks: int | None = None,
     path: str = "auto",
-    exchange: str = "direct",
+    exchange: str = "auto",
     schedule: Scheduler = by_rows,
 ) -> Planned:
     """The plan of one op in one world, and what else was considered; cached by its inputs. Where
@@ -94,8 +94,8 @@ def explain(
             :func:`mkernel.plan.chunking.comm_blocks` says.
         path: ``library``; ``fused``, where it keeps the limit of error
             (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
-        exchange: between nodes, ``direct``, as every backend does; ``hierarchical``, as none does;
-            ``auto``: the one that is predicted to be faster.
+        exchange: between nodes, ``direct``, as every backend does; ``hierarchical``; ``auto``: the one
+            that is predicted to be faster, of those that the backend runs or, in a what-if, of both.
         schedule: gives a plan its backend's part
             (:meth:`mkernel.backends.contracts.accelerator.AcceleratorBackend.schedule`).
 
@@ -128,7 +128,7 @@ def explain(
             comm_blocks,
             cast(PathChoice, path),
             library,
-            arguments.exchanges(exchange, asked.op, world.nodes),
+            arguments.exchanges(exchange, asked.op, world.nodes, world.ranks_per_node),
         ),
         schedule,
     )
@@ -262,6 +262,9 @@ def _planned(
     """The plan of checked inputs: the part that all backends share, then the backend's."""
     claims, constants = choice.claims, where.constants
     links, lacks = _links(asked.op, where, accelerator, claims)
+    exchanges = choice.exchanges
+    if len(exchanges) > 1 and not lacks and asked.op not in claims.hierarchical_ops:
+        exchanges = exchanges[:1]
     path, measured = _predicted(choice, asked, len(where.placement), constants)
     common = _common(asked, where, accelerator, claims, path, links)
     found = schedule(
@@ -273,13 +276,13 @@ def _planned(
             chunk=choice.chunk,
             compute_blocks=choice.compute_blocks,
             comm_blocks=choice.comm_blocks,
-            exchanges=choice.exchanges,
+            exchanges=exchanges,
             measured=measured,
         )
     )
     shared = {**vars(common), "prediction": found.prediction}
     exchange = found.pipeline.exchange
-    lacks += missing.of_exchange(exchange)
+    lacks += missing.of_exchange(exchange, asked.op, accelerator, claims)
     made: LaunchPlan | WhatIf = (
         WhatIf(**shared, exchange=exchange, missing=lacks)
         if lacks

@@ -27,8 +27,8 @@ class ScheduleRequest:
         chunk: tiles, or rows, of a chunk that the caller wishes; None: no wish.
         compute_blocks, comm_blocks: cores that the caller gives each kernel, at most what the
             capabilities claim; None: no wish.
-        exchanges: to choose from between nodes, the default first; more than ``direct`` is a prediction
-            only.
+        exchanges: to choose from between nodes, the default first. What the backend does not claim
+            (``hierarchical_ops``) is for the prediction only.
         measured: times of the plan's path by measured constants, which decide instead of the model's.
     """
 

@@ -10,6 +10,7 @@ from hopper_ranks import Shape, Work, judged
 from in_world import arrivals, stores
 
 import mkernel
+from mkernel.backends.accelerators.hopper.schedule import GatherSchedule
 from mkernel.errors import WorldError
 
 MASK = 0x5A
@@ -18,7 +19,7 @@ FAULTS = "MKERNEL_SOFTVERBS_FAULTS"
 
 def arrived(rows: int, k: int) -> tuple[list[str], int, int]:
     """How each rank's rows arrived here, with bytes scrambled by the NIC; bytes that it put, and bytes
-    expected."""
+    that the plan's exchange puts: the own rows, once for each rank of other nodes or for each node."""
     world = mkernel.world()
     shards = [
         torch.randn(rows, k, generator=torch.Generator().manual_seed(rank)).bfloat16().cuda()
@@ -31,7 +32,13 @@ def arrived(rows: int, k: int) -> tuple[list[str], int, int]:
     mkernel.synchronize()
     found = arrivals(whole, shards, MASK)
     assert world.nic.flush(5)
-    far = world.size - world.identity.ranks_per_node
+    ranks = world.identity.ranks_per_node
+    plan = mkernel.plan(
+        "ag_gemm", dtype="bfloat16", out_dtype="bfloat16", m=world.size * rows, n=64, k=k
+    )
+    exchange = plan.part(GatherSchedule).exchange
+    assert world.settings.exchange in ("auto", exchange)
+    far = world.size - ranks if exchange == "direct" else world.identity.nodes - 1
     return found, world.nic.statistics().put_bytes - before, far * rows * k * 2
 
 

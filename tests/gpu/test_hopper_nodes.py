@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import hopper_ranks
@@ -16,6 +17,7 @@ from survivors import judge_absence, judge_survivors
 
 import mkernel
 from mkernel.backends import registry
+from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
 from mkernel.launch import host_store
 from mkernel.settings import load
 
@@ -38,6 +40,15 @@ MIXED = [
     Shape("all_gather_gemm", 96, 64, 4096, dtype="float16"),
     Shape("gemm_all_reduce", 2048, 2048, 512),
 ]
+SHARED = [
+    Shape("all_gather_gemm", 1536, 512, 1024),
+    Shape("gemm_reduce_scatter", 2048, 768, 256),
+    Shape("gemm_all_reduce", 520, 1024, 320, layout="column"),
+    Shape("all_gather_gemm", 96, 64, 4096, dtype="float16"),
+    Shape("gemm_all_reduce", 2048, 2048, 512),
+    Shape("all_gather_gemm", 4096, 256, 2048),
+]
+"""Of 4 ranks."""
 
 
 SHARING = load().ranks_per_device
@@ -55,6 +66,18 @@ emulated NIC, which is staged."""
 
 def take(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__GPUDIRECT", str(int(route == "direct")))
+
+
+exchanges = pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
+shared = pytest.mark.parametrize(
+    ("nodes", "ranks"),
+    [
+        pytest.param(2, 2, marks=takes_ranks(4)),
+        pytest.param(3, 2, marks=takes_ranks(6)),
+        pytest.param(2, 3, marks=takes_ranks(6)),
+    ],
+)
+"""Worlds whose nodes have several ranks, so that the exchanges differ."""
 
 
 def right(fn: Any, *arguments: Any, nic: str, nodes: int = 2, ranks: int = 1) -> None:
@@ -87,11 +110,18 @@ def test_the_route_is_the_planned_one(
 @nics
 @worlds
 def test_random_shapes(nodes: int, ranks: int, nic: str) -> None:
-    world = nodes * ranks
+    right(
+        hopper_ranks.judged, random_shapes(nodes * ranks, OPS), 1, nic=nic, nodes=nodes, ranks=ranks
+    )
+
+
+def random_shapes(world: int, ops: Sequence[str]) -> list[Shape]:
+    """24 of them, the seed printed."""
     seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
     chance = random.Random(seed)
     shapes = []
-    for op in itertools.islice(itertools.cycle(OPS), 24):
+    for op in itertools.islice(itertools.cycle(ops), 24):
         gathers = op == "all_gather_gemm"
         # In fewer sums the error of parts that are rounded once scatters beyond the limit.
         rows = chance.randint(1 if gathers else 200, 2000)
@@ -105,8 +135,7 @@ def test_random_shapes(nodes: int, ranks: int, nic: str) -> None:
                 layout=chance.choice(("row", "column")),
             )
         )
-    print(f"seed {seed}")
-    right(hopper_ranks.judged, shapes, seed, nic=nic, nodes=nodes, ranks=ranks)
+    return shapes
 
 
 @nics
@@ -162,6 +191,71 @@ def test_every_byte_of_another_node_came_through_the_nic(
             "intact" if other // ranks == node else "scrambled" for other in range(nodes * ranks)
         ]
         assert put == expected
+
+
+@nics
+@both
+@exchanges
+@shared
+def test_the_bytes_over_the_rails_are_those_of_the_exchange(
+    nodes: int, ranks: int, exchange: str, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row crosses once for each rank of another node, or once for the node; every reader gets it."""
+    take(route, monkeypatch)
+    monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(nodes_ranks.MASK))
+    rows, k = 256, 1024
+    found = mkernel.launch(
+        nodes_ranks.arrived, rows, k, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
+        nic=nic, verbs="soft", timeout_s=30,
+    )  # fmt: skip
+    copies = (nodes - 1) * (1 if exchange == "hierarchical" else ranks)
+    for rank, (arrived, put, _) in enumerate(found):
+        assert arrived == [
+            "intact" if other // ranks == rank // ranks else "scrambled"
+            for other in range(nodes * ranks)
+        ]
+        assert put == copies * rows * k * 2
+
+
+@nics
+@both
+@shared
+def test_hierarchical_random_shapes(
+    nodes: int, ranks: int, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
+    right(
+        hopper_ranks.judged, random_shapes(nodes * ranks, HIERARCHICAL_OPS), 1,
+        nic=nic, nodes=nodes, ranks=ranks,
+    )  # fmt: skip
+
+
+@nics
+@pytest.mark.parametrize("way", ["skewed", "queued", "replayed"])
+@takes_ranks(4)
+def test_hierarchical_reuse_of_memory(way: str, nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late ranks, calls that the host does not wait for, and graphs, with shapes mixed."""
+    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
+    last: Any = True if way == "replayed" else 2
+    shapes = [shape for shape in SHARED if shape.op in HIERARCHICAL_OPS]
+    right(getattr(hopper_ranks, way), shapes, 30, last, nic=nic, nodes=2, ranks=2)
+
+
+@nics
+@takes_ranks(4)
+@pytest.mark.parametrize("op", HIERARCHICAL_OPS)
+def test_hierarchical_results_are_always_the_same_bits(
+    op: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
+    found = mkernel.launch(
+        hopper_ranks.repeated, Shape(op, 2048, 1536, 1024), 10, nodes=2, ranks_per_node=2,
+        accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
+    )  # fmt: skip
+    for sums in found:
+        assert len(set(sums)) == 1
 
 
 @nics

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.accelerators.hopper import tuning
-from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS, library_ops, ops
+from mkernel.backends.accelerators.hopper.capabilities import (
+    HIERARCHICAL_OPS,
+    MOST_RANKS,
+    library_ops,
+    ops,
+)
 from mkernel.backends.accelerators.hopper.machine import FILE, machine
 from mkernel.backends.accelerators.hopper.native import missing
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
@@ -157,6 +162,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 stream_ordered=True,
                 settles_puts=True,
                 library_ops=library_ops(),
+                hierarchical_ops=HIERARCHICAL_OPS,
                 kinds=("cuda",),
                 architectures=(f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
                 constants=machine().constants,

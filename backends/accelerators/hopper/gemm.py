@@ -47,6 +47,18 @@ _ELEMENT_BYTES = tuning.ELEMENT_BYTES
 # ---- what follows from a plan --------------------------------------------------------------------
 
 
+def _hierarchical(plan: LaunchPlan, how: GatherSchedule) -> bool:
+    """ArgumentError: where nodes or their ranks are one, hierarchical is direct by another name."""
+    wanted = how.exchange == "hierarchical"
+    if wanted and 1 in (plan.nodes, plan.ranks_per_node):
+        raise ArgumentError(
+            "plan.schedule.exchange",
+            repr(how.exchange),
+            f"'direct', the only one of {plan.nodes} nodes x {plan.ranks_per_node} ranks",
+        )
+    return wanted
+
+
 def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _hopper.AllGatherSchedule]:
     how, rows = plan.part(GatherSchedule), plan.gemm.m // plan.world_size
     if plan.nodes > 1 and (how.push_blocks == 0 or how.slices != 1):
@@ -60,7 +72,12 @@ def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _hopper.AllGatherSchedule
             "plan.schedule.gathered_blocks", how.gathered_blocks, "1 for a copy engine"
         )
     return how, native().AllGatherSchedule(
-        rows, how.chunk_rows, how.push_blocks, how.columns_ahead, how.slices
+        rows,
+        how.chunk_rows,
+        how.push_blocks,
+        how.columns_ahead,
+        how.slices,
+        _hierarchical(plan, how),
     )
 
 

@@ -47,6 +47,9 @@ class Network(Sourced):
 
     blocks: int = Field(ge=2, multiple_of=2, description="that send, whole clusters")
     put_bytes: int = Field(ge=1, description="of a put, at least, where a rank has so many")
+    relay_blocks: float = Field(
+        gt=0, description="for each rank of the node that a relay writes to, itself included"
+    )
 
 
 class Slicing(Sourced):

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from mkernel.backends.accelerators.hopper.transfer.engines import Engine
 from mkernel.plan.model import DtypeName
+from mkernel.plan.pipeline import Exchange
 from mkernel.plan.schedule import Schedule
 
 TilingName = Literal["wide", "deep", "narrow"]
@@ -20,7 +21,8 @@ class GatherSchedule(Schedule):
     chunk that comes last in ``slices`` of K. ``columns_ahead`` tile columns of the own rows are
     computed before the others' rows; 0: all. ``band`` rows of clusters share columns of B in L2.
     ``blocks``: of the kernel, at most one a multiprocessor. Where a call wants the gathered rows too,
-    ``gathered_engine`` copies them, on ``gathered_blocks`` blocks (1 for copy engines)."""
+    ``gathered_engine`` copies them, on ``gathered_blocks`` blocks (1 for copy engines). ``exchange``:
+    between nodes; hierarchical: the pushing blocks also share what comes with the node."""
 
     kind: Literal["hopper.all_gather_gemm"] = "hopper.all_gather_gemm"
     tiling: TilingName
@@ -32,6 +34,7 @@ class GatherSchedule(Schedule):
     blocks: int = Field(ge=1)
     gathered_engine: Engine
     gathered_blocks: int = Field(ge=1)
+    exchange: Exchange = "direct"
 
 
 class ReduceSchedule(Schedule):

@@ -19,6 +19,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape
+from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -60,10 +61,13 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     else:
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
-        between = plan.nodes > 1
-        made = (gather_between_nodes if between else gather)(
-            rows, shape.n, shape.k, world, chunk, processors
-        )
+        if plan.nodes == 1:
+            made = gather(rows, shape.n, shape.k, world, chunk, processors)
+        else:
+            made = gather_between_nodes(
+                rows, shape.n, shape.k, world, chunk, processors,
+                plan.ranks_per_node, found.pipeline.exchange,
+            )  # fmt: skip
     return found._replace(schedule=made)
 
 
@@ -130,24 +134,41 @@ def gather(rows: int, n: int, k: int, world: int, chunk: int, processors: int) -
 
 
 def gather_between_nodes(
-    rows: int, n: int, k: int, world: int, chunk: int, processors: int
+    rows: int,
+    n: int,
+    k: int,
+    world: int,
+    chunk: int,
+    processors: int,
+    local: int = 1,
+    exchange: Exchange = "direct",
 ) -> GatherSchedule:
-    """The same where ranks are on several nodes: blocks of the kernel send, in puts of a size that
-    keeps a NIC busy."""
+    """The same where ranks are on several nodes, ``local`` on each: blocks of the kernel send, in puts
+    of a size that keeps a NIC busy."""
     network = _MACHINE.network
+    blocks = _network_blocks(local, exchange)
     chunk = max(chunk, _up(rows, FLAGS // world))
     if chunk == rows:  # no wish: one publishes it in parts
         chunk = min(rows, max(_up(network.put_bytes, k * ELEMENT_BYTES), _up(rows, FLAGS // world)))
     within = _MACHINE.copies.choose("local", rows * k * ELEMENT_BYTES)
     return GatherSchedule(
-        tiling=tiling(rows, world, n, k, processors - network.blocks),
+        tiling=tiling(rows, world, n, k, processors - blocks),
         chunk_rows=chunk,
-        push_blocks=network.blocks,
+        push_blocks=blocks,
         band=BAND,
         blocks=processors,
         gathered_engine=within.engine,
         gathered_blocks=max(1, within.blocks),
+        exchange=exchange,
     )
+
+
+def _network_blocks(local: int, exchange: Exchange) -> int:
+    """Blocks that send to other nodes and, hierarchically, share what comes with ``local`` ranks: an
+    even number, whole clusters of any tiling."""
+    network = _MACHINE.network
+    relays = 2 * math.ceil(local * network.relay_blocks / 2)
+    return max(network.blocks, relays) if exchange == "hierarchical" else network.blocks
 
 
 class _Tiles:

@@ -56,7 +56,7 @@ def last_rank(
         tensors["bias"] = torch.zeros(shape.n + 8, dtype=torch.bfloat16)[offset : offset + shape.n]
     return Call(
         plan=made, rank=world - 1, tensors=tensors, epoch=1, number=1, pad=0,
-        workspace=WORKSPACES[world - 1], areas=(0,),
+        workspace=WORKSPACES[(world - 1) % 2], areas=(0,),
         peers={0: PeerMemory(0, WORKSPACES[0])} if world > 1 else {}, region=0, fifo=0, timeout_s=1.0,
         view=view, symmetric={"out": (1 << 31, 1 << 32)} if symmetric else {},
     )  # fmt: skip

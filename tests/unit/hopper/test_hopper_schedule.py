@@ -13,11 +13,12 @@ from plan_walk import Launch, WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import dispatch, gemm, library, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
-from mkernel.errors import BackendUnavailable
+from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.plan.model import LaunchPlan
 
 SENT = ("send_rows", "gemm_reduce")
@@ -111,12 +112,11 @@ def test_no_field_is_decoration(started: Started, op: str, path: str) -> None:
     assert decorations(usual, launches(started, world, usual)) == []
 
 
-def two_nodes(gpudirect: bool) -> WalkedWorld:
-    nodes = [
-        devices.node((devices.gpu(0, name="NVIDIA H200"),), (devices.nic(0, gpudirect=gpudirect),))
-        for _ in range(2)
-    ]
-    return WalkedWorld(HopperAccelerator(), devices.world(*nodes), 1)
+def two_nodes(gpudirect: bool, ranks: int = 1) -> WalkedWorld:
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(ranks))
+    nics = tuple(devices.nic(i, gpudirect=gpudirect) for i in range(ranks))
+    nodes = [devices.node(gpus, nics) for _ in range(2)]
+    return WalkedWorld(HopperAccelerator(), devices.world(*nodes), ranks)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -125,15 +125,44 @@ def two_nodes(gpudirect: bool) -> WalkedWorld:
 def test_no_field_is_decoration_between_nodes(
     started: Started, monkeypatch: pytest.MonkeyPatch, op: str, gpudirect: bool
 ) -> None:
-    def mapped(call: Call, context: DispatchContext) -> object:
-        return native.native().DeviceWorld(WORKSPACES, call.rank, context.control, 1.0, 1)
-
     monkeypatch.setattr(gemm, "device_world", mapped)
     world = two_nodes(gpudirect)
     usual = world.plan(op, SIZES, dtype="bfloat16")
     assert usual.routes.staged != gpudirect
     assert bool(world.accelerator.workspace(usual).staging) != gpudirect
     assert decorations(usual, launches(started, world, usual)) == []
+
+
+def mapped(call: Call, context: DispatchContext) -> object:
+    """A world whose other nodes are not reached."""
+    return native.native().DeviceWorld(WORKSPACES, call.rank % 2, context.control, 1.0, 1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
+@pytest.mark.parametrize("op", HIERARCHICAL_OPS)
+def test_no_field_is_decoration_between_nodes_of_several_ranks(
+    started: Started, monkeypatch: pytest.MonkeyPatch, op: str, exchange: str
+) -> None:
+    monkeypatch.setattr(gemm, "device_world", mapped)
+    world = two_nodes(False, ranks=2)
+    usual = world.plan(op, SIZES, dtype="bfloat16", exchange=exchange)
+    assert usual.schedule is not None
+    assert usual.schedule.model_dump()["exchange"] == exchange
+    assert decorations(usual, launches(started, world, usual)) == []
+
+
+@pytest.mark.parametrize("op", HIERARCHICAL_OPS)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_hierarchical_is_refused_where_there_is_nothing_to_share(
+    started: Started, op: str, nodes: int
+) -> None:
+    world = world_of_two() if nodes == 1 else two_nodes(True)
+    usual = world.plan(op, SIZES, dtype="bfloat16", exchange="auto", path="fused")
+    assert usual.schedule is not None
+    other = usual.schedule.model_copy(update={"exchange": "hierarchical"})
+    with pytest.raises(ArgumentError, match=r"plan\.schedule\.exchange = 'hierarchical'"):
+        dispatch.executor_of(usual).workspace(usual.model_copy(update={"schedule": other}))
 
 
 class Painted(LibrarySchedule):

@@ -193,6 +193,17 @@ def test_between_nodes_blocks_send_in_puts_that_keep_a_nic_busy() -> None:
     assert short.chunk_rows == 3
 
 
+def test_hierarchical_relays_have_blocks_for_every_reader_of_the_node() -> None:
+    network = tuning.machine().network
+    for local, blocks in ((2, network.blocks), (5, 8), (8, 10)):
+        how = tuning.gather_between_nodes(
+            4096, 7168, 8192, 2 * local, 4096, PROCESSORS, local, "hierarchical"
+        )
+        assert (how.push_blocks, how.exchange) == (blocks, "hierarchical")
+        direct = tuning.gather_between_nodes(4096, 7168, 8192, 2 * local, 4096, PROCESSORS, local)
+        assert (direct.push_blocks, direct.exchange) == (network.blocks, "direct")
+
+
 @pytest.mark.parametrize(("n", "blocks"), [(8192, 2), (64, 1)])
 def test_between_nodes_a_cluster_tends_the_network(n: int, blocks: int) -> None:
     for op in ("gemm_reduce_scatter", "gemm_all_reduce"):

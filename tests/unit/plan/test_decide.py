@@ -10,10 +10,12 @@ from shipped import constants_of
 
 from mkernel.errors import ArgumentError
 from mkernel.plan.decide import GAIN, choose
+from mkernel.plan.model import LaunchPlan
 from mkernel.plan.order import Runs
 from mkernel.plan.planner import Planned
 from mkernel.plan.simulate import simulate
 from mkernel.plan.standard import RowSchedule, TileSchedule, by_rows, by_tiles
+from mkernel.plan.what_if import WhatIf
 
 CONSTANTS = constants_of("ascend")
 
@@ -38,20 +40,39 @@ def test_one_option_is_no_choice() -> None:
     assert choose("x", ["only"], lambda _: 1.0) == ("only", ())
 
 
-def test_exchange_is_direct_unless_a_prediction_of_another_is_asked_for() -> None:
+RELAYING = CAPABILITIES.model_copy(update={"hierarchical_ops": ("all_gather_gemm",)})
+"""Of a backend that exchanges either way."""
+
+
+def test_exchange_is_chosen_where_the_backend_runs_both() -> None:
     only = considered()
     assert only.pipeline.exchange == "direct"
     assert not any(one.decision == "exchange" for one in only.alternatives)
-    both = considered(exchange="auto")
+    both = considered(capabilities=RELAYING)
+    assert isinstance(both.plan, LaunchPlan)
     assert both.pipeline.exchange == "hierarchical"
     assert both.plan.prediction.comm_us < only.plan.prediction.comm_us / 2
-    assert considered(exchange="hierarchical").plan.prediction == both.plan.prediction
-    assert considered(1, 4, exchange="auto", nic=None, verbs=None).pipeline.exchange == "direct"
+    asked = considered(exchange="hierarchical")
+    assert isinstance(asked.plan, WhatIf)
+    assert asked.plan.prediction == both.plan.prediction
+    direct = considered(capabilities=RELAYING, exchange="direct")
+    assert direct.plan == only.plan
+    one_node = considered(1, 4, capabilities=RELAYING, nic=None, verbs=None)
+    assert one_node.pipeline.exchange == "direct"
+
+
+def test_one_rank_a_node_has_nobody_to_share_with() -> None:
+    for wanted in ("auto", "hierarchical"):
+        found = considered(4, 1, capabilities=RELAYING, exchange=wanted)
+        assert found.pipeline.exchange == "direct"
+        assert not any(one.decision == "exchange" for one in found.alternatives)
 
 
 def test_where_the_fabric_is_slow_direct_exchange_stays() -> None:
     slow = CONSTANTS.model_copy(update={"p2p_gbs": 1.0})
-    assert considered(exchange="auto", constants=slow).pipeline.exchange == "direct"
+    found = considered(capabilities=RELAYING, constants=slow)
+    assert found.pipeline.exchange == "direct"
+    assert sum(one.decision == "exchange" for one in found.alternatives) == 2
 
 
 MOE = CAPABILITIES.model_copy(update={"ops": ("moe_dispatch_gemm",)})
@@ -93,7 +114,7 @@ def test_slow_blocks_are_given_company() -> None:
 
 
 def test_every_decision_has_one_choice() -> None:
-    found = considered(exchange="auto")
+    found = considered(capabilities=RELAYING)
     for decision in {one.decision for one in found.alternatives}:
         options = [one for one in found.alternatives if one.decision == decision]
         assert sum(one.chosen for one in options) == 1

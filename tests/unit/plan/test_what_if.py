@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Topology, dict[str, Any], str]] = {
     "exchange": (
         twice(RAILS),
         {"capabilities": CHIPS, "exchange": "hierarchical"},
-        "no accelerator backend runs the exchange 'hierarchical'",
+        "accelerator 'ascend' does not run the exchange 'hierarchical' of 'all_gather_gemm'",
     ),
     "no path": (
         twice(RAILS),

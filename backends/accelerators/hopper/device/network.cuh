@@ -68,19 +68,15 @@ struct Network {
         return true;
     }
 
-    // By `mine.lanes` threads of one block together: sets `count` flags of `flags` but for a gap as
-    // ranks of other nodes say so. `source(flag)`: who does, for the diagnosis.
+    // By `mine.lanes` threads of one block together: sets those flags, from flag `first` on, as ranks of
+    // other nodes say so. `source(flag)`: who does, for the diagnosis.
     template <class Source>
     __device__ void watch(const transport::DeviceWaiter& waiter, std::uint64_t epoch,
-                          transport::SetWord* flags, std::uint32_t first, std::uint32_t count,
-                          std::uint32_t gap_at, std::uint32_t gap, transport::Lane mine,
+                          transport::SetWord* flags, std::uint32_t first,
+                          const transport::WordPattern& which, transport::Lane mine,
                           Source&& source) const {
         const transport::Republished run{words + kFirstArrival + first,
-                                         expected + kFirstArrival + first,
-                                         flags + first,
-                                         count,
-                                         gap_at,
-                                         gap};
+                                         expected + kFirstArrival + first, flags + first, which};
         const transport::WaitResult result =
             transport::republish(run, epoch, waiter.limits(), mine);
         if (result == transport::WaitResult::ok) return;

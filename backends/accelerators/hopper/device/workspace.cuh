@@ -22,6 +22,7 @@
 #include <cstdint>
 
 #include "backends/accelerators/hopper/device/network.cuh"
+#include "backends/accelerators/hopper/device/rails.cuh"
 #include "backends/transport/call_state.hpp"
 #include "backends/transport/signal.hpp"
 
@@ -83,5 +84,9 @@ struct Workspace {
     }
     __host__ __device__ char* data(int of) const { return base[of] + kDataOffset; }
 };
+
+__host__ __device__ inline Rails rails_of(const Workspace& workspace, bool hierarchical) {
+    return {workspace.rank, workspace.world, workspace.local, hierarchical};
+}
 
 }  // namespace mkernel::hopper

@@ -85,7 +85,7 @@ Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int ban
 }
 
 AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks, int columns_ahead,
-                                      int slices) {
+                                      int slices, bool hierarchical) {
     require_positive("rows", rows);
     require_positive("chunk_rows", chunk_rows);
     require(push_blocks >= 0 && push_blocks % 2 == 0, "push_blocks", push_blocks,
@@ -94,7 +94,7 @@ AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks,
     const bool may_slice = push_blocks == 0 && chunk_rows >= rows;
     require(slices == 1 || (slices > 1 && may_slice), "slices", slices,
             "1, or more where copy engines move one chunk");
-    return {rows, chunk_rows, push_blocks, columns_ahead, slices};
+    return {rows, chunk_rows, push_blocks, columns_ahead, slices, hierarchical};
 }
 
 ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_columns, int pace,
@@ -161,7 +161,7 @@ void bind_data(py::module_& module) {
         .def("of", &with_tensors, "tensors"_a);
     py::class_<AllGatherSchedule>(module, "AllGatherSchedule")
         .def(py::init(&all_gather_schedule), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
-             "columns_ahead"_a = 0, "slices"_a = 1)
+             "columns_ahead"_a = 0, "slices"_a = 1, "hierarchical"_a = false)
         .def_readonly("push_blocks", &AllGatherSchedule::push_blocks);
     py::class_<ReduceSchedule>(module, "ReduceSchedule")
         .def(py::init(&reduce_schedule), py::kw_only(), "m"_a, "rows"_a, "panel_rows"_a,

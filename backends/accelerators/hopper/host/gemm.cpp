@@ -197,6 +197,7 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
     args.slices = schedule.slices;
     args.rows_to_push = reinterpret_cast<const char*>(tensors.a);
     args.push_blocks = schedule.push_blocks;
+    args.hierarchical = schedule.hierarchical;
     return args;
 }
 

@@ -34,12 +34,14 @@ struct Product {
 // first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0, there to
 // the last peer in `slices` of K, which tiles begin with one by one. Meanwhile `columns_ahead` tile
 // columns of the own rows are computed; 0: all. Slices are for one chunk, and not for blocks.
+// `hierarchical`: between nodes, once to each other node (device/rails.cuh).
 struct AllGatherSchedule {
     int rows;
     int chunk_rows;
     int push_blocks = 0;
     int columns_ahead = 0;
     int slices = 1;
+    bool hierarchical = false;
 
     [[nodiscard]] int count() const { return (rows + chunk_rows - 1) / chunk_rows; }
     [[nodiscard]] int flags() const { return count() * slices; }  // of one rank

@@ -14,6 +14,13 @@
 //   a (own rows) ──loader──▶ own area ──NIC──▶ rows r of the area of every rank of another node; there
 //   the arrivals ──multipliers of block 0──▶ flags; or, where the area is staged in host memory,
 //   area ──storer──▶ rows s of the workspace, and their flag
+// Hierarchically rows go by the NIC to one rank of every other node only, which has the same place in it
+// (device/rails.cuh). It is the *relay* of its node: its storers wait for a chunk as above and write it,
+// with its flag, into the workspaces of all ranks of the node.
+//
+// No rank waits for ever. A pushing block waits for none that has tiles: its loader for slots of the FIFO
+// alone, its multipliers for loaders of pushing blocks of other nodes, its storer for those two. So what
+// comes from another node is passed on whatever tiles the ranks of the node wait for.
 // Flag of slice i of chunk c of rank s: (s * chunks + c) * slices + i. Copy engines take no SM but start
 // late; blocks start at once and publish small chunks.
 #pragma once
@@ -42,6 +49,7 @@ struct AllGatherGemmArgs {
     int slices;                // of K, each with a flag; 1 where blocks push
     const char* rows_to_push;  // a, where blocks push; multiples of 16 bytes
     int push_blocks;           // of a whole number of clusters; 0: the copy engine does it
+    bool hierarchical;         // between nodes
 };
 
 // Columns of A in a slice, but perhaps in the last: whole steps of 64.

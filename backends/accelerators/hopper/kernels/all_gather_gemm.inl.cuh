@@ -98,7 +98,8 @@ __device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, PushR
 }
 
 // Chunks for ranks of other nodes go into the own area, once, and from there by the NIC to each.
-__device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, PushRing& ring,
+__device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, const Rails& rails,
+                                              PushRing& ring,
                                               const transport::DeviceWaiter& waiter) {
     const Workspace& workspace = args.workspace;
     for (int task = static_cast<int>(blockIdx.x); task < args.chunks; task += args.push_blocks) {
@@ -106,9 +107,8 @@ __device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, Pus
         ring.copy(workspace.network.area + chunk.at, args.rows_to_push + chunk.own, chunk.bytes, 0,
                   1);
         ring.complete();
-        for (int number = 0; number < workspace.far(); ++number) {
-            if (!workspace.network.put(waiter, workspace.far_rank(number),
-                                       kFirstArrival + chunk.flag,
+        for (int number = 0; number < rails.peers(); ++number) {
+            if (!workspace.network.put(waiter, rails.peer(number), kFirstArrival + chunk.flag,
                                        {chunk.at, chunk.at, chunk.bytes})) {
                 return;
             }
@@ -116,40 +116,52 @@ __device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, Pus
     }
 }
 
-// What came into staging memory goes on into the workspace, in the order in which it comes.
-__device__ __forceinline__ void land_chunks(const AllGatherGemmArgs& args, PushRing& ring,
-                                            const transport::DeviceWaiter& waiter,
+// What came from other nodes goes on: out of staging memory into the own workspace, and, hierarchically,
+// into those of the node's other ranks.
+__device__ __forceinline__ void land_chunks(const AllGatherGemmArgs& args, const Rails& rails,
+                                            PushRing& ring, const transport::DeviceWaiter& waiter,
                                             std::uint64_t epoch) {
     const Workspace& workspace = args.workspace;
-    const int sources = workspace.far();
+    const bool staged = workspace.network.staged;
+    const transport::SetWord* const come =
+        staged ? workspace.landed() : workspace.flags(workspace.rank);
+    const auto for_each_reader = [&](auto&& body) {
+        const int readers = args.hierarchical ? workspace.local : 1;
+        for (int step = staged ? 0 : 1; step < readers; ++step) body(rails.neighbour(step));
+    };
+    const int sources = rails.peers();
     for (int task = static_cast<int>(blockIdx.x); task < sources * args.chunks;
          task += args.push_blocks) {
-        const int source = workspace.far_rank(task % sources);
+        const int source = rails.peer(task % sources);
         const RowChunk chunk(args, source, task / sources);
-        if (!waiter.until(workspace.landed()[chunk.flag], epoch,
+        if (!waiter.until(come[chunk.flag], epoch,
                           {kFirstArrival + chunk.flag, static_cast<std::uint32_t>(source),
                            static_cast<std::uint32_t>(task / sources)})) {
             return;
         }
         ptx::fence_async_proxy();
-        ring.copy(workspace.data(workspace.rank) + chunk.at, workspace.network.area + chunk.at,
-                  chunk.bytes, 0, 1);
+        ring.spread(workspace.network.area + chunk.at, chunk.bytes, 0, 1,
+                    [&](std::uint64_t at, const char* piece, std::uint32_t bytes) {
+                        for_each_reader([&](int reader) {
+                            ptx::store_bytes(workspace.data(reader) + chunk.at + at, piece, bytes);
+                        });
+                    });
         ring.complete();
-        workspace.flags(workspace.rank)[chunk.flag].set(epoch);
+        for_each_reader([&](int reader) { workspace.flags(reader)[chunk.flag].set(epoch); });
     }
 }
 
 // Threads of one block hear of the chunks that come from other nodes.
-__device__ __forceinline__ void watch_chunks(const AllGatherGemmArgs& args,
+__device__ __forceinline__ void watch_chunks(const AllGatherGemmArgs& args, const Rails& rails,
                                              const transport::DeviceWaiter& waiter,
                                              std::uint64_t epoch, transport::Lane mine) {
     const Workspace& workspace = args.workspace;
     const Network& network = workspace.network;
     const auto chunks = static_cast<std::uint32_t>(args.chunks);
     network.watch(waiter, epoch,
-                  network.staged ? workspace.landed() : workspace.flags(workspace.rank), 0,
-                  workspace.far() * chunks, workspace.first * chunks, workspace.local * chunks,
-                  mine, [&](std::uint32_t flag) { return flag / chunks; });
+                  network.staged ? workspace.landed() : workspace.flags(workspace.rank),
+                  rails.first_source() * chunks, rails.sources_but_own(chunks), mine,
+                  [&](std::uint32_t flag) { return flag / chunks; });
 }
 
 template <class C, class Element, bool kNMajorB>
@@ -163,11 +175,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
     const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;
     const bool by_nic = args.workspace.far() > 0;  // its storer then takes in what comes
+    const Rails rails = rails_of(args.workspace, args.hierarchical);
     switch (take_role()) {
         case Role::loader: {
             if (pushes) {
                 PushRing ring = ring_of(shared, 0);
-                if (by_nic) push_to_nodes(args, ring, waiter);
+                if (by_nic) push_to_nodes(args, rails, ring, waiter);
                 push_chunks(args, ring, 0, by_nic ? 1 : kPushers, epoch);
                 break;
             }
@@ -189,11 +202,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
         }
         case Role::storer: {
-            if (pushes && by_nic && !args.workspace.network.staged) break;
+            if (pushes && by_nic && !args.workspace.network.staged && !args.hierarchical) break;
             if (pushes) {
                 PushRing ring = ring_of(shared, 1);
                 if (by_nic) {
-                    land_chunks(args, ring, waiter, epoch);
+                    land_chunks(args, rails, ring, waiter, epoch);
                 } else {
                     push_chunks(args, ring, 1, kPushers, epoch);
                 }
@@ -210,7 +223,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         case Role::multiplier: {
             if (pushes) {
                 if (by_nic && blockIdx.x == 0) {
-                    watch_chunks(args, waiter, epoch,
+                    watch_chunks(args, rails, waiter, epoch,
                                  {threadIdx.x - kWarpgroup, kBlockThreads - kWarpgroup});
                 }
                 break;

@@ -112,8 +112,8 @@ __device__ __forceinline__ void watch_tiles(const GemmReduceArgs& args, const Ti
     const std::uint32_t first = (workspace.local - 1 - rank % workspace.local) * tiles;
     const std::uint32_t each = workspace.far() * tiles;
     workspace.network.watch(
-        waiter, epoch, workspace.flags(rank), first, args.everywhere ? 2 * each : each, each,
-        slots * tiles - each, mine,
+        waiter, epoch, workspace.flags(rank), first,
+        {args.everywhere ? 2 * each : each, each, slots * tiles - each}, mine,
         [&](std::uint32_t flag) { return (rank + 1 + flag / tiles % slots) % workspace.world; });
 }
 

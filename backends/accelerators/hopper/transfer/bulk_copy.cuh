@@ -43,6 +43,16 @@ class BulkRing {
     // multiples of 16. On return all loads are done and the stores are under way.
     __device__ void copy(char* dst, const char* src, std::uint64_t nbytes, std::uint32_t share,
                          std::uint32_t shares) {
+        spread(src, nbytes, share, shares,
+               [&](std::uint64_t at, const char* piece, std::uint32_t bytes) {
+                   ptx::store_bytes(dst + at, piece, bytes);
+               });
+    }
+
+    // The same to wherever `store(at, piece, bytes)` starts the stores of the piece at offset `at`.
+    template <class Store>
+    __device__ void spread(const char* src, std::uint64_t nbytes, std::uint32_t share,
+                           std::uint32_t shares, Store&& store) {
         const std::uint64_t pieces = (nbytes + stage_bytes_ - 1) / stage_bytes_;
         if (share >= pieces) return;
         const std::uint64_t mine = (pieces - share - 1) / shares + 1;
@@ -65,7 +75,7 @@ class BulkRing {
         for (std::uint64_t i = 0; i < mine; ++i) {
             const std::uint64_t at = offset(i);
             full_[(turn_ + i) % kStages].wait((turn_ + i) / kStages & 1);
-            ptx::store_bytes(dst + at, stage(turn_ + i), bytes(at));
+            store(at, stage(turn_ + i), bytes(at));
             ptx::close_group();
             if (i >= kOpen && loaded < mine) {
                 ptx::wait_groups_read<kOpen>();  // the stage of piece i - kOpen is free
