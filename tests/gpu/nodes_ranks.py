@@ -42,6 +42,21 @@ def arrived(rows: int, k: int) -> tuple[list[str], int, int]:
     return found, world.nic.statistics().put_bytes - before, far * rows * k * 2
 
 
+def scattered(rows: int, n: int) -> tuple[list[str], int]:
+    """Failures of a GEMM+ReduceScatter of whole tiles of ``rows`` rows an owner, and bytes that the NIC
+    put for it here."""
+    world = mkernel.world()
+    work = Work(Shape("gemm_reduce_scatter", world.size * rows, n, 512))
+    work.fill(0)
+    assert world.nic is not None
+    before = world.nic.statistics().put_bytes
+    work.call()
+    mkernel.synchronize()
+    failures = work.failure(0)
+    assert world.nic.flush(5)
+    return failures, world.nic.statistics().put_bytes - before
+
+
 def staged(shape: Shape) -> tuple[bool, int, int]:
     """Whether the world's routes are staged, and how many regions of host and of device memory the
     session has registered behind a call."""

@@ -219,6 +219,25 @@ def test_the_bytes_over_the_rails_are_those_of_the_exchange(
 
 
 @nics
+@exchanges
+@shared
+def test_the_sums_over_the_rails_are_those_of_the_exchange(
+    nodes: int, ranks: int, exchange: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank sends its part to each rank of another node, or its node's sum to one rank there."""
+    monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
+    rows, n = 512, 512
+    found = mkernel.launch(
+        nodes_ranks.scattered, rows, n, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
+        nic=nic, verbs="soft", timeout_s=30,
+    )  # fmt: skip
+    copies = (nodes - 1) * (1 if exchange == "hierarchical" else ranks)
+    for failures, put in found:
+        assert not failures
+        assert put == copies * rows * n * 2
+
+
+@nics
 @both
 @shared
 def test_hierarchical_random_shapes(

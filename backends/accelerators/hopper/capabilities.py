@@ -8,7 +8,7 @@ from mkernel.backends.accelerators.hopper.native import native
 from mkernel.errors import BackendUnavailable
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-HIERARCHICAL_OPS = ("all_gather_gemm",)
+HIERARCHICAL_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
 MOST_RANKS = 16
 """Of a world; as in device/network.cuh."""
 _TORCH = (2, 8)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mkernel.backends.accelerators.hopper import tuning
+from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
 from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
     between_nodes,
@@ -47,14 +48,16 @@ _ELEMENT_BYTES = tuning.ELEMENT_BYTES
 # ---- what follows from a plan --------------------------------------------------------------------
 
 
-def _hierarchical(plan: LaunchPlan, how: GatherSchedule) -> bool:
-    """ArgumentError: where nodes or their ranks are one, hierarchical is direct by another name."""
+def _hierarchical(plan: LaunchPlan, how: GatherSchedule | ReduceSchedule) -> bool:
+    """ArgumentError: where nodes or their ranks are one, hierarchical is direct by another name; and
+    not every op has it."""
     wanted = how.exchange == "hierarchical"
-    if wanted and 1 in (plan.nodes, plan.ranks_per_node):
+    if wanted and (1 in (plan.nodes, plan.ranks_per_node) or plan.op not in HIERARCHICAL_OPS):
         raise ArgumentError(
             "plan.schedule.exchange",
             repr(how.exchange),
-            f"'direct', the only one of {plan.nodes} nodes x {plan.ranks_per_node} ranks",
+            f"'direct', the only one of {plan.op} on {plan.nodes} nodes x "
+            f"{plan.ranks_per_node} ranks",
         )
     return wanted
 
@@ -217,6 +220,7 @@ class ReduceExecutor:
                 everywhere=self._everywhere,
                 alone=alone,
                 network_blocks=how.network_blocks,
+                hierarchical=_hierarchical(plan, how),
             )
             return found
 
@@ -234,6 +238,7 @@ class ReduceExecutor:
             return Workspace((_NO_DATA,))
         made, shape, local = native(), plan.gemm, plan.ranks_per_node
         how, gathers = plan.part(ReduceSchedule), plan.op == "gemm_all_reduce"
+        hierarchical = _hierarchical(plan, how)
         try:
             fused: int = made.gemm_reduce_bytes(
                 world, local, how.rows, shape.n, how.by_outbox, gathers
@@ -243,7 +248,9 @@ class ReduceExecutor:
         if plan.nodes == 1:
             return Workspace((max(fused, made.DATA_OFFSET + _staging(plan)),))
         tiling = getattr(made.Tiling, how.tiling)
-        area = made.gemm_reduce_area_bytes(world, local, how.rows, shape.n, tiling, gathers)
+        area = made.gemm_reduce_area_bytes(
+            world, local, how.rows, shape.n, tiling, gathers, hierarchical
+        )
         return between_nodes(plan, fused, area)
 
     def start(self, call: Call, stream: int) -> None:

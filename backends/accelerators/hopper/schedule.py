@@ -45,7 +45,8 @@ class ReduceSchedule(Schedule):
     not straight from the block that made the tile: smoother, and worth its memory traffic where the
     link is nearly full. ``band`` and ``blocks`` are as above. ``product_tiling``: of the whole product
     by itself, which the sequential view computes first. ``network_blocks``: the first ones, whole
-    clusters, which hear of other nodes instead of computing tiles; 0 where there are none."""
+    clusters, which hear of other nodes instead of computing tiles; 0 where there are none.
+    ``exchange``: between nodes; hierarchical: a rank adds its node's parts up before they leave."""
 
     kind: Literal["hopper.gemm_reduce"] = "hopper.gemm_reduce"
     tiling: TilingName
@@ -58,6 +59,7 @@ class ReduceSchedule(Schedule):
     blocks: int = Field(ge=1)
     product_tiling: TilingName
     network_blocks: int = Field(0, ge=0)
+    exchange: Exchange = "direct"
 
 
 class LibrarySchedule(Schedule):

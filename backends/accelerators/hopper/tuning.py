@@ -57,7 +57,10 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     if plan.path == "library":
         made = library(plan.op, shape, plan.dtype, world)
     elif plan.op != "all_gather_gemm":
-        made = reduce(plan.op, shape.m, shape.n, shape.k, world, processors, plan.nodes)
+        made = reduce(
+            plan.op, shape.m, shape.n, shape.k, world, processors,
+            plan.nodes, found.pipeline.exchange,
+        )  # fmt: skip
     else:
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
@@ -211,10 +214,18 @@ def _columns_ahead(work: _Tiles, there_us: float, processors: int) -> int:
 
 
 def reduce(
-    op: str, m: int, n: int, k: int, world: int, processors: int, nodes: int = 1
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    world: int,
+    processors: int,
+    nodes: int = 1,
+    exchange: Exchange = "direct",
 ) -> ReduceSchedule:
     """``k`` is one rank's share. Rows of an all-reduce are dealt out in whole tiles of a cluster,
-    so the last owners may have fewer, or none."""
+    so the last owners may have fewer, or none. Hierarchically panels are of one wave, since the sums
+    that leave a node wait for a panel of all its ranks."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
     tiles = tiling(rows, world, n, k, processors)
     height, width = CLUSTER_TILES[tiles]
@@ -222,7 +233,7 @@ def reduce(
         rows = _up(rows, height) * height
     spread = next(s for s in SPREADS[op] if k >= s.from_k)
     panel_rows, panel_columns = _up(rows, height), _up(n, width)
-    if spread.wave_of and world > 1:
+    if (spread.wave_of or exchange == "hierarchical") and world > 1:
         owners = world if spread.wave_of == "all" else world - 1
         panel_rows = _up(panel_rows, _up(panel_rows, max(1, BAND // owners)))
         clusters = processors * TILE_ROWS // height
@@ -238,6 +249,7 @@ def reduce(
         blocks=processors,
         product_tiling=tiling(m, 1, n, k, processors),
         network_blocks=height // TILE_ROWS if nodes > 1 else 0,
+        exchange=exchange,
     )
 
 

@@ -46,6 +46,28 @@ bool check(const Raster& raster, int panel_rows, int panel_columns, int world) {
     return true;
 }
 
+// Of `relayed` owners, the last steps, the tiles wait for what other ranks have of them at earlier steps;
+// the own ones wait for those.
+bool check_relayed(const Raster& raster, int panel_rows, int panel_columns, int world,
+                   int relayed) {
+    std::map<std::tuple<int, int, int>, int> place;
+    if (!places(OwnerOrder(raster, panel_rows, panel_columns, world, relayed), raster, world,
+                place))
+        return false;
+    for (int row = 0; row < raster.cluster_rows; ++row) {
+        for (int column = 0; column < raster.columns; ++column) {
+            for (int late = world - relayed; late < world; ++late) {
+                const int at = place[{late, row, column}];
+                if (at > place[{0, row, column}]) return false;
+                for (int step = 1; step < world - relayed; ++step) {
+                    if (place[{step, row, column}] > at) return false;
+                }
+            }
+        }
+    }
+    return true;
+}
+
 bool check_arrivals(const Raster& raster, int ahead, int world) {
     std::map<std::tuple<int, int, int>, int> place;
     if (!places(ArrivalOrder(raster, ahead, world), raster, world, place)) return false;
@@ -81,6 +103,10 @@ int main() {
                         bool right = check_arrivals({rows, columns, band}, width, world);
                         for (int height = 1; height <= rows; ++height) {
                             right = right && check({rows, columns, band}, height, width, world);
+                            for (int relayed = 1; relayed < world; ++relayed) {
+                                right = right && check_relayed({rows, columns, band}, height, width,
+                                                               world, relayed);
+                            }
                         }
                         if (right) continue;
                         std::printf(

@@ -18,7 +18,7 @@ from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
-from mkernel.errors import ArgumentError, BackendUnavailable
+from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
 from mkernel.plan.model import LaunchPlan
 
 SENT = ("send_rows", "gemm_reduce")
@@ -150,6 +150,19 @@ def test_no_field_is_decoration_between_nodes_of_several_ranks(
     assert usual.schedule is not None
     assert usual.schedule.model_dump()["exchange"] == exchange
     assert decorations(usual, launches(started, world, usual)) == []
+
+
+def test_all_reduce_between_nodes_is_direct(started: Started) -> None:
+    world = two_nodes(True, ranks=2)
+    usual = world.plan("gemm_all_reduce", SIZES, dtype="bfloat16")
+    assert usual.schedule is not None
+    other = usual.schedule.model_copy(update={"exchange": "hierarchical"})
+    with pytest.raises(ArgumentError, match=r"plan\.schedule\.exchange = 'hierarchical'"):
+        dispatch.executor_of(usual).workspace(usual.model_copy(update={"schedule": other}))
+    with pytest.raises(
+        Unsupported, match="not run the exchange 'hierarchical' of 'gemm_all_reduce"
+    ):
+        world.plan("gemm_all_reduce", SIZES, dtype="bfloat16", exchange="hierarchical")
 
 
 @pytest.mark.parametrize("op", HIERARCHICAL_OPS)

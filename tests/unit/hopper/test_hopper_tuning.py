@@ -204,6 +204,15 @@ def test_hierarchical_relays_have_blocks_for_every_reader_of_the_node() -> None:
         assert (direct.push_blocks, direct.exchange) == (network.blocks, "direct")
 
 
+def test_hierarchical_sums_leave_a_wave_at_a_time() -> None:
+    op = "gemm_reduce_scatter"
+    direct = tuning.reduce(op, 16_384, 16_384, 4096, 4, PROCESSORS, 2)
+    assert (direct.panel_rows, direct.panel_columns) == (16, 64)  # one panel
+    waves = tuning.reduce(op, 16_384, 16_384, 4096, 4, PROCESSORS, 2, "hierarchical")
+    assert 3 * waves.panel_rows * waves.panel_columns <= PROCESSORS // 2
+    assert (waves.exchange, direct.exchange) == ("hierarchical", "direct")
+
+
 @pytest.mark.parametrize(("n", "blocks"), [(8192, 2), (64, 1)])
 def test_between_nodes_a_cluster_tends_the_network(n: int, blocks: int) -> None:
     for op in ("gemm_reduce_scatter", "gemm_all_reduce"):

@@ -15,10 +15,10 @@
 namespace mkernel::hopper {
 
 struct Rails {
-    int rank, world, local;
+    int rank, nodes, local;
     bool hierarchical;
 
-    [[nodiscard]] MKERNEL_HOST_DEVICE int nodes() const { return world / local; }
+    [[nodiscard]] MKERNEL_HOST_DEVICE int world() const { return nodes * local; }
     [[nodiscard]] MKERNEL_HOST_DEVICE int node() const { return rank / local; }
     // Its place in its node.
     [[nodiscard]] MKERNEL_HOST_DEVICE int place() const { return rank % local; }
@@ -26,15 +26,60 @@ struct Rails {
     // Ranks of other nodes that this one exchanges with by the NIC; the `number`th of them, in the order in
     // which they follow this node's.
     [[nodiscard]] MKERNEL_HOST_DEVICE int peers() const {
-        return hierarchical ? nodes() - 1 : world - local;
+        return hierarchical ? nodes - 1 : world() - local;
     }
     [[nodiscard]] MKERNEL_HOST_DEVICE int peer(int number) const {
         const int first = hierarchical ? rank + local : rank - place() + local;
-        return (first + number * (hierarchical ? local : 1)) % world;
+        return (first + number * (hierarchical ? local : 1)) % world();
+    }
+    // The place of `other` among the peers of `at`, which are as many.
+    [[nodiscard]] MKERNEL_HOST_DEVICE int place_among_peers(int other, int at) const {
+        const int after = (other - at + world()) % world();
+        return hierarchical ? after / local - 1 : after - (local - at % local);
     }
     // The rank `step` after this one in its node, round and round.
     [[nodiscard]] MKERNEL_HOST_DEVICE int neighbour(int step) const {
         return node() * local + (place() + step) % local;
+    }
+
+    // Reductions. Owners in the order of steps 1, 2, ... (tile/raster.cuh), 0 being this rank; hierarchically
+    // those first whose sums over this node a neighbour makes, other nodes' before this one's, and at last
+    // the `relayed` ones, whose sums this rank makes.
+    [[nodiscard]] MKERNEL_HOST_DEVICE int relayed() const { return hierarchical ? peers() : 0; }
+    [[nodiscard]] MKERNEL_HOST_DEVICE int owner(int step) const {
+        if (!hierarchical || step == 0) return (rank + step) % world();
+        const int away = step - 1 - nodes * (local - 1);
+        if (away >= 0) return peer(away);
+        const int to = (node() + 1 + (step - 1) / (local - 1)) % nodes;
+        return to * local + (place() + 1 + (step - 1) % (local - 1)) % local;
+    }
+    // Whether what this rank has for an owner goes there by the NIC.
+    [[nodiscard]] MKERNEL_HOST_DEVICE bool puts_to(int owner) const {
+        return owner / local != node() && (!hierarchical || owner % local == place());
+    }
+    // Else the rank of this node that takes it: the owner, or its relay; and as whose, since a relay takes
+    // from each neighbour for several nodes: of the rank with this one's place in the owner's node.
+    [[nodiscard]] MKERNEL_HOST_DEVICE int taker(int owner) const {
+        return node() * local + owner % local;
+    }
+    [[nodiscard]] MKERNEL_HOST_DEVICE int taken_as(int owner) const {
+        return owner / local * local + place();
+    }
+    // Parts of other ranks that this one adds to its own of a tile of that step's owner; hierarchically
+    // first those of its neighbours, then the sums of other nodes.
+    [[nodiscard]] MKERNEL_HOST_DEVICE int parts(int step) const {
+        if (step == 0) return hierarchical ? local - 1 + peers() : world() - 1;
+        return hierarchical && step > nodes * (local - 1) ? local - 1 : 0;
+    }
+    // Whose the `number`th of them is taken as, and who sends it.
+    [[nodiscard]] MKERNEL_HOST_DEVICE int part_of(int owner, int number) const {
+        if (!hierarchical) return (rank + 1 + number) % world();
+        if (number >= local - 1) return peer(number - (local - 1));
+        return owner / local * local + (place() + 1 + number) % local;
+    }
+    [[nodiscard]] MKERNEL_HOST_DEVICE int part_from(int owner, int number) const {
+        const bool by_relay = hierarchical && number < local - 1;
+        return by_relay ? neighbour(1 + number) : part_of(owner, number);
     }
 
     // Of words of which every rank has `each` in a row: the first rank's that is one of `peers`, or would
@@ -47,6 +92,19 @@ struct Rails {
         const std::uint32_t node_words = local * each;
         if (!hierarchical) return {peers() * each, node() * node_words, node_words};
         return {peers() * each, node() * each, node_words, each, node_words};
+    }
+    // Of words of which every other rank has `each`, in the order in which they follow this one, and a
+    // second time behind those, if `twice`: the first one of a peer, and from there on those of all peers.
+    [[nodiscard]] MKERNEL_HOST_DEVICE std::uint32_t first_follower() const {
+        return local - 1 - (hierarchical ? 0 : place());
+    }
+    [[nodiscard]] MKERNEL_HOST_DEVICE transport::WordPattern followers(std::uint32_t each,
+                                                                       bool twice) const {
+        const std::uint32_t once = peers() * each;
+        const std::uint32_t all = (world() - 1) * each;
+        const std::uint32_t count = twice ? 2 * once : once;
+        if (!hierarchical) return {count, once, all - once};
+        return {count, once, (local - 1) * each, each, local * each};
     }
 };
 

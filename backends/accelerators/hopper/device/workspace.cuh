@@ -85,8 +85,8 @@ struct Workspace {
     __host__ __device__ char* data(int of) const { return base[of] + kDataOffset; }
 };
 
-__host__ __device__ inline Rails rails_of(const Workspace& workspace, bool hierarchical) {
-    return {workspace.rank, workspace.world, workspace.local, hierarchical};
+inline Rails rails_of(const Workspace& workspace, bool hierarchical) {
+    return {workspace.rank, workspace.world / workspace.local, workspace.local, hierarchical};
 }
 
 }  // namespace mkernel::hopper

@@ -100,7 +100,8 @@ AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks,
 ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_columns, int pace,
                                bool by_outbox, bool everywhere,
                                const std::vector<std::uint64_t>& outs, bool alone,
-                               int network_blocks) {
+                               int network_blocks, bool hierarchical) {
+    require(!(hierarchical && everywhere), "hierarchical", 1, "0 where everywhere");
     require(network_blocks >= 0, "network_blocks", network_blocks, "0 or more");
     require_positive("m", m);
     require_positive("rows", rows);
@@ -117,7 +118,8 @@ ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_column
             .everywhere = everywhere,
             .outs = outs,
             .alone = alone,
-            .network_blocks = network_blocks};
+            .network_blocks = network_blocks,
+            .hierarchical = hierarchical};
 }
 
 void bind_network(py::module_& module) {
@@ -166,7 +168,8 @@ void bind_data(py::module_& module) {
     py::class_<ReduceSchedule>(module, "ReduceSchedule")
         .def(py::init(&reduce_schedule), py::kw_only(), "m"_a, "rows"_a, "panel_rows"_a,
              "panel_columns"_a, "pace"_a = 0, "by_outbox"_a = false, "everywhere"_a,
-             "outs"_a = std::vector<std::uint64_t>{}, "alone"_a = false, "network_blocks"_a = 0)
+             "outs"_a = std::vector<std::uint64_t>{}, "alone"_a = false, "network_blocks"_a = 0,
+             "hierarchical"_a = false)
         .def(
             "of_product",
             [](ReduceSchedule schedule, std::uint64_t given) {
@@ -225,7 +228,7 @@ void bind_gemm(py::module_& module) {
     module.def("gemm_reduce_bytes", &gemm_reduce_bytes, "world"_a, "local"_a, "rows"_a, "n"_a,
                "by_outbox"_a, "gathers"_a);
     module.def("gemm_reduce_area_bytes", &gemm_reduce_area_bytes, "world"_a, "local"_a, "rows"_a,
-               "n"_a, "tiling"_a, "gathers"_a);
+               "n"_a, "tiling"_a, "gathers"_a, "hierarchical"_a);
 
     const auto released = py::call_guard<py::gil_scoped_release>();
     module.def("push_rows", on_device(&push_rows), "device"_a, "world"_a, "rows"_a, "row_bytes"_a,

@@ -99,9 +99,9 @@ std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, bool by_out
 }
 
 std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling tiling,
-                                   bool gathers) {
-    const std::uint64_t far = world - local;
-    const std::uint64_t owners = gathers ? 3 * far + 1 : 2 * far;  // as AreaTiles of the kernel
+                                   bool gathers, bool hierarchical) {
+    const std::uint64_t peers = Rails{0, world / local, local, hierarchical}.peers();
+    const std::uint64_t owners = gathers ? 3 * peers + 1 : 2 * peers;  // as AreaTiles of the kernel
     return owners * tiles_of(rows, n, tiling) * tile_bytes(tiling);
 }
 
@@ -197,7 +197,7 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
     args.slices = schedule.slices;
     args.rows_to_push = reinterpret_cast<const char*>(tensors.a);
     args.push_blocks = schedule.push_blocks;
-    args.hierarchical = schedule.hierarchical;
+    args.rails = rails_of(args.workspace, schedule.hierarchical);
     return args;
 }
 
@@ -265,9 +265,10 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
                                kDataOffset;
         }
         const auto address = reinterpret_cast<std::uint64_t>(network.area) + args.area_offset;
-        const std::uint64_t tiles = gemm_reduce_area_bytes(ranks, local, schedule.rows, product.n,
-                                                           product.tiling, schedule.everywhere) /
-                                    tile_bytes(product.tiling);
+        const std::uint64_t tiles =
+            gemm_reduce_area_bytes(ranks, local, schedule.rows, product.n, product.tiling,
+                                   schedule.everywhere, schedule.hierarchical) /
+            tile_bytes(product.tiling);
         const int width = tile_columns(product.tiling);
         args.area = map_of_layers(address, static_cast<int>(tiles), kTileRows, width, product.half);
         args.area_pieces = map_of_layers(address, static_cast<int>(tiles), kTileRows, width,
@@ -277,6 +278,7 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.is_given = schedule.given != 0;
     if (args.is_given) args.given = layers(schedule.given, 1, schedule.m, kTileRows);
     args.by_outbox = schedule.by_outbox;
+    args.rails = rails_of(args.workspace, schedule.hierarchical);
     args.out = layers(tensors.out, 1, out_rows, kTileRows);
     args.out_pieces = layers(tensors.out, 1, out_rows, kPieceRows);
     args.everywhere = schedule.everywhere;

@@ -54,7 +54,7 @@ std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, 
 std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, bool by_outbox, bool gathers);
 // Bytes of the area for other nodes: of the data area, behind those, or of staging memory.
 std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling tiling,
-                                   bool gathers);
+                                   bool gathers, bool hierarchical);
 
 // Copies the own rows into every peer's workspace, the rank before this one first, and the epoch into
 // the flags behind them: whole shards, but the last peer's chunk by chunk or slice by slice, since only
@@ -77,7 +77,8 @@ void all_gather_gemm(const DeviceWorld& world, const Product& product,
 // perhaps beyond `m`; a multiple of the height of a cluster (256, 128 for Tiling::narrow) where
 // `everywhere`. `everywhere`: AllReduce, `out` is [m, n]; else ReduceScatter, [rows, n]. `alone`:
 // exchange nothing. `network_blocks`: of the kernel, whole clusters, that tend the network, where there are
-// other nodes. `given`: the rank's product [m, n] is there already, rounded; 0: it is not.
+// other nodes. `hierarchical`: between nodes, sums over a node go to each other node (device/rails.cuh);
+// not `everywhere`. `given`: the rank's product [m, n] is there already, rounded; 0: it is not.
 struct ReduceSchedule {
     int m;
     int rows;
@@ -89,6 +90,7 @@ struct ReduceSchedule {
     std::vector<std::uint64_t> outs;  // every rank's `out` by rank, where AllReduce's is symmetric
     bool alone;
     int network_blocks = 0;
+    bool hierarchical = false;
     std::uint64_t given = 0;
 };
 void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceSchedule& schedule,

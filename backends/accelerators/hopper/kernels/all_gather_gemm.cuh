@@ -49,7 +49,7 @@ struct AllGatherGemmArgs {
     int slices;                // of K, each with a flag; 1 where blocks push
     const char* rows_to_push;  // a, where blocks push; multiples of 16 bytes
     int push_blocks;           // of a whole number of clusters; 0: the copy engine does it
-    bool hierarchical;         // between nodes
+    Rails rails;
 };
 
 // Columns of A in a slice, but perhaps in the last: whole steps of 64.

@@ -98,8 +98,7 @@ __device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, PushR
 }
 
 // Chunks for ranks of other nodes go into the own area, once, and from there by the NIC to each.
-__device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, const Rails& rails,
-                                              PushRing& ring,
+__device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, PushRing& ring,
                                               const transport::DeviceWaiter& waiter) {
     const Workspace& workspace = args.workspace;
     for (int task = static_cast<int>(blockIdx.x); task < args.chunks; task += args.push_blocks) {
@@ -107,8 +106,8 @@ __device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, con
         ring.copy(workspace.network.area + chunk.at, args.rows_to_push + chunk.own, chunk.bytes, 0,
                   1);
         ring.complete();
-        for (int number = 0; number < rails.peers(); ++number) {
-            if (!workspace.network.put(waiter, rails.peer(number), kFirstArrival + chunk.flag,
+        for (int number = 0; number < args.rails.peers(); ++number) {
+            if (!workspace.network.put(waiter, args.rails.peer(number), kFirstArrival + chunk.flag,
                                        {chunk.at, chunk.at, chunk.bytes})) {
                 return;
             }
@@ -118,21 +117,21 @@ __device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, con
 
 // What came from other nodes goes on: out of staging memory into the own workspace, and, hierarchically,
 // into those of the node's other ranks.
-__device__ __forceinline__ void land_chunks(const AllGatherGemmArgs& args, const Rails& rails,
-                                            PushRing& ring, const transport::DeviceWaiter& waiter,
+__device__ __forceinline__ void land_chunks(const AllGatherGemmArgs& args, PushRing& ring,
+                                            const transport::DeviceWaiter& waiter,
                                             std::uint64_t epoch) {
     const Workspace& workspace = args.workspace;
     const bool staged = workspace.network.staged;
     const transport::SetWord* const come =
         staged ? workspace.landed() : workspace.flags(workspace.rank);
     const auto for_each_reader = [&](auto&& body) {
-        const int readers = args.hierarchical ? workspace.local : 1;
-        for (int step = staged ? 0 : 1; step < readers; ++step) body(rails.neighbour(step));
+        const int readers = args.rails.hierarchical ? workspace.local : 1;
+        for (int step = staged ? 0 : 1; step < readers; ++step) body(args.rails.neighbour(step));
     };
-    const int sources = rails.peers();
+    const int sources = args.rails.peers();
     for (int task = static_cast<int>(blockIdx.x); task < sources * args.chunks;
          task += args.push_blocks) {
-        const int source = rails.peer(task % sources);
+        const int source = args.rails.peer(task % sources);
         const RowChunk chunk(args, source, task / sources);
         if (!waiter.until(come[chunk.flag], epoch,
                           {kFirstArrival + chunk.flag, static_cast<std::uint32_t>(source),
@@ -152,7 +151,7 @@ __device__ __forceinline__ void land_chunks(const AllGatherGemmArgs& args, const
 }
 
 // Threads of one block hear of the chunks that come from other nodes.
-__device__ __forceinline__ void watch_chunks(const AllGatherGemmArgs& args, const Rails& rails,
+__device__ __forceinline__ void watch_chunks(const AllGatherGemmArgs& args,
                                              const transport::DeviceWaiter& waiter,
                                              std::uint64_t epoch, transport::Lane mine) {
     const Workspace& workspace = args.workspace;
@@ -160,7 +159,7 @@ __device__ __forceinline__ void watch_chunks(const AllGatherGemmArgs& args, cons
     const auto chunks = static_cast<std::uint32_t>(args.chunks);
     network.watch(waiter, epoch,
                   network.staged ? workspace.landed() : workspace.flags(workspace.rank),
-                  rails.first_source() * chunks, rails.sources_but_own(chunks), mine,
+                  args.rails.first_source() * chunks, args.rails.sources_but_own(chunks), mine,
                   [&](std::uint32_t flag) { return flag / chunks; });
 }
 
@@ -175,12 +174,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
     const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;
     const bool by_nic = args.workspace.far() > 0;  // its storer then takes in what comes
-    const Rails rails = rails_of(args.workspace, args.hierarchical);
     switch (take_role()) {
         case Role::loader: {
             if (pushes) {
                 PushRing ring = ring_of(shared, 0);
-                if (by_nic) push_to_nodes(args, rails, ring, waiter);
+                if (by_nic) push_to_nodes(args, ring, waiter);
                 push_chunks(args, ring, 0, by_nic ? 1 : kPushers, epoch);
                 break;
             }
@@ -202,11 +200,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
         }
         case Role::storer: {
-            if (pushes && by_nic && !args.workspace.network.staged && !args.hierarchical) break;
+            if (pushes && by_nic && !args.workspace.network.staged && !args.rails.hierarchical)
+                break;
             if (pushes) {
                 PushRing ring = ring_of(shared, 1);
                 if (by_nic) {
-                    land_chunks(args, rails, ring, waiter, epoch);
+                    land_chunks(args, ring, waiter, epoch);
                 } else {
                     push_chunks(args, ring, 1, kPushers, epoch);
                 }
@@ -223,7 +222,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         case Role::multiplier: {
             if (pushes) {
                 if (by_nic && blockIdx.x == 0) {
-                    watch_chunks(args, rails, waiter, epoch,
+                    watch_chunks(args, waiter, epoch,
                                  {threadIdx.x - kWarpgroup, kBlockThreads - kWarpgroup});
                 }
                 break;

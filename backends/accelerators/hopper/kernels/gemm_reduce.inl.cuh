@@ -13,6 +13,7 @@ namespace mkernel::hopper {
 
 struct OwnedTile {
     int owner;
+    int parts;   // of other ranks, which this one adds to its own
     int row;     // within the owner's rows
     int column;  // element
     int number;  // among the owner's tiles
@@ -23,7 +24,8 @@ struct OwnedTile {
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&& body) {
     const int world = args.workspace.world;
-    OwnerOrder order(args.raster, args.panel_rows, args.panel_columns, world);
+    const Rails& rails = args.rails;
+    OwnerOrder order(args.raster, args.panel_rows, args.panel_columns, world, rails.relayed());
     const int tiles = world * args.raster.tiles();
     const int clusters = (static_cast<int>(gridDim.x) - args.network_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
@@ -34,8 +36,9 @@ __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&&
         int column = 0;
         order.at(index, step, cluster_row, column);
         const int row = cluster_row * C::kCluster + block;
-        body(OwnedTile{(args.workspace.rank + step) % world, row * kTileM, column * C::kTileN,
-                       row * args.raster.columns + column, index + clusters >= tiles});
+        body(OwnedTile{rails.owner(step), args.alone ? 0 : rails.parts(step), row * kTileM,
+                       column * C::kTileN, row * args.raster.columns + column,
+                       index + clusters >= tiles});
     }
 }
 
@@ -48,46 +51,42 @@ struct TileFlags {
     __device__ int slot(int other, int at) const {
         return (other - at - 1 + workspace.world) % workspace.world;
     }
-    // What `source` sets at `at`; `second`: when the sum, not the part, is there.
+    // What is set at `at` as `source`'s; `second`: when the sum, not the part, is there.
     __device__ int number(int source, int at, int tile, bool second) const {
         return ((second ? workspace.world - 1 : 0) + slot(source, at)) * tiles + tile;
     }
+    // `from`: who sets it.
     __device__ bool wait(const transport::DeviceWaiter& waiter, std::uint64_t epoch, int source,
-                         int tile, bool second) const {
+                         int from, int tile, bool second) const {
         const int flag = number(source, workspace.rank, tile, second);
         const bool come =
             waiter.until(workspace.flags(workspace.rank)[flag], epoch,
-                         {static_cast<std::uint32_t>(flag), static_cast<std::uint32_t>(source),
+                         {static_cast<std::uint32_t>(flag), static_cast<std::uint32_t>(from),
                           static_cast<std::uint32_t>(tile)});
         ptx::fence_async_proxy();
         return come;
     }
-    __device__ void set(std::uint64_t epoch, int at, int tile, bool second) const {
-        workspace.flags(at)[number(workspace.rank, at, tile, second)].set(epoch);
+    __device__ void set(std::uint64_t epoch, int source, int at, int tile, bool second) const {
+        workspace.flags(at)[number(source, at, tile, second)].set(epoch);
     }
 };
 
 // Tiles in the area for other nodes, by number. All nodes have as many ranks.
 struct AreaTiles {
-    const Workspace& workspace;
+    const Rails& rails;
     int tiles;  // of an owner
 
-    // The place of `other` among the ranks of other nodes than that of `at`.
-    __device__ int place(int other, int at) const {
-        const int after = workspace.local - 1 - at % workspace.local;
-        return (other - at - 1 + workspace.world) % workspace.world - after;
-    }
     // At rank `at`: the part from `source`; the part for `owner`; the sum from `owner`; the own sum.
     __device__ int part_from(int source, int at, int tile) const {
-        return place(source, at) * tiles + tile;
+        return rails.place_among_peers(source, at) * tiles + tile;
     }
     __device__ int part_for(int owner, int at, int tile) const {
-        return (workspace.far() + place(owner, at)) * tiles + tile;
+        return (rails.peers() + rails.place_among_peers(owner, at)) * tiles + tile;
     }
     __device__ int sum_from(int owner, int at, int tile) const {
-        return (2 * workspace.far() + place(owner, at)) * tiles + tile;
+        return (2 * rails.peers() + rails.place_among_peers(owner, at)) * tiles + tile;
     }
-    __device__ int own_sum(int tile) const { return 3 * workspace.far() * tiles + tile; }
+    __device__ int own_sum(int tile) const { return 3 * rails.peers() * tiles + tile; }
 };
 
 // Puts tile `from` of the own area into tile `to` of a peer's, and says so by its flag.
@@ -102,19 +101,18 @@ __device__ __forceinline__ bool put_tile(const GemmReduceArgs& args,
 }
 
 // Threads of one block hear of the tiles that come from other nodes: parts, and with AllReduce sums.
-__device__ __forceinline__ void watch_tiles(const GemmReduceArgs& args, const TileFlags& flags,
+__device__ __forceinline__ void watch_tiles(const GemmReduceArgs& args, const Rails& rails,
+                                            const TileFlags& flags,
                                             const transport::DeviceWaiter& waiter,
                                             std::uint64_t epoch, transport::Lane mine) {
     const Workspace& workspace = args.workspace;
     const int rank = workspace.rank;
     const auto tiles = static_cast<std::uint32_t>(flags.tiles);
     const std::uint32_t slots = workspace.world - 1;
-    const std::uint32_t first = (workspace.local - 1 - rank % workspace.local) * tiles;
-    const std::uint32_t each = workspace.far() * tiles;
-    workspace.network.watch(
-        waiter, epoch, workspace.flags(rank), first,
-        {args.everywhere ? 2 * each : each, each, slots * tiles - each}, mine,
-        [&](std::uint32_t flag) { return (rank + 1 + flag / tiles % slots) % workspace.world; });
+    workspace.network.watch(waiter, epoch, workspace.flags(rank), rails.first_follower() * tiles,
+                            rails.followers(tiles, args.everywhere), mine, [&](std::uint32_t flag) {
+                                return (rank + 1 + flag / tiles % slots) % workspace.world;
+                            });
 }
 
 template <class C, class Element, bool kNMajorB>
@@ -129,7 +127,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int steps = (args.k + kTileK - 1) / kTileK;
     const int sources = args.alone ? 0 : world - 1;
     const TileFlags flags{args.workspace, args.raster.tiles() * C::kCluster};
-    const AreaTiles places{args.workspace, flags.tiles};
+    const Rails& rails = args.rails;
+    const AreaTiles places{rails, flags.tiles};
     const bool by_nic = sources > 0 && args.workspace.far() > 0;
     const bool has_tiles = static_cast<int>(blockIdx.x) >= args.network_blocks;
 
@@ -145,12 +144,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                     Operands<C, kNMajorB>{&args.b, tile.column}.load(shared, cursor, &args.a, row,
                                                                      0, steps);
                 }
-                if (tile.owner != rank) return;
-                for (int slot = 0; slot < sources; ++slot) {
-                    const int source = (rank + 1 + slot) % world;
-                    flags.wait(waiter, epoch, source, tile.number, false);
-                    if (args.workspace.near(source)) {
-                        load_tile(shared, cursor, &args.inbox, tile.column, tile.row, slot);
+                for (int number = 0; number < tile.parts; ++number) {
+                    const int source = rails.part_of(tile.owner, number);
+                    const int from = rails.part_from(tile.owner, number);
+                    flags.wait(waiter, epoch, source, from, tile.number, false);
+                    if (args.workspace.near(from)) {
+                        load_tile(shared, cursor, &args.inbox, tile.column, tile.row,
+                                  flags.slot(source, rank));
                     } else {
                         load_tile(shared, cursor, &args.area, 0, 0,
                                   places.part_from(source, rank, tile.number));
@@ -190,7 +190,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                     ptx::fence_async_proxy();
                     for (int step = 1; step < world; ++step) {
                         const int peer = (rank + step) % world;
-                        if (args.workspace.near(peer)) flags.set(epoch, peer, tile.number, true);
+                        if (args.workspace.near(peer)) {
+                            flags.set(epoch, rank, peer, tile.number, true);
+                        }
                     }
                     if (by_nic) tell_stored(shared, ++stored);
                 } else if (own) {
@@ -200,7 +202,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                     });
                 } else if (sources == 0) {
                     storer.tile([](const void*, int) {});
-                } else if (!args.workspace.near(tile.owner)) {
+                } else if (rails.puts_to(tile.owner)) {
                     storer.tile([&](const void* slice, int number) {
                         ptx::store_box(&args.area, slice, number * kSliceN, 0,
                                        places.part_for(tile.owner, rank, tile.number));
@@ -213,13 +215,15 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                     });
                     tell_stored(shared, ++stored);
                 } else {
-                    const int there = flags.slot(rank, tile.owner);
+                    const int taker = rails.taker(tile.owner);
+                    const int as = rails.taken_as(tile.owner);
+                    const int there = flags.slot(as, taker);
                     storer.put(args.pace, [&](const void* piece, int x, int y) {
-                        ptx::store_box(&args.inboxes[tile.owner], piece, tile.column + x,
-                                       tile.row + y, there);
+                        ptx::store_box(&args.inboxes[taker], piece, tile.column + x, tile.row + y,
+                                       there);
                     });
                     ptx::fence_async_proxy();
-                    flags.set(epoch, tile.owner, tile.number, false);
+                    flags.set(epoch, as, taker, tile.number, false);
                 }
             });
             break;
@@ -241,7 +245,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                     }
                     return;
                 }
-                if (!args.workspace.near(tile.owner)) {
+                if (rails.puts_to(tile.owner)) {
                     wait_stored(shared, ++stored);
                     going =
                         going && put_tile<C>(args, waiter, tile.owner,
@@ -253,18 +257,20 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 if (!args.by_outbox) return;
                 wait_stored(shared, ++stored);
                 const int layer = flags.slot(tile.owner, rank);
-                const int there = flags.slot(rank, tile.owner);
+                const int taker = rails.taker(tile.owner);
+                const int as = rails.taken_as(tile.owner);
+                const int there = flags.slot(as, taker);
                 sender.tile(
                     [&](void* piece, ptx::Mbarrier* arrived, int x, int y) {
                         ptx::load_box(piece, &args.outbox_pieces, arrived, tile.column + x,
                                       tile.row + y, layer);
                     },
                     [&](const void* piece, int x, int y) {
-                        ptx::store_box(&args.inboxes[tile.owner], piece, tile.column + x,
-                                       tile.row + y, there);
+                        ptx::store_box(&args.inboxes[taker], piece, tile.column + x, tile.row + y,
+                                       there);
                     });
                 sender.complete();
-                flags.set(epoch, tile.owner, tile.number, false);
+                flags.set(epoch, as, taker, tile.number, false);
             });
             break;
         }
@@ -275,7 +281,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             TileForwarder<C> receiver(shared, first, C::kPieceBuffers - first, 0);
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) return;
-                if (!flags.wait(waiter, epoch, tile.owner, tile.number, true)) return;
+                if (!flags.wait(waiter, epoch, tile.owner, tile.owner, tile.number, true)) return;
                 const bool near = args.workspace.near(tile.owner);
                 const int layer = near ? flags.slot(tile.owner, rank)
                                        : places.sum_from(tile.owner, rank, tile.number);
@@ -296,7 +302,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         case Role::multiplier: {
             if (!has_tiles) {
                 if (by_nic && blockIdx.x == 0) {
-                    watch_tiles(args, flags, waiter, epoch,
+                    watch_tiles(args, rails, flags, waiter, epoch,
                                 {threadIdx.x - kWarpgroup, kBlockThreads - kWarpgroup});
                 }
                 break;
@@ -309,10 +315,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 } else {
                     multiplier.multiply(steps);
                 }
-                if (tile.owner == rank) {
-                    for (int slot = 0; slot < sources; ++slot) multiplier.add_tile();
-                    multiplier.add_bias(args.bias, tile.column, args.n);
-                }
+                for (int part = 0; part < tile.parts; ++part) multiplier.add_tile();
+                if (tile.owner == rank) multiplier.add_bias(args.bias, tile.column, args.n);
                 multiplier.write();
             });
             break;

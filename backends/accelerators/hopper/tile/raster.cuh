@@ -63,17 +63,20 @@ class ArrivalOrder {
 
 // The tiles of a matrix whose rows belong to `world` owners, each with a raster of its own that is
 // cut into panels, numbered down a band of columns: the others' panel 0; then, panel by panel, the
-// others' next and the own one before it; the own last one.
+// others' next and the own one before it; the own last one. Of the others the last `relayed` form a stage of
+// their own between the two, also one panel behind the stage before, since they wait for it on other
+// ranks, as the own ones do for them.
 class OwnerOrder {
   public:
     __host__ __device__ OwnerOrder(const Raster& raster, int panel_rows, int panel_columns,
-                                   int world)
+                                   int world, int relayed = 0)
         : raster_(raster),
           panel_rows_(panel_rows),
           panel_columns_(panel_columns),
           down_((raster.cluster_rows + panel_rows - 1) / panel_rows),
           panels_(down_ * ((raster.columns + panel_columns - 1) / panel_columns)),
-          others_(world - 1) {}
+          others_(world - 1 - relayed),
+          relayed_(relayed) {}
 
     // `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles. To be asked
     // for in rising order of `index`.
@@ -84,7 +87,7 @@ class OwnerOrder {
         }
         const Raster part = panel(number());
         const int within = index - first_;
-        step = own() ? 0 : 1 + within / part.tiles();
+        step = stage() == stages() - 1 ? 0 : 1 + within / part.tiles() + stage() * others_;
         part.at(within % part.tiles(), cluster_row, column);
         cluster_row += number() % down_ * panel_rows_;
         column += number() / down_ * panel_columns_;
@@ -93,11 +96,15 @@ class OwnerOrder {
   private:
     __host__ __device__ static int least(int a, int b) { return a < b ? a : b; }
 
-    // Turns: the others' panel 0; the others' 1, the own 0; the others' 2, the own 1; ...
-    __host__ __device__ bool own() const { return turn_ > 0 && turn_ % 2 == 0; }
-    __host__ __device__ int number() const { return own() ? turn_ / 2 - 1 : (turn_ + 1) / 2; }
+    // Turns, a round of one a stage after the other: the others' panel, the relayed ones' before it, the own
+    // one before that; without relayed ones the others' and the own one before.
+    __host__ __device__ int stages() const { return relayed_ > 0 ? 3 : 2; }
+    __host__ __device__ int stage() const { return turn_ % stages(); }
+    __host__ __device__ int number() const { return turn_ / stages() - stage(); }
     __host__ __device__ int turn_tiles() const {
-        return number() < panels_ ? (own() ? 1 : others_) * panel(number()).tiles() : 0;
+        if (number() < 0 || number() >= panels_) return 0;
+        const int owners = stage() == 0 ? others_ : stage() == stages() - 1 ? 1 : relayed_;
+        return owners * panel(number()).tiles();
     }
     __host__ __device__ Raster panel(int number) const {
         return {least(panel_rows_, raster_.cluster_rows - number % down_ * panel_rows_),
@@ -109,7 +116,7 @@ class OwnerOrder {
     int panel_rows_, panel_columns_;
     int down_;  // panels one below the other
     int panels_;
-    int others_;
+    int others_, relayed_;
     int turn_ = 0;
     int first_ = 0;  // index of the turn's first tile
 };
