@@ -283,8 +283,10 @@ class ReduceExecutor:
         )
 
     def _outs(self, symmetric: Mapping[str, tuple[int, ...]]) -> list[int]:
-        """Every rank's ``out``, where kernels write to all of them."""
-        return list(symmetric.get("out", ())) if symmetric and self._everywhere else []
+        """Every rank's ``out``, where kernels write to all of them: not between nodes."""
+        if not self._everywhere or self._plan.nodes > 1:
+            return []
+        return list(symmetric.get("out", ()))
 
     def _product_then_collective(
         self, call: Call, operands: _Operands, outs: list[int], stream: int
