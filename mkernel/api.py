@@ -7,11 +7,12 @@ from typing import Literal
 from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.errors import ArgumentError
-from mkernel.plan.arguments import check_world
+from mkernel.plan.arguments import check_world, path_of
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.ops import canonical
 from mkernel.plan.planner import plan as _plan
+from mkernel.plan.shapes import takes
 from mkernel.settings import load as load_settings
 from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Topology
@@ -97,7 +98,10 @@ def plan(
     if topology is None:
         whole = machine.machine_topology(backends)
         topology = machine.emulated_topology(whole, backends, nodes, ranks_per_node, settings)
-    name = selection.provider(backends, canonical(op))
+    full, ranks = canonical(op), nodes * ranks_per_node
+    name = selection.provider(
+        backends, full, nodes, lambda claims: takes(claims, full, sizes, ranks, dtype)
+    )
     backend = registry.accelerator(name)
     claims = backend.capabilities()
     if len(topology.nodes) != nodes:
@@ -105,7 +109,7 @@ def plan(
             "nodes", nodes, f"{len(topology.nodes)}, the topology's number of nodes"
         )
     if live is not None and topology is live.topology and ranks_per_node == live.map.ranks_per_node:
-        where = live.engine(canonical(op)).map
+        where = live.engine(full, lambda claims: takes(claims, full, sizes, ranks, dtype)).map
     else:
         constants = constants_for(claims.constants, settings.constants)
         where = world_map(
@@ -128,7 +132,7 @@ def plan(
         nic=backends.nic if name == backends.accelerator else None,
         verbs=backends.verbs if name == backends.accelerator else None,
         chunk=chunk,
-        path=path or settings.path,
+        path=path or path_of(full, settings.path),
         exchange=exchange or settings.exchange,
         schedule=backend.schedule,
     )

@@ -6,7 +6,7 @@ so when they meet (:class:`mkernel.World`). A launcher chooses once, for all of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from mkernel.backends import registry
@@ -227,6 +227,8 @@ def _misfit(
     misfit = claims.misfit(device) if device is not None else None
     if misfit is None and op is not None and op not in claims.ops:
         misfit = f"does not provide {op!r}"
+    if misfit is None and op is not None and not claims.provides(op, nodes):
+        misfit = f"runs {op!r} on one node, not on {nodes}"
     if misfit is None and nodes > 1 and not claims.between_nodes:
         misfit = f"has no path between {nodes} nodes"
     if misfit is None and ranks is not None:
@@ -252,12 +254,25 @@ def _by_preference() -> list[tuple[str, AcceleratorBackend | Exception]]:
     return [(name, backend) for _, name, backend in sorted(found, key=lambda each: each[:2])]
 
 
-def provider(backends: Backends, op: str) -> str:
-    """The first of a world's accelerators that provides an op; for ops that read what another op's call
-    left, the one of that. Unsupported: none does, or not that one."""
+def provider(
+    backends: Backends,
+    op: str,
+    nodes: int = 1,
+    takes: Callable[[AcceleratorCapabilities], bool] = lambda claims: True,
+) -> str:
+    """The first of a world's accelerators that provides an op there; for ops that read what another
+    op's call left, the one of that. Unsupported: none does, or not that one.
+
+    Args:
+        nodes: of the world.
+        takes: whether a call is one that an accelerator with the op takes; where none does, the call
+            is refused by the first that has the op.
+    """
     leader = READS_OF.get(op, op)
     claims = {name: registry.accelerator(name).capabilities() for name in backends.accelerators}
-    found = next((name for name, each in claims.items() if leader in each.ops), None)
+    have = {name: each for name, each in claims.items() if leader in each.ops}
+    fit = (name for name, each in have.items() if each.provides(leader, nodes) and takes(each))
+    found = next(fit, next(iter(have), None))
     if found is None:
         require_op(backends.accelerators, claims[backends.accelerator], op)
         return backends.accelerator

@@ -8,10 +8,13 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 import torch
 
 from mkernel.backends.contracts.instrumented import View
+from mkernel.plan.arguments import path_of
 from mkernel.plan.around import NOTHING, Around
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
 from mkernel.plan.planner import plan
+from mkernel.plan.shapes import takes
 from mkernel.world.calls import CallRecord
+from mkernel.world.engine import Engine
 from mkernel.world.world import World
 
 T = TypeVar("T")
@@ -57,6 +60,13 @@ def checked(world: World, signature: Hashable, check: Callable[[], T]) -> T:
     return found
 
 
+def engine_for(world: World, op: str, sizes: Mapping[str, int], dtype: str | None) -> Engine:
+    """What runs a call of these sizes. Unsupported."""
+    if not world.backends.companions:
+        return world.engine(op)
+    return world.engine(op, lambda claims: takes(claims, op, sizes, world.size, dtype))
+
+
 def plan_for(
     world: World,
     op: str,
@@ -77,7 +87,7 @@ def plan_for(
     key = (op, *sizes.items(), dtype, out_dtype, b_layout, around, repr(chunk), path)
     found = world.planned[key]
     if found is None:
-        engine = world.engine(op)
+        engine = engine_for(world, op, sizes, dtype)
         found = world.planned[key] = plan(
             op,
             sizes,
@@ -91,7 +101,7 @@ def plan_for(
             nic=engine.backends.nic,
             verbs=engine.backends.verbs,
             chunk=chunk,
-            path=path or world.settings.path,
+            path=path or path_of(op, world.settings.path),
             exchange=world.settings.exchange,
             schedule=engine.accelerator.schedule,
         )

@@ -11,20 +11,23 @@ every rank has the same work; whole blocks above the diagonal are skipped.
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from typing_extensions import Unpack
 
-from mkernel.errors import ArgumentError, ShapeError
+from mkernel.errors import ArgumentError, LayoutError, ShapeError
 from mkernel.ops import ring_attention_backward as gradients
 from mkernel.ops import validate
-from mkernel.ops.common import Done, Execution, plan_for
+from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, register
 from mkernel.ops.untraced import untraced
+from mkernel.plan.model import AttentionLayout
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
+
+_OP = "ring_attention"
 
 
 def zigzag_positions(sequence: int, world_size: int, rank: int) -> torch.Tensor:
@@ -68,6 +71,23 @@ def _check_shapes(
     return batch, heads, kv_heads, rows, width
 
 
+def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionLayout:
+    """How all three lie in memory. LayoutError: they are neither packed, nor packed with the positions
+    outside of the heads; or not alike."""
+    given = {"q": q, "k": k, "v": v}
+    if all(tensor.is_contiguous() for tensor in given.values()):
+        return "heads"
+    if all(tensor.transpose(1, 2).is_contiguous() for tensor in given.values()):
+        return "positions"
+    name, tensor = next(one for one in given.items() if not one[1].is_contiguous())
+    raise LayoutError(
+        name,
+        validate.describe(tensor),
+        "contiguous as [B, H, S/W, D], or q, k and v all as [B, S/W, H, D]",
+        why="call .contiguous()",
+    )
+
+
 @untraced
 def call(
     q: torch.Tensor,
@@ -82,33 +102,31 @@ def call(
 ) -> Done:
     """:func:`ring_attention` with its plan and record. Outputs: ``out``, ``lse``."""
     world = current(group)
-    q, k, v = plain("ring_attention", ("q", "k", "v"), (q, k, v))
-    capabilities = world.engine("ring_attention").claims
+    q, k, v = plain(_OP, ("q", "k", "v"), (q, k, v))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_dimensions(name, tensor)
         validate.on_device(name, tensor, world.accelerator.device)
-        validate.contiguous(name, tensor)
     batch, heads, kv_heads, rows, width = _check_shapes(q, k, v)
+    layout = _layout(q, k, v)
+    sizes: dict[str, Any] = {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "sequence": rows * world.size,
+        "head_dim": width,
+        "causal": causal,
+    }
+    if layout != "heads":
+        sizes["layout"] = layout
+    capabilities = engine_for(world, _OP, sizes, str(q.dtype).removeprefix("torch.")).claims
+    if layout not in capabilities.attention_layouts:
+        validate.contiguous("q", q)
     dtype = validate.dtype_name("q.dtype", q.dtype, capabilities.dtypes)
     for name, tensor in (("k", k), ("v", v)):
         validate.same_dtype(f"{name}.dtype", tensor, "q", q)
     if scale is not None and not math.isfinite(scale):
         raise ArgumentError("scale", scale, "a finite number")
-    plan = plan_for(
-        world,
-        "ring_attention",
-        {
-            "batch": batch,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "sequence": rows * world.size,
-            "head_dim": width,
-            "causal": causal,
-        },
-        dtype,
-        dtype,
-        chunk=chunk,
-    )
+    plan = plan_for(world, _OP, sizes, dtype, dtype, chunk=chunk)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=validate.DTYPES[plan.sums], device=q.device)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
@@ -162,8 +180,10 @@ def ring_attention(
     softmax and sums are float32; the result is rounded once.
 
     Args:
-        q: [B, Hq, S/W, D], contiguous. k, v: [B, Hkv, S/W, D]; Hkv divides Hq (grouped queries:
-            query head h uses head h · Hkv // Hq).
+        q: [B, Hq, S/W, D]. k, v: [B, Hkv, S/W, D]; Hkv divides Hq (grouped queries: query head h
+            uses head h · Hkv // Hq). All contiguous; or, where the accelerator takes it
+            (``attention_layouts`` of its capabilities), all views ``x.transpose(1, 2)`` of contiguous
+            x [B, S/W, H, D], as ``out`` then is.
         causal: position i sees positions up to i. Ranks then hold the positions that
             :func:`zigzag_positions` gives, S a multiple of 2·W; else rank r holds
             [r·S/W, (r+1)·S/W).
@@ -220,7 +240,7 @@ def _fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_shapes(q, k, v)
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=sums)
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=sums)
 
 
 register(

@@ -43,6 +43,7 @@ def _kernel(
     if grad_lse is not None:
         given["grad_lse"] = grad_lse
     given = dict(zip(given, plain(OP, tuple(given), tuple(given.values())), strict=True))
+    given = {name: tensor.contiguous() for name, tensor in given.items()}
     dtype = validate.dtype_name("q.dtype", q.dtype, world.engine(OP).claims.dtypes)
     batch, heads, rows, width = q.shape
     sizes = {

@@ -22,6 +22,7 @@ _NOTHING_TO_SHARE: tuple[str, ...] = ("moe_dispatch_gemm", "moe_combine")
 """Ops of which every pair of ranks exchanges rows of its own: no message of theirs serves a node."""
 
 
+_GEMMS: tuple[str, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 _WITHOUT_B: tuple[str, ...] = ("moe_combine", "ring_attention")
 _EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 _PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
@@ -57,6 +58,12 @@ def exchanges(wanted: str, op: OpName, nodes: int, ranks_per_node: int) -> tuple
             )
         return ("direct",)
     return tuple(one for one in _EXCHANGES if wanted in ("auto", one))
+
+
+def path_of(op: str, setting: PathChoice) -> PathChoice:
+    """The path that calls of an op are asked to take where a setting names one: it is of GEMM ops,
+    since others have one path."""
+    return setting if forward(op) in _GEMMS else "auto"
 
 
 def has_library_path(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from typing_extensions import Self
 
-from mkernel.plan.model import DtypeName
+from mkernel.plan.model import AttentionLayout, AttentionShape, DtypeName
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, KindName, Model
 from mkernel.topology.sources.chips import architecture, described
@@ -62,6 +62,14 @@ class AcceleratorCapabilities(Model):
     """Ops that also exchange hierarchically between nodes of several ranks
     (:data:`mkernel.plan.pipeline.Exchange`). The planner takes the exchange that is predicted to be
     faster, or the one that ``MKERNEL_EXCHANGE`` names."""
+    one_node_ops: tuple[str, ...] = ()
+    """Ops that run in worlds of one node only."""
+    head_dims: tuple[int, ...] = ()
+    """Of attention; empty: any that is aligned."""
+    positions: int = 1
+    """What a rank holds of a sequence, each half of it where attention is causal, is a multiple of so
+    many positions."""
+    attention_layouts: tuple[AttentionLayout, ...] = ("heads",)
     kinds: tuple[KindName, ...] = ()
     """Kinds of devices that it runs on; empty: any."""
     architectures: tuple[str, ...] = ()
@@ -123,6 +131,22 @@ class AcceleratorCapabilities(Model):
     def stages(self) -> bool:
         """Whether what kernels send to other nodes may rest in host memory."""
         return "staged" in self.transfer_paths
+
+    def provides(self, op: str, nodes: int) -> bool:
+        """Whether it has the op in a world of so many nodes."""
+        return op in self.ops and (nodes == 1 or op not in self.one_node_ops)
+
+    def takes_attention(self, shape: AttentionShape, world: int) -> bool:
+        """Whether it takes such sizes, where these are legal at all."""
+        return (
+            (not self.head_dims or shape.head_dim in self.head_dims)
+            and shape.sequence % self.sequence_step(shape, world) == 0
+            and shape.layout in self.attention_layouts
+        )
+
+    def sequence_step(self, shape: AttentionShape, world: int) -> int:
+        """Sequences of all ranks are a multiple of so many positions."""
+        return world * (2 if shape.causal else 1) * self.positions
 
     def too_many(self, ranks: int) -> str | None:
         """Why a world cannot have so many ranks, as what the backend "runs"; None: it can."""

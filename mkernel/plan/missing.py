@@ -46,6 +46,15 @@ def of_world(
     return tuple(found)
 
 
+def of_op(
+    op: str, accelerator: str, capabilities: AcceleratorCapabilities, nodes: int
+) -> tuple[str, ...]:
+    """Why an op that the backend has cannot be called in a world of so many nodes."""
+    if op not in capabilities.ops or capabilities.provides(op, nodes):
+        return ()
+    return (f"accelerator {accelerator!r} runs {op} on one node, not on {nodes}",)
+
+
 def of_routes(
     table: RouteTable,
     placement: WorldPlacement,

@@ -28,6 +28,8 @@ PathName = Literal["fused", "library"]
 """How a GEMM op runs: one kernel that communicates while it computes; or a library's product and a
 collective of the backend's own, one after the other."""
 PathChoice = Literal["auto", "fused", "library"]
+AttentionLayout = Literal["heads", "positions"]
+"""How q, k and v lie in memory: packed as [B, H, S, D], or as [B, S, H, D]."""
 Copied = Literal["a", "b", "bias", "out", "gathered"]
 """A tensor of a GEMM op between which and the launch a copy may stand."""
 BiasStep = Literal["launch", "after"]
@@ -84,7 +86,7 @@ class CombineShape(Model):
 
 class AttentionShape(Model):
     """q [batch, heads, sequence / W, head_dim], k and v with ``kv_heads``; ``sequence`` counts all
-    ranks' positions."""
+    ranks' positions. ``layout``: of the memory of all three, and of the result."""
 
     kind: Literal["attention"] = "attention"
     batch: int = Field(ge=1)
@@ -93,6 +95,7 @@ class AttentionShape(Model):
     sequence: int = Field(ge=1)
     head_dim: int = Field(ge=1)
     causal: bool = False
+    layout: AttentionLayout = "heads"
 
 
 Shape = Annotated[GemmShape | MoeShape | CombineShape | AttentionShape, Field(discriminator="kind")]

@@ -300,6 +300,7 @@ def _links(
         claims.process_group and any(one.kind != "p2p" for one in where.links.table.classes)
     )
     lacks = missing.of_world(accelerator, claims, where.kinds, where.ranks_per_node)
+    lacks += missing.of_op(op, accelerator, claims, where.nodes)
     links = where.group_links if group else where.fastest_links if lacks else where.links
     return links, lacks + missing.of_routes(links.table, where.placement, accelerator, claims)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from mkernel.errors import ArgumentError, ShapeError
+from mkernel.errors import ArgumentError, LayoutError, ShapeError
 from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
@@ -65,7 +65,7 @@ def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str,
     return {**DEFAULT_SIZES[forward(op)], **chosen}
 
 
-_NO_SIZES = ("kind", "capacity")
+_NO_SIZES = ("kind", "capacity", "layout")
 """Fields of shapes that are options of a call, not sizes of its tensors."""
 
 
@@ -108,6 +108,24 @@ def shape_of(
     else:
         _check_experts(shape, world, dtype, out_dtype, capabilities)
     return shape
+
+
+def takes(
+    capabilities: AcceleratorCapabilities,
+    op: str,
+    sizes: Mapping[str, Any],
+    world: int,
+    dtype: str | None,
+) -> bool:
+    """Whether a backend that has the op takes calls of these sizes, as far as backends differ in it: in
+    attention. True of sizes that none takes: whoever plans them says why."""
+    if SHAPES[forward(op)] is not AttentionShape:
+        return True
+    try:
+        shape = AttentionShape(**sizes)
+    except ValidationError:
+        return True
+    return dtype in capabilities.dtypes and capabilities.takes_attention(shape, world)
 
 
 def nearest_multiples(value: int, step: int) -> str:
@@ -184,9 +202,18 @@ def _check_experts(
 def _check_attention(
     shape: AttentionShape, world: int, dtype: DtypeName, capabilities: AcceleratorCapabilities
 ) -> None:
-    parts, of = world, "the number of ranks"
+    of = "the number of ranks"
     if shape.causal:
-        parts, of = 2 * world, "twice the number of ranks (each holds two zigzag pieces)"
-    _check_multiple("sequence", shape.sequence, parts, of)
+        of = "twice the number of ranks (each holds two zigzag pieces)"
+    if capabilities.positions > 1:
+        of += f", times {capabilities.positions}"
+    _check_multiple("sequence", shape.sequence, capabilities.sequence_step(shape, world), of)
     _check_multiple("heads", shape.heads, shape.kv_heads, "kv_heads")
     _check_aligned("head_dim", shape.head_dim, dtype, capabilities)
+    widths = capabilities.head_dims
+    if widths and shape.head_dim not in widths:
+        raise ShapeError("head_dim", shape.head_dim, f"one of {', '.join(map(str, widths))}")
+    if shape.layout not in capabilities.attention_layouts:
+        raise LayoutError(
+            "layout", repr(shape.layout), f"one of: {', '.join(capabilities.attention_layouts)}"
+        )

@@ -152,6 +152,8 @@ def _check(
         raise DtypeError(name, tensor.dtype, f"{' or '.join(wanted.dtypes)}, as planned")
     transposed = wanted.stored and plan.b_layout == "column"
     seen = tensor.transpose(-1, -2) if transposed else tensor
+    if isinstance(plan.shape, AttentionShape) and plan.shape.layout == "positions":
+        seen = tensor.transpose(1, 2) if tensor.dim() == 4 else tensor
     if seen.is_contiguous():
         return
     step = max(1, claims.alignment_bytes // tensor.element_size())

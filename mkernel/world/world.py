@@ -13,6 +13,7 @@ from mkernel import selection
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.nic import NicSession
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.recent import Recent
 from mkernel.settings import Settings
@@ -119,13 +120,20 @@ class World:
         """The backend that this world was made with; no other world uses this instance."""
         return self._membership.engine.accelerator
 
-    def engine(self, op: str) -> Engine:
+    def engine(
+        self, op: str, takes: Callable[[AcceleratorCapabilities], bool] | None = None
+    ) -> Engine:
         """What runs an op's calls: the first of the world's accelerators that provides it; for ops that
-        read what another op's call left, the one of that. Unsupported."""
+        read what another op's call left, the one of that. Unsupported.
+
+        ``takes``: of those the first that takes the call; None: they all take the same calls.
+        """
+        nodes, engines = self.identity.nodes, self._membership.engines
+        if takes is not None:
+            return engines[selection.provider(self.backends, op, nodes, takes)]
         found = self._engines.get(op)
         if found is None:
-            name = selection.provider(self.backends, op)
-            found = self._engines[op] = self._membership.engines[name]
+            found = self._engines[op] = engines[selection.provider(self.backends, op, nodes)]
         return found
 
     @property

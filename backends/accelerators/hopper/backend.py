@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mkernel.backends.accelerators.hopper import tuning
+from mkernel.backends.accelerators.hopper import attention_tuning, tuning
 from mkernel.backends.accelerators.hopper.capabilities import (
+    ATTENTION,
     HIERARCHICAL_OPS,
     MOST_RANKS,
     library_ops,
@@ -30,7 +31,7 @@ from mkernel.backends.cuda.native import native as cuda
 from mkernel.backends.cuda.software import software
 from mkernel.errors import BackendUnavailable
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import AttentionShape, LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import BackendSettings, load_as, variable
 from mkernel.topology.model import Accelerator
@@ -135,7 +136,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """The GEMM ops in half precision, for what this build has kernels of."""
+        """The GEMM ops and ring attention in half precision, for what this build has kernels of."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else machine().cores
@@ -163,6 +164,10 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 settles_puts=True,
                 library_ops=library_ops(),
                 hierarchical_ops=HIERARCHICAL_OPS,
+                one_node_ops=(ATTENTION,),
+                head_dims=machine().attention.head_dims,
+                positions=machine().attention.positions,
+                attention_layouts=("heads", "positions"),
                 kinds=("cuda",),
                 architectures=(f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
                 constants=machine().constants,
@@ -172,6 +177,8 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
     @classmethod
     def schedule(cls, request: ScheduleRequest) -> Scheduled:
         """Tiles, chunks, who pushes them; on the library path, what is sent and how."""
+        if isinstance(request.plan.shape, AttentionShape):
+            return attention_tuning.schedule(request)
         return tuning.schedule(request)
 
     # ---- a world's life, and its calls -----------------------------------------------------------

@@ -9,10 +9,12 @@ from mkernel.errors import BackendUnavailable
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HIERARCHICAL_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
+ATTENTION = "ring_attention"
 MOST_RANKS = 16
 """Of a world; as in device/network.cuh."""
 _TORCH = (2, 8)
-"""The first torch that has products of half-precision inputs in float32 (``aten::mm.dtype_out``)."""
+"""The first torch that has products of half-precision inputs in float32 (``aten::mm.dtype_out``); its
+call of cuDNN's attention is the same from then on."""
 
 
 def ops() -> tuple[str, ...]:
@@ -21,16 +23,17 @@ def ops() -> tuple[str, ...]:
         native()
     except BackendUnavailable:
         return ()
-    return OPS
+    return (*OPS, ATTENTION) if torch_is_fit() else OPS
 
 
 def library_ops() -> tuple[str, ...]:
     """Names of the ops that also have the library path, with this torch."""
-    return ops() if torch_is_fit() else ()
+    return tuple(op for op in ops() if op in OPS) if torch_is_fit() else ()
 
 
 def torch_is_fit() -> bool:
-    """Whether the installed torch has what the library path needs. Does not import it."""
+    """Whether the installed torch has what the library path and attention need. Does not
+    import it."""
     try:
         major, minor, *_ = metadata.version("torch").split(".")
         return (int(major), int(minor)) >= _TORCH

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
+from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.gemm import AllGatherExecutor, ReduceExecutor
 from mkernel.backends.accelerators.hopper.library import LibraryExecutor
@@ -38,6 +40,7 @@ FUSED: dict[str, type[Executor]] = {
     "all_gather_gemm": AllGatherExecutor,
     "gemm_reduce_scatter": ReduceExecutor,
     "gemm_all_reduce": ReduceExecutor,
+    "ring_attention": AttentionExecutor,
 }
 
 
@@ -47,4 +50,6 @@ def executor_of(plan: LaunchPlan) -> type[Executor]:
         raise Unsupported(
             f"accelerator 'hopper' has no kernel of {plan.op}; it has: {', '.join(FUSED)}"
         )
+    if plan.path == "library" and plan.op not in OPS:
+        raise Unsupported(f"accelerator 'hopper' has one path of {plan.op}; plan.path is 'library'")
     return LibraryExecutor if plan.path == "library" else FUSED[plan.op]

@@ -67,6 +67,23 @@ class Partials(Sourced):
     scattered_elements: int = Field(ge=0, description="whole products of up to so many elements")
 
 
+class Attention(Sourced):
+    """Ring attention by a library: calls on parts, and the merge of what they found."""
+
+    head_dims: tuple[int, ...] = Field(min_length=1)
+    positions: int = Field(
+        ge=1, description="of which a rank's piece of the sequence is a multiple"
+    )
+    tflops: float = Field(gt=0, description="of a call, all multiprocessors, random half precision")
+    call_us: float = Field(ge=0, description="what a call costs beside that")
+    causal_call_us: float = Field(ge=0, description="the same of a causal one")
+    merge_us: float = Field(
+        ge=0, description="start and end of the merge, the peers' last word included"
+    )
+    merge_gbs: float = Field(gt=0, description="what it reads and writes")
+    merge_blocks_a_core: int = Field(ge=1)
+
+
 class AllReduce(Sourced):
     """When partial results go to every rank in one exchange."""
 
@@ -107,6 +124,7 @@ class HopperMachine(ChipMachine):
     slicing: Slicing
     partials: Partials
     all_reduce: AllReduce
+    attention: Attention
     spreads: Spreads
     copies: Engines
 

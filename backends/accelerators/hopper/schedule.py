@@ -13,6 +13,7 @@ from mkernel.plan.schedule import Schedule
 
 TilingName = Literal["wide", "deep", "narrow"]
 Way = Literal["one_shot", "two_shot"]
+AttentionLibrary = Literal["cudnn"]
 
 
 class GatherSchedule(Schedule):
@@ -60,6 +61,16 @@ class ReduceSchedule(Schedule):
     product_tiling: TilingName
     network_blocks: int = Field(0, ge=0)
     exchange: Exchange = "direct"
+
+
+class AttentionSchedule(Schedule):
+    """How ring attention runs. Each rank's keys and values travel whole, by copy engines; ``library``
+    computes attention on the own ones and on each peer's as they come, the rank before this one first;
+    a kernel of ``merge_blocks`` blocks merges what was found."""
+
+    kind: Literal["hopper.ring_attention"] = "hopper.ring_attention"
+    library: AttentionLibrary
+    merge_blocks: int = Field(ge=1)
 
 
 class LibrarySchedule(Schedule):

@@ -10,6 +10,7 @@ void bind_calls(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
 void bind_collectives(pybind11::module_& module);
 void bind_gemm(pybind11::module_& module);
+void bind_attention(pybind11::module_& module);
 void bind_starters(pybind11::module_& module);
 
 }  // namespace mkernel::hopper

@@ -14,5 +14,6 @@ PYBIND11_MODULE(_hopper, module) {
     mkernel::hopper::bind_transfer(module);
     mkernel::hopper::bind_gemm(module);
     mkernel::hopper::bind_collectives(module);  // after DeviceWorld, which bind_gemm binds
+    mkernel::hopper::bind_attention(module);    // likewise
     mkernel::hopper::bind_starters(module);
 }

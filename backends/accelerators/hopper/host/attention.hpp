@@ -1,0 +1,33 @@
+// How keys and values of ring attention travel between the ranks of a node.
+//
+// The data area of a rank's workspace has a slot for each peer, in the order in which it consumes them: of
+// rank r - 1 first, then r - 2, and so on, modulo the world. A slot holds K, then V, each laid out as at
+// its owner. Flag s of the workspace, which rank s sets, says that both have come.
+#pragma once
+
+#include <cstdint>
+
+#include "backends/accelerators/hopper/host/device_world.hpp"
+
+namespace mkernel::hopper::attention {
+
+// K, or V, of one rank: `bytes` in all. Its first positions, which are half of them, lie in `count` stretches
+// of `width` bytes, `pitch` from each other.
+struct Keys {
+    std::uint64_t bytes;
+    std::uint64_t width, pitch, count;
+};
+
+// Where K of `source` lies at `rank`: bytes into the data area. V is `keys.bytes` further on.
+std::uint64_t slot_offset(const Keys& keys, int world, int rank, int source);
+
+// Bytes of a workspace for `world` ranks.
+std::uint64_t workspace_bytes(const Keys& keys, int world);
+
+// Copies the own K and V into every peer's slot, and the epoch into the flag behind them: the rank after
+// this one first. `zigzag`: causal, so that later ranks see the first half of the positions alone, and get
+// no more. On the copy engines; `stream` must come after the end of the previous call. CudaError.
+void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
+               bool zigzag, std::uint64_t stream);
+
+}  // namespace mkernel::hopper::attention

@@ -1,0 +1,102 @@
+// Ring attention around a library's calls, for Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/hopper/host/attention.hpp"
+#include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/kernels/attention_parts.hpp"
+#include "backends/cuda/device.hpp"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mkernel::hopper {
+namespace {
+
+using attention::Keys;
+using attention::Merge;
+using attention::Part;
+using attention::Rows;
+
+Rows rows(std::uint64_t address, const std::array<std::int64_t, 3>& strides) {
+    constexpr int kElements = 8;  // of 16 bytes
+    const bool fits =
+        strides[0] % kElements == 0 && strides[1] % kElements == 0 && strides[2] % kElements == 0;
+    if (address % 16 != 0 || !fits) {
+        throw py::value_error("rows at " + std::to_string(address) +
+                              " do not start at multiples of 16 bytes");
+    }
+    return {reinterpret_cast<void*>(address), strides[0], strides[1], strides[2]};
+}
+
+Part part(std::uint64_t out, const std::array<std::int64_t, 3>& strides, std::uint64_t lse,
+          std::int32_t first) {
+    return {rows(out, strides), reinterpret_cast<const float*>(lse), first};
+}
+
+Merge merge(const std::vector<Part>& parts, std::uint64_t out,
+            const std::array<std::int64_t, 3>& strides, std::uint64_t lse,
+            const std::array<std::int32_t, 4>& shape, bool half) {
+    if (parts.size() > static_cast<std::size_t>(kMaxRanks)) {
+        throw py::value_error(std::to_string(parts.size()) + " parts; at most " +
+                              std::to_string(kMaxRanks));
+    }
+    Merge made{};
+    for (const Part& each : parts) made.parts[made.count++] = each;
+    made.out = rows(out, strides);
+    made.lse = reinterpret_cast<float*>(lse);
+    made.batch = shape[0];
+    made.heads = shape[1];
+    made.rows = shape[2];
+    made.width = shape[3];
+    made.half = half;
+    return made;
+}
+
+}  // namespace
+
+void bind_attention(py::module_& module) {
+    py::class_<Keys>(module, "Keys")
+        .def(py::init([](std::uint64_t bytes, std::uint64_t width, std::uint64_t pitch,
+                         std::uint64_t count) { return Keys{bytes, width, pitch, count}; }),
+             py::kw_only(), "bytes"_a, "width"_a, "pitch"_a, "count"_a)
+        .def("slot_offset", &attention::slot_offset, "world"_a, "rank"_a, "source"_a)
+        .def("workspace_bytes", &attention::workspace_bytes, "world"_a);
+    py::class_<Part>(module, "Part").def(py::init(&part), "out"_a, "strides"_a, "lse"_a, "first"_a);
+    py::class_<Merge>(module, "Merge")
+        .def(py::init(&merge), "parts"_a, "out"_a, "strides"_a, "lse"_a, "shape"_a, "half"_a);
+
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    module.def(
+        "push_keys",
+        [](int device, const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
+           bool zigzag, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::push_keys(world, k, v, keys, zigzag, stream);
+        },
+        "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "zigzag"_a, "stream"_a, released);
+    module.def(
+        "await_part",
+        [](int device, const DeviceWorld& world, int source, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::await_part(workspace_of(world), limits_of(world), source,
+                                  cuda::stream_at(stream));
+        },
+        "device"_a, "world"_a, "source"_a, "stream"_a, released);
+    module.def(
+        "merge_parts",
+        [](int device, const DeviceWorld& world, const Merge& merge, std::uint32_t blocks,
+           bool ends, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::merge(workspace_of(world), limits_of(world), merge, blocks, ends,
+                             cuda::stream_at(stream));
+        },
+        "device"_a, "world"_a, "merge"_a, "blocks"_a, "ends"_a, "stream"_a, released);
+}
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,137 @@
+#include "backends/accelerators/hopper/kernels/attention_parts.hpp"
+
+#include <stdexcept>
+#include <string>
+
+#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/hopper/kernels/ordered_sum.cuh"
+#include "backends/cuda/small_launch.cuh"
+
+namespace mkernel::hopper::attention {
+
+namespace {
+
+using collectives::narrow;
+using collectives::widen;
+
+constexpr unsigned kMergeThreads = 256;
+constexpr int kElements = 8;  // that a thread has of a row
+constexpr int kVectorBytes = kElements * 2;
+
+__global__ void await_part_kernel(Workspace workspace, transport::WaitLimits limits,
+                                  std::uint32_t source) {
+    if (threadIdx.x != 0) return;
+    const auto waiter = waiter_of(workspace, limits, transport::Waiter::compute_kernel);
+    waiter.until(workspace.flags(workspace.rank)[source], workspace.control().state.epoch,
+                 {source, source, 0});
+}
+
+__device__ const char* row_of(const Rows& rows, std::int64_t batch, std::int64_t head,
+                              std::int64_t row) {
+    return static_cast<const char*>(rows.at) +
+           2 * (batch * rows.batch + head * rows.head + row * rows.row);
+}
+
+template <class Element>
+__device__ void add(float (&sum)[kElements], float weight, uint4 found) {
+    const Element* elements = reinterpret_cast<const Element*>(&found);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) sum[i] += weight * widen(elements[i]);
+}
+
+// One thread's elements, from `at` bytes of the row on.
+template <class Element>
+__device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t head,
+                          std::uint32_t row, std::uint32_t at) {
+    const std::uint64_t above = std::uint64_t{batch} * merge.heads + head;
+    const auto lse_of = [&](const Part& part) {
+        return part.lse[above * (merge.rows - part.first) + row - part.first];
+    };
+    const auto seen = [&](const Part& part) {
+        return static_cast<std::int32_t>(row) >= part.first;
+    };
+    float top = -INFINITY;
+    for (int p = 0; p < merge.count; ++p) {
+        if (seen(merge.parts[p])) top = fmaxf(top, lse_of(merge.parts[p]));
+    }
+    // Scores that are all -inf, or one that is inf: nothing can be taken off them.
+    if (isinf(top)) top = 0.0f;
+    float whole = 0.0f;
+    float sum[kElements] = {};
+    for (int p = 0; p < merge.count; ++p) {
+        const Part& part = merge.parts[p];
+        if (!seen(part)) continue;
+        const float weight = expf(lse_of(part) - top);
+        whole += weight;
+        add<Element>(sum, weight,
+                     ptx::load_16(row_of(part.out, batch, head, row - part.first) + at));
+    }
+    uint4 result;
+    Element* elements = reinterpret_cast<Element*>(&result);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) narrow(sum[i] / whole, elements[i]);
+    *reinterpret_cast<uint4*>(const_cast<char*>(row_of(merge.out, batch, head, row)) + at) = result;
+    if (at == 0) merge.lse[above * merge.rows + row] = top + logf(whole);
+}
+
+template <class Element>
+__global__ __launch_bounds__(kMergeThreads) void merge_kernel(
+    const __grid_constant__ Workspace workspace, transport::WaitLimits limits,
+    const __grid_constant__ Merge merge, bool ends) {
+    const std::uint32_t threads_a_row = merge.width / kElements;
+    const std::uint32_t rows_a_block = kMergeThreads / threads_a_row;
+    const std::uint32_t at = threadIdx.x % threads_a_row * kVectorBytes;
+    const std::uint32_t rows = merge.rows;
+    const std::uint32_t all = merge.batch * merge.heads * rows;
+    for (std::uint32_t number = blockIdx.x * rows_a_block + threadIdx.x / threads_a_row;
+         number < all; number += gridDim.x * rows_a_block) {
+        const std::uint32_t above = number / rows;
+        merge_row<Element>(merge, above / merge.heads, above % merge.heads, number % rows, at);
+    }
+    if (!ends) return;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    const auto waiter = waiter_of(workspace, limits, transport::Waiter::compute_kernel);
+    finish_call(workspace, waiter, workspace.control().state.epoch);
+}
+
+void check(const Merge& merge) {
+    const auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
+    if (merge.count < 1 || merge.count > kMaxRanks) {
+        refuse("a merge of " + std::to_string(merge.count) + " parts; 1 to " +
+               std::to_string(kMaxRanks));
+    }
+    // As many threads as divide a block: 8 of 64 elements, 16 of 128.
+    const int threads = merge.width / kElements;
+    if (threads < 1 || merge.width % kElements != 0 || kMergeThreads % threads != 0) {
+        refuse("rows of " + std::to_string(merge.width) + " elements; a power of two from " +
+               std::to_string(kElements) + " to " + std::to_string(kElements * kMergeThreads));
+    }
+    const std::int64_t all = std::int64_t{merge.batch} * merge.heads * merge.rows;
+    if (all < 1 || all > (std::int64_t{1} << 30)) {
+        refuse(std::to_string(all) + " rows of queries; 1 to 2^30");
+    }
+    if (merge.parts[0].first != 0) refuse("the first part does not have all rows");
+}
+
+}  // namespace
+
+void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
+                cudaStream_t stream) {
+    if (source < 0 || source >= workspace.world || source == workspace.rank) {
+        throw std::invalid_argument("source " + std::to_string(source) + " is no peer of rank " +
+                                    std::to_string(workspace.rank));
+    }
+    cuda::launch_small("launching the wait for a part", await_part_kernel, 1, 32, 0, stream,
+                       workspace, limits, static_cast<std::uint32_t>(source));
+}
+
+void merge(const Workspace& workspace, const transport::WaitLimits& limits, const Merge& merge,
+           std::uint32_t blocks, bool ends, cudaStream_t stream) {
+    check(merge);
+    const auto kernel = merge.half ? merge_kernel<__half> : merge_kernel<__nv_bfloat16>;
+    cuda::launch_small("launching the merge of parts", kernel, blocks, kMergeThreads, 0, stream,
+                       workspace, limits, merge, ends);
+}
+
+}  // namespace mkernel::hopper::attention

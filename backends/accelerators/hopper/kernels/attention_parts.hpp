@@ -1,0 +1,55 @@
+// What stands between the calls of a library's attention: the wait for keys and values of a peer, and the
+// merge of what the calls found.
+//
+// Queries q see the keys in parts p, a call each: out_p, and lse_p, the log-sum-exp of the part's scores. Then
+//   lse = log sum_p e^lse_p,  out = sum_p e^(lse_p - lse) out_p,
+// in float32, in the order of the parts; out is rounded once more. Source: Milakov and Gimelshein, "Online
+// normalizer calculation for softmax", 2018.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/transport/host_control.hpp"
+
+namespace mkernel::hopper::attention {
+
+// A tensor [batch, heads, rows, width] of 16-bit elements; those of a row are packed. Strides in elements,
+// all but the last one's. Addresses and strides are multiples of 16 bytes.
+struct Rows {
+    void* at;
+    std::int64_t batch, head, row;
+};
+
+// What the queries from `first` on found in some keys: `out` [batch, heads, rows - first, width], `lse`
+// of the same without the width, packed.
+struct Part {
+    Rows out;
+    const float* lse;
+    std::int32_t first;
+};
+
+struct Merge {
+    Part parts[kMaxRanks];
+    std::int32_t
+        count;  // of them, in the order in which they are added; the first one has all rows
+    Rows out;
+    float* lse;  // [batch, heads, rows], packed
+    std::int32_t batch, heads, rows, width;
+    bool half;  // float16, else bfloat16
+};
+
+// Both on the current device's `stream`, may be captured. CudaError; std::invalid_argument.
+
+// What follows on `stream` comes after `source` has set its flag of the running call, and reads what was
+// copied before the flag.
+void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
+                cudaStream_t stream);
+
+// On `blocks` blocks. `ends`: it also ends the call (device/call.cuh).
+void merge(const Workspace& workspace, const transport::WaitLimits& limits, const Merge& merge,
+           std::uint32_t blocks, bool ends, cudaStream_t stream);
+
+}  // namespace mkernel::hopper::attention
