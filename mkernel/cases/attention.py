@@ -1,5 +1,6 @@
 """Case of ring attention. Size ``causal`` (bool) chooses the zigzag split. Option ``scale``: of the
-scores, default D^-0.5. Option ``tensors``: the user's whole ``q``, ``k`` and ``v`` [B, H, S, D].
+scores, default D^-0.5. Option ``tensors``: the user's whole ``q``, ``k`` and ``v`` [B, H, S, D]. Option
+``lies``: how a rank's lie in memory (``AttentionShape.layout``), default ``heads``.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class RingAttentionCase(Case):
     ) -> dict[str, torch.Tensor]:
         """q, k, v at the rank's positions."""
         mine = self.positions(rank, world_size)
-        return {
-            name: whole[:, :, mine].contiguous() for name, whole in self._whole(iteration).items()
-        }
+        found = {name: whole[:, :, mine] for name, whole in self._whole(iteration).items()}
+        if self.options.get("lies") == "positions":
+            return {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in found.items()}
+        return {name: tensor.contiguous() for name, tensor in found.items()}
 
     def positions(self, rank: int, world_size: int) -> torch.Tensor:
         """Which positions of the sequence ``rank`` holds, in order."""

@@ -92,6 +92,13 @@ class AcceleratorSubject:
             raise CheckSkipped(f"not claimed: {', '.join(ops or OPS)}")
         return found
 
+    def claimed_in(self, world: tuple[int, int], *ops: str) -> tuple[str, ...]:
+        """Those of the claimed ops that it has in a world of (nodes, ranks per node). CheckSkipped."""
+        found = tuple(op for op in self.claimed(*ops) if self.capabilities.provides(op, world[0]))
+        if not found:
+            raise CheckSkipped(f"not claimed on {world[0]} nodes: {', '.join(ops or OPS)}")
+        return found
+
     def dtype(self) -> DtypeName:
         """The dtype that most checks use: the narrowest that is claimed."""
         for name in ("float16", "bfloat16", "float32", "float64"):

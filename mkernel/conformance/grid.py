@@ -1,7 +1,8 @@
 """Which cases the checks call: one typical case of an op, a grid of odd ones, and random draws.
 
 Sizes keep to what the backend claims: rows of matrices are multiples of its alignment, M of the
-world's size where the op cuts M, causal sequences of twice the world's size.
+world's size where the op cuts M, causal sequences of twice the world's size; sequences and widths of
+heads in attention are the next that it takes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from mkernel.cases import Case, case_of
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.ranks import each_case
-from mkernel.plan.model import DtypeName
+from mkernel.plan.model import AttentionShape, DtypeName
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 MOE = ("moe_dispatch_gemm", "moe_combine")
@@ -62,20 +63,38 @@ def typical(
             "sequence": 24 * world_size,
             "head_dim": _up(32, step),
         }
-    return _case(
-        subject, op, {**plain, **sizes}, given, result, layout, chunk=chunk, options=options
-    )
+    wanted = {**plain, **sizes}
+    if op == "ring_attention":
+        wanted = attended(subject, wanted, world_size)
+    return _case(subject, op, wanted, given, result, layout, chunk=chunk, options=options)
+
+
+def attended(subject: AcceleratorSubject, sizes: _Sizes, world_size: int) -> dict[str, Any]:
+    """Sizes of attention that the backend takes: the next sequence and width, or the widest."""
+    claims, width = subject.capabilities, sizes["head_dim"]
+    widths = sorted(claims.head_dims)
+    wider = [one for one in widths if one >= width] or widths[-1:] or [width]
+    shape = AttentionShape(**{**sizes, "head_dim": wider[0]})
+    length = sizes["sequence"]
+    if claims.positions > 1:
+        length = _up(length, claims.sequence_step(shape, world_size))
+    return {**sizes, "head_dim": wider[0], "sequence": length}
 
 
 def typical_of_each(subject: AcceleratorSubject, world: tuple[int, int]) -> list[Case]:
     """The typical case of every op that is claimed."""
-    return [typical(subject, op, world[0] * world[1]) for op in subject.claimed()]
+    return [typical(subject, op, world[0] * world[1]) for op in subject.claimed_in(world)]
 
 
-def wider(case: Case, by: int) -> Case:
-    """The case with more columns."""
-    names = {"ring_attention": "head_dim", **dict.fromkeys(MOE, "features")}
-    name = names.get(case.op, "n")
+def wider(subject: AcceleratorSubject, case: Case, steps: int = 1) -> Case:
+    """The case with so many steps of columns more; with more sequences, of attention in which only some
+    widths are claimed."""
+    few = case.op == "ring_attention" and subject.capabilities.head_dims
+    names = {
+        "ring_attention": "batch" if few else "head_dim",
+        **dict.fromkeys(MOE, "features"),
+    }
+    name, by = names.get(case.op, "n"), steps if few else steps * subject.step()
     return case.with_(sizes={**case.sizes, name: case.sizes[name] + by})
 
 
@@ -147,6 +166,8 @@ def draws(subject: AcceleratorSubject, op: str, world_size: int, count: int) -> 
         dtype, out_dtype = pick.choice(claims.dtype_pairs())
         step = subject.step(dtype, out_dtype)
         sizes = _draw(op, world_size, step, pick)
+        if op == "ring_attention":
+            sizes = attended(subject, sizes, world_size)
         chunk = pick.choice([None, None, 1, 2, 5])
         layout = pick.choice(claims.b_layouts)
         options: dict[str, Any] = {}

@@ -27,6 +27,10 @@ EVERY = (*GEMMS, "moe_dispatch_gemm", "moe_combine", "ring_attention")
 class Claims:
     def __init__(self, ops: tuple[str, ...], between_nodes: bool) -> None:
         self.ops, self.between_nodes, self.process_group = ops, between_nodes, False
+        self.one_node_ops: tuple[str, ...] = ()
+
+    def provides(self, op: str, nodes: int) -> bool:
+        return op in self.ops and (nodes == 1 or op not in self.one_node_ops)
 
 
 class Accelerator:
@@ -225,6 +229,19 @@ def test_an_op_goes_to_the_first_that_provides_it(install: Install) -> None:
     # It would read what the dispatch on another accelerator left in words of its own.
     with pytest.raises(Unsupported, match=r"'moe' does not provide 'moe_dispatch_backward'"):
         selection.provider(world, "moe_dispatch_backward")
+    backends = {"hopper": Accelerator(20), "streams": Accelerator(10)}
+    backends["hopper"].capabilities().one_node_ops = ("ring_attention",)
+    install(backends)
+    both = selection.backends(Settings(), 2, accelerator=("hopper", "streams"))
+    assert [selection.provider(both, "ring_attention", n) for n in (1, 2)] == ["hopper", "streams"]
+    assert selection.chosen_accelerator(2, "ring_attention") == "streams"
+    wide = backends["streams"].capabilities()
+    assert selection.provider(both, "ring_attention", 1, lambda claims: claims is wide) == "streams"
+    assert selection.provider(both, "ring_attention", 1, lambda claims: False) == "hopper"
+
+
+def test_what_is_named_is_alone(install: Install) -> None:
+    install({"hopper": Accelerator(20, ops=GEMMS), "streams": Accelerator(10)})
     alone = selection.backends(Settings(), 1, accelerator="hopper")
     assert alone.companions == (), "what is named is alone"
     with pytest.raises(Unsupported, match=r"accelerator='hopper,streams'"):

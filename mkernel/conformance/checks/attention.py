@@ -1,4 +1,4 @@
-"""Ring attention: causality, grouped queries, scale and log-sum-exp."""
+"""Ring attention: causality, grouped queries, scale and log-sum-exp, in every layout that is claimed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,27 @@ _OP = "ring_attention"
 
 def _judge(subject: AcceleratorSubject, variants: list[dict[str, int]]) -> None:
     subject.claimed(_OP)
-    for world in subject.worlds((1, 3), *([] if subject.quick else [(1, 1), subject.largest()])):
+    wanted = subject.worlds((1, 3), *([] if subject.quick else [(1, 1), subject.largest()]))
+    for world in _worlds(subject, *wanted):
         size = world[0] * world[1]
         cases = [
-            typical(subject, _OP, size, {**sizes, "sequence": sizes.get("sequence", 24) * size})
+            typical(
+                subject,
+                _OP,
+                size,
+                {**sizes, "sequence": sizes.get("sequence", 24) * size},
+                options={} if layout == "heads" else {"lies": layout},
+            )
             for sizes in variants
+            for layout in subject.capabilities.attention_layouts
         ]
         subject.judge(each_case, judge_calls, cases, 2, world=world)
+
+
+def _worlds(subject: AcceleratorSubject, *wanted: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """Those of the worlds in which the op is claimed; of one node, where it is on no other."""
+    found = [each for each in wanted if subject.capabilities.provides(_OP, each[0])]
+    return tuple(dict.fromkeys(found)) or subject.worlds((1, 2))
 
 
 def causal(subject: AcceleratorSubject) -> None:
@@ -37,7 +51,7 @@ def gqa(subject: AcceleratorSubject) -> None:
 def lse(subject: AcceleratorSubject) -> None:
     """Scales other than the default, causal or not; scores of hundreds must not overflow."""
     subject.claimed(_OP)
-    for world in subject.usual_worlds():
+    for world in _worlds(subject, *subject.usual_worlds()):
         size = world[0] * world[1]
         cases: list[Case] = [
             typical(subject, _OP, size, {"causal": causal}, options={"scale": scale})

@@ -82,7 +82,7 @@ def _broken(subject: AcceleratorSubject, action: str, kind: str) -> None:
     found = []
     world = subject.largest()
     size = world[0] * world[1]
-    ops = [op for op in subject.claimed() if op != "moe_combine"]
+    ops = [op for op in subject.claimed_in(world) if op != "moe_combine"]
     for number, op in enumerate(ops[: 1 if subject.quick else None]):
         case = typical(subject, op, size)
         victim = 0 if number % 2 else size - 1

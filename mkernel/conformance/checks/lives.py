@@ -67,7 +67,7 @@ def rank_two_worlds(cases: Sequence[Case], port: int) -> list[str]:
 def after_failure(subject: AcceleratorSubject) -> None:
     """A rank raises between calls; the others hear of it; then all make a new world."""
     for world in subject.worlds((1, 2), *([] if subject.quick else [subject.largest()])):
-        for op in subject.claimed()[: 2 if subject.quick else None]:
+        for op in subject.claimed_in(world)[: 2 if subject.quick else None]:
             case = typical(subject, op, world[0] * world[1])
             with meeting_place() as port:
                 subject.judge(rank_after_failure, case, port, world=world)

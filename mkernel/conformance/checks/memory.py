@@ -62,7 +62,7 @@ def _judge(subject: AcceleratorSubject, watch_inputs: bool) -> None:
     world, claims = subject.largest(), subject.capabilities
     cases = [
         typical(subject, op, world[0] * world[1], layout=layout)
-        for op in subject.claimed()
+        for op in subject.claimed_in(world)
         for layout in claims.b_layouts
     ]
     subject.judge(each_case, rank_memory, cases, claims.alignment_bytes, watch_inputs, world=world)

@@ -38,7 +38,7 @@ def wrong_calls(subject: AcceleratorSubject) -> None:
     world = subject.largest()
     # A combine alone needs a dispatch's handle.
     cases = [case for case in typical_of_each(subject, world) if case.op != "moe_combine"]
-    unclaimed = {*OPS} - {*subject.capabilities.ops, "moe_combine"}
+    unclaimed = {*OPS} - {*subject.claimed_in(world), "moe_combine"}
     refused = [typical(subject, op, world[0] * world[1]) for op in OPS if op in unclaimed]
     subject.judge(rank_wrong_calls, cases, refused, subject.capabilities, world=world)
 
@@ -183,7 +183,7 @@ def mismatched_call(subject: AcceleratorSubject) -> None:
         if op == "moe_combine":
             continue
         case = typical(subject, op, 2)
-        other = wider(case, subject.step())
+        other = wider(subject, case)
         subject.judge(rank_first_differs, case, other, world=world)
         told: dict[int, str] = {}
         try:

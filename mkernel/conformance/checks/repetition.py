@@ -27,7 +27,7 @@ def repeated_calls(subject: AcceleratorSubject) -> None:
 def _pairs(subject: AcceleratorSubject) -> list[tuple[Case, Case]]:
     """The typical case of every op, and a wider one."""
     cases = typical_of_each(subject, subject.largest())
-    return [(case, wider(case, 3 * subject.step())) for case in cases]
+    return [(case, wider(subject, case, 3)) for case in cases]
 
 
 def rank_alternates(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]:

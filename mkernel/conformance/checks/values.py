@@ -30,7 +30,7 @@ def shapes(subject: AcceleratorSubject) -> None:
         size = world[0] * world[1]
         count = 4 if subject.quick else 24
         cases = []
-        for op in subject.claimed():
+        for op in subject.claimed_in(world):
             cases += [*grid(subject, op, size), *draws(subject, op, size, count)]
         subject.judge(each_case, judge_calls, cases, 1 if subject.quick else 2, world=world)
 
@@ -78,7 +78,7 @@ def many_chunks(subject: AcceleratorSubject) -> None:
     for world in subject.worlds((1, 2), *([] if subject.quick else [subject.largest()])):
         size = world[0] * world[1]
         cases = []
-        for op in subject.claimed():
+        for op in subject.claimed_in(world):
             if op in GEMMS:
                 m = rows if op == "gemm_all_reduce" else rows * size
                 sizes = {"m": m, "k": subject.aligned(k)}

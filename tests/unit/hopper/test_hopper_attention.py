@@ -1,0 +1,459 @@
+"""Ring attention's part on the host: ranks are threads, copies and kernels stand-ins on host memory
+that do as host/attention.hpp and kernels/attention_parts.hpp say."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import devices
+import pytest
+import torch
+from gpu_plans import gpu_plan
+from plan_walk import WalkedWorld, decorations
+
+from mkernel.backends.accelerators.hopper import attention, capabilities, device_world, native
+from mkernel.backends.accelerators.hopper.attention import AttentionExecutor, Seen
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.dispatch import executor_of
+from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.hopper.schedule import AttentionSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.instrumented import View
+from mkernel.backends.contracts.memory import PeerMemory
+from mkernel.cases import case_of
+from mkernel.cases.comparison import compare
+from mkernel.errors import LayoutError, ShapeError, Unsupported
+from mkernel.plan.missing import of_op
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.shapes import takes
+
+MAIN, BESIDE = 5, 6
+Sizes = dict[str, Any]
+
+
+class Part(NamedTuple):
+    out: int
+    strides: tuple[int, ...]
+    lse: int
+    first: int
+
+
+class Merge(NamedTuple):
+    parts: list[Part]
+    out: int
+    strides: tuple[int, ...]
+    lse: int
+    shape: tuple[int, int, int, int]
+    half: bool
+
+
+@dataclass(frozen=True)
+class Here:
+    """Stands for DeviceWorld."""
+
+    rank: int
+    workspaces: tuple[int, ...]
+    number: int = 0
+
+    def of_call(self, number: int, timeout_s: float) -> Here:
+        return replace(self, number=number)
+
+
+class Fabric:
+    """Stands for ``_hopper`` in all ranks. ``queued``: what rank 0 started, and on which stream."""
+
+    Part, Merge = Part, Merge
+
+    def __init__(self, world: int) -> None:
+        made = native.native()
+        self.DATA_OFFSET, self.Keys = made.DATA_OFFSET, made.Keys
+        self.world = world
+        self.nbytes = self.stretches = 0  # of one rank's keys
+        self.queued: list[Any] = []
+        self.merged: list[Merge] = []
+        self.flags: dict[tuple[int, int], threading.Event] = {
+            (to, by): threading.Event() for to in range(world) for by in range(world)
+        }
+
+    def DeviceWorld(self, workspaces: list[int], rank: int, *_: Any) -> Here:
+        return Here(rank, tuple(workspaces))
+
+    def push_keys(
+        self, device: int, here: Here, k: int, v: int, keys: Any, zigzag: bool, stream: int
+    ) -> None:
+        self._note(here, "push", stream)
+        whole = self.nbytes
+        for step in range(1, self.world):
+            to = (here.rank + step) % self.world
+            at = here.workspaces[to] + self.DATA_OFFSET
+            at += keys.slot_offset(self.world, to, here.rank)
+            for number, source in enumerate((k, v)):
+                pitch = whole // self.stretches
+                width = pitch // 2 if zigzag and to > here.rank else pitch
+                for stretch in range(self.stretches):
+                    off = stretch * pitch
+                    ctypes.memmove(at + number * whole + off, source + off, width)
+            self.flags[to, here.rank].set()
+
+    def await_part(self, device: int, here: Here, source: int, stream: int) -> None:
+        self._note(here, ("await", source), stream)
+        assert self.flags[here.rank, source].wait(60)
+
+    def merge_parts(
+        self, device: int, here: Here, merge: Merge, blocks: int, ends: bool, stream: int
+    ) -> None:
+        self._note(here, ("merge", len(merge.parts), blocks, ends), stream)
+        if here.rank == 0:
+            self.merged.append(merge)
+        batch, heads, rows, width = merge.shape
+        dtype = torch.float16 if merge.half else torch.bfloat16
+        outs = torch.zeros(len(merge.parts), batch, heads, rows, width)
+        sums = torch.full((len(merge.parts), batch, heads, rows), float("-inf"))
+        for number, part in enumerate(merge.parts):
+            left = rows - part.first
+            outs[number, :, :, part.first :] = rows_at(part.out, part.strides, dtype, batch, heads,
+                                                       left, width).float()  # fmt: skip
+            lse = rows_at(part.lse, (heads * left, left, 1), torch.float32, batch, heads, left, 1)
+            sums[number, :, :, part.first :] = lse[..., 0]
+        lse = sums.logsumexp(0)
+        out = ((sums - lse).exp()[..., None] * outs).sum(0)
+        rows_at(merge.out, merge.strides, dtype, batch, heads, rows, width).copy_(out)
+        packed = (heads * rows, rows, 1)
+        rows_at(merge.lse, packed, torch.float32, batch, heads, rows, 1)[..., 0].copy_(lse)
+
+    def _note(self, here: Here, what: Any, stream: int) -> None:
+        if here.rank == 0:
+            self.queued.append((what, stream))
+
+
+def flat_at(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def rows_at(
+    address: int, strides: tuple[int, ...], dtype: torch.dtype, *shape: int
+) -> torch.Tensor:
+    steps = (*strides, 1)
+    last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True)) + 1
+    flat = flat_at(address, last * dtype.itemsize).view(dtype)
+    return flat.as_strided(shape, steps)
+
+
+class Order:
+    """Stands for CallOrder."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def fork(self, stream: int) -> int:
+        assert stream == MAIN
+        self.open += 1
+        return BESIDE
+
+    def join(self, stream: int) -> None:
+        assert stream == MAIN
+        self.open -= 1
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, causal: bool, scale: float
+) -> Seen:
+    """As a library's, on the CPU: rounded once."""
+    assert scale > 0
+    groups = q.shape[1] // k.shape[1]
+    wide, keys, values = q[:, :, first:].double(), k.double(), v.double()
+    scores = wide @ keys.repeat_interleave(groups, 1).transpose(2, 3) * scale
+    if causal:
+        assert not first
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    out = scores.softmax(3) @ values.repeat_interleave(groups, 1)
+    return Seen(out.to(q.dtype), scores.logsumexp(3).float(), first)
+
+
+def sizes_of(world: int, **changes: Any) -> Sizes:
+    return {
+        "batch": 2, "heads": 4, "kv_heads": 2, "sequence": 32 * world, "head_dim": 64,
+        "causal": False, **changes,
+    }  # fmt: skip
+
+
+def planned(world: int, **changes: Any) -> LaunchPlan:
+    claims = HopperAccelerator().capabilities()
+    ops = (*capabilities.OPS, capabilities.ATTENTION)
+    return gpu_plan(
+        HopperAccelerator(), "ring_attention", world, sizes_of(world, **changes), dtype="bfloat16",
+        capabilities=claims.model_copy(update={"ops": ops}),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
+    """Makes the fabric of a world."""
+    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+
+    def make(world: int) -> Fabric:
+        made = Fabric(world)
+        for module in (attention, device_world):
+            monkeypatch.setattr(module, "native", lambda: made)
+        monkeypatch.setattr(attention, "attend", attended)
+        monkeypatch.setattr(attention, "bytes_at", flat_at)
+        return made
+
+    return make
+
+
+def lying(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "heads":
+        return tensor.contiguous()
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def run(
+    made: Fabric, plan: LaunchPlan, *, view: View = "pipelined", scale: float = 0.2, calls: int = 2
+) -> list[str]:
+    """What is wrong with any rank's results, of calls with fresh inputs each."""
+    shape: Any = plan.shape
+    world, sizes = plan.world_size, shape.model_dump(exclude={"kind", "layout"})
+    case = case_of("ring_attention")(
+        sizes, plan.dtype, plan.dtype, "row", options={"scale": scale}, seed=3
+    )
+    room = AttentionExecutor.workspace(plan).areas[0]
+    memory = [torch.full((room,), 0x7F, dtype=torch.uint8) for _ in range(world)]  # NaN
+    places = [each.data_ptr() for each in memory]
+    rows = shape.sequence // world
+    made.nbytes = shape.batch * shape.kv_heads * rows * shape.head_dim * 2
+    made.stretches = shape.batch * (shape.kv_heads if shape.layout == "heads" else 1)
+    order: Any = Order()
+    found: list[str] = []
+    executors: dict[int, AttentionExecutor] = {}
+    for number in range(calls):
+        for flag in made.flags.values():
+            flag.clear()
+
+        def start(rank: int, number: int = number) -> list[str]:
+            given = {n: lying(t, shape.layout) for n, t in case.inputs(rank, world, number).items()}
+            given["out"] = torch.full_like(given["q"], torch.nan)
+            given["lse"] = torch.full(given["q"].shape[:3], torch.nan)
+            call = Call(
+                plan=plan, rank=rank, tensors=given, epoch=number + 1, number=number, pad=0,
+                workspace=places[rank], areas=(0,),
+                peers={p: PeerMemory(0, places[p]) for p in range(world) if p != rank},
+                region=0, fifo=0, timeout_s=1.0, view=view, options={"scale": scale},
+            )  # fmt: skip
+            if rank not in executors:
+                executors[rank] = AttentionExecutor(call, DispatchContext(0, order, 64))
+            executors[rank].start(call, MAIN)
+            truth = case.reference(rank, world, number)
+            limits = {"out": 5e-3, "lse": 1e-5}
+            return [
+                f"call {number} rank {rank}: {name} is off by {off}"
+                for name, limit in limits.items()
+                if not (off := compare(given[name], truth[name]).error) <= limit
+            ]
+
+        with ThreadPoolExecutor(world) as pool:
+            found += [text for each in pool.map(start, range(world)) for text in each]
+    assert order.open == 0
+    return found
+
+
+@pytest.mark.parametrize("layout", ["heads", "positions"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_results(fabric: Any, world: int, causal: bool, layout: str) -> None:
+    made = fabric(world)
+    plan = planned(world, causal=causal, layout=layout, sequence=64 * world)
+    assert run(made, plan) == []
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
+def test_any_scale(fabric: Any, scale: float) -> None:
+    assert run(fabric(2), planned(2, causal=True), scale=scale) == []
+
+
+@pytest.mark.parametrize("view", ["pipelined", "sequential"])
+def test_what_is_queued(fabric: Any, view: View) -> None:
+    made = fabric(3)
+    plan = planned(3, causal=True, sequence=96)
+    assert run(made, plan, view=view, calls=1) == []
+    blocks = plan.part(AttentionSchedule).merge_blocks
+    beside = BESIDE if view == "pipelined" else MAIN
+    assert made.queued == [
+        ("push", beside), (("await", 2), MAIN), (("await", 1), MAIN),
+        (("merge", 3, blocks, True), MAIN),
+    ]  # fmt: skip
+    # Rank 0's first half sees its own keys alone.
+    assert [part.first for part in made.merged[0].parts] == [0, 16, 16]
+
+
+def test_compute_only_exchanges_nothing(fabric: Any) -> None:
+    made = fabric(2)
+    plan = planned(2)
+    run(made, plan, view="compute_only", calls=1)
+    blocks = plan.part(AttentionSchedule).merge_blocks
+    merge = (("merge", 2, blocks, False), MAIN)
+    assert made.queued == [merge] * 2, "of both ranks: each is alone"
+
+
+def test_a_wrong_part_is_seen(fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's own eyes: equal weights, and a mask that is off by one at a seam."""
+    plan = planned(2, causal=True)
+
+    def unweighted(*given: Any) -> Seen:
+        found = attended(*given)
+        return found._replace(lse=torch.zeros_like(found.lse))
+
+    made = fabric(2)
+    monkeypatch.setattr(attention, "attend", unweighted)
+    assert run(made, plan)
+
+    def shifted(q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Seen:
+        return attended(q, k if causal else k[:, :, 1:], v if causal else v[:, :, 1:], first, causal,
+                        scale)  # fmt: skip
+
+    monkeypatch.setattr(attention, "attend", shifted)
+    assert run(made, plan)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def test_refused_sizes_name_the_nearest() -> None:
+    with pytest.raises(ShapeError, match=r"sequence = 96 .*multiple of 64.* nearest: 64 or 128"):
+        planned(2, causal=True, sequence=96)
+    with pytest.raises(ShapeError, match=r"sequence = 40 .*multiple of 32.* nearest: 32 or 64"):
+        planned(2, sequence=40)
+    with pytest.raises(ShapeError, match=r"head_dim = 96 is not legal; expected one of 64, 128"):
+        planned(2, head_dim=96)
+
+
+def test_what_it_does_not_take_is_left_to_a_companion() -> None:
+    claims = HopperAccelerator().capabilities()
+
+    def taken(**changes: Any) -> bool:
+        dtype = changes.pop("dtype", "float16")
+        return takes(claims, "ring_attention", sizes_of(2, **changes), 2, dtype)
+
+    assert taken()
+    assert taken(causal=True)
+    assert taken(layout="positions")
+    assert not taken(head_dim=96)
+    assert not taken(sequence=40)
+    assert not taken(causal=True, sequence=96)
+    assert not taken(dtype="float32")
+    heads = claims.model_copy(update={"attention_layouts": ("heads",)})
+    assert not takes(heads, "ring_attention", sizes_of(2, layout="positions"), 2, "float16")
+    assert takes(claims, "gemm_all_reduce", {"m": 1}, 2, "float64")
+
+
+def test_several_nodes_are_refused_by_name() -> None:
+    claims = HopperAccelerator().capabilities()
+    wanted = claims.model_copy(update={"ops": ("ring_attention",)})
+    assert of_op("ring_attention", "hopper", wanted, 1) == ()
+    told = ("accelerator 'hopper' runs ring_attention on one node, not on 2",)
+    assert of_op("ring_attention", "hopper", wanted, 2) == told
+    plan = planned(2).model_copy(update={"nodes": 2, "ranks_per_node": 1})
+    with pytest.raises(Unsupported, match="one node"):
+        AttentionExecutor.workspace(plan)
+    assert executor_of(planned(2)) is AttentionExecutor
+    with pytest.raises(Unsupported, match=r"plan\.path is 'library'"):
+        executor_of(planned(2).model_copy(update={"path": "library"}))
+
+
+# Microseconds on two H200, D 128: attention alone on parts that are there already.
+ALONE = {
+    (16, 16, False): {8192: 476, 16384: 1662, 24576: 3649, 49152: 15737, 98304: 64727},
+    (16, 16, True): {8192: 369, 16384: 1003, 24576: 2036, 49152: 7571, 98304: 32904},
+    (32, 8, False): {8192: 875, 16384: 3264, 24576: 7305, 49152: 31576, 98304: 129529},
+    (32, 8, True): {8192: 683, 16384: 1994, 24576: 4167, 49152: 15501, 98304: 66553},
+}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "causal"), list(ALONE))
+def test_predicted_times_are_near_the_measured_ones(
+    heads: int, kv_heads: int, causal: bool
+) -> None:
+    for sequence, alone in ALONE[heads, kv_heads, causal].items():
+        made = planned(
+            2, batch=1, heads=heads, kv_heads=kv_heads, sequence=sequence, head_dim=128,
+            causal=causal,
+        ).prediction  # fmt: skip
+        assert made is not None
+        assert made.compute_us == pytest.approx(alone, rel=0.12)
+        assert 0 < made.comm_us < made.compute_us
+        assert made.compute_us < made.pipelined_us < made.sequential_us
+        constants = machine().constants
+        assert made.pipelined_us - made.compute_us == pytest.approx(constants.launch_us)
+
+
+class Started:
+    """Stands for the native module: notes what is made of it and started."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        self.told: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._made, name)
+
+        def note(*given: Any, **named: Any) -> Any:
+            small = [one for one in given if isinstance(one, int) and one < 1 << 20]
+            self.told.append((name, *small, str(named)))
+            return found(*given, **named) if name in ("Keys", "Merge", "Part") else None
+
+        starts = ("push_keys", "await_part", "merge_parts")
+        return note if name in ("Keys", "Merge", "Part", *starts) else found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
+def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+    started = Started(native.native())
+    monkeypatch.setattr(attention, "native", lambda: started)
+    monkeypatch.setattr(attention, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
+
+    def seen(q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Seen:
+        started.told.append((tuple(q.shape), tuple(k.shape), k.stride(), first, causal))
+        out = torch.zeros_like(q[:, :, first:])
+        return Seen(out, torch.zeros(out.shape[:3]), first)
+
+    monkeypatch.setattr(attention, "attend", seen)
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
+    world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
+    usual = world.plan("ring_attention", sizes_of(2, causal=True), dtype="bfloat16")
+    q, k = torch.zeros(2, 4, 32, 64).bfloat16(), torch.zeros(2, 2, 32, 64).bfloat16()
+    tensors = {"q": q, "k": k, "v": k.clone(), "out": q.clone(), "lse": torch.zeros(2, 4, 32)}
+    order: Any = Order()
+
+    def launch(plan: LaunchPlan) -> object:
+        started.told.clear()
+        world.admit(plan, tensors)
+        needs = world.accelerator.workspace(plan)
+        call = Call(
+            plan=plan, rank=1, tensors=tensors, epoch=1, number=1, pad=0, workspace=1 << 30,
+            areas=(0,), peers={0: PeerMemory(0, 1 << 31)}, region=0, fifo=0, timeout_s=1.0,
+            options={"scale": 0.1},
+        )  # fmt: skip
+        executor_of(plan)(call, DispatchContext(0, order, 64)).start(call, MAIN)
+        return [needs, *started.told]
+
+    assert decorations(usual, launch) == []
+
+
+def test_layouts_that_a_plan_is_not_of_are_refused() -> None:
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
+    world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
+    q = torch.zeros(2, 4, 32, 64).bfloat16()
+    turned = lying(q, "positions")
+    for layout, right, wrong in (("heads", q, turned), ("positions", turned, q)):
+        plan = world.plan("ring_attention", sizes_of(2, layout=layout), dtype="bfloat16")
+        world.admit(plan, {"q": right})
+        with pytest.raises(LayoutError):
+            world.admit(plan, {"q": wrong})
