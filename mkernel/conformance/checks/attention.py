@@ -1,4 +1,4 @@
-"""Ring attention: causality, grouped queries, scale and log-sum-exp, in every layout that is claimed."""
+"""Ring attention: causality, grouped queries, scale, log-sum-exp; in every layout that is claimed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,331 @@
+"""What rank processes on GPUs run of ring attention: calls on fresh data, judged in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hopper_ranks
+import torch
+from hopper_ranks import LATE_S, spin
+
+import mkernel
+from mkernel.backends.accelerators.hopper import attention
+from mkernel.cases import case_of, poison
+from mkernel.cases.comparison import compare
+from mkernel.ops.ring_attention import zigzag_positions
+from mkernel.plan.model import AttentionLayout, DtypeName
+
+INPUTS = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One size; ``rows`` are a rank's. ``lies``: how tensors lie in memory."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+    width: int = 128
+    causal: bool = False
+    dtype: DtypeName = "bfloat16"
+    lies: AttentionLayout = "heads"
+    scale: float | None = None
+
+
+class Work:
+    """A size's tensors on this rank, refilled in place for every turn."""
+
+    def __init__(self, shape: Attention, seed: int = 0, tensors: Any = None) -> None:
+        """``tensors``: whole q, k, v instead of random ones."""
+        world = mkernel.world()
+        self.rank, self.world = world.rank, world.size
+        self.shape = shape
+        sizes = {
+            "batch": shape.batch,
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "sequence": shape.rows * world.size,
+            "head_dim": shape.width,
+            "causal": shape.causal,
+        }
+        options = {"scale": shape.scale, "lies": shape.lies}
+        if tensors is not None:
+            options["tensors"] = {name: each.cuda() for name, each in tensors.items()}
+        self.case = case_of("ring_attention")(
+            sizes, shape.dtype, shape.dtype, "row", seed=seed, options=options, device="cuda"
+        )
+        self.given = self.case.inputs(self.rank, self.world, 0)
+
+    def fill(self, turn: int) -> None:
+        """Fresh inputs where the last ones lie."""
+        for name, tensor in self.case.inputs(self.rank, self.world, turn).items():
+            self.given[name].copy_(tensor)
+
+    def call(self) -> dict[str, torch.Tensor]:
+        """The public op, where freed memory holds poison."""
+        if not torch.cuda.is_current_stream_capturing():
+            poison.freed(self.case.results(self.world).values(), "cuda")
+        out, lse = mkernel.ring_attention(
+            *(self.given[name] for name in INPUTS),
+            causal=self.shape.causal,
+            scale=self.shape.scale,
+            return_lse=True,
+        )
+        assert out.stride() == self.given["q"].stride()
+        return {"out": out, "lse": lse}
+
+    def failures(self, turn: int, found: dict[str, torch.Tensor], what: str = "") -> list[str]:
+        """Empty where both outputs are right."""
+        limits = self.case.tolerances()
+        compared = self.case.compared(found, self.rank, self.world, turn)
+        return [
+            f"rank {self.rank} {self.shape} turn {turn} {what}: {name} is off by "
+            f"{one.error:.2e} {one.why}"
+            for name, one in compared.items()
+            if not one.error <= limits[name]
+        ]
+
+
+def judged(shapes: Sequence[Attention], seed: int) -> list[str]:
+    """Failures of two calls each."""
+    found = []
+    for shape in shapes:
+        work = Work(shape, seed)
+        for turn in range(2):
+            work.fill(turn)
+            found += work.failures(turn, work.call())
+    mkernel.synchronize()
+    return found
+
+
+def skewed(shapes: Sequence[Attention], rounds: int, seed: int) -> list[str]:
+    """Failures of many calls that reuse all memory, ranks late by turns, shapes mixed, with GEMMs
+    between them."""
+    works = [Work(shape, seed) for shape in shapes]
+    product = hopper_ranks.Work(hopper_ranks.Shape("all_gather_gemm", 8192, 512, 4096))
+    chance = random.Random(seed)  # the same on every rank
+    found = []
+    for turn in range(rounds):
+        work = chance.choice(works)
+        late = chance.randrange(work.world + 1)
+        work.fill(turn)
+        product.fill(turn)
+        if late == work.rank:
+            spin(LATE_S)
+        result = work.call()
+        product.call()
+        found += work.failures(turn, result, f"with rank {late} late")
+        found += product.failure(turn, what="behind attention")
+    mkernel.synchronize()
+    return found
+
+
+def queued(shapes: Sequence[Attention], rounds: int, seed: int) -> list[str]:
+    """The same without any wait of the host between calls: results are kept and judged at the end."""
+    works = [Work(shape, seed) for shape in shapes]
+    kept = []
+    for turn in range(rounds):
+        work = works[turn % len(works)]
+        work.fill(turn)
+        if turn % work.world == work.rank:
+            spin(LATE_S / 10)
+        kept.append((work, turn, work.call()))
+    mkernel.synchronize()
+    return [text for work, turn, found in kept for text in work.failures(turn, found, "queued")]
+
+
+def replayed(shapes: Sequence[Attention], replays: int) -> list[str]:
+    """Failures of a captured graph of all shapes' calls, with new inputs before every replay and plain
+    calls between."""
+    works = [Work(shape) for shape in shapes]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for work in works:
+            work.call()  # plans, workspaces and libraries are made outside of the capture
+    mkernel.synchronize()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [work.call() for work in works]
+    found = []
+    for turn in range(1, replays + 1):
+        for work, outputs in zip(works, results, strict=True):
+            work.fill(turn)
+            for tensor in outputs.values():
+                poison.fill(tensor)
+        if turn % (works[0].world + 1) == works[0].rank:
+            spin(LATE_S / 4)
+        graph.replay()
+        for work, outputs in zip(works, results, strict=True):
+            found += work.failures(turn, outputs, "replayed")
+        if turn % 10 == 0:
+            found += works[0].failures(turn, works[0].call(), "between replays")
+    mkernel.synchronize()
+    return found
+
+
+def two_streams(shapes: Sequence[Attention], rounds: int) -> list[str]:
+    """Failures of calls that are queued on two streams at once, in the same order on all ranks."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    works = [[Work(shape, seed) for shape in shapes] for seed in range(2)]
+    torch.cuda.synchronize()
+    kept = []
+    for turn in range(rounds):
+        for number, stream in enumerate(streams):
+            work = works[number][turn % len(shapes)]
+            with torch.cuda.stream(stream):
+                work.fill(turn)
+                if (turn + number) % work.world == work.rank:
+                    spin(LATE_S / 10)
+                kept.append((work, turn, work.call()))
+    mkernel.synchronize()
+    torch.cuda.synchronize()
+    return [text for work, turn, found in kept for text in work.failures(turn, found, "streams")]
+
+
+def repeated(shape: Attention, times: int) -> list[str]:
+    """What differs between calls on the same inputs."""
+    work = Work(shape)
+    first = work.call()
+    found = []
+    for turn in range(times):
+        if turn % work.world == work.rank:
+            spin(LATE_S / 10)
+        again = work.call()
+        found += [
+            f"rank {work.rank} {name} of call {turn} has other bits"
+            for name in first
+            if not torch.equal(first[name], again[name])
+        ]
+    mkernel.synchronize()
+    return found
+
+
+def extreme(shape: Attention) -> list[str]:
+    """Failures on scores of some thousands, all equal, and with one that outweighs all others."""
+    world = mkernel.world().size
+    length, dtype = shape.rows * world, getattr(torch, shape.dtype)
+    random_ = torch.Generator().manual_seed(1)
+
+    def normal(heads: int) -> torch.Tensor:
+        return torch.randn(shape.batch, heads, length, shape.width, generator=random_).to(dtype)
+
+    q, k, v = normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
+    one = k.clone()
+    one[:, :, length // 3] *= 30
+    cases = {
+        "large": (q * 30, k * 30, v),
+        "equal": (torch.zeros_like(q), k, v),
+        "one": (q, one, v),
+    }
+    found = []
+    for name, tensors in cases.items():
+        work = Work(shape, tensors=dict(zip(INPUTS, tensors, strict=True)))
+        found += work.failures(0, work.call(), name)
+    mkernel.synchronize()
+    return found
+
+
+def nan_passes(shape: Attention) -> list[str]:
+    """NaN in rank 0's last value must come out where queries see it; it may elsewhere, as in torch's own
+    attention, where a weight of 0 times NaN is NaN."""
+    work = Work(shape)
+    if work.rank == 0:
+        work.given["v"][:, :, -1] = torch.nan
+    out = work.call()["out"]
+    mkernel.synchronize()
+    if not shape.causal:
+        return [] if bool(out.isnan().all()) else ["a NaN that all see is lost"]
+    at = work.shape.rows * work.world
+    mine = zigzag_positions(at, work.world, work.rank)
+    where = zigzag_positions(at, work.world, 0)[-1]
+    wanted = (mine >= where).cuda()
+    seen = bool(out[:, :, wanted].isnan().all())
+    return [] if seen else [f"rank {work.rank}: a NaN that queries see is lost"]
+
+
+FAULTS = ("no weights", "seam", "stale", "early flag", "wrong head")
+
+
+def faulty(shape: Attention, fault: str) -> list[str]:
+    """Failures with a fault in the backend, after a right call."""
+    work = Work(shape)
+    found = [f"before the fault: {text}" for text in work.failures(0, work.call())]
+    assert not found, found
+    right: Callable[..., attention.Seen] = attention.attend
+    native = attention.native()
+
+    def attend(q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> attention.Seen:
+        if fault == "seam" and not causal:  # the last key is not seen
+            k, v = k[:, :, :-1], v[:, :, :-1]
+        seen = right(q, k, v, first, causal, scale)
+        if fault == "no weights":
+            seen = seen._replace(lse=torch.zeros_like(seen.lse))
+        if fault == "wrong head":
+            seen = seen._replace(lse=seen.lse.roll(1, 1).contiguous())
+        return seen
+
+    class Native:
+        """The native module, whose keys are those of before, or come behind their flags."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+        def push_keys(self, device: int, world: Any, k: int, v: int, *rest: Any) -> None:
+            tensors = old if fault == "stale" else nothing
+            native.push_keys(device, world, *(one.data_ptr() for one in tensors), *rest)
+
+    old = [work.given[name].clone() for name in "kv"]
+    nothing = [torch.zeros_like(one) for one in old]
+    attention.attend = attend
+    if fault in ("stale", "early flag"):
+        attention.native = Native  # type: ignore[assignment]
+    work.fill(1)
+    result = work.call()
+    mkernel.synchronize()
+    return work.failures(1, result)
+
+
+def trained(shape: Attention) -> list[str]:
+    """Gradients that are off: of a sum over outputs, against float64 of the whole sequence."""
+    work = Work(shape)
+    whole = {name: each.double().requires_grad_() for name, each in work.case._whole(0).items()}
+    groups = shape.heads // shape.kv_heads
+    k, v = (whole[name].repeat_interleave(groups, 1) for name in "kv")
+    scores = whole["q"] @ k.transpose(2, 3) * shape.width**-0.5
+    if shape.causal:
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device="cuda").triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    weights = torch.randn(whole["q"].shape, generator=work.case.generator(7, 7, -1), device="cuda")
+    ((scores.softmax(3) @ v) * weights).sum().backward()
+    mine = work.case.positions(work.rank, work.world).cuda()
+    given = {name: tensor.clone().requires_grad_() for name, tensor in work.given.items()}
+    out = mkernel.ring_attention(*(given[name] for name in INPUTS), causal=shape.causal)
+    (out * weights[:, :, mine].to(out.dtype)).sum().backward()
+    mkernel.synchronize()
+    found = []
+    for name, tensor in given.items():
+        truth: Any = whole[name].grad
+        error = compare(tensor.grad, truth[:, :, mine]).error  # type: ignore[arg-type]
+        if not error <= 1e-2:
+            found.append(f"rank {work.rank}: the gradient of {name} is off by {error:.1e}")
+    return found
+
+
+def runs_on(widths: Sequence[int]) -> list[str]:
+    """The accelerators of calls with heads of these widths, after a right call of each."""
+    found = []
+    for width in widths:
+        shape = Attention(1, 2, 1, 64, width=width, dtype="float16")
+        assert judged([shape], 0) == []
+        plan = mkernel.plan(
+            "ring_attention", batch=1, heads=2, kv_heads=1, sequence=64 * mkernel.world().size,
+            head_dim=width, dtype="float16",
+        )  # fmt: skip
+        found.append(plan.accelerator)
+    return found

@@ -1,0 +1,155 @@
+"""Ring attention on `hopper`: right in float64, in any timing, order and graph; faults are seen."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import attention_ranks
+import pytest
+from attention_ranks import FAULTS, Attention
+from device_buffers import needs_gpus, takes_ranks
+
+import mkernel
+from mkernel.errors import ShapeError
+
+pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
+
+worlds = pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
+)
+several = pytest.mark.parametrize(
+    "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
+)
+both = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+DRAWS = 200
+MIXED = [
+    Attention(1, 4, 4, 256, causal=True),
+    Attention(2, 4, 1, 128, width=64, lies="positions"),
+    Attention(1, 8, 2, 512, causal=True, dtype="float16", lies="positions"),
+    Attention(2, 2, 2, 64, dtype="float16"),
+]
+
+
+def launched(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> list[Any]:
+    return mkernel.launch(
+        fn, *arguments, ranks_per_node=world, accelerator=accelerator, timeout_s=30
+    )
+
+
+def right(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> None:
+    """No rank found a failure."""
+    found = launched(world, fn, *arguments, accelerator=accelerator)
+    failures = [text for each in found for text in each]
+    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
+
+
+def drawn(chance: random.Random) -> Attention:
+    """Any legal size: from one step of positions to a few tiles, edges everywhere."""
+    causal, kv_heads = chance.random() < 0.5, chance.randint(1, 4)
+    steps = chance.choice((1, 2, 3, chance.randint(4, 12), chance.randint(12, 40)))
+    return Attention(
+        batch=chance.randint(1, 3),
+        heads=kv_heads * chance.randint(1, 4),
+        kv_heads=kv_heads,
+        rows=16 * steps * (2 if causal else 1),
+        width=chance.choice((64, 128)),
+        causal=causal,
+        dtype=chance.choice(("bfloat16", "float16")),
+        lies=chance.choice(("heads", "positions")),
+        scale=chance.choice((None, None, 0.05, 0.3, -0.1)),
+    )
+
+
+@worlds
+def test_random_shapes(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    right(world, attention_ranks.judged, [drawn(chance) for _ in range(DRAWS)], seed)
+
+
+@worlds
+@both
+def test_every_way_tensors_lie(world: int, causal: bool) -> None:
+    shapes = [
+        Attention(2, 4, kv_heads, 96, width, causal, dtype, lies)
+        for kv_heads in (1, 2, 4)
+        for width in (64, 128)
+        for dtype in ("bfloat16", "float16")
+        for lies in ("heads", "positions")
+    ]
+    right(world, attention_ranks.judged, shapes, 2)
+
+
+@worlds
+@both
+def test_large(world: int, causal: bool) -> None:
+    right(world, attention_ranks.judged, [Attention(1, 8, 2, 4096, causal=causal)], 1)
+
+
+@several
+def test_late_ranks_and_reused_memory(world: int) -> None:
+    right(world, attention_ranks.skewed, MIXED, 40, 2)
+
+
+@several
+def test_many_calls_in_the_queue(world: int) -> None:
+    right(world, attention_ranks.queued, MIXED, 40, 3)
+
+
+@worlds
+def test_graphs(world: int) -> None:
+    right(world, attention_ranks.replayed, MIXED, 50)
+
+
+@several
+def test_two_streams(world: int) -> None:
+    right(world, attention_ranks.two_streams, MIXED, 16)
+
+
+@several
+@both
+def test_results_are_always_the_same_bits(world: int, causal: bool) -> None:
+    right(world, attention_ranks.repeated, Attention(1, 8, 2, 512, causal=causal), 12)
+
+
+@several
+@both
+def test_extreme_scores(world: int, causal: bool) -> None:
+    right(world, attention_ranks.extreme, Attention(1, 4, 2, 128, causal=causal, dtype="float16"))
+
+
+@several
+@both
+def test_nan_passes(world: int, causal: bool) -> None:
+    right(world, attention_ranks.nan_passes, Attention(1, 2, 2, 64, causal=causal))
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(fault: str, world: int) -> None:
+    shape = Attention(1, 4, 2, 128, causal=True)
+    assert all(launched(world, attention_ranks.faulty, shape, fault)), "on every rank"
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+def test_sizes_that_are_refused(world: int) -> None:
+    for shape in (Attention(1, 2, 2, 48, causal=True), Attention(1, 2, 2, 40)):
+        with pytest.raises(ShapeError, match="nearest"):
+            launched(world, attention_ranks.judged, [shape], 0)
+
+
+@needs_gpus(2)
+@both
+def test_gradients_by_the_companion(causal: bool) -> None:
+    """NCCL, which carries them, has no two ranks share a GPU."""
+    for lies in ("heads", "positions"):
+        shape = Attention(1, 4, 2, 128, causal=causal, lies=lies)
+        right(2, attention_ranks.trained, shape, accelerator="hopper,streams")
+
+
+@needs_gpus(2)
+def test_widths_that_it_does_not_take_run_on_the_companion() -> None:
+    found = launched(2, attention_ranks.runs_on, (64, 32, 128), accelerator="hopper,streams")
+    assert found == [["hopper", "streams", "hopper"]] * 2
