@@ -35,6 +35,10 @@ class Attention:
     lies: AttentionLayout = "heads"
     scale: float | None = None
 
+    def work(self, seed: int) -> Work:
+        """Its tensors on this rank."""
+        return Work(self, seed)
+
 
 class Work:
     """A size's tensors on this rank, refilled in place for every turn."""
@@ -76,7 +80,12 @@ class Work:
             return_lse=True,
         )
         assert out.stride() == self.given["q"].stride()
-        return {"out": out, "lse": lse}
+        self.found = {"out": out, "lse": lse}
+        return self.found
+
+    def failure(self, turn: int) -> list[str]:
+        """Of the last call."""
+        return self.failures(turn, self.found)
 
     def failures(self, turn: int, found: dict[str, torch.Tensor], what: str = "") -> list[str]:
         """Empty where both outputs are right."""
@@ -232,8 +241,8 @@ def extreme(shape: Attention) -> list[str]:
 
 
 def nan_passes(shape: Attention) -> list[str]:
-    """NaN in rank 0's last value must come out where queries see it; it may elsewhere, as in torch's own
-    attention, where a weight of 0 times NaN is NaN."""
+    """NaN in rank 0's last value must come out where queries see it; it may elsewhere, as in torch's
+    own attention, where a weight of 0 times NaN is NaN."""
     work = Work(shape)
     if work.rank == 0:
         work.given["v"][:, :, -1] = torch.nan

@@ -99,11 +99,16 @@ class Work:
         return [f"rank {self.problem.rank} {self.shape} turn {turn} {what}: error {error:.1e}"]
 
 
+def work_of(shape: Any, seed: int = 0) -> Any:
+    """Of a shape here, or of one that brings its own work."""
+    return Work(shape, seed) if isinstance(shape, Shape) else shape.work(seed)
+
+
 def judged(shapes: Sequence[Shape], seed: int) -> list[str]:
     """Failures of one call each."""
     failures = []
     for turn, shape in enumerate(shapes):
-        work = Work(shape, seed)
+        work = work_of(shape, seed)
         work.fill(turn)
         work.call()
         failures += work.failure(turn)
@@ -255,7 +260,7 @@ def two_streams(shapes: Sequence[Shape], rounds: int) -> list[str]:
 
 def absent(shape: Shape, victim: int, seconds: float) -> None:
     """Reports (error type, seconds, message) of a call to which the victim does not come."""
-    work = Work(shape)
+    work = work_of(shape)
     work.fill(0)
     work.call()
     mkernel.synchronize()
@@ -298,7 +303,7 @@ def survive(
     smaller world in the surviving processes. Tells (rank, what happened)."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     _join(rank, size, ports[0], accelerator, nodes)
-    work = Work(shape)
+    work = work_of(shape)
     work.fill(0)
     work.call()
     mkernel.synchronize()

@@ -9,6 +9,7 @@ import attention_ranks
 import pytest
 from attention_ranks import FAULTS, Attention
 from device_buffers import needs_gpus, takes_ranks
+from survivors import judge_absence, judge_survivors
 
 import mkernel
 from mkernel.errors import ShapeError
@@ -138,6 +139,16 @@ def test_sizes_that_are_refused(world: int) -> None:
     for shape in (Attention(1, 2, 2, 48, causal=True), Attention(1, 2, 2, 40)):
         with pytest.raises(ShapeError, match="nearest"):
             launched(world, attention_ranks.judged, [shape], 0)
+
+
+@several
+def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(world: int) -> None:
+    judge_absence("hopper", Attention(1, 4, 2, 128, causal=True), world, absent_s=10.0)
+
+
+@several
+def test_a_rank_killed_while_others_wait_for_it(world: int) -> None:
+    judge_survivors("hopper", Attention(1, 4, 2, 256), world)
 
 
 @needs_gpus(2)

@@ -15,6 +15,7 @@ using collectives::narrow;
 using collectives::widen;
 
 constexpr unsigned kMergeThreads = 256;
+constexpr unsigned kBlocksACore = 6;  // that fit: merge_blocks_a_core of machine.json
 constexpr int kElements = 8;  // that a thread has of a row
 constexpr int kVectorBytes = kElements * 2;
 
@@ -75,7 +76,7 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
 }
 
 template <class Element>
-__global__ __launch_bounds__(kMergeThreads) void merge_kernel(
+__global__ __launch_bounds__(kMergeThreads, kBlocksACore) void merge_kernel(
     const __grid_constant__ Workspace workspace, transport::WaitLimits limits,
     const __grid_constant__ Merge merge, bool ends) {
     const std::uint32_t threads_a_row = merge.width / kElements;
