@@ -16,7 +16,7 @@ from mkernel.cli.terminal import Terminal, draw, unwritable
 from mkernel.errors import Unsupported
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
-from mkernel.plan.arguments import check_world
+from mkernel.plan.arguments import check_world, path_of
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import LaunchPlan
@@ -150,7 +150,7 @@ def command(
         nic=backends.nic,
         verbs=backends.verbs,
         chunk=chunk,
-        path=path or settings.path,
+        path=path or path_of(name, settings.path),
         exchange=exchange or settings.exchange,
         schedule=registry.accelerator(backends.accelerator).schedule,
     )

@@ -153,6 +153,34 @@ def test_constants_that_a_user_gives_are_of_the_users_chips(tmp_path: Path) -> N
     assert made.prediction.constants == "mine"
 
 
+@pytest.mark.parametrize(("nodes", "wanted"), [(1, "hopper"), (2, "streams")])
+def test_attention_on_several_nodes_is_left_to_the_next(
+    tmp_path: Path, nodes: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``hopper`` has it on one node; named alone, it says so."""
+    file = tmp_path / "machine.json"
+    file.write_text(machine().model_dump_json())
+
+    def planned(*flags: str) -> PlanReport:
+        text = commands.run(
+            command, "ring_attention", "--json", "--topology", str(file), "--nodes", str(nodes),
+            "--ranks-per-node", "8", "--sequence", "8192", "--head-dim", "128", *flags,
+        )  # fmt: skip
+        return PlanReport.model_validate_json(text)
+
+    monkeypatch.setenv("MKERNEL_PATH", "library")  # of GEMM ops
+    found = planned().plan
+    assert found is not None
+    assert found.accelerator == wanted
+    named = planned(*HOPPER)
+    if nodes == 1:
+        assert named.plan is not None
+        return
+    assert named.what_if is not None
+    told = ("accelerator 'hopper' runs ring_attention on one node, not on 2",)
+    assert named.what_if.missing == told
+
+
 def test_more_ranks_than_hopper_takes_are_a_what_if(tmp_path: Path) -> None:
     assert planned(tmp_path, *HOPPER, nodes=2).accelerator == "hopper"
     (why,) = what_if(tmp_path, *HOPPER, "--exchange", "direct", nodes=4).missing
