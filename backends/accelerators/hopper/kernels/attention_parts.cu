@@ -16,7 +16,7 @@ using collectives::widen;
 
 constexpr unsigned kMergeThreads = 256;
 constexpr unsigned kBlocksACore = 6;  // that fit: merge_blocks_a_core of machine.json
-constexpr int kElements = 8;  // that a thread has of a row
+constexpr int kElements = 8;          // that a thread has of a row
 constexpr int kVectorBytes = kElements * 2;
 
 __global__ void await_part_kernel(Workspace workspace, transport::WaitLimits limits,
