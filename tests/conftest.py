@@ -40,7 +40,8 @@ def pytest_configure() -> None:
     """Mark what we start. A shell that starts us in the background has us, and all that we start,
     ignore Ctrl-C."""
     os.environ[_SESSION] = str(os.getpid())
-    if not Path("/dev/nvidiactl").exists():  # else these imports ask its driver, which no fork survives
+    # Where there is a GPU these imports ask its driver, which no forked process survives.
+    if not Path("/dev/nvidiactl").exists():
         fork_server.also_imported[:] = _IMPORTED_ONCE
     # Only their names tell whose semaphores a killed process left; what we start inherits the prefix.
     multiprocessing.current_process()._config["semprefix"] = f"{_SEMAPHORES}{os.getpid()}"
