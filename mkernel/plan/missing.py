@@ -119,7 +119,8 @@ def _nodes(route: RouteClass, placement: WorldPlacement) -> tuple[int, int]:
 def of_exchange(
     exchange: Exchange, op: str, accelerator: str, capabilities: AcceleratorCapabilities
 ) -> tuple[str, ...]:
-    """Whether ranks of different nodes exchange as the backend does not: every one does so directly."""
-    if exchange == "direct" or op in capabilities.hierarchical_ops:
+    """Whether ranks of different nodes exchange as the backend does not: every one does so directly. Of
+    an op that it has on one node only, :func:`of_op` says that."""
+    if exchange == "direct" or op in (*capabilities.hierarchical_ops, *capabilities.one_node_ops):
         return ()
     return (f"accelerator {accelerator!r} does not run the exchange {exchange!r} of {op!r}",)

@@ -18,7 +18,7 @@ bfloat16, 3.5e-4 in float16. lse is float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -107,7 +107,9 @@ class AttentionExecutor:
                 context.order.join(stream)
         self._merge(call, parts, world if exchanges else self._alone, exchanges, stream)
 
-    def starter(self, symmetric: Mapping[str, tuple[int, ...]]) -> object | None:
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object | None:
         """None: the library is called from Python."""
         return None
 
