@@ -68,12 +68,19 @@ def table(report: Report) -> Table:
 
 def title(report: Report) -> str:
     """What, on what."""
+    on = where(report, "CPU ranks") + nodes(report)
+    return f"{report.spec.dtype}, accelerator {report.accelerator}, {on}"
+
+
+def where(report: Report, ranks: str) -> str:
+    """The devices, and how the ranks have them; ``ranks``: what these are where there is none."""
     hardware = report.provenance["hardware"]
     gpus = hardware.get("gpus")
-    where = f"{report.ranks} of {len(gpus)}x {gpus[0]}" if gpus else f"{report.ranks} CPU ranks"
-    if "shared" in hardware:
-        where = f"{len(gpus)}x {gpus[0]}, {hardware['shared']}"
-    return f"{report.spec.dtype}, accelerator {report.accelerator}, {where}{nodes(report)}"
+    if not gpus:
+        return f"{report.ranks} {ranks}"
+    shared = hardware.get("shared")
+    count = f"{len(gpus)}x {gpus[0]}"
+    return f"{count} ({shared})" if shared else f"{report.ranks} of {count}"
 
 
 def nodes(report: Report) -> str:

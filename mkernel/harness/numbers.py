@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mkernel.errors import InputFileError
 from mkernel.harness import conditions, gpu_tests
-from mkernel.harness.bench_report import SHORT, cells, heads, nodes
+from mkernel.harness.bench_report import SHORT, cells, heads, nodes, where
 from mkernel.harness.results import Report, Row, read
 
 HEAD = """# Measured numbers
@@ -120,9 +120,7 @@ def _failures(row: Row) -> list[str]:
 def _section(path: Path, report: Report, newest: str) -> list[str]:
     source = report.provenance
     hardware, software = source["hardware"], source["software"]
-    gpus = hardware.get("gpus") or ()
-    on = f"{report.ranks} of {len(gpus)}x {gpus[0]}" if gpus else f"{report.ranks} processes"
-    on += nodes(report)
+    on = where(report, "processes") + nodes(report)
     versions = [f"{name} {version}" for name, version in software.items()]
     versions += [
         f"{name} {hardware[name]}" for name in ("driver", "cuda", "nccl") if hardware.get(name)
@@ -140,7 +138,7 @@ def _section(path: Path, report: Report, newest: str) -> list[str]:
         f"{', '.join(versions)}{drawn}. {source['date']}.",
         *(f"- {sentence}" for sentence in conditions.sentences(report)),
         *(
-            [f"- **Not repeated** since that commit; the newest results are of `{newest[:12]}`."]
+            [f"- **Not repeated** at `{newest[:12]}`, the commit of other results."]
             if _not_repeated(report, newest)
             else []
         ),

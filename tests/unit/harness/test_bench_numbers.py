@@ -106,7 +106,7 @@ def test_results_of_another_commit_than_the_newest_are_marked(tmp_path: Path) ->
     newer = made(120).model_copy(update={"provenance": source})
     text = page(tmp_path, made(120), newer)
     old, new = text.split("## run0")[1].split("## run1")
-    assert "**Not repeated** since that commit; the newest results are of `fedcba987654`" in old
+    assert "**Not repeated** at `fedcba987654`, the commit of other results" in old
     assert "0123456789ab" in old
     assert "Not repeated" not in new
     assert "| run0 (not repeated) |" in text
