@@ -10,6 +10,7 @@
 #   nodes    ops between two nodes over an emulated NIC: a GPU each, or on one GPU half of it each, under
 #            CUDA's MPS, which must run      hopper_nodes_2_{cx7,efa}.json, hopper_nodes_shared_{cx7,efa}.json
 #   host     what calls cost their host                      host_time.json
+#   whole    whole layers beside the libraries' ones                 whole_layers.json
 #   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
 #                                                            transfer.json
 #   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
@@ -108,6 +109,10 @@ for part in "$@"; do
         unset MKERNEL_SOFTVERBS_BANDWIDTH_MBPS MKERNEL_SOFTVERBS_LATENCY_NS
         unset MKERNEL_RANKS_PER_DEVICE MKERNEL_HOPPER_MULTIPROCESSORS
         ;;
+    whole)
+        run python bench/whole_layers.py --write
+        [ "$results" = "$PWD/bench/results" ] || cp bench/results/whole_layers.json "$results/"
+        ;;
     host)
         run python bench/host_time.py --write
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/host_time.json "$results/"
@@ -124,7 +129,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, nodes, host, parts, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, nodes, whole, host, parts, alternate" >&2
         exit 2
         ;;
     esac
