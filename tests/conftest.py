@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from mkernel import fork_server
@@ -40,6 +41,9 @@ def pytest_configure() -> None:
     """Mark what we start. A shell that starts us in the background has us, and all that we start,
     ignore Ctrl-C."""
     os.environ[_SESSION] = str(os.getpid())
+    # How long an example takes is the machine's business.
+    hypothesis.settings.register_profile("mkernel", deadline=None)
+    hypothesis.settings.load_profile("mkernel")
     # Where there is a GPU these imports ask its driver, which no forked process survives.
     if not Path("/dev/nvidiactl").exists():
         fork_server.also_imported[:] = _IMPORTED_ONCE
