@@ -16,18 +16,18 @@ namespace mkernel::transport::near {
 #ifdef __CUDA_ARCH__
 
 // Additions return what was there before.
-MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_relaxed(std::uint64_t* at, std::uint64_t value) {
+MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_acquire(std::uint64_t* at, std::uint64_t value) {
     std::uint64_t before;
-    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
+    asm volatile("atom.acquire.gpu.global.add.u64 %0, [%1], %2;"
                  : "=l"(before)
                  : "l"(at), "l"(value)
                  : "memory");
     return before;
 }
 
-MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_acquire(std::uint64_t* at, std::uint64_t value) {
+MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_acq_rel(std::uint64_t* at, std::uint64_t value) {
     std::uint64_t before;
-    asm volatile("atom.acquire.gpu.global.add.u64 %0, [%1], %2;"
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
                  : "=l"(before)
                  : "l"(at), "l"(value)
                  : "memory");
@@ -69,12 +69,12 @@ using transport::add_release;
 using transport::store_release;
 
 // Additions return what was there before.
-MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_relaxed(std::uint64_t* at, std::uint64_t value) {
-    return detail::shared(at).fetch_add(value, std::memory_order_relaxed);
-}
-
 MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_acquire(std::uint64_t* at, std::uint64_t value) {
     return detail::shared(at).fetch_add(value, std::memory_order_acquire);
+}
+
+MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_acq_rel(std::uint64_t* at, std::uint64_t value) {
+    return detail::shared(at).fetch_add(value, std::memory_order_acq_rel);
 }
 
 // Returns what was there before.

@@ -15,7 +15,10 @@
 //
 // ORDER. Commands of one thread are executed in the order of its pushes, also those of several threads
 // that a barrier orders. The proxy gives a slot back by its release store to the tail; the acquire of the
-// tail, the release addition to `free` and the acquire that takes it away put the new payload after that.
+// tail, the release addition to `free` and the acquire that takes it away put what follows after that.
+// Which slot was given back by then depends on how many took from `free`, not on who did: a thread that
+// took early may draw a late ticket. So the ticket is drawn with acquire and release: whoever has it comes
+// after all that drew before, and one of them took from `free` what this ticket's slot was given back by.
 #pragma once
 
 #include <cstdint>
@@ -71,7 +74,7 @@ struct FifoDevice {
             const WaitResult result = wait(limits);
             if (result != WaitResult::ok) return result;
         }
-        const std::uint64_t ticket = near::fetch_add_relaxed(&tickets->head, 1);
+        const std::uint64_t ticket = near::fetch_add_acq_rel(&tickets->head, 1);
         FifoSlot& slot = slots[ticket & (capacity - 1)];
         slot.write(command);
         transport::store_release(&slot.commit, FifoSlot::commit_word(ticket, capacity));

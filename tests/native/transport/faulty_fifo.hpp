@@ -44,7 +44,7 @@ MKERNEL_HOST_DEVICE inline transport::WaitResult push_wrongly(const transport::F
                                                               Fault fault) {
     using transport::WaitResult;
     const std::uint64_t start = transport::near::now_ns();
-    const std::uint64_t ticket = transport::near::fetch_add_relaxed(&fifo.tickets->head, 1);
+    const std::uint64_t ticket = transport::near::fetch_add_acq_rel(&fifo.tickets->head, 1);
     transport::FifoSlot& slot = fifo.slots[ticket & (fifo.capacity - 1)];
     const std::uint64_t commit = transport::FifoSlot::commit_word(ticket, fifo.capacity);
     if (fault != Fault::tail_not_waited_for) {
