@@ -25,12 +25,14 @@ import torch
 
 from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape
 from mkernel.backends.accelerators.hopper.device_world import (
+    NO_DATA,
     DispatchContext,
     call_id,
     device_world,
     one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import AttentionSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
@@ -40,9 +42,6 @@ from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
-
-ALIGNMENT = 16
-_NO_DATA = 1 << 20  # a workspace whose data area is empty
 
 
 class Seen(NamedTuple):
@@ -84,7 +83,7 @@ class AttentionExecutor:
         """What ring attention needs of symmetric memory. Unsupported."""
         world = one_node(plan)
         _checked(plan)
-        return Workspace((_keys(plan).workspace_bytes(world) if world > 1 else _NO_DATA,))
+        return Workspace((_keys(plan).workspace_bytes(world) if world > 1 else NO_DATA,))
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one; ``stream`` is torch's current one."""
@@ -153,7 +152,7 @@ class AttentionExecutor:
     ) -> Iterator[Seen]:
         """What the queries found in each part, the own one first. ``world``: whose flags are waited for
         on ``stream``; None: parts are taken as they lie."""
-        q, k, v = (_aligned(call.tensors[name]) for name in "qkv")
+        q, k, v = (aligned(call.tensors[name]) for name in "qkv")
         scale = float(call.options["scale"])
         if scale <= 0:  # the library takes the largest score before it scales
             q, scale = (-q, -scale) if scale else (q * 0, 1.0)
@@ -172,7 +171,7 @@ class AttentionExecutor:
         stream: int,
     ) -> None:
         made, out, lse = native(), call.tensors["out"], call.tensors["lse"]
-        written = out if out.data_ptr() % ALIGNMENT == 0 else torch.empty_like(out)
+        written = writable(out)
         merge = made.Merge(
             [
                 made.Part(
@@ -187,8 +186,7 @@ class AttentionExecutor:
             self._plan.dtype == "float16",
         )
         made.merge_parts(self._context.device, world, merge, self._blocks, ends, stream)
-        if written is not out:
-            out.copy_(written)
+        deliver(written, out)
 
 
 def attend(
@@ -226,7 +224,3 @@ def _key_bytes(plan: LaunchPlan) -> int:
     shape = attention_shape(plan)
     rows = shape.sequence // plan.world_size
     return shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()

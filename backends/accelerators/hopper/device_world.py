@@ -14,6 +14,9 @@ from mkernel.plan.model import LaunchPlan
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
+NO_DATA = 1 << 20
+"""Bytes of a workspace whose data area is empty."""
+
 
 @dataclass
 class DispatchContext:

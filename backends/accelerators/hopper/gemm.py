@@ -20,6 +20,7 @@ import torch
 from mkernel.backends.accelerators.hopper import tuning
 from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
 from mkernel.backends.accelerators.hopper.device_world import (
+    NO_DATA,
     DispatchContext,
     between_nodes,
     call_id,
@@ -27,6 +28,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
 )
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import (
     GatherSchedule,
     ReduceSchedule,
@@ -40,8 +42,6 @@ from mkernel.plan.model import LaunchPlan
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
-ALIGNMENT = 16
-_NO_DATA = 1 << 20  # a workspace whose data area is empty
 _ELEMENT_BYTES = tuning.ELEMENT_BYTES
 
 
@@ -128,7 +128,7 @@ class AllGatherExecutor:
         """What AllGather+GEMM needs of symmetric memory. Unsupported."""
         world = plan.world_size
         if world == 1:
-            return Workspace((_NO_DATA,))
+            return Workspace((NO_DATA,))
         made = native()
         needed: int = made.all_gather_gemm_bytes(world, _gather(plan)[1], plan.gemm.k)
         if plan.nodes == 1:
@@ -235,7 +235,7 @@ class ReduceExecutor:
         """What a reduction needs of symmetric memory, in any view. Unsupported."""
         world = plan.world_size
         if world == 1:
-            return Workspace((_NO_DATA,))
+            return Workspace((NO_DATA,))
         made, shape, local = native(), plan.gemm, plan.ranks_per_node
         how, gathers = plan.part(ReduceSchedule), plan.op == "gemm_all_reduce"
         hierarchical = _hierarchical(plan, how)
@@ -351,7 +351,7 @@ class _Operands(NamedTuple):
     def of(cls, call: Call) -> _Operands:
         given, plan = call.tensors, call.plan
         bias = aligned(given["bias"]) if plan.bias == "launch" else None
-        a, b, out = aligned(given["a"]), aligned(given["b"]), _writable(given["out"])
+        a, b, out = aligned(given["a"]), aligned(given["b"]), writable(given["out"])
         return cls(a, b, out, bias, plan)
 
     @property
@@ -372,8 +372,7 @@ class _Operands(NamedTuple):
 
     def deliver(self, call: Call) -> None:
         """Fill the caller's ``out``, where kernels write to another."""
-        if self.out is not call.tensors["out"]:
-            call.tensors["out"].copy_(self.out)
+        deliver(self.out, call.tensors["out"])
 
 
 def _pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -384,16 +383,6 @@ def _pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str
         "a_pitch": strides["a"][0] if a_rows > 1 else 0,  # torch may say anything of a single row
         "b_pitch": by_rows[0],
     }
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if kernels can read it, else a copy that lies so, without gaps."""
-    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
-
-
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if kernels can write to it, else one to copy from when they have written it."""
-    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else torch.empty_like(tensor)
 
 
 def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> None:

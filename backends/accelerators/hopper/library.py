@@ -22,8 +22,8 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
     one_node,
 )
-from mkernel.backends.accelerators.hopper.gemm import aligned
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
