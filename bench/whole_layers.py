@@ -216,8 +216,6 @@ class Layer:
         return drawn(self.hidden, self._columns), drawn(self._inner, self.hidden)
 
     def run(self, way: Way, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        if x.shape[0] == 0:
-            raise ValueError("no tokens")
         return way.scatter(self.between(way.gather(x, first)), second)
 
     def decode(self, way: Way, x: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -46,13 +46,14 @@ def run(
     """
     check_modes(spec.modes, accelerator, spec.shapes)
     shared = load_settings().ranks_per_device
-    together = registry.accelerator(accelerator).side_by_side(shared)
-    if shared > 1 and not together.usable:
-        raise ArgumentError(
-            "MKERNEL_RANKS_PER_DEVICE",
-            shared,
-            f"1 for figures: {together.detail}; {together.remedy}",
-        )
+    if shared > 1:
+        together = registry.accelerator(accelerator).side_by_side(shared)
+        if not together.usable:
+            raise ArgumentError(
+                "MKERNEL_RANKS_PER_DEVICE",
+                shared,
+                f"1 for figures: {together.detail}; {together.remedy}",
+            )
 
     def hear(_rank: int, payload: Any) -> None:
         if isinstance(payload, Hung):

@@ -21,8 +21,6 @@ from mkernel.errors import ArgumentError
 from mkernel.harness import library_ops
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.spec import GEMMS
-from mkernel.ops.gemm import GemmOp
-from mkernel.plan.model import PathName
 from mkernel.world.lifecycle import current
 
 
@@ -182,11 +180,22 @@ class MkernelSymmetric(Mkernel):
         return {"out": self._out}
 
 
-class MkernelFused(Mkernel):
+class WithOptions(Mkernel):
+    """A GEMM op with options of its own call."""
+
+    options: ClassVar[Mapping[str, str]]
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        op: Any = import_module(f"mkernel.ops.{self.op}").OP
+        done = op.call(inputs["a"], inputs["b"], out=outputs["out"], **self.options)
+        return {"out": done.outputs["out"]}
+
+
+class MkernelFused(WithOptions):
     """The op on its fused path, whatever the planner would choose."""
 
     name = "mkernel-fused"
-    path: ClassVar[PathName] = "fused"
+    options: ClassVar[Mapping[str, str]] = {"path": "fused"}
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
@@ -194,24 +203,20 @@ class MkernelFused(Mkernel):
             return None
         return "the accelerator has one path for this op: mkernel"
 
-    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        op: GemmOp = import_module(f"mkernel.ops.{self.op}").OP
-        done = op.call(inputs["a"], inputs["b"], out=outputs["out"], path=self.path)
-        return {"out": done.outputs["out"]}
-
 
 class MkernelLibrary(MkernelFused):
     """The op on its library path: a product of torch's and a collective of ours."""
 
     name = "mkernel-library"
-    path = "library"
+    options: ClassVar[Mapping[str, str]] = {"path": "library"}
 
 
-class MkernelSequential(Mkernel):
+class MkernelSequential(WithOptions):
     """The op's exchange first, by the same NIC and kernels, then its product: between nodes, where no
     library takes that way, what overlap is compared with."""
 
     name = "mkernel-sequential"
+    options: ClassVar[Mapping[str, str]] = {"view": "sequential"}
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
@@ -219,11 +224,6 @@ class MkernelSequential(Mkernel):
             return "for GEMM ops between nodes"
         has_views = isinstance(current().accelerator, Instrumented)
         return None if has_views else "the accelerator has no such view"
-
-    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        op: GemmOp = import_module(f"mkernel.ops.{self.op}").OP
-        done = op.call(inputs["a"], inputs["b"], out=outputs["out"], view="sequential")
-        return {"out": done.outputs["out"]}
 
 
 class PartAlone(Contender):
