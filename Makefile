@@ -14,7 +14,7 @@ PACKAGE_FILES := $(shell find backends tests/native -type f \
 	2>/dev/null) \
 	pyproject.toml CMakeLists.txt
 
-.PHONY: run test test-all test-native test-rxe lint format bench sanitize sanitizers fuzz numbers clean
+.PHONY: run test test-all test-native test-rxe lint format bench sanitize sanitizers fuzz numbers site clean
 
 run: $(VENV)/.installed
 	@mkernel run all_gather_gemm --accelerator ascend
@@ -81,6 +81,9 @@ numbers: $(VENV)/.installed # the page of what `mkernel bench` measured, and fig
 	mkernel bench --render bench/results > docs/numbers.md.new
 	mv docs/numbers.md.new docs/numbers.md
 	python bench/figures_in_prose.py --write
+
+site: $(VENV)/.dependencies # the documentation, into build/site
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 $(VENV)/.dependencies: scripts/setup.sh pyproject.toml
 	@PYTHON=$(PYTHON) VENV=$(VENV) scripts/setup.sh

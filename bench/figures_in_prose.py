@@ -313,12 +313,11 @@ SENTENCES = (
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    "docs/architecture.md",
-    "docs/ascend-isa.md",
-    "docs/ascend.md",
-    "docs/nics.md",
-    "docs/softverbs.md",
-    "docs/writing-a-backend.md",
+    *(
+        page.relative_to(ROOT).as_posix()
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        if page.name != "numbers.md"
+    ),
 )
 """``docs/numbers.md`` is made from the files as a whole, and ``bench/hopper_notes.md`` says of itself
 that its figures come from no file and are not to be quoted."""

@@ -28,7 +28,7 @@ def capabilities(accelerator: str | None = None) -> AcceleratorCapabilities:
             node on this machine would have.
 
     Raises:
-        UnknownBackend, BackendUnavailable.
+        UnknownBackend, BackendUnavailable: it is not installed, or cannot run here.
     """
     if accelerator is None and _lifecycle.is_initialized():
         accelerator = _lifecycle.current().backends.accelerator
@@ -71,8 +71,10 @@ def plan(
             head_dim=, causal=`` for ring attention.
 
     Raises:
-        UnknownOp, ShapeError, DtypeError, ArgumentError, NoRoute. Unsupported: the accelerator lacks
-        the op, or something else is missing to launch it (`mkernel plan` shows such calls as what-ifs).
+        UnknownOp, ShapeError, DtypeError, ArgumentError: a wrong argument.
+        NoRoute: two ranks have no path between them.
+        Unsupported: the accelerator lacks the op, or something else is missing to launch it
+            (`mkernel plan` shows such calls as what-ifs).
     """
     live = _lifecycle.current() if _lifecycle.is_initialized() else None
     if live is not None:

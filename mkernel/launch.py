@@ -137,8 +137,9 @@ def launch(
         The ranks' results, in rank order.
 
     Raises:
-        The first failure among the ranks, with that rank's traceback as its cause. PeerFailure
-        where a rank died without a word. No process, socket or shared memory is left behind.
+        Exception: the first failure among the ranks, with that rank's traceback as its cause. No
+            process, socket or shared memory is left behind.
+        PeerFailure: a rank died without a word.
     """
     settings = settings or load_settings()
     check_ranks(nodes, ranks_per_node, settings.ranks_per_cpu)

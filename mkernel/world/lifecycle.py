@@ -68,11 +68,14 @@ def init(
 
     Raises:
         AlreadyInitialized: this process is in a world of that group, or, without ``group``, in a
-        default one. ArgumentError: this rank is not in the group; the number of ranks does not match
-        nodes x ranks, or hosts have different numbers of them; a job on several hosts has no
-        MKERNEL_JOB_SECRET. UnknownBackend, BackendUnavailable. PlanMismatch: ranks were started with
-        different options. Timeout: a rank did not come. PeerFailure: a rank failed. Untrusted: a
-        stranger wrote to the store, or ranks have different secrets.
+            default one.
+        ArgumentError: this rank is not in the group; the number of ranks does not match nodes x ranks,
+            or hosts have different numbers of them; a job on several hosts has no MKERNEL_JOB_SECRET.
+        UnknownBackend, BackendUnavailable: a backend is not installed, or cannot run here.
+        PlanMismatch: ranks were started with different options.
+        Timeout: a rank did not come.
+        PeerFailure: a rank failed.
+        Untrusted: a stranger wrote to the store, or ranks have different secrets.
     """
     if group is None and worlds.default is not None:
         raise AlreadyInitialized(
@@ -239,8 +242,9 @@ def finalize(error: BaseException | None = None, *, group: Group = None) -> None
         error: why this rank stops early; the others then raise PeerFailure instead of waiting.
 
     Raises:
-        NotInitialized: there is no world of that group. WorldError: what broke a call that was only
-        queued, where nothing raised it before; the other worlds have ended all the same.
+        NotInitialized: there is no world of that group.
+        WorldError: what broke a call that was only queued, where nothing raised it before; the other
+            worlds have ended all the same.
     """
     ending = worlds.all() if group is None else [current(group)]
     with contextlib.ExitStack() as ends:  # also those after one that raises
@@ -259,7 +263,8 @@ def synchronize(group: Group = None) -> None:
 
     Raises:
         PeerFailure, Timeout, NicError, Untrusted, Cancelled: what broke one of the calls; every rank
-        raises the same kind. NotInitialized.
+            raises the same kind.
+        NotInitialized: there is no such world.
     """
     current(group).synchronize()
 
