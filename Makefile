@@ -77,10 +77,11 @@ bench: $(VENV)/.installed
 	python bench/main_job.py
 	python bench/ascend_speed.py
 
-numbers: $(VENV)/.installed # the page of what `mkernel bench` measured, and figures of other pages
+numbers: $(VENV)/.installed # the page of what `mkernel bench` measured, figures of other pages, the chart
 	mkernel bench --render bench/results > docs/numbers.md.new
 	mv docs/numbers.md.new docs/numbers.md
 	python bench/figures_in_prose.py --write
+	python bench/results_chart.py --write
 
 site: $(VENV)/.dependencies # the documentation, into build/site
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict

@@ -69,12 +69,6 @@ def text(page: str) -> str:
 
 # What the pages say of bench/results.
 
-OPS = {
-    "all_gather_gemm": "AllGather+GEMM",
-    "gemm_reduce_scatter": "GEMM+ReduceScatter",
-    "gemm_all_reduce": "GEMM+AllReduce",
-}
-
 
 def _launches_hidden(name: str) -> list[Any]:
     """Rows of a result in which what a call costs the host does not count."""
@@ -86,16 +80,6 @@ def _launches_hidden(name: str) -> list[Any]:
 
 def _commits(*names: str) -> list[str]:
     return [result(name)["provenance"]["commit"][:7] for name in names]
-
-
-def _against_the_best(name: str, op: str) -> list[str]:
-    """Layers, those in which mkernel is faster than its best peer, and by how much: geometric mean,
-    least and most."""
-    rows = [row for row in _launches_hidden(name) if row["shape"]["op"] == op]
-    ratios = [1 / row["to_best"] for row in rows if row["to_best"] is not None]
-    mean = geometric_mean(ratios)
-    faster = sum(ratio > 1 for ratio in ratios)
-    return [str(len(ratios)), str(faster), *(f"{x:.2f}" for x in (mean, min(ratios), max(ratios)))]
 
 
 def _mean_speed_up(name: str, mode: str) -> str:
@@ -211,41 +195,17 @@ def _machine(*names: str) -> Callable[[], list[str]]:
 
 ASCEND = "docs/ascend.md"
 SENTENCES = (
-    *(
-        Sentence(
-            "README.md",
-            f"| {words} | {ranks} | {{}} | {{}} | {{}}x | {{}}x to {{}}x |",
-            lambda op=op, ranks=ranks: _against_the_best(f"hopper_layers_{ranks}", op),
-        )
-        for ranks in (2, 4)
-        for op, words in OPS.items()
-    ),
     Sentence(
         "README.md",
-        "(`bench/results/hopper_layers_2.json` of commit {}, `hopper_layers_4.json` of {})",
+        "(`hopper_layers_2.json` of commit {}, `hopper_layers_4.json` of {} and others",
         lambda: _commits("hopper_layers_2", "hopper_layers_4"),
     ),
     Sentence(
         "README.md",
-        "over {} drawn shapes the geometric mean is {}x in CUDA graphs and {}x in an eager loop, where "
-        "a call's work on the host is longer than a small product, and a first call of a layer's shape "
+        "Over {} drawn shapes the geometric mean is {}x in CUDA graphs and {}x in an eager loop, where "
+        "a call's work on the host is longer than a small product; a first call of a layer's shape "
         "runs at {}x of the peers' speed",
         _as_users_meet_it,
-    ),
-    Sentence(
-        "README.md",
-        "A what-if of `hopper` on 1,024 nodes of 8 GPUs | {} s, {} routes in {} classes |",
-        lambda: [
-            f"{_planned(1024)['plan_s']:.2f}",
-            f"{_planned(1024)['pairs']:,}",
-            str(_planned(1024)["route_classes"]),
-        ],
-    ),
-    Sentence("README.md", "on the software device | {} GB/s, {} of memcpy |", _nic),
-    Sentence(
-        "README.md",
-        "`make run`'s job, once built, on two cores | {} s |",
-        lambda: [f"{result('main_job')['figures']['seconds']['median']:.0f}"],
     ),
     Sentence("docs/softverbs.md", "carried at {} GB/s, {} of what memcpy reaches", _nic),
     Sentence("docs/architecture.md", "costs no SM and moves {} GB/s (256 MiB,", _copy_engine),

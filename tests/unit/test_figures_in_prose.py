@@ -1,4 +1,4 @@
-"""Every figure of the documentation is what its source has."""
+"""Every figure of the documentation is what its source has, and so is the chart."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import figures_in_prose as prose
+import results_chart
 
 
 @pytest.mark.parametrize("sentence", prose.SENTENCES, ids=lambda one: f"{one.page}: {one.text}")
@@ -62,3 +63,20 @@ def test_figures_are_seen(figure: str) -> None:
 )
 def test_sizes_are_no_figures(text: str) -> None:
     assert list(prose.without_a_source("another page", text)) == []
+
+
+def test_the_chart_is_what_the_results_are() -> None:
+    assert results_chart.PICTURE.read_text() == results_chart.picture(), "make numbers draws it"
+
+
+def test_a_dot_lies_where_its_ratio_is() -> None:
+    places = [results_chart.place(ratio) for ratio in (0.1, 0.5, 1.0, 2**0.5, 9.0)]
+    assert places == sorted(places)
+    assert results_chart.place(1.0) - results_chart.place(0.5) == pytest.approx(
+        results_chart.place(1.4) - results_chart.place(0.7)
+    )
+
+
+def test_a_row_of_the_chart_needs_results() -> None:
+    with pytest.raises(ValueError, match=r"hopper_random_2\.json has no first of any op"):
+        results_chart.speed_ups("hopper_random_2", "first", None)
