@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mkernel.ops.gemm_all_reduce import gemm_all_reduce
     from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
     from mkernel.ops.moe import MoeDispatch, MoeHandle, moe_combine, moe_dispatch_gemm
+    from mkernel.ops.moe_gemm_combine import moe_gemm_combine
     from mkernel.ops.ring_attention import ring_attention, zigzag_positions
     from mkernel.ops.symm_mem import fused_all_gather_matmul, fused_matmul_reduce_scatter
     from mkernel.plan.model import LaunchPlan
@@ -73,6 +74,7 @@ __all__ = [
     "launch",
     "moe_combine",
     "moe_dispatch_gemm",
+    "moe_gemm_combine",
     "plan",
     "ring_attention",
     "synchronize",
@@ -100,6 +102,7 @@ HOMES = {
     "launch": "mkernel.launch",
     "moe_combine": "mkernel.ops.moe",
     "moe_dispatch_gemm": "mkernel.ops.moe",
+    "moe_gemm_combine": "mkernel.ops.moe_gemm_combine",
     "plan": "mkernel.api",
     "ring_attention": "mkernel.ops.ring_attention",
     "synchronize": "mkernel.world.lifecycle",

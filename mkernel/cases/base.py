@@ -191,6 +191,11 @@ class Case(Oracle):
         with uninitialised_is_nan():
             return self.call(tensors, self.poisoned(tensors), **execution)
 
+    @property
+    def rounds_partials(self) -> bool:
+        """Whether the op itself says that what is added to ``out`` was rounded before."""
+        return False
+
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
         """For each output that is a sum over ranks, the sum of what the ranks add to it, without signs,
         in float64. Where each of these is rounded, what is lost is a share of it."""

@@ -5,6 +5,9 @@ Option ``routing`` says which experts tokens go to:
   ``one_expert``  every slot of every token on every rank goes to one expert, another each iteration
   ``some_empty``  about two thirds of the experts get no token
   ``duplicates``  every second token has its first expert twice (top-k of 2 and more)
+  ``padded``      ranks have unlike numbers of tokens, down to one; the rest of their rows is padding
+                  (ids of -1), and so is a fifth of the other slots
+  ``empty_ranks`` every second rank has no token, and the experts of the upper half of ranks get none
 Option ``id_dtype``: of ``topk_ids``, ``int64`` (default) or ``int32``. Option ``tensors``: the user's
 whole ``x`` [T·W, H], ``topk_ids`` [T·W, k], ``w`` [E, H, I] and ``topk_weights`` [T·W, k]; tokens are
 cut by rows, experts by their number.
@@ -28,12 +31,12 @@ from mkernel.cases.base import (
 from mkernel.ops import moe
 from mkernel.ops.common import Execution
 
-ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates")
+ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates", "padded", "empty_ranks")
 
 _X, _IDS, _W, _WEIGHTS, _Y = range(5)
 
 
-class _MoeCase(Case):
+class MoeCase(Case):
     """Tokens, their routing and weights; the order of rows."""
 
     def _hidden(self) -> int:
@@ -73,6 +76,11 @@ class _MoeCase(Case):
         )
         if routing == "duplicates":
             ids[::2, 1:2] = ids[::2, 0:1]
+        elif routing == "padded":
+            ids[torch.rand(ids.shape, generator=own, device=self.device) < 0.2] = -1
+            ids[int(self._integers(tokens, (1, 1), own)) + 1 :] = -1
+        elif routing == "empty_ranks":
+            ids = torch.full_like(ids, -1) if (rank + iteration) % 2 else ids % -(-experts // 2)
         elif routing != "uniform":
             raise ValueError(f"routing {routing!r} is none of {', '.join(ROUTINGS)}")
         return ids
@@ -125,7 +133,7 @@ class _MoeCase(Case):
         }
 
 
-class MoeDispatchCase(_MoeCase):
+class MoeDispatchCase(MoeCase):
     """Dispatch+GEMM, then the combine of its outputs.
 
     Outputs: ``outputs`` (grouped rows, in the documented order), ``counts`` (exact), ``out`` (the
@@ -198,7 +206,7 @@ class MoeDispatchCase(_MoeCase):
     def _combined(self, rank: int, world_size: int, iteration: int, rows: Rows) -> torch.Tensor:
         at = rows(self.sizes["tokens"])
         x, ids = self._x(rank, iteration)[at].double(), self._ids(rank, iteration)[at]
-        sent = torch.empty(*ids.shape, self._features(), device=self.device).double()
+        sent = torch.zeros(*ids.shape, self._features(), device=self.device).double()
         own = self.sizes["experts"] // world_size
         for owner in range(world_size):
             w = self._w(owner, world_size, iteration).double()
@@ -214,7 +222,7 @@ class MoeDispatchCase(_MoeCase):
         return {"outputs": TOLERANCE[self.out_dtype], "out": TOLERANCE[self.out_dtype]}
 
 
-class MoeCombineCase(_MoeCase):
+class MoeCombineCase(MoeCase):
     """The combine alone: random rows ``y`` come home through the handle of a dispatch.
 
     Sizes: tokens, features, experts, top_k. The dispatch is of the same case (hidden = features) and

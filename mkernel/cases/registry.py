@@ -6,6 +6,7 @@ from mkernel.cases.attention import RingAttentionCase
 from mkernel.cases.base import Case
 from mkernel.cases.gemm import AllGatherGemmCase, GemmAllReduceCase, GemmReduceScatterCase
 from mkernel.cases.moe import MoeCombineCase, MoeDispatchCase
+from mkernel.cases.moe_gemm_combine import MoeGemmCombineCase
 from mkernel.errors import UnknownOp
 
 _CASES: dict[str, type[Case]] = {
@@ -16,6 +17,7 @@ _CASES: dict[str, type[Case]] = {
         GemmAllReduceCase,
         MoeDispatchCase,
         MoeCombineCase,
+        MoeGemmCombineCase,
         RingAttentionCase,
     )
 }

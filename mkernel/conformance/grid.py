@@ -17,10 +17,11 @@ import torch
 from mkernel.cases import Case, case_of
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.ranks import each_case
-from mkernel.plan.model import AttentionShape, DtypeName
+from mkernel.plan.model import AttentionShape, DtypeName, sums_of
+from mkernel.plan.ops import COMPANIONS
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-MOE = ("moe_dispatch_gemm", "moe_combine")
+MOE = ("moe_dispatch_gemm", *COMPANIONS)
 
 _Sizes = Mapping[str, Any]
 
@@ -90,7 +91,7 @@ def wider(subject: AcceleratorSubject, case: Case, steps: int = 1) -> Case:
     """The case with so many steps of columns more; with more sequences, of attention in which only some
     widths are claimed."""
     few = case.op == "ring_attention" and subject.capabilities.head_dims
-    names = {
+    names: dict[str, str] = {
         "ring_attention": "batch" if few else "head_dim",
         **dict.fromkeys(MOE, "features"),
     }
@@ -142,7 +143,7 @@ def grid(subject: AcceleratorSubject, op: str, world_size: int) -> Iterator[Case
             (130, _up(72, step), _up(136, step), 4, 4),
         ):
             sizes = {"tokens": tokens, "features": features, "experts": each * world_size}
-            if op == "moe_dispatch_gemm":
+            if op != "moe_combine":
                 sizes["hidden"] = hidden
             sizes["top_k"] = min(top_k, each * world_size)
             yield typical(subject, op, world_size, sizes)
@@ -172,7 +173,7 @@ def draws(subject: AcceleratorSubject, op: str, world_size: int, count: int) -> 
         layout = pick.choice(claims.b_layouts)
         options: dict[str, Any] = {}
         if op in MOE:
-            options["routing"] = pick.choice(["uniform", "some_empty", "duplicates"])
+            options["routing"] = pick.choice(["uniform", "some_empty", "duplicates", "padded"])
             options["id_dtype"] = pick.choice(["int32", "int64"])
         case = _case(subject, op, sizes, dtype, out_dtype, layout, chunk=chunk, options=options)
         yield case.with_(seed=subject.seed + number)
@@ -223,8 +224,12 @@ def _case(
         layout = "row" if "row" in claimed else claimed[0]
     if op == "ring_attention":
         out_dtype = dtype
-    if op == "moe_combine":
+    if op in COMPANIONS:
         chunk = None
+    options = dict(options or {})
+    if op == "moe_gemm_combine" and options.get("routing") in ("padded", "empty_ranks"):
+        # Tokens without results leave too few others to judge partial results that were rounded.
+        options["partial_dtype"] = sums_of(dtype, out_dtype)
     return case_of(op)(
         sizes=sizes,
         dtype=dtype,
@@ -232,7 +237,7 @@ def _case(
         layout=layout,
         chunk=chunk,
         seed=subject.seed,
-        options=options or {},
+        options=options,
     )
 
 

@@ -21,6 +21,7 @@ from mkernel.errors import ArgumentError
 from mkernel.harness import library_ops
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.spec import GEMMS
+from mkernel.plan.ops import COMPANIONS
 from mkernel.world.lifecycle import current
 
 
@@ -97,8 +98,8 @@ def library_limit(problem: Problem) -> float:
 class Mkernel(Contender):
     """The public API on the world's accelerator.
 
-    For a dispatch it calls what a layer does: dispatch and combine. A combine alone has its handle from
-    a dispatch before the turn.
+    For a dispatch it calls what a layer does: dispatch and combine. A combine alone, and GEMM+combine,
+    have their handle from a dispatch before the turn.
     """
 
     name = "mkernel"
@@ -108,7 +109,7 @@ class Mkernel(Contender):
         self._gemm = getattr(mkernel, self.op) if self.op in GEMMS else None
 
     def before(self, inputs: Inputs) -> None:
-        if self.op == "moe_combine":
+        if self.op in COMPANIONS:
             inputs["handle"] = mkernel.moe_dispatch_gemm(
                 inputs["x"], inputs["topk_ids"], inputs["w"]
             ).handle
@@ -125,6 +126,9 @@ class Mkernel(Contender):
         weights = inputs["topk_weights"]
         if self.op == "moe_combine":
             return {"out": mkernel.moe_combine(inputs["y"], inputs["handle"], weights)}
+        if self.op == "moe_gemm_combine":
+            h, w2, handle = inputs["h"], inputs["w2"], inputs["handle"]
+            return {"out": mkernel.moe_gemm_combine(h, w2, handle, weights)}
         rows, counts, handle = mkernel.moe_dispatch_gemm(
             inputs["x"], inputs["topk_ids"], inputs["w"]
         )
@@ -290,7 +294,7 @@ class Sequential(Contender):
         return ("out",) if self.problem.op == "ring_attention" else None
 
     def before(self, inputs: Inputs) -> None:
-        if self.op == "moe_combine":
+        if self.op in COMPANIONS:
             inputs["routing"] = library_ops.Routing(self.problem, inputs["topk_ids"])
         elif self.op == "ring_attention" and "mask" not in inputs:
             inputs["mask"] = library_ops.mask(self.problem)

@@ -62,6 +62,10 @@ def least_bytes(
             inputs = world_size * sizes["tokens"] * sizes["hidden"]
             inputs += sizes["experts"] * sizes["hidden"] * sizes["features"]
             results = reference = rows * sizes["features"]
+        case "moe_gemm_combine":
+            inputs = world_size * sizes["tokens"] * sizes["top_k"] * sizes["features"]
+            inputs += sizes["experts"] * sizes["hidden"] * sizes["features"]
+            results = reference = world_size * sizes["tokens"] * sizes["hidden"]
         case "moe_combine":
             inputs = world_size * sizes["tokens"] * sizes["top_k"] * sizes["features"]
             results = reference = world_size * sizes["tokens"] * sizes["features"]

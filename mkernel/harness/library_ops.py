@@ -72,6 +72,14 @@ def combine(problem: Problem, inputs: Inputs) -> Tensors:
     return {"out": inputs["routing"].bring_home(inputs["y"], inputs["topk_weights"])}
 
 
+def gemm_combine(problem: Problem, inputs: Inputs) -> Tensors:
+    """A product an expert, then the combine, with the routing that is known before."""
+    routing: Routing = inputs["routing"]
+    parts = torch.split(inputs["h"], routing.counts.tolist())
+    rows = torch.cat([part @ w2 for part, w2 in zip(parts, inputs["w2"], strict=True)])
+    return {"out": routing.bring_home(rows, inputs["topk_weights"])}
+
+
 def mask(problem: Problem) -> torch.Tensor | None:
     """Which of all ranks' keys each query of this one sees; None: all."""
     case, world = problem.case, problem.world
@@ -99,5 +107,6 @@ def _gathered(problem: Problem, share: torch.Tensor, groups: int) -> torch.Tenso
 CALLS: dict[str, Callable[[Problem, Inputs], Tensors]] = {
     "moe_dispatch_gemm": dispatch_and_combine,
     "moe_combine": combine,
+    "moe_gemm_combine": gemm_combine,
     "ring_attention": attention,
 }

@@ -91,7 +91,7 @@ class Shape(Finite):
         sizes = self.named_sizes
         if self.op in GEMMS:
             return 2.0 * sizes["m"] * sizes["n"] * sizes["k"]
-        if self.op == "moe_dispatch_gemm":
+        if self.op in ("moe_dispatch_gemm", "moe_gemm_combine"):
             return 2.0 * math.prod(sizes[s] for s in ("tokens", "top_k", "hidden", "features"))
         if self.op == "moe_combine":
             return None

@@ -8,6 +8,7 @@ from mkernel.ops import (
     gemm_all_reduce,
     gemm_reduce_scatter,
     moe,
+    moe_gemm_combine,
     replicated,
     ring_attention,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "moe",
+    "moe_gemm_combine",
     "replicated",
     "ring_attention",
 ]

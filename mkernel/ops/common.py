@@ -60,7 +60,7 @@ def checked(world: World, signature: Hashable, check: Callable[[], T]) -> T:
     return found
 
 
-def engine_for(world: World, op: str, sizes: Mapping[str, int], dtype: str | None) -> Engine:
+def engine_for(world: World, op: str, sizes: Mapping[str, Any], dtype: str | None) -> Engine:
     """What runs a call of these sizes. Unsupported."""
     if not world.backends.companions:
         return world.engine(op)
@@ -70,7 +70,7 @@ def engine_for(world: World, op: str, sizes: Mapping[str, int], dtype: str | Non
 def plan_for(
     world: World,
     op: str,
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, Any],
     dtype: DtypeName,
     out_dtype: DtypeName,
     *,

@@ -1,4 +1,5 @@
-"""MoE dispatch+grouped GEMM, and the combine that brings results home.
+"""MoE dispatch+grouped GEMM, and the combine that brings results home (the one that multiplies first:
+``moe_gemm_combine``).
 
 Data flow of one dispatch on rank r (experts [r·E/W, (r+1)·E/W) live here):
   topk_ids ──routing tables, built on the device inside the call──▶ which token goes where
@@ -212,22 +213,45 @@ def combine(
 ) -> Done:
     """:func:`moe_combine` with its plan and record. Output: ``out``."""
     world = current(group)
-    device, capabilities = world.accelerator.device, world.engine("moe_combine").claims
-    if not isinstance(handle, MoeHandle):
-        raise ArgumentError("handle", type(handle).__name__, "what moe_dispatch_gemm returned")
+    capabilities = world.engine("moe_combine").claims
+    expect_handle(handle)
     names = ("y", "handle.counts", "handle.routing", "topk_weights")
     y, counts, routing, topk_weights = plain("moe_combine", names, (y, *handle, topk_weights))
-    if not isinstance(y, Tensor) or y.dim() != 2 or y.shape[1] == 0:
-        raise ShapeError("y", validate.describe(y), "[R, D] with D of at least 1")
-    validate.matrix("topk_weights", topk_weights)
-    for name, tensor in zip(names, (y, counts, routing, topk_weights), strict=True):
-        validate.on_device(name, tensor, device)
-    validate.row_major("y", y)
+    experts = check_routed(world, "y", y, counts, routing, topk_weights)
     dtype = validate.dtype_name("y.dtype", y.dtype, capabilities.dtypes)
     out_name = validate.dtype_name("out_dtype", out_dtype or y.dtype, capabilities.out_dtypes)
+    tokens, top_k = topk_weights.shape
+    sizes = {"tokens": tokens, "features": y.shape[1], "experts": experts, "top_k": top_k}
+    plan = plan_for(world, "moe_combine", sizes, dtype, out_name)
+    out = torch.empty((tokens, y.shape[1]), dtype=validate.DTYPES[out_name], device=y.device)
+    weights = topk_weights.to(validate.DTYPES[plan.sums]).contiguous()
+    tensors = {"y": y, "routing": routing, "topk_weights": weights, "out": out}
+    record = world.run(plan, tensors, **execution)
+    return Done(plan, record, {"out": out})
+
+
+def expect_handle(handle: object) -> None:
+    """ArgumentError: it is not what a dispatch returned."""
+    if not isinstance(handle, MoeHandle):
+        raise ArgumentError("handle", type(handle).__name__, "what moe_dispatch_gemm returned")
+
+
+def check_routed(
+    world: World, name: str, rows: Tensor, counts: Tensor, routing: Tensor, topk_weights: Tensor
+) -> int:
+    """Return the number of experts of all ranks, where ``rows``, the argument of that name, has a row
+    for each of a dispatch's outputs, ``counts`` and ``routing`` are that dispatch's handle and of this
+    world, and ``topk_weights`` has a weight for each of its places. Raises as :func:`moe_combine`."""
+    device = world.accelerator.device
+    if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] == 0:
+        raise ShapeError(name, validate.describe(rows), "[R, D] with D of at least 1")
+    validate.matrix("topk_weights", topk_weights)
+    names = (name, "handle.counts", "handle.routing", "topk_weights")
+    for each, tensor in zip(names, (rows, counts, routing, topk_weights), strict=True):
+        validate.on_device(each, tensor, device)
+    validate.row_major(name, rows)
     if not topk_weights.dtype.is_floating_point:
         raise DtypeError("topk_weights.dtype", topk_weights.dtype, "a floating-point dtype")
-    tokens, top_k = topk_weights.shape
     experts = counts.numel() * world.size
     words = _routing_words(world, topk_weights, experts)
     if tuple(routing.shape) != (words,) or routing.dtype != torch.int32:
@@ -243,17 +267,11 @@ def combine(
             "of another world",
             f"one of this world's moe_dispatch_gemm ({world.name!r}); pass the dispatch's group",
         )
-    rows = world.engine("moe_dispatch_gemm").accelerator.dispatched_rows(routing)
-    if rows is not None and len(y) != rows:
-        legal = f"[{rows}, D], a row for each that the dispatch gave"
-        raise ShapeError("y", validate.describe(y), legal)
-    sizes = {"tokens": tokens, "features": y.shape[1], "experts": experts, "top_k": top_k}
-    plan = plan_for(world, "moe_combine", sizes, dtype, out_name)
-    out = torch.empty((tokens, y.shape[1]), dtype=validate.DTYPES[out_name], device=y.device)
-    weights = topk_weights.to(validate.DTYPES[plan.sums]).contiguous()
-    tensors = {"y": y, "routing": routing, "topk_weights": weights, "out": out}
-    record = world.run(plan, tensors, **execution)
-    return Done(plan, record, {"out": out})
+    dispatched = world.engine("moe_dispatch_gemm").accelerator.dispatched_rows(routing)
+    if dispatched is not None and len(rows) != dispatched:
+        legal = f"[{dispatched}, D], a row for each that the dispatch gave"
+        raise ShapeError(name, validate.describe(rows), legal)
+    return experts
 
 
 def moe_combine(
@@ -287,8 +305,7 @@ def moe_combine(
     """
     result: Tensor
     if seen_by_torch(y, topk_weights):
-        if not isinstance(handle, MoeHandle):
-            raise ArgumentError("handle", type(handle).__name__, "what moe_dispatch_gemm returned")
+        expect_handle(handle)
         result = torch.ops.mkernel.moe_combine(
             y, *handle, topk_weights, out_dtype=out_dtype, group=group_name(group)
         )

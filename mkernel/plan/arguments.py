@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
 from mkernel.plan.model import DtypeName, OpName, PathChoice
-from mkernel.plan.ops import forward
-from mkernel.plan.pipeline import Exchange
+from mkernel.plan.ops import COMPANIONS, canonical, forward
+from mkernel.plan.pipeline import Exchange, Returns
 from mkernel.plan.shapes import check_integer
 from mkernel.plan.strides import Layout
 from mkernel.topology.model import MAX_ACCELERATORS, MAX_NODES
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 MAX_RANKS = 131072
 """The largest world that is planned."""
 
-_NOTHING_TO_SHARE: tuple[str, ...] = ("moe_dispatch_gemm", "moe_combine")
+_NOTHING_TO_SHARE: tuple[str, ...] = ("moe_dispatch_gemm", *COMPANIONS)
 """Ops of which every pair of ranks exchanges rows of its own: no message of theirs serves a node."""
 
 
@@ -58,6 +59,17 @@ def exchanges(wanted: str, op: OpName, nodes: int, ranks_per_node: int) -> tuple
             )
         return ("direct",)
     return tuple(one for one in _EXCHANGES if wanted in ("auto", one))
+
+
+def way_home(op: str, sizes: Mapping[str, Any]) -> tuple[Mapping[str, Any], Returns | None]:
+    """The sizes and options of an op's shape, and the wish ``returns`` that came with those of
+    GEMM+combine: how results come home. ArgumentError."""
+    if canonical(op) != "moe_gemm_combine" or "returns" not in sizes:
+        return sizes, None
+    wanted = sizes["returns"]
+    if wanted not in get_args(Returns):
+        raise ArgumentError("returns", repr(wanted), f"one of: {', '.join(get_args(Returns))}")
+    return {name: size for name, size in sizes.items() if name != "returns"}, wanted
 
 
 def path_of(op: str, setting: PathChoice) -> PathChoice:

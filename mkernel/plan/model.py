@@ -37,15 +37,22 @@ BiasStep = Literal["launch", "after"]
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
+def sums_of(dtype: DtypeName, out_dtype: DtypeName) -> DtypeName:
+    """In which products of such operands accumulate, and results of ranks and slots are added."""
+    return "float64" if "float64" in (dtype, out_dtype) else "float32"
+
+
 OpName = Literal[
     "all_gather_gemm",
     "gemm_reduce_scatter",
     "gemm_all_reduce",
     "moe_dispatch_gemm",
     "moe_combine",
+    "moe_gemm_combine",
     "ring_attention",
     "moe_dispatch_backward",
     "moe_combine_backward",
+    "moe_gemm_combine_backward",
     "ring_attention_backward",
 ]
 
@@ -84,6 +91,19 @@ class CombineShape(Model):
     top_k: int = Field(ge=1)
 
 
+class GemmCombineShape(Model):
+    """Rows [rows, features] of experts, each times its expert's weight [features, hidden], go home to
+    ``tokens`` on each rank. ``partial_dtype``: of what travels home."""
+
+    kind: Literal["gemm_combine"] = "gemm_combine"
+    tokens: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    features: int = Field(ge=1)
+    experts: int = Field(ge=1)
+    top_k: int = Field(ge=1)
+    partial_dtype: DtypeName
+
+
 class AttentionShape(Model):
     """q [batch, heads, sequence / W, head_dim], k and v with ``kv_heads``; ``sequence`` counts all
     ranks' positions. ``layout``: of the memory of all three, and of the result."""
@@ -98,7 +118,10 @@ class AttentionShape(Model):
     layout: AttentionLayout = "heads"
 
 
-Shape = Annotated[GemmShape | MoeShape | CombineShape | AttentionShape, Field(discriminator="kind")]
+Shape = Annotated[
+    GemmShape | MoeShape | CombineShape | GemmCombineShape | AttentionShape,
+    Field(discriminator="kind"),
+]
 
 
 class Prediction(Model):
@@ -191,8 +214,8 @@ class CommonPart(Model):
 
     @property
     def sums(self) -> DtypeName:
-        """In which products accumulate, and results of ranks, blocks and slots are added."""
-        return "float64" if "float64" in (self.dtype, self.out_dtype) else "float32"
+        """:func:`sums_of` its dtypes."""
+        return sums_of(self.dtype, self.out_dtype)
 
     def route(self, src: int, dst: int) -> Route:
         """The route of the ordered pair. KeyError if ``src == dst`` or out of range."""

@@ -14,6 +14,7 @@ ALIASES: dict[str, str] = {
     "gemm_ar": "gemm_all_reduce",
     "gemm_rs": "gemm_reduce_scatter",
     "dispatch_gemm": "moe_dispatch_gemm",
+    "gemm_combine": "moe_gemm_combine",
 }
 OPS: tuple[OpName, ...] = (
     "all_gather_gemm",
@@ -22,13 +23,14 @@ OPS: tuple[OpName, ...] = (
     "moe_dispatch_gemm",
     "ring_attention",
 )
-COMPANIONS: tuple[OpName, ...] = ("moe_combine",)
-"""Planned and launched like ops, but only after one: ``moe_combine`` takes a dispatch's handle."""
+COMPANIONS: tuple[OpName, ...] = ("moe_combine", "moe_gemm_combine")
+"""Planned and launched like ops, but only after one: they take a dispatch's handle."""
 
 
 BACKWARD: dict[OpName, OpName] = {
     "moe_dispatch_gemm": "moe_dispatch_backward",
     "moe_combine": "moe_combine_backward",
+    "moe_gemm_combine": "moe_gemm_combine_backward",
     "ring_attention": "ring_attention_backward",
 }
 """Ops that compute another's gradients, with its sizes; the GEMM ops are each other's. Autograd calls
@@ -37,7 +39,14 @@ _FORWARD = {backward: forward for forward, backward in BACKWARD.items()}
 
 
 READS_OF: dict[str, OpName] = dict.fromkeys(
-    ("moe_combine", "moe_dispatch_backward", "moe_combine_backward"), "moe_dispatch_gemm"
+    (
+        "moe_combine",
+        "moe_gemm_combine",
+        "moe_dispatch_backward",
+        "moe_combine_backward",
+        "moe_gemm_combine_backward",
+    ),
+    "moe_dispatch_gemm",
 )
 """Ops that read what another op's call left in words of its accelerator's own: they run on the same."""
 
@@ -58,7 +67,8 @@ def canonical(name: str) -> OpName:
     if forward(plain) in (*OPS, *COMPANIONS):
         return cast(OpName, plain)
     short = {full: alias for alias, full in ALIASES.items()}
-    legal = ", ".join(f"{op} ({short[op]})" if op in short else op for op in OPS)
+    every = (*OPS, *COMPANIONS)
+    legal = ", ".join(f"{op} ({short[op]})" if op in short else op for op in every)
     close = difflib.get_close_matches(plain, [*OPS, *ALIASES], n=1)
     why = f"did you mean {close[0]!r}?" if close else ""
     raise UnknownOp("op", repr(name), f"one of: {legal}", why=why)

@@ -16,8 +16,9 @@ rounding; large ones would only take twice as long to send."""
 
 
 LEAST_FUSED_SUMS = 1 << 12
-"""Elements of a sum that an owner has, from which on the fused path's 16-bit partial results keep the
-limit of error whatever the data: in fewer the error, 2.4e-3 of 3e-3 in the mean, scatters too far."""
+"""Elements of a sum that an owner has, from which on 16-bit partial results, of the fused path or of
+experts, keep the limit of error whatever the data: in fewer the error, 2.4e-3 of 3e-3 in the mean,
+scatters too far."""
 
 
 def fusable(op: OpName, shape: GemmShape, dtype: DtypeName, world: int) -> bool:
@@ -29,6 +30,12 @@ def fusable(op: OpName, shape: GemmShape, dtype: DtypeName, world: int) -> bool:
 def partial_dtype(shape: GemmShape, dtype: DtypeName) -> DtypeName:
     """The dtype in which the library path sends partial results and adds them up."""
     return "float32" if shape.m * shape.n <= FLOAT32_PARTIALS else dtype
+
+
+def partials_of_experts(elements: int, out_dtype: DtypeName, sums: DtypeName) -> DtypeName:
+    """The dtype in which results of experts come home where the caller names none: that of ``out``; of
+    small results that of sums, which costs no more than a message does."""
+    return out_dtype if elements >= LEAST_FUSED_SUMS else sums
 
 
 def predict(

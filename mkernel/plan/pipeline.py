@@ -17,6 +17,11 @@ Exchange = Literal["direct", "hierarchical"]
 """How ranks of different nodes exchange: each pair by itself; or one message a node, between ranks of
 the same local rank, which their neighbours share over the scale-up fabric."""
 
+Returns = Literal["slots", "ranks"]
+"""How results of experts come home: each by itself, to be weighted and added there in the order of
+slots; or those of a token on one rank as one sum, weighted and added on that rank in this order, to be
+added at home in the order of ranks."""
+
 
 class GemmTile(Model):
     """The output tile of a backend's GEMM kernels, ``rows`` x ``columns``. Along K it is made in pieces
@@ -65,6 +70,7 @@ class Pipeline:
         one_kernel_per_chunk: each chunk is computed by a kernel of its own, in whole waves; else one
             kernel takes tiles as their data comes.
         exchange: between nodes.
+        returns: of MoE GEMM+combine.
     """
 
     order: ConsumptionOrder
@@ -74,3 +80,4 @@ class Pipeline:
     rows_per_chunk: int | None = None
     one_kernel_per_chunk: bool = False
     exchange: Exchange = "direct"
+    returns: Returns = "slots"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
 
 from mkernel.errors import ArgumentError, DtypeError, Unsupported
 from mkernel.plan import arguments, missing, paths
@@ -29,7 +29,7 @@ from mkernel.plan.model import (
     Shape,
 )
 from mkernel.plan.ops import canonical
-from mkernel.plan.pipeline import Exchange, Pipeline
+from mkernel.plan.pipeline import Exchange, Pipeline, Returns
 from mkernel.plan.request import Scheduler, ScheduleRequest
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
@@ -54,7 +54,7 @@ class Planned(NamedTuple):
 
 def explain(
     op: str,
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, Any],
     *,
     dtype: str,
     out_dtype: str | None = None,
@@ -79,7 +79,9 @@ def explain(
         op: canonical name or alias (``ag_gemm``).
         sizes: those of the op's shape (:mod:`mkernel.plan.model`): ``m``, ``n``, ``k``; or
             ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``; or ``batch``, ``heads``,
-            ``kv_heads``, ``sequence``, ``head_dim``, ``causal``.
+            ``kv_heads``, ``sequence``, ``head_dim``, ``causal``. And options of a call: ``capacity`` of
+            a dispatch; of MoE GEMM+combine ``partial_dtype`` (a dtype's name) and ``returns``, how
+            results come home (:data:`mkernel.plan.pipeline.Returns`); default: as is faster.
         dtype: of the inputs: ``float16``, ``bfloat16``, ``float32`` or ``float64``.
         out_dtype: of the output. None: ``float32``, or the inputs' where the backend keeps it.
         b_layout: ``row``: B is stored [k, n]; ``column``: [n, k], like an ``nn.Linear`` weight.
@@ -105,6 +107,7 @@ def explain(
         NoRoute: two ranks have no path between them.
     """
     capabilities = capabilities.with_cores(world.cores)
+    sizes, returns = arguments.way_home(op, sizes)
     asked, library = _checked(
         op, sizes, dtype, out_dtype, b_layout, world, accelerator, capabilities, nic, verbs, path,
         around,
@@ -129,6 +132,7 @@ def explain(
             cast(PathChoice, path),
             library,
             arguments.exchanges(exchange, asked.op, world.nodes, world.ranks_per_node),
+            returns,
         ),
         schedule,
     )
@@ -188,7 +192,7 @@ class _Asked(NamedTuple):
 
 def _checked(
     op: str,
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, Any],
     dtype: str,
     out_dtype: str | None,
     b_layout: str,
@@ -249,6 +253,7 @@ class _Choice:
     path: PathChoice
     library: bool
     exchanges: tuple[Exchange, ...]
+    returns: Returns | None
 
 
 @lru_cache(maxsize=256)
@@ -277,6 +282,7 @@ def _planned(
             compute_blocks=choice.compute_blocks,
             comm_blocks=choice.comm_blocks,
             exchanges=exchanges,
+            returns=choice.returns,
             measured=measured,
         )
     )

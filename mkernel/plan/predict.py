@@ -9,6 +9,7 @@ from mkernel.plan.model import (
     CombineShape,
     CommonPart,
     DtypeName,
+    GemmCombineShape,
     GemmShape,
     MoeShape,
     OpName,
@@ -16,7 +17,7 @@ from mkernel.plan.model import (
     Shape,
 )
 from mkernel.plan.ops import forward
-from mkernel.plan.pipeline import Pipeline
+from mkernel.plan.pipeline import Pipeline, Returns
 from mkernel.topology.cost import (
     MachineConstants,
     gemm_tile_us,
@@ -44,7 +45,8 @@ def closed_form(
 
     AllGather+GEMM: work 2·M·K·N, M/W·K·s a peer. GEMM+ReduceScatter: 2·M·N·K, M/W·N·s a peer;
     GEMM+AllReduce: the same twice. MoE: 2·T·k·H·I, T·k/W·H·s a peer (uniform routing), a combine
-    T·k/W·I·s. Ring attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a peer.
+    T·k/W·I·s, GEMM+combine T·k/W·H·s, or T·(1-(1-1/W)^k)·H·s where sums of ranks come home. Ring
+    attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a peer.
     Backward: 2.5 times the work of attention, twice a dispatch's; float32 gradients travel too.
     pipelined = max(T_c, T_m) + launch, the floor; sequential = T_c + T_m + launch.
     """
@@ -55,7 +57,7 @@ def closed_form(
     compute = _MORE_WORK.get(plan.op, 1.0) * work(plan.shape, world) / rate
     comm = 0.0
     if world > 1:
-        payload = sum(payloads(plan.op, plan.shape, plan.dtype, world))
+        payload = sum(payloads(plan.op, plan.shape, plan.dtype, world, pipeline.returns))
         comm = max(_link_times(payload, links, pipeline, 1, constants))
     return prediction(compute, comm, max(compute, comm), constants.launch_us, constants)
 
@@ -82,7 +84,11 @@ def prediction(
     )
 
 
-_MORE_WORK: dict[str, float] = {"ring_attention_backward": 2.5, "moe_dispatch_backward": 2.0}
+_MORE_WORK: dict[str, float] = {
+    "ring_attention_backward": 2.5,
+    "moe_dispatch_backward": 2.0,
+    "moe_gemm_combine_backward": 2.0,
+}
 """Than the op whose gradients it computes."""
 
 
@@ -90,7 +96,7 @@ def work(shape: Shape, world: int) -> float:
     """Floating-point operations of one rank."""
     if isinstance(shape, GemmShape):
         return 2.0 * shape.m * shape.n * shape.k
-    if isinstance(shape, MoeShape):
+    if isinstance(shape, MoeShape | GemmCombineShape):
         return 2.0 * shape.tokens * shape.top_k * shape.hidden * shape.features
     if isinstance(shape, CombineShape):
         return 2.0 * shape.tokens * shape.top_k * shape.features
@@ -108,7 +114,9 @@ class Payloads(NamedTuple):
     spread: float = 0.0
 
 
-def payloads(op: OpName, shape: Shape, dtype: DtypeName, world: int) -> Payloads:
+def payloads(
+    op: OpName, shape: Shape, dtype: DtypeName, world: int, returns: Returns = "slots"
+) -> Payloads:
     """What each ordered pair of ranks exchanges; MoE with uniform routing."""
     size = DTYPE_BYTES[dtype]
     back = max(size, DTYPE_BYTES["float32"]) if forward(op) != op else 0  # gradients that go home
@@ -119,6 +127,12 @@ def payloads(op: OpName, shape: Shape, dtype: DtypeName, world: int) -> Payloads
         return Payloads(scatter=part, spread=part if op == "gemm_all_reduce" else 0.0)
     if isinstance(shape, MoeShape):
         return Payloads(gather=shape.tokens * shape.top_k / world * shape.hidden * (size + back))
+    if isinstance(shape, GemmCombineShape):
+        size = DTYPE_BYTES[dtype if back else shape.partial_dtype]
+        rows = shape.top_k / world
+        if back or returns == "ranks":  # a token once to each rank that has experts of it
+            rows = 1 - (1 - 1 / world) ** shape.top_k
+        return Payloads(gather=shape.tokens * rows * shape.hidden * size)
     if isinstance(shape, CombineShape):
         return Payloads(gather=shape.tokens * shape.top_k / world * shape.features * size)
     own = shape.batch * shape.kv_heads * shape.sequence / world * shape.head_dim

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import CommonPart, Prediction
-from mkernel.plan.pipeline import Exchange, Pipeline
+from mkernel.plan.pipeline import Exchange, Pipeline, Returns
 from mkernel.plan.schedule import Schedule
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.shared_links import SharedLinks
@@ -27,6 +27,7 @@ class ScheduleRequest:
         chunk: tiles, or rows, of a chunk that the caller wishes; None: no wish.
         compute_blocks, comm_blocks: cores that the caller gives each kernel, at most what the
             capabilities claim; None: no wish.
+        returns: how the caller wishes results of experts to come home; None: no wish.
         exchanges: to choose from between nodes, the default first. What the backend does not claim
             (``hierarchical_ops``) is for the prediction only.
         measured: times of the plan's path by measured constants, which decide instead of the model's.
@@ -39,6 +40,7 @@ class ScheduleRequest:
     chunk: int | None = None
     compute_blocks: int | None = None
     comm_blocks: int | None = None
+    returns: Returns | None = None
     exchanges: tuple[Exchange, ...] = ("direct",)
     measured: Prediction | None = None
 

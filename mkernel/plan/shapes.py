@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from mkernel.errors import ArgumentError, LayoutError, ShapeError
+from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
     CombineShape,
     DtypeName,
+    GemmCombineShape,
     GemmShape,
     MoeShape,
     Shape,
+    sums_of,
 )
 from mkernel.plan.ops import forward
+from mkernel.plan.paths import partials_of_experts
 
 if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities
@@ -27,12 +30,13 @@ if TYPE_CHECKING:
 MAX_DIMENSION = 2**31 - 1
 """Kernels index rows and columns with 32-bit signed integers."""
 
-SHAPES: dict[str, type[GemmShape | MoeShape | CombineShape | AttentionShape]] = {
+SHAPES: dict[str, type[GemmShape | MoeShape | CombineShape | GemmCombineShape | AttentionShape]] = {
     "all_gather_gemm": GemmShape,
     "gemm_reduce_scatter": GemmShape,
     "gemm_all_reduce": GemmShape,
     "moe_dispatch_gemm": MoeShape,
     "moe_combine": CombineShape,
+    "moe_gemm_combine": GemmCombineShape,
     "ring_attention": AttentionShape,
 }
 
@@ -49,6 +53,13 @@ DEFAULT_SIZES: dict[str, dict[str, int]] = {
         "top_k": 4,
     },
     "moe_combine": {"tokens": 512, "features": 256, "experts": 24, "top_k": 4},
+    "moe_gemm_combine": {
+        "tokens": 512,
+        "hidden": 512,
+        "features": 256,
+        "experts": 24,
+        "top_k": 4,
+    },
     "ring_attention": {"batch": 1, "heads": 8, "kv_heads": 2, "sequence": 1536, "head_dim": 64},
 }
 """What the command line runs where it is not told otherwise: seconds on a laptop."""
@@ -65,7 +76,7 @@ def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str,
     return {**DEFAULT_SIZES[forward(op)], **chosen}
 
 
-_NO_SIZES = ("kind", "capacity", "layout")
+_NO_SIZES = ("kind", "capacity", "layout", "partial_dtype")
 """Fields of shapes that are options of a call, not sizes of its tensors."""
 
 
@@ -91,10 +102,15 @@ def shape_of(
     for name, field in fields.items():
         if name == "kind":
             continue
-        if name not in sizes and field.is_required():
+        if name not in sizes and name in names and field.is_required():
             raise ArgumentError(name, "missing", f"{op} takes {', '.join(names)}")
         if name in sizes and field.annotation is int:
             check_integer(ShapeError, name, sizes[name], MAX_DIMENSION)
+    if "partial_dtype" in fields and "partial_dtype" not in sizes:
+        travels = sums_of(dtype, out_dtype)
+        if forward(op) == op:
+            travels = partials_of_experts(sizes["tokens"] * sizes["hidden"], out_dtype, travels)
+        sizes = {**sizes, "partial_dtype": travels}
     try:
         shape = SHAPES[forward(op)](**sizes)
     except ValidationError as error:
@@ -106,7 +122,7 @@ def shape_of(
     elif isinstance(shape, AttentionShape):
         _check_attention(shape, world, dtype, capabilities)
     else:
-        _check_experts(shape, world, dtype, out_dtype, capabilities)
+        _check_experts(op, shape, world, dtype, out_dtype, capabilities)
     return shape
 
 
@@ -185,7 +201,8 @@ def _check_gemm(
 
 
 def _check_experts(
-    shape: MoeShape | CombineShape,
+    op: str,
+    shape: MoeShape | CombineShape | GemmCombineShape,
     world: int,
     dtype: DtypeName,
     out_dtype: DtypeName,
@@ -197,6 +214,13 @@ def _check_experts(
     _check_aligned("features", shape.features, _narrow(dtype, out_dtype), capabilities)
     if isinstance(shape, MoeShape):
         _check_aligned("hidden", shape.hidden, dtype, capabilities)
+    if isinstance(shape, GemmCombineShape):
+        _check_aligned("hidden", shape.hidden, _narrow(dtype, out_dtype), capabilities)
+        legal = {sums_of(dtype, out_dtype)}  # of gradients too: nothing of theirs is rounded before
+        if forward(op) == op:
+            legal.add(out_dtype)
+        if shape.partial_dtype not in legal:
+            raise DtypeError("partial_dtype", repr(shape.partial_dtype), " or ".join(sorted(legal)))
 
 
 def _check_attention(

@@ -101,7 +101,7 @@ def trace(
     """Does what :func:`simulate` does, and keeps the timeline where ``keep``."""
     exchange = pipeline.exchange
     made = CallMessages(plan, pipeline, constants, _chunks(plan, pipeline), detail)
-    sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size)
+    sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size, pipeline.returns)
     device = _Device(plan, pipeline, made.chunks)
     after: dict[SimulatedRank, Sequence[Message]] = {}
     arrivals: Arrivals = {}

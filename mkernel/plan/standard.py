@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
 from mkernel.plan import chunking, predict
 from mkernel.plan.decide import Alternative, choose
-from mkernel.plan.model import Prediction
+from mkernel.plan.model import CommonPart, Prediction
 from mkernel.plan.order import ConsumptionOrder, Runs
-from mkernel.plan.pipeline import USUAL_TILE, Chunking, GemmTile, Pipeline
+from mkernel.plan.pipeline import USUAL_TILE, Chunking, GemmTile, Pipeline, Returns
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.tune import tune
@@ -101,8 +101,18 @@ def _usual(request: ScheduleRequest, orders: tuple[Runs, ...], **cut: Any) -> Pi
         compute_blocks=request.compute_blocks or claims.compute_cores,
         comm_blocks=request.comm_blocks or few,
         exchange=request.exchanges[0],
+        returns=request.returns or _fewer_rows(plan),
         **cut,
     )
+
+
+def _fewer_rows(plan: CommonPart) -> Returns:
+    """How results come home where nothing predicts it: by rank where that is less than half as much."""
+    by_slot, by_rank = (
+        sum(predict.payloads(plan.op, plan.shape, plan.dtype, plan.world_size, returns))
+        for returns in get_args(Returns)
+    )
+    return "ranks" if 2 * by_rank < by_slot else "slots"
 
 
 def _decided(
@@ -113,7 +123,8 @@ def _decided(
     orders: tuple[Runs, ...],
 ) -> tuple[Pipeline, Prediction | None, tuple[Alternative, ...]]:
     """Decisions are made one after another, each with the defaults of those that follow: exchange,
-    chunks of tiles, communication blocks; then, by simulation, rows a chunk and order. Times that were
+    how results of experts come home, chunks of tiles, communication blocks; then, by simulation, rows a
+    chunk and order. Times that were
     measured are of the default chunks and order, which stand then, and where there are no constants."""
     plan, constants = request.plan, request.constants
     if request.measured is not None or constants is None:
@@ -122,6 +133,11 @@ def _decided(
     def pipelined_us(option: Pipeline, constants: MachineConstants = constants) -> float:
         return predict.predict(plan, request.links, option, constants).pipelined_us
 
+    def sequential_us(option: Pipeline, constants: MachineConstants = constants) -> float:
+        """Results come home after the products; by rank, weights travel first."""
+        times = predict.predict(plan, request.links, option, constants)
+        return times.sequential_us + (constants.signal_us if option.returns == "ranks" else 0.0)
+
     found, considered = choose(
         "exchange",
         [replace(usual, exchange=exchange) for exchange in request.exchanges],
@@ -129,6 +145,14 @@ def _decided(
         lambda option: option.exchange,
     )
     alternatives: tuple[Alternative, ...] = considered
+    if plan.op == "moe_gemm_combine" and request.returns is None:
+        found, considered = choose(
+            "results",
+            [replace(found, returns=returns) for returns in get_args(Returns)],
+            sequential_us,
+            lambda option: f"by {option.returns[:-1]}",
+        )
+        alternatives += considered
     if cuts:
         found, considered = choose(
             "chunk",

@@ -14,6 +14,7 @@ from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import (
     AttentionShape,
     CommonPart,
+    GemmCombineShape,
     GemmShape,
     LaunchPlan,
     MoeShape,
@@ -122,6 +123,19 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
             "grad_outputs": _Planned((shape.capacity, shape.features), result),
             "grad_x": _Planned((shape.tokens, shape.hidden), given),
             "grad_w": _Planned(weights, given, stored=True),
+        }
+    if isinstance(shape, GemmCombineShape):
+        weights = (shape.experts // world, shape.features, shape.hidden)
+        return {
+            "h": _Planned((None, shape.features), given),
+            "w2": _Planned(weights, given, stored=True),
+            "topk_weights": _Planned(places, (plan.sums,)),
+            "routing": _Planned((None,), ("int32",)),
+            "out": _Planned((shape.tokens, shape.hidden), result),
+            "grad_out": _Planned((shape.tokens, shape.hidden), result),
+            "grad_h": _Planned((None, shape.features), given),
+            "grad_w2": _Planned(weights, given, stored=True),
+            "grad_weights": _Planned(places, (plan.sums,)),
         }
     return {
         "y": _Planned((None, shape.features), given),

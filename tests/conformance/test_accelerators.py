@@ -15,15 +15,20 @@ SKIPPED = {
     "mkernel.conformance.faults:Fault": {"queued-calls", "chunk-invariance", "split-invariance"},
 }
 """Backend → checks of what it does not claim."""
-WHOLE = {"shapes", "worlds"}
-"""Checks that run in full: every split of up to eight ranks, many random draws on two nodes."""
+WHOLE = {
+    "shapes": {"ascend"},
+    "worlds": {"ascend"},
+    "drawn-routings": set(SKIPPED),
+}
+"""Checks that run in full, and on which backends: every split of up to eight ranks, many random draws
+on two nodes, hundreds of routings."""
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", SKIPPED)
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
 def test_promise(check: Check, backend: str) -> None:
-    quick = check.name not in WHOLE or backend != "ascend"
+    quick = backend not in WHOLE.get(check.name, ())
     result = run_check(check, AcceleratorSubject(backend, quick))
     expected = "skipped" if check.name in SKIPPED[backend] else "passed"
     assert result.outcome == expected, f"{check.promise}\n{result.message}"

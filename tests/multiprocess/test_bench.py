@@ -17,6 +17,7 @@ GEMMS_BY_ALIAS = "ag_gemm,gemm_rs,gemm_ar"
 OTHERS = {
     "moe_dispatch_gemm": "tokens=160 hidden=24 features=128 experts=4 top_k=2",
     "moe_combine": "tokens=160 features=128 experts=4 top_k=2",
+    "moe_gemm_combine": "tokens=160 hidden=64 features=128 experts=4 top_k=2",
     "ring_attention": "heads=4 kv_heads=2 sequence=384 head_dim=16 causal=1",
 }
 SMALL = ["--ranks", "2", "--shapes", "256x128x192", "--iterations", "3", "--warmup", "1"]

@@ -125,11 +125,13 @@ TINY = {
     "moe_dispatch_gemm": ["--tokens", "32", "--hidden", "24", "--features", "40", "--experts", "8",
                           "--top-k", "2", "--routing", "some_empty", "--dtype", "bfloat16"],
     "moe_combine": ["--tokens", "32", "--features", "40", "--experts", "8", "--top-k", "3"],
+    "moe_gemm_combine": ["--tokens", "32", "--hidden", "24", "--features", "40", "--experts", "8",
+                         "--top-k", "3"],
     "ring_attention": ["--batch", "2", "--heads", "6", "--kv-heads", "2", "--sequence", "64",
                        "--head-dim", "16", "--causal", "--scale", "0.3"],
 }  # fmt: skip
 FILED = {"moe_dispatch_gemm": {"outputs", "counts", "out"}, "ring_attention": {"out", "lse"},
-         "moe_combine": {"out"}}  # fmt: skip
+         "moe_combine": {"out"}, "moe_gemm_combine": {"out"}}  # fmt: skip
 STREAMS = ["--accelerator", "streams", "--nodes", "1", "--iterations", "1", "--warmup", "0"]
 
 

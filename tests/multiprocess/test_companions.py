@@ -30,6 +30,7 @@ OPS: dict[str, dict[str, int]] = {
     "moe_dispatch_gemm": {"tokens": 8, "hidden": 32, "features": 16, "experts": 8, "top_k": 2},
     "gemm_all_reduce": {"m": 64, "n": 32, "k": 48},
     "moe_combine": {"tokens": 8, "features": 16, "experts": 8, "top_k": 2},
+    "moe_gemm_combine": {"tokens": 8, "hidden": 32, "features": 16, "experts": 8, "top_k": 2},
 }
 
 

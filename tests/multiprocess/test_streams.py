@@ -20,6 +20,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, case_of
 from mkernel.conformance.ranks import Judge, each_case, give_up_after, judge_calls
 from mkernel.errors import PeerFailure, Timeout, Unsupported
+from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.shapes import SHAPES
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -38,6 +39,9 @@ def sizes(op: str, world: int) -> dict[str, int]:
             "tokens": 53, "hidden": 67, "features": 35, "experts": 4 * world, "top_k": 3,
         },
         "moe_combine": {"tokens": 53, "features": 35, "experts": 4 * world, "top_k": 3},
+        "moe_gemm_combine": {
+            "tokens": 53, "hidden": 83, "features": 35, "experts": 4 * world, "top_k": 3,
+        },
         "ring_attention": {
             "batch": 2, "heads": 6, "kv_heads": 2, "sequence": 22 * world, "head_dim": 24,
         },
@@ -72,7 +76,7 @@ def test_chunks_and_layouts(view: View) -> None:
         make(op, 3, dtype, chunk=chunk, layout=layout)
         for op in SHAPES
         for dtype, chunk, layout in (("float16", 5, "column"), ("float32", 1000, "column"))
-        if not (op == "moe_combine" and layout == "column" and chunk == 1000)
+        if not (op in COMPANIONS and layout == "column" and chunk == 1000)
     ]
     check(cases, 3, view)
 
@@ -111,6 +115,8 @@ def test_messages_of_all_peers_together() -> None:
         make("moe_dispatch_gemm", 3, options={"routing": "some_empty"}),
         make("moe_dispatch_gemm", 3, chunk=5, options={"routing": "one_expert"}),
         make("moe_combine", 3),
+        make("moe_gemm_combine", 3, options={"returns": "slots"}),
+        make("moe_gemm_combine", 3, options={"returns": "ranks"}),
     ]
     for found, messages in mkernel.launch(
         judged_together, cases, ranks_per_node=3, accelerator="streams", timeout_s=DEADLINE_S

@@ -29,6 +29,7 @@ SIZES = {
     "gemm_all_reduce": {"m": 25, "n": 10, "k": 16},
     "moe_dispatch_gemm": {"tokens": 9, "hidden": 8, "features": 6, "experts": 4, "top_k": 2},
     "moe_combine": {"tokens": 9, "features": 6, "experts": 4, "top_k": 2},
+    "moe_gemm_combine": {"tokens": 9, "hidden": 5, "features": 6, "experts": 4, "top_k": 2},
     "ring_attention": {
         "batch": 1, "heads": 2, "kv_heads": 1, "sequence": 16, "head_dim": 8,
     },

@@ -28,11 +28,19 @@ OPS = (
     "gemm_all_reduce",
     "moe_dispatch_gemm",
     "moe_combine",
+    "moe_gemm_combine",
     "ring_attention",
 )
-SEEN_BY_TORCH = ("moe_dispatch_gemm", "moe_combine", "ring_attention")
+SEEN_BY_TORCH = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine", "ring_attention")
 """Calls that go through torch's dispatcher where torch has to see them (``tests/torch``)."""
 ACCELERATORS = ("ascend", "streams")
+
+
+def provided() -> list[str]:
+    """The ops that this world's accelerator has."""
+    return [op for op in OPS if op in mkernel.capabilities().ops]
+
+
 RANKS = 2
 Arguments = dict[str, Any]
 
@@ -49,6 +57,11 @@ def right(op: str) -> Arguments:
     if op == "moe_combine":
         sent = mkernel.moe_dispatch_gemm(**right("moe_dispatch_gemm"))
         return {"y": sent.outputs, "handle": sent.handle, "topk_weights": torch.ones(8, 2)}
+    if op == "moe_gemm_combine":
+        sent = mkernel.moe_dispatch_gemm(**right("moe_dispatch_gemm"))
+        weights = torch.ones(8, 2)
+        return {"h": ones(*sent.outputs.shape), "w2": ones(2, 64, 64), "handle": sent.handle,
+                "topk_weights": weights}  # fmt: skip
     if op == "ring_attention":
         return {name: ones(1, 2, 16, 64) for name in "qkv"}
     rows = {"all_gather_gemm": 128, "gemm_reduce_scatter": 32, "gemm_all_reduce": 64}[op]
@@ -144,7 +157,7 @@ def refusals(kind: str, folder: str) -> list[str]:
     change, said = KINDS[kind]
     named = "{}.device = " if change is meta else "{} = "
     with gloo(folder):
-        for op in OPS:
+        for op in provided():
             call, arguments = getattr(mkernel, op), right(op)
             truth = result(op, arguments)
             if change is with_gradient and op in SEEN_BY_TORCH:
@@ -193,7 +206,7 @@ def in_modes() -> list[str]:
     from torch.utils.flop_counter import FlopCounterMode
 
     found = []
-    for op in OPS:
+    for op in provided():
         if op in SEEN_BY_TORCH:
             continue
         call, arguments = getattr(mkernel, op), right(op)
@@ -211,7 +224,7 @@ def in_modes() -> list[str]:
 def as_parameters() -> list[str]:
     """Every floating tensor a Parameter that requires grad, where nothing records gradients."""
     found = []
-    for op in OPS:
+    for op in provided():
         arguments = right(op)
         truth = result(op, arguments)
         for name, value in arguments.items():
@@ -230,7 +243,7 @@ def with_results_under_way(folder: str) -> list[str]:
 
     found = []
     with gloo(folder):
-        for op in OPS:
+        for op in provided():
             arguments = right(op)
             truth = result(op, arguments)
             for name, value in arguments.items():
@@ -257,7 +270,7 @@ def with_default_device() -> list[str]:
     with torch.device("meta"):
         if mkernel.empty((4, 4), torch.float16).device.type != "cpu":
             found.append("symmetric memory is elsewhere")
-    for op in OPS:
+    for op in provided():
         arguments = right(op)
         truth = result(op, arguments)
         with torch.device("meta"):
@@ -300,7 +313,7 @@ def test_torch_around_the_ops_is_heeded(look: Callable[[], list[str]], accelerat
 
 
 def compiled() -> list[str]:
-    return [found for op in OPS if op not in SEEN_BY_TORCH for found in compiled_op(op)]
+    return [found for op in provided() if op not in SEEN_BY_TORCH for found in compiled_op(op)]
 
 
 def compiled_op(op: str) -> Iterator[str]:

@@ -23,6 +23,7 @@ SIZES = {
     "gemm_all_reduce": GEMM,
     "moe_dispatch_gemm": [*TOKENS, "--hidden", "24"],
     "moe_combine": TOKENS,
+    "moe_gemm_combine": [*TOKENS, "--hidden", "128"],
     "ring_attention": ["--heads", "4", "--kv-heads", "2", "--sequence", "256", "--head-dim", "16"],
 }
 

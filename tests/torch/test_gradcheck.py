@@ -15,6 +15,7 @@ from ranks import on_ranks, operand
 from torch import Tensor, distributed
 
 import mkernel
+from mkernel.plan.pipeline import Returns
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -108,7 +109,18 @@ def experts() -> dict[str, bool]:
         handle = mkernel.moe_dispatch_gemm(x, ids, w, capacity=capacity).handle
         return mkernel.moe_combine(y, handle, weights)
 
+    def gemm_combine(returns: Returns) -> Callable[..., Tensor]:
+        def call(h: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+            x, w = torch.ones(tokens, hidden), torch.ones(each, hidden, features)
+            handle = mkernel.moe_dispatch_gemm(x, ids, w, capacity=capacity).handle
+            return mkernel.moe_gemm_combine(h, w2, handle, weights, returns=returns)
+
+        return call
+
+    sizes = [(capacity, features), (each, features, 3), (tokens, top_k)]
     return {
+        "gemm_combine by slot": agrees(gemm_combine("slots"), sizes),
+        "gemm_combine by rank": agrees(gemm_combine("ranks"), sizes),
         "dispatch": agrees(dispatch, [(tokens, hidden), (each, hidden, features)]),
         "combine": agrees(combine, [(capacity, features), (tokens, top_k)]),
     }

@@ -53,18 +53,34 @@ def layer(
     return mkernel.moe_combine(outputs.sin(), handle, weights)
 
 
+def gated(
+    x: Tensor, ids: Tensor, w: Tensor, weights: Tensor, capacity: int | None = None
+) -> Tensor:
+    """A layer whose second half multiplies too, by this rank's part of :func:`second`."""
+    outputs, _, handle = mkernel.moe_dispatch_gemm(x, ids, w, capacity=capacity)
+    return mkernel.moe_gemm_combine(outputs.sin(), second(w), handle, weights)
+
+
+def second(w: Tensor) -> Tensor:
+    """[E, I, H], a function of ``w`` [E, H, I]."""
+    return (w * 0.5).cos().transpose(1, 2)
+
+
 def loss(out: Tensor, rank: int) -> Tensor:
     return (out * operand("loss", rank, *out.shape).to(out.dtype)).sin().sum()
 
 
-def expected(routing: str) -> list[list[Tensor]]:
+def expected(routing: str, *, gate: bool = False) -> list[list[Tensor]]:
     """Each rank's out and gradients, in float64 and without ranks."""
     every = [[each.double().requires_grad_() for each in inputs(rank)] for rank in range(RANKS)]
     experts = torch.cat([w for _, w, _ in every])
     outs = []
     for rank, (x, _, weights) in enumerate(every):
         ids = routed(routing, rank)
-        rows = torch.einsum("th,tkhf->tkf", x, experts[ids.clamp(min=0)]).sin()
+        chosen = experts[ids.clamp(min=0)]
+        rows = torch.einsum("th,tkhf->tkf", x, chosen).sin()
+        if gate:
+            rows = torch.einsum("tkf,tkfh->tkh", rows, second(experts)[ids.clamp(min=0)])
         outs.append(torch.einsum("tk,tkf->tf", weights * (ids >= 0), rows))
     torch.stack([loss(out, rank) for rank, out in enumerate(outs)]).sum().backward()
     return [
@@ -73,13 +89,15 @@ def expected(routing: str) -> list[list[Tensor]]:
     ]
 
 
-def differentiated(routing: str, capacity: int | None, column: bool) -> list[Tensor]:
+def differentiated(
+    routing: str, capacity: int | None, column: bool, gate: bool = False
+) -> list[Tensor]:
     rank = mkernel.world().rank
     x, w, weights = inputs(rank)
     if column:
         w = w.transpose(1, 2).contiguous().transpose(1, 2)
     given = [each.requires_grad_() for each in (x, w, weights)]
-    out = layer(x, routed(routing, rank), w, weights, capacity)
+    out = (gated if gate else layer)(x, routed(routing, rank), w, weights, capacity)
     loss(out, rank).backward()
     return [out.detach(), *(each.grad for each in given if each.grad is not None)]
 
@@ -101,6 +119,25 @@ def test_gradients_are_those_of_the_unsharded_layer(
     results = on_ranks(differentiated, routing, capacity, column, ranks=RANKS)
     for rank, (found, wanted) in enumerate(zip(results, expected(routing), strict=True)):
         for name, one, other in zip(("out", "dx", "dw", "dweights"), found, wanted, strict=True):
+            close(one, other, 1e-5, f"rank {rank}, {name}")
+
+
+@pytest.mark.parametrize(
+    ("routing", "capacity", "column"),
+    [
+        ("uniform", None, True),
+        ("one expert", MOST, False),
+        ("duplicates", None, False),
+        ("padded", MOST + 5, False),
+    ],
+)
+def test_gradients_of_gemm_and_combine_are_those_of_the_unsharded_layer(
+    routing: str, capacity: int | None, column: bool
+) -> None:
+    results = on_ranks(differentiated, routing, capacity, column, True, ranks=RANKS)
+    wanted = expected(routing, gate=True)
+    for rank, (found, true) in enumerate(zip(results, wanted, strict=True)):
+        for name, one, other in zip(("out", "dx", "dw", "dweights"), found, true, strict=True):
             close(one, other, 1e-5, f"rank {rank}, {name}")
 
 
@@ -194,7 +231,19 @@ def seen_by_torch() -> dict[str, dict[str, str]]:
         found[f"backward of combine, {name}"] = checked(
             ops.moe_combine_backward, (out, outputs, *handle, weights)
         )
-        given = [each.clone().requires_grad_() for each in (x, w, weights, outputs)]
+        w2 = second(w)
+        for returns in ("slots", "ranks"):
+            found[f"gemm_combine by {returns}, {name}"] = checked(
+                ops.moe_gemm_combine, (outputs, w2, *handle, weights), returns=returns
+            )
+        home = ops.moe_gemm_combine(outputs, w2, *handle, weights, group=mkernel.world().name)
+        found[f"backward of gemm_combine, {name}"] = checked(
+            ops.moe_gemm_combine_backward, (home, outputs, w2, *handle, weights)
+        )
+        given = [each.clone().requires_grad_() for each in (x, w, weights, outputs, w2)]
+        found[f"differentiable gemm_combine, {name}"] = checked(
+            ops.moe_gemm_combine, (given[3], given[4], *handle, given[2])
+        )
         found[f"differentiable dispatch, {name}"] = checked(
             ops.moe_dispatch_gemm, (given[0], ids, given[1]), capacity=capacity
         )
@@ -209,17 +258,18 @@ def test_torch_finds_nothing_wrong_with_the_ops() -> None:
         assert not any(found.values()), found
 
 
-def compiled(backend: str, capacity: int | None) -> tuple[list[float], int]:
+def compiled(backend: str, capacity: int | None, gate: bool) -> tuple[list[float], int]:
     """Relative differences of results and gradients from the eager ones; graphs made."""
     rank = mkernel.world().rank
     x, w, weights = (each.requires_grad_() for each in inputs(rank))
     ids = routed("uniform", rank)
-    eager = layer(x, ids, w, weights, capacity)
+    chosen = gated if gate else layer
+    eager = chosen(x, ids, w, weights, capacity)
     wanted = torch.autograd.grad(loss(eager, rank), (x, w, weights))
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend(backend)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=capacity is None):
-        run = torch.compile(layer, backend=graphs, fullgraph=True)
+        run = torch.compile(chosen, backend=graphs, fullgraph=True)
         got = run(x, ids, w, weights, capacity)
         found = torch.autograd.grad(loss(got, rank), (x, w, weights))
     pairs = zip((got, *found), (eager, *wanted), strict=True)
@@ -227,12 +277,19 @@ def compiled(backend: str, capacity: int | None) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "capacity"), [("aot_eager", MOST), ("aot_eager", None), ("inductor", MOST)]
+    ("backend", "capacity", "gate"),
+    [
+        ("aot_eager", MOST, False),
+        ("aot_eager", None, False),
+        ("inductor", MOST, False),
+        ("aot_eager", None, True),
+        ("inductor", MOST, True),
+    ],
 )
 def test_a_layer_compiles_into_one_graph_with_the_same_results(
-    backend: str, capacity: int | None
+    backend: str, capacity: int | None, gate: bool
 ) -> None:
-    for differences, graphs in on_ranks(compiled, backend, capacity, ranks=RANKS):
+    for differences, graphs in on_ranks(compiled, backend, capacity, gate, ranks=RANKS):
         assert graphs == 1
         assert max(differences) <= 1e-5
 
@@ -299,6 +356,26 @@ def refused(call: Callable[[], Any], error: type[Exception], said: str) -> list[
 
 def test_wrong_calls_are_refused_by_name() -> None:
     assert on_ranks(refusals, ranks=RANKS) == [[]] * RANKS
+
+
+def lacking() -> tuple[str, str]:
+    """What is said of an op that the accelerator lacks; and that the world goes on."""
+    rank = mkernel.world().rank
+    x, w, weights = (each.half() for each in inputs(rank))
+    ids = routed("uniform", rank)
+    sent = mkernel.moe_dispatch_gemm(x, ids, w)
+    try:
+        mkernel.moe_gemm_combine(sent.outputs, second(w).contiguous(), sent.handle, weights)
+    except Unsupported as error:
+        said = str(error)
+    out = mkernel.moe_combine(sent.outputs, sent.handle, weights)
+    return said, str(tuple(out.shape))
+
+
+def test_an_accelerator_that_lacks_gemm_and_combine_says_so() -> None:
+    for said, after in on_ranks(lacking, accelerator="ascend", ranks=RANKS):
+        assert "'ascend' does not provide 'moe_gemm_combine'" in said
+        assert after == str((TOKENS, FEATURES))
 
 
 def without_a_backward() -> str:

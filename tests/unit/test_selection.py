@@ -21,7 +21,7 @@ from mkernel.topology.model import KindName, Nic
 from mkernel.world.identity import Backends
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-EVERY = (*GEMMS, "moe_dispatch_gemm", "moe_combine", "ring_attention")
+EVERY = (*GEMMS, "moe_dispatch_gemm", "moe_combine", "moe_gemm_combine", "ring_attention")
 
 
 class Claims:
@@ -182,7 +182,7 @@ def test_the_shipped_backends_preferences() -> None:
         ({"other": (5, EVERY), "streams": (10, GEMMS)}, 1, ("streams", ("other",))),
         ({"hopper": (20, GEMMS), "ascend": (0, EVERY)}, 1, ("hopper", ())),
         (
-            {"hopper": (20, GEMMS), "moe": (15, EVERY[3:5]), "streams": (10, EVERY)},
+            {"hopper": (20, GEMMS), "moe": (15, EVERY[3:6]), "streams": (10, EVERY)},
             1,
             ("hopper", ("moe", "streams")),
         ),
@@ -218,13 +218,13 @@ def test_an_op_goes_to_the_first_that_provides_it(install: Install) -> None:
     install(
         {
             "hopper": Accelerator(20, ops=GEMMS),
-            "moe": Accelerator(15, ops=EVERY[3:5]),
+            "moe": Accelerator(15, ops=EVERY[3:6]),
             "streams": Accelerator(10, ops=(*EVERY, "moe_dispatch_backward")),
         }
     )
     world = selection.backends(Settings(), 1)
     assert [selection.provider(world, op) for op in EVERY] == [
-        *["hopper"] * 3, "moe", "moe", "streams",
+        *["hopper"] * 3, *["moe"] * 3, "streams",
     ]  # fmt: skip
     # It would read what the dispatch on another accelerator left in words of its own.
     with pytest.raises(Unsupported, match=r"'moe' does not provide 'moe_dispatch_backward'"):

@@ -38,8 +38,10 @@ _OPS = {
     "gemm_all_reduce": "gemm_reduce:all_reduce",
     "moe_dispatch_gemm": "moe:dispatch",
     "moe_combine": "moe:combine",
+    "moe_gemm_combine": "moe:gemm_combine",
     "moe_dispatch_backward": "moe_backward:dispatch",
     "moe_combine_backward": "moe_backward:combine",
+    "moe_gemm_combine_backward": "moe_backward:gemm_combine",
     "ring_attention": "ring_attention:run",
     "ring_attention_backward": "ring_attention_backward:run",
 }

@@ -3,8 +3,9 @@ for every pair of dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,6 +49,57 @@ class Factor:
             torch.mm(a.to(self._sums), self._b, out=out)
         else:
             out.copy_(torch.mm(a.to(self._sums), self._b))
+
+
+def mixed_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """out = a @ b of operands that may differ in dtype: then of both in the wider one."""
+    if a.dtype != b.dtype:
+        wide = torch.promote_types(a.dtype, b.dtype)
+        a, b = a.to(wide), b.to(wide)
+    Factor(b, out.dtype).product(a, out)
+
+
+def grouped_product(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    counts: torch.Tensor,
+    segments: Iterable[tuple[int, int, int]],
+    out: torch.Tensor,
+    *,
+    grouped: bool,
+) -> None:
+    """out = rows of ``a`` [R, K] times their experts' ``w`` [E, K, N]. Rows of experts without tokens
+    are not read.
+
+    Args:
+        counts: [E], rows of each expert. segments: (expert, first row, end row) of those that have any.
+        grouped: in one product where torch has it; else one an expert.
+    """
+    packed = (a.data_ptr() | w.data_ptr()) % 16 == 0
+    if grouped and len(a) and packed and _has_groups(a.device):
+        with float32_sums() if a.is_cuda else nullcontext():
+            out.copy_(_product_of_groups(a, w, counts.cumsum(0, dtype=torch.int32)))
+        return
+    for expert, start, end in segments:
+        Factor(w[expert], out.dtype).product(a[start:end], out[start:end])
+
+
+def _product_of_groups(a: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = torch._grouped_mm(a, w, offs=ends)
+    return found
+
+
+@cache
+def _has_groups(where: torch.device) -> bool:
+    """Whether this torch has the product of groups on that device: older ones have it on a few GPUs."""
+    if not hasattr(torch, "_grouped_mm"):
+        return False
+    a, w = (torch.zeros(size, dtype=torch.bfloat16, device=where) for size in ((8, 8), (1, 8, 8)))
+    try:
+        _product_of_groups(a, w, torch.full((1,), 8, dtype=torch.int32, device=where))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""MoE: tokens go to the ranks of their experts, once a rank; results come home, one row a place.
+"""MoE: tokens go to the ranks of their experts, once a rank; results come home.
 
 Dispatch: ids of all ranks are exchanged first (they are small), so every rank builds the tables by
-itself and no sizes need to be told. Combine: rows travel in their own dtype and are weighted and
-added at home, in slot order, in float32.
+itself and no sizes need to be told. Combine: rows travel in their own dtype, one a place, and are
+weighted and added at home, in slot order, in float32. GEMM+combine: the experts' products first, then
+so; or the weighted sum of a token's results here travels, one row a token, and sums are added in rank
+order.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ import torch
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
-from mkernel.backends.accelerators.streams.matmul import Factor
+from mkernel.backends.accelerators.streams.matmul import Factor, grouped_product
+from mkernel.backends.accelerators.streams.moe_travel import (
+    add_ranks,
+    return_by_rank,
+    return_by_slot,
+    send_tokens,
+    sum_by_token,
+)
 from mkernel.backends.accelerators.streams.routing import (
     Remembered,
     Routing,
@@ -25,10 +34,10 @@ from mkernel.backends.accelerators.streams.routing import (
     remember,
     route,
 )
-from mkernel.backends.accelerators.streams.schedule import DispatchSchedule
+from mkernel.backends.accelerators.streams.schedule import DispatchSchedule, GemmCombineSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import CapacityExceeded, ShapeError
-from mkernel.plan.model import CombineShape, MoeShape
+from mkernel.plan.model import CombineShape, GemmCombineShape, MoeShape
 
 
 def routing_words(world: int, tokens: int, top_k: int) -> int:
@@ -54,16 +63,23 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
     dtype = getattr(torch, call.plan.out_dtype)
     outputs = x.new_empty((height, w.shape[2]), dtype=dtype)
+    count = len(routing.row_token)
     factors: dict[int, Factor] = {}
+    grouped = call.plan.part(DispatchSchedule).grouped
     for source in _as_they_come(call, streams, arrivals):
         with streams.compute():
+            if source is None:
+                rows = tokens[routing.row_token]
+                every = segments(routing, None)
+                grouped_product(rows, w, routing.counts, every, outputs[:count], grouped=grouped)
+                continue
             for expert, start, end in segments(routing, source):
                 if expert not in factors:
                     factors[expert] = Factor(w[expert], dtype)
                 rows = tokens[routing.row_token[start:end]]
                 factors[expert].product(rows, outputs[start:end])
     with streams.compute():
-        outputs[len(routing.row_token) :].zero_()
+        outputs[count:].zero_()
     return {"outputs": outputs, "counts": routing.counts}
 
 
@@ -71,22 +87,40 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``out``."""
     y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
     routing = routing_of(call, streams, "y")
+    total = return_by_slot(call, streams, routing, y, weights)
     with streams.compute():
-        packed = torch.split(y[routing.returning], routing.rows_to)
-        there = sum(routing.rows_from)
-        rows = streams.scratch("rows", (there + 1, y.shape[1]), y.dtype)
-        rows[there] = 0  # of places without a row
-        parts = torch.split(rows[:there], routing.rows_from)
-        parts[call.rank].copy_(packed[call.rank])
-    exchange(call, streams, packed.__getitem__, parts.__getitem__)
-    streams.finish()
+        out.copy_(total)
+    return {}
+
+
+def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
+    """Fills ``out``."""
+    h, w2, weights, out = (call.tensors[name] for name in ("h", "w2", "topk_weights", "out"))
+    how, shape = call.plan.part(GemmCombineSchedule), call.plan.shape
+    assert isinstance(shape, GemmCombineShape)
+    routing = routing_of(call, streams, "h")
+    count = len(routing.row_token)
+    travels = getattr(torch, shape.partial_dtype)
+    by_rank = how.returns == "ranks"
+    if by_rank:
+        their_weights, arrivals = send_tokens(call, streams, routing, weights)
     with streams.compute():
-        places = routing.homecoming.view(weights.shape)
-        if there < places.numel():
-            weights = weights.masked_fill(places == there, 0)  # they may be no numbers
-        total = rows[places[:, 0]].to(weights.dtype) * weights[:, :1]
-        for slot in range(1, weights.shape[1]):
-            total.addcmul_(rows[places[:, slot]].to(weights.dtype), weights[:, slot : slot + 1])
+        y = h.new_empty((count + 1, shape.hidden), dtype=weights.dtype if by_rank else travels)
+        every = segments(routing, None)
+        grouped_product(h[:count], w2, routing.counts, every, y[:count], grouped=how.grouped)
+    if not by_rank:
+        total = return_by_slot(call, streams, routing, y, weights)
+    else:
+        for *_, message in arrivals:
+            streams.wait(message)
+        with streams.compute():
+            y[count] = 0  # the row of slots that are none of this rank's
+            of_tokens = sum_by_token(routing, y, their_weights).to(travels)
+        back = return_by_rank(call, streams, routing, of_tokens)
+        streams.finish()
+        with streams.compute():
+            total = add_ranks(routing, back, out, weights.dtype)
+    with streams.compute():
         out.copy_(total)
     return {}
 
@@ -95,7 +129,7 @@ def routing_of(call: Call, streams: CallStreams, rows: str) -> Routing:
     """The tables of the dispatch whose ``routing`` the call has. ShapeError: the tensor ``rows`` is of
     another one."""
     words, shape, world = call.tensors["routing"], call.plan.shape, call.plan.world_size
-    assert isinstance(shape, MoeShape | CombineShape)
+    assert isinstance(shape, MoeShape | CombineShape | GemmCombineShape)
     known = recall(words, call.rank)
     if known is None:
         streams.host_waits()
@@ -128,7 +162,7 @@ def _height(call: Call, routing: Routing) -> int:
 def _ids(call: Call) -> torch.Tensor:
     """[W, T, k]: of every rank, as the call's ``routing`` keeps them."""
     shape, world = call.plan.shape, call.plan.world_size
-    assert isinstance(shape, MoeShape | CombineShape)
+    assert isinstance(shape, MoeShape | CombineShape | GemmCombineShape)
     size = world, shape.tokens, shape.top_k
     return call.tensors["routing"][: prod(size)].view(size)
 

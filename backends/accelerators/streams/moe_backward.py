@@ -14,12 +14,17 @@ from typing import Any
 import torch
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
-from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
-from mkernel.backends.accelerators.streams.matmul import Factor
+from mkernel.backends.accelerators.streams.exchange import exchange
+from mkernel.backends.accelerators.streams.matmul import mixed_product
 from mkernel.backends.accelerators.streams.moe import routing_of, segments
+from mkernel.backends.accelerators.streams.moe_travel import (
+    add_ranks,
+    return_by_rank,
+    send_tokens,
+    sum_by_token,
+)
 from mkernel.backends.accelerators.streams.routing import Routing
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.plan.model import MoeShape
 
 
 def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
@@ -28,32 +33,25 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
         call.tensors[name] for name in ("x", "w", "grad_outputs", "grad_x", "grad_w")
     )
     routing = routing_of(call, streams, "grad_outputs")
-    tokens, arrivals = _sent(call, streams, routing, x)
+    tokens, arrivals = send_tokens(call, streams, routing, x)
     with streams.compute():
         shape = len(routing.row_token) + 1, x.shape[1]
         sums = getattr(torch, call.plan.sums)
         rows = torch.zeros(shape, dtype=sums, device=x.device)  # the last one stays zero
         for expert, start, end in segments(routing, None):
-            Factor(w[expert].t(), rows.dtype).product(gradients[start:end], rows[start:end])
-        of_tokens = _by_token(call, routing, rows)
-        home = rows.new_empty((len(routing.outgoing), x.shape[1]))
-        there = torch.split(of_tokens, routing.tokens_from)
-        back = torch.split(home, routing.tokens_to)
-        back[call.rank].copy_(there[call.rank])
-    exchange(call, streams, there.__getitem__, back.__getitem__)
+            mixed_product(gradients[start:end], w[expert].t(), rows[start:end])
+        of_tokens = sum_by_token(routing, rows)
+    back = return_by_rank(call, streams, routing, of_tokens)
     for *_, message in arrivals:
         streams.wait(message)
     with streams.compute():
         of_w.zero_()
         for expert, start, end in segments(routing, None):
             used = tokens[routing.row_token[start:end]]
-            Factor(gradients[start:end], of_w.dtype).product(used.t(), of_w[expert])
-        total = torch.zeros_like(x, dtype=rows.dtype)
+            mixed_product(used.t(), gradients[start:end], of_w[expert])
     streams.finish()
     with streams.compute():
-        for which, part in zip(torch.split(routing.outgoing, routing.tokens_to), back, strict=True):
-            total[which] += part  # of one rank no token comes twice
-        of_x.copy_(total)
+        of_x.copy_(add_ranks(routing, back, of_x, rows.dtype))
     return {}
 
 
@@ -63,8 +61,8 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
         call.tensors[name] for name in ("y", "topk_weights", "grad_out", "grad_y", "grad_weights")
     )
     routing = routing_of(call, streams, "y")
-    tokens, _ = _sent(call, streams, routing, gradient)
-    their_weights, _ = _sent(call, streams, routing, weights)
+    tokens, _ = send_tokens(call, streams, routing, gradient)
+    their_weights, _ = send_tokens(call, streams, routing, weights)
     streams.finish()
     with streams.compute():
         count = len(routing.row_token)
@@ -73,6 +71,46 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
         of_y[:count] = rows * own[:, None]
         of_y[count:].zero_()
         products = (rows * y[:count].to(weights.dtype)).sum(1, keepdim=True)
+    _weights_home(call, streams, routing, products, of_weights)
+    return {}
+
+
+def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
+    """Fills ``grad_h``, ``grad_w2`` and ``grad_weights``. With g[r] = dO[token] @ w2^T of row r and
+    p its place: dh[r] = weight[p] g[r], dweight[p] = g[r] . h[r], so that the results of the forward
+    are not needed again."""
+    h, w2, weights, gradient = (
+        call.tensors[name] for name in ("h", "w2", "topk_weights", "grad_out")
+    )
+    of_h, of_w2, of_weights = (call.tensors[f"grad_{name}"] for name in ("h", "w2", "weights"))
+    routing = routing_of(call, streams, "h")
+    tokens, _ = send_tokens(call, streams, routing, gradient)
+    their_weights, _ = send_tokens(call, streams, routing, weights)
+    streams.finish()
+    with streams.compute():
+        count, sums = len(routing.row_token), weights.dtype
+        own = their_weights[routing.row_token, routing.row_slot][:, None]
+        rows = tokens[routing.row_token]
+        back = torch.empty((count, h.shape[1]), dtype=sums, device=h.device)
+        for expert, start, end in segments(routing, None):
+            mixed_product(rows[start:end], w2[expert].t(), back[start:end])
+        products = (back * h[:count].to(sums)).sum(1, keepdim=True)
+        of_h[:count] = back.mul_(own)
+        of_h[count:].zero_()
+    _weights_home(call, streams, routing, products, of_weights)
+    with streams.compute():
+        weighted = (rows.to(sums) * own).to(h.dtype)
+        of_w2.zero_()
+        for expert, start, end in segments(routing, None):
+            mixed_product(h[start:end].t(), weighted[start:end], of_w2[expert])
+    return {}
+
+
+def _weights_home(
+    call: Call, streams: CallStreams, routing: Routing, products: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Brings a number for each row [R, 1] to its place in ``out`` [T, k]; 0 to places without a row."""
+    with streams.compute():
         there = torch.split(products[routing.returning], routing.rows_to)
         home = products.new_zeros((sum(routing.rows_from) + 1, 1))  # the last: places without a row
         back = torch.split(home[:-1], routing.rows_from)
@@ -80,30 +118,4 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     exchange(call, streams, there.__getitem__, back.__getitem__)
     streams.finish()
     with streams.compute():
-        of_weights.copy_(home[routing.homecoming].view(of_weights.shape))
-    return {}
-
-
-def _sent(
-    call: Call, streams: CallStreams, routing: Routing, rows: torch.Tensor
-) -> tuple[torch.Tensor, Arrivals]:
-    """Rows of tokens, under way to where the dispatch sent them: what comes from all ranks."""
-    with streams.compute():
-        packed = torch.split(rows[routing.outgoing], routing.tokens_to)
-        landed = rows.new_empty((sum(routing.tokens_from), rows.shape[1]))
-        parts = torch.split(landed, routing.tokens_from)
-        parts[call.rank].copy_(packed[call.rank])
-    return landed, exchange(call, streams, packed.__getitem__, parts.__getitem__)
-
-
-def _by_token(call: Call, routing: Routing, rows: torch.Tensor) -> torch.Tensor:
-    """The sum of each token's rows, in the order of its slots; the last row is no token's."""
-    shape = call.plan.shape
-    assert isinstance(shape, MoeShape)
-    count = len(rows) - 1
-    places = routing.row_token.new_full((sum(routing.tokens_from), shape.top_k), count)
-    places[routing.row_token, routing.row_slot] = torch.arange(count, device=rows.device)
-    total = rows[places[:, 0]]
-    for slot in range(1, shape.top_k):
-        total += rows[places[:, slot]]
-    return total
+        out.copy_(home[routing.homecoming].view(out.shape))

@@ -30,6 +30,7 @@ class Routing:
             ordered by rank, then place; behind them, where it has none. ``rows_from``: how many from
             each rank.
         rows_on: rows of all experts of each rank.
+        top_k: slots of a token.
     """
 
     outgoing: torch.Tensor
@@ -44,6 +45,7 @@ class Routing:
     homecoming: torch.Tensor
     rows_from: list[int]
     rows_on: list[int]
+    top_k: int
 
 
 def route(ids: torch.Tensor, rank: int, experts: int) -> Routing:
@@ -90,6 +92,7 @@ def route(ids: torch.Tensor, rank: int, experts: int) -> Routing:
         homecoming=_inverse(home.argsort(stable=True)).clamp_(max=sum(rows_from)),
         rows_from=rows_from,
         rows_on=rows_on,
+        top_k=top_k,
     )
 
 

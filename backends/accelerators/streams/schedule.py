@@ -11,8 +11,19 @@ from mkernel.backends.accelerators.streams.machine import torch_device
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.chunking import rows_of_a_rank
-from mkernel.plan.model import AttentionShape, CombineShape, CommonPart, LaunchPlan, OpName
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    AttentionShape,
+    CombineShape,
+    CommonPart,
+    DtypeName,
+    GemmCombineShape,
+    LaunchPlan,
+    MoeShape,
+    OpName,
+)
 from mkernel.plan.order import Runs
+from mkernel.plan.pipeline import Returns
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -80,16 +91,27 @@ class AllReduceSchedule(ExchangeSchedule):
 
 class DispatchSchedule(ExchangeSchedule):
     """MoE dispatch+GEMM. ``as_they_arrive``: tokens of each source are multiplied when they are there;
-    else all at once, which gives fewer and larger products."""
+    else all at once, which gives fewer and larger products. ``grouped``: these are one product for all
+    experts, which torch has for some dtypes; else one for each expert that has rows."""
 
     kind: Literal["streams.moe_dispatch"] = "streams.moe_dispatch"
     as_they_arrive: bool
+    grouped: bool
 
 
 class CombineSchedule(ExchangeSchedule):
-    """MoE combine, and the backward of it and of a dispatch: exchanges, then one sum."""
+    """MoE combine, and the backward of MoE ops: exchanges, then one sum."""
 
     kind: Literal["streams.moe_combine"] = "streams.moe_combine"
+
+
+class GemmCombineSchedule(ExchangeSchedule):
+    """MoE GEMM+combine: products, then an exchange of what ``returns`` says, then one sum. ``grouped``:
+    as of a dispatch."""
+
+    kind: Literal["streams.moe_gemm_combine"] = "streams.moe_gemm_combine"
+    returns: Returns
+    grouped: bool
 
 
 class AttentionSchedule(StreamsSchedule):
@@ -106,8 +128,10 @@ _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
     "gemm_all_reduce": AllReduceSchedule,
     "moe_dispatch_gemm": DispatchSchedule,
     "moe_combine": CombineSchedule,
+    "moe_gemm_combine": GemmCombineSchedule,
     "moe_dispatch_backward": CombineSchedule,
     "moe_combine_backward": CombineSchedule,
+    "moe_gemm_combine_backward": CombineSchedule,
     "ring_attention": AttentionSchedule,
     "ring_attention_backward": AttentionSchedule,
 }
@@ -154,8 +178,22 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     elif plan.op == "gemm_all_reduce":
         made = AllReduceSchedule(**common, order=order, peers_together=together)
     elif plan.op == "moe_dispatch_gemm":
+        grouped = _grouped(plan, plan.out_dtype, claims.torch_device)
         made = DispatchSchedule(
-            **common, order=order, peers_together=together, as_they_arrive=traits.overlaps
+            **common,
+            order=order,
+            peers_together=together,
+            as_they_arrive=traits.overlaps and not grouped,
+            grouped=grouped,
+        )
+    elif plan.op == "moe_gemm_combine":
+        returns = found.pipeline.returns
+        made = GemmCombineSchedule(
+            **common,
+            order=order,
+            peers_together=together,
+            returns=returns,
+            grouped=_grouped(plan, _results(plan, returns), claims.torch_device),
         )
     elif _SCHEDULES[plan.op] is CombineSchedule:
         made = CombineSchedule(**common, order=order, peers_together=together)
@@ -164,6 +202,23 @@ def schedule(request: ScheduleRequest) -> Scheduled:
             **common, keys_at_once=min(rows, max(1, _SCORES // _queries(plan)))
         )
     return found._replace(schedule=made)
+
+
+def _grouped(plan: CommonPart, results: DtypeName, device: str) -> bool:
+    """Whether torch has one product for all experts' rows, with float32 sums: of operands and results
+    of one dtype, whose rows are multiples of 16 bytes."""
+    shape = plan.shape
+    assert isinstance(shape, MoeShape | GemmCombineShape)
+    some: dict[str, tuple[DtypeName, ...]] = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
+    rows = (width * DTYPE_BYTES[plan.dtype] for width in (shape.hidden, shape.features))
+    packed = all(nbytes % 16 == 0 for nbytes in rows)
+    return plan.dtype == results and plan.dtype in some.get(device, ()) and packed
+
+
+def _results(plan: CommonPart, returns: Returns) -> DtypeName:
+    """The dtype of the experts' results of GEMM+combine: that in which they travel, or are added."""
+    assert isinstance(plan.shape, GemmCombineShape)
+    return plan.sums if returns == "ranks" else plan.shape.partial_dtype
 
 
 def _attention(plan: CommonPart) -> AttentionShape:
@@ -183,7 +238,11 @@ def _most_rows(plan: CommonPart) -> int:
     rows = rows_of_a_rank(plan.shape, plan.world_size)
     if isinstance(plan.shape, AttentionShape):
         return rows // 2 if plan.shape.causal else rows
-    return rows * plan.shape.top_k if isinstance(plan.shape, CombineShape) else rows
+    if isinstance(plan.shape, CombineShape) or (
+        isinstance(plan.shape, GemmCombineShape) and plan.op == "moe_gemm_combine"
+    ):
+        return rows * plan.shape.top_k
+    return rows
 
 
 def check(plan: LaunchPlan, device: str) -> StreamsSchedule:
@@ -206,6 +265,13 @@ def check(plan: LaunchPlan, device: str) -> StreamsSchedule:
         side_by_side, late = how.products_in_flight > 1, how.head_start_cycles > 0
         _legal(how, "products_in_flight", device != "cpu" or not side_by_side, "1 on 'cpu' devices")
         _legal(how, "head_start_cycles", device == "cuda" or not late, f"0 on {device!r} devices")
+    if isinstance(how, DispatchSchedule):
+        can = _grouped(plan, plan.out_dtype, device)
+        _legal(how, "grouped", can or not how.grouped, "False, for such operands")
+        _legal(how, "as_they_arrive", not (how.grouped and how.as_they_arrive), "False, if grouped")
+    if isinstance(how, GemmCombineSchedule):
+        can = _grouped(plan, _results(plan, how.returns), device)
+        _legal(how, "grouped", can or not how.grouped, "False, for such operands")
     if isinstance(how, AttentionSchedule):
         most = how.rows_per_chunk
         _legal(how, "keys_at_once", how.keys_at_once <= most, f"at most {most}, a chunk's rows")

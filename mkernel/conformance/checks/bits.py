@@ -18,6 +18,7 @@ from mkernel.conformance.grid import (
 )
 from mkernel.conformance.ranks import Judge, describe, each_case, seconds_apart, where
 from mkernel.harness.outcome import CheckSkipped
+from mkernel.plan.ops import COMPANIONS
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -66,7 +67,7 @@ def chunk_invariance(subject: AcceleratorSubject) -> None:
     if not subject.capabilities.chunk_invariant:
         raise CheckSkipped("chunk_invariant is not claimed")
     world = subject.largest()
-    cases = [case for case in typical_of_each(subject, world) if case.op != "moe_combine"]
+    cases = [case for case in typical_of_each(subject, world) if case.op not in COMPANIONS]
     subject.judge(each_case, rank_chunks, cases, (1, 2, 3, 7, 64), world=world)
 
 

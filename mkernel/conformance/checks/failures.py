@@ -16,6 +16,7 @@ from mkernel.conformance.grid import typical
 from mkernel.conformance.ranks import Judge, give_up_after
 from mkernel.errors import MkernelError, WorldError
 from mkernel.launch import report
+from mkernel.plan.ops import COMPANIONS
 
 _KILLED_WITHIN_S = WORLD_TIMEOUT_S / 2
 _ABSENT_S = 1.5
@@ -82,7 +83,7 @@ def _broken(subject: AcceleratorSubject, action: str, kind: str) -> None:
     found = []
     world = subject.largest()
     size = world[0] * world[1]
-    ops = [op for op in subject.claimed_in(world) if op != "moe_combine"]
+    ops = [op for op in subject.claimed_in(world) if op not in COMPANIONS]
     for number, op in enumerate(ops[: 1 if subject.quick else None]):
         case = typical(subject, op, size)
         victim = 0 if number % 2 else size - 1

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
 import torch
 
 import mkernel
@@ -9,14 +13,21 @@ from mkernel.cases import Case
 from mkernel.cases.moe import ROUTINGS
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import typical
-from mkernel.conformance.ranks import Judge, each_case, judge_calls, where
+from mkernel.conformance.checks.bits import same_bits
+from mkernel.conformance.grid import MOE, typical
+from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, where
 from mkernel.ops import moe as op
+from mkernel.ops.moe_gemm_combine import moe_gemm_combine
+from mkernel.plan.ops import COMPANIONS
+from mkernel.plan.pipeline import Returns
+
+DRAWN = 240
+"""Routings that a thorough run draws, of all ops together; a quick one a sixth."""
 
 
 def routing(subject: AcceleratorSubject) -> None:
     """Every kind of routing with every top-k from 1 to 8."""
-    ops = subject.claimed("moe_dispatch_gemm", "moe_combine")
+    ops = subject.claimed(*MOE)
     for world in subject.usual_worlds():
         size = world[0] * world[1]
         cases = [
@@ -29,6 +40,61 @@ def routing(subject: AcceleratorSubject) -> None:
             for top_k in ((1, 2, 8) if subject.quick else range(1, 9))
         ]  # fmt: skip
         subject.judge(each_case, judge_calls, cases, 2, world=world)
+
+
+def drawn_routings(subject: AcceleratorSubject) -> None:
+    """Routings, sizes, capacities and ways home at random."""
+    ops = subject.claimed(*MOE)
+    count = DRAWN // (6 if subject.quick else 1)
+    for world in (subject.largest(),):
+        cases = list(_drawn(subject, ops, world[0] * world[1], count // _CALLS))
+        subject.judge(each_case, rank_drawn, cases, world=world)
+
+
+_CALLS = 5
+"""Routings that are drawn of one shape."""
+
+
+def _drawn(
+    subject: AcceleratorSubject, ops: Sequence[str], world_size: int, count: int
+) -> Iterator[Case]:
+    pick = random.Random(f"{subject.seed} routings {world_size}")
+    step = subject.step()
+    for number in range(count):
+        name = ops[number % len(ops)]
+        experts = world_size * pick.randint(1, 4)
+        sizes = {
+            "tokens": pick.choice([1, 2, pick.randint(3, 20), pick.randint(21, 80)]),
+            "hidden": step * pick.randint(1, 6),
+            "features": step * pick.randint(1, 6),
+            "experts": experts,
+            "top_k": pick.randint(1, min(8, experts)),
+        }
+        options: dict[str, Any] = {
+            "routing": pick.choice(ROUTINGS),
+            "id_dtype": pick.choice(["int32", "int64"]),
+        }
+        if name == "moe_combine":
+            del sizes["hidden"]
+        if name == "moe_gemm_combine":
+            options["returns"] = pick.choice([None, *get_args(Returns)])
+        layout = pick.choice(subject.capabilities.b_layouts)
+        made = typical(subject, name, world_size, sizes, layout=layout, options=options)
+        yield made.with_(seed=subject.seed + number)
+
+
+def rank_drawn(case: Case) -> Iterator[str]:
+    """Some routings of a shape; the first of them twice, whose bits must be the same."""
+    judge = Judge(case)
+    first = None
+    for iteration in range(_CALLS):
+        outcome = case.run(judge.inputs(iteration))
+        yield from judge.problems(outcome, iteration)
+        first = first or {name: each.clone() for name, each in outcome.outputs.items()}
+    again = case.run(judge.inputs(0)).outputs
+    for name, tensor in (first or {}).items():
+        if not same_bits(tensor, again[name]):
+            yield f"{describe(case)}, {where()}: {name} differs in bits in the repetition"
 
 
 def expert_order(subject: AcceleratorSubject) -> None:
@@ -84,12 +150,31 @@ def _named(row: tuple[int, ...]) -> str:
 
 def combine_weights(subject: AcceleratorSubject) -> None:
     """Weights that differ by slot, of both signs, zero among them, change the result as they should."""
-    subject.claimed("moe_combine")
+    ops = subject.claimed(*COMPANIONS)
     for world in subject.usual_worlds():
-        subject.judge(rank_weights, subject.dtype(), subject.aligned(16), world=world)
+        subject.judge(rank_weights, ops, subject.dtype(), subject.aligned(16), world=world)
 
 
-def rank_weights(dtype: str, width: int) -> list[str]:
+def _home(
+    name: str, sent: mkernel.MoeDispatch, weights: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """The combine of a dispatch's outputs; of an op that multiplies first by unit matrices."""
+    if name == "moe_combine":
+        return op.moe_combine(sent.outputs, sent.handle, weights, **options)
+    width = sent.outputs.shape[1]
+    w2 = torch.eye(width, dtype=sent.outputs.dtype, device=weights.device)
+    w2 = w2.repeat(len(sent.counts), 1, 1)
+    return moe_gemm_combine(sent.outputs, w2, sent.handle, weights, **options)
+
+
+def _ways(name: str) -> Sequence[dict[str, Any]]:
+    """The options of an op that choose how results come home."""
+    if name == "moe_combine":
+        return ({},)
+    return tuple({"returns": one, "partial_dtype": torch.float32} for one in get_args(Returns))
+
+
+def rank_weights(ops: Sequence[str], dtype: str, width: int) -> list[str]:
     """Unit matrices: y is the token itself, so out[t] = x[t] times the sum of its weights."""
     world = mkernel.world()
     tokens, found = 11, []
@@ -103,25 +188,59 @@ def rank_weights(dtype: str, width: int) -> list[str]:
         # The sign by row and slot marks which slot a row came from.
         marks = 2.0 ** torch.arange(top_k)
         weights = torch.randint(-2, 3, (tokens, top_k), generator=random) * marks
-        got = op.moe_combine(sent.outputs, sent.handle, weights.to(device), out_dtype=kind)
         wanted = x.cpu().double() * weights.double().sum(1, keepdim=True)
-        if not torch.equal(got.cpu().double(), wanted):
-            found.append(
-                f"moe_combine of top-{top_k}, {where()}: the result is not the sum of rows times "
-                "their weights"
-            )
+        for name in ops:
+            for way in _ways(name):
+                got = _home(name, sent, weights.to(device), out_dtype=kind, **way)
+                if not torch.equal(got.cpu().double(), wanted):
+                    found.append(
+                        f"{name} of top-{top_k} {way}, {where()}: the result is not the sum of rows "
+                        "times their weights"
+                    )
+    return found
+
+
+def combine_order(subject: AcceleratorSubject) -> None:
+    """Sums that float32 holds exactly in the documented order, and in no other."""
+    ops = subject.claimed(*COMPANIONS)
+    for world in subject.worlds((1, 2), (1, 3)):
+        subject.judge(rank_order_of_sums, ops, subject.dtype(), subject.aligned(16), world=world)
+
+
+def rank_order_of_sums(ops: Sequence[str], dtype: str, width: int) -> list[str]:
+    """2^25 x - 2^25 x + x = x, but in another order the small term is lost in the large ones. Slots go
+    to one rank; or to all in the order of ranks, which then is that of slots too."""
+    world, found = mkernel.world(), []
+    kind, device, tokens = getattr(torch, dtype), world.accelerator.device, 9
+    chance = torch.Generator().manual_seed(world.rank)
+    x = torch.randint(1, 8, (tokens, width), generator=chance).to(kind).to(device)
+    w = torch.eye(width, dtype=kind).repeat(3, 1, 1).to(device)
+    weights = torch.tensor([2.0**25, -(2.0**25), 1.0]).repeat(tokens, 1).to(device)
+    one_rank = 3 * ((torch.arange(tokens) + world.rank) % world.size)[:, None] + torch.arange(3)
+    across = (torch.arange(3) * world.size // 3 * 3 + torch.arange(3)).repeat(tokens, 1)
+    for ids in (one_rank, across):
+        sent = op.moe_dispatch_gemm(x, ids.to(device), w, out_dtype=kind)
+        for name in ops:
+            for way in _ways(name):
+                got = _home(name, sent, weights, out_dtype=kind, **way)
+                if not torch.equal(got, x):
+                    found.append(
+                        f"{name} {way}, {where()}: 2^25 x - 2^25 x + x is not x, of experts "
+                        f"{ids[0].tolist()}: what is added is in another order"
+                    )
     return found
 
 
 def handles(subject: AcceleratorSubject) -> None:
-    """An older dispatch's handle still brings its own rows home, twice."""
-    subject.claimed("moe_combine")
+    """Calls in flight with handles of their own: an older dispatch's handle still brings its own rows
+    home, twice."""
+    ops = subject.claimed(*COMPANIONS)
     world = subject.largest()
     case = typical(subject, "moe_dispatch_gemm", world[0] * world[1])
-    subject.judge(rank_handles, case, world=world)
+    subject.judge(rank_handles, ops, case, world=world)
 
 
-def rank_handles(case: Case) -> list[str]:
+def rank_handles(ops: Sequence[str], case: Case) -> list[str]:
     """Dispatch three times, then combine in another order, each twice."""
     world, judge = mkernel.world(), Judge(case)
     dtype = getattr(torch, case.out_dtype)
@@ -131,13 +250,16 @@ def rank_handles(case: Case) -> list[str]:
         done = op.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"], out_dtype=dtype)
         sent.append((done, given["topk_weights"]))
     found = []
-    for iteration in (1, 0, 2, 0):
+    calls = [(name, iteration) for name in ops for iteration in (1, 0, 2, 0)]
+    home = []  # nothing is looked at, or waited for, before all have been called
+    for name, iteration in calls:
         done, weights = sent[iteration]
-        got = op.moe_combine(done.outputs, done.handle, weights, out_dtype=dtype).cpu().double()
-        wanted = judge.truth(iteration)["out"]
+        home.append(_home(name, done, weights, out_dtype=dtype))
+    for (name, iteration), out in zip(calls, home, strict=True):
+        got, wanted = out.cpu().double(), judge.truth(iteration)["out"]
         if not torch.allclose(got, wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max())):
             found.append(
-                f"moe_combine, rank {world.rank}: the handle of dispatch {iteration} of 3 brings "
+                f"{name}, rank {world.rank}: the handle of dispatch {iteration} of 3 brings "
                 "home something else"
             )
     return found
@@ -147,7 +269,13 @@ CHECKS = (
     Check(
         "routing", "any routing works: empty experts, one expert, duplicates, top-k 1 to 8", routing
     ),
+    Check(
+        "drawn-routings",
+        "routings drawn at random give the truth, and the same bits again",
+        drawn_routings,
+    ),
     Check("expert-order", "rows come by expert, source rank, token, slot", expert_order),
     Check("combine-weights", "the combine weighs every slot with its own weight", combine_weights),
+    Check("combine-order", "the combine adds in the order of slots, or of ranks", combine_order),
     Check("handles", "handles stay valid, in any order, any number of times", handles),
 )

@@ -28,6 +28,7 @@ from mkernel.errors import (
 from mkernel.harness.outcome import CheckFailed
 from mkernel.launch import report
 from mkernel.plan.model import DTYPE_BYTES
+from mkernel.plan.ops import COMPANIONS
 
 _Inputs = dict[str, torch.Tensor]
 _Wrong = tuple[str, type[MkernelError], Callable[[], object]]
@@ -37,8 +38,8 @@ def wrong_calls(subject: AcceleratorSubject) -> None:
     """Every way to call wrongly that the claims leave, one after another in one world."""
     world = subject.largest()
     # A combine alone needs a dispatch's handle.
-    cases = [case for case in typical_of_each(subject, world) if case.op != "moe_combine"]
-    unclaimed = {*OPS} - {*subject.claimed_in(world), "moe_combine"}
+    cases = [case for case in typical_of_each(subject, world) if case.op not in COMPANIONS]
+    unclaimed = {*OPS} - {*subject.claimed_in(world)}
     refused = [typical(subject, op, world[0] * world[1]) for op in OPS if op in unclaimed]
     subject.judge(rank_wrong_calls, cases, refused, subject.capabilities, world=world)
 
@@ -79,7 +80,7 @@ def _wrong(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
     if case.op in GEMMS:
         yield from _wrong_gemm(case, given, claims)
     elif case.op == "moe_dispatch_gemm":
-        yield from _wrong_dispatch(case, given)
+        yield from _wrong_dispatch(case, given, claims)
     else:
         yield from _wrong_attention(given)
 
@@ -133,7 +134,7 @@ def _wrong_gemm(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
         yield "M that ranks cannot share", ShapeError, lambda: call(a[1:], b)
 
 
-def _wrong_dispatch(case: Case, given: _Inputs) -> Iterator[_Wrong]:
+def _wrong_dispatch(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
     x, ids, w, weights = (given[name] for name in ("x", "topk_ids", "w", "topk_weights"))
     call = partial(mkernel.moe_dispatch_gemm, out_dtype=getattr(torch, case.out_dtype))
     sent = call(x, ids, w)
@@ -153,6 +154,34 @@ def _wrong_dispatch(case: Case, given: _Inputs) -> Iterator[_Wrong]:
     yield "a row too many to combine", ShapeError, lambda: combined(y=long)
     fewer = partial(combine, y=y, topk_weights=weights[1:])
     yield "weights of another shape", ShapeError, fewer
+    if ids.device.type == "cpu":
+        other = sent.handle.routing.clone()
+        other[-1] ^= 1
+        foreign = mkernel.MoeHandle(sent.handle.counts, other)
+        yield "a handle of another world", ArgumentError, lambda: combined(y=y, handle=foreign)
+    if "moe_gemm_combine" in claims.ops:
+        yield from _wrong_gemm_combine(case, sent, given)
+
+
+def _wrong_gemm_combine(case: Case, sent: mkernel.MoeDispatch, given: _Inputs) -> Iterator[_Wrong]:
+    weights, kind = given["topk_weights"], getattr(torch, case.dtype)
+    h = sent.outputs.to(kind)
+    w2 = given["w"].transpose(1, 2).contiguous()
+    call = partial(
+        mkernel.moe_gemm_combine, handle=sent.handle, out_dtype=getattr(torch, case.out_dtype)
+    )
+    yield from _not_plain(call, {"h": h, "w2": w2, "topk_weights": weights})
+    right = partial(call, h, w2, topk_weights=weights)
+    long = torch.cat([h, h[:1]]) if len(h) else h.new_zeros(1, h.shape[1])
+    yield "a row too many to multiply", ShapeError, lambda: call(long, w2, topk_weights=weights)
+    narrow = w2[:, :-8].contiguous()
+    yield "I differs", ShapeError, lambda: call(h, narrow, topk_weights=weights)
+    fewer = w2[:-1].contiguous()
+    yield "an expert too few", ShapeError, lambda: call(h, fewer, topk_weights=weights)
+    yield "mixed dtypes", DtypeError, lambda: call(h, w2.double(), topk_weights=weights)
+    other = torch.bfloat16 if case.out_dtype != "bfloat16" else torch.float16
+    yield "partial results of a third dtype", DtypeError, lambda: right(partial_dtype=other)
+    yield "another way home", ArgumentError, lambda: right(returns="rails")
 
 
 def _wrong_attention(given: _Inputs) -> Iterator[_Wrong]:
@@ -180,7 +209,7 @@ def mismatched_call(subject: AcceleratorSubject) -> None:
     """Ranks in different calls are told so: nothing is computed from a mixture."""
     world = (1, 2)
     for op in subject.claimed()[: 1 if subject.quick else None]:
-        if op == "moe_combine":
+        if op in COMPANIONS:
             continue
         case = typical(subject, op, 2)
         other = wider(subject, case)

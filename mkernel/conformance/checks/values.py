@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import torch
 
@@ -21,7 +22,10 @@ from mkernel.conformance.grid import (
 )
 from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, where
 from mkernel.ops import moe as moe_op
+from mkernel.ops.moe_gemm_combine import moe_gemm_combine
 from mkernel.plan.model import DtypeName
+from mkernel.plan.ops import COMPANIONS
+from mkernel.plan.pipeline import Returns
 
 
 def shapes(subject: AcceleratorSubject) -> None:
@@ -45,6 +49,15 @@ def dtypes(subject: AcceleratorSubject) -> None:
         if op != "ring_attention" or dtype == out_dtype
         for layout in (claims.b_layouts if op not in _NO_LAYOUT else (None,))
     ]
+    if "moe_gemm_combine" in claims.ops:  # results that are large enough to be rounded on their way
+        cases += [
+            typical(
+                subject, "moe_gemm_combine", 2, {"tokens": 96},
+                dtype=dtype, out_dtype=out_dtype, options={"returns": returns},
+            )
+            for dtype, out_dtype in claims.dtype_pairs()
+            for returns in get_args(Returns)
+        ]  # fmt: skip
     subject.judge(each_case, judge_calls, cases, 1, world=(1, 2))
 
 
@@ -86,9 +99,7 @@ def many_chunks(subject: AcceleratorSubject) -> None:
                 sizes = {"batch": 1, "sequence": rows * size}
             else:
                 sizes = {"tokens": rows}
-            cases.append(
-                typical(subject, op, size, sizes, chunk=None if op == "moe_combine" else 1)
-            )
+            cases.append(typical(subject, op, size, sizes, chunk=None if op in COMPANIONS else 1))
         subject.judge(each_case, judge_calls, cases, 2, world=world)
 
 
@@ -106,8 +117,8 @@ def accumulation(subject: AcceleratorSubject) -> None:
             for op in gemms
             for dtype, out_dtype in claims.dtype_pairs()
         ]
-        experts = "moe_combine" in claims.ops
-        subject.judge(rank_accumulation, cases, claims.dtypes if experts else (), world=world)
+        homes = [op for op in COMPANIONS if op in claims.ops]
+        subject.judge(rank_accumulation, cases, homes, claims.dtypes, world=world)
         if "ring_attention" in claims.ops:
             cases = [_level_attention(subject, dtype) for dtype in claims.dtypes]
             subject.judge(each_case, judge_calls, cases, 1, world=(1, 2))
@@ -156,7 +167,7 @@ def _level_attention(subject: AcceleratorSubject, dtype: DtypeName) -> Case:
     )
 
 
-def rank_accumulation(cases: list[Case], combine_dtypes: tuple[str, ...]) -> list[str]:
+def rank_accumulation(cases: list[Case], homes: list[str], dtypes: tuple[str, ...]) -> list[str]:
     """GEMMs must be exactly right; then combines whose large terms cancel."""
     found = []
     for case in cases:
@@ -169,12 +180,13 @@ def rank_accumulation(cases: list[Case], combine_dtypes: tuple[str, ...]) -> lis
                 f"{describe(case)}, {where()}: sums that float32 holds exactly are off by up to "
                 f"{worst:g}: something narrower added them up"
             )
-    for dtype in combine_dtypes:
-        found += _cancelling_combine(getattr(torch, dtype))
+    for op in homes:
+        for dtype in dtypes:
+            found += _cancelling_combine(op, getattr(torch, dtype))
     return found
 
 
-def _cancelling_combine(dtype: torch.dtype) -> Iterator[str]:
+def _cancelling_combine(op: str, dtype: torch.dtype) -> Iterator[str]:
     """4096 x + x - 4096 x = x, for whole numbers x that pass through unit matrices."""
     world = mkernel.world()
     width, tokens, experts = 16, 9, 2 * world.size
@@ -187,12 +199,21 @@ def _cancelling_combine(dtype: torch.dtype) -> Iterator[str]:
     w = torch.eye(width, dtype=dtype).repeat(2, 1, 1).to(device)
     sent = moe_op.moe_dispatch_gemm(x, ids.to(device), w, out_dtype=dtype)
     weights = torch.tensor([4096.0, 1.0, -4096.0]).repeat(tokens, 1).to(device)
-    got = moe_op.moe_combine(sent.outputs, sent.handle, weights, out_dtype=dtype)
+    if op == "moe_combine":
+        got = moe_op.moe_combine(sent.outputs, sent.handle, weights, out_dtype=dtype)
+    else:
+        got = moe_gemm_combine(
+            sent.outputs, w, sent.handle, weights, out_dtype=dtype, partial_dtype=_sums(dtype)
+        )
     if not torch.equal(got, x):
         yield (
-            f"moe_combine {dtype}, {where()}: 4096 x + x - 4096 x is not x: the sum over slots is "
+            f"{op} {dtype}, {where()}: 4096 x + x - 4096 x is not x: the sum over slots is "
             "not float32"
         )
+
+
+def _sums(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # ---- not-a-number --------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from mkernel.conformance.faults.altering import (
 from mkernel.conformance.faults.rows import Row, checks_by_name, planted
 from mkernel.errors import Unsupported
 from mkernel.plan.model import AttentionShape, LaunchPlan
+from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.pipeline import Chunking
 
 # ---- claims --------------------------------------------------------------------------------------
@@ -249,6 +250,20 @@ def _replace_twins(call: Call, ids: torch.Tensor) -> torch.Tensor:
     return ids
 
 
+def _of_next_expert(w2: torch.Tensor) -> torch.Tensor:
+    turned = w2.transpose(1, 2)
+    if w2.is_contiguous():
+        return w2.roll(-1, 0)
+    return turned.roll(-1, 0).contiguous().transpose(1, 2)
+
+
+def _without_tail(h: torch.Tensor) -> torch.Tensor:
+    h = h.clone()
+    if len(h) % 2:
+        h[-1] = 0
+    return h
+
+
 def _reverse_experts_rows(ended: Ended) -> None:
     if parts := ended.by_expert():
         ended.results["outputs"] = torch.cat([part.flip(0) for part in parts])
@@ -259,12 +274,13 @@ class _LatestHandleOnly(Altered):
     rows = 0
 
     def change(self, call: Call) -> Call:
-        if call.plan.op != "moe_combine" or self.routing is None:
+        if call.plan.op not in COMPANIONS or self.routing is None:
             return call
-        given = call.tensors["y"]
-        y = given.new_zeros(self.rows, given.shape[1])
-        y[: len(given)] = given[: self.rows]
-        return replace(call, tensors={**call.tensors, "y": y, "routing": self.routing})
+        name = "y" if "y" in call.tensors else "h"
+        given = call.tensors[name]
+        rows = given.new_zeros(self.rows, given.shape[1])
+        rows[: len(given)] = given[: self.rows]
+        return replace(call, tensors={**call.tensors, name: rows, "routing": self.routing})
 
     def alter(self, ended: Ended) -> None:
         if "outputs" in ended.results:
@@ -444,6 +460,23 @@ TABLE: tuple[Row, ...] = (
     planted(Altered, "FirstWeightForAll",
             "The combine uses the first slot's weight for every slot.", "combine-weights",
             inputs("topk_weights", change=lambda call, w: w[:, :1].expand_as(w).contiguous())),
+    planted(Altered, "WeightsOfAnotherToken", "The combine weighs a token's rows as the next one's.",
+            "combine-weights drawn-routings",
+            inputs("topk_weights", change=lambda call, w: w.roll(-1, 0))),
+    planted(Altered, "OffByOneWeight", "Rows are multiplied by the next expert's second weight.",
+            "drawn-routings shapes", inputs("w2", change=lambda call, w2: _of_next_expert(w2))),
+    planted(Altered, "DropsTail", "The last row of an odd number of experts' rows counts as zero.",
+            "drawn-routings shapes", inputs("h", change=lambda call, h: _without_tail(h))),
+    planted(Altered, "StaleRow", "A row of a result at home is that of the call before.",
+            "drawn-routings stale-data", from_previous(_keep_last_row), ops=COMPANIONS),
+    planted(launching.CombinesBackwards, "CombinesBackwards",
+            "The combine adds from the last slot to the first.", "combine-order"),
+    planted(launching.CombinesBackwards, "GemmCombinesBackwards",
+            "GEMM+combine adds from the last slot to the first.", "combine-order",
+            ops=("moe_gemm_combine",)),
+    planted(launching.CombinesInBf16, "GemmCombinesInBf16",
+            "GEMM+combine's sum over slots is kept in bfloat16.", "accumulation",
+            ops=("moe_gemm_combine",)),
     planted(_LatestHandleOnly, "LatestHandleOnly",
             "The combine uses the routing of the latest dispatch, whatever handle it gets. Rows "
             "beyond that are left out, and missing ones are zero.", "handles"),
@@ -463,6 +496,8 @@ TABLE: tuple[Row, ...] = (
             "Says at once that ring attention has ended.", "waits", has="q"),
     planted(launching.ReportsEarly, "CombineReportsEarly", "Says at once that a combine has ended.",
             "waits", has="y"),
+    planted(launching.ReportsEarly, "GemmCombineReportsEarly",
+            "Says at once that GEMM+combine has ended.", "waits", has="h"),
     planted(launching.SendsLate, "SendsLate",
             "Rank 0 returns with the right result while others still wait for its rows.",
             "input-reuse", wraps="ascend"),

@@ -28,11 +28,16 @@ def _finish(launch: Launch) -> None:
         pass
 
 
-class CombinesInBf16(Honest):
-    """Sums over slots in bfloat16: every slot is a combine of its own."""
+class _SlotBySlot(Honest):
+    """Every slot is a combine of its own; ``total`` of what these give."""
+
+    ops: ClassVar[tuple[str, ...]] = ("moe_combine",)
+
+    def total(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
 
     def launch(self, call: Call) -> Launch:
-        if call.plan.op != "moe_combine":
+        if call.plan.op not in self.ops:
             return self.inner.launch(call)
         weights, out = call.tensors["topk_weights"], call.tensors["out"]
         launches, parts = [], []
@@ -46,12 +51,29 @@ class CombinesInBf16(Honest):
         def after(results: dict[str, Any]) -> None:
             for launch in launches[:-1]:
                 _finish(launch)
-            total = torch.zeros_like(out, dtype=torch.bfloat16)
-            for part in parts:
-                total += part.bfloat16()
-            out.copy_(total.to(out.dtype))
+            out.copy_(self.total(parts))
 
         return Followed(launches[-1], after)
+
+
+class CombinesInBf16(_SlotBySlot):
+    """Sums over slots in bfloat16."""
+
+    def total(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros_like(parts[0], dtype=torch.bfloat16)
+        for part in parts:
+            total += part.bfloat16()
+        return total
+
+
+class CombinesBackwards(_SlotBySlot):
+    """Sums over slots from the last one to the first."""
+
+    def total(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros_like(parts[0])
+        for part in reversed(parts):
+            total += part
+        return total
 
 
 class SharesStaging(Honest):
@@ -179,7 +201,9 @@ class SendsLate(_Repeats):
         _finish(first)
         if call.rank:
             return self.next(call)
-        read = next(call.tensors[name] for name in ("a", "x", "y", "q") if name in call.tensors)
+        read = next(
+            call.tensors[name] for name in ("a", "x", "y", "h", "q") if name in call.tensors
+        )
         self._late = threading.Thread(target=self._send, args=(call, read, read.clone()))
         self._late.start()
         return first

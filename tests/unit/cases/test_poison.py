@@ -94,6 +94,7 @@ TOKENS = {"tokens": 8, "hidden": 24, "features": 40, "experts": 4, "top_k": 2}
 ALLOCATED: dict[str, tuple[dict[str, int], list[tuple[tuple[int, ...], torch.dtype]]]] = {
     "moe_dispatch_gemm": (TOKENS, [((16, 40), torch.bfloat16), ((8, 40), torch.bfloat16)]),
     "moe_combine": (TOKENS, [((8, 40), torch.bfloat16)]),
+    "moe_gemm_combine": (TOKENS, [((8, 24), torch.bfloat16)]),
     "ring_attention": (
         {"batch": 2, "heads": 6, "kv_heads": 2, "sequence": 32, "head_dim": 8},
         [((2, 6, 16, 8), torch.bfloat16), ((2, 6, 16), torch.float32)],

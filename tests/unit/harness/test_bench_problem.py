@@ -87,6 +87,9 @@ CASES: dict[str, Case] = {
             "tokens": 300, "hidden": 8, "features": 16, "experts": 4, "top_k": 2,
         },
         "moe_combine": {"tokens": 300, "features": 16, "experts": 4, "top_k": 2},
+        "moe_gemm_combine": {
+            "tokens": 300, "hidden": 8, "features": 16, "experts": 4, "top_k": 2,
+        },
         "ring_attention": {
             "batch": 2, "heads": 2, "kv_heads": 1, "sequence": 600, "head_dim": 8, "causal": True,
         },

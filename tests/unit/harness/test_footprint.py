@@ -27,6 +27,7 @@ def test_a_run_that_cannot_fit_is_refused_and_says_by_how_much() -> None:
         ("gemm_all_reduce", GEMM),
         ("moe_dispatch_gemm", {"tokens": 8, "hidden": 4, "features": 4, "experts": 4, "top_k": 2}),
         ("moe_combine", {"tokens": 8, "features": 4, "experts": 4, "top_k": 2}),
+        ("moe_gemm_combine", {"tokens": 8, "hidden": 4, "features": 4, "experts": 4, "top_k": 2}),
         ("ring_attention", {"batch": 1, "heads": 4, "kv_heads": 2, "sequence": 16, "head_dim": 8}),
     ],
 )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mkernel.errors import ArgumentError, UnknownOp
-from mkernel.plan.ops import ALIASES, OPS, canonical
+from mkernel.plan.ops import ALIASES, COMPANIONS, OPS, canonical
 
 
 def test_the_five_ops_and_their_aliases() -> None:
@@ -12,10 +12,12 @@ def test_the_five_ops_and_their_aliases() -> None:
         "gemm_ar": "gemm_all_reduce",
         "gemm_rs": "gemm_reduce_scatter",
         "dispatch_gemm": "moe_dispatch_gemm",
+        "gemm_combine": "moe_gemm_combine",
         "ring_attention": "ring_attention",
     }
     assert [canonical(op) for op in OPS] == list(OPS)
     assert len(OPS) == 5
+    assert [canonical(op) for op in COMPANIONS] == list(COMPANIONS)
 
 
 def test_spelling_is_forgiven() -> None:

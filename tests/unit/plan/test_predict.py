@@ -6,13 +6,25 @@ import pytest
 from plan_worlds import CAPABILITIES, world
 from shipped import constants_of
 
-from mkernel.plan.model import AttentionShape, CombineShape, GemmShape, MoeShape, Shape
+from mkernel.plan.model import (
+    AttentionShape,
+    CombineShape,
+    GemmCombineShape,
+    GemmShape,
+    MoeShape,
+    Shape,
+)
 from mkernel.plan.ops import OpName
 from mkernel.plan.planner import plan
 from mkernel.plan.predict import Payloads, payloads, work
 from mkernel.topology.world_map import world_map
 
 W = 4
+
+
+COMBINED = GemmCombineShape(
+    tokens=32, hidden=24, features=40, experts=8, top_k=2, partial_dtype="float32"
+)
 
 
 def attention(*, causal: bool) -> AttentionShape:
@@ -58,6 +70,7 @@ def test_attention_sends_its_own_k_and_v(causal: bool, dtype: str, size: int) ->
             "moe_combine", CombineShape(tokens=32, features=40, experts=8, top_k=2),
             2 * 32 * 2 * 40, (32 * 2 // W * 40 * 2, 0, 0),
         ),
+        ("moe_gemm_combine", COMBINED, 2 * 32 * 2 * 24 * 40, (32 * 2 // W * 24 * 4, 0, 0)),
     ],
 )  # fmt: skip
 def test_work_and_bytes_of_the_other_ops(
@@ -81,3 +94,9 @@ def test_a_causal_call_is_predicted_to_compute_half_and_send_all() -> None:
         times.append(made.prediction)
     assert times[1].compute_us == pytest.approx(times[0].compute_us / 2)
     assert times[1].comm_us == pytest.approx(times[0].comm_us)
+
+
+def test_sums_of_ranks_come_home_once_for_each_token_and_rank_that_has_experts_of_it() -> None:
+    both = 1 - (1 - 1 / W) ** 2
+    sent = payloads("moe_gemm_combine", COMBINED, "float16", W, "ranks")
+    assert sent == Payloads(gather=32 * both * 24 * 4)

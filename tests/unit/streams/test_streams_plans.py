@@ -32,7 +32,7 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport import _transport
-from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape
+from mkernel.plan.model import CombineShape, GemmCombineShape, LaunchPlan, MoeShape
 from mkernel.plan.ops import BACKWARD
 from mkernel.topology.model import Topology
 from mkernel.topology.reshape import split_into_nodes
@@ -44,6 +44,7 @@ SIZES: dict[str, dict[str, int]] = {
     "gemm_all_reduce": {"m": 94, "n": 16, "k": 8},
     "moe_dispatch_gemm": {"tokens": 24, "hidden": 8, "features": 12, "experts": 8, "top_k": 2},
     "moe_combine": {"tokens": 24, "features": 12, "experts": 8, "top_k": 2},
+    "moe_gemm_combine": {"tokens": 24, "hidden": 16, "features": 8, "experts": 8, "top_k": 2},
     "ring_attention": {"batch": 1, "heads": 2, "kv_heads": 1, "sequence": 96, "head_dim": 8},
 }
 SIZES |= {backward: SIZES[op] for op, backward in BACKWARD.items()}
@@ -185,7 +186,13 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
     fake = SimpleNamespace(irecv=receive, isend=send, P2POp=one, batch_isend_irecv=batch)
     monkeypatch.setattr(call_streams, "distributed", fake)
+
+    def product_of_all(a: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        made.tell("product of all", tuple(a.shape))
+        return a.new_empty((len(a), w.shape[2]))
+
     monkeypatch.setattr(matmul.Factor, "product", product)
+    monkeypatch.setattr(matmul, "_product_of_groups", product_of_all)
     monkeypatch.setattr(online_softmax.OnlineSoftmax, "_see", see)
     monkeypatch.setattr(attention_gradient.AttentionGradient, "_see", gradients)
     for module in (window, windows):
@@ -230,12 +237,12 @@ def tensors(plan: LaunchPlan) -> dict[str, torch.Tensor]:
 def routed(plan: LaunchPlan, given: dict[str, torch.Tensor]) -> None:
     """``routing`` of a dispatch whose tokens go everywhere; other tensors get its rows."""
     shape = plan.shape
-    assert isinstance(shape, CombineShape | MoeShape)
+    assert isinstance(shape, CombineShape | GemmCombineShape | MoeShape)
     every = torch.arange(WORLD * shape.tokens * shape.top_k, dtype=torch.int32) % shape.experts
     ids = every.view(WORLD, shape.tokens, shape.top_k)
     rows = len(route(ids, RANK, shape.experts // WORLD).row_token)
     given["routing"] = torch.cat([every, torch.tensor([rows], dtype=torch.int32)])
-    for name in {"y", "grad_y", "grad_outputs"} & given.keys():
+    for name in {"y", "h", "grad_y", "grad_h", "grad_outputs"} & given.keys():
         given[name] = given[name].new_zeros((rows, shape.features))
 
 

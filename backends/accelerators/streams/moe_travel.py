@@ -1,0 +1,95 @@
+"""How rows of MoE travel: tokens to the ranks of their experts, results home.
+
+Results come home by slot, one row a place, to be weighted and added there; or by rank, as the weighted
+sum of a token's results on that rank, one row a token. Sums are in the dtype of the weights, float32
+(of float64, float64), in the order of slots, and of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mkernel.backends.accelerators.streams.call_streams import CallStreams
+from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
+from mkernel.backends.accelerators.streams.routing import Routing
+from mkernel.backends.contracts.accelerator import Call
+
+
+def send_tokens(
+    call: Call, streams: CallStreams, routing: Routing, rows: torch.Tensor
+) -> tuple[torch.Tensor, Arrivals]:
+    """Rows of tokens, under way to where the dispatch sent them: what comes from all ranks."""
+    with streams.compute():
+        packed = torch.split(rows[routing.outgoing], routing.tokens_to)
+        landed = rows.new_empty((sum(routing.tokens_from), rows.shape[1]))
+        parts = torch.split(landed, routing.tokens_from)
+        parts[call.rank].copy_(packed[call.rank])
+    return landed, exchange(call, streams, packed.__getitem__, parts.__getitem__)
+
+
+def return_by_slot(
+    call: Call, streams: CallStreams, routing: Routing, y: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """[T, D] in the dtype of ``weights`` [T, k]: the weighted sum of each token's rows of ``y``."""
+    with streams.compute():
+        packed = torch.split(y[routing.returning], routing.rows_to)
+        there = sum(routing.rows_from)
+        rows = streams.scratch("rows", (there + 1, y.shape[1]), y.dtype)
+        rows[there] = 0  # of places without a row
+        parts = torch.split(rows[:there], routing.rows_from)
+        parts[call.rank].copy_(packed[call.rank])
+    exchange(call, streams, packed.__getitem__, parts.__getitem__)
+    streams.finish()
+    with streams.compute():
+        places = routing.homecoming.view(weights.shape)
+        if there < places.numel():
+            weights = weights.masked_fill(places == there, 0)  # they may be no numbers
+        total = rows[places[:, 0]].to(weights.dtype) * weights[:, :1]
+        for slot in range(1, weights.shape[1]):
+            total.addcmul_(rows[places[:, slot]].to(weights.dtype), weights[:, slot : slot + 1])
+    return total
+
+
+def return_by_rank(
+    call: Call, streams: CallStreams, routing: Routing, of_tokens: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """``of_tokens``, a row for each token that came here, under way home: what comes from each rank."""
+    with streams.compute():
+        home = of_tokens.new_empty((len(routing.outgoing), of_tokens.shape[1]))
+        there = torch.split(of_tokens, routing.tokens_from)
+        back = torch.split(home, routing.tokens_to)
+        back[call.rank].copy_(there[call.rank])
+    exchange(call, streams, there.__getitem__, back.__getitem__)
+    return back
+
+
+def add_ranks(
+    routing: Routing, back: Sequence[torch.Tensor], like: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The sum, in ``dtype``, of what came home from each rank: a row for each row of ``like``."""
+    total = torch.zeros_like(like, dtype=dtype)
+    for which, part in zip(torch.split(routing.outgoing, routing.tokens_to), back, strict=True):
+        total[which] += part  # of one rank no token comes twice
+    return total
+
+
+def sum_by_token(
+    routing: Routing, rows: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum of each token's rows here, in the order of its slots; the last row is no token's.
+    ``weights`` [tokens, k] of the tokens that came here."""
+    count = len(rows) - 1
+    places = routing.row_token.new_full((sum(routing.tokens_from), routing.top_k), count)
+    places[routing.row_token, routing.row_slot] = torch.arange(count, device=rows.device)
+    if weights is None:
+        total = rows[places[:, 0]]
+        for slot in range(1, routing.top_k):
+            total += rows[places[:, slot]]
+        return total
+    weights = weights.masked_fill(places == count, 0)  # they may be no numbers
+    total = rows[places[:, 0]] * weights[:, :1]
+    for slot in range(1, routing.top_k):
+        total.addcmul_(rows[places[:, slot]], weights[:, slot : slot + 1])
+    return total

@@ -1,0 +1,284 @@
+"""The second half of an MoE layer: grouped GEMM, then the combine that brings results home.
+
+Data flow of one call on rank r, of rows ``h`` in the order of a dispatch's outputs:
+  rows of an expert ──▶ @ w2[expert] = y, in float32
+Results come home in one of two ways, which the plan chooses (``returns``):
+  slots: y ──rounded to partial_dtype──▶ its token's rank; out[t] = sum over slots, in order, of
+    topk_weights[t, slot] · y[row of (t, slot)]
+  ranks: p[r, t] = the same sum over the slots of t whose experts live on rank r, weighted there
+    ──rounded to partial_dtype──▶ the token's rank; out[t] = sum over ranks, in order, of p[r, t]
+Sums are float32, and ``out`` is rounded from them once. So results are deterministic either way, of the
+same plan; but of a narrow ``partial_dtype``, which is rounded to before, the ways round differently.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from mkernel.errors import ShapeError
+from mkernel.ops import validate
+from mkernel.ops.common import Done, Execution, plan_for
+from mkernel.ops.moe import MoeHandle, check_routed, expect_handle
+from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.registration import group_name, register
+from mkernel.ops.untraced import untraced
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.pipeline import Returns
+from mkernel.world.groups import Group
+from mkernel.world.lifecycle import current
+from mkernel.world.world import World
+
+OP = "moe_gemm_combine"
+_BACKWARD = "moe_gemm_combine_backward"
+
+
+def _expect_shapes(h: Tensor, w2: Tensor) -> None:
+    if not isinstance(w2, Tensor) or w2.dim() != 3 or 0 in w2.shape:
+        raise ShapeError("w2", validate.describe(w2), "[E/W, I, H], all at least 1")
+    if w2.shape[1] != h.shape[1]:
+        legal = f"[E/W, I, H] with I = {h.shape[1]}, as in h"
+        raise ShapeError("w2", validate.describe(w2), legal)
+
+
+def _plan(
+    world: World,
+    op: str,
+    h: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    partial_dtype: torch.dtype | None = None,
+    returns: Returns | None = None,
+) -> LaunchPlan:
+    claims = world.engine(op).claims
+    tokens, top_k = topk_weights.shape
+    experts, features, hidden = w2.shape
+    wishes: dict[str, Any] = {} if returns is None else {"returns": returns}
+    if partial_dtype is not None:
+        wishes["partial_dtype"] = validate.dtype_name(
+            "partial_dtype", partial_dtype, claims.out_dtypes
+        )
+    return plan_for(
+        world,
+        op,
+        {
+            "tokens": tokens,
+            "hidden": hidden,
+            "features": features,
+            "experts": experts * world.size,
+            "top_k": top_k,
+            **wishes,
+        },
+        validate.dtype_name("h.dtype", h.dtype, claims.dtypes),
+        validate.dtype_name("out_dtype", out_dtype, claims.out_dtypes),
+        b_layout=validate.expert_layout("w2", w2, claims),
+    )
+
+
+@untraced
+def gemm_combine(
+    h: Tensor,
+    w2: Tensor,
+    handle: MoeHandle,
+    topk_weights: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    partial_dtype: torch.dtype | None = None,
+    returns: Returns | None = None,
+    group: Group = None,
+    **execution: Unpack[Execution],
+) -> Done:
+    """:func:`moe_gemm_combine` with its plan and record. Output: ``out``."""
+    world = current(group)
+    world.engine(OP)  # else Unsupported
+    expect_handle(handle)
+    names = ("h", "w2", "handle.counts", "handle.routing", "topk_weights")
+    h, w2, counts, routing, topk_weights = plain(OP, names, (h, w2, *handle, topk_weights))
+    experts = check_routed(world, "h", h, counts, routing, topk_weights)
+    _expect_shapes(h, w2)
+    validate.on_device("w2", w2, world.accelerator.device)
+    if len(w2) * world.size != experts:
+        legal = f"[{len(counts)}, I, H]: of as many experts as the dispatch had"
+        raise ShapeError("w2", validate.describe(w2), legal)
+    validate.same_dtype("w2.dtype", w2, "h", h)
+    kind = out_dtype or h.dtype
+    plan = _plan(world, OP, h, w2, topk_weights, kind, partial_dtype=partial_dtype, returns=returns)
+    out = torch.empty((len(topk_weights), w2.shape[2]), dtype=kind, device=h.device)
+    weights = topk_weights.to(validate.DTYPES[plan.sums]).contiguous()
+    tensors = {"h": h, "w2": w2, "routing": routing, "topk_weights": weights, "out": out}
+    record = world.run(plan, tensors, **execution)
+    return Done(plan, record, {"out": out})
+
+
+def moe_gemm_combine(
+    h: Tensor,
+    w2: Tensor,
+    handle: MoeHandle,
+    topk_weights: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    partial_dtype: torch.dtype | None = None,
+    returns: Returns | None = None,
+    group: Group = None,
+) -> Tensor:
+    """Multiply by each expert's second weight and bring the results home:
+    out[t] = sum over slots of topk_weights[t, slot] · (h[its row] @ w2[its expert]).
+
+    Collective: every rank of the world calls it with the same shapes, dtypes and options. What
+    :func:`moe_combine` does with rows that were multiplied before. Slots without an expert add nothing,
+    whatever their weight. Sums are float32, in a fixed order, so the same call gives the same bits;
+    what travels is rounded to ``partial_dtype``, and the sum of that to ``out_dtype``.
+
+    Args:
+        h: [R, I], one row for each row of the dispatch's outputs, in its order. Of a dispatch with a
+            capacity [capacity, I], of which rows that are nobody's are not read.
+        w2: [E/W, I, H], weights of this rank's experts; contiguous, or the transpose of a contiguous
+            [E/W, H, I].
+        handle: of the dispatch; any number of times.
+        topk_weights: [T, k], floating point; used as float32, of float64 as float64.
+        out_dtype: of the result; default: that of ``h``.
+        partial_dtype: in which results travel home; default: ``out_dtype``, of results of fewer than
+            4096 elements float32. torch.float32: nothing is rounded before ``out``, and twice the bytes
+            of 16-bit results travel.
+        returns: how they travel: ``"slots"``, each by itself, weighted and added at home in the order
+            of slots; ``"ranks"``, the weighted sum of a token's results on one rank, added at home in
+            the order of ranks; None: what is predicted to be faster. Both are right within the
+            roundings of ``partial_dtype``, but not equal in bits.
+        group: names the world, which is that of the dispatch; None: the default one.
+
+    Returns:
+        [T, H] for this rank's tokens.
+
+    Raises:
+        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
+            tensor (a DTensor, one with a tangent, ...); nothing was started.
+        Unsupported: the accelerator of the dispatch does not provide the op; call :func:`moe_combine`
+            on products of your own.
+        NotInitialized, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
+    """
+    result: Tensor
+    if seen_by_torch(h, w2, topk_weights):
+        expect_handle(handle)
+        result = torch.ops.mkernel.moe_gemm_combine(
+            h,
+            w2,
+            *handle,
+            topk_weights,
+            out_dtype=out_dtype,
+            partial_dtype=partial_dtype,
+            returns=returns,
+            group=group_name(group),
+        )
+        return result
+    done = gemm_combine(
+        h,
+        w2,
+        handle,
+        topk_weights,
+        out_dtype=out_dtype,
+        partial_dtype=partial_dtype,
+        returns=returns,
+        group=group,
+    ).outputs
+    result = done["out"]
+    return result
+
+
+# ---- what torch knows of it ----------------------------------------------------------------------
+
+
+def _kernel(
+    h: Tensor, w2: Tensor, counts: Tensor, routing: Tensor, topk_weights: Tensor, **options: Any
+) -> Tensor:
+    handle = MoeHandle(counts, routing)
+    result: Tensor = gemm_combine(h, w2, handle, topk_weights, **options).outputs["out"]
+    return result
+
+
+def _fake(
+    h: Tensor,
+    w2: Tensor,
+    counts: Tensor,
+    routing: Tensor,
+    topk_weights: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    partial_dtype: torch.dtype | None = None,
+    returns: str | None = None,
+    group: str,
+) -> Tensor:
+    _expect_shapes(h, w2)
+    return h.new_empty((topk_weights.shape[0], w2.shape[2]), dtype=out_dtype or h.dtype)
+
+
+@untraced
+def _backward(
+    grad_out: Tensor,
+    h: Tensor,
+    w2: Tensor,
+    counts: Tensor,
+    routing: Tensor,
+    topk_weights: Tensor,
+    *,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dh[r] = weight[p] (dout[t] @ w2[e]^T), dweight[p] = (dout[t] @ w2[e]^T) · h[r], dw2[e] = sum of
+    h[r]^T (weight[p] dout[t]), of row r of place p = (t, slot) with expert e."""
+    world = current(group)
+    names = ("grad_out", "h", "w2", "routing", "topk_weights")
+    given = plain(_BACKWARD, names, (grad_out, h, w2, routing, topk_weights))
+    plan = _plan(world, _BACKWARD, h, w2, topk_weights, grad_out.dtype)
+    weights = topk_weights.to(validate.DTYPES[plan.sums]).contiguous()
+    found = torch.empty_like(h), torch.empty_like(w2), torch.empty_like(weights)
+    tensors = dict(zip(names, given, strict=True)) | {"topk_weights": weights}
+    tensors |= dict(zip(("grad_h", "grad_w2", "grad_weights"), found, strict=True))
+    world.run(plan, tensors)
+    of_h, of_w2, of_weights = found
+    return of_h, of_w2, of_weights.to(topk_weights.dtype)
+
+
+def _backward_fake(
+    grad_out: Tensor,
+    h: Tensor,
+    w2: Tensor,
+    counts: Tensor,
+    routing: Tensor,
+    topk_weights: Tensor,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = topk_weights.new_empty(topk_weights.shape)
+    return torch.empty_like(h), torch.empty_like(w2), weights
+
+
+def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    ctx.group = keyword_only_inputs["group"]
+    ctx.save_for_backward(*inputs)
+
+
+def _derivatives(ctx: Any, of_out: Tensor) -> Any:
+    of_h, of_w2, of_weights = torch.ops.mkernel.moe_gemm_combine_backward(
+        of_out.contiguous(), *ctx.saved_tensors, group=ctx.group
+    )
+    return of_h, of_w2, None, None, of_weights
+
+
+register(
+    "moe_gemm_combine(Tensor h, Tensor w2, Tensor counts, Tensor routing, Tensor topk_weights, *, "
+    "ScalarType? out_dtype=None, ScalarType? partial_dtype=None, str? returns=None, str group) "
+    "-> Tensor",
+    _kernel,
+    _fake,
+    _save,
+    _derivatives,
+)
+register(
+    "moe_gemm_combine_backward(Tensor grad_out, Tensor h, Tensor w2, Tensor counts, Tensor routing, "
+    "Tensor topk_weights, *, str group) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
