@@ -1,0 +1,218 @@
+"""Expert-parallel layers have the results and gradients of unsharded ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import close, on_ranks
+from torch import Tensor, distributed
+from torch.nn import Module
+from torch.nn.functional import silu
+
+import mkernel
+from mkernel.errors import ArgumentError, ShapeError
+from mkernel.nn import ExpertParallelMLP
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+RANKS = 2
+T, H, INNER, EXPERTS, TOP_K = 7, 16, 12, 6, 3
+
+
+def drawn(name: str, *shape: int) -> Tensor:
+    """The same in every process."""
+    seed = sum(map(ord, name))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(transposed: bool = False) -> dict[str, Tensor]:
+    """A state dict of all experts."""
+    found = {"gate_up_proj": drawn("up", EXPERTS, H, 2 * INNER) / 4,
+             "down_proj": drawn("down", EXPERTS, INNER, H) / 4}  # fmt: skip
+    if transposed:
+        found = {name: each.transpose(1, 2).contiguous() for name, each in found.items()}
+    return found
+
+
+def inputs(rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, topk_ids with padding, topk_weights."""
+    chance = torch.Generator().manual_seed(10 + rank)
+    ids = torch.rand(tokens, EXPERTS, generator=chance).topk(TOP_K, dim=1).indices
+    ids[::3, 0] = -1
+    return (
+        drawn(f"x {rank}", tokens, H),
+        ids,
+        torch.rand(tokens, TOP_K, generator=chance),
+    )
+
+
+def unsharded(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """In plain torch, expert by expert."""
+    out = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        gate, inner = (x @ up[expert]).chunk(2, dim=-1)
+        y = (silu(gate) * inner) @ down[expert]
+        out = out + ((ids == expert) * weights).sum(1, keepdim=True) * y
+    return out
+
+
+def expected(tokens: list[int]) -> list[list[Tensor]]:
+    """Each rank's out, and gradients of x, weights and its experts, in float64."""
+    up, down = (each.double().requires_grad_() for each in whole().values())
+    every = []
+    for rank, count in enumerate(tokens):
+        x, ids, weights = inputs(rank, count)
+        x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
+        every.append((x, weights, unsharded(x, ids, weights, up, down)))
+    sum((out.sin().sum() for *_, out in every), torch.zeros(())).backward()
+    parts = [each.grad.chunk(RANKS) for each in (up, down) if each.grad is not None]
+    return [
+        [out.detach(), x.grad, weights.grad, parts[0][rank], parts[1][rank]]  # type: ignore[list-item]
+        for rank, (x, weights, out) in enumerate(every)
+    ]
+
+
+def layer(tokens: list[int], transposed: bool, options: dict[str, Any]) -> list[Tensor]:
+    rank = mkernel.world().rank
+    made = ExpertParallelMLP(H, INNER, EXPERTS, transposed=transposed, **options)
+    made.load_state_dict(whole(transposed))
+    again = ExpertParallelMLP(H, INNER, EXPERTS, transposed=transposed, **options)
+    again.load_state_dict(made.state_dict())  # of a rank's part
+    x, ids, weights = inputs(rank, tokens[rank])
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    out = again(x.unsqueeze(0), ids.unsqueeze(0), weights.unsqueeze(0)).squeeze(0)
+    out.sin().sum().backward()
+    gradients = [again.gate_up_proj.grad, again.down_proj.grad]
+    if transposed:
+        gradients = [each.transpose(1, 2) for each in gradients if each is not None]
+    return [out.detach(), x.grad, weights.grad, *gradients]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "transposed", "options"),
+    [
+        ([T, T], False, {}),
+        ([T, T], True, {"capacity": RANKS * T * TOP_K}),
+        ([T, 4], True, {"max_tokens": T}),
+        ([0, T], False, {"max_tokens": T + 2, "capacity": RANKS * T * TOP_K}),
+    ],
+)
+def test_a_layer_is_the_unsharded_one(
+    tokens: list[int], transposed: bool, options: dict[str, Any]
+) -> None:
+    results = on_ranks(layer, tokens, transposed, options, ranks=RANKS)
+    names = ("out", "dx", "dweights", "d gate_up_proj", "d down_proj")
+    for rank, (found, wanted) in enumerate(zip(results, expected(tokens), strict=True)):
+        for name, one, other in zip(names, found, wanted, strict=True):
+            close(one, other, 1e-5, f"rank {rank}, {name}")
+
+
+class Stock(Module):
+    """Weights of experts, whole."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        for name, each in whole(transposed).items():
+            self.register_parameter(name, torch.nn.Parameter(each))
+
+
+def refusals() -> None:
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (ArgumentError, "num_experts = 7", lambda: ExpertParallelMLP(H, INNER, 7)),
+        (ShapeError, "as they are multiplied",
+         lambda: ExpertParallelMLP.from_experts(Stock(True), transposed=False)),
+        (ShapeError, "max_tokens = 3",
+         lambda: ExpertParallelMLP(H, INNER, EXPERTS, max_tokens=3)(*inputs(0, T))),
+        (RuntimeError, "size mismatch",
+         lambda: ExpertParallelMLP(H, INNER, EXPERTS).load_state_dict(whole(True))),
+    ]  # fmt: skip
+    for error, said, call in wrong:
+        with pytest.raises(error, match=said):
+            call()
+
+
+def test_wrong_layers_are_refused_by_name() -> None:
+    on_ranks(refusals, ranks=RANKS)
+
+
+# ---- Hugging Face --------------------------------------------------------------------------------
+
+VOCABULARY, B, S = 64, 3, 5
+
+
+def small_qwen() -> Any:
+    """A Qwen3-MoE with random weights, the same in every process."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def tokens_of(rank: int) -> Tensor:
+    return torch.randint(VOCABULARY, (B, S), generator=torch.Generator().manual_seed(20 + rank))
+
+
+def loss(logits: Tensor, rank: int) -> Tensor:
+    labels = tokens_of(rank).roll(1, 1)
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+
+
+def qwen() -> dict[str, float]:
+    """Relative differences of logits and gradients from those of the model that one rank has whole."""
+    world = mkernel.world()
+    reference, model = small_qwen(), small_qwen()
+    shared = 0
+    for block in model.model.layers:
+        experts = block.mlp.experts
+        block.mlp.experts = ExpertParallelMLP.from_experts(experts, transposed=True)
+        shared += 1
+    assert shared == 3
+    assert sum(each.numel() for each in model.parameters()) < sum(
+        each.numel() for each in reference.parameters()
+    )
+    logits = model(input_ids=tokens_of(world.rank)).logits
+    loss(logits, world.rank).backward()
+    wanted = [reference(input_ids=tokens_of(rank)).logits for rank in range(world.size)]
+    torch.stack([loss(each, rank) for rank, each in enumerate(wanted)]).sum().backward()
+
+    def apart(one: Tensor, other: Tensor) -> float:
+        return float((one - other).norm() / other.norm().clamp_min(1e-12))
+
+    found = {"logits": apart(logits.detach(), wanted[world.rank].detach())}
+    whole_gradients = {name: each.grad for name, each in reference.named_parameters()}
+    for name, parameter in model.named_parameters():
+        gradient, true = parameter.grad, whole_gradients[name]
+        assert gradient is not None, name
+        if ".experts." in name:
+            true = true.chunk(world.size)[world.rank]
+        else:  # replicated: each rank has the part of its own tokens
+            distributed.all_reduce(gradient)
+        found[name] = apart(gradient, true)
+    return found
+
+
+def test_a_qwen3_moe_over_two_ranks_is_the_unsharded_one() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for found in on_ranks(qwen, ranks=RANKS):
+        assert len(found) > 20
+        assert any("experts.gate_up_proj" in name for name in found)
+        wrong = {name: error for name, error in found.items() if not error <= 2e-5}
+        assert not wrong
