@@ -58,7 +58,7 @@ def closed_form(
     comm = 0.0
     if world > 1:
         payload = sum(payloads(plan.op, plan.shape, plan.dtype, world, pipeline.returns))
-        comm = max(_link_times(payload, links, pipeline, 1, constants))
+        comm = messages_us(payload, links, pipeline, constants)
     return prediction(compute, comm, max(compute, comm), constants.launch_us, constants)
 
 
@@ -185,6 +185,13 @@ def all_gather_gemm(
     tile = gemm_tile_us(cut.tile_m, cut.tile_n, shape.k, rate)
     pipelined = max(compute + exposed, comm + min(tile, compute))
     return prediction(compute, comm, pipelined, launch, constants)
+
+
+def messages_us(
+    payload: float, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
+) -> float:
+    """Microseconds until each rank has sent so many bytes to each other one."""
+    return max(_link_times(payload, links, pipeline, 1, constants))
 
 
 def _link_times(

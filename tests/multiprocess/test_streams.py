@@ -19,7 +19,7 @@ from mkernel.backends.accelerators.streams.machine import torch_device
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, case_of
 from mkernel.conformance.ranks import Judge, each_case, give_up_after, judge_calls
-from mkernel.errors import PeerFailure, Timeout, Unsupported
+from mkernel.errors import CapacityExceeded, PeerFailure, Timeout, Unsupported
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.shapes import SHAPES
 
@@ -123,6 +123,38 @@ def test_messages_of_all_peers_together() -> None:
     ):
         assert found == []
         assert messages[:2] == [1, 8]
+
+
+def travelling(cases: Sequence[Case], gathers: str) -> list[str]:
+    """What is wrong with calls whose tokens travel so, and with what a dispatch refuses meanwhile."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "_gathering", lambda *_: (gathers, ()))
+        for case in cases:
+            judge = Judge(case)
+            for iteration, view in enumerate(("pipelined", "sequential", "pipelined")):
+                outcome = case.run(judge.inputs(iteration), view=view)
+                found += judge.problems(outcome, iteration)
+                assert outcome.plan.schedule.gathers == gathers
+        given = judge.inputs(0)
+        for _ in range(3):
+            with pytest.raises(CapacityExceeded):
+                mkernel.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"], capacity=1)
+            found += judge(1)
+    return found
+
+
+@pytest.mark.parametrize("gathers", ["wanted", "whole"])
+def test_tokens_travel_where_they_are_wanted_or_everywhere(gathers: str) -> None:
+    cases = [
+        make("moe_dispatch_gemm", 3, dtype, chunk=chunk, options={"routing": routing})
+        for routing in ("uniform", "one_expert", "padded", "empty_ranks")
+        for dtype, chunk in (("float32", None), ("bfloat16", 20))
+    ]
+    found = mkernel.launch(
+        travelling, cases, gathers, ranks_per_node=3, accelerator="streams", timeout_s=DEADLINE_S
+    )
+    assert found == [[]] * 3
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -76,7 +76,7 @@ def grouped_product(
         grouped: in one product where torch has it; else one an expert.
     """
     packed = (a.data_ptr() | w.data_ptr()) % 16 == 0
-    if grouped and len(a) and packed and _has_groups(a.device):
+    if grouped and len(a) and packed and _has_groups(a.device, w.is_contiguous()):
         with float32_sums() if a.is_cuda else nullcontext():
             out.copy_(_product_of_groups(a, w, counts.cumsum(0, dtype=torch.int32)))
         return
@@ -90,13 +90,15 @@ def _product_of_groups(a: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> 
 
 
 @cache
-def _has_groups(where: torch.device) -> bool:
-    """Whether this torch has the product of groups on that device: older ones have it on a few GPUs."""
+def _has_groups(where: torch.device, row_major: bool) -> bool:
+    """Whether this torch has the product of groups on that device, of weights that lie so: older ones
+    have it on a few GPUs."""
     if not hasattr(torch, "_grouped_mm"):
         return False
-    a, w = (torch.zeros(size, dtype=torch.bfloat16, device=where) for size in ((8, 8), (1, 8, 8)))
+    a = torch.zeros((64, 64), dtype=torch.bfloat16, device=where)
+    w = a[None] if row_major else a[None].transpose(1, 2)
     try:
-        _product_of_groups(a, w, torch.full((1,), 8, dtype=torch.int32, device=where))
+        _product_of_groups(a, w, torch.full((1,), 64, dtype=torch.int32, device=where))
     except (RuntimeError, NotImplementedError):
         return False
     return True

@@ -1,10 +1,11 @@
 """MoE: tokens go to the ranks of their experts, once a rank; results come home.
 
 Dispatch: ids of all ranks are exchanged first (they are small), so every rank builds the tables by
-itself and no sizes need to be told. Combine: rows travel in their own dtype, one a place, and are
-weighted and added at home, in slot order, in float32. GEMM+combine: the experts' products first, then
-so; or the weighted sum of a token's results here travels, one row a token, and sums are added in rank
-order.
+itself and no sizes need to be told. Tokens travel as soon as these say where they are wanted; or all of
+them to every rank right behind the ids, while the host waits for these and builds the tables.
+Combine: rows travel in their own dtype, one a place, and are weighted and added at home, in slot order,
+in float32. GEMM+combine: the experts' products first, then so; or the weighted sum of a token's results
+here travels, one row a token, and sums are added in rank order.
 """
 
 from __future__ import annotations
@@ -48,35 +49,48 @@ def routing_words(world: int, tokens: int, top_k: int) -> int:
 def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``routing``; returns ``outputs`` and ``counts``."""
     x, w, rank, words = call.tensors["x"], call.tensors["w"], call.rank, call.tensors["routing"]
-    ids = _everyones(call, streams, call.tensors["topk_ids"].to(torch.int32))
+    how = call.plan.part(DispatchSchedule)
+    ids, known = _everyones(call, streams, call.tensors["topk_ids"].to(torch.int32))
+    if how.gathers == "whole":
+        with streams.compute():
+            tokens = streams.scratch("tokens", (call.plan.world_size * len(x), x.shape[1]), x.dtype)
+            whole = tokens.view(-1, *x.shape)
+            if streams.communicates:
+                whole[rank].copy_(x)
+        arrivals = exchange(call, streams, lambda target: x, whole.__getitem__)
+    _host_knows(streams, known)
     with streams.compute():
         routing = route(ids, rank, len(w))
-        height = _height(call, routing)
+        height = _height(call, streams, routing)
         words[ids.numel()] = height
         remember(words, Remembered(rank, height, routing))
-        packed = torch.split(x[routing.outgoing], routing.tokens_to)
-        tokens = streams.scratch("tokens", (sum(routing.tokens_from), x.shape[1]), x.dtype)
-        parts = torch.split(tokens, routing.tokens_from)
-        if streams.communicates:
-            parts[rank].copy_(packed[rank])
-    arrivals = exchange(call, streams, packed.__getitem__, parts.__getitem__)
+        row_token = routing.row_source
+    if how.gathers == "wanted":
+        with streams.compute():
+            row_token = routing.row_token
+            packed = torch.split(x[routing.outgoing], routing.tokens_to)
+            tokens = streams.scratch("tokens", (sum(routing.tokens_from), x.shape[1]), x.dtype)
+            parts = torch.split(tokens, routing.tokens_from)
+            if streams.communicates:
+                parts[rank].copy_(packed[rank])
+        arrivals = exchange(call, streams, packed.__getitem__, parts.__getitem__)
 
     dtype = getattr(torch, call.plan.out_dtype)
     outputs = x.new_empty((height, w.shape[2]), dtype=dtype)
     count = len(routing.row_token)
     factors: dict[int, Factor] = {}
-    grouped = call.plan.part(DispatchSchedule).grouped
     for source in _as_they_come(call, streams, arrivals):
         with streams.compute():
             if source is None:
-                rows = tokens[routing.row_token]
-                every = segments(routing, None)
-                grouped_product(rows, w, routing.counts, every, outputs[:count], grouped=grouped)
+                rows, every = tokens[row_token], segments(routing, None)
+                grouped_product(
+                    rows, w, routing.counts, every, outputs[:count], grouped=how.grouped
+                )
                 continue
             for expert, start, end in segments(routing, source):
                 if expert not in factors:
                     factors[expert] = Factor(w[expert], dtype)
-                rows = tokens[routing.row_token[start:end]]
+                rows = tokens[row_token[start:end]]
                 factors[expert].product(rows, outputs[start:end])
     with streams.compute():
         outputs[count:].zero_()
@@ -147,7 +161,7 @@ def routing_of(call: Call, streams: CallStreams, rows: str) -> Routing:
     return known.routing
 
 
-def _height(call: Call, routing: Routing) -> int:
+def _height(call: Call, streams: CallStreams, routing: Routing) -> int:
     """Rows of the outputs. CapacityExceeded, on all ranks alike, where any rank has more."""
     shape = call.plan.shape
     assert isinstance(shape, MoeShape)
@@ -155,6 +169,7 @@ def _height(call: Call, routing: Routing) -> int:
         return len(routing.row_token)
     most = max(routing.rows_on)
     if most > shape.capacity:
+        streams.finish()  # tokens may be under way into memory that goes
         raise CapacityExceeded(routing.rows_on.index(most), most, shape.capacity)
     return shape.capacity
 
@@ -167,13 +182,20 @@ def _ids(call: Call) -> torch.Tensor:
     return call.tensors["routing"][: prod(size)].view(size)
 
 
-def _everyones(call: Call, streams: CallStreams, own: torch.Tensor) -> torch.Tensor:
-    """``own`` of every rank [W, ...]; own ones in the place of others' in a compute-only view."""
+def _everyones(
+    call: Call, streams: CallStreams, own: torch.Tensor
+) -> tuple[torch.Tensor, Arrivals]:
+    """``own`` of every rank [W, ...], under way; own ones in the place of others' in a compute-only
+    view."""
     gathered = _ids(call).copy_(own)
-    exchange(call, streams, lambda target: own, gathered.__getitem__)
-    streams.finish()
-    streams.host_waits()  # sizes will be read: see `route`
-    return gathered
+    return gathered, exchange(call, streams, lambda target: own, gathered.__getitem__)
+
+
+def _host_knows(streams: CallStreams, arrivals: Arrivals) -> None:
+    """Returns once these are there, whatever is under way beside them: their values will be read."""
+    for *_, message in arrivals:
+        streams.wait(message)
+    streams.host_waits()
 
 
 def _as_they_come(call: Call, streams: CallStreams, arrivals: Arrivals) -> Iterator[int | None]:

@@ -22,8 +22,8 @@ class Routing:
         outgoing: tokens to send, rank by rank, each token once a rank; ``tokens_to``: how many.
         tokens_from: rows of tokens that come from each rank.
         counts: rows of each expert here. rows: of ``rows_by[source][expert]``, how many.
-        row_token: for each output row, which of the received token rows it multiplies; ``row_slot``:
-            for which of the token's slots.
+        row_token: for each output row, which of the received token rows it multiplies; ``row_source``:
+            which of all ranks' tokens that is; ``row_slot``: for which of the token's slots.
         returning: output rows in the order in which they go home: by source rank, then place;
             ``rows_to``: how many to each rank.
         homecoming: for each own place, where its row lies among those that come home, which are
@@ -39,6 +39,7 @@ class Routing:
     counts: torch.Tensor
     rows_by: list[list[int]]
     row_token: torch.Tensor
+    row_source: torch.Tensor
     row_slot: torch.Tensor
     returning: torch.Tensor
     rows_to: list[int]
@@ -79,13 +80,15 @@ def route(ids: torch.Tensor, rank: int, experts: int) -> Routing:
         sizes[at * world : (at + 1) * world] for at in range(4)
     )
     places = place[order]
+    row_source = places // top_k
     return Routing(
         outgoing=wanted.nonzero()[:, 1],
         tokens_to=tokens_to,
         tokens_from=tokens_from,
         counts=by.view(world, experts).sum(0),
         rows_by=rows_by,
-        row_token=received[places // top_k],
+        row_token=received[row_source],
+        row_source=row_source,
         row_slot=places % top_k,
         returning=_inverse(order),
         rows_to=[sum(rows) for rows in rows_by],

@@ -11,6 +11,7 @@ from mkernel.backends.accelerators.streams.machine import torch_device
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.chunking import rows_of_a_rank
+from mkernel.plan.decide import Alternative, choose
 from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
@@ -23,7 +24,8 @@ from mkernel.plan.model import (
     OpName,
 )
 from mkernel.plan.order import Runs
-from mkernel.plan.pipeline import Returns
+from mkernel.plan.pipeline import Pipeline, Returns
+from mkernel.plan.predict import messages_us
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -89,14 +91,20 @@ class AllReduceSchedule(ExchangeSchedule):
     kind: Literal["streams.gemm_all_reduce"] = "streams.gemm_all_reduce"
 
 
+Gathers = Literal["wanted", "whole"]
+
+
 class DispatchSchedule(ExchangeSchedule):
     """MoE dispatch+GEMM. ``as_they_arrive``: tokens of each source are multiplied when they are there;
     else all at once, which gives fewer and larger products. ``grouped``: these are one product for all
-    experts, which torch has for some dtypes; else one for each expert that has rows."""
+    experts, which torch has for some dtypes; else one for each expert that has rows. ``gathers``:
+    tokens travel once to each rank that wants them, when the ids have told which; or all to every rank,
+    before."""
 
     kind: Literal["streams.moe_dispatch"] = "streams.moe_dispatch"
     as_they_arrive: bool
     grouped: bool
+    gathers: Gathers
 
 
 class CombineSchedule(ExchangeSchedule):
@@ -179,12 +187,15 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         made = AllReduceSchedule(**common, order=order, peers_together=together)
     elif plan.op == "moe_dispatch_gemm":
         grouped = _grouped(plan, plan.out_dtype, claims.torch_device)
+        gathers, considered = _gathering(request, found.pipeline)
+        found = found._replace(alternatives=found.alternatives + considered)
         made = DispatchSchedule(
             **common,
             order=order,
             peers_together=together,
             as_they_arrive=traits.overlaps and not grouped,
             grouped=grouped,
+            gathers=gathers,
         )
     elif plan.op == "moe_gemm_combine":
         returns = found.pipeline.returns
@@ -213,6 +224,26 @@ def _grouped(plan: CommonPart, results: DtypeName, device: str) -> bool:
     rows = (width * DTYPE_BYTES[plan.dtype] for width in (shape.hidden, shape.features))
     packed = all(nbytes % 16 == 0 for nbytes in rows)
     return plan.dtype == results and plan.dtype in some.get(device, ()) and packed
+
+
+def _gathering(
+    request: ScheduleRequest, pipeline: Pipeline
+) -> tuple[Gathers, tuple[Alternative, ...]]:
+    """How tokens travel, with uniform routing: those that are wanted alone, or whole, where that is
+    predicted to be faster, as it saves the wait for the ids."""
+    plan, constants = request.plan, request.constants
+    shape, world = plan.shape, plan.world_size
+    assert isinstance(shape, MoeShape)
+    if constants is None or world == 1:
+        return "wanted", ()
+    every = shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
+
+    def travel_us(gathers: Gathers) -> float:
+        share = 1.0 if gathers == "whole" else 1 - (1 - 1 / world) ** shape.top_k
+        first = 0.0 if gathers == "whole" else constants.signal_us
+        return first + messages_us(share * every, request.links, pipeline, constants)
+
+    return choose("tokens", get_args(Gathers), travel_us, by="without the products")
 
 
 def _results(plan: CommonPart, returns: Returns) -> DtypeName:
