@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from groups_in_ranks import TIMEOUT_S, mesh_2x2, ranks
 from ranks import close, on_ranks
 from torch import Tensor, distributed
 from torch.nn import Module
@@ -135,6 +138,58 @@ def refusals() -> None:
 
 def test_wrong_layers_are_refused_by_name() -> None:
     on_ranks(refusals, ranks=RANKS)
+
+
+# ---- several worlds ------------------------------------------------------------------------------
+
+
+def side_by_side() -> tuple[list[float], list[str]]:
+    """Errors of a layer in each group that a rank is in, their calls interleaved; and what is said of
+    handles that are brought to the other one."""
+    mesh = mesh_2x2()
+    worlds = [
+        mkernel.init(mesh[name], accelerator="streams", timeout_s=TIMEOUT_S)
+        for name in ("dp", "tp")
+    ]
+    layers = []
+    for world in worlds:
+        made = ExpertParallelMLP(H, INNER, EXPERTS, group=world.name)
+        made.load_state_dict(whole())
+        layers.append(made)
+    up, down = whole().values()
+    errors = []
+    with torch.no_grad():
+        for turn in range(3):
+            for world, made in zip(worlds, layers, strict=True):
+                x, ids, weights = inputs(4 * turn + world.rank, T)
+                out, true = made(x, ids, weights), unsharded(x, ids, weights, up, down)
+                errors.append(float((out - true).norm() / true.norm()))
+        sent = [
+            mkernel.moe_dispatch_gemm(
+                *inputs(world.rank, T)[:2], made.gate_up_proj, group=world.name
+            )
+            for world, made in zip(worlds, layers, strict=True)
+        ]
+        said = []
+        for (found, *_, handle), other in zip(sent, reversed(worlds), strict=True):
+            weights = torch.ones(T, TOP_K)
+            w2 = torch.ones(EXPERTS // RANKS, 2 * INNER, H)
+            for call in (
+                partial(mkernel.moe_combine, found, handle, weights, group=other.name),
+                partial(mkernel.moe_gemm_combine, found, w2, handle, weights, group=other.name),
+            ):
+                with pytest.raises(ArgumentError, match="of another world") as refused:
+                    call()
+                said.append(str(refused.value))
+        for world, (found, *_, handle) in zip(worlds, sent, strict=True):  # and both are still good
+            mkernel.moe_combine(found, handle, torch.ones(T, TOP_K), group=world.name)
+    return errors, said
+
+
+def test_layers_of_several_groups_and_handles_of_another_world(tmp_path: Path) -> None:
+    for errors, said in ranks(side_by_side, tmp_path):
+        assert max(errors) <= 1e-5
+        assert len(said) == 4
 
 
 # ---- Hugging Face --------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ from typing import Any
 import devices
 import pytest
 import torch
+from gpu_plans import gpu_plan
 from plan_walk import WalkedWorld, decorations
+from shipped import constants_of
 
 from mkernel.backends.accelerators.streams import (
     attention_gradient,
@@ -24,7 +26,11 @@ from mkernel.backends.accelerators.streams import (
 from mkernel.backends.accelerators.streams.backend import PUT_OPS, StreamsAccelerator, _op
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.routing import route
-from mkernel.backends.accelerators.streams.schedule import CombineSchedule
+from mkernel.backends.accelerators.streams.schedule import (
+    CombineSchedule,
+    DispatchSchedule,
+    GemmCombineSchedule,
+)
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.windows import Windows
 from mkernel.backends.accelerators.streams.worker import StreamsLaunch
@@ -32,6 +38,7 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport import _transport
+from mkernel.errors import ArgumentError
 from mkernel.plan.model import CombineShape, GemmCombineShape, LaunchPlan, MoeShape
 from mkernel.plan.ops import BACKWARD
 from mkernel.topology.model import Topology
@@ -296,3 +303,41 @@ def test_no_field_is_decoration(
         part = Painted(**{**dict(usual.part(CombineSchedule)), "kind": "tests.painted_rows"})
         found = decorations(usual.model_copy(update={"schedule": part}), launch)
         assert found == ["schedule.colour: 'red' or 'red-other'"]
+
+
+def moe_plan(op: str, tokens: int, top_k: int) -> LaunchPlan:
+    """On four GPUs that reach each other, of a layer of DeepSeek-V3's size."""
+    sizes = {"hidden": 7168, "features": 2048, "experts": 256, "tokens": tokens, "top_k": top_k}
+    return gpu_plan(
+        StreamsAccelerator("cuda"), op, 4, sizes, dtype="bfloat16", out_dtype="bfloat16",
+        constants=constants_of("streams-cuda"),
+    )  # fmt: skip
+
+
+def test_results_of_few_tokens_come_home_by_slot_and_of_many_by_rank() -> None:
+    few, many, one = (
+        moe_plan("moe_gemm_combine", *each).part(GemmCombineSchedule)
+        for each in ((64, 8), (8192, 8), (8192, 1))
+    )
+    assert [each.returns for each in (few, many, one)] == ["slots", "ranks", "slots"]
+    # What is added here is float32; torch has one product for all experts into bfloat16 alone.
+    assert [each.grouped for each in (few, many, one)] == [True, False, True]
+
+
+@pytest.mark.parametrize("returns", ["slots", "ranks"])
+def test_results_come_home_as_is_asked_for(returns: str) -> None:
+    sizes: dict[str, Any] = {**SIZES["moe_gemm_combine"], "returns": returns}
+    for where in ("cpu", "npu"):
+        plan = world_of(where).plan("moe_gemm_combine", sizes, dtype="float16")
+        assert plan.part(GemmCombineSchedule).returns == returns
+    with pytest.raises(ArgumentError, match="returns = 'rails'"):
+        world_of("cpu").plan("moe_gemm_combine", sizes | {"returns": "rails"}, dtype="float16")
+
+
+def test_tokens_travel_whole_where_nearly_all_are_wanted_or_there_are_few() -> None:
+    found = [
+        moe_plan("moe_dispatch_gemm", *each).part(DispatchSchedule)
+        for each in ((64, 1), (1024, 8), (8192, 2))
+    ]
+    assert [each.gathers for each in found] == ["whole", "whole", "wanted"]
+    assert all(each.grouped and not each.as_they_arrive for each in found)
