@@ -82,7 +82,9 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     for source in _as_they_come(call, streams, arrivals):
         with streams.compute():
             if source is None:
-                rows, every = tokens[row_token], segments(routing, None)
+                rows = streams.scratch("rows", (count, x.shape[1]), x.dtype)
+                torch.index_select(tokens, 0, row_token, out=rows)
+                every = segments(routing, None)
                 grouped_product(
                     rows, w, routing.counts, every, outputs[:count], grouped=how.grouped
                 )
