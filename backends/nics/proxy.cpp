@@ -231,8 +231,7 @@ void Proxy::progress_flush() {
     if (completions_.oldest(taken_) < flush_.commands) return;
     flush_.marked = false;
     std::atomic_ref(flushed_).store(flush_.number, std::memory_order_seq_cst);
-    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&flushed_), FUTEX_WAKE_PRIVATE, INT_MAX,
-            nullptr, nullptr, 0);
+    transport::wake_all(transport::low_half(&flushed_), transport::Reach::process);
 }
 
 bool Proxy::flush(std::uint64_t deadline_ns) {
@@ -246,10 +245,9 @@ bool Proxy::flush(std::uint64_t deadline_ns) {
         if (stop_.load(std::memory_order_relaxed)) return false;
         const std::uint64_t now = transport::monotonic_ns();
         if (now >= deadline_ns) return false;
-        const timespec limit{
-            0, static_cast<long>(std::min(deadline_ns - now, transport::SignalPad::kMaxSleepNs))};
-        syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&flushed_), FUTEX_WAIT_PRIVATE,
-                static_cast<std::uint32_t>(seen), &limit, nullptr, 0);
+        transport::sleep_while(transport::low_half(&flushed_), static_cast<std::uint32_t>(seen),
+                               std::min(deadline_ns - now, transport::SignalPad::kMaxSleepNs),
+                               transport::Reach::process);
     }
 }
 

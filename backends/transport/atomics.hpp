@@ -13,7 +13,7 @@
 #include "backends/transport/host_device.hpp"
 
 #ifndef __CUDA_ARCH__
-#include <atomic>
+#include "backends/transport/shared_word.hpp"
 #endif
 
 namespace mkernel::transport {
@@ -77,56 +77,46 @@ MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_release(std::uint64_t* at, st
 
 #else
 
-namespace detail {
-
-// atomic_ref takes no const object before C++26, also for loads.
-template <class T>
-std::atomic_ref<T> shared(const T* at) {
-    return std::atomic_ref<T>(*const_cast<T*>(at));
-}
-
-}  // namespace detail
-
 MKERNEL_HOST_DEVICE inline std::uint64_t load_relaxed(const std::uint64_t* at) {
-    return detail::shared(at).load(std::memory_order_relaxed);
+    return shared(*at).load(std::memory_order_relaxed);
 }
 
 MKERNEL_HOST_DEVICE inline std::uint32_t load_relaxed(const std::uint32_t* at) {
-    return detail::shared(at).load(std::memory_order_relaxed);
+    return shared(*at).load(std::memory_order_relaxed);
 }
 
 MKERNEL_HOST_DEVICE inline std::uint64_t load_acquire(const std::uint64_t* at) {
-    return detail::shared(at).load(std::memory_order_acquire);
+    return shared(*at).load(std::memory_order_acquire);
 }
 
 MKERNEL_HOST_DEVICE inline std::uint32_t load_acquire(const std::uint32_t* at) {
-    return detail::shared(at).load(std::memory_order_acquire);
+    return shared(*at).load(std::memory_order_acquire);
 }
 
 MKERNEL_HOST_DEVICE inline void store_relaxed(std::uint64_t* at, std::uint64_t value) {
-    detail::shared(at).store(value, std::memory_order_relaxed);
+    shared(*at).store(value, std::memory_order_relaxed);
 }
 
 MKERNEL_HOST_DEVICE inline void store_relaxed(std::uint32_t* at, std::uint32_t value) {
-    detail::shared(at).store(value, std::memory_order_relaxed);
+    shared(*at).store(value, std::memory_order_relaxed);
 }
 
 MKERNEL_HOST_DEVICE inline void store_release(std::uint64_t* at, std::uint64_t value) {
-    detail::shared(at).store(value, std::memory_order_release);
+    shared(*at).store(value, std::memory_order_release);
 }
 
 MKERNEL_HOST_DEVICE inline void store_release(std::uint32_t* at, std::uint32_t value) {
-    detail::shared(at).store(value, std::memory_order_release);
+    shared(*at).store(value, std::memory_order_release);
 }
 
 // Nobody waits for an answer: cheaper than fetch_add_release on a device.
 MKERNEL_HOST_DEVICE inline void add_release(std::uint64_t* at, std::uint64_t value) {
-    detail::shared(at).fetch_add(value, std::memory_order_release);
+    shared(*at).fetch_add(value, std::memory_order_release);
 }
 
 // Returns what was there before.
 MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_release(std::uint64_t* at, std::uint64_t value) {
-    return detail::shared(at).fetch_add(value, std::memory_order_release);
+    return shared(*at).fetch_add(value, std::memory_order_release);
 }
 
 #endif

@@ -5,10 +5,10 @@
 // Plain data, no pointers: it lies in memory that several processes map.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 
 #include "backends/transport/atomics.hpp"
+#include "backends/transport/shared_word.hpp"
 
 namespace mkernel::transport {
 
@@ -54,7 +54,7 @@ inline AbortCode abort_code(const AbortRecord& record) {
 // call was the first.
 inline bool claim_abort(AbortRecord& record, AbortCode code, const Diagnosis& diagnosis) {
     std::uint32_t expected = 0;
-    if (!std::atomic_ref(record.claimed).compare_exchange_strong(expected, 1)) return false;
+    if (!shared(record.claimed).compare_exchange_strong(expected, 1)) return false;
     record.diagnosis = diagnosis;
     store_release(&record.code, static_cast<std::uint32_t>(code));
     return true;

@@ -2,6 +2,7 @@
 
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <bit>
 #include <cerrno>
@@ -50,7 +51,7 @@ std::uint32_t* FifoRing::flag() const {
 }
 
 bool FifoRing::release() {
-    const std::atomic_ref<std::uint64_t> tail(*memory_.tail);
+    const auto tail = shared(*memory_.tail);
     if (tail.load(std::memory_order_relaxed) == next_) return false;
     tail.store(next_, std::memory_order_seq_cst);
     return true;
@@ -92,20 +93,19 @@ void Fifo::release() {
     // A waiter woken for every batch would find a ring that is full again at once: it is worth a
     // system call when a quarter is free. The drainer comes to that by itself; if the NIC holds it
     // up, room is not what producers lack, and their sleeps are bounded.
-    if (std::atomic_ref(lines_->waiting).load(std::memory_order_seq_cst) != 0 &&
+    if (shared(lines_->waiting).load(std::memory_order_seq_cst) != 0 &&
         4 * (pushed() - host_.popped()) <= 3 * handle_.capacity) {
-        syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(handle_.tail), FUTEX_WAKE_PRIVATE,
-                INT_MAX, nullptr, nullptr, 0);
+        wake_all(low_half(handle_.tail), Reach::process);
     }
 }
 
 std::uint64_t Fifo::pushed() const {
-    return std::atomic_ref(lines_->head).load(std::memory_order_acquire);
+    return shared(lines_->head).load(std::memory_order_acquire);
 }
 
 std::uint64_t Fifo::depth() const {
     const auto tail = [](const FifoRing& ring) {
-        return std::atomic_ref(*ring.memory().tail).load(std::memory_order_acquire);
+        return shared(*ring.memory().tail).load(std::memory_order_acquire);
     };
     // Tails move on meanwhile, so they are read first.
     const std::uint64_t drained = tail(host_) + tail(device_);
@@ -113,17 +113,16 @@ std::uint64_t Fifo::depth() const {
 }
 
 bool Fifo::device_claimed() const {
-    return std::atomic_ref(*handle_.device.claimed).load(std::memory_order_seq_cst) != 0;
+    return shared(*handle_.device.claimed).load(std::memory_order_seq_cst) != 0;
 }
 
 void Fifo::prepare_sleep() {
-    std::atomic_ref(lines_->sleeping).store(1, std::memory_order_seq_cst);
+    shared(lines_->sleeping).store(1, std::memory_order_seq_cst);
 }
 
 void Fifo::end_sleep() {
-    std::atomic_ref(lines_->sleeping).store(0, std::memory_order_relaxed);
-    std::uint64_t count = 0;
-    [[maybe_unused]] const ssize_t got = ::read(handle_.wake_fd, &count, sizeof(count));
+    shared(lines_->sleeping).store(0, std::memory_order_relaxed);
+    hush(handle_.wake_fd);
 }
 
 }  // namespace mkernel::transport

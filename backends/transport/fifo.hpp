@@ -12,6 +12,7 @@
 #include <memory>
 
 #include "backends/transport/fifo_host.hpp"
+#include "backends/transport/shared_word.hpp"
 
 namespace mkernel::transport {
 
@@ -36,7 +37,7 @@ class FifoRing {
         return true;
     }
     [[nodiscard]] bool ready() const {
-        return std::atomic_ref(next_slot().commit).load(std::memory_order_seq_cst) ==
+        return shared(next_slot().commit).load(std::memory_order_seq_cst) ==
                FifoSlot::commit_word(next_, memory_.capacity);
     }
     // Gives every popped slot back. False where there was none.

@@ -8,7 +8,7 @@
 #include "backends/transport/clock.hpp"
 
 #ifndef __CUDA_ARCH__
-#include <sched.h>
+#include "backends/transport/sleep.hpp"
 #endif
 
 namespace mkernel::transport::near {
@@ -70,16 +70,16 @@ using transport::store_release;
 
 // Additions return what was there before.
 MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_acquire(std::uint64_t* at, std::uint64_t value) {
-    return detail::shared(at).fetch_add(value, std::memory_order_acquire);
+    return shared(*at).fetch_add(value, std::memory_order_acquire);
 }
 
 MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_acq_rel(std::uint64_t* at, std::uint64_t value) {
-    return detail::shared(at).fetch_add(value, std::memory_order_acq_rel);
+    return shared(*at).fetch_add(value, std::memory_order_acq_rel);
 }
 
 // Returns what was there before.
 MKERNEL_HOST_DEVICE inline std::uint32_t exchange_acquire(std::uint32_t* at, std::uint32_t value) {
-    return detail::shared(at).exchange(value, std::memory_order_acquire);
+    return shared(*at).exchange(value, std::memory_order_acquire);
 }
 
 // Nanoseconds on the clock of this side.
@@ -89,7 +89,7 @@ MKERNEL_HOST_DEVICE inline std::uint64_t now_ns() {
 
 // Between two looks at a word that others change.
 MKERNEL_HOST_DEVICE inline void pause() {
-    sched_yield();
+    yield();
 }
 
 #endif

@@ -11,18 +11,14 @@
 // first producer that sees `sleeping` set clears it and writes the eventfd.
 #pragma once
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <atomic>
 #include <bit>
-#include <climits>
 #include <cstdint>
 
 #include "backends/transport/fifo_slot.hpp"
 #include "backends/transport/put_command.hpp"
+#include "backends/transport/shared_word.hpp"
 #include "backends/transport/signal_pad.hpp"
+#include "backends/transport/sleep.hpp"
 
 namespace mkernel::transport {
 
@@ -50,8 +46,8 @@ struct FifoHandle {
     WaitResult push(const PutCommand& command, const SignalPad& pad, std::uint64_t deadline_ns,
                     Diagnosis who) const {
         if (pad.aborted() != AbortCode::none) return WaitResult::aborted;
-        const std::atomic_ref<std::uint64_t> next(*head);
-        const std::atomic_ref<std::uint64_t> drained(*tail);
+        const auto next = shared(*head);
+        const auto drained = shared(*tail);
         std::uint64_t ticket = next.load(std::memory_order_relaxed);
         while (true) {
             if (ticket - drained.load(std::memory_order_acquire) < capacity) {
@@ -67,7 +63,7 @@ struct FifoHandle {
         slot.command = command;
         // seq_cst, not only release: it must be ordered before the look at `sleeping` (the proxy
         // stores `sleeping`, then looks at the slot; one of the two sees the other).
-        std::atomic_ref(slot.commit)
+        shared(slot.commit)
             .store(FifoSlot::commit_word(ticket, capacity), std::memory_order_seq_cst);
         wake();
         return WaitResult::ok;
@@ -75,33 +71,29 @@ struct FifoHandle {
 
     // Ends the proxy's sleep, if it sleeps. Any thread of this process.
     void wake() const {
-        const std::atomic_ref<std::uint32_t> asleep(*sleeping);
+        const auto asleep = shared(*sleeping);
         if (asleep.load(std::memory_order_seq_cst) == 0) return;
         if (asleep.exchange(0, std::memory_order_acq_rel) == 0) return;
-        const std::uint64_t one = 1;
-        // Fails only when the counter is full: then the proxy is awake already.
-        [[maybe_unused]] const ssize_t written = ::write(wake_fd, &one, sizeof(one));
+        ring(wake_fd);
     }
 
     // The ring's one device from now on. False: it has one. The proxy learns of it at once.
     [[nodiscard]] bool claim_device() const {
-        if (std::atomic_ref(*device.claimed).exchange(1, std::memory_order_seq_cst) != 0) {
+        if (shared(*device.claimed).exchange(1, std::memory_order_seq_cst) != 0) {
             return false;
         }
         wake();
         return true;
     }
     // Nothing on the device pushes any more.
-    void release_device() const {
-        std::atomic_ref(*device.claimed).store(0, std::memory_order_seq_cst);
-    }
+    void release_device() const { shared(*device.claimed).store(0, std::memory_order_seq_cst); }
 
   private:
     WaitResult wait_for_space(const SignalPad& pad, std::uint64_t deadline_ns,
                               Diagnosis who) const {
-        const std::atomic_ref<std::uint64_t> next(*head);
-        const std::atomic_ref<std::uint64_t> drained(*tail);
-        const std::atomic_ref<std::uint32_t> sleepers(*waiting);
+        const auto next = shared(*head);
+        const auto drained = shared(*tail);
+        const auto sleepers = shared(*waiting);
         while (true) {
             sleepers.fetch_add(1, std::memory_order_seq_cst);
             const std::uint64_t seen = drained.load(std::memory_order_seq_cst);
@@ -113,9 +105,8 @@ struct FifoHandle {
                 const std::uint64_t left = deadline_ns - now;
                 const std::uint64_t pause =
                     left < SignalPad::kMaxSleepNs ? left : SignalPad::kMaxSleepNs;
-                const timespec limit{0, static_cast<long>(pause)};
-                syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(tail), FUTEX_WAIT_PRIVATE,
-                        static_cast<std::uint32_t>(seen), &limit, nullptr, 0);
+                sleep_while(low_half(tail), static_cast<std::uint32_t>(seen), pause,
+                            Reach::process);
             }
             sleepers.fetch_sub(1, std::memory_order_seq_cst);
             if (sleep) continue;

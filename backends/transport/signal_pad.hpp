@@ -16,19 +16,14 @@
 // memory by itself) are still seen: sleeps are bounded by `kMaxSleepNs`.
 #pragma once
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <climits>
 #include <cstddef>
 #include <cstdint>
 
 #include "backends/transport/clock.hpp"
 #include "backends/transport/diagnosis.hpp"
+#include "backends/transport/shared_word.hpp"
 #include "backends/transport/signal.hpp"
+#include "backends/transport/sleep.hpp"
 
 namespace mkernel::transport {
 
@@ -119,8 +114,8 @@ class SignalPad {
         }
         Bell& own = bell(index);
         while (true) {
-            const std::uint32_t rung = std::atomic_ref(own.rung).load(std::memory_order_seq_cst);
-            std::atomic_ref(own.sleepers).fetch_add(1, std::memory_order_seq_cst);
+            const std::uint32_t rung = shared(own.rung).load(std::memory_order_seq_cst);
+            shared(own.sleepers).fetch_add(1, std::memory_order_seq_cst);
             const std::uint64_t seen = load(index);
             const AbortCode code = aborted();
             const std::uint64_t now = monotonic_ns();
@@ -128,10 +123,9 @@ class SignalPad {
             if (sleep) {
                 const std::uint64_t left = deadline_ns - now;
                 const std::uint64_t pause = left < kMaxSleepNs ? left : kMaxSleepNs;
-                const timespec limit{0, static_cast<long>(pause)};
-                syscall(SYS_futex, &own.rung, FUTEX_WAIT, rung, &limit, nullptr, 0);
+                sleep_while(&own.rung, rung, pause, Reach::host);
             }
-            std::atomic_ref(own.sleepers).fetch_sub(1, std::memory_order_seq_cst);
+            shared(own.sleepers).fetch_sub(1, std::memory_order_seq_cst);
             if (sleep) continue;
             if (seen >= wanted) return WaitResult::ok;
             if (code != AbortCode::none) return WaitResult::aborted;
@@ -149,9 +143,9 @@ class SignalPad {
     }
 
     static void ring(Bell& bell) {
-        std::atomic_ref(bell.rung).fetch_add(1, std::memory_order_seq_cst);
-        if (std::atomic_ref(bell.sleepers).load(std::memory_order_seq_cst) != 0) {
-            syscall(SYS_futex, &bell.rung, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+        shared(bell.rung).fetch_add(1, std::memory_order_seq_cst);
+        if (shared(bell.sleepers).load(std::memory_order_seq_cst) != 0) {
+            wake_all(&bell.rung, Reach::host);
         }
     }
 
