@@ -7,6 +7,10 @@
 // zeroed memory is an empty ring. A producer takes a ticket only when its slot is free, and then always
 // publishes, so the drainer never waits for a hole.
 //
+// What holds in every interleaving, and is tried in them (tests/native/model/test_fifo_model.cpp): the
+// drainer gets every published command once, whole, and in its producer's order; no slot is written that
+// the drainer may still read; nobody sleeps for ever; who gives up leaves no ticket behind.
+//
 // Who hands out the tickets of a ring depends on where its producers run, so a FIFO has two rings:
 // fifo_host.hpp pushes from threads of the host, fifo_device.hpp from a grid.
 #pragma once

@@ -41,6 +41,9 @@
 //   device/call.cuh, but for its brief calls, which have set words only; Ascend: kernels/call.hpp, where
 //   calls of even and of odd epoch use words of their own). A count that was not moved on lets the next
 //   wait pass too early; one that moved too far lets it time out.
+//
+// Both orders, the waits, and that calls which end as they do may use memory again, are tried in every
+// interleaving (tests/native/model/test_words_model.cpp).
 #pragma once
 
 #include <cstdint>
