@@ -36,6 +36,8 @@ HEADERS = {
     "mkernel/include/backends/transport/put_command.hpp",
     "mkernel/include/backends/transport/diagnosis.hpp",
     "mkernel/include/backends/transport/signal_pad.hpp",
+    "mkernel/include/backends/transport/shared_word.hpp",
+    "mkernel/include/backends/transport/sleep.hpp",
 }
 
 
