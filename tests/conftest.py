@@ -118,10 +118,11 @@ def leaves_nothing() -> Iterator[None]:
     before = _rank_processes(), _shared_memory(), len(_own_memfds())
     yield
     deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline:
-        if not (_rank_processes() - before[0] or _shared_memory() - before[1]):
+    while True:
+        processes, memory = _rank_processes() - before[0], _shared_memory() - before[1]
+        if not (processes or memory) or time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    assert not _rank_processes() - before[0], "rank processes are left"
-    assert not _shared_memory() - before[1], "shared memory segments are left"
+    assert not processes, "rank processes are left"
+    assert not memory, "shared memory segments are left"
     assert len(_own_memfds()) <= before[2], "symmetric segments are left open"

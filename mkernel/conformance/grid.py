@@ -173,7 +173,7 @@ def draws(subject: AcceleratorSubject, op: str, world_size: int, count: int) -> 
         layout = pick.choice(claims.b_layouts)
         options: dict[str, Any] = {}
         if op in MOE:
-            options["routing"] = pick.choice(["uniform", "some_empty", "duplicates", "padded"])
+            options["routing"] = pick.choice(["uniform", "some_empty", "duplicates"])
             options["id_dtype"] = pick.choice(["int32", "int64"])
         case = _case(subject, op, sizes, dtype, out_dtype, layout, chunk=chunk, options=options)
         yield case.with_(seed=subject.seed + number)

@@ -27,7 +27,8 @@ MODULES = [
 ]
 NOT_CLAIMED_BY_TINY = {
     "chunk-invariance", "split-invariance", "replicas", "routing", "expert-order",
-    "combine-weights", "handles", "causal", "gqa", "lse", "queued-calls",
+    "combine-weights", "combine-order", "drawn-routings", "handles", "causal", "gqa", "lse",
+    "queued-calls",
 }  # fmt: skip
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -152,6 +152,10 @@ def test_every_op_has_a_peer_and_is_right(tmp_path: Path, where: list[str]) -> N
         file = tmp_path / f"{op}.json"
         done = bench(op, *where, "--ranks", "2", "--shapes", OTHERS.get(op, "256x128x192"),
                      "--iterations", "2", "--warmup", "1", "--json", str(file))  # fmt: skip
+        if op == "moe_gemm_combine" and "ascend" in where:
+            assert done.returncode == 1
+            assert "does not provide 'moe_gemm_combine'" in done.stdout
+            continue
         assert done.returncode == 0, done.stderr + done.stdout
         report = results.read(file)
         assert report is not None
