@@ -1,6 +1,7 @@
 """Case of ring attention. Size ``causal`` (bool) chooses the zigzag split. Option ``scale``: of the
 scores, default D^-0.5. Option ``tensors``: the user's whole ``q``, ``k`` and ``v`` [B, H, S, D]. Option
-``lies``: how a rank's lie in memory (``AttentionShape.layout``), default ``heads``.
+``lies``: how a rank's lie in memory (``AttentionShape.layout``), default ``heads``. Option
+``cu_seqlens``: where documents begin that are packed into the sequence, and its end (a tuple of int).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mkernel.cases.base import (
 )
 from mkernel.ops import ring_attention
 from mkernel.ops.common import Execution
+from mkernel.ops.zigzag import zigzag_positions
 
 LSE_TOLERANCE = 1e-5
 """Relative Frobenius error of the log-sum-exp. It is float32 whatever the inputs are: products of
@@ -50,7 +52,7 @@ class RingAttentionCase(Case):
         """Which positions of the sequence ``rank`` holds, in order."""
         sequence = self.sizes["sequence"]
         if self.sizes.get("causal"):
-            return ring_attention.zigzag_positions(sequence, world_size, rank)
+            return zigzag_positions(sequence, world_size, rank)
         rows = sequence // world_size
         return torch.arange(rank * rows, (rank + 1) * rows)
 
@@ -77,6 +79,7 @@ class RingAttentionCase(Case):
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Call the op."""
+        documents = self.options.get("cu_seqlens")
         done = ring_attention.call(
             tensors["q"],
             tensors["k"],
@@ -84,6 +87,7 @@ class RingAttentionCase(Case):
             causal=bool(self.sizes.get("causal")),
             scale=self.options.get("scale"),
             chunk=self.chunk,
+            cu_seqlens=None if documents is None else torch.tensor(documents, dtype=torch.int32),
             **execution,
         )
         return Outcome(done.outputs, done.plan, done.record)
@@ -100,6 +104,7 @@ class RingAttentionCase(Case):
         k, v = (whole[name].double().repeat_interleave(groups, dim=1) for name in ("k", "v"))
         scale = self.options.get("scale")
         q = q * (self.sizes["head_dim"] ** -0.5 if scale is None else float(scale))
+        document = self._documents()
         step = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
         outs, sums = [], []
         for first in range(0, len(mine), step):
@@ -108,9 +113,20 @@ class RingAttentionCase(Case):
             if self.sizes.get("causal"):
                 later = torch.arange(k.shape[2], device=self.device)[None, :] > at[:, None]
                 scores = scores.masked_fill(later, float("-inf"))
+            if document is not None:
+                other = document[None, :] != document[at][:, None]
+                scores = scores.masked_fill(other, float("-inf"))
             sums.append(scores.logsumexp(dim=3))
             outs.append(scores.softmax(dim=3) @ v)
         return {"out": torch.cat(outs, dim=2), "lse": torch.cat(sums, dim=2)}
+
+    def _documents(self) -> torch.Tensor | None:
+        """[S], which document each position is of; None: all are of one."""
+        bounds = self.options.get("cu_seqlens")
+        if bounds is None:
+            return None
+        lengths = torch.tensor(bounds, device=self.device).diff()
+        return torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)
 
     def tolerances(self) -> dict[str, float]:
         """One rounding of ``out``; ``lse`` is float32."""

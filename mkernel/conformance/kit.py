@@ -47,7 +47,9 @@ def kit_for(
     """
     if (accelerator is None) == (nic is None):
         value = "neither" if nic is None else "both"
-        raise ArgumentError("--accelerator/--nic", value, "exactly one of the two")
+        raise ArgumentError(
+            "--accelerator/--nic", value, "one of them, with the name of the backend to judge"
+        )
     if accelerator is not None:
         if verbs is not None:
             raise ArgumentError("--verbs", verbs, "nothing beside --accelerator")
@@ -63,14 +65,14 @@ def kit_for(
     return Kit(str(subject), subject, nic_checks())
 
 
-def listed(accelerator: str | None, nic: str | None) -> tuple[Check, ...]:
-    """The checks of the kind of backend that is named; of both kinds where none is."""
+def listed(accelerator: str | None, nic: str | None) -> dict[str, tuple[Check, ...]]:
+    """The checks of the kind of backend that is named; of both kinds where none is. By kind."""
     from mkernel.conformance.accelerator import accelerator_checks
     from mkernel.conformance.nic import nic_checks
 
-    found: tuple[Check, ...] = ()
+    found: dict[str, tuple[Check, ...]] = {}
     if accelerator is not None or nic is None:
-        found += accelerator_checks()
+        found["accelerator"] = accelerator_checks()
     if nic is not None or accelerator is None:
-        found += nic_checks()
+        found["NIC"] = nic_checks()
     return found

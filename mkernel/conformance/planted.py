@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from mkernel.backends import registry
 from mkernel.conformance.kit import kit_for
 from mkernel.errors import ArgumentError, Unsupported
+from mkernel.tabular import Column, Sheet
 
 
 @dataclass(frozen=True)
@@ -78,18 +77,20 @@ def judge(
     return rows
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row]) -> Sheet:
     """A line for every check and fault, ordered by check."""
     caught = sum(row.caught for row in rows)
-    drawn = Table(
-        title=f"planted faults: {caught} of {len(rows)} caught",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
+    drawn = Sheet(
+        (
+            Column("check", key=True),
+            Column("fault", key=True),
+            Column("caught"),
+            Column("seconds", right=True),
+            Column("what it breaks", prose=True),
+        ),
+        f"planted faults: {caught} of {len(rows)} caught",
     )
-    for name in ("check", "fault", "caught", "seconds"):
-        drawn.add_column(name, no_wrap=True)
-    drawn.add_column("what it breaks", overflow="fold")
     for row in sorted(rows, key=lambda row: row.check):
         verdict = Text("yes", style="green") if row.caught else Text("NO", style="red")
-        drawn.add_row(row.check, row.fault, verdict, f"{row.seconds:.1f}", row.breaks)
+        drawn.row(row.check, row.fault, verdict, f"{row.seconds:.1f}", row.breaks)
     return drawn

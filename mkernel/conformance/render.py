@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from mkernel.conformance.check import Report, Result
 from mkernel.errors import InputFileError
+from mkernel.tabular import Column, Sheet
 
 _COLOURS = {"passed": "green", "failed": "red", "skipped": "yellow"}
 _NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -26,15 +25,19 @@ def summary(report: Report) -> str:
     return f"{report.subject}: {verdict} ({counts}; {report.seconds:.1f} s)"
 
 
-def table(report: Report) -> Table:
+def table(report: Report) -> Sheet:
     """A line for every check: outcome, time, and why where it did not pass."""
-    drawn = Table(title=Text(summary(report)), title_justify="left", box=box.SIMPLE_HEAD)
-    drawn.add_column("check", no_wrap=True)
-    drawn.add_column("outcome", no_wrap=True)
-    drawn.add_column("seconds", justify="right", no_wrap=True)
-    drawn.add_column("promise, and how it was broken", overflow="fold")
+    drawn = Sheet(
+        (
+            Column("check", key=True),
+            Column("outcome", key=True),
+            Column("seconds", right=True),
+            Column("promise, and how it was broken", prose=True),
+        ),
+        summary(report),
+    )
     for result in report.results:
-        drawn.add_row(
+        drawn.row(
             result.name,
             Text(result.outcome, style=_COLOURS[result.outcome]),
             f"{result.seconds:.1f}",

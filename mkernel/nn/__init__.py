@@ -2,8 +2,10 @@
 
 ``linear``: the two halves of a tensor-parallel pair. ``blocks``: an MLP and an attention block of them.
 ``styles``: the halves for ``parallelize_module``. ``experts``: the experts of a mixture, over ranks.
+``attention``: attention over a sequence that ranks share.
 """
 
+from mkernel.nn.attention import RingAttention
 from mkernel.nn.blocks import ParallelAttention, ParallelMLP
 from mkernel.nn.experts import ExpertParallelMLP
 from mkernel.nn.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
@@ -16,6 +18,7 @@ __all__ = [
     "MergedColumnParallelLinear",
     "ParallelAttention",
     "ParallelMLP",
+    "RingAttention",
     "RowParallelLinear",
     "RowwiseParallel",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 from typing_extensions import Unpack
 
@@ -23,6 +24,7 @@ from mkernel.plan.around import Around
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan, PathChoice
 from mkernel.plan.strides import Stored, Strides, copied, rows_of, stored
+from mkernel.world import profiling
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
@@ -262,6 +264,11 @@ class GemmOp:
         """The output of one call, through torch's dispatcher where torch has to see it."""
         found: Any = None
         if not torch.compiler.is_compiling():
+            if (profiler._is_profiler_enabled or profiling.nvtx) and profiling.wanted():
+                with profiling.named(self.name):
+                    return self.result(
+                        a, b, bias, dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group
+                    )
             found = self._known(a, b, bias, dim, out, out_dtype, chunk, group)
             if isinstance(found, Tensor):
                 return found
@@ -347,6 +354,10 @@ class GemmOp:
             group: str,
             **dims: int,
         ) -> Tensor:
+            if profiling.wanted():
+                options: dict[str, Any] = {"out_dtype": out_dtype, "chunk": chunk, **dims}
+                with profiling.named(self.name):
+                    return kernel(a, b, bias, group=group, **options)
             dim = self.dim_of(dims)
             found = self._known(a, b, bias, dim, None, out_dtype, chunk, group)
             if isinstance(found, Tensor):

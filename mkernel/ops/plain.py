@@ -87,8 +87,9 @@ def _examined(name: str, value: Tensor) -> Tensor:
         raise ArgumentError(
             name,
             f"a {kind.__name__} that requires grad",
-            f"a tensor without gradient: call under torch.no_grad(), or pass {name}.detach()",
-            why="mkernel has no backward yet: the gradient would be lost",
+            f"a tensor without gradient: call under torch.no_grad(), or pass {name}.detach(); where "
+            "out= is given, leave it away",
+            why="called like this, the op has no backward: the gradient would be lost",
         )
     if _has_own_behaviour(kind):
         from torch.distributed._functional_collectives import AsyncCollectiveTensor

@@ -16,35 +16,18 @@ from typing import Any, Literal, overload
 import torch
 from typing_extensions import Unpack
 
-from mkernel.errors import ArgumentError, LayoutError, ShapeError
+from mkernel.errors import ArgumentError, ShapeError
+from mkernel.ops import documents, validate
 from mkernel.ops import ring_attention_backward as gradients
-from mkernel.ops import validate
+from mkernel.ops.attention_layout import common_layout
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, register
 from mkernel.ops.untraced import untraced
-from mkernel.plan.model import AttentionLayout
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 _OP = "ring_attention"
-
-
-def zigzag_positions(sequence: int, world_size: int, rank: int) -> torch.Tensor:
-    """Positions [sequence / W] (int64) that ``rank`` holds of a causally split sequence, in order.
-
-    ``x[:, :, zigzag_positions(...)]`` is the rank's part of x [B, H, S, D].
-
-    Raises:
-        ShapeError: ``sequence`` is not a multiple of 2·W. ArgumentError: no such rank.
-    """
-    if not 0 <= rank < world_size:
-        raise ArgumentError("rank", rank, f"0 to {world_size - 1}")
-    if sequence < 1 or sequence % (2 * world_size):
-        raise ShapeError("sequence", sequence, f"a multiple of {2 * world_size}, twice the ranks")
-    piece = sequence // (2 * world_size)
-    first, last = rank * piece, (2 * world_size - 1 - rank) * piece
-    return torch.cat([torch.arange(first, first + piece), torch.arange(last, last + piece)])
 
 
 def _check_dimensions(name: str, tensor: object) -> None:
@@ -71,23 +54,6 @@ def _check_shapes(
     return batch, heads, kv_heads, rows, width
 
 
-def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionLayout:
-    """How all three lie in memory. LayoutError: they are neither packed, nor packed with the positions
-    outside of the heads; or not alike."""
-    given = {"q": q, "k": k, "v": v}
-    if all(tensor.is_contiguous() for tensor in given.values()):
-        return "heads"
-    if all(tensor.transpose(1, 2).is_contiguous() for tensor in given.values()):
-        return "positions"
-    name, tensor = next(one for one in given.items() if not one[1].is_contiguous())
-    raise LayoutError(
-        name,
-        validate.describe(tensor),
-        "contiguous as [B, H, S/W, D], or q, k and v all as [B, S/W, H, D]",
-        why="call .contiguous()",
-    )
-
-
 @untraced
 def call(
     q: torch.Tensor,
@@ -97,17 +63,18 @@ def call(
     causal: bool = False,
     scale: float | None = None,
     chunk: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     group: Group = None,
     **execution: Unpack[Execution],
 ) -> Done:
     """:func:`ring_attention` with its plan and record. Outputs: ``out``, ``lse``."""
     world = current(group)
-    q, k, v = plain(_OP, ("q", "k", "v"), (q, k, v))
+    q, k, v, cu_seqlens = plain(_OP, ("q", "k", "v", "cu_seqlens"), (q, k, v, cu_seqlens))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_dimensions(name, tensor)
         validate.on_device(name, tensor, world.accelerator.device)
     batch, heads, kv_heads, rows, width = _check_shapes(q, k, v)
-    layout = _layout(q, k, v)
+    layout = common_layout({"q": q, "k": k, "v": v})
     sizes: dict[str, Any] = {
         "batch": batch,
         "heads": heads,
@@ -118,7 +85,13 @@ def call(
     }
     if layout != "heads":
         sizes["layout"] = layout
-    capabilities = engine_for(world, _OP, sizes, str(q.dtype).removeprefix("torch.")).claims
+    if cu_seqlens is not None:
+        cu_seqlens = documents.checked(cu_seqlens, rows * world.size, world.accelerator.device)
+        sizes["documents"] = True
+    engine = engine_for(world, _OP, sizes, str(q.dtype).removeprefix("torch."))
+    if cu_seqlens is not None:
+        documents.require(engine)
+    capabilities = engine.claims
     if layout not in capabilities.attention_layouts:
         validate.contiguous("q", q)
     dtype = validate.dtype_name("q.dtype", q.dtype, capabilities.dtypes)
@@ -130,6 +103,8 @@ def call(
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=validate.DTYPES[plan.sums], device=q.device)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if cu_seqlens is not None:
+        tensors["cu_seqlens"] = cu_seqlens
     options = {"scale": width**-0.5 if scale is None else float(scale)}
     record = world.run(plan, tensors, options=options, **execution)
     return Done(plan, record, {"out": out, "lse": lse})
@@ -144,6 +119,7 @@ def ring_attention(
     causal: bool = False,
     scale: float | None = None,
     chunk: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     group: Group = None,
 ) -> torch.Tensor: ...
@@ -158,6 +134,7 @@ def ring_attention(
     causal: bool = False,
     scale: float | None = None,
     chunk: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     return_lse: Literal[True],
     group: Group = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -171,6 +148,7 @@ def ring_attention(
     causal: bool = False,
     scale: float | None = None,
     chunk: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     return_lse: bool = False,
     group: Group = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -189,6 +167,12 @@ def ring_attention(
             [r·S/W, (r+1)·S/W).
         scale: of the scores; default D^-0.5.
         chunk: positions a communication chunk; default: the planner's choice.
+        cu_seqlens: [N + 1] int32, for N documents that are packed into the sequence: where each begins,
+            from 0 to S, and none before the one before it. A position then sees positions of its own
+            document alone. Of all positions of the sequence, of every one of the batch alike, and the
+            same on every rank; on the CPU, where values are checked, or on q's device. How the sequence
+            is split does not depend on it. Only where the accelerator takes it (``documents`` of its
+            capabilities).
         return_lse: also return the log-sum-exp of the scaled scores.
         group: names the world; None: the default one.
 
@@ -207,10 +191,12 @@ def ring_attention(
     if seen_by_torch(q, k, v):
         out: torch.Tensor
         out, lse = torch.ops.mkernel.ring_attention(
-            q, k, v, causal=causal, scale=scale, chunk=chunk, group=group_name(group)
+            q, k, v, cu_seqlens, causal=causal, scale=scale, chunk=chunk, group=group_name(group)
         )
         return (out, lse) if return_lse else out
-    done = call(q, k, v, causal=causal, scale=scale, chunk=chunk, group=group).outputs
+    done = call(
+        q, k, v, causal=causal, scale=scale, chunk=chunk, cu_seqlens=cu_seqlens, group=group
+    ).outputs
     return (done["out"], done["lse"]) if return_lse else done["out"]
 
 
@@ -218,13 +204,16 @@ def _kernel(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
     *,
     causal: bool = False,
     scale: float | None = None,
     chunk: int | None = None,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    done = call(q, k, v, causal=causal, scale=scale, chunk=chunk, group=group).outputs
+    done = call(
+        q, k, v, causal=causal, scale=scale, chunk=chunk, cu_seqlens=cu_seqlens, group=group
+    ).outputs
     return done["out"], done["lse"]
 
 
@@ -232,6 +221,7 @@ def _fake(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -244,8 +234,8 @@ def _fake(
 
 
 register(
-    "ring_attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None, "
-    "int? chunk=None, str group) -> (Tensor, Tensor)",
+    "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens=None, *, bool causal=False, "
+    "float? scale=None, int? chunk=None, str group) -> (Tensor, Tensor)",
     _kernel,
     _fake,
     gradients.save,

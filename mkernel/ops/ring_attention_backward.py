@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkernel.ops import validate
+from mkernel.ops import documents, validate
+from mkernel.ops.attention_layout import common_layout, lying
 from mkernel.ops.common import plan_for
 from mkernel.ops.plain import plain
 from mkernel.ops.registration import register
@@ -30,6 +31,7 @@ def _kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    cu_seqlens: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *,
@@ -42,11 +44,22 @@ def _kernel(
     given = {"grad_out": grad_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if grad_lse is not None:
         given["grad_lse"] = grad_lse
+    if cu_seqlens is not None:
+        given["cu_seqlens"] = cu_seqlens
     given = dict(zip(given, plain(OP, tuple(given), tuple(given.values())), strict=True))
-    given = {name: tensor.contiguous() for name, tensor in given.items()}
-    dtype = validate.dtype_name("q.dtype", q.dtype, world.engine(OP).claims.dtypes)
+    engine = world.engine(OP)
+    claims, layout = engine.claims, common_layout({"q": q, "k": k, "v": v})
+    dtype = validate.dtype_name("q.dtype", q.dtype, claims.dtypes)
+    found = {f"grad_{name}": torch.empty_like(given[name]) for name in ("q", "k", "v")}
+    if layout not in claims.attention_layouts:
+        layout = "heads"
+    given = {
+        name: lying(tensor, layout) if tensor.dim() == 4 else tensor.contiguous()
+        for name, tensor in given.items()
+    }
+    written = {name: lying(tensor, layout) for name, tensor in found.items()}
     batch, heads, rows, width = q.shape
-    sizes = {
+    sizes: dict[str, Any] = {
         "batch": batch,
         "heads": heads,
         "kv_heads": k.shape[1],
@@ -54,22 +67,31 @@ def _kernel(
         "head_dim": width,
         "causal": causal,
     }
+    if layout != "heads":
+        sizes["layout"] = layout
+    if cu_seqlens is not None:
+        documents.require(engine)
+        documents.checked(cu_seqlens, rows * world.size, world.accelerator.device)
+        sizes["documents"] = True
     plan = plan_for(world, OP, sizes, dtype, dtype, chunk=chunk)
-    found = {f"grad_{name}": torch.empty_like(given[name]) for name in ("q", "k", "v")}
     options = {"scale": width**-0.5 if scale is None else float(scale)}
-    world.run(plan, {**given, **found}, options=options)
+    world.run(plan, {**given, **written}, options=options)
+    for name, tensor in found.items():
+        if written[name] is not tensor:
+            tensor.copy_(written[name])
     return found["grad_q"], found["grad_k"], found["grad_v"]
 
 
 def _fake(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 register(
-    f"{OP}(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, *, "
-    "bool causal, float? scale=None, int? chunk=None, str group) -> (Tensor, Tensor, Tensor)",
+    f"{OP}(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, "
+    "Tensor? cu_seqlens, Tensor out, Tensor lse, *, bool causal, float? scale=None, "
+    "int? chunk=None, str group) -> (Tensor, Tensor, Tensor)",
     _kernel,
     _fake,
 )
@@ -83,12 +105,12 @@ def save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: An
 
 
 def backward(ctx: Any, of_out: Tensor | None, of_lse: Tensor | None) -> Any:
-    """dq, dk, dv in one call."""
-    tensors = ctx.saved_tensors
+    """dq, dk, dv in one call; boundaries of documents have no gradient."""
+    *inputs, out, lse = ctx.saved_tensors
     if of_out is None:
-        of_out = torch.zeros_like(tensors[3])
-    if of_lse is not None:
-        of_lse = of_lse.contiguous()
-    return torch.ops.mkernel.ring_attention_backward(
-        of_out.contiguous(), of_lse, *tensors, **ctx.options
+        of_out = torch.zeros_like(out)
+    inputs += [None] * (4 - len(inputs))
+    found = torch.ops.mkernel.ring_attention_backward(
+        of_out, of_lse, *inputs, out, lse, **ctx.options
     )
+    return *found, None

@@ -97,7 +97,8 @@ def has_library_path(
 def check_dtype(
     argument: str, value: str, claimed: tuple[DtypeName, ...], accelerator: str
 ) -> DtypeName:
-    """The value as a dtype of those that the backend claims. DtypeError."""
+    """The value, or a dtype of torch, as a dtype of those that the backend claims. DtypeError."""
+    value = str(value).removeprefix("torch.")
     if value not in _DTYPES:
         raise DtypeError(argument, repr(value), f"one of: {', '.join(_DTYPES)}")
     if value not in claimed:

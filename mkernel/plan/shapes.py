@@ -39,6 +39,7 @@ SHAPES: dict[str, type[GemmShape | MoeShape | CombineShape | GemmCombineShape | 
     "moe_gemm_combine": GemmCombineShape,
     "ring_attention": AttentionShape,
 }
+GEMMS = frozenset(op for op, shape in SHAPES.items() if shape is GemmShape)
 
 
 DEFAULT_SIZES: dict[str, dict[str, int]] = {
@@ -71,12 +72,12 @@ def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str,
     for name, value in given.items():
         if value is not None and value is not False and name not in names:
             option = "--" + name.replace("_", "-")
-            raise ArgumentError(option, value, f"{op} takes {', '.join(names)}")
+            raise ArgumentError(option, value, f"none: {op} takes {', '.join(names)}")
     chosen = {n: v for n, v in given.items() if n in names and v is not None}
     return {**DEFAULT_SIZES[forward(op)], **chosen}
 
 
-_NO_SIZES = ("kind", "capacity", "layout", "partial_dtype")
+_NO_SIZES = ("kind", "capacity", "documents", "layout", "partial_dtype")
 """Fields of shapes that are options of a call, not sizes of its tensors."""
 
 
@@ -98,12 +99,12 @@ def shape_of(
     names, fields = size_names(op), SHAPES[forward(op)].model_fields
     for name, value in sizes.items():
         if name not in fields or name == "kind":
-            raise ArgumentError(name, value, f"{op} takes {', '.join(names)}")
+            raise ArgumentError(name, value, f"none: {op} takes {', '.join(names)}")
     for name, field in fields.items():
         if name == "kind":
             continue
         if name not in sizes and name in names and field.is_required():
-            raise ArgumentError(name, "missing", f"{op} takes {', '.join(names)}")
+            raise ArgumentError(name, "missing", f"a number: {op} takes {', '.join(names)}")
         if name in sizes and field.annotation is int:
             check_integer(ShapeError, name, sizes[name], MAX_DIMENSION)
     if "partial_dtype" in fields and "partial_dtype" not in sizes:
@@ -241,3 +242,5 @@ def _check_attention(
         raise LayoutError(
             "layout", repr(shape.layout), f"one of: {', '.join(capabilities.attention_layouts)}"
         )
+    if shape.documents and not capabilities.documents:
+        raise ArgumentError("documents", True, "False: this accelerator takes none that are packed")

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 
 CHECKS = accelerator_checks()
 SKIPPED = {
-    "ascend": {"queued-calls"},
+    "ascend": {"queued-calls", "documents"},
     "mkernel.conformance.faults:Fault": {"queued-calls", "chunk-invariance", "split-invariance"},
 }
 """Backend → checks of what it does not claim."""
@@ -19,9 +19,10 @@ WHOLE = {
     "shapes": {"ascend"},
     "worlds": {"ascend"},
     "drawn-routings": set(SKIPPED),
+    "drawn-attention": set(SKIPPED),
 }
 """Checks that run in full, and on which backends: every split of up to eight ranks, many random draws
-on two nodes, hundreds of routings."""
+on two nodes, hundreds of routings and of shapes of attention."""
 
 
 @pytest.mark.timeout(300)

@@ -28,7 +28,7 @@ MODULES = [
 NOT_CLAIMED_BY_TINY = {
     "chunk-invariance", "split-invariance", "replicas", "routing", "expert-order",
     "combine-weights", "combine-order", "drawn-routings", "handles", "causal", "gqa", "lse",
-    "queued-calls",
+    "extreme-scores", "documents", "drawn-attention", "queued-calls",
 }  # fmt: skip
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -15,7 +15,7 @@ import mkernel
 from mkernel.backends.accelerators.hopper import attention
 from mkernel.cases import case_of, poison
 from mkernel.cases.comparison import compare
-from mkernel.ops.ring_attention import zigzag_positions
+from mkernel.ops.zigzag import zigzag_positions
 from mkernel.plan.model import AttentionLayout, DtypeName
 
 INPUTS = ("q", "k", "v")

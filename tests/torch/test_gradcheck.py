@@ -85,14 +85,17 @@ def gemms() -> dict[str, bool]:
 
 
 def attention() -> dict[str, bool]:
-    def attend(causal: bool, lse: bool) -> Callable[..., Any]:
-        return lambda q, k, v: mkernel.ring_attention(q, k, v, causal=causal, return_lse=lse)
+    def attend(causal: bool, lse: bool, *documents: int) -> Callable[..., Any]:
+        bounds = torch.tensor(documents, dtype=torch.int32) if documents else None
+        return lambda q, k, v: mkernel.ring_attention(
+            q, k, v, causal=causal, cu_seqlens=bounds, return_lse=lse
+        )
 
     q, kv = (1, 2, 4, 2), (1, 1, 4, 2)
     return {
         f"causal {causal}, lse {lse}": agrees(attend(causal, lse), [q, kv, kv])
         for causal, lse in ((False, False), (True, True))
-    }
+    } | {"documents": agrees(attend(True, True, 0, 3, 8), [q, kv, kv])}
 
 
 def experts() -> dict[str, bool]:

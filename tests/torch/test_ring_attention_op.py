@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mkernel
-from mkernel.errors import Unsupported
+from mkernel.errors import MkernelError, Unsupported
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -40,7 +40,24 @@ def loss(out: Tensor, lse: Tensor, rank: int, *, of_lse: bool) -> Tensor:
     return total
 
 
-def expected(causal: bool, scale: float | None, of_lse: bool, dtype: torch.dtype) -> list[Tensor]:
+DOCUMENTS = (0, 1, 5, 5, 17, 30, SEQUENCE)
+"""Where they begin: one of one position, an empty one, and no two boundaries of pieces among them."""
+
+
+def of_documents(bounds: tuple[int, ...]) -> Tensor:
+    """[S, S], whether two positions are of one document."""
+    lengths = torch.tensor(bounds).diff()
+    document = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return document[:, None] == document[None, :]
+
+
+def expected(
+    causal: bool,
+    scale: float | None,
+    of_lse: bool,
+    dtype: torch.dtype,
+    bounds: tuple[int, ...] | None = None,
+) -> list[Tensor]:
     """Gradients of all positions, in float64 and without ranks."""
     inputs = [each.double().requires_grad_() for each in whole(dtype)]
     q, k, v = inputs
@@ -50,6 +67,8 @@ def expected(causal: bool, scale: float | None, of_lse: bool, dtype: torch.dtype
     if causal:
         later = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()
         scores = scores.masked_fill(later, float("-inf"))
+    if bounds is not None:
+        scores = scores.masked_fill(~of_documents(bounds), float("-inf"))
     out, lse = scores.softmax(dim=3) @ v, scores.logsumexp(dim=3)
     losses = [
         loss(out[:, :, at], lse[:, :, at], rank, of_lse=of_lse)
@@ -64,17 +83,31 @@ def own(dtype: torch.dtype, causal: bool) -> list[Tensor]:
     return [each[:, :, mine].contiguous().requires_grad_() for each in whole(dtype)]
 
 
+def by_positions(each: Tensor) -> Tensor:
+    """The same, a view of [B, S/W, H, D]."""
+    return each.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def differentiated(
-    causal: bool, scale: float | None, of_lse: bool, dtype: torch.dtype, chunk: int | None
+    causal: bool,
+    scale: float | None,
+    of_lse: bool,
+    dtype: torch.dtype,
+    chunk: int | None,
+    turned: bool,
 ) -> list[Tensor]:
     q, k, v = own(dtype, causal)
+    if turned:
+        q, k, v = (by_positions(each.detach()).requires_grad_() for each in (q, k, v))
     out, lse = mkernel.ring_attention(
         q, k, v, causal=causal, scale=scale, chunk=chunk, return_lse=True
     )
     loss(out, lse, mkernel.world().rank, of_lse=of_lse).backward()
+    assert [each.stride() for each in (out, q.grad)] == [q.stride()] * 2
     return [each.grad for each in (q, k, v) if each.grad is not None]
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["heads", "positions"])
 @pytest.mark.parametrize(
     ("causal", "scale", "of_lse", "dtype", "chunk"),
     [
@@ -83,31 +116,99 @@ def differentiated(
         (True, 0.3, True, torch.float32, 4),
         (False, 0.3, True, torch.float32, 5),
         (True, None, False, torch.float16, None),
+        (True, -0.3, True, torch.float32, None),
+        (False, 0.0, True, torch.float32, None),
     ],
 )
 def test_gradients_are_those_of_the_unsharded_attention(
-    causal: bool, scale: float | None, of_lse: bool, dtype: torch.dtype, chunk: int | None
+    causal: bool,
+    scale: float | None,
+    of_lse: bool,
+    dtype: torch.dtype,
+    chunk: int | None,
+    turned: bool,
 ) -> None:
     wanted = expected(causal, scale, of_lse, dtype)
-    results = on_ranks(differentiated, causal, scale, of_lse, dtype, chunk, ranks=RANKS)
+    results = on_ranks(differentiated, causal, scale, of_lse, dtype, chunk, turned, ranks=RANKS)
     for rank, found in enumerate(results):
         mine = positions(causal, rank)
         for name, one, other in zip("qkv", found, wanted, strict=True):
             close(one, other[:, :, mine], TOLERANCE[dtype], f"rank {rank}, d{name}")
 
 
+def of_packed(causal: bool, of_lse: bool, dtype: torch.dtype) -> list[Tensor]:
+    inputs = own(dtype, causal)
+    bounds = torch.tensor(DOCUMENTS, dtype=torch.int32)
+    out, lse = mkernel.ring_attention(*inputs, causal=causal, cu_seqlens=bounds, return_lse=True)
+    loss(out, lse, mkernel.world().rank, of_lse=of_lse).backward()
+    return [each.grad for each in inputs if each.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("causal", "of_lse", "dtype"),
+    [(True, False, torch.float32), (False, True, torch.float32), (True, True, torch.float16)],
+)
+def test_gradients_of_packed_documents(causal: bool, of_lse: bool, dtype: torch.dtype) -> None:
+    wanted = expected(causal, None, of_lse, dtype, DOCUMENTS)
+    for rank, found in enumerate(on_ranks(of_packed, causal, of_lse, dtype, ranks=RANKS)):
+        mine = positions(causal, rank)
+        for name, one, other in zip("qkv", found, wanted, strict=True):
+            close(one, other[:, :, mine], TOLERANCE[dtype], f"rank {rank}, d{name}")
+
+
+def refused(bounds: Tensor) -> str:
+    try:
+        mkernel.ring_attention(*(each.detach() for each in own(torch.float16, True)),
+                               causal=True, cu_seqlens=bounds)  # fmt: skip
+    except MkernelError as error:
+        return str(error)
+    return ""
+
+
+def refusals() -> list[str]:
+    each = ([0, SEQUENCE - 1], [1, SEQUENCE], [0, 9, 8, SEQUENCE], [0])
+    wrong = [torch.tensor(bounds, dtype=torch.int32) for bounds in each]
+    return [refused(bounds) for bounds in (*wrong, torch.tensor([0, SEQUENCE]))]
+
+
+def test_wrong_boundaries_are_refused() -> None:
+    for said in on_ranks(refusals, ranks=RANKS):
+        assert all("cu_seqlens" in one for one in said)
+        assert all(f"from 0 to {SEQUENCE}" in one for one in said[:3])
+        assert "int32" in said[4]
+
+
+def test_an_accelerator_without_packed_documents_says_so() -> None:
+    bounds = torch.tensor(DOCUMENTS, dtype=torch.int32)
+    for said in on_ranks(refused, bounds, accelerator="ascend", ranks=RANKS):
+        assert "'ascend' takes no packed documents" in said
+
+
 def seen_by_torch() -> dict[str, dict[str, str]]:
     q, k, v = own(torch.float32, causal=True)
     op, gradients = torch.ops.mkernel.ring_attention, torch.ops.mkernel.ring_attention_backward
+    bounds = torch.tensor(DOCUMENTS, dtype=torch.int32)[:-2]
+    bounds[-1] = 2 * q.shape[2]  # of the two ranks that check
     out, lse = mkernel.ring_attention(
         q.detach(), k.detach(), v.detach(), causal=True, return_lse=True
     )
     plain = [each.detach() for each in (q, k, v)]
+    turned = [by_positions(each) for each in plain]
+    turned_out, _ = op(*turned, causal=True, group=mkernel.world().name)
+    assert turned_out.stride() == turned[0].stride()
     return {
+        "by positions": checked(op, turned, causal=True),
+        "by positions, differentiable": checked(
+            op, [each.clone().requires_grad_() for each in turned], causal=True
+        ),
+        "by positions, backward": checked(
+            gradients, (out, None, *turned, None, turned_out, lse), causal=True
+        ),
         "plain": checked(op, plain, causal=True),
         "differentiable": checked(op, (q, k, v), causal=True, scale=0.4),
-        "backward": checked(gradients, (out, None, *plain, out, lse), causal=True),
-        "backward with lse": checked(gradients, (out, lse, *plain, out, lse), causal=True),
+        "documents": checked(op, (q, k, v, bounds), causal=True),
+        "backward": checked(gradients, (out, None, *plain, None, out, lse), causal=True),
+        "backward with lse": checked(gradients, (out, lse, *plain, None, out, lse), causal=True),
     }
 
 

@@ -37,6 +37,11 @@ class GatherSchedule(Schedule):
     gathered_blocks: int = Field(ge=1)
     exchange: Exchange = "direct"
 
+    @property
+    def copy_engines(self) -> bool:
+        """Where no blocks push."""
+        return self.push_blocks == 0
+
 
 class ReduceSchedule(Schedule):
     """How a fused GEMM with a reduction runs. One rank owns ``rows`` rows of the sum. An owner's
@@ -71,6 +76,11 @@ class AttentionSchedule(Schedule):
     kind: Literal["hopper.ring_attention"] = "hopper.ring_attention"
     library: AttentionLibrary
     merge_blocks: int = Field(ge=1)
+
+    @property
+    def copy_engines(self) -> bool:
+        """Always."""
+        return True
 
 
 class LibrarySchedule(Schedule):

@@ -216,6 +216,8 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         out_dtypes=dtypes,
         b_layouts=("row", "column"),
         pitched=("b",),
+        attention_layouts=("heads", "positions"),
+        documents=True,
         alignment_bytes=1,
         transfer_paths=("torch.distributed", "p2p") if copies else ("torch.distributed",),
         peer_access=copies,

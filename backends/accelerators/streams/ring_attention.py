@@ -3,126 +3,195 @@
 In each step a rank passes the block it has on to the next rank, and attends to it while the next
 block travels. Blocks are taken in the order own, previous rank's, the one before it, …: fixed, so
 results are deterministic. Causal: positions are cut in 2·W pieces and rank r holds pieces r and
-2·W - 1 - r; a pair of pieces with the keys' above the queries' is skipped.
+2·W - 1 - r. So on the own keys attention is plainly causal; of an earlier rank's all queries see the
+first half; of a later rank's the second half of the queries sees all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Message, Sent
-from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
+from mkernel.backends.accelerators.streams.merged_attention import MergedAttention
 from mkernel.backends.accelerators.streams.rows import chunks
 from mkernel.backends.accelerators.streams.schedule import AttentionSchedule
+from mkernel.backends.accelerators.streams.torch_attention import attend, compute_dtype
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.plan.documents import checked_boundaries
 from mkernel.plan.model import AttentionShape
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Keys and values [2, B, Hkv, c, D] from position ``start`` of the ``slot``-th piece on."""
+class Part(NamedTuple):
+    """Rows of the own queries that meet rows of a rank's keys. ``causal``: the i-th of these queries
+    sees the first i + 1 keys; else each sees all of them."""
 
-    slot: int
-    start: int
-    kv: torch.Tensor
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+class Queries(NamedTuple):
+    """A call's queries as parts are attended to: scores are ``scale`` > 0 times their products with
+    keys, and ``q`` is ``sign`` times the caller's."""
+
+    q: Tensor
+    scale: float
+    sign: int
 
 
 def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``out`` and ``lse``."""
-    q, out, lse = (call.tensors[name] for name in ("q", "out", "lse"))
-    how = call.plan.part(AttentionSchedule)
     with streams.compute():
-        queries = [
-            OnlineSoftmax(piece, call.options["scale"], how.keys_at_once)
-            for piece in pieces(call, q)
-        ]
-        own = own_cells(call)
-    steps = blocks(call, streams, own)
+        q, scale, _ = queries(call)
+        documents = boundaries(call)
+        merged = MergedAttention(call.tensors["out"], call.tensors["lse"])
+    steps = blocks(call, streams)
     if streams.sequential:
         steps = iter(list(steps))
-    for source, cells in steps:
+    for source, k, v in steps:
         with streams.compute():
-            for i, cell, first_row in meetings(call, source, cells):
-                k, v = cells[cell].kv
-                queries[i].see(k, v, first_row)
+            for part in parts(call, source, documents):
+                seen = attend(
+                    q[:, :, part.queries],
+                    k[:, :, part.keys].to(q.dtype),
+                    v[:, :, part.keys].to(q.dtype),
+                    causal=part.causal,
+                    scale=scale,
+                )
+                merged.add(part.queries, seen)
     with streams.compute():
-        for query, results, sums in zip(queries, pieces(call, out), pieces(call, lse), strict=True):
-            attended, log_sums = query.result()
-            results.copy_(attended)
-            sums.copy_(log_sums)
+        merged.finish()
     return {}
 
 
-def held(call: Call) -> int:
-    """How many pieces of the sequence a rank has."""
+def shape(call: Call) -> AttentionShape:
+    """The plan's. TypeError for another op's."""
     if not isinstance(call.plan.shape, AttentionShape):
         raise TypeError(f"a plan of {call.plan.op} has no attention shape")
-    return 2 if call.plan.shape.causal else 1
+    return call.plan.shape
 
 
-def pieces(call: Call, queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views [B, Hkv, G, P, ...] of each piece's queries, or of what there is of each query."""
-    batch, heads, rows, *width = queries.shape
-    groups, count = call.tensors["k"].shape[1], held(call)
-    grouped = queries.view(batch, groups, heads // groups, count, rows // count, *width)
-    return grouped.unbind(3)
+def queries(call: Call) -> Queries:
+    """Of positive scale: kernels take the largest score before they scale."""
+    q, scale = call.tensors["q"], float(call.options["scale"])
+    q, sign = q.to(compute_dtype(q)), (scale > 0) - (scale < 0)
+    return Queries(q if sign == 1 else q * sign, abs(scale) or 1.0, sign)
 
 
-def own_cells(call: Call) -> list[Cell]:
-    """A rank's keys and values, cut as they travel."""
-    k, v, count = call.tensors["k"], call.tensors["v"], held(call)
-    rows = k.shape[2] // count
-    return [
-        Cell(slot, start, torch.stack([each[:, :, slot * rows :][:, :, start:end]
-                                       for each in (k, v)]))
-        for slot in range(count)
-        for start, end in chunks(rows, call.plan.part(AttentionSchedule).rows_per_chunk)
-    ]  # fmt: skip
+def boundaries(call: Call) -> Sequence[int] | None:
+    """Where the documents begin that are packed into the sequence, and its end. None: there are none.
+
+    ArgumentError: they are no such boundaries.
+    """
+    if not shape(call).documents:
+        return None
+    return checked_boundaries(call.tensors["cu_seqlens"].tolist(), shape(call).sequence)
 
 
-def meetings(
-    call: Call, source: int, cells: Sequence[Cell]
-) -> Iterator[tuple[int, int, int | None]]:
-    """(piece of queries here, cell, first row) of what meets of a rank's cells: the cell's key i is
-    seen by rows from ``first row + i`` on; None: by all."""
-    world, count = call.plan.world_size, held(call)
-    for number, cell in enumerate(cells):
-        for i in range(count):
-            gap = (
-                1 if count == 1 else _piece(call.rank, i, world) - _piece(source, cell.slot, world)
-            )
-            if gap >= 0:
-                yield i, number, None if gap else cell.start
+def parts(call: Call, source: int, documents: Sequence[int] | None) -> Iterator[Part]:
+    """What meets of a rank's keys."""
+    if documents is not None:
+        yield from _parts_of_documents(call, source, documents)
+        return
+    rows, half = call.tensors["q"].shape[2], call.tensors["q"].shape[2] // 2
+    everything = slice(0, rows)
+    if not shape(call).causal or source == call.rank:
+        yield Part(everything, everything, shape(call).causal)
+    elif source < call.rank:
+        yield Part(everything, slice(0, half), False)
+    else:
+        yield Part(slice(half, rows), everything, False)
 
 
-def _piece(rank: int, slot: int, world: int) -> int:
-    return 2 * world - 1 - rank if slot else rank
+def _parts_of_documents(call: Call, source: int, documents: Sequence[int]) -> Iterator[Part]:
+    """Each piece of the sequence that the own queries have, with each that the keys have, document by
+    document. Two pieces are the same one, or have no position in common."""
+    causal = shape(call).causal
+    for queries_at, queries_from, length in _pieces(call, call.rank):
+        for keys_at, keys_from, _ in _pieces(call, source):
+            if causal and keys_from > queries_from:
+                continue
+            for begin, end in pairwise(documents):
+                queries = _overlap(begin - queries_from, end - queries_from, length, queries_at)
+                keys = _overlap(begin - keys_from, end - keys_from, length, keys_at)
+                if queries is not None and keys is not None:
+                    yield Part(queries, keys, causal and keys_from == queries_from)
 
 
-def blocks(call: Call, streams: CallStreams, cells: list[Cell]) -> Iterator[tuple[int, list[Cell]]]:
-    """(whose, cells) of each step, passed on before they are handed out."""
+def _pieces(call: Call, rank: int) -> list[tuple[int, int, int]]:
+    """Of each piece that a rank has: its first row there, its first position, and its length."""
+    world, rows = call.plan.world_size, call.tensors["q"].shape[2]
+    if not shape(call).causal:
+        return [(0, rank * rows, rows)]
+    half = rows // 2
+    return [(0, rank * half, half), (half, (2 * world - 1 - rank) * half, half)]
+
+
+def _overlap(begin: int, end: int, length: int, at: int) -> slice | None:
+    """The positions ``begin`` to ``end``, as far as a piece has them, as rows; ``at`` is its first."""
+    begin, end = max(begin, 0), min(end, length)
+    return slice(at + begin, at + end) if begin < end else None
+
+
+def blocks(call: Call, streams: CallStreams) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(whose, k, v) of each step, passed on before they are handed out. The own ones, which come
+    first, are the caller's tensors."""
     rank, world = call.rank, call.plan.world_size
+    k, v = call.tensors["k"], call.tensors["v"]
+    if world == 1:
+        yield rank, k, v
+        return
+    with streams.compute():
+        block = packed(k, v, k.dtype)
     for step in range(world):
-        passed, messages = cells, list[Message]()
+        passed, messages = block, list[Message]()
         if streams.communicates and step < world - 1:
-            passed = [Cell(c.slot, c.start, torch.empty_like(c.kv)) for c in cells]
-            messages = pass_on(call, streams, [c.kv for c in cells], [c.kv for c in passed])
-        yield (rank - step) % world, cells
+            passed = torch.empty_like(block)
+            messages = pass_on(call, streams, block, passed)
+        yield (
+            ((rank - step) % world, k, v)
+            if step == 0
+            else (
+                (rank - step) % world,
+                *unpacked(block),
+            )
+        )
         for message in messages:
             streams.wait(message)
-        cells = passed
+        block = passed
 
 
-def pass_on(
-    call: Call, streams: CallStreams, own: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
-) -> list[Message]:
-    """Start to send tensors to the next rank, and to get as many from the one before."""
+def packed(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys and values as they travel, [S/W, 2, B, Hkv, D]: positions outermost, so that a chunk of
+    them is one message."""
+    batch, heads, rows, width = k.shape
+    block = k.new_empty((rows, 2, batch, heads, width), dtype=dtype)
+    for place, each in zip(unpacked(block), (k, v), strict=True):
+        place.copy_(each)
+    return block
+
+
+def unpacked(block: Tensor) -> tuple[Tensor, Tensor]:
+    """Views [B, Hkv, S/W, D] of a block's keys and values."""
+    k, v = block.permute(1, 2, 3, 0, 4)
+    return k, v
+
+
+def pass_on(call: Call, streams: CallStreams, own: Tensor, place: Tensor) -> list[Message]:
+    """Start to send a block to the next rank, and to get one from the rank before, in chunks."""
     rank, world = call.rank, call.plan.world_size
     return [
-        streams.post([Sent((rank + 1) % world, one, None)], [((rank - 1) % world, place)], number)
-        for number, (one, place) in enumerate(zip(own, places, strict=True))
+        streams.post(
+            [Sent((rank + 1) % world, own[start:end], None)],
+            [((rank - 1) % world, place[start:end])],
+            number,
+        )
+        for number, (start, end) in enumerate(
+            chunks(len(own), call.plan.part(AttentionSchedule).rows_per_chunk)
+        )
     ]

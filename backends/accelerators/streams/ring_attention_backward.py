@@ -2,77 +2,108 @@
 
 In each step a rank passes the block it has on, adds what its queries give to the block's gradients, and
 passes these on too: a rank's gradients are home when its block has been everywhere. They are summed
-in float32 in the order in which the block comes by, and rounded once, so results are deterministic.
+in float32 in the order in which the block comes by, and rounded once, so results are deterministic
+where the kernels are that attend to parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from mkernel.backends.accelerators.streams.attention_gradient import AttentionGradient
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Message
 from mkernel.backends.accelerators.streams.ring_attention import (
+    Part,
     blocks,
-    held,
-    meetings,
-    own_cells,
+    boundaries,
+    parts,
     pass_on,
-    pieces,
+    queries,
+    unpacked,
 )
-from mkernel.backends.accelerators.streams.schedule import AttentionSchedule
+from mkernel.backends.accelerators.streams.torch_attention import gradients
 from mkernel.backends.contracts.accelerator import Call
+
+_MORE = 8
+"""Columns beside the width of a head for a gradient of the log-sum-exp; a multiple that keeps rows
+aligned."""
 
 
 def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``grad_q``, ``grad_k`` and ``grad_v``."""
+    tensors = call.tensors
+    lse = tensors["lse"]
+    batch, kv_heads, rows, width = tensors["k"].shape
     with streams.compute():
-        queries, own = _queries(call), own_cells(call)
-        sums = [torch.zeros_like(cell.kv, dtype=call.tensors["lse"].dtype) for cell in own]
+        seeing, documents = _Queries.of(call), boundaries(call)
+        of_q = torch.zeros_like(tensors["q"], dtype=lse.dtype)
+        sums = lse.new_zeros(rows, 2, batch, kv_heads, width)
     coming: list[Message] = []
-    for source, cells in blocks(call, streams, own):
+    for source, k, v in blocks(call, streams):
         for message in coming:
             streams.wait(message)
         with streams.compute():
-            for i, cell, first_row in meetings(call, source, cells):
-                k, v = cells[cell].kv
-                of_k, of_v = sums[cell]
-                queries[i].see(k, v, of_k, of_v, first_row)
+            of_k, of_v = unpacked(sums)
+            for part in parts(call, source, documents):
+                found = seeing.gradients(part, k[:, :, part.keys], v[:, :, part.keys])
+                of_q[:, :, part.queries] += found[0]
+                of_k[:, :, part.keys] += found[1]
+                of_v[:, :, part.keys] += found[2]
         if streams.communicates and call.plan.world_size > 1:
-            places = [torch.empty_like(each) for each in sums]
-            coming = pass_on(call, streams, sums, places)
-            sums = places
+            place = torch.empty_like(sums)
+            coming = pass_on(call, streams, sums, place)
+            sums = place
     for message in coming:
         streams.wait(message)
     with streams.compute():
-        for piece, query in zip(pieces(call, call.tensors["grad_q"]), queries, strict=True):
-            piece.copy_(query.result())
-        rows = call.tensors["k"].shape[2] // held(call)
-        for block, both in zip(own, sums, strict=True):
-            first = block.slot * rows + block.start
-            for name, gradient in zip(("grad_k", "grad_v"), both, strict=True):
-                call.tensors[name][:, :, first : first + both.shape[3]] = gradient
+        tensors["grad_q"].copy_(of_q if seeing.sign == 1 else of_q.mul_(seeing.sign))
+        for name, each in zip(("grad_k", "grad_v"), unpacked(sums), strict=True):
+            tensors[name].copy_(each)
     return {}
 
 
-def _queries(call: Call) -> list[AttentionGradient]:
-    """Those of each piece that this rank has."""
-    given = {
-        name: pieces(call, call.tensors[name])
-        for name in ("q", "out", "lse", "grad_out", "grad_lse")
-        if name in call.tensors
-    }
-    return [
-        AttentionGradient(
-            given["q"][i],
-            given["out"][i],
-            given["lse"][i],
-            given["grad_out"][i],
-            given["grad_lse"][i] if "grad_lse" in given else None,
-            scale=call.options["scale"],
-            keys_at_once=call.plan.part(AttentionSchedule).keys_at_once,
+class _Queries(NamedTuple):
+    """What stays of a call: of each query, its result over all keys, and the gradient of that.
+
+    Kernels know no gradient of the log-sum-exp. Where there is one, all tensors have more columns, of
+    which kernels make it: with (dO, 1)·(O, -dlse) for sum(dO·O), while (dO, 1)·(v, 0) is dO·v as it
+    was, the gradient of a score is p·(dO vᵀ - sum(dO·O) + dlse). ``width``: without these columns.
+    """
+
+    q: Tensor
+    out: Tensor
+    of_out: Tensor
+    lse: Tensor
+    scale: float
+    sign: int
+    width: int
+    widened: bool
+
+    @classmethod
+    def of(cls, call: Call) -> _Queries:
+        tensors, (q, scale, sign) = call.tensors, queries(call)
+        out, of_out = (tensors[name].to(q.dtype) for name in ("out", "grad_out"))
+        width, widened = q.shape[3], "grad_lse" in tensors
+        if widened:
+            q, out, of_out = (_wider(each) for each in (q, out, of_out))
+            of_out[..., width] = 1
+            out[..., width] = -tensors["grad_lse"]
+        return cls(q, out, of_out, tensors["lse"], scale, sign, width, widened)
+
+    def gradients(self, part: Part, k: Tensor, v: Tensor) -> list[Tensor]:
+        """What the part gives to those of q, k and v."""
+        k, v = (each.to(self.q.dtype) for each in (k, v))
+        if self.widened:
+            k, v = _wider(k), _wider(v)
+        q, out, of_out, lse = (
+            each[:, :, part.queries] for each in (self.q, self.out, self.of_out, self.lse)
         )
-        for i in range(held(call))
-    ]
+        found = gradients(of_out, q, k, v, out, lse, causal=part.causal, scale=self.scale)
+        return [each[..., : self.width] for each in found]
+
+
+def _wider(each: Tensor) -> Tensor:
+    return torch.nn.functional.pad(each, (0, _MORE))

@@ -55,6 +55,11 @@ class StreamsSchedule(Schedule):
     window_bytes: int = Field(0, ge=0)
     comm_share: int = Field(0, ge=0)
 
+    @property
+    def copy_engines(self) -> bool:
+        """Into windows."""
+        return self.window_bytes > 0
+
 
 class RotatingSchedule(StreamsSchedule):
     """Every rank sends something to every other; ``order``: in which the others' rows are consumed."""
@@ -123,11 +128,9 @@ class GemmCombineSchedule(ExchangeSchedule):
 
 
 class AttentionSchedule(StreamsSchedule):
-    """Ring attention: blocks go round the ring. ``keys_at_once``, of a chunk, are scored at a time, so
-    that memory for scores stays bounded."""
+    """Ring attention: blocks go round the ring, and each is attended to when all of it is there."""
 
     kind: Literal["streams.ring_attention"] = "streams.ring_attention"
-    keys_at_once: int = Field(ge=1)
 
 
 _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
@@ -143,10 +146,6 @@ _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
     "ring_attention": AttentionSchedule,
     "ring_attention_backward": AttentionSchedule,
 }
-
-
-_SCORES = 1 << 23
-"""Scores held at once."""
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
@@ -209,9 +208,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     elif _SCHEDULES[plan.op] is CombineSchedule:
         made = CombineSchedule(**common, order=order, peers_together=together)
     else:
-        made = AttentionSchedule(
-            **common, keys_at_once=min(rows, max(1, _SCORES // _queries(plan)))
-        )
+        made = AttentionSchedule(**common)
     return found._replace(schedule=made)
 
 
@@ -252,23 +249,9 @@ def _results(plan: CommonPart, returns: Returns) -> DtypeName:
     return plan.sums if returns == "ranks" else plan.shape.partial_dtype
 
 
-def _attention(plan: CommonPart) -> AttentionShape:
-    if not isinstance(plan.shape, AttentionShape):
-        raise TypeError(f"a plan of {plan.op} has no attention shape")
-    return plan.shape
-
-
-def _queries(plan: CommonPart) -> int:
-    """Rows of scores that a rank holds at once: the queries of one piece, of all heads."""
-    shape = _attention(plan)
-    return shape.batch * shape.heads * _most_rows(plan)
-
-
 def _most_rows(plan: CommonPart) -> int:
     """Rows that one rank sends another at once."""
     rows = rows_of_a_rank(plan.shape, plan.world_size)
-    if isinstance(plan.shape, AttentionShape):
-        return rows // 2 if plan.shape.causal else rows
     if isinstance(plan.shape, CombineShape) or (
         isinstance(plan.shape, GemmCombineShape) and plan.op == "moe_gemm_combine"
     ):
@@ -303,9 +286,6 @@ def check(plan: LaunchPlan, device: str) -> StreamsSchedule:
     if isinstance(how, GemmCombineSchedule):
         can = _grouped(plan, _results(plan, how.returns), device)
         _legal(how, "grouped", can or not how.grouped, "False, for such operands")
-    if isinstance(how, AttentionSchedule):
-        most = how.rows_per_chunk
-        _legal(how, "keys_at_once", how.keys_at_once <= most, f"at most {most}, a chunk's rows")
     return how
 
 

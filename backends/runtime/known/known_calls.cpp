@@ -197,6 +197,7 @@ Answer KnownCalls::start(const KnownCall& known, const Signature& signature,
         return undone == 0 ? Answer::no : Answer::raised;
     }
     if (result != MKERNEL_CALL_QUEUED) return Answer::raised;
+    known.count();
     const bool counted = PyObject_SetAttr(world.calls.get(), names().launched, epoch.get()) == 0 &&
                          listed(known) && (!several || note_last());
     return counted ? Answer::yes : Answer::raised;

@@ -12,6 +12,7 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <cstring>
 #include <unordered_map>
 #include <vector>
 
@@ -43,6 +44,15 @@ struct KnownCall {
     Reference launches;                           // what to wait on for calls that it started
     Reference key;                                // of the agreement
     Reference allocate, arguments;                // make the output
+    Reference counter;                            // bytearray with the number of its calls
+
+    void count() const {
+        std::uint64_t calls = 0;
+        char* const bytes = PyByteArray_AS_STRING(counter.get());
+        std::memcpy(&calls, bytes, sizeof(calls));
+        ++calls;
+        std::memcpy(bytes, &calls, sizeof(calls));
+    }
 };
 
 class KnownCalls {

@@ -12,7 +12,7 @@ using namespace mkernel::known;
 namespace {
 
 // Of what `known.py` gives and asks; another number there is of another build.
-constexpr long kInterface = 3;
+constexpr long kInterface = 4;
 
 struct Object {
     PyObject head;
@@ -90,12 +90,12 @@ PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
 
 PyObject* learn(PyObject* self, PyObject* arguments, PyObject* keywords) {
     Py_buffer bytes;
-    PyObject *starter, *launches, *key, *allocate, *with;
+    PyObject *starter, *launches, *key, *allocate, *with, *counter;
     static const char* const names[] = {"signature", "starter",   "launches", "key",
-                                        "allocate",  "arguments", nullptr};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "y*OOUOO!:learn",
-                                     const_cast<char**>(names), &bytes, &starter, &launches, &key,
-                                     &allocate, &PyTuple_Type, &with)) {
+                                        "allocate",  "arguments", "counter",  nullptr};
+    if (!PyArg_ParseTupleAndKeywords(
+            arguments, keywords, "y*OOUOO!O!:learn", const_cast<char**>(names), &bytes, &starter,
+            &launches, &key, &allocate, &PyTuple_Type, &with, &PyByteArray_Type, &counter)) {
         return nullptr;
     }
     Signature signature{};
@@ -104,6 +104,10 @@ PyObject* learn(PyObject* self, PyObject* arguments, PyObject* keywords) {
     PyBuffer_Release(&bytes);
     if (!whole) {
         PyErr_SetString(PyExc_ValueError, "signature: not one that `call` returned");
+        return nullptr;
+    }
+    if (PyByteArray_GET_SIZE(counter) != sizeof(std::uint64_t)) {
+        PyErr_SetString(PyExc_ValueError, "counter: not of 8 bytes");
         return nullptr;
     }
     KnownCall known;
@@ -121,6 +125,7 @@ PyObject* learn(PyObject* self, PyObject* arguments, PyObject* keywords) {
     known.key = Reference::shared(key);
     known.allocate = Reference::shared(allocate);
     known.arguments = Reference::shared(with);
+    known.counter = Reference::shared(counter);
     calls_of(self)->learn(signature, std::move(known));
     Py_RETURN_NONE;
 }
@@ -149,9 +154,9 @@ PyMethodDef methods[] = {
      "and the call may be learned under this signature"},
     {"learn", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&learn)),
      METH_VARARGS | METH_KEYWORDS,
-     "learn(signature, starter, launches, key, allocate, arguments): start such calls by the "
-     "capsule "
-     "`starter` from now on; None: from Python"},
+     "learn(signature, starter, launches, key, allocate, arguments, counter): start such calls by "
+     "the capsule `starter` from now on, and count them in the 8 bytes of `counter`, which nobody "
+     "resizes; None: from Python"},
     {"forget", &forget, METH_NOARGS, "Forget all calls that were learned."},
     {"add_buffer", &add_buffer, METH_VARARGS,
      "add_buffer(address, nbytes): the world's next buffer of symmetric memory of users"},

@@ -1,16 +1,25 @@
-"""Ring attention: causality, grouped queries, scale, log-sum-exp; in every layout that is claimed."""
+"""Ring attention: causality, grouped queries, scale, log-sum-exp, large scores, packed documents; in
+every layout that is claimed."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import typical, with_tensors
+from mkernel.conformance.grid import attended, typical, with_tensors
 from mkernel.conformance.ranks import each_case, judge_calls
+from mkernel.harness.outcome import CheckSkipped
 
 _OP = "ring_attention"
+
+DRAWN = 216
+"""Shapes that a thorough run draws; a quick one a sixth."""
 
 
 def _judge(subject: AcceleratorSubject, variants: list[dict[str, int]]) -> None:
@@ -76,8 +85,155 @@ def _large(case: Case) -> Case:
     )
 
 
+# ---- large scores --------------------------------------------------------------------------------
+
+_LARGE = 1e4
+
+
+def extreme_scores(subject: AcceleratorSubject) -> None:
+    """Scores around 10,000 of one sign and of both, all alike, and one that towers over the others."""
+    subject.claimed(_OP)
+    for world in _worlds(subject, *subject.usual_worlds()):
+        size = world[0] * world[1]
+        cases = [
+            _extreme(typical(subject, _OP, size, {"causal": causal}, dtype=dtype), kind)
+            for dtype in subject.capabilities.dtypes
+            for causal in (False, True)
+            for kind in _EXTREMES
+        ]
+        subject.judge(each_case, judge_calls, cases, 1, world=world)
+
+
+_EXTREMES = ("large", "negative", "both signs", "alike", "one")
+
+
+def _extreme(case: Case, kind: str) -> Case:
+    """Queries and keys are whole numbers, so that float32 holds their products, the scores: those of
+    the first column, 100 times 100 or its negative, and those of the others, of some units."""
+    batch, heads, kv, length, width = (
+        case.sizes[n] for n in ("batch", "heads", "kv_heads", "sequence", "head_dim")
+    )
+    random = torch.Generator().manual_seed(case.seed)
+    q = torch.randint(-1, 2, (batch, heads, length, width), generator=random).float()
+    k = torch.randint(-1, 2, (batch, kv, length, width), generator=random).float()
+    v = torch.randn(batch, kv, length, width, generator=random)
+    root = _LARGE**0.5
+    q[..., 0], k[..., 0] = root, root
+    if kind == "negative":
+        k[..., 0] = -root
+    elif kind == "both signs":
+        k[..., 0] *= 2 * torch.randint(2, (batch, kv, length), generator=random) - 1
+    elif kind == "alike":
+        k[..., 1:] = 0
+    elif kind == "one":  # another position in each sequence; causal: earlier ones do not see it
+        k[..., 0] = 0
+        for sequence in range(batch):
+            k[sequence, :, (2 * sequence + 1) * length // (2 * batch), 0] = root
+    made = with_tensors(case, q=q, k=k, v=v)
+    return made.with_(options={**made.options, "scale": 1.0})
+
+
+# ---- not-a-number --------------------------------------------------------------------------------
+
+
+def with_nonfinite(case: Case) -> list[Case]:
+    """NaN in a query: of its result alone; in a key: of the results that see it; NaN and infinity in
+    values, which all see: of these columns."""
+    batch, heads, kv, length, width = (
+        case.sizes[n] for n in ("batch", "heads", "kv_heads", "sequence", "head_dim")
+    )
+    random = torch.Generator().manual_seed(case.seed)
+    q = torch.randn(batch, heads, length, width, generator=random)
+    k, v = (torch.randn(batch, kv, length, width, generator=random) for _ in "kv")
+    nan, infinity = float("nan"), float("inf")
+    bad_q, bad_k, bad_v = q.clone(), k.clone(), v.clone()
+    bad_q[0, -1, length // 3, 1] = nan
+    bad_k[0, 0, 2 * length // 3, 2] = nan
+    bad_v[0, 0, length // 5, 0], bad_v[-1, -1, -1, -1] = nan, -infinity
+    causal = case.with_(sizes={**case.sizes, "causal": True})
+    return (
+        [with_tensors(each, q=bad_q, k=k, v=v) for each in (case, causal)]
+        + [with_tensors(each, q=q, k=bad_k, v=v) for each in (case, causal)]
+        + [with_tensors(case, q=q, k=k, v=bad_v)]
+    )
+
+
+# ---- documents -----------------------------------------------------------------------------------
+
+
+def documents(subject: AcceleratorSubject) -> None:
+    """Documents that begin where pieces do, and one position before and behind; of one position, and
+    empty ones; one alone."""
+    subject.claimed(_OP)
+    if not subject.capabilities.documents:
+        raise CheckSkipped("not claimed: packed documents")
+    for world in _worlds(subject, *subject.usual_worlds()):
+        size = world[0] * world[1]
+        cases = []
+        for causal in (False, True):
+            plain = typical(subject, _OP, size, {"causal": causal})
+            length = plain.sizes["sequence"]
+            seams = [length // (2 * size) * piece for piece in range(1, 2 * size)]
+            each = [
+                (0, *(seam + by for seam in seams), length) for by in (-1, 0, 1)
+            ]  # fmt: skip
+            each += [(0, 1, 1, 3, length - 1, length), (0, length), tuple(range(length + 1))]
+            cases += [
+                plain.with_(options={"cu_seqlens": bounds, "lies": layout})
+                for bounds in each
+                for layout in subject.capabilities.attention_layouts
+            ]
+        subject.judge(each_case, judge_calls, cases, 1, world=world)
+
+
+# ---- draws ---------------------------------------------------------------------------------------
+
+
+def drawn(subject: AcceleratorSubject) -> None:
+    """Shapes, dtypes, layouts, scales, chunks and documents at random; each shape is called twice."""
+    subject.claimed(_OP)
+    for world in _worlds(subject, subject.largest()):
+        count = DRAWN // (6 if subject.quick else 1)
+        cases = list(_drawn(subject, world[0] * world[1], count))
+        subject.judge(each_case, judge_calls, cases, 2, world=world)
+
+
+def _drawn(subject: AcceleratorSubject, world_size: int, count: int) -> Iterator[Case]:
+    pick = random.Random(f"{subject.seed} attention {world_size}")
+    claims = subject.capabilities
+    for number in range(count):
+        dtype = pick.choice(claims.dtypes)
+        step = subject.step(dtype)
+        kv_heads, causal = pick.randint(1, 3), pick.random() < 0.6
+        rows = pick.choice([1, 2, pick.randint(3, 20), pick.randint(21, 64)])
+        sizes = {
+            "batch": pick.randint(1, 3),
+            "heads": kv_heads * pick.choice([1, 2, 3, 4]),
+            "kv_heads": kv_heads,
+            "sequence": rows * world_size * (2 if causal else 1),
+            "head_dim": step * pick.randint(1, max(1, 96 // step)),
+            "causal": causal,
+        }
+        sizes = attended(subject, sizes, world_size)
+        options: dict[str, Any] = {"lies": pick.choice(claims.attention_layouts)}
+        if pick.random() < 0.5:
+            options["scale"] = pick.choice([-1, 1]) * pick.uniform(0.02, 1.0)
+        if claims.documents and pick.random() < 0.5:
+            length = sizes["sequence"]
+            inner = sorted(pick.randint(0, length) for _ in range(pick.randint(1, 6)))
+            options["cu_seqlens"] = (0, *inner, length)
+        chunk = pick.choice([None, None, 1, 2, 5])
+        case = typical(subject, _OP, world_size, sizes, dtype=dtype, chunk=chunk, options=options)
+        yield case.with_(seed=subject.seed + number)
+
+
 CHECKS = (
     Check("causal", "no position sees a later one, and every earlier one counts", causal),
     Check("gqa", "query head h uses key head h * Hkv // Hq", gqa),
     Check("lse", "the log-sum-exp is that of the scaled scores, however large", lse),
+    Check(
+        "extreme-scores", "scores of 10,000 cost no precision, whatever their sign", extreme_scores
+    ),
+    Check("documents", "of packed documents each position sees its own alone", documents),
+    Check("drawn-attention", "attention of hundreds of random shapes gives the truth", drawn),
 )

@@ -11,6 +11,7 @@ import mkernel
 from mkernel.cases import Case
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
+from mkernel.conformance.checks.attention import with_nonfinite
 from mkernel.conformance.grid import (
     GEMMS,
     draws,
@@ -220,10 +221,15 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
 
 
 def nonfinite(subject: AcceleratorSubject) -> None:
-    """NaN and infinity come out where ``a @ b`` has them, and nowhere else."""
+    """NaN and infinity come out where ``a @ b`` has them, or torch's attention, and nowhere else."""
+    subject.claimed(*GEMMS, "ring_attention")
     world = subject.largest()
     cases = []
-    for op in subject.claimed(*GEMMS):
+    if "ring_attention" in subject.claimed_in(world):
+        cases += with_nonfinite(typical(subject, "ring_attention", world[0] * world[1]))
+    for op in GEMMS:
+        if op not in subject.capabilities.ops:
+            continue
         case = typical(subject, op, world[0] * world[1])
         m, n, k = whole_mnk(case, world[0] * world[1])
         random = torch.Generator().manual_seed(subject.seed)
@@ -240,5 +246,5 @@ CHECKS = (
     Check("worlds", "every split of a world into nodes and ranks gives the truth", worlds),
     Check("many-chunks", "long inputs in the smallest chunks give the truth", many_chunks),
     Check("accumulation", "sums are float32 all the way, rounded once", accumulation),
-    Check("nonfinite", "NaN and infinity pass through as in a @ b", nonfinite),
+    Check("nonfinite", "NaN and infinity pass through as in a @ b, and in attention", nonfinite),
 )

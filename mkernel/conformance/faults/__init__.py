@@ -17,7 +17,7 @@ import torch
 
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
-from mkernel.conformance.faults import launching
+from mkernel.conformance.faults import attention, launching
 from mkernel.conformance.faults.altering import (
     Altered,
     Ended,
@@ -487,6 +487,27 @@ TABLE: tuple[Row, ...] = (
     planted(Altered, "LogBaseTwo", "The log-sum-exp is to base 2.", "lse", ended(_to_base_two)),
     planted(Altered, "IgnoresScale", "Scores are scaled with D^-0.5, whatever was asked for.",
             "lse", calls(_default_scale)),
+    planted(Altered, "SeamOffByOne",
+            "The last query of a rank's first piece sees the first key of its second.",
+            "causal drawn-attention", ended(attention.see_one_key_more_at_the_seam)),
+    planted(attention.StaleBlock, "StaleBlock",
+            "Keys and values of one rank are those of the call before.",
+            "stale-data drawn-attention"),
+    planted(Altered, "MergesWithoutRescaling",
+            "The results of the own keys and of all others count alike.",
+            "drawn-attention extreme-scores", ended(attention.merge_without_rescaling)),
+    planted(Altered, "MergesByNarrowSums",
+            "Results of parts are merged by log-sum-exps that are rounded to halves.",
+            "extreme-scores", ended(attention.merge_by_narrow_sums)),
+    planted(Altered, "LogOfNextHead", "A head's log-sum-exp is the next one's.",
+            "gqa lse drawn-attention", ended(attention.next_heads_sums)),
+    planted(Altered, "AttentionCleansNan", "NaN in the keys counts as 0.", "nonfinite",
+            inputs("k", change=lambda call, k: torch.nan_to_num(k))),
+    planted(Altered, "IgnoresDocuments", "All documents are one.", "documents drawn-attention",
+            inputs("cu_seqlens", change=lambda call, bounds: bounds[[0, -1]])),
+    planted(Altered, "DocumentsOffByOne", "Documents begin one position late.",
+            "documents drawn-attention",
+            inputs("cu_seqlens", change=attention.boundaries_off_by_one)),
     planted(launching.SkipsWaits, "SkipsWaits",
             "Computes on the rows of other ranks that lie there: those of the call before.",
             "waits stale-data", wraps="ascend"),

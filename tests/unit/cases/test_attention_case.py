@@ -37,6 +37,7 @@ def right(
     heads: Callable[[int], int] = lambda h: h // 3,
     scale: float | None = None,
     seen: int = SIZES["sequence"],
+    documents: tuple[int, ...] | None = None,
     narrow: torch.dtype | None = None,
 ) -> Outputs:
     """What rank 1 must get, by plain torch in float32; the keywords plant faults.
@@ -54,6 +55,10 @@ def right(
         scores = scores.to(narrow).float()
     if each.sizes["causal"] if causal is None else causal:
         scores = scores.masked_fill(torch.arange(seen)[None, :] > at[:, None], float("-inf"))
+    if documents is not None:
+        of = [sum(begin <= each for begin in documents) for each in range(seen)]
+        other = torch.tensor(of)[None, :] != torch.tensor(of)[at][:, None]
+        scores = scores.masked_fill(other, float("-inf"))
     out = scores.softmax(3) @ v
     return {"out": out.to(getattr(torch, each.dtype)), "lse": scores.logsumexp(3)}
 
@@ -119,6 +124,16 @@ def test_planted_faults_fail(fault: str) -> None:
     causal, wrong, planted = FAULTS[fault]
     each = case(causal)
     assert judge(each, planted(each)) == wrong
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_documents_see_themselves_alone(causal: bool, dtype: str) -> None:
+    bounds = (0, 13, 14, 14, 60, 96)
+    each = case(causal, dtype, cu_seqlens=bounds)
+    assert judge(each, right(each, documents=bounds)) == set()
+    assert judge(each, right(each)) == BOTH
+    assert judge(each, right(each, documents=(0, 14, 15, 15, 61, 96))) == BOTH
 
 
 def test_bf16_faults_fail_at_the_tolerance_of_bfloat16_too() -> None:

@@ -1,4 +1,4 @@
-"""Parts of the `streams` backend that need no world: softmax, products, scratch, claims."""
+"""Parts of the `streams` backend that need no world: products, scratch, claims."""
 
 from __future__ import annotations
 
@@ -12,41 +12,12 @@ from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.accelerators.streams import device as device_module
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.matmul import Factor, float32_sums
-from mkernel.backends.accelerators.streams.online_softmax import OnlineSoftmax
 from mkernel.backends.accelerators.streams.schedule import GatherSchedule
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError
 from mkernel.plan.ops import BACKWARD
 from mkernel.plan.shapes import SHAPES
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("keys", [1, 3, 100])
-def test_softmax_in_blocks(causal: bool, keys: int) -> None:
-    q, k, v = torch.randn(2, 3, 2, 10, 8), torch.randn(2, 3, 10, 8), torch.randn(2, 3, 10, 8)
-    running = OnlineSoftmax(q, 0.3, keys)
-    for start in (0, 4, 8):
-        block = slice(start, start + 4)
-        running.see(k[:, :, block], v[:, :, block], start if causal else None)
-    out, lse = running.result()
-    wanted = (q.double() @ k.double()[:, :, None].transpose(3, 4)) * 0.3
-    if causal:
-        wanted.masked_fill_(torch.ones(10, 10).triu(1).bool(), float("-inf"))
-    assert torch.allclose(lse.double(), wanted.logsumexp(4), atol=1e-5)
-    assert torch.allclose(out.double(), wanted.softmax(4) @ v.double()[:, :, None], atol=1e-5)
-
-
-def test_softmax_of_minus_infinity_and_nan() -> None:
-    q = torch.ones(1, 1, 1, 2, 1)
-    running = OnlineSoftmax(q, 1.0, 4)
-    running.see(torch.full((1, 1, 1, 1), float("-inf")), torch.ones(1, 1, 1, 1))
-    running.see(torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1, 1), 3.0))
-    out, lse = running.result()
-    assert out.flatten().tolist() == [3.0, 3.0]  # the block without weight leaves no trace
-    assert lse.flatten().tolist() == [0.0, 0.0]
-    running.see(torch.full((1, 1, 1, 1), float("nan")), torch.ones(1, 1, 1, 1))
-    assert running.result()[0].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -16,10 +16,11 @@ from plan_walk import WalkedWorld, decorations
 from shipped import constants_of
 
 from mkernel.backends.accelerators.streams import (
-    attention_gradient,
     call_streams,
     matmul,
-    online_softmax,
+    ring_attention,
+    ring_attention_backward,
+    torch_attention,
     window,
     windows,
 )
@@ -185,11 +186,15 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     def product(self: object, a: torch.Tensor, out: torch.Tensor) -> None:
         made.tell("product", tuple(a.shape), tuple(out.shape), str(out.dtype))
 
-    def see(self: object, k: torch.Tensor, v: torch.Tensor, first: int | None) -> None:
-        made.tell("scores", tuple(k.shape), first)
+    def attend(q: torch.Tensor, k: torch.Tensor, *rest: Any, **how: Any) -> Any:
+        made.tell("scores", tuple(q.shape), tuple(k.shape), how["causal"])
+        return torch_attention.attend(q, k, *rest, **how)
 
-    def gradients(self: object, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
-        made.tell("gradients", tuple(k.shape), rest[2])
+    def gradients(
+        of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *rest: Any, **how: Any
+    ) -> Any:
+        made.tell("gradients", tuple(q.shape), tuple(k.shape), how["causal"])
+        return torch_attention.gradients(of_out, q, k, *rest, **how)
 
     fake = SimpleNamespace(irecv=receive, isend=send, P2POp=one, batch_isend_irecv=batch)
     monkeypatch.setattr(call_streams, "distributed", fake)
@@ -200,8 +205,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
     monkeypatch.setattr(matmul.Factor, "product", product)
     monkeypatch.setattr(matmul, "_product_of_groups", product_of_all)
-    monkeypatch.setattr(online_softmax.OnlineSoftmax, "_see", see)
-    monkeypatch.setattr(attention_gradient.AttentionGradient, "_see", gradients)
+    monkeypatch.setattr(ring_attention, "attend", attend)
+    monkeypatch.setattr(ring_attention_backward, "gradients", gradients)
     for module in (window, windows):
         monkeypatch.setattr(module, "native", lambda: RecordedNative(made))
     return made
