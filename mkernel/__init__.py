@@ -42,11 +42,13 @@ if TYPE_CHECKING:
     from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
     from mkernel.ops.moe import MoeDispatch, MoeHandle, moe_combine, moe_dispatch_gemm
     from mkernel.ops.moe_gemm_combine import moe_gemm_combine
-    from mkernel.ops.ring_attention import ring_attention, zigzag_positions
+    from mkernel.ops.ring_attention import ring_attention
     from mkernel.ops.symm_mem import fused_all_gather_matmul, fused_matmul_reduce_scatter
+    from mkernel.ops.zigzag import zigzag_merge, zigzag_positions, zigzag_split
     from mkernel.plan.model import LaunchPlan
     from mkernel.world.lifecycle import current as world
-    from mkernel.world.lifecycle import empty, finalize, init, is_initialized, synchronize
+    from mkernel.world.lifecycle import empty, finalize, init, is_initialized, stats, synchronize
+    from mkernel.world.statistics import Statistics
     from mkernel.world.world import World
 
 __version__ = "0.1.0"
@@ -56,6 +58,7 @@ __all__ = [
     "MoeDispatch",
     "MoeHandle",
     "Settings",
+    "Statistics",
     "World",
     "__version__",
     "all_gather_gemm",
@@ -77,15 +80,19 @@ __all__ = [
     "moe_gemm_combine",
     "plan",
     "ring_attention",
+    "stats",
     "synchronize",
     "world",
+    "zigzag_merge",
     "zigzag_positions",
+    "zigzag_split",
 ]
 
 HOMES = {
     "LaunchPlan": "mkernel.plan.model",
     "MoeDispatch": "mkernel.ops.moe",
     "MoeHandle": "mkernel.ops.moe",
+    "Statistics": "mkernel.world.statistics",
     "World": "mkernel.world.world",
     "all_gather_gemm": "mkernel.ops.all_gather_gemm",
     "capabilities": "mkernel.api",
@@ -105,9 +112,12 @@ HOMES = {
     "moe_gemm_combine": "mkernel.ops.moe_gemm_combine",
     "plan": "mkernel.api",
     "ring_attention": "mkernel.ops.ring_attention",
+    "stats": "mkernel.world.lifecycle",
     "synchronize": "mkernel.world.lifecycle",
     "world": "mkernel.world.lifecycle",
-    "zigzag_positions": "mkernel.ops.ring_attention",
+    "zigzag_merge": "mkernel.ops.zigzag",
+    "zigzag_positions": "mkernel.ops.zigzag",
+    "zigzag_split": "mkernel.ops.zigzag",
 }
 """Where each of the other names is defined; ranks are forked from a process that imported it all."""
 

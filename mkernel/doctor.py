@@ -34,17 +34,21 @@ Kind = Literal[
 ]
 Source = Literal["argument", "environment", "default"]
 
+_OPTIONAL: frozenset[Kind] = frozenset(("build", "software"))
+"""Kinds of what only building, or one backend's own rows, depend on: these say so."""
 _REINSTALL = "reinstall the package that ships it"
 
 
 class Row(Model):
-    """One thing that can be usable or not. ``remedy`` is empty where nothing needs doing."""
+    """One thing that can be usable or not. ``remedy`` is empty where nothing needs doing; ``optional``:
+    what runs here does not need it."""
 
     kind: Kind
     name: str
     usable: bool
     detail: str
     remedy: str = ""
+    optional: bool = False
 
 
 class Report(Model):
@@ -196,7 +200,11 @@ def machine_rows(root: Path = Path("/")) -> list[Row]:
         ("cpu", platform.machine() or "CPU", lambda: _cpu(root)),
         ("memory", "shared memory", lambda: _shared_memory(root)),
     )
-    return [_asked(kind, name, check) for kind, name, check in checks]
+    rows = [_asked(kind, name, check) for kind, name, check in checks]
+    return [
+        row.model_copy(update={"optional": row.kind in _OPTIONAL or row.name == "pyverbs"})
+        for row in rows
+    ]
 
 
 def software_rows(root: Path = Path("/")) -> list[Row]:
@@ -214,7 +222,7 @@ def software_rows(root: Path = Path("/")) -> list[Row]:
         except Exception:
             continue
         rows += [_row("software", what, status) for what, status in found]
-    return rows
+    return [row.model_copy(update={"optional": True}) for row in rows]
 
 
 def _torch() -> Status:

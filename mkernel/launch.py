@@ -7,12 +7,14 @@ death cannot take the store along.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import secrets
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -39,6 +41,7 @@ T = TypeVar("T")
 
 _ALWAYS_STARTED = 16
 """Ranks, however few the CPUs are."""
+_UNGUARDED = "mkernel.launch was called while its caller's script was imported"
 _GRACE_S = 5.0
 """After the first failure the other ranks get this long beyond a heartbeat to report theirs."""
 
@@ -81,17 +84,13 @@ def check_ranks(
     cpus = len(os.sched_getaffinity(0))
     most = min(max(_ALWAYS_STARTED, ranks_per_cpu * cpus), MAX_LAUNCHED)
     if nodes * ranks_per_node > most:
-        argument, value, times = (
-            (names[0], nodes, f" / {ranks_per_node} a node")
-            if nodes > 1
-            else (names[1], ranks_per_node, "")
-        )
+        argument, value = (names[0], nodes) if nodes > 1 else (names[1], ranks_per_node)
         raise ArgumentError(
             argument,
             value,
-            f"at most {most} ranks{times} on this machine of {cpus} CPUs; MKERNEL_RANKS_PER_CPU "
+            f"at most {most} ranks in all on this machine of {cpus} CPUs; MKERNEL_RANKS_PER_CPU "
             f"(now {ranks_per_cpu}) allows up to {MAX_LAUNCHED}",
-            why=f"{nodes * ranks_per_node} ranks",
+            why=f"{nodes} x {ranks_per_node} = {nodes * ranks_per_node} ranks",
         )
 
 
@@ -133,6 +132,9 @@ def launch(
         timeout_s: deadline of every wait inside the world, in seconds.
         on_report: called here with (rank, payload) for each :func:`report` of a rank.
 
+    Each rank imports the caller's main script, as processes of Python's ``multiprocessing`` do: what a
+    script does when it is imported, ``launch`` too, belongs under ``if __name__ == "__main__":``.
+
     Returns:
         The ranks' results, in rank order.
 
@@ -141,6 +143,9 @@ def launch(
             process, socket or shared memory is left behind.
         PeerFailure: a rank died without a word.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # A rank that is about to begin: it ends here, and its launcher says why.
+        raise SystemExit(_UNGUARDED)
     settings = settings or load_settings()
     check_ranks(nodes, ranks_per_node, settings.ranks_per_cpu)
     if timeout_s is not None:
@@ -189,6 +194,7 @@ class _Rank:
         """Start it."""
         self.number = job.rank
         self.outcome: tuple[str, Any] | None = None
+        self.begun = False
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=_rank_main, args=(job, theirs), name=f"mkernel-rank{job.rank}", daemon=True
@@ -201,7 +207,9 @@ class _Rank:
         try:
             while self.outcome is None and self.connection.poll():
                 kind, payload = pickle.loads(self.connection.recv_bytes())
-                if kind == "report":
+                if kind == "begun":
+                    self.begun = True
+                elif kind == "report":
                     on_report(self.number, payload)
                 else:
                     self.outcome = (kind, payload)
@@ -217,7 +225,9 @@ class _Rank:
         how = f"exit code {code}"
         if code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}"
-        self.outcome = ("died", f"rank {self.number} (process {self.process.pid}) died: {how}")
+        who = f"rank {self.number} (process {self.process.pid})"
+        text = f"{who} died: {how}" if self.begun else f"{who} {_never_began(how)}"
+        self.outcome = ("died", text)
 
     def result(self) -> Any:
         """The function's result; only after supervision ended without failure."""
@@ -238,6 +248,20 @@ class _Rank:
             error = MkernelError(f"rank {self.number} raised an error that does not unpickle")
         error.__cause__ = RankTraceback(f"rank {self.number}:\n{text}")
         return error
+
+
+def _never_began(how: str) -> str:
+    """What a rank died of that did not come to its function."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is None:
+        return f"died before it began: {how}"
+    if not os.path.isfile(script):
+        return f"could not begin: each rank imports the main script, and {script} is no file; write one"
+    return (
+        f"ended while it imported {script}, as each rank does ({how}): put the call of mkernel.launch "
+        'there, and what else only the script itself is to do, under `if __name__ == "__main__":`; an '
+        "error of the import itself is printed above"
+    )
 
 
 def _supervise(
@@ -308,6 +332,7 @@ def _rank_main(job: _Job, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
     threading.Thread(target=_die_with, args=(job.launcher,), daemon=True).start()
     _Channel.connection = connection
+    connection.send_bytes(pickle.dumps(("begun", None)))
     size = job.nodes * job.ranks_per_node
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     os.environ.clear()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mkernel.cli.terminal import Terminal
+from mkernel.cli.terminal import Terminal, unwritable
 from mkernel.doctor import Kind, Report, SettingRow, examine, setting_rows
+from mkernel.errors import ArgumentError, MkernelError
+from mkernel.tabular import Column, Sheet
 
 _HEADINGS: dict[Kind, str] = {
     "auto": "What `auto` stands for",
@@ -36,8 +38,22 @@ def command(
     settings: Annotated[
         bool, typer.Option("--settings", help="Print every setting and where it came from.")
     ] = False,
+    report_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="Write all of it, with versions, topology and the last failure, to one file for a "
+            "bug report; - is stdout.",
+        ),
+    ] = None,
 ) -> None:
     """Check backends, providers and tools. Exit code 1 if nothing could run."""
+    if report_file is not None:
+        if as_json or settings:
+            raise ArgumentError("--report", report_file, "nothing beside --json or --settings")
+        _report(report_file)
+        return
     if settings:
         rows = setting_rows()
         if as_json:
@@ -54,6 +70,41 @@ def command(
         raise typer.Exit(1)
 
 
+def _report(file: Path) -> None:
+    from mkernel.bug_report import collect
+    from mkernel.cli.probe import discovered
+
+    notes: tuple[str, ...] = ()
+    try:
+        found = discovered()
+    except MkernelError as error:
+        topology: dict[str, Any] | str = str(error)
+    else:
+        topology = found.topology.model_dump(mode="json", exclude_defaults=True)
+        notes = tuple(f"{note.source}: {note.message}" for note in found.notes)
+    text = collect(topology, notes).model_dump_json(indent=2)
+    if str(file) == "-":
+        typer.echo(text)
+        return
+    try:
+        file.write_text(text + "\n")
+    except OSError as error:
+        raise unwritable("--report", file, error) from error
+    Terminal().print(
+        f"wrote {file}: versions, devices, settings, topology and the last failure. Read it before "
+        "you attach it: an error's message quotes what your program raised."
+    )
+
+
+_SIGNS = {
+    (True, False): Text("yes", style="green"),
+    (True, True): Text("yes", style="green"),
+    (False, False): Text("no", style="red"),
+    (False, True): Text("-", style="dim"),
+}
+"""By whether a thing is usable, and whether nothing here needs it."""
+
+
 def report_lines(report: Report) -> Iterator[RenderableType]:
     """A paragraph for every backend, provider and tool, and what to do below it.
 
@@ -68,21 +119,33 @@ def report_lines(report: Report) -> Iterator[RenderableType]:
         grid.add_column(width=5, justify="right", no_wrap=True)
         grid.add_column(overflow="fold")
         for row in rows:
-            usable = Text("yes", style="green") if row.usable else Text("no", style="red")
+            usable = _SIGNS[row.usable, row.optional]
             told = Text.assemble((row.name, "bold"), "  ", row.detail)
             if row.remedy:
-                told.append(f"\n→ {row.remedy}", style="yellow")
+                told.append(f"\n→ {row.remedy}", style="dim" if row.optional else "yellow")
             grid.add_row(usable, told)
         yield grid
+    if any(row.optional and not row.usable for row in report.rows):
+        yield Text("\n-: not here, and nothing that is ready to run needs it", style="dim")
 
 
-def settings_table(rows: list[SettingRow]) -> Table:
-    """A line for every setting."""
-    table = Table(title="mkernel settings", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("setting", "value", "from"):
-        table.add_column(name, overflow="fold")
-    table.add_column("meaning, and the variable that sets it", overflow="fold")
+def settings_table(rows: list[SettingRow]) -> Sheet:
+    """Every setting: its variable, its value, where that came from, what it means."""
+    table = Sheet(
+        (
+            Column("variable", key=True),
+            Column("value"),
+            Column("from"),
+            Column("meaning", prose=True),
+        ),
+        "mkernel settings",
+    )
     for row in rows:
-        meaning = Text.assemble(row.description, "\n", (row.environment, "dim"))
-        table.add_row(row.name, Text(str(row.value)), row.source, meaning)
+        table.row(row.environment, shown_value(row), row.source, row.description)
     return table
+
+
+def shown_value(row: SettingRow) -> str:
+    """A setting's value as a word."""
+    nothing = row.value in (None, "", (), {})
+    return "not set" if nothing else str(row.value)

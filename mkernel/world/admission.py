@@ -57,8 +57,13 @@ def admit_tensors(
     """Return where a call's tensors are those of the plan.
 
     Raises:
-        ShapeError, DtypeError, LayoutError: a tensor, and what the plan has.
+        ShapeError, DtypeError, LayoutError, ArgumentError: a tensor, and what the plan has.
     """
+    given = "cu_seqlens" in tensors
+    if given != (isinstance(plan.shape, AttentionShape) and plan.shape.documents):
+        raise ArgumentError(
+            "plan.shape.documents", not given, f"{given}, as cu_seqlens of this call"
+        )
     for name, wanted in planned_tensors(plan).items():
         if name in tensors:
             _check(name, tensors[name], wanted, plan, capabilities)
@@ -100,7 +105,8 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
         rows = shape.sequence // world
         queries = (shape.batch, shape.heads, rows, shape.head_dim)
         keys = _Planned((shape.batch, shape.kv_heads, rows, shape.head_dim), given)
-        return {
+        documents = {"cu_seqlens": _Planned((None,), ("int32",))} if shape.documents else {}
+        return documents | {
             "q": _Planned(queries, given),
             "k": keys,
             "v": keys,

@@ -23,6 +23,8 @@ _Value = TypeVar("_Value")
 
 _POLL_FIRST_S = 0.0005
 _POLL_MOST_S = 0.01
+LATE = "ranks {missing} did not reach {key!r}"
+"""What a Timeout says of missing ranks, and of what all were to set."""
 
 
 class StoreLost(WorldError):
@@ -104,7 +106,7 @@ class Bootstrap:
         ranks: Iterable[_Name],
         timeout_s: float,
         check: Callable[[set[_Name]], None] = lambda missing: None,
-        late: str = "ranks {missing} did not reach {key!r}",
+        late: str = LATE,
     ) -> dict[_Name, Any]:
         """Values of ``key/<rank>`` for all ranks (or other names), waiting for those not there yet.
 

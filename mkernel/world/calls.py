@@ -25,6 +25,7 @@ from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.known import known_calls, learn
 from mkernel.world.order import Turns
+from mkernel.world.statistics import CallCounters
 
 _WAIT_SLICE_S = 0.05
 
@@ -50,6 +51,7 @@ class Calls:
     Attributes:
         known: starts calls that :meth:`run` was told the signature of, without Python; None: there is
             no such way here.
+        counters: of all calls, those too.
     """
 
     def __init__(
@@ -90,6 +92,8 @@ class Calls:
         if self.known is not None:
             self._heap.watched_by(self.known)
             self._agreement.forgets(self.known.forget)
+        forget = (lambda: None) if self.known is None else self.known.forget
+        self.counters = CallCounters(self._rank, forget)
 
     def run(
         self,
@@ -108,6 +112,22 @@ class Calls:
                 f"accelerator {self._accelerator.name!r} runs calls in the view 'pipelined' only, not "
                 f"{view!r}: it is not mkernel.backends.contracts.instrumented.Instrumented"
             )
+        try:
+            return self._run(plan, tensors, options, view, trace, wait, signature)
+        except BaseException:
+            self.counters.errors += 1
+            raise
+
+    def _run(
+        self,
+        plan: LaunchPlan,
+        tensors: Mapping[str, torch.Tensor],
+        options: Mapping[str, Any],
+        view: View,
+        trace: bool,
+        wait: bool,
+        signature: bytes | None,
+    ) -> CallRecord:
         with self._turns:
             self._failure.raise_if_broken()
             self._failure.raise_recorded()
@@ -151,8 +171,11 @@ class Calls:
                 if self._queues:
                     self._turns.queued()
             running.append(launch)
+            key = self._failure.call[1]
+            kind = self.counters.of(key, plan)
+            kind.count()
             if signature is not None and self.known is not None:
-                learn(self.known, signature, launch, self._failure.call[1], tensors["out"])
+                learn(self.known, signature, launch, key, tensors["out"], kind.counter)
             if not (wait or trace or view != "pipelined") and self._queues:
                 return CallRecord(LaunchTimes(), None, launch.results())
             self._await_all()
@@ -228,6 +251,7 @@ class Calls:
         deadline = time.monotonic() + limit_s
         first = self._running[0]
         over = first.calls_over()
+        began = time.monotonic()
         while not first.wait(_WAIT_SLICE_S):
             if first.calls_over() != over:
                 over, deadline = first.calls_over(), time.monotonic() + limit_s
@@ -240,3 +264,5 @@ class Calls:
                 self._failure.tell(error)
                 raise error
         self._running.popleft()
+        self.counters.waits += 1
+        self.counters.waited_s += time.monotonic() - began

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from mkernel.world.bootstrap import LATE
 from mkernel.world.failure import FailureMonitor
 
 Check = Callable[[set[int]], None]
@@ -31,21 +32,29 @@ class Exchange:
         return self._bootstrap.peek(key)
 
     def collect(
-        self, key: str, ranks: Iterable[int] | None = None, check: Check | None = None
+        self,
+        key: str,
+        ranks: Iterable[int] | None = None,
+        check: Check | None = None,
+        late: str = LATE,
     ) -> dict[int, Any]:
         """The values of ``key/<rank>``, of all ranks by default. Timeout, PeerFailure.
 
         Args:
             check: by default ends the wait where the world is broken or one of the ranks has left.
+            late: what a Timeout says of the ranks that are missing.
         """
         return self._bootstrap.collect(
             key,
             range(self.size) if ranks is None else ranks,
             self._failure.timeout_s,
             check or self._failure.check_peers,
+            late,
         )
 
-    def gather(self, topic: str, value: Any, check: Check | None = None) -> dict[int, Any]:
+    def gather(
+        self, topic: str, value: Any, check: Check | None = None, late: str = LATE
+    ) -> dict[int, Any]:
         """What every rank says of a topic, each time anew. Collective. Timeout, PeerFailure.
 
         What this rank said two times before is deleted from the store first: every rank has come past
@@ -56,7 +65,7 @@ class Exchange:
         if turn > 1:
             self.forget(f"{topic}/{turn - 2}/{self.rank}")
         self.publish(f"{topic}/{turn}/{self.rank}", value)
-        return self.collect(f"{topic}/{turn}", check=check)
+        return self.collect(f"{topic}/{turn}", check=check, late=late)
 
     def forget(self, key: str) -> None:
         """Delete a key from the store, if it is there."""
@@ -64,4 +73,6 @@ class Exchange:
 
     def barrier(self) -> None:
         """Return once every rank has called it. Timeout, PeerFailure."""
-        self.gather("barrier", True)
+        self.gather(
+            "barrier", True, late="ranks {missing} did not come to a barrier, or to the end"
+        )

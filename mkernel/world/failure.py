@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import Store
 
+from mkernel import failure_record
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Launch
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.transport import _transport
@@ -49,6 +52,7 @@ class FailureMonitor:
     Attributes:
         running: calls that may still be under way, in their order. Empty once an error is raised that
             tells what broke them.
+        about: of the world, for the record of its failure; JSON-safe.
     """
 
     def __init__(
@@ -69,6 +73,9 @@ class FailureMonitor:
         self._watchdog: Watchdog | None = None
         self._pads: list[int] = []
         self.notice: Notice | None = None
+        self.about: Mapping[str, Any] = {}
+        self._keeping = threading.Lock()
+        self._kept: str | None = None
         self.accelerators: list[AcceleratorBackend] = []
         self.session: NicSession | None = None
         # The other world that this process is making or calling; empty: there is none.
@@ -112,6 +119,9 @@ class FailureMonitor:
             with contextlib.suppress(MkernelError):
                 self._alarm.publish_first("abort", notice.to_json())
         self.take(notice)
+        if isinstance(error, WorldError):  # it is about to be raised here
+            text, kept = str(error), self._keep()
+            error.args = (text if text.endswith(kept) else text + kept,)
 
     def take(self, notice: Notice) -> None:
         """Take the world's first failure and end every wait of this rank. Any thread."""
@@ -122,6 +132,7 @@ class FailureMonitor:
         for accelerator in self.accelerators:
             accelerator.abort(code)
         self._noticed.set()
+        self._keep()
 
     def look_for_abort(self) -> None:
         """Raise the world's failure where a rank has told of one, without waiting for the watchdog."""
@@ -151,7 +162,7 @@ class FailureMonitor:
         """Raise the world's failure where there is one."""
         if self.notice is not None:
             self.running.clear()
-            raise self.notice.error()
+            raise self._failed(self.notice)
 
     def raise_recorded(self) -> None:
         """Raise what this rank's kernels and proxy have recorded as wrong, if anything."""
@@ -171,8 +182,9 @@ class FailureMonitor:
         first = self.notice
         if not isinstance(error, Exception) or not echo or first is None:
             return
-        if first != Notice.from_error(self.rank, error):
-            raise first.error() from error
+        own = Notice.from_error(self.rank, error)
+        if first != replace(own, message=own.message.removesuffix(self._keep())):
+            raise self._failed(first) from error
 
     def _recorded(self) -> _Record | None:
         """What this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
@@ -195,7 +207,39 @@ class FailureMonitor:
         notice = self.notice
         assert notice is not None
         self.running.clear()
-        return notice.error()
+        return self._failed(notice)
+
+    def _failed(self, notice: Notice) -> WorldError:
+        """The notice's error, which says where the failure is kept."""
+        return replace(notice, message=notice.message + self._keep()).error()
+
+    def _keep(self) -> str:
+        """Keep a record of the world's first failure, once. Where it is, as the end of a message; what
+        the user wanted is no failure. Any thread."""
+        with self._keeping:
+            if self._kept is None:
+                self._kept = self._recorded_in_file()
+            return self._kept
+
+    def _recorded_in_file(self) -> str:
+        notice = self.notice
+        if notice is None or notice.kind == "Cancelled":
+            return ""
+        number, _ = self.call
+        record = {
+            "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **self.about,
+            "rank": self.rank,
+            "size": self.size,
+            "call": number,
+            "timeout_s": self.timeout_s,
+            "failure": notice.to_json(),
+        }
+        try:
+            file = failure_record.keep(record)
+        except OSError as error:
+            return f" (no record of it: {error})"
+        return f" (kept for `mkernel doctor --report`: {file})"
 
     def _local_error(self, code: _transport.AbortCode, who: _transport.Diagnosis) -> WorldError:
         nic = self.session.failure() if self.session else None
@@ -241,5 +285,8 @@ class FailureMonitor:
                         f"Rank {rank} was busy with world {other!r}: ranks that share several worlds "
                         "make and call them in one order. "
                     )
-                return f"Rank {rank} is still in call {told['call']}. "
+                call = told["call"]
+                return f"Rank {rank} " + (
+                    f"is still in call {call}. " if call else "has made no call yet. "
+                )
         return ""

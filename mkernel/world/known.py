@@ -10,7 +10,7 @@ from mkernel.backends.contracts.accelerator import Launch
 from mkernel.world.order import Queued, Turns
 from mkernel.world.torch_state import allocation, native_functions
 
-_INTERFACE = 3
+_INTERFACE = 4
 """Of the native module that this one is written for."""
 
 if TYPE_CHECKING:
@@ -54,14 +54,21 @@ def known_calls(
         return None
 
 
-def learn(known: KnownCalls, signature: bytes, launch: Launch, key: str, out: torch.Tensor) -> None:
+def learn(
+    known: KnownCalls,
+    signature: bytes,
+    launch: Launch,
+    key: str,
+    out: torch.Tensor,
+    counter: bytearray,
+) -> None:
     """Start calls of this signature as ``launch`` was from now on.
 
     Args:
-        key: of the agreement. out: an output of such a call.
+        key: of the agreement. out: an output of such a call. counter: of such calls (8 bytes).
     """
     again = launch.again()
     starter: Any = None if again is None else again.starter
     launches = None if again is None else again.launches
     allocate, arguments = allocation(out)
-    known.learn(signature, starter, launches, key, allocate, arguments)
+    known.learn(signature, starter, launches, key, allocate, arguments, counter)

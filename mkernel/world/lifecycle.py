@@ -22,6 +22,7 @@ from mkernel.world.handshake import world_key
 from mkernel.world.identity import Backends, Identity
 from mkernel.world.process_group import has_users_default
 from mkernel.world.registry import worlds
+from mkernel.world.statistics import Statistics
 from mkernel.world.world import World
 
 STARTED = "mkernel:"
@@ -267,6 +268,19 @@ def synchronize(group: Group = None) -> None:
         NotInitialized: there is no such world.
     """
     current(group).synchronize()
+
+
+def stats(group: Group = None) -> Statistics:
+    """What this rank's calls of a world came to so far: calls by op, bytes sent by way, new shapes,
+    waits of the host, commands that the NIC could not take at once, errors. Not collective.
+
+    Args:
+        group: names the world; None: the default one.
+
+    Raises:
+        NotInitialized: there is no such world.
+    """
+    return current(group).statistics()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from mkernel.plan.recent import Recent
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import WorldMap
+from mkernel.world import profiling
 from mkernel.world.agreement import Agreement
 from mkernel.world.calls import CallRecord, Calls
 from mkernel.world.devices import Chosen
@@ -30,6 +32,7 @@ from mkernel.world.identity import Backends, Identity
 from mkernel.world.join import Membership
 from mkernel.world.order import Turns
 from mkernel.world.sealing import Seal
+from mkernel.world.statistics import Statistics, Way
 
 
 class World:
@@ -79,6 +82,13 @@ class World:
         self._key = key
         self._stores = [innermost(store) for store in stores]
         self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)
+        self._failure.about = {
+            "world": name,
+            "nodes": identity.nodes,
+            "accelerator": backends.accelerator,
+            "nic": backends.nic,
+            "verbs": backends.verbs,
+        }
         self._exchange = Exchange(self._failure)
         self._membership = Membership(
             name, device, identity, backends, settings, self._exchange, self._failure
@@ -194,6 +204,17 @@ class World:
             WorldError: PeerFailure, Timeout, NicError, Untrusted or Cancelled, the same kind on every
                 rank; of this call, or of an earlier one that was only queued.
         """
+        if profiling.wanted():
+            with profiling.named(plan.op):
+                return self.run(
+                    plan,
+                    tensors,
+                    options=options,
+                    view=view,
+                    trace=trace,
+                    wait=wait,
+                    signature=signature,
+                )
         calls = self._calls
         if plan.accelerator in self.backends.companions:
             calls = self._companion(plan, tensors)
@@ -209,6 +230,27 @@ class World:
     def synchronize(self) -> None:
         """Return once every call that this rank has made is over; WorldError says what broke one."""
         self._calls.synchronize()
+
+    def statistics(self) -> Statistics:
+        """What this rank's calls came to so far. Not collective."""
+        calls: Counter[str] = Counter()
+        sent_bytes: Counter[Way] = Counter()
+        companions = [one for one, _ in self._companions.values()]
+        counters = [each.counters for each in (self._calls, *companions)]
+        for each in counters:
+            each.add_to(calls, sent_bytes)
+        carried = None if self.nic is None or self.ended else self.nic.statistics()
+        if carried is not None and carried.put_bytes:
+            sent_bytes["nic"] += carried.put_bytes
+        return Statistics(
+            calls=dict(calls),
+            sent_bytes=dict(sent_bytes),
+            new_shapes=sum(each.new_shapes for each in counters),
+            waits=sum(each.waits for each in counters),
+            waited_s=sum(each.waited_s for each in counters),
+            retries=0 if carried is None else carried.stalls,
+            errors=sum(each.errors for each in counters),
+        )
 
     def barrier(self) -> None:
         """Return once every rank has called it. Timeout, PeerFailure."""

@@ -1,0 +1,139 @@
+"""What ``mkernel doctor --report`` writes: one file to attach to a report, which a stranger may read.
+
+Of the environment it has the variables of ``bug_report.json``, and no others. The host's
+name and the user's home folder become ``host`` and ``~`` wherever they stand.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mkernel import __version__, failure_record
+from mkernel.doctor import Row, Source, examine, setting_rows
+from mkernel.errors import ArgumentError
+from mkernel.printable import one_line
+from mkernel.topology.model import Finite, Model
+
+_ENVIRONMENT = Path(__file__).with_suffix(".json")
+
+
+class SettingValue(Model):
+    """A setting as it stands; a secret is masked."""
+
+    value: Any
+    source: Source
+
+
+class BugReport(Model):
+    """Everything that a report of a defect should say of a machine.
+
+    ``topology``, ``settings``: a sentence instead where they cannot be had. ``last_failure``: what
+    :mod:`mkernel.failure_record` kept; None: no world broke here.
+    """
+
+    versions: dict[str, str]
+    environment: dict[str, str]
+    healthy: bool
+    devices: tuple[Row, ...]
+    settings: dict[str, SettingValue] | str
+    topology: dict[str, Any] | str
+    notes: tuple[str, ...] = ()
+    last_failure: dict[str, Any] | str | None
+
+
+def collect(topology: dict[str, Any] | str, notes: tuple[str, ...] = ()) -> BugReport:
+    """The report of this machine. Never raises.
+
+    Args:
+        topology: what the machine is made of, as JSON-safe data, or why nobody knows.
+        notes: what looking for it left out, and why.
+    """
+    try:
+        settings: dict[str, SettingValue] | str = {
+            row.environment: SettingValue(value=row.value, source=row.source)
+            for row in setting_rows()
+        }
+    except ArgumentError as error:
+        settings = one_line(error)
+    try:
+        failure: dict[str, Any] | str | None = failure_record.last()
+    except Exception as error:  # what is in the file is not ours to trust
+        failure = f"cannot be read: {one_line(error)}"
+    found = examine()
+    made = BugReport(
+        versions=versions(),
+        environment={n: os.environ[n] for n in reported_variables() if n in os.environ},
+        healthy=found.healthy,
+        devices=found.rows,
+        settings=settings,
+        topology=topology,
+        notes=notes,
+        last_failure=failure,
+    )
+    return BugReport.model_validate(anonymous(made.model_dump(mode="json")))
+
+
+class _Environment(Finite):
+    source: str
+    variables: tuple[str, ...]
+    packages: tuple[str, ...]
+
+
+def reported_variables() -> tuple[str, ...]:
+    """Those of the environment that a report may show."""
+    return _environment().variables
+
+
+@cache
+def _environment() -> _Environment:
+    return _Environment.from_file(_ENVIRONMENT, "file of variables and packages")
+
+
+def versions() -> dict[str, str]:
+    """Of mkernel, Python, the packages beside it, the system."""
+    found = {"mkernel": __version__, "python": sys.version.split()[0]}
+    found |= {name: version for name in _environment().packages if (version := _version(name))}
+    found |= {"kernel": platform.release(), "machine": platform.machine()}
+    found["libc"] = " ".join(platform.libc_ver())
+    try:
+        found["system"] = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        found["system"] = platform.system()
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def anonymous(value: Any) -> Any:
+    """JSON-safe data without the host's name and the user's home folder."""
+    names = {socket.gethostname(), platform.node()} - {"", "localhost", "host"}
+    patterns = [(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "host") for name in sorted(names)]
+    home = str(Path.home())
+    if len(home) > 1:
+        patterns.append((rf"{re.escape(home)}(?![\w-])", "~"))
+    return _replaced(value, patterns)
+
+
+def _replaced(value: Any, patterns: list[tuple[str, str]]) -> Any:
+    if isinstance(value, str):
+        for pattern, instead in patterns:
+            value = re.sub(pattern, instead, value)
+        return value
+    if isinstance(value, dict):
+        return {_replaced(k, patterns): _replaced(v, patterns) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(each, patterns) for each in value]
+    return value

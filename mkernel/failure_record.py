@@ -1,0 +1,69 @@
+"""The last failure of a world on this host, kept for whoever reports it.
+
+Each rank that hears why its world broke writes the same file, so that the last one stands: the cause is
+the same on all. The file is the user's own, in a folder that nobody else can write to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mkernel.user_files import read_file
+
+_MOST_BYTES = 1 << 20
+
+
+def path() -> Path:
+    """Where it is kept: ``mkernel-<uid>/last-failure.json`` in the folder for temporary files."""
+    return Path(tempfile.gettempdir()) / f"mkernel-{os.getuid()}" / "last-failure.json"
+
+
+def keep(record: Mapping[str, Any]) -> Path:
+    """Put a JSON-safe record in the place of the last one. OSError: it cannot be kept."""
+    file = path()
+    with contextlib.suppress(FileExistsError):
+        file.parent.mkdir(mode=0o700)
+    _check_own(file.parent)
+    draft = file.with_name(f".{os.getpid()}-{threading.get_ident()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as opened:
+            json.dump(record, opened, indent=2, default=str)
+        os.replace(draft, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+    return file
+
+
+def last() -> dict[str, Any] | None:
+    """The record that was kept last; None: there is none.
+
+    Raises:
+        InputFileError, OSError, ValueError: there is one that cannot be read.
+    """
+    file = path()
+    if not os.path.lexists(file):
+        return None
+    _check_own(file.parent)
+    found = json.loads(read_file(file, "the last failure,", _MOST_BYTES))
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no record")
+    return found
+
+
+def _check_own(folder: Path) -> None:
+    """PermissionError where another user could have put something into the folder."""
+    found = os.lstat(folder)
+    others = stat.S_IMODE(found.st_mode) & 0o022
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or others:
+        raise PermissionError(f"{folder} is no folder that this user alone can write to")

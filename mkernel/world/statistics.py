@@ -1,0 +1,128 @@
+"""What a rank's calls of a world came to: counted where it costs a call next to nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.predict import payloads
+
+Way = Literal["peer memory", "copy engine", "nic", "process group"]
+
+_MOST = 4096
+"""Kinds of calls that are counted apart. When there are more, all are summed up by op."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """One rank's calls of one world since it was made.
+
+    Attributes:
+        calls: by op.
+        sent_bytes: what this rank sent to other ranks, by way: stores to the memory of peers, copy
+            engines that write there, the NIC, a process group of torch.distributed. Of the NIC it is
+            what its proxy has carried so far; of the other ways what the calls' plans say, of MoE ops
+            with uniform routing.
+        new_shapes: how many different calls there were: each was planned and agreed on at its first.
+        waits: how often the host waited for a call to end. waited_s: how long, in seconds.
+        retries: commands that the NIC's proxy set aside because the peer's queue was full, and posted
+            later.
+        errors: calls that raised.
+    """
+
+    calls: Mapping[str, int]
+    sent_bytes: Mapping[Way, int]
+    new_shapes: int = 0
+    waits: int = 0
+    waited_s: float = 0.0
+    retries: int = 0
+    errors: int = 0
+
+
+class CallKind:
+    """Calls with one agreement key: how often they were made, and what each sends."""
+
+    __slots__ = ("counter", "op", "sent")
+
+    def __init__(self, op: str, sent: Mapping[Way, int]) -> None:
+        self.op = op
+        self.sent = sent
+        self.counter = bytearray(8)
+        """Their number as 8 bytes in the host's order; native code counts here too."""
+
+    @property
+    def calls(self) -> int:
+        """How often they were made."""
+        return int.from_bytes(self.counter, sys.byteorder)
+
+    def count(self) -> None:
+        """One more."""
+        self.counter[:] = (self.calls + 1).to_bytes(8, sys.byteorder)
+
+
+class CallCounters:
+    """Counts one engine's calls. In the engine's turn.
+
+    Args:
+        forget: makes native code forget what it counts.
+    """
+
+    def __init__(self, rank: int, forget: Callable[[], None] = lambda: None) -> None:
+        self._rank = rank
+        self._forget = forget
+        self._kinds: dict[str, CallKind] = {}
+        self._calls: Counter[str] = Counter()
+        self._sent: Counter[Way] = Counter()
+        self.new_shapes = 0
+        self.waits = 0
+        self.waited_s = 0.0
+        self.errors = 0
+
+    def of(self, key: str, plan: LaunchPlan) -> CallKind:
+        """The kind of calls with an agreement key."""
+        found = self._kinds.get(key)
+        if found is None:
+            if len(self._kinds) >= _MOST:
+                self._sum_up()
+            self.new_shapes += 1
+            found = self._kinds[key] = CallKind(plan.op, sent(plan, self._rank))
+        return found
+
+    def add_to(self, calls: Counter[str], sent_bytes: Counter[Way]) -> None:
+        """Add all that was counted."""
+        calls.update(self._calls)
+        sent_bytes.update(self._sent)
+        for kind in list(self._kinds.values()):
+            _add(kind, calls, sent_bytes)
+
+    def _sum_up(self) -> None:
+        self._forget()
+        for kind in self._kinds.values():
+            _add(kind, self._calls, self._sent)
+        self._kinds.clear()
+
+
+def _add(kind: CallKind, calls: Counter[str], sent_bytes: Counter[Way]) -> None:
+    number = kind.calls
+    calls[kind.op] += number
+    for way, nbytes in kind.sent.items():
+        sent_bytes[way] += number * nbytes
+
+
+def sent(plan: LaunchPlan, rank: int) -> dict[Way, int]:
+    """Bytes that a rank sends in one call of a plan, but for what takes the NIC: that counts itself."""
+    world = plan.world_size
+    if world == 1:
+        return {}
+    each = sum(payloads(plan.op, plan.shape, plan.dtype, world))
+    near: Way = "copy engine" if plan.schedule and plan.schedule.copy_engines else "peer memory"
+    peers = Counter(
+        plan.routes.route(plan.placement, rank, peer).kind for peer in range(world) if peer != rank
+    )
+    found: dict[Way, int] = {near: round(each * peers["p2p"])}
+    found["process group"] = round(each * peers["group"])
+    return {way: nbytes for way, nbytes in found.items() if nbytes}
