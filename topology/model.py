@@ -86,7 +86,7 @@ class Model(BaseModel):
         except (ValueError, RecursionError) as error:
             if isinstance(error, InputFileError):
                 raise
-            raise InputFileError(f"{what} {file}: is not JSON: {error}") from error
+            raise InputFileError(f"{what} {file} is not JSON: {error}") from error
 
 
 _text = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -37,8 +39,13 @@ from mkernel.settings import check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.topology.model import Model
 
-_WIDTH = 230
 _CPU_RANKS = 2
+_ITERATIONS, _CPU_ITERATIONS = 20, 5
+_CPU_FLOPS = 2e10
+"""What a CPU at least multiplies in a second."""
+_LONG_S = 60.0
+_MULTIPLYING = 3
+"""Contenders of a CPU that multiply: mkernel, a library's sequence, the product alone."""
 _MODELLED_RANKS = 4
 _MODELLED_BY = frozenset(
     (
@@ -114,7 +121,10 @@ def command(
         typer.Option(help="of inputs and outputs [bfloat16; float32 without accelerators]"),
     ] = None,
     layout: Annotated[str, typer.Option(help="of B in memory: row or column")] = "row",
-    iterations: Annotated[int, typer.Option(min=1, help="timed turns of each contender")] = 20,
+    iterations: Annotated[
+        int | None,
+        typer.Option(min=1, help="timed turns of each contender [20; 5 without accelerators]"),
+    ] = None,
     warmup: Annotated[int, typer.Option(min=1, help="untimed turns of each contender")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="of the random data and shapes")] = 0,
     launches: Annotated[
@@ -133,6 +143,13 @@ def command(
     commit: Annotated[
         str | None, typer.Option(help="of this tree, where there is no git to ask")
     ] = None,
+    long: Annotated[
+        bool,
+        typer.Option("--long", help="without accelerators: run also what takes more than a minute"),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="all conditions of the figures, and the commit")
+    ] = False,
     model_only: Annotated[
         bool,
         typer.Option(
@@ -159,9 +176,7 @@ def command(
     if render is not None:
         terminal.write(numbers.page(render))
         return
-    console = Terminal(highlight=False)
-    if not console.is_terminal:
-        console = Terminal(highlight=False, width=_WIDTH)
+    console = Terminal()
     names = _ops(op)
     for option, given in (("--table", table), ("--machine", machine)):
         if given is not None and not model_only:
@@ -193,7 +208,6 @@ def command(
     _check_ranks(nodes, ranks)
     usual = (NODES if (nodes, ranks) == (2, 2) else TARGETS) if devices else SMALL
     listed = shapes_ or (usual if set(names) & set(GEMMS) else "as mkernel run")
-    _say_where(console, chosen, devices, ranks, f"{random} drawn" if random else listed)
     spec = BenchSpec(
         shapes=drawn(random, seed, names, ranks)
         if random
@@ -204,12 +218,16 @@ def command(
         dtype=dtype or ("bfloat16" if devices else "float32"),
         layout=cast(Literal["row", "column"], layout),
         warmup=warmup,
-        iterations=iterations,
+        iterations=iterations or (_ITERATIONS if devices else _CPU_ITERATIONS),
         seed=seed,
         launches=launches,
         timeout_s=timeout,
     )
-    with _progress(console) as on_row:
+    if not devices:
+        _say_what(console, spec, chosen, ranks, f"{random} drawn" if random else listed)
+        if not long:
+            _refuse_long(spec, ranks)
+    with _progress(console, len(spec.shapes) * len(spec.modes)) as on_row:
         outcome = bench_run.run(
             spec,
             ranks=ranks,
@@ -225,10 +243,13 @@ def command(
         results.write(outcome, json)
     if plot_ is not None:
         _draw(outcome, plot_, console)
-    console.print(bench_report.table(outcome))
-    for line in (bench_report.LEGEND, *conditions.sentences(outcome)):
-        console.print(line, style="dim", soft_wrap=True, markup=False)
-    console.print(bench_report.verdict(outcome), soft_wrap=True)
+    brief = not devices and not verbose
+    console.print(bench_report.table(outcome, brief=brief))
+    said = conditions.timed(outcome) if spec.modes != ("kernel",) else []
+    said = said if brief else conditions.sentences(outcome)
+    for line in (bench_report.legend(brief=brief), *said):
+        console.print(line, style="dim")
+    console.print(bench_report.verdict(outcome))
     raise typer.Exit(0 if outcome.passed else 1)
 
 
@@ -250,24 +271,53 @@ def _check_ranks(nodes: int, ranks: int) -> None:
     check_ranks(nodes, ranks // nodes, load_settings().ranks_per_cpu, ("--nodes", "--ranks"))
 
 
-def _say_where(console: Console, accelerator: str, devices: int, ranks: int, listed: str) -> None:
-    """What is about to run where it is not what the figures are usually of."""
-    if not devices:
-        console.print(
-            f"No accelerator is used: {ranks} ranks of {accelerator} on this machine's CPU, shapes "
-            f"{listed}. The figures compare contenders on this CPU and say nothing of GPUs.",
-            soft_wrap=True,
+def _say_what(console: Console, spec: BenchSpec, accelerator: str, ranks: int, listed: str) -> None:
+    """What is about to run, where it is not what the figures are usually of."""
+    ops = ", ".join(dict.fromkeys(shape.op for shape in spec.shapes))
+    console.print(
+        f"No accelerator is used: {_count(ranks, 'rank')} of {accelerator} on this machine's CPU will "
+        f"time {ops} at {_count(len(spec.shapes), 'shape')} ({listed}), "
+        f"{_count(spec.iterations, 'timed call')} of each contender. The figures compare contenders "
+        "on this CPU and say nothing of GPUs."
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _refuse_long(spec: BenchSpec, ranks: int) -> None:
+    """ArgumentError where products alone would take a CPU more than a minute."""
+    turns = (spec.warmup + spec.iterations) * len(spec.modes)
+    products = sum(2.0 * prod(one.named_sizes.values()) for one in spec.shapes if one.op in GEMMS)
+    cpus = len(os.sched_getaffinity(0))
+    seconds = (
+        products * ranks * turns * min(len(spec.contenders), _MULTIPLYING) / (_CPU_FLOPS * cpus)
+    )
+    if seconds > _LONG_S:
+        raise ArgumentError(
+            "--shapes",
+            spec.source,
+            "sizes that a CPU multiplies within a minute (small), fewer --iterations, or --long",
+            why=f"about {seconds / 60:.0f} minutes on {cpus} CPUs without an accelerator",
         )
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+def _progress(console: Console, rows: int) -> Iterator[Callable[[str], None]]:
     """Tells of rows that are done on a line that changes, or in a pipe on lines of stderr."""
+    count = 0
+
+    def told(done: str) -> str:
+        nonlocal count
+        count += 1
+        return f"{count} of {rows} done: {done}"
+
     if console.is_terminal:
-        with console.status("starting ranks") as status:
-            yield status.update
+        with console.status(f"starting ranks; {rows} rows to time") as status:
+            yield lambda done: status.update(told(done))
     else:
-        yield lambda done: typer.echo(done, err=True)
+        yield lambda done: typer.echo(told(done), err=True)
 
 
 def _refuse_unheeded(context: typer.Context) -> None:
@@ -319,7 +369,7 @@ def _model(
             drawn = modelled.render(report)
     if json is not None:
         results.write(report, json)
-    console.print(drawn, soft_wrap=True)
+    console.print(drawn)
 
 
 def _ops(text: str | None) -> tuple[OpName, ...]:

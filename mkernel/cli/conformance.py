@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from mkernel.cli.terminal import Terminal
 from mkernel.conformance import render
 from mkernel.conformance.check import Check, Report, Result
 from mkernel.conformance.kit import Kit, kit_for, listed
 from mkernel.errors import ArgumentError
+from mkernel.tabular import Column, Sheet
 
 _SIGNS = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}
 
@@ -90,12 +88,13 @@ def _write(path: Path, text: str) -> None:
         render.write(path, text)
 
 
-def _checks(checks: Sequence[Check]) -> Table:
-    drawn = Table(box=box.SIMPLE_HEAD)
-    drawn.add_column("check", no_wrap=True)
-    drawn.add_column("promise", overflow="fold")
-    for check in checks:
-        drawn.add_row(check.name, Text(check.promise))
+def _checks(by_kind: Mapping[str, Sequence[Check]]) -> Sheet:
+    drawn = Sheet(
+        (Column("of", key=True), Column("check", key=True), Column("promise", prose=True))
+    )
+    for kind, checks in by_kind.items():
+        for check in checks:
+            drawn.row(kind, check.name, check.promise)
     return drawn
 
 

@@ -114,7 +114,8 @@ def _mkernel(
 
 def main() -> None:
     """Run the command line; turn errors into one line on stderr and an exit code."""
-    stderr = Terminal(stderr=True, highlight=False, soft_wrap=True)
+    stderr = Terminal(stderr=True)
+    stderr.soft_wrap = not stderr.is_terminal  # a log's line is one line
     try:
         app()
     except KeyboardInterrupt:

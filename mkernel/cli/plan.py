@@ -109,6 +109,9 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With the digest that ranks compare before a launch.")
+    ] = False,
 ) -> None:
     """Print the launch plan of an op: placement, routes, chunks, order, predicted time; or, where it
     cannot be launched, what the machines would do, and what is missing."""
@@ -156,10 +159,12 @@ def command(
     )
     made, considered, pipeline = planned(world=here)
     notes = where.notes + _assumed(made, here, claims)
+    if constants_file is None and settings.constants is None:
+        notes += _of_another_cpu(made, world)
     console = Terminal()
     if not as_json:
         console.print(render.topology(world))
-        console.print(render.plan(made, notes))
+        console.print(render.plan(made, notes, verbose=verbose))
     found = None
     constants = here.constants
     if constants is None and (simulated or trace_file or scaling_file):
@@ -213,6 +218,17 @@ def _own(claims: AcceleratorCapabilities, world: Topology) -> MachineConstants |
     alike = {id(node.accelerators): node.accelerators for node in world.nodes}  # copies share them
     fits = all(claims.misfit(one) is None for devices in alike.values() for one in devices)
     return claims.constants if fits else None
+
+
+def _of_another_cpu(made: LaunchPlan | WhatIf, world: Topology) -> tuple[str, ...]:
+    """Says so where the times are predicted by constants of a CPU that is not this one."""
+    kinds = {one.kind for node in world.nodes for one in node.accelerators}
+    if kinds != {"cpu"} or made.prediction is None:
+        return ()
+    return (
+        "times are those of the CPU that the shipped constants were measured on; `mkernel probe "
+        "--measure FILE` measures this one, for --constants",
+    )
 
 
 def _assumed(

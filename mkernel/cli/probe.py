@@ -116,6 +116,11 @@ def _discovery(files: tuple[Path, ...], sysfs_root: Path | None) -> Discovery:
         return read(*files)
     if sysfs_root is not None:
         return discover(sysfs_root)
+    return discovered()
+
+
+def discovered() -> Discovery:
+    """This machine, with the devices that backends report."""
     accelerators, nics, notes = backend_devices()
     found = discover(accelerators=accelerators, nics=nics)
     return found.model_copy(update={"notes": found.notes + notes})

@@ -104,6 +104,9 @@ def command(  # one option a parameter: this is the command line
     seed: Annotated[int, typer.Option(min=0, help="of the random data")] = 0,
     timeout: Annotated[float | None, typer.Option(help="deadline of every wait, seconds")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object instead")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="the whole plan, with the digest that ranks compare")
+    ] = False,
 ) -> None:
     """Run an op on ranks of this machine, in three views, and check it against float64."""
     name = ops.canonical(op)
@@ -144,7 +147,7 @@ def command(  # one option a parameter: this is the command line
     )
     plan = _plan(case, topology, backends, nodes, ranks_per_node)
     console.print(render.topology(topology))
-    console.print(render.plan(plan))
+    console.print(render.plan(plan, brief=True, verbose=verbose))
     if output is not None:
         _make_folder(output)
     if trace is not None and not trace.parent.is_dir():
@@ -175,7 +178,7 @@ def command(  # one option a parameter: this is the command line
         _write_pictures(drawn, output, console)
     if json:
         print(outcome.model_dump_json(indent=2))
-    console.print(report.render(outcome))
+    console.print(report.render(outcome, measured_constants=settings.constants is not None))
     if output is not None:
         console.print(f"results, trace.json and timeline.png are in {output}")
     raise typer.Exit(0 if outcome.passed else 1)
@@ -354,7 +357,9 @@ def _progress(console: Console, total: int) -> Iterator[Any]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("starting ranks", total=total)
 
         def step(_rank: int, turn: TurnDone) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,15 +16,26 @@ from rich.text import Text
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.printable import printable
 
+_BLANKS = re.compile(r"[ \t]+$", re.MULTILINE)
+_UNLIMITED = 4096
+"""Characters of a line in a pipe: other programs read it, and wrap it if they want to."""
+
 
 class Terminal(Console):
     """A console without markup, on which control characters in text become escapes.
 
-    Colours, cursor movements and line breaks that rich makes itself pass.
+    Colours, cursor movements and line breaks that rich makes itself pass. In a pipe lines are as long
+    as what they say, unless COLUMNS is set, and do not end in blanks.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"markup": False, "emoji": False, **options})
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
+        if not self.is_terminal and "width" not in options and "COLUMNS" not in os.environ:
+            self.width = _UNLIMITED
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        text = super()._render_buffer(buffer)
+        return text if self.is_terminal else _BLANKS.sub("", text)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(_lines(text), **options)  # before columns are as wide as it
@@ -60,7 +73,8 @@ def draw(option: str, file: Path, formats: str, write_picture: Callable[[], None
 
 def unwritable(option: str, file: Path, error: Exception, formats: str = "") -> ArgumentError:
     """The file that an option names cannot be written."""
-    return ArgumentError(option, file, f"a file that can be written{formats}", why=str(error))
+    why = (isinstance(error, OSError) and error.strerror) or str(error)
+    return ArgumentError(option, file, f"a file that can be written{formats}", why=why)
 
 
 def _lines(text: str) -> str:

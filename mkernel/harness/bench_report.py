@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from mkernel.harness.results import Entry, Report, Row
 from mkernel.harness.spec import GEMMS
 from mkernel.plan.ops import ALIASES
+from mkernel.tabular import Column, Sheet, Unit, in_unit, unit_of
 
 SHORT = {full: alias for alias, full in ALIASES.items()}
-LEGEND = (
-    "us: of one call, median over iterations of the slowest rank; gemm, comm, copy: the parts alone "
-    "(T_c, T_m); rho = max(T_c, T_m) / T; eta = (T_c + T_m - T) / min(T_c, T_m)"
+_TIMES = (
+    "Times are of one call, median over iterations of the slowest rank; gemm, comm, copy: the parts "
+    "alone."
 )
+_RATIOS = (
+    "Ratios of T, mkernel's time: rho = max(T_c, T_m) / T; eta = (T_c + T_m - T) / min(T_c, T_m), "
+    "where T_c is gemm's time and T_m that of comm or copy; speed-up: the library's sequence / T; "
+    "T / gemm, T / best peer: less is better."
+)
+
+
+def legend(*, brief: bool) -> str:
+    """What stands in :func:`table`."""
+    return (
+        f"{_TIMES} T / best peer: below 1, mkernel is faster." if brief else f"{_TIMES} {_RATIOS}"
+    )
 
 
 FIGURES = ("TF/s", "rho", "eta", "/ sequential", "/ gemm", "target", "/ best peer")
@@ -31,38 +42,64 @@ def heads(report: Report) -> tuple[list[str], list[str]]:
     )
 
 
-def cells(report: Report, row: Row, verdicts: tuple[str, str]) -> list[str]:
-    """A row under those headings; ``verdicts``: how a target is said to be met or missed."""
+def cells(
+    report: Report, row: Row, verdicts: tuple[str, str], unit: Unit | None = None
+) -> list[str]:
+    """A row under those headings.
+
+    Args:
+        verdicts: how a target is said to be met or missed.
+        unit: of times; None: microseconds with one decimal.
+    """
     names = contenders(report)
     return [
         SHORT.get(row.shape.op, row.shape.op),
         row.shape.size,
         row.shape.name,
         *([row.mode] if _shows_modes(report) else []),
-        *(cell(row.entries[name]) for name in names),
-        *(_figures(row, verdicts) if "mkernel" in names else ()),
+        *(cell(row.entries[name], unit) for name in names),
+        *(_figures(row, verdicts, unit) if "mkernel" in names else ()),
     ]
 
 
-def table(report: Report) -> Table:
-    """All rows. A wrong contender has no figure."""
-    drawn = Table(title=title(report), title_justify="left", box=box.SIMPLE_HEAD)
+_HEADINGS = {"/ sequential": "speed-up", "/ gemm": "T / gemm", "/ best peer": "T / best peer"}
+"""What is said of these on a terminal, where no page explains them."""
+_OF_DEVICES = frozenset(("TF/s", "rho", "eta", "/ sequential", "/ gemm"))
+"""Figures that say how well a device is used: of a CPU that stands for one, they say nothing."""
+
+
+def table(report: Report, *, brief: bool = False) -> Sheet:
+    """All rows. A wrong contender has no figure.
+
+    Args:
+        brief: without the figures that say something of devices only.
+    """
     names = contenders(report)
     texts, numbers = heads(report)
-    for name in texts:
-        drawn.add_column(name, no_wrap=True)
-    for name in numbers:
-        head = f"{name} us" if name in names else name.replace("/ ", "/")
-        drawn.add_column(head, justify="right", no_wrap=True)
+    kept = [
+        place
+        for place, name in enumerate([*texts, *numbers])
+        if not (brief and name in _OF_DEVICES)
+    ]
+    entries = [row.entries[name] for row in report.rows for name in names]
+    unit = unit_of(one.figures.median_us for one in entries if one.figures is not None)
+    columns = (
+        *(Column(name, key=True) for name in texts),
+        *(
+            Column(_HEADINGS.get(name, name), right=True, unit=unit if name in names else "")
+            for name in numbers
+        ),
+    )
+    drawn = Sheet((columns[place] for place in kept), title(report))
     target = len(texts) + numbers.index("target") if "target" in numbers else None
     for row in report.rows:
-        shown = [Text(each) for each in cells(report, row, ("", " missed"))]
+        shown = [Text(each) for each in cells(report, row, ("", " missed"), unit)]
         for number, name in enumerate(names, len(texts)):
             if row.entries[name].figures is None:
                 shown[number].stylize("red")
         if target is not None and row.meets_target is not None:
             shown[target].stylize("green" if row.meets_target else "red")
-        drawn.add_row(*shown)
+        drawn.row(*(shown[place] for place in kept))
     return drawn
 
 
@@ -103,10 +140,11 @@ def contenders(report: Report) -> list[str]:
     ]
 
 
-def cell(entry: Entry) -> str:
+def cell(entry: Entry, unit: Unit | None = None) -> str:
     """A contender's time, or why it has none."""
     if entry.figures is not None:
-        return f"{entry.figures.median_us:.1f}"
+        time_us = entry.figures.median_us
+        return f"{time_us:.1f}" if unit is None else in_unit(time_us, unit)
     return {"wrong": entry.why, "failed": "failed"}.get(entry.state, "-")
 
 
@@ -137,16 +175,17 @@ def verdict(report: Report) -> Text:
     return Text("; ".join(parts), style="bold green")
 
 
-def _figures(row: Row, verdicts: tuple[str, str]) -> list[str]:
+def _figures(row: Row, verdicts: tuple[str, str], unit: Unit | None) -> list[str]:
     mine = row.entries["mkernel"].figures
     if mine is None:
         return ["-"] * len(FIGURES)
     target = "" if row.target is None else f"{row.target:g}"
     if row.meets_target is not None:
         target += verdicts[0] if row.meets_target else verdicts[1]
+    slow = unit is not None and (mine.tflops or 1.0) < 1.0
     values = (
-        (mine.tflops, ".1f"), (mine.rho, ".2f"), (mine.eta, ".2f"), (mine.speedup, ".2f"),
-        (mine.to_gemm, ".3f"), (row.to_best, ".2f"),
+        (mine.tflops, ".3f" if slow else ".1f"), (mine.rho, ".2f"), (mine.eta, ".2f"),
+        (mine.speedup, ".2f"), (mine.to_gemm, ".3f"), (row.to_best, ".2f"),
     )  # fmt: skip
     *most, best = ("-" if value is None else format(value, form) for value, form in values)
     return [*most, target, best]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from mkernel.harness.results import Report, Timing
 from mkernel.harness.spec import MODE_TEXT, Mode
+from mkernel.tabular import duration
 
 _MULTICAST = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
+
+
+def timed(report: Report) -> list[str]:
+    """What a turn of each mode is, and how it is timed."""
+    return [_timed(report, mode) for mode in report.spec.modes]
 
 
 def sentences(report: Report) -> list[str]:
     """One a condition; what an older file does not say is said to be not recorded."""
     return [
-        *(_timed(report, mode) for mode in report.spec.modes),
+        *timed(report),
         *_emulated_nic(report),
         _multicast(report),
         _planner(report),
@@ -55,14 +61,14 @@ def _timed(report: Report, mode: Mode) -> str:
 def _started(timing: Timing) -> str:
     if timing.median_skew_us is None:
         return "ranks start behind a barrier, their skew not measured"
-    found = f"ranks start at an agreed instant, median skew {timing.median_skew_us:.1f} us"
+    found = f"ranks start at an agreed instant, median skew {duration(timing.median_skew_us)}"
     if timing.clock_error_us is not None:
-        found += f" by clocks known to {timing.clock_error_us:.1f} us"
+        found += f" by clocks known to {duration(timing.clock_error_us)}"
     if timing.most_skew_us is None:
         return found
     return (
         f"{found}, {timing.dropped} of {timing.turns} turns dropped for a skew above "
-        f"{timing.most_skew_us:g} us"
+        f"{duration(timing.most_skew_us)}"
     )
 
 

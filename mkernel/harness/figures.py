@@ -16,6 +16,7 @@ from mkernel.harness.results import Entry, Figures, Row, Timing
 from mkernel.harness.spec import Mode, Shape
 from mkernel.harness.turns import Turns
 from mkernel.harness.verdict import verify
+from mkernel.tabular import duration
 
 
 def row(
@@ -135,8 +136,8 @@ def _entry(kind: Kind, ranks: Sequence[Turns], most_skew_us: float | None) -> En
         if skew is None or most_skew_us is None or skew <= most_skew_us
     ]
     why = "" if found.passed else wrong(found.error)
-    if found.passed and not kept:
-        why = f"its ranks never started within {most_skew_us:g} us of each other"
+    if found.passed and not kept and most_skew_us is not None:
+        why = f"its ranks never started within {duration(most_skew_us)} of each other"
     return Entry(
         kind=kind,
         state="wrong" if not found.passed else "right" if kept else "failed",

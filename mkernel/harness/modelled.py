@@ -8,9 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from mkernel import api
@@ -21,6 +19,7 @@ from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.harness.run_report import Clock, modelled_clock
 from mkernel.harness.spec import GEMMS, VIEWS, Shape, size_text
 from mkernel.plan.model import DtypeName, OpName
+from mkernel.tabular import Column, Sheet
 from mkernel.topology.model import Model
 
 ACCELERATOR = "ascend"
@@ -164,46 +163,52 @@ def _ours(
 
 def render(report: ModelledReport) -> RenderableType:
     """Shapes for a terminal."""
-    drawn = _table(f"modelled times on {report.machine.name}")
-    for name in ("op", "ranks", "M x N x K, or sizes"):
-        drawn.add_column(name, no_wrap=True)
-    for name in ("compute only", "communication", "sequential", "pipelined"):
-        drawn.add_column(f"{name}, modelled ms", justify="right")
-    for name in ("/sequential", "eta"):
-        drawn.add_column(name, justify="right")
+    times = ("compute only", "communication", "sequential", "pipelined")
+    drawn = Sheet(
+        (
+            *(Column(name, key=True) for name in ("op", "world", "M x N x K, or sizes")),
+            *(Column(f"{name}, modelled", right=True, unit="ms") for name in times),
+            *(Column(name, right=True) for name in ("speed-up", "overlap efficiency")),
+        ),
+        f"modelled times on {report.machine.name}",
+    )
     for row in report.rows:
         clock = row.modelled
-        drawn.add_row(
+        drawn.row(
             row.shape.op,
-            str(row.ranks),
+            f"{row.ranks} ranks",
             size_text(row.shape.op, row.shape.sizes),
             f"{clock.compute_only_ms:.3f}",
             f"{clock.comm_only_ms:.3f}",
             f"{clock.sequential_ms:.3f}",
             f"{clock.pipelined_ms:.3f}",
             f"{clock.speedup:.2f}",
-            f"{clock.overlap_efficiency:.2f}",
+            f"{clock.overlap_efficiency:.0%}",
         )
     return Group(drawn, _note(report.machine))
 
 
 def render_comparison(report: ComparisonReport) -> RenderableType:
     """The published table for a terminal."""
-    drawn = _table(f"{report.title}; modelled on {report.machine.name}")
-    drawn.add_column("ranks", justify="right")
-    drawn.add_column("M x K x N", no_wrap=True)
-    for name in (
-        "published ms",
-        "published schedule, modelled ms",
-        "error",
-        "ours, modelled ms",
-        "modelled speed-up",
-    ):
-        drawn.add_column(name, justify="right")
-    drawn.add_column("row is for")
+    figures = (
+        ("published", "ms"),
+        ("published schedule, modelled", "ms"),
+        ("error", ""),
+        ("ours, modelled", "ms"),
+        ("modelled speed-up", ""),
+    )
+    drawn = Sheet(
+        (
+            Column("world", key=True),
+            Column("M x K x N", key=True),
+            *(Column(name, right=True, unit=unit) for name, unit in figures),
+            Column("used to"),
+        ),
+        f"{report.title}; modelled on {report.machine.name}",
+    )
     for row in report.rows:
-        drawn.add_row(
-            str(row.ranks),
+        drawn.row(
+            f"{row.ranks} ranks",
             f"{row.m} x {row.k} x {row.n}",
             f"{row.published_ms:.3f}",
             f"{row.reference_modelled_ms:.3f}",
@@ -219,10 +224,6 @@ def render_comparison(report: ComparisonReport) -> RenderableType:
         f"{report.geometric_mean_speedup:.2f}x"
     )
     return Group(drawn, summary, _note(report.machine))
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
 
 
 def _note(machine: Machine) -> Text:

@@ -189,7 +189,7 @@ def read(path: Path) -> Report | None:
     except (ValueError, RecursionError) as error:
         if isinstance(error, InputFileError):
             raise
-        raise InputFileError(f"result {path}: is not JSON: {error}") from error
+        raise InputFileError(f"result {path} is not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return None
     try:

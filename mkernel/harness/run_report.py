@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from mkernel.backends.contracts.instrumented import ModelledRun, View
@@ -20,7 +19,8 @@ from mkernel.harness.rank import RankResult
 from mkernel.harness.spec import VIEWS, Job
 from mkernel.harness.turns import Turns
 from mkernel.harness.verdict import Verification, verify
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import LaunchPlan, Prediction
+from mkernel.tabular import Column, Sheet, amount, duration, in_unit, unit_of
 from mkernel.topology.model import Model, Topology
 
 
@@ -161,25 +161,50 @@ def build(
     )
 
 
-def render(report: RunReport) -> RenderableType:
-    """The report for a terminal."""
-    table = Table(title="three views (slowest rank, median)", title_justify="left")
-    table.add_column("view")
-    clocks = [("wall time on this host", report.wall)]
+def render(report: RunReport, *, measured_constants: bool = False) -> RenderableType:
+    """The report for a terminal.
+
+    Args:
+        measured_constants: whether predictions are made with constants that were measured here.
+    """
+    clocks = [("measured", "wall time on this host", report.wall)]
     if report.modelled is not None:
-        clocks.append((f"modelled time on {report.modelled_machine}", report.modelled))
-    for name, _ in clocks:
-        table.add_column(name, justify="right")
-    rows = (
-        ("compute only", "compute_only_ms", "{:.3f} ms"),
-        ("communication only", "comm_only_ms", "{:.3f} ms"),
-        ("sequential", "sequential_ms", "{:.3f} ms"),
-        ("pipelined", "pipelined_ms", "{:.3f} ms"),
-        ("speed-up over sequential", "speedup", "{:.2f}x"),
+        clocks.append(("modelled", f"modelled time on {report.modelled_machine}", report.modelled))
+    if (expected := _predicted_clock(report, measured=measured_constants)) is not None:
+        clocks.append(("predicted", "by the planner's cost model", expected))
+    units = [
+        unit_of(
+            1e3 * getattr(each, name)
+            for name in ("compute_only_ms", "comm_only_ms", "sequential_ms", "pipelined_ms")
+        )
+        for _, _, each in clocks
+    ]
+    table = Sheet(
+        (
+            Column("view", key=True),
+            *(
+                Column(name, right=True, unit=unit)
+                for (name, _, _), unit in zip(clocks, units, strict=True)
+            ),
+        )
     )
-    for label, attribute, form in rows:
-        table.add_row(label, *(form.format(getattr(each, attribute)) for _, each in clocks))
-    table.add_row("overlap efficiency", *(_efficiency(each) for _, each in clocks))
+    for label, attribute in (
+        ("compute only", "compute_only_ms"),
+        ("communication only", "comm_only_ms"),
+        ("sequential: one after the other", "sequential_ms"),
+        ("pipelined: both at once", "pipelined_ms"),
+    ):
+        times = [1e3 * getattr(each, attribute) for _, _, each in clocks]
+        table.row(label, *(in_unit(time, unit) for time, unit in zip(times, units, strict=True)))
+    table.row("speed-up over sequential", *(f"{each.speedup:.2f}x" for _, _, each in clocks))
+    table.row("overlap efficiency", *(_efficiency(each) for _, _, each in clocks))
+    legend = "; ".join(f"{name}: {where}" for name, where, _ in clocks)
+    legend = f"{legend}. Median over {report.iterations} calls of the slowest rank's time."
+    if any(_noisy(each) for _, _, each in clocks):
+        legend += (
+            f" {_NOISY}: calls differ by up to {duration(1e3 * report.wall.noise_ms)}, more than "
+            "there is to hide."
+        )
     check = report.verification
     word, style = ("PASSED", "bold green") if report.passed else ("FAILED", "bold red")
     verdict = Text.assemble(
@@ -187,7 +212,25 @@ def render(report: RunReport) -> RenderableType:
         f"  {_found(check)}, {len(check.error_by_rank)} ranks",
         _carrier(report),
     )
-    return Group(table, verdict)
+    return Group(table, Text(legend, style="dim"), verdict)
+
+
+_NOISY = "noise"
+
+
+def _predicted_clock(report: RunReport, *, measured: bool) -> Clock | None:
+    """What the planner predicted of what a column shows: of the modelled machine, or of devices that
+    ran. A prediction with shipped constants says nothing of this host's CPUs."""
+    times: Prediction | None = report.plan.prediction
+    emulated = all(one.emulated for node in report.topology.nodes for one in node.accelerators)
+    if times is None or not (report.modelled is not None or measured or not emulated):
+        return None
+    return clock(
+        times.compute_us / 1e3,
+        times.comm_us / 1e3,
+        times.sequential_us / 1e3,
+        times.pipelined_us / 1e3,
+    )
 
 
 def _found(check: Verification) -> str:
@@ -205,11 +248,14 @@ def _carrier(report: RunReport) -> str:
     """What carried the bytes, where it was no peer's memory."""
     if report.plan.carrier:
         return f", {report.plan.carrier} between ranks"
-    return f", {report.nic_bytes / 1e6:.1f} MB through the NIC" if report.plan.nic else ""
+    through = report.plan.nic is not None and report.nic_bytes > 0
+    return f", {amount(report.nic_bytes)} through the NIC" if through else ""
 
 
 def _efficiency(each: Clock) -> str:
-    least = min(each.compute_only_ms, each.comm_only_ms)
-    if least <= each.noise_ms:
-        return f"below the noise of {each.noise_ms:.1f} ms"
-    return f"{each.overlap_efficiency:.0%}"
+    return _NOISY if _noisy(each) else f"{each.overlap_efficiency:.0%}"
+
+
+def _noisy(each: Clock) -> bool:
+    """Whether an efficiency would say nothing."""
+    return each.noise_ms > 0 and min(each.compute_only_ms, each.comm_only_ms) <= each.noise_ms

@@ -70,6 +70,8 @@ class AcceleratorCapabilities(Model):
     """What a rank holds of a sequence, each half of it where attention is causal, is a multiple of so
     many positions."""
     attention_layouts: tuple[AttentionLayout, ...] = ("heads",)
+    documents: bool = False
+    """Whether attention takes sequences of several packed documents."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of devices that it runs on; empty: any."""
     architectures: tuple[str, ...] = ()
@@ -142,6 +144,7 @@ class AcceleratorCapabilities(Model):
             (not self.head_dims or shape.head_dim in self.head_dims)
             and shape.sequence % self.sequence_step(shape, world) == 0
             and shape.layout in self.attention_layouts
+            and (self.documents or not shape.documents)
         )
 
     def sequence_step(self, shape: AttentionShape, world: int) -> int:

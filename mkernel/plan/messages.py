@@ -109,7 +109,7 @@ class CallMessages:
     def _blocks(self, at: SimulatedRank, turn: int | None) -> Link:
         """The blocks that send to the local rank ``turn`` before; None: to other nodes."""
         seat = self.plan.placement.sites[at.site].seats[at.local]
-        where = "other nodes" if turn is None else f"local rank -{turn}"
+        where = "other nodes" if turn is None else f"the rank {turn} before"
         return Link(at.site, f"{seat.accelerator} blocks to {where}")
 
     def ranks(self) -> Iterator[SimulatedRank]:

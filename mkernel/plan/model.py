@@ -106,7 +106,8 @@ class GemmCombineShape(Model):
 
 class AttentionShape(Model):
     """q [batch, heads, sequence / W, head_dim], k and v with ``kv_heads``; ``sequence`` counts all
-    ranks' positions. ``layout``: of the memory of all three, and of the result."""
+    ranks' positions. ``layout``: of the memory of all three, and of the result. ``documents``: several
+    are packed into the sequence; each call says where they begin (its tensor ``cu_seqlens``)."""
 
     kind: Literal["attention"] = "attention"
     batch: int = Field(ge=1)
@@ -116,6 +117,7 @@ class AttentionShape(Model):
     head_dim: int = Field(ge=1)
     causal: bool = False
     layout: AttentionLayout = "heads"
+    documents: bool = False
 
 
 Shape = Annotated[

@@ -31,7 +31,7 @@ from mkernel.plan.model import (
 from mkernel.plan.ops import canonical
 from mkernel.plan.pipeline import Exchange, Pipeline, Returns
 from mkernel.plan.request import Scheduler, ScheduleRequest
-from mkernel.plan.shapes import MAX_DIMENSION, check_integer, shape_of
+from mkernel.plan.shapes import GEMMS, MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
 from mkernel.plan.strides import Layout
 from mkernel.plan.what_if import WhatIf
@@ -83,7 +83,8 @@ def explain(
             a dispatch; of MoE GEMM+combine ``partial_dtype`` (a dtype's name) and ``returns``, how
             results come home (:data:`mkernel.plan.pipeline.Returns`); default: as is faster.
         dtype: of the inputs: ``float16``, ``bfloat16``, ``float32`` or ``float64``.
-        out_dtype: of the output. None: ``float32``, or the inputs' where the backend keeps it.
+        out_dtype: of the output. None: that of the inputs; of GEMM ops ``float32`` where the
+            backend's results may differ from its inputs.
         b_layout: ``row``: B is stored [k, n]; ``column``: [n, k], like an ``nn.Linear`` weight.
         around: what a GEMM op does before and after the launch.
         world: where the ranks are; it has a process group where the capabilities ask for one.
@@ -214,7 +215,7 @@ def _checked(
     nodes, ranks_per_node = world.nodes, world.ranks_per_node
     arguments.check_world(nodes, ranks_per_node)
     in_dtype = arguments.check_dtype("dtype", dtype, capabilities.dtypes, accelerator)
-    default = "float32" if capabilities.mixed_dtypes else in_dtype
+    default = "float32" if capabilities.mixed_dtypes and name in GEMMS else in_dtype
     result_dtype = arguments.check_dtype(
         "out_dtype", out_dtype or default, capabilities.out_dtypes, accelerator
     )

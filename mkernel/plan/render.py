@@ -1,4 +1,4 @@
-"""A topology and a plan as rich renderables, in at most 15 lines each."""
+"""A topology and a plan as rich renderables, in about 15 lines each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from mkernel.plan.model import CommonPart, GemmShape, LaunchPlan, Prediction
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.simulate import Simulation
 from mkernel.plan.what_if import WhatIf
+from mkernel.tabular import Column, Sheet, duration
 from mkernel.topology.kinds import spans
 from mkernel.topology.lanes import NicSchedule
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
 from mkernel.topology.routes import RouteTable
+from mkernel.topology.sources.chips import product
 
 _Device = TypeVar("_Device", Accelerator, Nic)
 
@@ -51,9 +53,20 @@ def topology(world: Topology) -> RenderableType:
     return tree
 
 
-def plan(made: LaunchPlan | WhatIf, notes: Sequence[str] = ()) -> RenderableType:
+def plan(
+    made: LaunchPlan | WhatIf,
+    notes: Sequence[str] = (),
+    *,
+    brief: bool = False,
+    verbose: bool = False,
+) -> RenderableType:
     """What was decided, one decision a line; of a what-if, what is missing to launch it. Times are
-    predictions and say so. ``notes``: what was left out, and why.
+    predictions and say so.
+
+    Args:
+        notes: what was left out, and why.
+        brief: leave out how the bytes go and what the backend decided.
+        verbose: with the digest that ranks compare.
     """
     kinds: Counter[str] = Counter()
     for route in made.routes.classes:
@@ -66,7 +79,11 @@ def plan(made: LaunchPlan | WhatIf, notes: Sequence[str] = ()) -> RenderableType
         title: f"{made.op} · {_sizes(made)} · {made.dtype} → {made.out_dtype}",
         "world": f"{made.nodes} nodes x {made.ranks_per_node} ranks on {made.accelerator}{between}",
         "ranks": _shorten([_rank(made, node) for node in range(made.nodes)], 4, "nodes"),
-        "path": _path(made),
+        "path": made.path if brief else _path(made),
+    }
+    if brief and not verbose:
+        return _grid(rows)
+    rows |= {
         "routes": ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed",
         **({"lanes": _lanes(made.nics, made.routes)} if made.nics else {}),
         **({"around": around} if (around := _around(made)) else {}),
@@ -77,7 +94,7 @@ def plan(made: LaunchPlan | WhatIf, notes: Sequence[str] = ()) -> RenderableType
         rows |= {"exchange": made.exchange}
     rows |= {"predicted": _predicted(made.prediction)}
     if isinstance(made, LaunchPlan):
-        rows |= {"digest": made.digest()[:16]}
+        rows |= {"digest": made.digest()[:16]} if verbose else {}
     if notes:
         rows |= {"notes": "; ".join(notes)}
     if isinstance(made, WhatIf):
@@ -105,8 +122,9 @@ def _predicted(times: Prediction | None) -> str:
     if times is None:
         return "nothing: no constants of these chips are known; --constants gives some"
     return (
-        f"pipelined {times.pipelined_us:.0f} us, sequential {times.sequential_us:.0f} us (compute "
-        f"{times.compute_us:.0f}, communication {times.comm_us:.0f}; constants: {times.constants})"
+        f"pipelined {duration(times.pipelined_us)}, sequential {duration(times.sequential_us)} "
+        f"(compute {duration(times.compute_us)}, communication {duration(times.comm_us)}; constants: "
+        f"{times.constants})"
     )
 
 
@@ -114,16 +132,18 @@ def alternatives(considered: Sequence[Alternative]) -> RenderableType:
     """Why the plan is as it is: each decision's options with the time that the call would take."""
     if not considered:
         return Text("nothing to choose between: every decision was given or has one option")
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("decision", "option", "predicted", "", ""):
-        table.add_column(column, justify="right" if column == "predicted" else "left")
-    before = ""
+    table = Sheet(
+        (
+            Column("decision", key=True),
+            Column("option", key=True),
+            Column("predicted", right=True),
+            Column("verdict"),
+            Column("why", prose=True),
+        )
+    )
     for one in considered:
-        time = "" if one.predicted_us is None else f"{one.predicted_us:.0f} us"
-        mark = "chosen" if one.chosen else ""
-        name = one.decision if one.decision != before else ""
-        table.add_row(name, Text(one.option), time, mark, one.why)
-        before = one.decision
+        time = "" if one.predicted_us is None else duration(one.predicted_us)
+        table.row(one.decision, one.option, time, "chosen" if one.chosen else "", one.why)
     return table
 
 
@@ -133,10 +153,10 @@ MOST_LINKS = 6
 def simulation(found: Simulation) -> RenderableType:
     """The simulated call: its times, and its busiest links."""
     rows = {
-        "simulated": f"{found.time_us:.0f} us, predicted; floor {found.floor_us:.0f} "
-        f"({found.exchange} exchange; constants: {found.constants})",
-        "": f"compute {found.compute_us:.0f} us, communication until {found.communication_us:.0f}, "
-        f"of which {found.exposed_us:.0f} exposed",
+        "simulated": f"{duration(found.time_us)}, predicted; at least {duration(found.floor_us)} on "
+        f"these links and cores ({found.exchange} exchange; constants: {found.constants})",
+        "": f"compute {duration(found.compute_us)}, communication until "
+        f"{duration(found.communication_us)}, of which {duration(found.exposed_us)} exposed",
         "links": "; ".join(
             f"{link.name} {100 * link.utilization:.0f} %" for link in found.links[:MOST_LINKS]
         )
@@ -161,7 +181,8 @@ def _path(made: CommonPart) -> str:
     if times is None or times.fused_us is None or times.library_us is None:
         return made.path
     return (
-        f"{made.path} (predicted: fused {times.fused_us:.0f} us, library {times.library_us:.0f} us)"
+        f"{made.path} (predicted: fused {duration(times.fused_us)}, library "
+        f"{duration(times.library_us)})"
     )
 
 
@@ -169,8 +190,14 @@ def _schedule(part: Schedule | None) -> str:
     """Every field of the backend's part with its value, under the name that it has in the plan."""
     if part is None:
         return "none yet"
-    fields = ", ".join(f"{name} {value}" for name, value in _leaves(part))
+    fields = ", ".join(f"{name} {_word(value)}" for name, value in _leaves(part))
     return f"{part.kind}: {fields}"
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "none"
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 def _leaves(part: BaseModel) -> Iterator[tuple[str, object]]:
@@ -195,13 +222,13 @@ def _sizes(made: CommonPart) -> str:
     """``M 2048 x N 1024 x K 2048``, or the named sizes of ops that are no GEMM."""
     if isinstance(made.shape, GemmShape):
         return f"M {made.shape.m} x N {made.shape.n} x K {made.shape.k}"
-    sizes = made.shape.model_dump(exclude={"kind"})
-    return ", ".join(f"{name} {value}" for name, value in sizes.items())
+    sizes = made.shape.model_dump(exclude={"kind"}, exclude_none=True)
+    return ", ".join(f"{name} {_word(value)}" for name, value in sizes.items())
 
 
 def _line(text: str, style: str = "") -> Text:
-    """One line, whatever the text: names come from devices and files and are no markup."""
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+    """Names come from devices and files and are no markup."""
+    return Text(text, style=style, overflow="fold")
 
 
 def _rank(plan: CommonPart, node: int) -> str:
@@ -216,7 +243,8 @@ def _rank(plan: CommonPart, node: int) -> str:
 def _node_lines(node: Node) -> list[str]:
     kind = "emulated node" if node.emulated else "node"
     memory = sum(part.memory_bytes or 0 for part in node.numa)
-    cpus = f"CPUs {ranges(node.cpus) or 'unknown'} on {len(node.numa)} NUMA"
+    numa = "1 NUMA node" if len(node.numa) == 1 else f"{len(node.numa)} NUMA nodes"
+    cpus = f"CPUs {ranges(node.cpus) or 'unknown'} in {numa}"
     lines = [f"{kind} {node.id} · {node.hostname} · {cpus}"]
     if memory:
         lines[0] += f" · {memory / 2**30:.1f} GiB"
@@ -230,8 +258,18 @@ def _node_lines(node: Node) -> list[str]:
 
 
 def _accelerator(device: Accelerator) -> str:
-    what = f"{device.name} ({device.kind}{', simulated' if device.emulated else ''})"
-    return what + _where(device)
+    return accelerator_name(device) + _where(device)
+
+
+def accelerator_name(device: Accelerator) -> str:
+    """What it is, where its name does not say it also of which kind, and that it is simulated."""
+    name = product(device)
+    known = name.lower()
+    said = [device.kind] if device.kind not in known else []
+    said += (
+        ["simulated"] if device.emulated and not {"simulated", "host"} & {*known.split()} else []
+    )
+    return f"{name} ({', '.join(said)})" if said else name
 
 
 def _nic(device: Nic) -> str:
@@ -256,7 +294,8 @@ def _grouped(devices: Sequence[_Device], describe: Callable[[_Device], str]) -> 
 def _shorten(parts: Sequence[str], most: int, what: str) -> str:
     if len(parts) <= most:
         return ", ".join(parts)
-    return ", ".join(parts[: most - 1]) + f", … {parts[-1]} ({len(parts)} {what})"
+    first = parts[: most - 1] if what == "nodes" else parts[:1]
+    return f"{', '.join(first)}, … {parts[-1]} ({len(parts)} {what})"
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -19,6 +19,11 @@ class Schedule(Model):
 
     kind: str
 
+    @property
+    def copy_engines(self) -> bool:
+        """Whether copy engines, not kernels, write to the memory of peers."""
+        return False
+
     _of_kind: ClassVar[dict[str, type[Schedule]]] = {}
 
     @classmethod

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rich.text import Text
 from rich.tree import Tree
 
-from mkernel.plan.render import ranges
+from mkernel.plan.render import accelerator_name, ranges
 from mkernel.probe.layout import Branch, Leaf, layout
 from mkernel.topology.model import FABRIC_SWITCH, Accelerator, Nic, Node, Topology
 from mkernel.topology.sources.kinds import fabric_name
@@ -74,7 +74,7 @@ def _describe(leaf: Leaf) -> str:
 
 def _accelerator(device: Accelerator) -> str:
     memory = f" {device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""
-    return f"{device.name} ({device.kind}{', simulated' if device.emulated else ''}){memory}"
+    return accelerator_name(device) + memory
 
 
 def _nic(device: Nic) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ PATIENCE_S = 60.0
 """With what must end, however busy the machine is."""
 
 Done = subprocess.CompletedProcess[str]
+
+os.environ.pop("COLUMNS", None)  # readline sets it, which workers of pytest-xdist import
 
 
 def mkernel_alone(*arguments: str) -> Done:

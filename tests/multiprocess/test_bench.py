@@ -33,7 +33,7 @@ def test_all_contenders_take_turns(tmp_path: Path, dtype: str) -> None:
     done = bench(*SMALL, "--accelerator", "streams", "--dtype", dtype, "--layout", "column",
                  "--json", str(file), "--plot", str(picture), "--commit", "f" * 40)  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
-    for part in ("ag_gemm", "gemm_rs", "gemm_ar", "gloo+matmul", "mkernel", "gemm us", "comm us",
+    for part in ("ag_gemm", "gemm_rs", "gemm_ar", "gloo+matmul", "mkernel", "gemm, ", "comm, ",
                  "PASSED"):  # fmt: skip
         assert part in done.stdout, part
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -66,7 +66,7 @@ def test_modes_and_drawn_shapes(tmp_path: Path) -> None:
     """Loops and first calls are timed, checked, and told apart; the seed draws the shapes."""
     file = tmp_path / "x.json"
     done = bench("gemm_rs", *SMALL, "--accelerator", "streams", "--mode", "eager,first",
-                 "--json", str(file))  # fmt: skip
+                 "--verbose", "--json", str(file))  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
     for part in ("`eager`: a turn is 20 calls", "`first`: a turn is the first call", "median skew",
                  "without multicast"):  # fmt: skip
@@ -251,6 +251,6 @@ def test_without_devices_it_says_what_it_does_and_shows_progress() -> None:
     first = done.stdout.splitlines()[0]
     assert first.startswith("No accelerator is used: 2 ranks of streams on this machine's CPU")
     assert [line for line in done.stderr.splitlines() if "all_gather_gemm" in line] == [
-        "kernel all_gather_gemm 256 x 256 x 512",
-        "kernel all_gather_gemm 1024 x 512 x 1024",
+        "1 of 2 done: kernel all_gather_gemm 256 x 256 x 512",
+        "2 of 2 done: kernel all_gather_gemm 1024 x 512 x 1024",
     ]

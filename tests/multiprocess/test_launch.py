@@ -98,7 +98,8 @@ def test_a_rank_that_failed_has_not_merely_left() -> None:
         mkernel.launch(
             tell_failure, ranks_per_node=2, on_report=lambda rank, text: failures.append(text)
         )
-    assert failures == ["rank 0 failed: KeyError: 'planted failure'"]
+    (failure,) = failures
+    assert failure.startswith("rank 0 failed: KeyError: 'planted failure' (kept for ")
 
 
 def tell_failure() -> None:
@@ -252,3 +253,48 @@ def test_stopped_launcher_takes_its_ranks_along(tmp_path: Path, how: signal.Sign
         assert process.stdout.read() == "interrupted\n"
     process.stdout.close()
     assert ends(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("print(mkernel.launch(step, ranks_per_node=2))", "ended while it imported"),
+        (
+            'if __name__ != "__main__":\n    raise ValueError("planted")\n'
+            "mkernel.launch(step, ranks_per_node=2)",
+            "ValueError: planted",
+        ),
+    ],
+    ids=["no main guard", "an import that fails"],
+)
+def test_a_script_that_ranks_cannot_import_is_told_why(
+    tmp_path: Path, script: str, said: str
+) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(f"import mkernel\ndef step():\n    return 1\n{script}\n")
+    done = subprocess.run(
+        [sys.executable, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert f"ended while it imported {file}" in done.stderr.splitlines()[-1]
+    assert 'under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
+    assert "bootstrapping phase" not in done.stderr
+
+
+def test_a_script_that_is_no_file_is_told_so() -> None:
+    text = "import mkernel\ndef step():\n    return 1\nmkernel.launch(step, ranks_per_node=2)\n"
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "<stdin> is no file" in done.stderr.splitlines()[-1]

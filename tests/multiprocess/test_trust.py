@@ -187,7 +187,7 @@ def barrier_without(victim: int) -> Outcome:
 
 def test_deleting_a_message() -> None:
     outcomes, _ = launched(barrier_without, 1, timeout_s=GIVE_UP_S)
-    assert_stopped(outcomes, "Timeout", "ranks [1] did not reach 'barrier/0'")
+    assert_stopped(outcomes, "Timeout", "ranks [1] did not come to a barrier")
 
 
 @another_user

@@ -83,7 +83,7 @@ def escaped(transform: Callable[..., Any]) -> torch.Tensor:
 # how the tensor comes to be → what the refusal says
 REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "requires grad": (wanting_gradients, r"torch\.no_grad\(\), or pass b\.detach\(\)"),
-    "computed with gradients": (lambda: wanting_gradients() * 2, "no backward yet"),
+    "computed with gradients": (lambda: wanting_gradients() * 2, "the op has no backward"),
     "parameter": (lambda: torch.nn.Parameter(torch.ones(4, 4)), "Parameter that requires grad"),
     "own __torch_function__": (lambda: PLAIN.as_subclass(Functional), "Functional"),
     "parameter of a subclass": (
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "zeros without memory": (lambda: torch._efficientzerotensor((4, 4)), "without memory"),
     "functional": (lambda: torch._to_functional_tensor(PLAIN), "without memory|transform"),
     "left over from vmap": (lambda: escaped(torch.func.vmap), "torch.func"),
-    "left over from grad": (lambda: escaped(torch.func.grad), "no backward yet"),
+    "left over from grad": (lambda: escaped(torch.func.grad), "the op has no backward"),
 }
 
 

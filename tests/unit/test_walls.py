@@ -25,7 +25,13 @@ FOLDERS = {
 }
 """Packages and where they lie; two of them are links in ``mkernel``."""
 
-LEAVES = {"mkernel.errors", "mkernel.printable", "mkernel.user_files"}
+LEAVES = {
+    "mkernel.errors",
+    "mkernel.failure_record",
+    "mkernel.printable",
+    "mkernel.tabular",
+    "mkernel.user_files",
+}
 CONTRACT = {
     *LEAVES,
     "mkernel.settings",
@@ -48,7 +54,9 @@ HARNESS = {*API, "mkernel.cases"}
 MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.errors": {"mkernel.printable"},
     "mkernel.printable": set(),
+    "mkernel.tabular": set(),
     "mkernel.user_files": LEAVES,
+    "mkernel.failure_record": LEAVES,
     "mkernel.headers": LEAVES,
     "mkernel.topology": LEAVES,
     "mkernel.settings": {*LEAVES, "mkernel.topology"},
@@ -69,6 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.machine": WORLD,
     "mkernel.selection": WORLD,
     "mkernel.doctor": WORLD,
+    "mkernel.bug_report": {*WORLD, "mkernel", "mkernel.doctor"},
     "mkernel.world": WORLD,
     "mkernel.ops": OPS,
     "mkernel.async_tensor_parallel": {*OPS, "mkernel.ops"},
@@ -85,6 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *HARNESS,
         "mkernel.harness",
         "mkernel.conformance",
+        "mkernel.bug_report",
         "mkernel.doctor",
         "mkernel.headers",
         "mkernel.measure",

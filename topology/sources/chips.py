@@ -73,11 +73,12 @@ class _Chip(Finite):
 class _Chips(Finite):
     source: str
     chips: tuple[_Chip, ...]
+    products: dict[str, str]
 
 
 @cache
-def _chips() -> tuple[_Chip, ...]:
-    return _Chips.from_file(_FILE, "file of chips").chips
+def _known() -> _Chips:
+    return _Chips.from_file(_FILE, "file of chips")
 
 
 def cores(device: Accelerator) -> int | None:
@@ -85,13 +86,18 @@ def cores(device: Accelerator) -> int | None:
     None: unknown."""
     if device.cores is not None or device.kind != "cuda" or device.emulated:
         return device.cores
-    return next((chip.cores for chip in _chips() if _is(device.name, chip)), None)
+    return next((chip.cores for chip in _known().chips if _is(device.name, chip)), None)
 
 
 def _is(name: str, chip: _Chip) -> bool:
     return name in chip.ids or _has_word(name, chip.name)
 
 
+def product(device: Accelerator) -> str:
+    """What its vendor calls it, where all that is known of it is a PCI id; else the name it has."""
+    return _known().products.get(device.name, device.name)
+
+
 def described(device: Accelerator) -> str:
     """A device's name with its architecture, for messages: ``NVIDIA A100 (sm_80)``."""
-    return f"{device.name} ({architecture(device) or 'architecture unknown'})"
+    return f"{product(device)} ({architecture(device) or 'architecture unknown'})"

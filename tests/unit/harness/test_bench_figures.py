@@ -156,7 +156,7 @@ def test_a_contender_whose_turns_all_started_late_has_no_figure() -> None:
     made = together(10.0, 11_000, 12_000, 13_000)
     entry = made.entries["mkernel"]
     assert (entry.state, entry.dropped, entry.figures) == ("failed", 3, None)
-    assert "within 10 us" in entry.why
+    assert "within 10.0 us of each other" in entry.why
     assert made.wrong == ["mkernel"]
 
 

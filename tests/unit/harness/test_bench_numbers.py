@@ -146,13 +146,17 @@ HIDDEN = told().timing["kernel"]
     ("outcome", "says"),
     [
         (told(), "launches hidden: what a call costs the host is not in its time"),
-        (told(), "ranks start at an agreed instant, median skew 1.2 us by clocks known to 1.0 us, "
+        (told(), "ranks start at an agreed instant, median skew 1.25 us by clocks known to 0.970 us, "
          "3 of 40 turns dropped"),
-        (told(), "above 10 us"),
+        (told(), "above 10.0 us"),
         (told(timing={"kernel": HIDDEN.model_copy(update={"launches": "counted"})}),
          "launches counted: what a call costs the host is in its time"),
         (told(timing={"kernel": HIDDEN.model_copy(update={"median_skew_us": None})}),
          "ranks start behind a barrier, their skew not measured"),
+        (told(timing={"kernel": HIDDEN.model_copy(
+            update={"median_skew_us": 1234.0, "clock_error_us": 2500.0, "most_skew_us": 25e3})}),
+         "median skew 1.23 ms by clocks known to 2.50 ms, 3 of 40 turns dropped for a skew above "
+         "25.0 ms"),
         (told(), "without multicast, as these machines require (NCCL_NVLS_ENABLE=0, "
          "TORCH_SYMM_MEM_DISABLE_MULTICAST=1)"),
         (told(), "fitted to these shapes (layers, targets)"),
@@ -247,7 +251,7 @@ def test_no_results_are_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("outcome", "passed", "parts"),
     [
-        (made(120), True, ("120.0", "1 of 1 targets met", "ahead of the best peer in 1 of 1")),
+        (made(120), True, ("120", "1 of 1 targets met", "ahead of the best peer in 1 of 1")),
         (made(160), True, ("1.600", "missed", "0 of 1 targets met")),
         (made(90, error=float("inf")), False, ("wrong: not finite", "FAILED")),
     ],

@@ -370,7 +370,7 @@ def test_json_with_everything_that_was_asked_for(tmp_path: Path) -> None:
 
 def test_for_people(tmp_path: Path) -> None:
     text = run(tmp_path, *HOPPER, "--explain", "--simulate")
-    for wanted in ("exchange", "hierarchical", "chosen", "simulated", "floor", "exposed"):
+    for wanted in ("exchange", "hierarchical", "chosen", "simulated", "at least", "exposed"):
         assert wanted in text
 
 

@@ -233,7 +233,7 @@ def test_both_times_are_shown() -> None:
     with console.capture() as captured:
         console.print(render.plan(planned("gemm_all_reduce", 64, 4096, 4096)))
     times = planned("gemm_all_reduce", 64, 4096, 4096).prediction
-    wanted = f"(predicted: fused {times.fused_us:.0f} us, library {times.library_us:.0f} us)"
+    wanted = f"(predicted: fused {times.fused_us:.1f} us, library {times.library_us:.1f} us)"
     assert wanted in captured.get()
     with console.capture() as captured:
         console.print(render.plan(make()))

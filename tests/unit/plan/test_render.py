@@ -22,9 +22,10 @@ def lines(renderable: RenderableType) -> list[str]:
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (2, 2), (3, 2), (64, 8)])
 def test_both_fit_into_15_lines_and_say_what_matters(nodes: int, ranks: int) -> None:
     made = make(nodes, ranks, m=128 * nodes * ranks)
-    text = lines(render.plan(made))
+    text = lines(render.plan(made, verbose=True))
     assert len(text) <= 15
     everything = "\n".join(text)
+    assert made.digest()[:16] not in "\n".join(lines(render.plan(made)))
     for wanted in ("all_gather_gemm", "float16 → float32", "predicted", made.digest()[:16]):
         assert wanted in everything
     tree = lines(render.topology(world(nodes, ranks)))
