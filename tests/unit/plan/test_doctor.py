@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 from commands import run
@@ -155,10 +156,11 @@ def test_a_check_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert rows["libibverbs headers"].usable
 
 
+@mock.patch.dict(sys.modules)  # puts back what was imported, and nothing that is imported here
 def test_pyverbs_is_had_by_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def seen() -> doctor.Row:
         for name in [each for each in sys.modules if each.partition(".")[0] == "pyverbs"]:
-            monkeypatch.delitem(sys.modules, name)
+            del sys.modules[name]  # monkeypatch would put it back after all else
         importlib.invalidate_caches()
         (row,) = (row for row in doctor.machine_rows() if row.name == "pyverbs")
         return row
@@ -184,6 +186,12 @@ def test_pyverbs_is_had_by_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     there = seen()
     assert (there.usable, there.remedy) == (True, "")
     assert str(package) in there.detail
+
+
+def test_nothing_of_a_pretended_package_is_left() -> None:
+    """What is imported stays for every later test of the process: its path was in another test's output."""
+    left = [module for name, module in sys.modules.items() if name.partition(".")[0] == "pyverbs"]
+    assert not [each for each in left if "pytest-of-" in str(each.__file__)]
 
 
 def test_exit_codes_and_json(install: Install) -> None:
