@@ -46,6 +46,7 @@ class Network(Sourced):
     """What blocks of the kernel send to other nodes."""
 
     blocks: int = Field(ge=2, multiple_of=2, description="that send, whole clusters")
+    band: int = Field(ge=1, description="as of tilings, where rows come from other nodes")
     put_bytes: int = Field(ge=1, description="of a put, at least, where a rank has so many")
     relay_blocks: float = Field(
         gt=0, description="for each rank of the node that a relay writes to, itself included"

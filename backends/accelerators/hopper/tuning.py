@@ -158,7 +158,7 @@ def gather_between_nodes(
         tiling=tiling(rows, world, n, k, processors - blocks),
         chunk_rows=chunk,
         push_blocks=blocks,
-        band=BAND,
+        band=network.band,
         blocks=processors,
         gathered_engine=within.engine,
         gathered_blocks=max(1, within.blocks),

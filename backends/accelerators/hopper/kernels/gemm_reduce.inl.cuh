@@ -309,13 +309,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             }
             Multiplier<C, Element, kNMajorB> multiplier(shared);
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
-                if (args.is_given) {
-                    multiplier.clear();
-                    multiplier.add_tile();
-                } else {
-                    multiplier.multiply(steps);
-                }
-                for (int part = 0; part < tile.parts; ++part) multiplier.add_tile();
+                multiplier.multiply(args.is_given ? 0 : steps);
+                const int parts = args.is_given + tile.parts;
+                for (int part = 0; part < parts; ++part) multiplier.add_tile();
                 if (tile.owner == rank) multiplier.add_bias(args.bias, tile.column, args.n);
                 multiplier.write();
             });

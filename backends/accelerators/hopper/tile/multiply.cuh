@@ -22,14 +22,10 @@ class Multiplier {
         row_ = group_ * 64 + warp * 16 + lane_ % 16;
     }
 
-    // Instead of products.
-    __device__ __forceinline__ void clear() {
+    // The tile's products: `steps` stages, in order of K; with none of them, zeros.
+    __device__ __forceinline__ void multiply(int steps) {
 #pragma unroll
         for (float& each : sum_) each = 0;
-    }
-
-    // The tile's products: `steps` stages, in order of K.
-    __device__ __forceinline__ void multiply(int steps) {
         Cursor<C::kStages> before = stage_;
         for (int step = 0; step < steps; ++step) {
             shared_.full[stage_.slot].wait(stage_.parity);
@@ -41,7 +37,7 @@ class Multiplier {
             ptx::wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kTileK; k += 16) {
-                ptx::wgmma<Element, kNMajorB>(sum_, a_place, b_place, step != 0 || k != 0);
+                ptx::wgmma<Element, kNMajorB>(sum_, a_place, b_place, true);
                 a_place += 16 * kElementBytes >> 4;
                 b_place += (kNMajorB ? 16 * kRowBytes : 16 * kElementBytes) >> 4;
             }
@@ -54,7 +50,7 @@ class Multiplier {
             stage_.next();
         }
         ptx::wgmma_wait<0>();
-        release(before.slot);
+        if (steps > 0) release(before.slot);
     }
 
     // Adds a tile of elements that the loader brought, two slices a stage.
