@@ -1,0 +1,37 @@
+"""What ptxas makes of the GEMM kernels: nothing on a CPU shows that a product waits for itself."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SPILLED_BYTES = 8
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce"])
+def test_products_overlap_and_stay_in_registers(op: str, tmp_path: Path) -> None:
+    """ptxas serialises wgmma (remark C7515) where other instructions write sums on some path to it."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    source = ROOT / f"backends/accelerators/hopper/kernels/{op}_bf16.cu"
+    done = subprocess.run(
+        [
+            nvcc, "-I", str(ROOT), "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v",
+            "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-o", str(tmp_path / "kernel"), str(source),
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "C7515" not in said, said
+    assert "serialized" not in said, said
+    spilled = [int(each) for each in re.findall(r"(\d+) bytes spill stores", said)]
+    assert spilled, said
+    assert max(spilled) <= SPILLED_BYTES, said
