@@ -189,7 +189,7 @@ def test_pyverbs_is_had_by_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_nothing_of_a_pretended_package_is_left() -> None:
-    """What is imported stays for every later test of the process: its path was in another test's output."""
+    """What is imported stays for every later test of the process, whose output had its path."""
     left = [module for name, module in sys.modules.items() if name.partition(".")[0] == "pyverbs"]
     assert not [each for each in left if "pytest-of-" in str(each.__file__)]
 
