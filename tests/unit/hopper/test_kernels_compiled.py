@@ -24,7 +24,8 @@ def test_products_overlap_and_stay_in_registers(op: str, tmp_path: Path) -> None
     done = subprocess.run(
         [
             nvcc, "-I", str(ROOT), "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v",
-            "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-o", str(tmp_path / "kernel"), str(source),
+            "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-o", str(tmp_path / "kernel"),
+            str(source),
         ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
