@@ -61,7 +61,8 @@ class ModelledRun:
     """A call on the modelled machine: *predicted* times, never measured ones.
 
     ``total_us``: launch to the end of the last kernel of any rank. ``tracks``: one a core; ``pipes``:
-    the same in detail, one a pipe of a core that did something.
+    the same in detail, one a pipe of a core that did something. ``links``: one a link that carried
+    something.
     """
 
     machine: str
@@ -70,6 +71,7 @@ class ModelledRun:
     kernels: tuple[KernelSpan, ...]
     tracks: tuple[Track, ...]
     pipes: tuple[Track, ...] = ()
+    links: tuple[Track, ...] = ()
 
     def kernel_us(self, kernel: str) -> float:
         """Longest duration of that kernel over the ranks; 0 where it did not run."""

@@ -59,6 +59,7 @@ _MODELLED_BY = frozenset(
         "machine",
         "json",
         "timeout",
+        "explain",
     )
 )
 """Parameters that ``--model-only`` heeds; none of the others may be given with it."""
@@ -160,6 +161,10 @@ def command(
         str | None,
         typer.Option(help="with --model-only: a3, published times beside modelled ones"),
     ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="with --model-only: where the time goes, beside floors"),
+    ] = False,
     machine: Annotated[
         Path | None,
         typer.Option(
@@ -178,7 +183,11 @@ def command(
         return
     console = Terminal()
     names = _ops(op)
-    for option, given in (("--table", table), ("--machine", machine)):
+    for option, given in (
+        ("--table", table),
+        ("--machine", machine),
+        ("--explain", explain or None),
+    ):
         if given is not None and not model_only:
             raise ArgumentError(option, given, "nothing, or --model-only beside it")
     if layout not in ("row", "column"):
@@ -199,6 +208,7 @@ def command(
             table,
             machine,
             json,
+            explain,
         )
         return
     _check_random(random, shapes_, names)
@@ -342,6 +352,7 @@ def _model(
     table: str | None,
     machine: Path | None,
     json: Path | None,
+    explain: bool,
 ) -> None:
     if accelerator != modelled.ACCELERATOR:
         raise ArgumentError(
@@ -351,6 +362,8 @@ def _model(
         )
     if table not in (None, *modelled.TABLES):
         raise ArgumentError("--table", repr(table), f"one of: {', '.join(modelled.TABLES)}")
+    if table is not None and explain:
+        raise ArgumentError("--explain", explain, "nothing beside --table")
     described = load_machine(machine)
     with console.status("modelling") as status:
         report: Model
@@ -365,6 +378,7 @@ def _model(
                 cast(Literal["row", "column"], layout),
                 described,
                 status.update,
+                explained=explain,
             )
             drawn = modelled.render(report)
     if json is not None:

@@ -5,7 +5,7 @@ run and no tensor exists; every time here is *modelled*, but those that were pub
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
@@ -14,12 +14,14 @@ from rich.text import Text
 from mkernel import api
 from mkernel.backends.accelerators.ascend import reference
 from mkernel.backends.accelerators.ascend.backend import record
+from mkernel.backends.accelerators.ascend.explain import Explanation, explain
 from mkernel.backends.accelerators.ascend.machine import Machine
 from mkernel.backends.accelerators.ascend.timeline import model
+from mkernel.harness.floors import Floor, Rates, floor_us, floors
 from mkernel.harness.run_report import Clock, modelled_clock
 from mkernel.harness.spec import GEMMS, VIEWS, Shape, size_text
-from mkernel.plan.model import DtypeName, OpName
-from mkernel.tabular import Column, Sheet
+from mkernel.plan.model import DtypeName, LaunchPlan, OpName
+from mkernel.tabular import Column, Sheet, amount
 from mkernel.topology.model import Model
 
 ACCELERATOR = "ascend"
@@ -34,12 +36,23 @@ class Sized(Model):
     sizes: dict[str, int]
 
 
+class Explained(Model):
+    """Where a row's time goes, beside the least that bytes and work over the machine's rates allow
+    (``floor_us``, with one launch) and what the plan predicts (``predicted_us``)."""
+
+    use: Explanation
+    floors: tuple[Floor, ...]
+    floor_us: float
+    predicted_us: float | None
+
+
 class ModelledRow(Model):
     """One op and size on ``ranks`` ranks of one node; three views."""
 
     shape: Sized
     ranks: int
     modelled: Clock
+    explained: Explained | None = None
 
 
 class PublishedComparison(Model):
@@ -90,14 +103,20 @@ def shapes(
     layout: Literal["row", "column"],
     machine: Machine,
     on_row: OnRow = lambda row: None,
+    *,
+    explained: bool = False,
 ) -> ModelledReport:
-    """Our schedule at each shape."""
+    """Our schedule at each shape; ``explained``: and where its time goes."""
     rows = []
     for each in wanted:
-        traces = _ours(each, ranks, dtype, layout)
+        plan = _planned(each, ranks, dtype, layout)
+        traces = _traces(plan)
         runs = {view: model(traces, machine, view, tracks=False) for view in VIEWS}
         sized = Sized(op=each.op, sizes=each.named_sizes)
-        rows.append(ModelledRow(shape=sized, ranks=ranks, modelled=modelled_clock([runs])))
+        why = _explained(plan, traces, machine) if explained else None
+        rows.append(
+            ModelledRow(shape=sized, ranks=ranks, modelled=modelled_clock([runs]), explained=why)
+        )
         on_row(each.size)
     return ModelledReport(machine=machine, rows=tuple(rows))
 
@@ -109,7 +128,8 @@ def compare(machine: Machine, on_row: OnRow = lambda row: None) -> ComparisonRep
     for each in table.rows:
         theirs = [reference.trace(each.shape, rank) for rank in range(each.ranks)]
         reference_ms = model(theirs, machine, tracks=False).total_us / 1e3
-        ours = _ours(Shape(op="all_gather_gemm", m=each.m, n=each.n, k=each.k), each.ranks)
+        shape = Shape(op="all_gather_gemm", m=each.m, n=each.n, k=each.k)
+        ours = _traces(_planned(shape, each.ranks))
         ours_ms = model(ours, machine, tracks=False).total_us / 1e3
         rows.append(
             PublishedComparison(
@@ -139,16 +159,15 @@ def compare(machine: Machine, on_row: OnRow = lambda row: None) -> ComparisonRep
     )
 
 
-def _ours(
+def _planned(
     shape: Shape,
     ranks: int,
     dtype: DtypeName = "float16",
     layout: Literal["row", "column"] = "row",
-) -> list[bytes]:
-    """Traces of our kernels in one node, as they are planned. GEMMs give float32, the others the
-    dtype of their inputs."""
+) -> LaunchPlan:
+    """The plan of a call in one node. GEMMs give float32, the others the dtype of their inputs."""
     sizes: dict[str, Any] = shape.named_sizes
-    plan = api.plan(
+    return api.plan(
         shape.op,
         dtype=dtype,
         out_dtype=None if shape.op in GEMMS else dtype,
@@ -158,7 +177,30 @@ def _ours(
         accelerator=ACCELERATOR,
         **sizes,
     )
-    return [record(plan, rank) for rank in range(ranks)]
+
+
+def _traces(plan: LaunchPlan) -> list[bytes]:
+    return [record(plan, rank) for rank in range(plan.world_size)]
+
+
+def _explained(plan: LaunchPlan, traces: Sequence[bytes], machine: Machine) -> Explained:
+    cube, clock = machine.cube, machine.clock_ghz
+    macs = cube.macs_per_cycle_32bit if plan.dtype == "float32" else cube.macs_per_cycle_16bit
+    rates = Rates(
+        matrix_tflops=2e-3 * macs * clock * machine.aic_cores,
+        sums_gbs=machine.vector.bytes_per_cycle * clock * machine.aiv_cores,
+        link_gbs=machine.fabric.link_gbs,
+        egress_gbs=machine.fabric.egress_gbs,
+        launch_us=machine.chip.launch_us,
+    )
+    found = floors(plan.op, plan.shape, plan.dtype, plan.world_size, rates)
+    predicted = plan.prediction
+    return Explained(
+        use=explain(traces, machine),
+        floors=found,
+        floor_us=floor_us(found, rates),
+        predicted_us=predicted.pipelined_us if predicted else None,
+    )
 
 
 def render(report: ModelledReport) -> RenderableType:
@@ -185,7 +227,69 @@ def render(report: ModelledReport) -> RenderableType:
             f"{clock.speedup:.2f}",
             f"{clock.overlap_efficiency:.0%}",
         )
-    return Group(drawn, _note(report.machine))
+    why = [table for row in report.rows for table in _explanation(row)]
+    return Group(drawn, *why, _note(report.machine))
+
+
+def _explanation(row: ModelledRow) -> list[RenderableType]:
+    """What a row's floors are, and where its ranks' time goes."""
+    if row.explained is None:
+        return []
+    why, use = row.explained, row.explained.use
+    least = Sheet(
+        (
+            Column("the least that", key=True),
+            *(Column(name, right=True) for name in ("amount", "us")),
+        ),
+        f"\n{row.shape.op} on {row.ranks} ranks, {size_text(row.shape.op, row.shape.sizes)}: modelled",
+    )
+    for one in why.floors:
+        size = amount(one.amount) if one.unit == "B" else f"{one.amount / 1e9:.1f} Gflop"
+        least.row(f"{one.resource} takes", size, f"{one.us:.1f}")
+    said = (
+        f"floor {why.floor_us:.1f} us with the launch; modelled {use.pipelined_us:.1f} us, "
+        f"{use.pipelined_us / why.floor_us:.2f} of it; communication alone "
+        f"{use.communication_us:.1f} us"
+    )
+    if why.predicted_us is not None:
+        off = why.predicted_us / use.pipelined_us - 1
+        said += f"; the plan predicts {why.predicted_us:.1f} us, {off:+.0%}"
+    names = tuple(dict.fromkeys(name for rank in use.ranks for name in rank.pipes))
+    peers = tuple(str(rank.rank) for rank in use.ranks)
+    tables = [
+        _by_rank("busy, us a core, in the mean", names, [rank.pipes for rank in use.ranks]),
+        _by_rank(
+            "what a rank's cores share, us",
+            ("memory", "egress", "ingress"),
+            [
+                {"memory": one.memory_us, "egress": one.egress_us, "ingress": one.ingress_us}
+                for one in use.ranks
+            ],
+        ),
+        _by_rank("link to each rank, us", peers, [_named(one.links) for one in use.ranks]),
+    ]
+    tables += [
+        _by_rank(
+            f"the {kernel} kernel waits for signals of each rank, us a core, in the mean",
+            peers,
+            [_named(one.waits[kernel]) for one in use.ranks],
+        )
+        for kernel in ("compute", "comm")
+        if any(one.waits[kernel] for one in use.ranks)
+    ]
+    return [least, Text(said), *tables]
+
+
+def _named(times: Mapping[int, float]) -> dict[str, float]:
+    return {str(rank): us for rank, us in times.items()}
+
+
+def _by_rank(title: str, names: Sequence[str], ranks: Sequence[Mapping[str, float]]) -> Sheet:
+    drawn = Sheet((Column("rank", key=True), *(Column(name, right=True) for name in names)), title)
+    for rank, times in enumerate(ranks):
+        cells = (f"{times[name]:.0f}" if name in times else "-" for name in names)
+        drawn.row(str(rank), *cells)
+    return drawn
 
 
 def render_comparison(report: ComparisonReport) -> RenderableType:

@@ -51,7 +51,7 @@ def modelled(calls: Sequence[ModelledRun]) -> Timeline:
         title="pipelined: all cores of a track overlaid; grey waits for a signal",
         total_us=sum(call.total_us for call in calls),
         tracks=_one_after_another([(call.total_us, call.tracks) for call in calls]),
-        pipes=_one_after_another([(call.total_us, call.pipes) for call in calls]),
+        pipes=_one_after_another([(call.total_us, (*call.pipes, *call.links)) for call in calls]),
     )
 
 

@@ -68,7 +68,16 @@ def model(
         pipes=tuple(
             track for name, role, each in _cores(spans) for track in _pipes(name, role, each)
         ),
+        links=tuple(_links(spans)),
     )
+
+
+def replayed_spans(traces: Sequence[bytes], machine: Machine) -> tuple[float, _Spans]:
+    """Microseconds of a pipelined call, and every instruction that its cores executed."""
+    from mkernel.backends.accelerators.ascend import _ascend
+
+    total, _, raw = _ascend.replay(list(traces), machine.native(), "pipelined", True)
+    return total / 1e3, np.frombuffer(raw, dtype=_SPAN)
 
 
 def _cores(spans: _Spans) -> Iterator[tuple[str, Role, _Spans]]:
@@ -132,6 +141,23 @@ def _pipes(name: str, role: Role, spans: _Spans) -> Iterator[Track]:
         if len(own):
             rank = int(spans["rank"][0])
             yield Track(rank, f"{name} {pipe.name}", role.kernel, _runs(own))
+
+
+def _links(spans: _Spans) -> Iterator[Track]:
+    """Each link of a rank: when any core put something to that peer."""
+    puts = spans[(spans["kind"] == Kind.TPUT) & (spans["peer"] != spans["rank"])]
+    for rank, peer in np.unique(puts[["rank", "peer"]]):
+        own = puts[(puts["rank"] == rank) & (puts["peer"] == peer)]
+        own = own[np.argsort(own["start_ns"], kind="stable")]
+        start = own["start_ns"] / 1e3
+        until = np.maximum.accumulate(start + own["duration_ns"] / 1e3)
+        first = np.concatenate(([0], np.flatnonzero(start[1:] > until[:-1]) + 1))
+        last = np.concatenate((first[1:] - 1, [len(own) - 1]))
+        busy = [
+            Span("TPUT", float(start[i]), float(until[j] - start[i]), None, int(peer))
+            for i, j in zip(first, last, strict=True)
+        ]
+        yield Track(int(rank), f"link to rank {peer}", "comm", busy)
 
 
 def _of(spans: _Spans, *kinds: int) -> _Spans:

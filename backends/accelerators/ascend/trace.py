@@ -135,3 +135,48 @@ def blob(rank: int, world: int, cores: Sequence[Core]) -> bytes:
         parts += [_CORE.pack(kind, numbers[kind], len(records)), records.tobytes()]
         numbers[kind] += 1
     return b"".join(parts)
+
+
+def cores(trace: bytes) -> list[Core]:
+    """The cores of a rank's trace, in the order in which it holds them."""
+    *_, count, _ = _HEADER.unpack_from(trace)
+    at, found = _HEADER.size, []
+    for _ in range(count):
+        role, _, length = _CORE.unpack_from(trace, at)
+        at += _CORE.size
+        found.append((Role(role), np.frombuffer(trace, RECORD, length, at)))
+        at += length * RECORD.itemsize
+    return found
+
+
+def communication(traces: Sequence[bytes]) -> list[bytes]:
+    """The traces of all ranks of a call without their compute kernels.
+
+    What only a compute kernel would raise counts as there, so that its waits are left out; what the
+    comm kernels tell each other is waited for.
+    """
+    kept = []
+    raised: dict[tuple[int, int], int] = {}
+    for trace in traces:
+        own = [(role, records) for role, records in cores(trace) if role == Role.COMM]
+        kept.append(own)
+        for _, records in own:
+            for kind, amount in ((Kind.TNOTIFY, "amount"), (Kind.NIC_PUT, "value")):
+                for each in records[records["kind"] == kind]:
+                    word = int(each["peer"]), int(each["signal"])
+                    raised[word] = raised.get(word, 0) + int(each[amount])
+    made = []
+    for trace, own in zip(traces, kept, strict=True):
+        magic, rank, world, node, _, _ = _HEADER.unpack_from(trace)
+        parts = [_HEADER.pack(magic, rank, world, node, len(own), 0)]
+        for number, (role, records) in enumerate(own):
+            waits = np.flatnonzero(records["kind"] == Kind.TWAIT)
+            never = [
+                at
+                for at in waits
+                if raised.get((rank, int(records["signal"][at])), 0) < records["amount"][at]
+            ]
+            left = np.delete(records, never)
+            parts += [_CORE.pack(role, number, len(left)), left.tobytes()]
+        made.append(b"".join(parts))
+    return made

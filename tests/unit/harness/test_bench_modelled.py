@@ -96,6 +96,7 @@ def test_the_machine_is_the_callers(tmp_path: Path) -> None:
         (("--table", "a9"), ArgumentError, "--table = 'a9' .* one of: a3"),
         (("--accelerator", "streams"), ArgumentError, "--accelerator = streams .* ascend"),
         (("--machine", "absent.json"), InputFileError, r"absent\.json: No such file"),
+        (("--explain", "--table", "a3"), ArgumentError, "--explain .* nothing beside --table"),
         (("--nodes", "2"), ArgumentError, "--nodes = 2 .* expected nothing: --model-only"),
         (("--mode", "graph"), ArgumentError, "--mode = graph .* expected nothing: --model-only"),
     ],
@@ -130,6 +131,28 @@ def test_every_op_by_its_own_sizes(tmp_path: Path) -> None:
         (512, 256, 512),
         (1024, 256, 128),
     ] * 2
+
+
+def test_explained_rows_fit_a_terminal_of_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "a.json"
+    sizes = ("--ranks", "8", "--shapes", "1024x512x512", "--json", str(file))
+    text = run("gemm_ar", "--explain", *sizes)
+    assert max(map(len, text.splitlines())) <= 80
+    (row,) = ModelledReport.model_validate_json(file.read_bytes()).rows
+    why = row.explained
+    assert why is not None
+    assert why.use.pipelined_us == pytest.approx(1e3 * row.modelled.pipelined_ms)
+    assert max(one.us for one in why.floors) < why.floor_us < why.use.pipelined_us
+    for said in (
+        "communication alone",
+        "link to each rank",
+        "the comm kernel waits",
+        "egress takes",
+    ):
+        assert said in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
