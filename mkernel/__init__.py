@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from mkernel.world.statistics import Statistics
     from mkernel.world.world import World
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LaunchPlan",

@@ -16,6 +16,7 @@ from mkernel.harness.spec import BenchSpec, Mode, Shape
 from mkernel.topology.model import Model, first_error
 from mkernel.user_files import parse_json, read_file
 
+_FAMILY = "mkernel-bench-"
 FORMAT: Literal["mkernel-bench-1"] = "mkernel-bench-1"
 
 _MOST_FILE_BYTES = 4 << 20
@@ -190,7 +191,13 @@ def read(path: Path) -> Report | None:
         if isinstance(error, InputFileError):
             raise
         raise InputFileError(f"result {path} is not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    told = content.get("format") if isinstance(content, dict) else None
+    if told != FORMAT:
+        if isinstance(told, str) and told.startswith(_FAMILY):
+            raise InputFileError(
+                f"result {path}: format {told!r} is of another version of mkernel; this one reads "
+                f"{FORMAT!r}: measure again, or render it by that version"
+            )
         return None
     try:
         return Report.model_validate(content)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from mkernel import machine
+from mkernel import __version__, machine
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicCapabilities, NicSession
@@ -37,6 +37,9 @@ _SAME_ON_ALL_RANKS = (
     "start every rank with the same options and settings. What is left to `auto` each rank chooses "
     "from its own machine: name it where machines differ (MKERNEL_ACCELERATOR, MKERNEL_NIC, "
     "MKERNEL_VERBS)"
+)
+_SAME_VERSION = (
+    "install the same version of mkernel on every host; `mkernel --version` says which one it has"
 )
 
 
@@ -185,6 +188,7 @@ class Membership:
     def _meet(self) -> dict[int, Peer]:
         """All ranks, once each has said who it is and the same as this one about the world."""
         world = {
+            "mkernel": __version__,  # first: what else a version says may have another meaning
             "nodes": self._me.nodes,
             "ranks_per_node": self._me.ranks_per_node,
             "accelerator": self._backends.accelerator,
@@ -208,9 +212,8 @@ class Membership:
         for other in range(self._me.size):
             found = first_difference(world, hellos[other]["world"], "world")
             if found:
-                raise PlanMismatch(
-                    (rank, other), found[0], (found[1], found[2]), _SAME_ON_ALL_RANKS
-                )
+                advice = _SAME_VERSION if found[0] == "world.mkernel" else _SAME_ON_ALL_RANKS
+                raise PlanMismatch((rank, other), found[0], (found[1], found[2]), advice)
         self._devices = {other: told.get("device") for other, told in hellos.items()}
         return peers
 

@@ -69,6 +69,15 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
     assert results.read(tmp_path / "x.json") == made(120)
 
 
+def test_a_result_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    results.write(made(120), path)
+    path.write_text(path.read_text().replace("mkernel-bench-1", "mkernel-bench-7"))
+    with pytest.raises(InputFileError, match="'mkernel-bench-7' is of another version") as refused:
+        numbers.page(tmp_path)
+    assert "this one reads 'mkernel-bench-1'" in str(refused.value)
+
+
 def test_nothing_missed(tmp_path: Path) -> None:
     text = page(tmp_path, made(120))
     assert "Nothing." in text

@@ -1,0 +1,38 @@
+"""Ranks with unlike versions of mkernel make no world."""
+
+from __future__ import annotations
+
+import pytest
+from in_world import stores
+
+import mkernel
+from mkernel.errors import PlanMismatch
+from mkernel.launch import host_store
+from mkernel.world import join, lifecycle
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+
+def joins(port: int) -> tuple[str, tuple[str, str], str]:
+    """How joining another world fails where rank 1 is of another version."""
+    world = mkernel.world()
+    clients = stores(port)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(join, "__version__", "0.0.7")
+        with pytest.raises(PlanMismatch) as refused:
+            lifecycle.join(world.identity, world.backends, world.settings, clients, "two versions")
+    return refused.value.field, refused.value.values, str(refused.value)
+
+
+def test_a_world_of_two_versions_is_refused_and_both_are_named() -> None:
+    store, port = host_store(2, 30)
+    for field, versions, text in mkernel.launch(
+        joins, port, ranks_per_node=2, accelerator="streams"
+    ):
+        assert field == "world.mkernel"
+        assert set(versions) == {"0.0.7", mkernel.__version__}
+        assert "0.0.7" in text
+        assert mkernel.__version__ in text
+        assert "install the same version" in text
+    del store
