@@ -31,6 +31,7 @@ if find_spec("mkernel.backends.transport._transport") is None:
     raise errors.NotBuilt(Path(__file__).parents[1], sys.executable)
 
 from mkernel.settings import Settings
+from mkernel.version import __version__
 
 if TYPE_CHECKING:
     from mkernel.api import capabilities, plan
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     from mkernel.world.lifecycle import empty, finalize, init, is_initialized, stats, synchronize
     from mkernel.world.statistics import Statistics
     from mkernel.world.world import World
-
-__version__ = "0.2.0"
 
 __all__ = [
     "LaunchPlan",

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from mkernel import __version__, machine
+from mkernel import machine
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicCapabilities, NicSession
@@ -23,6 +23,7 @@ from mkernel.plan.recent import Recent
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import PLANNED_SETTINGS, Settings
 from mkernel.topology.model import Topology
+from mkernel.version import __version__
 from mkernel.world.admission import admit_plan, admit_tensors
 from mkernel.world.devices import Chosen
 from mkernel.world.engine import Engine

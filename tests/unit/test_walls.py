@@ -31,6 +31,7 @@ LEAVES = {
     "mkernel.printable",
     "mkernel.tabular",
     "mkernel.user_files",
+    "mkernel.version",
 }
 CONTRACT = {
     *LEAVES,
@@ -55,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.errors": {"mkernel.printable"},
     "mkernel.printable": set(),
     "mkernel.tabular": set(),
+    "mkernel.version": set(),
     "mkernel.user_files": LEAVES,
     "mkernel.failure_record": LEAVES,
     "mkernel.headers": LEAVES,
